@@ -1,0 +1,36 @@
+# Each target works on a fresh machine with Python 3.11, pip and make: it creates .venv, installs, and does its whole job.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-slow lint types format clean
+
+demo: $(INSTALLED)
+	$(BIN)/bsi demo
+
+test: lint types
+	$(BIN)/python -m pytest
+
+test-slow: lint types
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Reinstalls only when what is to be installed has changed; the package itself is installed in place.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

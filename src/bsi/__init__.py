@@ -1,0 +1,42 @@
+"""Bayesian Sample Inference: generative models with honest likelihoods.
+
+A sample x is an unknown. A belief about it, a Gaussian with mean mu and precision lambda, is sharpened by noisy
+measurements of what a network predicts. `bsi.Model` is the object most users hold; the functions it delegates to take
+`(method, predict, ...)` and are importable from the modules named after what they do.
+
+Importing this package imports no torch: names are resolved when first used (PEP 562).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bsi.likelihood import Bins as Bins
+    from bsi.likelihood import Standardise as Standardise
+    from bsi.methods import BFN as BFN
+    from bsi.methods import BSI as BSI
+    from bsi.methods import VDM as VDM
+    from bsi.model import Model as Model
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BSI": "bsi.methods",
+    "BFN": "bsi.methods",
+    "VDM": "bsi.methods",
+    "Bins": "bsi.likelihood",
+    "Standardise": "bsi.likelihood",
+    "Model": "bsi.model",
+}
+
+__all__ = [*sorted(_HOME), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'bsi' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

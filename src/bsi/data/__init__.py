@@ -1,0 +1,23 @@
+"""Datasets prepared once into memory-mapped arrays, and the order in which training sees them. Imports no torch.
+
+dataset = open_dataset("digits")                    # .train, .test, .labels, .bins, .shape, .version
+ids = sample_ids(seed=0, n=len(dataset.train), start=step * batch, count=batch)
+"""
+
+from bsi.data.order import SHARDS, check_batch, coins, sample_ids, shards_of
+from bsi.data.pixels import BinRange, to_uint8
+from bsi.data.store import Dataset, Labels, data_folder, open_dataset
+
+__all__ = [
+    "SHARDS",
+    "BinRange",
+    "Dataset",
+    "Labels",
+    "check_batch",
+    "coins",
+    "data_folder",
+    "open_dataset",
+    "sample_ids",
+    "shards_of",
+    "to_uint8",
+]

@@ -1,0 +1,39 @@
+"""The embedded dataset: 1797 handwritten digits of 8 x 8 pixels with 17 grey levels, inside the package (digits.npz,
+digits.txt).
+
+The split is fixed: image i of the published order is a test image if i % 6 == 5, which gives 1498 training and 299 test
+images. The published order runs writer by writer, so both parts hold all thirteen writers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+
+import numpy as np
+from jaxtyping import UInt8
+
+from bsi.data.pixels import BinRange
+
+__all__ = ["BINS", "SOURCE", "Digits", "load"]
+
+SOURCE = "Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI, CC BY 4.0, by way of scikit-learn"
+BINS = BinRange(-1.0, 1.0, 17)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Bin indices 0 .. 16 and labels 0 .. 9 of both parts."""
+
+    train: UInt8[np.ndarray, "1498 1 8 8"]
+    test: UInt8[np.ndarray, "299 1 8 8"]
+    train_labels: UInt8[np.ndarray, "1498"]
+    test_labels: UInt8[np.ndarray, "299"]
+
+
+def load() -> Digits:
+    """The digits, from the package alone."""
+    with (resources.files("bsi.data") / "digits.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        images, labels = arrays["images"], arrays["labels"]
+    is_test = np.arange(len(images)) % 6 == 5
+    return Digits(images[~is_test], images[is_test], labels[~is_test], labels[is_test])

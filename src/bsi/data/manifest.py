@@ -1,0 +1,138 @@
+"""What a prepared dataset says about itself: `manifest.json`, its fields, and the hash that names its content.
+
+`version` is a hash over the files' hashes, the shape and the meaning of the numbers. Two datasets with the same version
+hold the same data; a run stores the version of the data it was trained on and compares it when it goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bsi.data.pixels import BinRange
+from bsi.errors import BsiError, DataError
+
+__all__ = [
+    "FILES",
+    "FORMAT",
+    "MANIFEST",
+    "FileRecord",
+    "Manifest",
+    "Standardisation",
+    "digest",
+    "digest_file",
+    "fingerprint",
+]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """The size and the hash of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Standardisation:
+    """Mean and standard deviation of the training part, over all its elements."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A dataset described: `counts` per split, `shape` and `dtype` of a sample, `options` of its source, hashes of its
+    files.
+
+    `bins` gives stored integers their values; it is None for continuous data, which has a `standardisation` instead.
+    `input` names what the dataset was made from, `skipped` the input files that could not be read and why.
+    """
+
+    name: str
+    source: str
+    counts: Mapping[str, int]
+    shape: tuple[int, ...]
+    dtype: str
+    bins: BinRange | None
+    standardisation: Standardisation | None
+    files: Mapping[str, FileRecord]
+    options: Mapping[str, Any]
+    input: str
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        content = {
+            "files": {name: record.sha256 for name, record in sorted(self.files.items())},
+            "shape": list(self.shape),
+            "bins": asdict(self.bins) if self.bins else None,
+        }
+        return fingerprint(content)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "version": self.version, **asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: Path) -> Manifest:
+        """Read a manifest that may be damaged: everything that is used later is checked here."""
+        try:
+            given = json.loads(text)
+            if given["format"] != FORMAT:
+                raise DataError(
+                    f"{where} has format {given['format']!r}; this version of bsi reads format {FORMAT}. Prepare the "
+                    f"dataset again."
+                )
+            unknown = set(given["files"]) - set(FILES)
+            if unknown or not {"train.npy", "test.npy"} <= set(given["files"]):
+                raise ValueError(f"files {sorted(given['files'])}, expected some of {', '.join(FILES)}")
+            manifest = cls(
+                name=str(given["name"]),
+                source=str(given["source"]),
+                counts={split: int(given["counts"][split]) for split in ("train", "test")},
+                shape=tuple(int(d) for d in given["shape"]),
+                dtype=str(given["dtype"]),
+                bins=BinRange(**given["bins"]) if given["bins"] else None,
+                standardisation=Standardisation(**given["standardisation"]) if given["standardisation"] else None,
+                files={name: FileRecord(**record) for name, record in given["files"].items()},
+                options=dict(given["options"]),
+                input=str(given["input"]),
+                skipped=tuple(str(line) for line in given["skipped"]),
+            )
+        except BsiError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{where} is not a dataset's manifest: {error!r}. Prepare the dataset again.") from error
+        if manifest.version != given["version"]:
+            raise DataError(
+                f"{where} is damaged: expected version {given['version']}, found {manifest.version}. Prepare the "
+                f"dataset again."
+            )
+        return manifest
+
+
+def digest(chunks: Iterable[bytes]) -> str:
+    """SHA-256 of a sequence of bytes."""
+    sha = hashlib.sha256()
+    for chunk in chunks:
+        sha.update(chunk)
+    return sha.hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return digest(iter(lambda: file.read(1 << 20), b""))
+
+
+def fingerprint(content: Any) -> str:
+    """SHA-256 of plain data, written as JSON in one fixed way."""
+    return digest([json.dumps(content, sort_keys=True, separators=(",", ":")).encode()])

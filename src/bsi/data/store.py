@@ -1,0 +1,194 @@
+"""A prepared dataset: a folder of memory-mapped arrays with a manifest.
+
+    cifar10/
+      manifest.json                          name, source, counts, shape, bins, options, SHA-256 of each file, version
+      train.npy  test.npy                    (n, *shape): integers are bin indices, floats are values in their own units
+      train_labels.npy  test_labels.npy      where the source has labels
+
+A dataset is opened by its name in the data folder ($BSI_DATA, by default ~/.cache/bsi-data) or by the path of its
+folder. Sizes and headers are checked each time, hashes on request: they detect damage, not tampering.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Integer, Shaped
+
+from bsi.data import digits
+from bsi.data.manifest import MANIFEST, FileRecord, Manifest, Standardisation, digest, digest_file
+from bsi.data.npy import ArrayFile, header_bytes
+from bsi.data.pixels import BinRange
+from bsi.errors import DataError
+
+__all__ = ["Dataset", "Labels", "data_folder", "open_dataset", "prepared", "verify"]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Class indices of both splits."""
+
+    train: Integer[np.ndarray, " train"]
+    test: Integer[np.ndarray, " test"]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples of both splits, memory-mapped and read-only, and what they mean."""
+
+    manifest: Manifest
+    train: Shaped[np.ndarray, "train *shape"]
+    test: Shaped[np.ndarray, "test *shape"]
+    labels: Labels | None
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def version(self) -> str:
+        """A hash of the content: the same for the same data, wherever it lies."""
+        return self.manifest.version
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.manifest.shape
+
+    @property
+    def bins(self) -> BinRange | None:
+        """What the stored integers stand for; None for continuous data."""
+        return self.manifest.bins
+
+    @property
+    def standardisation(self) -> Standardisation | None:
+        """Mean and std of the training part of continuous data; None for binned data."""
+        return self.manifest.standardisation
+
+    def split(self, name: str) -> Shaped[np.ndarray, "n *shape"]:
+        """`train` or `test`, refused if empty."""
+        if name not in ("train", "test"):
+            raise DataError(f"a dataset has the splits train and test: got {name!r}")
+        rows = self.train if name == "train" else self.test
+        if not len(rows):
+            raise DataError(f"dataset {self.name!r} has no {name} samples. Prepare it with another --test-fraction.")
+        return rows
+
+
+def data_folder() -> Path:
+    """Where datasets are looked for and kept: $BSI_DATA, by default ~/.cache/bsi-data."""
+    return Path(os.environ.get("BSI_DATA") or "~/.cache/bsi-data").expanduser()
+
+
+def prepared(root: Path | None = None) -> Iterator[Dataset]:
+    """Every whole dataset in `root`, by name; the embedded digits first. Half-made and damaged ones are left out."""
+    yield open_dataset("digits")
+    root = data_folder() if root is None else root
+    for manifest in sorted(root.glob(f"[!.]*/{MANIFEST}")):
+        try:
+            yield open_dataset(manifest.parent)
+        except DataError:
+            continue
+
+
+def open_dataset(name_or_path: str | Path, root: Path | None = None, check_hashes: bool = False) -> Dataset:
+    """The dataset of that name in `root` (by default the data folder), or in the folder of that path. `digits` is
+    always there.
+    """
+    if name_or_path == "digits":
+        return _embedded_digits()
+    root = data_folder() if root is None else root
+    folder = Path(name_or_path).expanduser()
+    if isinstance(name_or_path, str) and len(folder.parts) == 1 and not (folder / MANIFEST).is_file():
+        folder = root / name_or_path
+    if not (folder / MANIFEST).is_file():
+        raise DataError(_not_found(str(name_or_path), folder, root))
+    manifest = Manifest.from_json((folder / MANIFEST).read_text("utf-8"), folder / MANIFEST)
+    arrays = {name: _map(folder / name, manifest) for name in manifest.files}
+    if check_hashes:
+        verify(folder, manifest)
+    labels = None
+    if "train_labels.npy" in arrays and "test_labels.npy" in arrays:
+        labels = Labels(arrays["train_labels.npy"], arrays["test_labels.npy"])
+    return Dataset(manifest, arrays["train.npy"], arrays["test.npy"], labels)
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Compare every file with its hash; raises with the file, the expected and the found hash."""
+    for name, record in manifest.files.items():
+        found = digest_file(folder / name)
+        if found != record.sha256:
+            raise DataError(
+                f"{folder / name} is damaged: expected sha256 {record.sha256}, found {found}. Delete the folder and "
+                f"prepare it again."
+            )
+
+
+def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
+    """Memory-map one file after its size and header agreed with the manifest."""
+    expected = manifest.files[path.name].bytes
+    found = path.stat().st_size if path.is_file() else None
+    if found != expected:
+        state = "is missing" if found is None else f"has {found} bytes"
+        raise DataError(f"{path} {state}, expected {expected} bytes. Delete the folder and prepare it again.")
+    with ArrayFile.at(path) as array:
+        header = array.header
+    is_labels = path.stem.endswith("_labels")
+    count = manifest.counts[path.stem.removesuffix("_labels")]
+    shape = (count,) if is_labels else (count, *manifest.shape)
+    if header.shape != shape or not (is_labels or header.dtype == np.dtype(manifest.dtype)):
+        raise DataError(
+            f"{path} holds {header.shape} of {header.dtype}, expected {shape} of {manifest.dtype}. "
+            f"Delete the folder and prepare it again."
+        )
+    if not header.data_bytes:  # an empty file cannot be mapped
+        return np.empty(header.shape, header.dtype)
+    return np.memmap(path, header.dtype, "r", header.offset, header.shape)
+
+
+def _not_found(wanted: str, folder: Path, root: Path) -> str:
+    names = ["digits", *(path.parent.name for path in root.glob(f"[!.]*/{MANIFEST}"))]
+    near = difflib.get_close_matches(wanted, names, 1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return (
+        f"no prepared dataset {wanted!r} ({folder / MANIFEST} does not exist). {hint}`bsi data --list` shows what is "
+        f"there; "
+        f"`bsi data NAME` prepares one."
+    )
+
+
+def _record(array: Shaped[np.ndarray, "..."]) -> FileRecord:
+    """What the file of an array would be, so that the embedded dataset and its prepared copy have one version."""
+    header, data = header_bytes(array.dtype, array.shape), array.tobytes()
+    return FileRecord(len(header) + len(data), digest([header, data]))
+
+
+def _embedded_digits() -> Dataset:
+    loaded = digits.load()
+    arrays = {
+        "train.npy": loaded.train,
+        "test.npy": loaded.test,
+        "train_labels.npy": loaded.train_labels,
+        "test_labels.npy": loaded.test_labels,
+    }
+    return Dataset(
+        Manifest(
+            name="digits",
+            source=digits.SOURCE,
+            counts={"train": len(loaded.train), "test": len(loaded.test)},
+            shape=(1, 8, 8),
+            dtype="uint8",
+            bins=digits.BINS,
+            standardisation=None,
+            files={name: _record(array) for name, array in arrays.items()},
+            options={"test": "image i is a test image if i % 6 == 5"},
+            input="embedded",
+        ),
+        loaded.train,
+        loaded.test,
+        Labels(loaded.train_labels, loaded.test_labels),
+    )

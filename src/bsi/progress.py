@@ -1,8 +1,8 @@
-"""Progress with rate and time left: a live bar in a terminal, plain lines elsewhere. Written to stderr; imports no torch.
+"""Progress with rate and time left: a live bar in a terminal, plain lines elsewhere, on stderr. Imports no torch.
 
-    with Progress("train", total=1000, unit="step") as progress:
-        for step in range(1000):
-            progress.advance(1, note=f"loss {loss:.3f}")
+with Progress("train", total=1000, unit="step") as progress:
+    for step in range(1000):
+        progress.advance(1, note=f"loss {loss:.3f}")
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def readable_seconds(seconds: float) -> str:
 
 
 class Progress:
-    """Counts towards `total`; shows rate and time left. In a pipe it writes one plain line every ten seconds and one at the end."""
+    """Counts towards `total`; shows rate and time left. In a pipe: a plain line every ten seconds."""
 
     def __init__(self, what: str, total: int, unit: str = "it", done: int = 0, stream: TextIO | None = None) -> None:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""
@@ -36,7 +36,9 @@ class Progress:
         self._show()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._show()
         if self.live:
             self.stream.write("\n")

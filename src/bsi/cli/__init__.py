@@ -1,0 +1,76 @@
+"""The command line: `bsi COMMAND ...`. One file per command; this one finds it, and turns errors into exit codes.
+
+Nothing here or at the top of a command's file imports torch: help answers at once. A command's file holds a frozen
+dataclass, whose fields are the options and whose docstring is the help, and `run(args) -> int`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from dataclasses import dataclass
+
+from bsi.errors import BsiError
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives: its module in this package, the dataclass of its options, and a line for the overview."""
+
+    module: str
+    options: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command("demo", "Demo", "train a small model on handwritten digits, on the CPU, and draw some"),
+    "data": Command("data", "Data", "prepare a dataset once, or list what is there"),
+    "fid": Command("fid", "Fid", "Fréchet distance between two sets of images"),
+}
+
+
+def overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    return (
+        "usage: bsi COMMAND [options]\n\nBayesian Sample Inference: generative models with honest likelihoods.\n\n"
+        f"{lines}\n\n`bsi COMMAND --help` explains a command; --debug shows the traceback of an error."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 2 usage, and those of `bsi.errors`."""
+    argv = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in argv
+    argv = [word for word in argv if word != "--debug"]
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from bsi import __version__
+
+        print(f"bsi {__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f"did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
+        print(f"bsi: unknown command {argv[0]!r}: {hint}", file=sys.stderr)
+        return 2
+    command = COMMANDS[argv[0]]
+    module = importlib.import_module(f"bsi.cli.{command.module}")
+    import tyro
+
+    args = tyro.cli(getattr(module, command.options), args=argv[1:], prog=f"bsi {argv[0]}")
+    try:
+        return int(module.run(args))
+    except BsiError as error:
+        if debug:
+            raise
+        print(f"bsi {argv[0]}: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        print(f"\nbsi {argv[0]}: interrupted", file=sys.stderr)
+        return 130

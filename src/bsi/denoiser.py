@@ -1,0 +1,118 @@
+"""From a network to a prediction of the sample: preconditioning, Section "Model Design".
+
+    f(psi, level) = c_skip psi + c_out f'(c_in psi, t),        t = F(level) in [0, 1]           (Equation
+    "preconditioned model")
+
+The coefficients need only the encoder N(signal x, noise^2) and the data's standard deviation. EDM's conditions (unit
+variance of the network's input and of its target, least c_out) give, with d = signal^2 sigma_data^2 + noise^2,
+
+    c_skip = signal sigma_data^2 / d,    c_out = noise sigma_data / sqrt(d),    c_in = 1 / sqrt(d),
+
+for BSI exactly the paper's kappa formulas. The noise (epsilon) parametrisation of BFN and VDM solves psi = signal x +
+noise eps for x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from bsi.errors import UsageError
+from bsi.gaussian import Encoder, over
+from bsi.methods.base import Method, Parametrisation, Predictor
+
+__all__ = ["COEFFICIENTS", "Coefficients", "Condition", "Denoiser", "edm", "epsilon"]
+
+# What a prediction is conditioned on besides the latent: class labels, an image, several of these by name.
+Condition = Tensor | dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """c_skip, c_out and c_in, one of each per sample, in float64."""
+
+    c_skip: Float[Tensor, "*batch"]
+    c_out: Float[Tensor, "*batch"]
+    c_in: Float[Tensor, "*batch"]
+
+
+def edm(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
+    """Unit variance of the network's input and target, least c_out.
+
+    Where the latent is deterministic (BFN's first: signal = noise = 0) the limits are taken; c_in's is infinite, but
+    so does the latent vanish: the network sees 0 and predicts the data's mean.
+    """
+    signal, noise = encoder.signal, encoder.noise
+    d = (signal * sigma_data).square() + noise.square()
+    nothing = d == 0
+    d = torch.where(nothing, torch.ones_like(d), d)
+    c_out = torch.where(nothing, torch.full_like(d, sigma_data), noise * sigma_data * torch.rsqrt(d))
+    c_in = torch.where(nothing, torch.zeros_like(d), torch.rsqrt(d))
+    return Coefficients(c_skip=signal * sigma_data**2 / d, c_out=c_out, c_in=c_in)
+
+
+def epsilon(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
+    """x_hat = (psi - noise eps_hat) / signal. Where there is no signal at all, the prediction is 0: BFN's first."""
+    nothing = encoder.signal == 0
+    signal = torch.where(nothing, torch.ones_like(encoder.signal), encoder.signal)
+    zero = torch.zeros_like(signal)
+    return Coefficients(
+        c_skip=torch.where(nothing, zero, 1 / signal),
+        c_out=torch.where(nothing, zero, -encoder.noise / signal),
+        c_in=torch.ones_like(signal),
+    )
+
+
+COEFFICIENTS: dict[Parametrisation, Callable[[Encoder, float], Coefficients]] = {"edm": edm, "epsilon": epsilon}
+
+
+class Denoiser(nn.Module):
+    """f_theta: a backbone with its preconditioning. Called as `denoiser(latent, level)`, it is a Predictor.
+
+    `backbone(input, t)` or, given a condition, `backbone(input, t, cond)` returns something of the input's shape.
+    `clip` is the range that x_hat is clipped to, or None.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        method: Method,
+        parametrisation: Parametrisation | None = None,
+        sigma_data: float = 1.0,
+        clip: tuple[float, float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.method = method
+        self.parametrisation = parametrisation or method.parametrisation
+        if self.parametrisation not in COEFFICIENTS:
+            raise UsageError(f"unknown parametrisation {self.parametrisation!r}: use one of {', '.join(COEFFICIENTS)}")
+        if not sigma_data > 0:
+            raise UsageError(f"sigma_data is the data's standard deviation, positive: got {sigma_data}")
+        self.sigma_data, self.clip = sigma_data, clip
+
+    def forward(
+        self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], cond: Condition | None = None
+    ) -> Float[Tensor, "batch *data"]:
+        coefficients = COEFFICIENTS[self.parametrisation](self.method.encoder(level), self.sigma_data)
+        t = self.method.levels.cdf(level).to(latent.dtype)
+        scaled = over(coefficients.c_in, latent) * latent
+        output = self.backbone(scaled, t) if cond is None else self.backbone(scaled, t, cond)
+        if output.shape != latent.shape:
+            raise UsageError(
+                f"the backbone must return the shape it is given: got {tuple(output.shape)} for an input of "
+                f"{tuple(latent.shape)}. Its forward(input, t) predicts one value per input value."
+            )
+        x_hat = over(coefficients.c_skip, latent) * latent + over(coefficients.c_out, latent) * output.to(latent.dtype)
+        return x_hat if self.clip is None else x_hat.clamp(*self.clip)
+
+    def given(self, cond: Condition | None) -> Predictor:
+        """This denoiser with a condition bound into it: losses, ELBO and solvers never see it."""
+        if cond is None:
+            return cast(Predictor, self)
+        return lambda latent, level: self(latent, level, cond)

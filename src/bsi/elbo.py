@@ -1,0 +1,188 @@
+"""The evidence lower bound, Theorems "ELBO" and "infinite ELBO":
+
+    -ln p(x) <= L_R + L_M + L_prior
+
+    L_R     = E_{q(psi | x, last level)} [ -ln p(x | x_hat) ]                                     reconstruction
+    L_M^k   = k / 2 E_{i ~ U(0, k-1), q} [ alpha_{i+1} |x - x_hat_i|^2 ]                          k measurements
+    L_M^inf = 1/2 E_{level ~ p, q} [ |x - x_hat|^2 / p(level) ]                                   infinitely many
+
+for BSI, BFN and VDM alike; the prior term is 0 for the first two. Each function returns one unbiased estimate per
+sample, in nats, from the noise it is given. An `Elbo` collects them with their errors: that of the Monte Carlo
+estimate, which more evaluations shrink, and that of the data set, which only more data shrinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from bsi.errors import UsageError
+from bsi.gaussian import squared_norm
+from bsi.levels import Proposal
+from bsi.likelihood import Bins, categorical_normal, discretised_normal, normal
+from bsi.methods.base import Method, Predictor
+
+__all__ = ["Elbo", "elbo", "finite_measurement_loss", "measurement_loss", "reconstruction_loss"]
+
+Data = Float[Tensor, "batch *data"]
+PerSample = Float[Tensor, " batch"]
+
+
+def _squared_error(method: Method, predict: Predictor, x: Data, level: PerSample, eps: Data) -> PerSample:
+    """|x - x_hat|^2 at each sample's level: one draw of the integrand h(level) of Equation "h"."""
+    if x.shape != eps.shape or level.shape != x.shape[:1]:
+        raise UsageError(
+            f"data and noise need one shape, and one level per sample: got data {tuple(x.shape)}, noise "
+            f"{tuple(eps.shape)}, levels {tuple(level.shape)}"
+        )
+    latent = method.encoder(level).encode(x, eps)
+    return squared_norm(x - predict(latent, level))
+
+
+def measurement_loss(
+    method: Method,
+    predict: Predictor,
+    x: Data,
+    t: PerSample,
+    eps: Data,
+    proposal: Proposal | None = None,
+) -> PerSample:
+    """Corollary "Importance Sampling": an estimate of L_M^inf at level = F^-1(t), F the proposal's CDF."""
+    proposal = method.levels if proposal is None else proposal
+    level = proposal.icdf(t)
+    error = _squared_error(method, predict, x, level, eps)
+    return 0.5 * error / proposal.density(level).to(error.dtype)
+
+
+def finite_measurement_loss(
+    method: Method,
+    predict: Predictor,
+    x: Data,
+    grid: Float[Tensor, " levels"],
+    i: Integer[Tensor, " batch"],
+    eps: Data,
+) -> PerSample:
+    """Theorem "ELBO": an estimate of L_M^k for the k steps of any grid, at the step i ~ U(0, k-1) of each sample."""
+    alpha = torch.diff(method.gain(grid))
+    error = _squared_error(method, predict, x, grid.double()[i], eps)
+    return 0.5 * len(alpha) * alpha[i].to(error.dtype) * error
+
+
+def reconstruction_loss(method: Method, predict: Predictor, x: Data, eps: Data, bins: Bins | None) -> PerSample:
+    """L_R: -ln p(x | x_hat) at the last level. With bins the probability of x's bin, else a density."""
+    level = torch.full((len(x),), method.levels.high, dtype=torch.float64, device=x.device)
+    x_hat = method.decode(method.encoder(level).encode(x, eps), level, predict)
+    if bins is None:
+        return -normal(x, x_hat, method.recon_precision)
+    decoder = discretised_normal if method.decoder == "cdf" else categorical_normal
+    return -decoder(bins, bins.indices(x), x_hat, method.recon_precision)
+
+
+@dataclass(frozen=True)
+class Elbo:
+    """The bound's terms for each sample in nats, with what is known of their Monte Carlo error.
+
+    `sample_variance` is the Monte Carlo variance of each sample's bound, `sum_variance` that of the sum over the
+    samples: they differ when levels are stratified over a batch, where the errors of its samples are not independent.
+    Both come from independent replicates, and are NaN when there was only one.
+    """
+
+    reconstruction: PerSample
+    measurement: PerSample
+    prior: PerSample
+    sample_variance: PerSample
+    sum_variance: float
+    n: int
+    log_determinant: float = 0.0
+
+    @property
+    def nats(self) -> PerSample:
+        """The bound on -ln p(x) of each sample, in the units of the data."""
+        return self.reconstruction + self.measurement + self.prior + self.n * self.log_determinant
+
+    @property
+    def nats_per_dim(self) -> float:
+        return float(self.nats.mean()) / self.n
+
+    @property
+    def bits_per_dim(self) -> float:
+        return self.nats_per_dim / math.log(2)
+
+    @property
+    def monte_carlo_error(self) -> float:
+        """Standard error of `bits_per_dim` for this data set: what more network evaluations would shrink."""
+        return math.sqrt(self.sum_variance) / (len(self.nats) * self.n * math.log(2))
+
+    @property
+    def data_error(self) -> float:
+        """Standard error of `bits_per_dim` from having these samples and not others, the Monte Carlo part removed."""
+        if len(self.nats) < 2:
+            return math.nan
+        spread = float(self.nats.var())
+        noise = float(self.sample_variance.mean())
+        spread = max(0.0, spread - noise) if math.isfinite(noise) else spread
+        return math.sqrt(spread / len(self.nats)) / (self.n * math.log(2))
+
+    @classmethod
+    def join(cls, parts: Sequence[Elbo]) -> Elbo:
+        """Batches evaluated with independent noise, as one."""
+        if not parts or len({(part.n, part.log_determinant) for part in parts}) != 1:
+            raise UsageError("only bounds of data of one shape and unit can be joined, and at least one")
+        return cls(
+            reconstruction=torch.cat([part.reconstruction for part in parts]),
+            measurement=torch.cat([part.measurement for part in parts]),
+            prior=torch.cat([part.prior for part in parts]),
+            sample_variance=torch.cat([part.sample_variance for part in parts]),
+            sum_variance=math.fsum(part.sum_variance for part in parts),
+            n=parts[0].n,
+            log_determinant=parts[0].log_determinant,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.bits_per_dim:.4f} bits/dim ± {self.monte_carlo_error:.4f} (Monte Carlo) ± {self.data_error:.4f} "
+            f"(data set of {len(self.nats)})"
+        )
+
+
+def elbo(
+    method: Method,
+    predict: Predictor,
+    x: Data,
+    bins: Bins | None,
+    t: Float[Tensor, "measure batch"],
+    noise: Callable[[], Data],
+    recon: int = 2,
+    proposal: Proposal | None = None,
+    log_determinant: float = 0.0,
+) -> Elbo:
+    """The infinite-step bound of a batch from `len(t)` levels and `recon` reconstructions for each sample.
+
+    The rows of t are independent replicates; within a row the levels may be stratified over the batch. `noise()`
+    draws standard noise of x's shape, first for the measurements, then for the reconstructions.
+    """
+    if len(t) < 1 or recon < 1:
+        raise UsageError(
+            f"the bound needs at least one level and one reconstruction: got measure={len(t)}, recon={recon}"
+        )
+    measured = torch.stack([measurement_loss(method, predict, x, row, noise(), proposal) for row in t]).double()
+    decoded = torch.stack([reconstruction_loss(method, predict, x, noise(), bins) for _ in range(recon)]).double()
+    variance = [
+        rows.var(0) / len(rows) if len(rows) > 1 else torch.full_like(rows[0], math.nan) for rows in (measured, decoded)
+    ]
+    sums = [rows.sum(1) for rows in (measured, decoded)]
+    sum_variance = [float(total.var()) / len(total) if len(total) > 1 else math.nan for total in sums]
+    return Elbo(
+        reconstruction=decoded.mean(0),
+        measurement=measured.mean(0),
+        prior=method.prior_kl(x).double(),
+        sample_variance=variance[0] + variance[1],
+        sum_variance=sum(sum_variance),
+        n=x[0].numel(),
+        log_determinant=log_determinant,
+    )

@@ -1,0 +1,96 @@
+"""Isotropic Gaussians: beliefs about a sample, and the encoders that training starts from.
+
+A belief about an unknown x is N(mean, 1 / precision). A measurement y ~ N(x, 1 / alpha) sharpens it:
+
+    lambda' = lambda + alpha,        mu' = (lambda mu + alpha y) / lambda'            (Lemma "Posterior Update")
+
+and, before y is known, the new mean is itself Gaussian around the sample that will be measured:
+
+    mu' | mu, x ~ N((lambda mu + alpha x) / lambda', alpha / lambda'^2)               (Lemma "Update Marginal")
+
+Everything is generic over data of any shape: a level is one number per sample (or one for all), the data has the
+shape `batch *data`. Standard deviations are used rather than precisions, so that a deterministic belief (gamma_0 =
+inf) is noise = 0 and needs no branch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["Belief", "Encoder", "Normal", "kl_divergence", "over", "squared_norm"]
+
+
+def over(value: Float[Tensor, " *batch"], data: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """One number per sample, in the data's dtype and with as many trailing ones as the data has dimensions.
+
+    Levels and coefficients are computed in float64 and cast here, last: lambda - lambda_0 cancels near t = 0.
+    """
+    return value.to(data.dtype).reshape(value.shape + (1,) * (data.ndim - value.ndim))
+
+
+def squared_norm(data: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+    """|x|_2^2 for each sample."""
+    return data.square().flatten(1).sum(1)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(mean, std^2), isotropic."""
+
+    mean: Float[Tensor, "batch *data"]
+    std: Float[Tensor, "*batch"]
+
+    def sample(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
+        return self.mean + over(self.std, self.mean) * eps
+
+    def log_prob(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+        n = x[0].numel()
+        distance = squared_norm((x - self.mean) / over(self.std, x))
+        return -0.5 * distance - n * (torch.log(self.std).to(x.dtype) + 0.5 * math.log(2 * math.pi))
+
+
+def kl_divergence(p: Normal, q: Normal) -> Float[Tensor, " batch"]:
+    """KL(p || q) of isotropic Normals, in nats."""
+    n = p.mean[0].numel()
+    ratio = (p.std / q.std).square().to(p.mean.dtype)
+    distance = squared_norm((p.mean - q.mean) / over(q.std, p.mean))
+    return 0.5 * (n * (ratio - 1 - torch.log(ratio)) + distance)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """q(psi | x) = N(signal x, noise^2): what a latent looks like when the sample is x."""
+
+    signal: Float[Tensor, "*batch"]
+    noise: Float[Tensor, "*batch"]
+
+    def encode(
+        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"]
+    ) -> Float[Tensor, "batch *data"]:
+        return over(self.signal, x) * x + over(self.noise, x) * eps
+
+    def distribution(self, x: Float[Tensor, "batch *data"]) -> Normal:
+        return Normal(over(self.signal, x) * x, self.noise)
+
+
+@dataclass(frozen=True)
+class Belief:
+    """N(mean, 1 / precision): what is known about the unknown sample."""
+
+    mean: Float[Tensor, "batch *data"]
+    precision: Float[Tensor, "*batch"]
+
+    def update(self, y: Float[Tensor, "batch *data"], alpha: Float[Tensor, "*batch"]) -> Belief:
+        """Lemma "Posterior Update": the belief after the measurement y ~ N(x, 1 / alpha)."""
+        precision = self.precision + alpha
+        mean = over(self.precision / precision, y) * self.mean + over(alpha / precision, y) * y
+        return Belief(mean, precision)
+
+    def update_marginal(self, x: Float[Tensor, "batch *data"], alpha: Float[Tensor, "*batch"]) -> Normal:
+        """Lemma "Update Marginal": the updated mean's distribution over all measurements of x at precision alpha."""
+        return Normal(self.update(x, alpha).mean, torch.sqrt(alpha) / (self.precision + alpha))

@@ -1,0 +1,100 @@
+"""Where sampling stops on its way: k + 1 levels from the prior's to the last.
+
+    paper       uniform in t = F(level), the paper's schedule: alpha_i = F^-1(i / k) - F^-1((i - 1) / k)
+    edm         sigma^(1/7) uniform, sigma = noise / signal (Karras et al., 2022)
+    geometric   uniform in ln Lambda, the information: the coordinate in which the second-order solvers expand
+
+For BSI and VDM `paper` is `geometric`; for BFN, whose information starts at 0, it is not.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.errors import UsageError
+from bsi.methods.base import Method
+
+__all__ = ["GRIDS", "Grid", "check_grid", "edm_grid", "geometric_grid", "named_grid", "paper_grid"]
+
+Levels = Float[Tensor, " levels"]
+Grid = Callable[[Method, int], Levels]
+
+# Where a method's information starts at 0, `geometric` and `edm` take their first step to here: sigma = 80 is EDM's
+# choice for "only noise".
+FIRST_SIGMA = 80.0
+
+
+def _check_steps(k: int) -> None:
+    if k < 1:
+        raise UsageError(f"sampling needs at least one step: got k={k}")
+
+
+def check_grid(method: Method, grid: Levels) -> Levels:
+    """A grid given by the user, in float64, if it starts at the prior's level and rises within the method's range."""
+    grid, levels = grid.double(), method.levels
+    if len(grid) < 2:
+        raise UsageError(f"a grid has at least two levels, the prior's and the last: got {grid.tolist()}")
+    if not bool((torch.diff(grid) > 0).all()):
+        raise UsageError(f"a grid's levels must rise strictly: got {grid.tolist()}")
+    close = math.isclose(float(grid[0]), levels.low, rel_tol=1e-9)
+    if not close or float(grid[-1]) > levels.high * (1 + 1e-9):
+        raise UsageError(
+            f"a grid starts at the prior's level and stays in range: got {float(grid[0])} to {float(grid[-1])}, "
+            f"expected {levels.low} to at most {levels.high}"
+        )
+    return grid
+
+
+def paper_grid(method: Method, k: int) -> Levels:
+    """Section "Hyperparameters": uniform steps through the inverse CDF of the log-uniform proposal."""
+    _check_steps(k)
+    return method.levels.icdf(torch.linspace(0, 1, k + 1, dtype=torch.float64))
+
+
+def _from_gains(method: Method, gains: Float[Tensor, " steps"]) -> Levels:
+    """A grid from the gains reached by its steps; the ends are the method's own levels, free of rounding."""
+    grid = torch.cat([torch.tensor([method.levels.low], dtype=torch.float64), method.level(gains)])
+    grid[-1] = method.levels.high
+    return grid
+
+
+def edm_grid(method: Method, k: int, power: float = 7.0) -> Levels:
+    """sigma^(1 / power) uniform from the noisiest sigma (at most 80) to the last."""
+    _check_steps(k)
+    ends = torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)
+    encoder = method.encoder(ends)
+    rho = torch.where(encoder.signal == 0, torch.zeros_like(ends), encoder.signal / encoder.noise)
+    sigma_max, sigma_min = min(FIRST_SIGMA, 1 / float(rho[0]) if rho[0] > 0 else math.inf), 1 / float(rho[1])
+    roots = torch.linspace(sigma_max ** (1 / power), sigma_min ** (1 / power), k + 1, dtype=torch.float64)
+    sigma = roots[1:] ** power
+    gains = (1 + torch.sqrt(1 + 4 * method.c * sigma.square())) / (2 * sigma.square())
+    return _from_gains(method, gains)
+
+
+def geometric_grid(method: Method, k: int) -> Levels:
+    """ln Lambda uniform. Where Lambda starts at 0 (BFN), its first step is to sigma = 80 if there is more than one."""
+    _check_steps(k)
+    ends = method.gain(torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)) + method.c
+    low, high = (float(end) for end in ends)
+    if low > 0:
+        informations = torch.logspace(math.log(low), math.log(high), k + 1, base=math.e, dtype=torch.float64)[1:]
+    else:
+        informations = torch.logspace(-2 * math.log(FIRST_SIGMA), math.log(high), k, base=math.e, dtype=torch.float64)
+    return _from_gains(method, informations - method.c)
+
+
+GRIDS: dict[str, Grid] = {"paper": paper_grid, "edm": edm_grid, "geometric": geometric_grid}
+
+
+def named_grid(name: str) -> Grid:
+    """The grid called `name`; an unknown one is an error that suggests the nearest."""
+    if name in GRIDS:
+        return GRIDS[name]
+    near = difflib.get_close_matches(name, GRIDS, n=1, cutoff=0.0)
+    raise UsageError(f"unknown grid {name!r}: did you mean {near[0]!r}? The grids are {', '.join(GRIDS)}.")

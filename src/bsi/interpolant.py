@@ -1,0 +1,67 @@
+"""BSI as a stochastic interpolant, Appendix "Stochastic Interpolants" (Albergo et al., 2025).
+
+    mu_lambda = a(lambda) z + b(lambda) x,        a = lambda^-1/2,        b = (lambda - lambda_0) / lambda
+
+interpolates between the belief prior and the data. With eta(lambda, mu) = E[x | mu] (our x_hat), its law follows the
+velocity field a'/a mu + (b' - a'/a b) eta, has the score -(mu - b eta) / a^2, and solves for any noise level
+eps(lambda) >= 0 the SDE
+
+    d mu = [velocity + eps score] d lambda + sqrt(2 eps) dW.
+
+At eps = 1 / (2 lambda^2) that is d mu = (eta - mu) / lambda d lambda + dW / lambda, whose Euler-Maruyama step differs
+from BSI's only in using lambda where the exact update has lambda'.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.gaussian import over
+from bsi.methods.bsi import BSI
+
+__all__ = ["drift", "euler_maruyama_step", "interpolant_loss", "posterior_noise_level", "score", "velocity"]
+
+Data = Float[Tensor, "batch *data"]
+PerSample = Float[Tensor, " batch"]
+
+
+def velocity(method: BSI, level: PerSample, mu: Data, eta: Data) -> Data:
+    """The velocity field of the transport equation."""
+    level = level.double()
+    a_rate = -1 / (2 * level)  # a' / a
+    b_rate = method.lambda_0 / level.square()  # b'
+    return over(a_rate, mu) * mu + over(b_rate - a_rate * method.encoder(level).signal, mu) * eta
+
+
+def score(method: BSI, level: PerSample, mu: Data, eta: Data) -> Data:
+    """grad ln rho(lambda, mu)."""
+    encoder = method.encoder(level)
+    return -(mu - over(encoder.signal, mu) * eta) / over(encoder.noise.square(), mu)
+
+
+def posterior_noise_level(level: PerSample) -> PerSample:
+    """eps = 1 / (2 lambda^2): the choice at which the SDE becomes BSI's."""
+    return 1 / (2 * level.double().square())
+
+
+def drift(method: BSI, level: PerSample, mu: Data, eta: Data, noise_level: PerSample) -> Data:
+    """The forward drift of the SDE at any noise level eps(lambda)."""
+    return velocity(method, level, mu, eta) + over(noise_level, mu) * score(method, level, mu, eta)
+
+
+def euler_maruyama_step(
+    method: BSI, level: PerSample, mu: Data, eta: Data, alpha: PerSample, noise_level: PerSample, eps: Data
+) -> Data:
+    """Equation "si-step": a step of length alpha in lambda."""
+    return (
+        mu
+        + over(alpha, mu) * drift(method, level, mu, eta, noise_level)
+        + over(torch.sqrt(2 * noise_level * alpha), mu) * eps
+    )
+
+
+def interpolant_loss(eta: Data, x: Data) -> PerSample:
+    """1/2 |eta|^2 - x . eta, the integrand that interpolants learn from: 1/2 |x - eta|^2 less 1/2 |x|^2."""
+    return (0.5 * eta.square() - x * eta).flatten(1).sum(1)

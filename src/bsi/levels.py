@@ -1,0 +1,173 @@
+"""Distributions over the level: where along the way from noise to data an estimate looks.
+
+The measurement loss is an integral over the level (lambda for BSI and BFN, the signal-to-noise ratio for VDM),
+estimated by importance sampling from a proposal p (Corollary "Importance Sampling"):
+
+    L_M = 1/2 E_{level ~ p} [ |x - x_hat|^2 / p(level) ]
+
+whose variance is least when p follows h(level) = E |x - x_hat|^2. With f(mu, lambda) = mu and unit-variance data,
+h ~ lambda_0^2 / lambda^2 + 1 / lambda (Equation "expected-h"), which is log-uniform but for the smallest levels.
+
+A proposal maps t in [0, 1] to a level by its inverse CDF; levels are float64 whatever t is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.errors import UsageError
+
+__all__ = ["ExpectedError", "Fitted", "LogUniform", "Proposal", "Uniform", "low_discrepancy"]
+
+
+class Proposal(Protocol):
+    """A distribution over levels between `low` and `high`, with a density that is positive there."""
+
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+    def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]: ...
+    def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]: ...
+
+
+def _check_range(what: str, low: float, high: float) -> None:
+    if not (0 < low < high < math.inf):
+        raise UsageError(f"{what} needs levels 0 < low < high < inf: got low={low}, high={high}")
+
+
+def low_discrepancy(count: int, delta: Float[Tensor, ""] | float) -> Float[Tensor, " {count}"]:
+    """t_i = (i / b + delta) mod 1 for the b samples of a global batch and one shared delta ~ U(0, 1).
+
+    Each t_i is uniform; together they cover [0, 1] evenly, so that the loss moves less from batch to batch.
+    """
+    if count < 1:
+        raise UsageError(f"a batch has at least one sample: got {count}")
+    delta = torch.as_tensor(delta, dtype=torch.float64)
+    return (torch.arange(count, dtype=torch.float64, device=delta.device) / count + delta) % 1
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """p(level) = 1 / (level (ln high - ln low)): the paper's proposal, precision encoding and sampling schedule."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        _check_range("a log-uniform proposal", self.low, self.high)
+
+    @property
+    def log_range(self) -> float:
+        return math.log(self.high) - math.log(self.low)
+
+    def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        level = self.low * torch.exp(t.double() * self.log_range)
+        return level.clamp(self.low, self.high)  # t = 1 must be `high` itself, not a rounding above it
+
+    def cdf(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """The precision encoding t = F(level): 0 at the noisy end, 1 at the data."""
+        return torch.log(level.double() / self.low) / self.log_range
+
+    def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        return 1 / (level.double() * self.log_range)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """p(level) = 1 / (high - low): Theorem "infinite ELBO" as it is printed, before any variance reduction."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        _check_range("a uniform proposal", self.low, self.high)
+
+    def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        return self.low + t.double() * (self.high - self.low)
+
+    def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        return torch.full_like(level.double(), 1 / (self.high - self.low))
+
+
+@dataclass(frozen=True)
+class ExpectedError:
+    """p(level) ~ offset / level^2 + 1 / level: Equation "expected-h", with offset = lambda_0^2 for BSI.
+
+    The CDF in u = ln(level / low) is, up to its normaliser, G(u) = u + (offset / low) (1 - e^-u): increasing and
+    concave, so that Newton's method from the left converges from the left, and quadratically.
+    """
+
+    low: float
+    high: float
+    offset: float
+
+    def __post_init__(self) -> None:
+        _check_range("the expected-error proposal", self.low, self.high)
+        if self.offset < 0:
+            raise UsageError(f"the expected-error proposal needs offset >= 0 (lambda_0^2 for BSI): got {self.offset}")
+
+    @property
+    def _mass(self) -> float:
+        u = math.log(self.high) - math.log(self.low)
+        return u - self.offset / self.low * math.expm1(-u)
+
+    def cdf(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        u = torch.log(level.double() / self.low)
+        return (u - self.offset / self.low * torch.expm1(-u)) / self._mass
+
+    def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        bend = self.offset / self.low
+        target = t.double() * self._mass
+        u = torch.clamp(target - bend, min=0.0)  # G(u) <= u + bend: at or left of the root
+        for _ in range(12 + math.ceil(2 * math.log1p(bend))):
+            u = u + (target - u + bend * torch.expm1(-u)) / (1 + bend * torch.exp(-u))
+        return (self.low * torch.exp(u)).clamp(self.low, self.high)
+
+    def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        level = level.double()
+        return (self.offset / level + 1) / (level * self._mass)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A histogram in ln(level): `weight[j]` is the relative mass of the j-th of equally long intervals.
+
+    The proposal of least variance is p* ~ sqrt(E |x - x_hat|^4); fitted on earlier batches only, it leaves the
+    estimate unbiased whatever was seen.
+    """
+
+    low: float
+    high: float
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_range("a fitted proposal", self.low, self.high)
+        if not self.weights or not all(0 < w < math.inf for w in self.weights):
+            raise UsageError(
+                f"a fitted proposal needs positive finite weights (a level of density 0 is never seen, "
+                f"and the estimate would be biased): got {self.weights}"
+            )
+
+    def _edges(self, like: Tensor) -> Float[Tensor, " edges"]:
+        mass = torch.tensor((0.0, *self.weights), dtype=torch.float64, device=like.device)
+        return torch.cumsum(mass / mass.sum(), 0)
+
+    def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        edges, count = self._edges(t), len(self.weights)
+        j = torch.searchsorted(edges, t.double().contiguous(), right=True).clamp(1, count) - 1
+        inside = (t.double() - edges[j]) / (edges[j + 1] - edges[j])
+        log_range = math.log(self.high) - math.log(self.low)
+        return (self.low * torch.exp((j + inside) / count * log_range)).clamp(self.low, self.high)
+
+    def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        edges, count = self._edges(level), len(self.weights)
+        log_range = math.log(self.high) - math.log(self.low)
+        j = (torch.log(level.double() / self.low) / log_range * count).floor().long().clamp(0, count - 1)
+        return (edges[j + 1] - edges[j]) * count / (log_range * level.double())

@@ -1,0 +1,95 @@
+"""What a method is: one row of the paper's table "Central structures".
+
+BSI, BFN and VDM share one ELBO, one importance-sampled estimator, one precision encoding and, in information
+coordinates, one family of samplers. They differ in the Gaussian encoder q(psi | x, level) = N(signal x, noise^2), in
+where sampling starts, and in how the last latent becomes a sample. A method is a frozen dataclass of floats: no
+tensors, no network, no device.
+
+Information coordinates: alpha = gain(level) is the precision gained from measurements, c the information of the
+belief prior, Lambda = alpha + c, and s = alpha psi / signal the information. Then s | x ~ N(alpha x, Lambda), and
+generation is
+
+    ds = x_hat dLambda + dW,
+
+of which the paper's update is the exact solution for a prediction held fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.gaussian import Encoder
+from bsi.levels import LogUniform
+
+__all__ = ["Decoder", "Method", "Parametrisation", "Predictor"]
+
+# f_theta(latent, level): a Denoiser, its DDP or compiled form, the EMA, or an oracle.
+Predictor = Callable[[Float[Tensor, "batch *data"], Float[Tensor, " batch"]], Float[Tensor, "batch *data"]]
+
+# How a network's output becomes x_hat: EDM's preconditioning, or the prediction of the latent's noise.
+Parametrisation = Literal["edm", "epsilon"]
+
+# How binned data is decoded from x_hat: the mass of a Normal on a bin, or a softmax over the bins' centres.
+Decoder = Literal["cdf", "softmax"]
+
+
+class Method(Protocol):
+    """The paper's interface; see the three files beside this one."""
+
+    @property
+    def levels(self) -> LogUniform:
+        """The range of the level, and the default proposal over it."""
+        ...
+
+    @property
+    def c(self) -> float:
+        """Information of the belief prior: lambda_0^2 / gamma_0, and 0 for BFN and VDM."""
+        ...
+
+    @property
+    def recon_precision(self) -> float:
+        """Precision of the decoder p(x | x_hat) at the last level."""
+        ...
+
+    @property
+    def parametrisation(self) -> Parametrisation:
+        """What this method's networks predict unless told otherwise."""
+        ...
+
+    @property
+    def decoder(self) -> Decoder: ...
+
+    @property
+    def clips(self) -> bool:
+        """Whether x_hat is clipped to the data's range."""
+        ...
+
+    def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
+        """The latent that sampling starts from, made of standard noise."""
+        ...
+
+    def encoder(self, level: Float[Tensor, "*batch"]) -> Encoder:
+        """q(psi | x, level), in float64."""
+        ...
+
+    def gain(self, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """alpha: the precision gained from measurements when the level is reached, in float64."""
+        ...
+
+    def level(self, gain: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """The level at which `gain` has been reached: the inverse of `gain`."""
+        ...
+
+    def decode(
+        self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], predict: Predictor
+    ) -> Float[Tensor, "batch *data"]:
+        """The sample that a last latent stands for: BSI and BFN predict once more, VDM rescales."""
+        ...
+
+    def prior_kl(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+        """KL of the encoder at the first level from the prior, in nats; 0 where they agree."""
+        ...

@@ -1,0 +1,81 @@
+"""Bayesian Flow Networks for continuous data (Graves et al., 2023), Appendix "Bayesian Flow Networks".
+
+BFN is BSI with a deterministic initial belief (mu_0, lambda_0) = (0, 1), gamma_0 = inf, and everything here is
+delegated to that. In BFN's own terms alpha = lambda - 1, t is our t, and the encoder
+
+    q(mu | x, lambda) = N( alpha / (1 + alpha) x,  alpha / (1 + alpha)^2 )
+
+is its flow distribution. What is BFN's own: the final precision sigma_1^-2, which it also decodes with, a network
+that predicts the noise, and x_hat clipped to the data's range, as in the published code (switchable).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.errors import UsageError
+from bsi.gaussian import Encoder
+from bsi.levels import LogUniform
+from bsi.methods.base import Decoder, Parametrisation, Predictor
+from bsi.methods.bsi import BSI
+
+__all__ = ["BFN"]
+
+
+@dataclass(frozen=True)
+class BFN:
+    """BFN(sigma_1): the belief ends with standard deviation sigma_1."""
+
+    sigma_1: float = 1e-3
+    clips: bool = True
+
+    c: ClassVar[float] = 0.0
+    parametrisation: ClassVar[Parametrisation] = "epsilon"
+    decoder: ClassVar[Decoder] = "cdf"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma_1 < 1:
+            raise UsageError(
+                f"sigma_1 is the belief's last standard deviation, between 0 and 1, the first: got {self.sigma_1}. "
+                f"The paper uses 1e-3."
+            )
+
+    @property
+    def belief(self) -> BSI:
+        """The end gamma_0 = inf, lambda_0 = 1 of the range of belief priors."""
+        last = self.sigma_1**-2
+        return BSI(lambda_0=1.0, gamma_0=math.inf, alpha_M=last - 1, alpha_R=last)
+
+    @property
+    def levels(self) -> LogUniform:
+        return self.belief.levels
+
+    @property
+    def recon_precision(self) -> float:
+        return self.belief.recon_precision
+
+    def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
+        """mu_0 = 0 for every sample."""
+        return self.belief.prior(eps)
+
+    def encoder(self, level: Float[Tensor, "*batch"]) -> Encoder:
+        return self.belief.encoder(level)
+
+    def gain(self, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return self.belief.gain(level)
+
+    def level(self, gain: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return self.belief.level(gain)
+
+    def decode(
+        self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], predict: Predictor
+    ) -> Float[Tensor, "batch *data"]:
+        return self.belief.decode(latent, level, predict)
+
+    def prior_kl(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+        return self.belief.prior_kl(x)

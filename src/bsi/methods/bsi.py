@@ -1,0 +1,92 @@
+"""Bayesian Sample Inference, Sections "Sample Generation with Posterior Inference" and "Prior Distribution".
+
+The latent is the mean mu of the belief N(mu, 1 / lambda), the level its precision lambda. The initial belief's mean
+is drawn from the belief prior N(0, 1 / gamma_0) with gamma_0 in [lambda_0, inf], and the encoder is (Lemma "ELBO
+encoder")
+
+    q(mu | x, lambda) = N( (lambda - lambda_0) / lambda x,  (lambda - lambda_0 + lambda_0^2 / gamma_0) / lambda^2 ).
+
+At gamma_0 = lambda_0 its variance is 1 / lambda: that is BSI. At gamma_0 = inf the initial belief is deterministic:
+with lambda_0 = 1 that is BFN, and Posterior Mean Matching (Normal-Normal).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.errors import UsageError
+from bsi.gaussian import Encoder
+from bsi.levels import LogUniform
+from bsi.methods.base import Decoder, Parametrisation, Predictor
+
+__all__ = ["BSI"]
+
+
+@dataclass(frozen=True)
+class BSI:
+    """BSI(lambda_0, gamma_0, alpha_M, alpha_R); the paper's gamma_0 is lambda_0, its alpha_R 2 alpha_M."""
+
+    lambda_0: float = 1e-2
+    gamma_0: float | None = None
+    alpha_M: float = 1e6
+    alpha_R: float | None = None
+
+    parametrisation: ClassVar[Parametrisation] = "edm"
+    decoder: ClassVar[Decoder] = "cdf"
+    clips: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("lambda_0", self.lambda_0), ("alpha_M", self.alpha_M), ("alpha_R", self.alpha_R)):
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"{name} is a precision, positive and finite: got {name}={value}. The paper uses "
+                                 f"lambda_0=1e-2, alpha_M=1e6, alpha_R=2e6.")  # fmt: skip
+        if self.gamma_0 is not None and not self.gamma_0 >= self.lambda_0:
+            raise UsageError(
+                f"gamma_0 must be at least lambda_0 (a belief prior cannot be broader than the belief it draws): got "
+                f"gamma_0={self.gamma_0}, lambda_0={self.lambda_0}. Use gamma_0=lambda_0 for BSI, gamma_0=inf for a "
+                f"deterministic start."
+            )
+
+    @property
+    def levels(self) -> LogUniform:
+        return LogUniform(self.lambda_0, self.lambda_0 + self.alpha_M)
+
+    @property
+    def c(self) -> float:
+        # lambda_0 (lambda_0 / gamma_0): exactly lambda_0 for BSI
+        return self.lambda_0 * (self.lambda_0 / (self.lambda_0 if self.gamma_0 is None else self.gamma_0))
+
+    @property
+    def recon_precision(self) -> float:
+        return 2 * self.alpha_M if self.alpha_R is None else self.alpha_R
+
+    def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
+        """mu_0 ~ N(0, 1 / gamma_0)."""
+        return math.sqrt(self.c) / self.lambda_0 * eps
+
+    def encoder(self, level: Float[Tensor, "*batch"]) -> Encoder:
+        level = level.double()
+        alpha = self.gain(level)
+        return Encoder(signal=alpha / level, noise=torch.sqrt(alpha + self.c) / level)
+
+    def gain(self, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return level.double() - self.lambda_0
+
+    def level(self, gain: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return gain.double() + self.lambda_0
+
+    def decode(
+        self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], predict: Predictor
+    ) -> Float[Tensor, "batch *data"]:
+        """The last line of the algorithms "Sampling": x_hat* = f(mu_k, lambda_k)."""
+        return predict(latent, level)
+
+    def prior_kl(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+        """The encoder at lambda_0 is the belief prior: the term vanishes."""
+        return x.new_zeros(len(x))

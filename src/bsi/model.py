@@ -1,0 +1,189 @@
+"""`Model`: the one object most users hold. It draws the noise and delegates to the functions of (method, predict, ...).
+
+    model = bsi.Model(MyNet(), bsi.BSI(), shape=(3, 32, 32), bins=bsi.Bins.uint8())
+    model(x).mean().backward()                  # 2 L_M / n per sample; DDP and torch.compile simply wrap it
+    images = model.sample(16, steps=16, seed=0)
+    print(model.bits_per_dim(test))             # the bound, with its two errors
+
+Integer tensors are bin indices, floats are values. Float32 or wider outside the network, whatever happens inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Integer
+from torch import Tensor, nn
+
+from bsi.denoiser import Condition, Denoiser
+from bsi.elbo import Elbo, elbo
+from bsi.errors import DataError, UsageError
+from bsi.grids import named_grid
+from bsi.levels import low_discrepancy
+from bsi.likelihood import Bins, Standardise
+from bsi.methods.base import Method, Parametrisation
+from bsi.noise import SeededNoise
+from bsi.objective import Weight, training_loss
+from bsi.sampling import sample
+
+__all__ = ["Model"]
+
+
+class Model(nn.Module):
+    """A network, a method and a description of the data.
+
+    `backbone(input, t)` sees latents scaled to unit variance and t in [0, 1], 0 at the noisy end; it is called as
+    `backbone(input, t, cond)` when a condition is given. `bins` describes data stored as integers; without it data is
+    continuous, in the units of `standardise`.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        method: Method,
+        shape: tuple[int, ...],
+        bins: Bins | None = None,
+        standardise: Standardise | None = None,
+        parametrisation: Parametrisation | None = None,
+        sigma_data: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if bins is not None and standardise is not None:
+            raise UsageError("data is either binned or standardised, not both: drop bins or standardise")
+        self.method, self.shape, self.bins, self.standardise = method, tuple(shape), bins, standardise
+        clip = (bins.low, bins.high) if method.clips and bins is not None else None
+        self.denoiser = Denoiser(backbone, method, parametrisation, sigma_data, clip)
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    def values(self, data: Tensor) -> Float[Tensor, "batch *data"]:
+        """Data as the method sees it: bin centres for integers, standardised for continuous data."""
+        if data.shape[1:] != self.shape:
+            raise UsageError(
+                f"data of shape (batch, {', '.join(map(str, self.shape))}) expected: got {tuple(data.shape)}"
+            )
+        if data.is_floating_point():
+            return data if self.standardise is None else self.standardise.apply(data)
+        if self.bins is None:
+            raise UsageError(
+                f"integer data needs bins: got {data.dtype}. Pass bins=bsi.Bins.uint8() for 8-bit images, or convert "
+                f"continuous data to floats."
+            )
+        return self.bins.values(data)
+
+    def check(self, data: Tensor) -> None:
+        """Raise if data is not finite or lies outside its bins. Reads the data: `forward` does so on the CPU only."""
+        if not data.is_floating_point():
+            if self.bins is not None:
+                self.bins.check(data)
+        elif not bool(torch.isfinite(data).all()):
+            bad = int((~torch.isfinite(data)).flatten(1).any(1).sum())
+            raise DataError(f"data holds NaN or infinity in {bad} of {len(data)} samples: remove or repair them")
+        elif self.bins is not None and (float(data.min()) < self.bins.low or float(data.max()) > self.bins.high):
+            raise DataError(
+                f"data outside its bins: found values {float(data.min()):g} to {float(data.max()):g}, expected "
+                f"{self.bins.low:g} to {self.bins.high:g}. Integer tensors are bin indices, floats are values."
+            )
+
+    def forward(
+        self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None
+    ) -> Float[Tensor, " batch"]:
+        """The training loss 2 L_M / n of each sample, at levels stratified over the global batch."""
+        if data.device.type == "cpu" and not torch.compiler.is_compiling():
+            self.check(data)
+        x = self.values(data)
+        return training_loss(self.method, self.denoiser.given(cond), x, _levels(x), torch.randn_like(x), weight)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        num: int,
+        steps: int = 16,
+        seed: int = 0,
+        solver: str = "sde2",
+        grid: str = "geometric",
+        cond: Condition | None = None,
+        batch_size: int = 256,
+    ) -> Tensor:
+        """`num` samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone."""
+        if num < 1 or batch_size < 1:
+            raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch_size={batch_size}")
+        levels = named_grid(grid)(self.method, steps)
+        drawn = []
+        with _evaluating(self):
+            for ids in torch.arange(num, device=self.device).split(batch_size):
+                part = _select(cond, ids)
+                noise = SeededNoise(seed, ids, self.shape)
+                drawn.append(sample(self.method, self.denoiser.given(part), noise, levels, solver))
+        return self.data(torch.cat(drawn))
+
+    def data(self, x: Float[Tensor, "batch *data"]) -> Tensor:
+        """Values back to data: bin indices by rounding, or the units that `standardise` took away."""
+        if self.bins is not None:
+            return self.bins.indices(x)
+        return x if self.standardise is None else self.standardise.undo(x)
+
+    @torch.no_grad()
+    def elbo(
+        self,
+        data: Tensor,
+        cond: Condition | None = None,
+        measure: int = 5,
+        recon: int = 2,
+        seed: int = 0,
+        batch_size: int = 256,
+    ) -> Elbo:
+        """The bound of each sample by the paper's protocol: `measure` levels and `recon` reconstructions."""
+        if len(data) < 1:
+            raise UsageError("the bound of no data at all is not defined: pass at least one sample")
+        self.check(data)
+        generator = torch.Generator().manual_seed(seed)
+        log_determinant = 0.0 if self.standardise is None else self.standardise.log_determinant
+        parts = []
+        with _evaluating(self):
+            for ids in torch.arange(len(data)).split(batch_size):
+                x = self.values(data[ids.to(data.device)]).to(self.device)
+                deltas = torch.rand(measure, generator=generator, dtype=torch.float64).to(self.device)
+                t = torch.stack([low_discrepancy(len(x), delta) for delta in deltas])
+                draw = SeededNoise(seed, ids.to(self.device), self.shape, x.dtype)
+                predict = self.denoiser.given(_select(cond, ids.to(self.device)))
+                noise = lambda draw=draw: draw(0.0, 1.0)  # noqa: E731
+                parts.append(elbo(self.method, predict, x, self.bins, t, noise, recon, log_determinant=log_determinant))
+        return Elbo.join(parts)
+
+    def bits_per_dim(self, data: Tensor, cond: Condition | None = None, measure: int = 5, recon: int = 2) -> Elbo:
+        """`elbo`, under the name people look for; prints as bound ± Monte Carlo error ± data-set error."""
+        return self.elbo(data, cond, measure, recon)
+
+
+def _select(cond: Condition | None, ids: Integer[Tensor, " batch"]) -> Condition | None:
+    """The condition's rows for these samples."""
+    if isinstance(cond, dict):
+        return {name: value[ids.to(value.device)] for name, value in cond.items()}
+    return None if cond is None else cond[ids.to(cond.device)]
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Without dropout, and as it was afterwards."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was_training)
+
+
+def _levels(x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+    """t for this rank's part of the global batch: one delta for all ranks."""
+    delta = torch.rand((), dtype=torch.float64, device=x.device)
+    if not (dist.is_available() and dist.is_initialized()):
+        return low_discrepancy(len(x), delta)
+    dist.broadcast(delta, src=0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return low_discrepancy(world * len(x), delta)[rank * len(x) : (rank + 1) * len(x)]

@@ -1,0 +1,108 @@
+"""Exact predictors: E[x | psi] when the data is a Gaussian or a mixture of Gaussians in any dimension.
+
+With psi = signal x + noise eps, what psi says about x is a Gaussian measurement of precision snr = (signal /
+noise)^2: a component N(m, C) of the data's mixture has
+
+    E[x | psi, component] = m + signal C (signal^2 C + noise^2 I)^-1 (psi - signal m),
+
+and its posterior weight follows from the marginal N(signal m, signal^2 C + noise^2 I) of psi. The tests, the tour and
+the page measure everything against this.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.errors import UsageError
+from bsi.gaussian import Encoder
+from bsi.methods.base import Method, Predictor
+
+__all__ = ["Mixture"]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """sum_j weights[j] N(means[j], covariances[j]): data whose posterior is known in closed form.
+
+    Covariances are held by their eigendecomposition, so that any level is a diagonal computation.
+    """
+
+    weights: Float[Tensor, " components"]
+    means: Float[Tensor, "components n"]
+    variances: Float[Tensor, "components n"]
+    axes: Float[Tensor, "components n n"] | None = None  # columns are eigenvectors; None: the coordinate axes
+
+    def __post_init__(self) -> None:
+        if bool((self.weights <= 0).any()) or bool((self.variances < 0).any()):
+            raise UsageError("a mixture needs positive weights and non-negative variances")
+
+    @classmethod
+    def isotropic(
+        cls, means: Float[Tensor, "components n"], std: float, weights: Float[Tensor, " components"] | None = None
+    ) -> Mixture:
+        """Components of one standard deviation; with std = 0, the data points themselves."""
+        weights = torch.ones_like(means[:, 0]) if weights is None else weights
+        return cls(weights / weights.sum(), means, torch.full_like(means, std**2))
+
+    @classmethod
+    def gaussian(cls, mean: Float[Tensor, " n"], covariance: Float[Tensor, "n n"]) -> Mixture:
+        """A single Gaussian with any covariance."""
+        return cls.general(torch.ones_like(mean[:1]), mean[None], covariance[None])
+
+    @classmethod
+    def general(
+        cls,
+        weights: Float[Tensor, " components"],
+        means: Float[Tensor, "components n"],
+        covariances: Float[Tensor, "components n n"],
+    ) -> Mixture:
+        variances, axes = torch.linalg.eigh(covariances)
+        return cls(weights / weights.sum(), means, variances.clamp(min=0.0), axes)
+
+    def _along(self, offsets: Float[Tensor, "batch components n"]) -> Float[Tensor, "batch components n"]:
+        return offsets if self.axes is None else torch.einsum("bcn,cnm->bcm", offsets, self.axes)
+
+    def _back(self, offsets: Float[Tensor, "batch components n"]) -> Float[Tensor, "batch components n"]:
+        return offsets if self.axes is None else torch.einsum("bcm,cnm->bcn", offsets, self.axes)
+
+    def _log_weights(
+        self, offsets: Float[Tensor, "batch components n"], spread: Float[Tensor, "batch components n"]
+    ) -> Float[Tensor, "batch components"]:
+        log_density = -0.5 * (offsets.square() / spread + torch.log(2 * math.pi * spread)).sum(-1)
+        return log_density + torch.log(self.weights)
+
+    def posterior_mean(self, encoder: Encoder, psi: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
+        """E[x | psi]; the prior mean where psi carries nothing."""
+        signal = encoder.signal.to(psi.dtype).expand(len(psi))[:, None, None]
+        noise = encoder.noise.to(psi.dtype).expand(len(psi))[:, None, None]
+        nothing = noise == 0
+        noise = torch.where(nothing, torch.ones_like(noise), noise)
+        offsets = self._along(psi.flatten(1)[:, None, :] - signal * self.means)
+        spread = signal.square() * self.variances + noise.square()
+        means = self.means + self._back(signal * self.variances / spread * offsets)
+        responsibilities = torch.softmax(self._log_weights(offsets, spread), dim=-1)
+        return torch.einsum("bc,bcn->bn", responsibilities, means).reshape(psi.shape)
+
+    def predictor(self, method: Method) -> Predictor:
+        """The best possible f_theta(latent, level) for this data."""
+        return lambda latent, level: self.posterior_mean(method.encoder(level), latent)
+
+    def log_density(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+        """ln p(x), in nats."""
+        offsets = self._along(x.flatten(1)[:, None, :] - self.means)
+        return torch.logsumexp(self._log_weights(offsets, self.variances.expand_as(offsets)), dim=-1)
+
+    def sample(self, component: Float[Tensor, " batch"], eps: Float[Tensor, "batch n"]) -> Float[Tensor, "batch n"]:
+        """Samples from uniform numbers in [0, 1), which choose the component, and standard noise."""
+        chosen = torch.searchsorted(torch.cumsum(self.weights, 0), component, right=True).clamp(
+            max=len(self.weights) - 1
+        )
+        offsets = torch.sqrt(self.variances[chosen]) * eps
+        if self.axes is not None:
+            offsets = torch.einsum("bm,bnm->bn", offsets, self.axes[chosen])
+        return self.means[chosen] + offsets

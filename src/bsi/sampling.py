@@ -1,0 +1,109 @@
+"""Drawing samples, Algorithms "Sampling with posterior inference" and "Sampling with BSI", for any method and solver.
+
+One loop makes the history: `sample` keeps the end of `trajectory`, figures and the page look at all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.gaussian import over
+from bsi.grids import check_grid
+from bsi.methods.base import Method, Predictor
+from bsi.noise import Noise
+from bsi.solvers import Path, Solver, Table, named_solver
+
+__all__ = ["Step", "advance", "evaluations", "measurement", "sample", "trajectory"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A latent, the level it is at, and what the network made of it. The last step's x_hat is the sample."""
+
+    latent: Float[Tensor, "batch *data"]
+    level: Float[Tensor, ""]
+    x_hat: Float[Tensor, "batch *data"]
+
+
+def advance(
+    latent: Float[Tensor, "batch *data"],
+    x_hat: Float[Tensor, "batch *data"],
+    previous: Float[Tensor, "batch *data"],
+    eps: Float[Tensor, "batch *data"],
+    row: Float[Tensor, "4"],
+) -> Float[Tensor, "batch *data"]:
+    """One step of any solver: its row of the table applied to what is known."""
+    return row[0] * latent + row[1] * x_hat + row[2] * previous + row[3] * eps
+
+
+def trajectory(
+    method: Method,
+    predict: Predictor,
+    noise: Noise,
+    grid: Float[Tensor, " levels"],
+    solver: Solver | str = "posterior",
+) -> Iterator[Step]:
+    """Yields every step from the prior to the decoded sample: k + 1 of them for the k steps of the grid.
+
+    `noise(start, end)` draws standard noise for the information gained from `start` to `end`: first the prior's, then
+    each step's.
+    """
+    solve = named_solver(solver) if isinstance(solver, str) else solver
+    grid = check_grid(method, grid)
+    informations = [float(value) for value in Path.of(method, grid.cpu()).information]
+    latent = method.prior(noise(0.0, informations[0]))
+    rows = _rows(solve(method, grid.cpu()), latent)
+    levels = grid.to(latent.device)
+    previous = torch.zeros_like(latent)
+    for i, row in enumerate(rows):
+        x_hat = predict(latent, levels[i].expand(len(latent)))
+        yield Step(latent, levels[i], x_hat)
+        latent = advance(latent, x_hat, previous, noise(informations[i], informations[i + 1]), row)
+        previous = x_hat
+    yield Step(latent, levels[-1], method.decode(latent, levels[-1].expand(len(latent)), predict))
+
+
+def _rows(table: Table, like: Tensor) -> Float[Tensor, "steps 4"]:
+    return torch.stack([table.latent, table.x_hat, table.previous, table.eps], dim=1).to(like.device, like.dtype)
+
+
+def sample(
+    method: Method,
+    predict: Predictor,
+    noise: Noise,
+    grid: Float[Tensor, " levels"],
+    solver: Solver | str = "posterior",
+) -> Float[Tensor, "batch *data"]:
+    """The end of a trajectory: one sample for each row of noise, as values (not bins)."""
+    step = None
+    for step in trajectory(method, predict, noise, grid, solver):  # noqa: B007
+        pass
+    assert step is not None
+    return step.x_hat
+
+
+def evaluations(method: Method, k: int) -> int:
+    """How often k steps evaluate the network: k, and once more where the sample is a last prediction (BSI and BFN)."""
+    count = 0
+
+    def counting(latent: Tensor, level: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return latent
+
+    level = torch.tensor([method.levels.high], dtype=torch.float64)
+    method.decode(torch.zeros(1, 1), level, counting)
+    return k + count
+
+
+def measurement(method: Method, before: Step, after: Step) -> Float[Tensor, "batch *data"]:
+    """The measurement y of x_hat that leads from one belief to the next: the mean gain (s' - s) / dLambda."""
+    path = Path.of(method, torch.stack([before.level, after.level]).cpu())
+    gained = torch.diff(path.information)[0]
+    scale = path.scale.to(before.latent.device)
+    return over(scale[1] / gained, after.latent) * after.latent - over(scale[0] / gained, before.latent) * before.latent

@@ -1,0 +1,179 @@
+"""Batches by index: whatever holds samples, as something that can be asked for the samples of given ids. The one file
+of data/ that imports torch.
+
+    source = as_source(dataset.train, device="cuda")          # or a tensor, or any map-style torch Dataset
+    x = source.take(sample_ids(seed, len(source), start, count))
+
+A set that fits is kept on the device whole; a larger one is gathered from its memory map. What `take` gives depends on
+the ids alone, not on where the samples lie or how many workers fetch them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from bsi.data.order import coins
+from bsi.errors import DataError, UsageError
+
+__all__ = ["BatchSource", "MapSource", "MappedSource", "ResidentSource", "ahead", "as_source", "flip", "gather"]
+
+# A set stays on the device when it takes at most this part of the memory that is free there.
+RESIDENT_PART = 0.25
+CHUNK_BYTES = 64 << 20
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """Samples that can be asked for by index."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]: ...
+
+
+def gather(array: Shaped[np.ndarray, "n *data"], ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
+    """The rows `ids` of an array or memory map, as a tensor in memory of its own."""
+    # Ascending reads of a memory map follow the disk; the order asked for is restored afterwards.
+    order = np.argsort(ids, kind="stable")
+    rows = np.empty((len(ids), *array.shape[1:]), array.dtype)
+    rows[order] = np.asarray(array)[ids[order]]
+    return _tensor(rows)
+
+
+def _tensor(rows: Shaped[np.ndarray, "*shape"]) -> Shaped[Tensor, "*shape"]:
+    """A tensor of writable rows. Torch computes little with unsigned 16-bit integers, so they become 32-bit ones."""
+    return torch.from_numpy(rows.astype(np.int32) if rows.dtype == np.uint16 else rows)
+
+
+@dataclass(frozen=True)
+class ResidentSource:
+    """The whole set on the device: a batch is one indexing there."""
+
+    data: Shaped[Tensor, "n *data"]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def take(self, ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
+        return self.data[_to_device(torch.from_numpy(ids), self.data.device)]
+
+
+@dataclass(frozen=True)
+class MappedSource:
+    """A memory map or array on the host: a batch is gathered and sent to the device."""
+
+    array: Shaped[np.ndarray, "n *data"]
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def take(self, ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
+        return _to_device(gather(self.array, ids), self.device)
+
+
+class MapSource:
+    """A map-style torch Dataset: a sample is `dataset[i]`, or its first part if that is a tuple. Fetched by `workers`
+    threads.
+    """
+
+    def __init__(self, dataset: Any, device: torch.device, workers: int = 0) -> None:
+        self.dataset, self.device = dataset, device
+        self.pool = ThreadPoolExecutor(workers, thread_name_prefix="bsi-data") if workers else None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def take(self, ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
+        fetch = self.pool.map if self.pool else map
+        return _to_device(torch.stack(list(fetch(self._sample, ids.tolist()))), self.device)
+
+    def _sample(self, index: int) -> Tensor:
+        item = self.dataset[index]
+        if isinstance(item, tuple | list):
+            item = item[0]
+        if isinstance(item, np.ndarray):
+            return _tensor(np.array(item))
+        if not isinstance(item, Tensor):
+            raise DataError(
+                f"sample {index} of {type(self.dataset).__name__} is a {type(item).__name__}; expected a tensor or an "
+                f"array, alone "
+                f"or first in a tuple. Convert it in the Dataset's __getitem__."
+            )
+        return item
+
+
+def as_source(data: object, device: torch.device | str = "cpu", workers: int = 0) -> BatchSource:
+    """A source of batches on `device` from a tensor, a NumPy array or memory map, a map-style Dataset, or a source as
+    it is.
+    """
+    device = torch.device(device)
+    if isinstance(data, Tensor):
+        _check(data.ndim, len(data) if data.ndim else 0)
+        return ResidentSource(data.detach().to(device))
+    if isinstance(data, np.ndarray):
+        _check(data.ndim, len(data) if data.ndim else 0)
+        if device.type == "cuda" and data.nbytes <= RESIDENT_PART * torch.cuda.mem_get_info(device)[0]:
+            return ResidentSource(_upload(data, device))
+        return MappedSource(data, device)
+    if isinstance(data, BatchSource):  # after tensors and arrays, which have a `take` of their own
+        return data
+    if callable(getattr(data, "__getitem__", None)) and callable(getattr(data, "__len__", None)):
+        if isinstance(data, Sequence | dict | str):
+            raise UsageError(f"a {type(data).__name__} is not a set of samples: make it one tensor or a torch Dataset.")
+        _check(1, len(data))  # type: ignore[arg-type]
+        return MapSource(data, device, workers)
+    raise UsageError(
+        f"cannot take samples from a {type(data).__name__}: give a tensor, a NumPy array, a map-style torch Dataset "
+        f"(__getitem__ and __len__), or an object with __len__ and take(ids)."
+    )
+
+
+def _check(axes: int, count: int) -> None:
+    if axes < 1 or count < 1:
+        raise DataError(f"a set of samples needs at least one: got {axes} axes and {count} samples.")
+
+
+def _upload(array: Shaped[np.ndarray, "n *data"], device: torch.device) -> Shaped[Tensor, "n *data"]:
+    """Copy a memory map to the device piece by piece: the host never holds it whole."""
+    each = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
+    first = _tensor(np.array(array[:1]))
+    out = torch.empty(array.shape, dtype=first.dtype, device=device)
+    for start in range(0, len(array), each):
+        out[start : start + each] = _tensor(np.array(array[start : start + each])).to(device)
+    return out
+
+
+def _to_device(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
+    """Pinned memory lets the copy run beside the computation, so that the host does not wait for the device."""
+    return (
+        x.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda" and x.device.type == "cpu"
+        else x.to(device)
+    )
+
+
+def flip(x: Shaped[Tensor, "batch *data width"], seed: int, start: int) -> Shaped[Tensor, "batch *data width"]:
+    """Mirror each image with probability one half: the coin of the image seen at position start + i of the stream."""
+    heads = _to_device(torch.from_numpy(coins(seed, start, len(x))), x.device)
+    return torch.where(heads.view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
+
+
+def ahead(source: BatchSource, ids: Iterable[Int64[np.ndarray, " batch"]], depth: int = 2) -> Iterator[Tensor]:
+    """The batches of `ids`, in order, the next `depth` of them being fetched in the background meanwhile."""
+    with ThreadPoolExecutor(1, thread_name_prefix="bsi-ahead") as pool:
+        waiting = []
+        for batch in ids:
+            waiting.append(pool.submit(source.take, batch))
+            if len(waiting) > depth:
+                yield waiting.pop(0).result()
+        for future in waiting:
+            yield future.result()

@@ -1,0 +1,121 @@
+"""Pictures of samples and of beliefs: grids, and animations of a belief that sharpens. NumPy and Pillow alone.
+
+Images are `(n, channels, height, width)` with one or three channels, as integers (bin indices) or as values; both are
+scaled linearly from [low, high] to 0 .. 255 by rounding, never truncating.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Shaped, UInt8
+from PIL import Image, ImageDraw, ImageFont
+
+from bsi.errors import UsageError
+
+__all__ = ["Moment", "animate", "belief_frames", "grid", "pixels"]
+
+Images = Shaped[np.ndarray, "n channels height width"]
+
+PAPER, INK, FAINT, BAR = (255, 255, 255), (34, 34, 40), (226, 226, 232), (58, 110, 190)
+GAP = 2
+SMALLEST = 32  # images with fewer pixels than this on a side are drawn enlarged
+LINE = 18  # pixels that a line of text takes
+ANIMATIONS = (".gif", ".webp")
+
+
+def pixels(
+    images: Shaped[np.ndarray, "*shape"], low: float | None = None, high: float | None = None
+) -> UInt8[np.ndarray, "*shape"]:
+    """8-bit pixels of values in [low, high]: by default -1 to 1 for floats, 0 to 255 for integers."""
+    images = np.asarray(images)
+    whole = np.issubdtype(images.dtype, np.integer)
+    low = (0.0 if whole else -1.0) if low is None else low
+    high = (255.0 if whole else 1.0) if high is None else high
+    if not low < high:
+        raise UsageError(f"pixels need a range low < high: got low={low}, high={high}")
+    scaled = (images.astype(np.float64) - low) * (255.0 / (high - low))
+    return np.clip(np.rint(np.nan_to_num(scaled)), 0, 255).astype(np.uint8)
+
+
+def grid(
+    images: Images, columns: int | None = None, low: float | None = None, high: float | None = None
+) -> Image.Image:
+    """The images side by side, row by row, in as many columns as make the picture square."""
+    shown = np.asarray(images)
+    if shown.ndim != 4 or shown.shape[1] not in (1, 3) or not len(shown):
+        raise UsageError(
+            f"a grid shows images of shape (n, 1 or 3, height, width), at least one: got {shown.shape}. "
+            f"Other data has no picture; save it with --npz."
+        )
+    shown = pixels(shown, low, high).transpose(0, 2, 3, 1)
+    enlarge = math.ceil(SMALLEST / min(shown.shape[1:3]))
+    shown = shown.repeat(enlarge, axis=1).repeat(enlarge, axis=2)
+    n, height, width, _ = shown.shape
+    columns = math.ceil(math.sqrt(n)) if columns is None else columns
+    if columns < 1:
+        raise UsageError(f"a grid has at least one column: got {columns}")
+    columns, rows = min(columns, n), math.ceil(n / columns)
+    sheet = np.full((rows * (height + GAP) + GAP, columns * (width + GAP) + GAP, 3), PAPER[0], np.uint8)
+    for i, image in enumerate(shown):
+        top, left = GAP + i // columns * (height + GAP), GAP + i % columns * (width + GAP)
+        sheet[top : top + height, left : left + width] = image
+    return Image.fromarray(sheet)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is known at one step of a trajectory, as values in the data's range; the last has no measurement."""
+
+    belief: Images
+    prediction: Images
+    measurement: Images | None
+    precision: float
+
+
+def belief_frames(moments: Sequence[Moment], low: float = -1.0, high: float = 1.0) -> list[Image.Image]:
+    """One frame per step: belief mean, prediction and measurement side by side, and the precision below them."""
+    if not moments:
+        raise UsageError("an animation needs at least one step")
+    logs = [math.log10(max(moment.precision, 1e-300)) for moment in moments]
+    blank = np.full_like(moments[0].prediction, (low + high) / 2, dtype=np.float64)
+    frames = []
+    for i, moment in enumerate(moments):
+        measured = blank if moment.measurement is None else moment.measurement
+        parts = {"belief mean": moment.belief, "prediction": moment.prediction, "measurement": measured}
+        panels = {name: grid(images, low=low, high=high) for name, images in parts.items()}
+        reached = (logs[i] - logs[0]) / (logs[-1] - logs[0]) if logs[-1] > logs[0] else 1.0
+        frames.append(_frame(panels, f"precision {moment.precision:.3g}, step {i} of {len(moments) - 1}", reached))
+    return frames
+
+
+def _frame(panels: dict[str, Image.Image], caption: str, reached: float) -> Image.Image:
+    """Titled panels in a row, a caption, and a bar of which the fraction `reached` is filled."""
+    font = ImageFont.load_default(size=12)
+    width, height = next(iter(panels.values())).size
+    width = max(width, math.ceil(max(font.getlength(name) for name in panels)) + 2 * GAP)
+    total = max(width * len(panels), math.ceil(font.getlength(caption)) + 2 * GAP)
+    frame = Image.new("RGB", (total, height + 3 * LINE), PAPER)
+    draw = ImageDraw.Draw(frame)
+    for i, (name, panel) in enumerate(panels.items()):
+        draw.text((i * width + GAP, 1), name, INK, font)
+        frame.paste(panel, (i * width, LINE))
+    draw.text((GAP, LINE + height), caption, INK, font)
+    top, end = 2 * LINE + height + 4, total - 1 - GAP
+    draw.rectangle((GAP, top, end, top + 8), FAINT)
+    draw.rectangle((GAP, top, GAP + round(reached * (end - GAP)), top + 8), BAR)
+    return frame
+
+
+def animate(frames: Sequence[Image.Image], path: Path, seconds: float = 4.0) -> None:
+    """Write an endless animation that takes `seconds` and then rests on the last frame: a .gif or a .webp."""
+    if path.suffix.lower() not in ANIMATIONS:
+        raise UsageError(f"an animation is written as {' or '.join(ANIMATIONS)}: got {path.name!r}")
+    each = max(40, round(1000 * seconds / len(frames)))
+    durations = [each] * (len(frames) - 1) + [max(each, 1500)]
+    # Pillow drops a frame that equals the one before it, and its duration with it; here captions make all differ.
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0)

@@ -22,7 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Belief", "Encoder", "Normal", "kl_divergence", "over", "squared_norm"]
+from bsi.errors import UsageError
+
+__all__ = ["Belief", "Encoder", "Normal", "kl_divergence", "over", "squared_norm", "sum_over_data"]
 
 
 def over(value: Float[Tensor, " *batch"], data: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -33,9 +35,14 @@ def over(value: Float[Tensor, " *batch"], data: Float[Tensor, "..."]) -> Float[T
     return value.to(data.dtype).reshape(value.shape + (1,) * (data.ndim - value.ndim))
 
 
+def sum_over_data(value: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+    """The sum over each sample's own dimensions, none of them included: a sample may be a single number."""
+    return value.reshape(len(value), -1).sum(1)
+
+
 def squared_norm(data: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
     """|x|_2^2 for each sample."""
-    return data.square().flatten(1).sum(1)
+    return sum_over_data(data.square())
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,12 @@ class Encoder:
         return Normal(over(self.signal, x) * x, self.noise)
 
 
+def _check_precision(what: str, precision: Float[Tensor, "*batch"]) -> None:
+    # Reads the values, which a compiled graph cannot.
+    if not torch.compiler.is_compiling() and not bool((precision > 0).all()):
+        raise UsageError(f"{what} has a positive precision, an inverse variance: got {precision.tolist()}")
+
+
 @dataclass(frozen=True)
 class Belief:
     """N(mean, 1 / precision): what is known about the unknown sample."""
@@ -85,8 +98,16 @@ class Belief:
     mean: Float[Tensor, "batch *data"]
     precision: Float[Tensor, "*batch"]
 
+    def __post_init__(self) -> None:
+        _check_precision("a belief", self.precision)
+
     def update(self, y: Float[Tensor, "batch *data"], alpha: Float[Tensor, "*batch"]) -> Belief:
         """Lemma "Posterior Update": the belief after the measurement y ~ N(x, 1 / alpha)."""
+        _check_precision("a measurement", alpha)
+        if y.shape != self.mean.shape:
+            raise UsageError(
+                f"a measurement has the belief's shape: got {tuple(y.shape)} for a mean of {tuple(self.mean.shape)}"
+            )
         precision = self.precision + alpha
         mean = over(self.precision / precision, y) * self.mean + over(alpha / precision, y) * y
         return Belief(mean, precision)

@@ -21,6 +21,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from bsi.errors import DataError, UsageError
+from bsi.gaussian import squared_norm, sum_over_data
 
 __all__ = ["Bins", "Standardise", "bits_per_dim", "categorical_normal", "discretised_normal", "normal"]
 
@@ -59,8 +60,11 @@ class Bins:
         return (self.low + index.double() * self.width).to(dtype)
 
     def indices(self, x: Float[Tensor, "*shape"]) -> Integer[Tensor, "*shape"]:
-        """The bin of each value, by rounding, never truncating; what lies outside is in an end bin."""
-        index = torch.round((x.double() - self.low) / self.width).clamp(0, self.count - 1)
+        """The bin of each value, by rounding, never truncating; what lies outside is in an end bin.
+
+        A value on the edge of two bins belongs to the upper one, as in the paper: floor(x + 1/2), not half to even.
+        """
+        index = torch.floor((x.double() - self.low) / self.width + 0.5).clamp(0, self.count - 1)
         return index.to(torch.uint8 if self.count <= 256 else torch.int32)
 
     def check(self, index: Integer[Tensor, "*shape"]) -> None:
@@ -118,7 +122,7 @@ def _log_mass(a: Float[Tensor, "*shape"], width: float) -> Float[Tensor, "*shape
     log_right, log_left = torch.special.log_ndtr(a + width), torch.special.log_ndtr(a)
     narrow = half * torch.clamp(middle.abs(), min=1.0) <= 0.5
     gap = torch.where(narrow, torch.ones_like(a), log_right - log_left)  # > 0; the other branch must stay finite
-    by_difference = log_right + torch.log(-torch.expm1(-gap))
+    by_difference = log_right + torch.log1p(-torch.exp(-gap))  # gap > ln 2 here: log1p keeps the digits of ln p near 0
     safe = torch.where(narrow, middle, torch.zeros_like(a))
     mean = torch.zeros_like(a)
     for node, weight in zip(_NODES, _WEIGHTS, strict=True):
@@ -128,10 +132,18 @@ def _log_mass(a: Float[Tensor, "*shape"], width: float) -> Float[Tensor, "*shape
     return torch.where(narrow, by_quadrature, by_difference)
 
 
+def _check_decoder(x: Tensor, x_hat: Tensor, precision: float) -> None:
+    if x.shape != x_hat.shape:
+        raise UsageError(f"the data and its prediction need one shape: got {tuple(x.shape)} and {tuple(x_hat.shape)}")
+    if not 0 < precision < math.inf:
+        raise UsageError(f"a decoder's precision is positive and finite: got {precision}. The paper uses 2e6.")
+
+
 def discretised_normal(
     bins: Bins, index: Integer[Tensor, "batch *data"], x_hat: Float[Tensor, "batch *data"], precision: float
 ) -> Float[Tensor, " batch"]:
     """ln N'(x | x_hat, precision), summed over each sample: nats, float64, memory independent of `count`."""
+    _check_decoder(index, x_hat, precision)
     scale = math.sqrt(precision)
     centre = bins.low + index.double() * bins.width
     left = (centre - 0.5 * bins.width - x_hat.double()) * scale
@@ -139,7 +151,7 @@ def discretised_normal(
     inner = _log_mass(left, bins.width * scale)
     log_p = torch.where(index == 0, torch.special.log_ndtr(right), inner)
     log_p = torch.where(index == bins.count - 1, torch.special.log_ndtr(-left), log_p)
-    return log_p.flatten(1).sum(1)
+    return sum_over_data(log_p)
 
 
 def categorical_normal(
@@ -150,6 +162,7 @@ def categorical_normal(
     Only the bins around the one nearest to x_hat can matter: those further than `reach` are below rounding, so the
     sum runs over a fixed window and memory does not grow with `count`.
     """
+    _check_decoder(index, x_hat, precision)
     reach = min(bins.count - 1, math.ceil(math.sqrt(2 * 45 / precision) / bins.width) + 1)
     x_hat = x_hat.double()
     nearest = torch.round((x_hat - bins.low) / bins.width).clamp(0, bins.count - 1)
@@ -160,15 +173,16 @@ def categorical_normal(
         log_weight = -0.5 * precision * (bins.low + bin_ * bins.width - x_hat).square() - best
         total = total + torch.where((bin_ >= 0) & (bin_ < bins.count), torch.exp(log_weight), 0.0)
     own = -0.5 * precision * (bins.low + index.double() * bins.width - x_hat).square()
-    return (own - best - torch.log(total)).flatten(1).sum(1)
+    return sum_over_data(own - best - torch.log(total))
 
 
 def normal(
     x: Float[Tensor, "batch *data"], x_hat: Float[Tensor, "batch *data"], precision: float
 ) -> Float[Tensor, " batch"]:
     """ln N(x | x_hat, 1 / precision): the decoder of continuous data, in nats, float64."""
+    _check_decoder(x, x_hat, precision)
     n = x[0].numel()
-    distance = (x.double() - x_hat.double()).square().flatten(1).sum(1)
+    distance = squared_norm(x.double() - x_hat.double())
     return -0.5 * precision * distance + 0.5 * n * (math.log(precision) - math.log(2 * math.pi))
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bsi.errors import UsageError
 from bsi.gaussian import squared_norm
+from bsi.grids import check_grid
 from bsi.levels import Proposal
 from bsi.likelihood import Bins, categorical_normal, discretised_normal, normal
 from bsi.methods.base import Method, Predictor
@@ -33,15 +34,29 @@ Data = Float[Tensor, "batch *data"]
 PerSample = Float[Tensor, " batch"]
 
 
-def _squared_error(method: Method, predict: Predictor, x: Data, level: PerSample, eps: Data) -> PerSample:
-    """|x - x_hat|^2 at each sample's level: one draw of the integrand h(level) of Equation "h"."""
+def _encode(method: Method, x: Data, level: PerSample, eps: Data) -> Data:
+    """psi ~ q(psi | x, level), made of the noise eps."""
     if x.shape != eps.shape or level.shape != x.shape[:1]:
         raise UsageError(
             f"data and noise need one shape, and one level per sample: got data {tuple(x.shape)}, noise "
             f"{tuple(eps.shape)}, levels {tuple(level.shape)}"
         )
-    latent = method.encoder(level).encode(x, eps)
-    return squared_norm(x - predict(latent, level))
+    return method.encoder(level).encode(x, eps)
+
+
+def _check_prediction(x_hat: Tensor, x: Tensor) -> Tensor:
+    if x_hat.shape != x.shape:
+        raise UsageError(
+            f"a prediction has the data's shape: got {tuple(x_hat.shape)} for data of {tuple(x.shape)}. A predictor "
+            f"maps (latent, level) to an estimate of x."
+        )
+    return x_hat
+
+
+def _squared_error(method: Method, predict: Predictor, x: Data, level: PerSample, eps: Data) -> PerSample:
+    """|x - x_hat|^2 at each sample's level: one draw of the integrand h(level) of Equation "h"."""
+    x_hat = predict(_encode(method, x, level, eps), level)
+    return squared_norm(x - _check_prediction(x_hat, x))
 
 
 def measurement_loss(
@@ -54,6 +69,12 @@ def measurement_loss(
 ) -> PerSample:
     """Corollary "Importance Sampling": an estimate of L_M^inf at level = F^-1(t), F the proposal's CDF."""
     proposal = method.levels if proposal is None else proposal
+    support, levels = (proposal.low, proposal.high), method.levels
+    if not (math.isclose(support[0], levels.low, rel_tol=1e-9) and math.isclose(support[1], levels.high, rel_tol=1e-9)):
+        raise UsageError(
+            f"a proposal covers exactly the method's levels, or the estimate is biased: got {support[0]} to "
+            f"{support[1]}, expected {levels.low} to {levels.high}"
+        )
     level = proposal.icdf(t)
     error = _squared_error(method, predict, x, level, eps)
     return 0.5 * error / proposal.density(level).to(error.dtype)
@@ -68,15 +89,26 @@ def finite_measurement_loss(
     eps: Data,
 ) -> PerSample:
     """Theorem "ELBO": an estimate of L_M^k for the k steps of any grid, at the step i ~ U(0, k-1) of each sample."""
+    if not torch.compiler.is_compiling():  # reads the grid, which a compiled graph cannot
+        _check_schedule(method, grid)
     alpha = torch.diff(method.gain(grid))
     error = _squared_error(method, predict, x, grid.double()[i], eps)
     return 0.5 * len(alpha) * alpha[i].to(error.dtype) * error
 
 
+def _check_schedule(method: Method, grid: Float[Tensor, " levels"]) -> None:
+    last = float(check_grid(method, grid)[-1])
+    if not math.isclose(last, method.levels.high, rel_tol=1e-9):
+        raise UsageError(
+            f"the schedule of a bound ends where the reconstruction starts: got a last level of {last}, expected "
+            f"{method.levels.high}. A method with another last level has another bound."
+        )
+
+
 def reconstruction_loss(method: Method, predict: Predictor, x: Data, eps: Data, bins: Bins | None) -> PerSample:
     """L_R: -ln p(x | x_hat) at the last level. With bins the probability of x's bin, else a density."""
     level = torch.full((len(x),), method.levels.high, dtype=torch.float64, device=x.device)
-    x_hat = method.decode(method.encoder(level).encode(x, eps), level, predict)
+    x_hat = _check_prediction(method.decode(_encode(method, x, level, eps), level, predict), x)
     if bins is None:
         return -normal(x, x_hat, method.recon_precision)
     decoder = discretised_normal if method.decoder == "cdf" else categorical_normal

@@ -2,7 +2,8 @@
 
     mu_lambda = a(lambda) z + b(lambda) x,        a = lambda^-1/2,        b = (lambda - lambda_0) / lambda
 
-interpolates between the belief prior and the data. With eta(lambda, mu) = E[x | mu] (our x_hat), its law follows the
+interpolates between the belief prior and the data. (For any gamma_0, a is the encoder's noise sqrt(alpha + c) /
+lambda, and nothing else changes.) With eta(lambda, mu) = E[x | mu] (our x_hat), its law follows the
 velocity field a'/a mu + (b' - a'/a b) eta, has the score -(mu - b eta) / a^2, and solves for any noise level
 eps(lambda) >= 0 the SDE
 
@@ -18,7 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bsi.gaussian import over
+from bsi.errors import UsageError
+from bsi.gaussian import over, sum_over_data
 from bsi.methods.bsi import BSI
 
 __all__ = ["drift", "euler_maruyama_step", "interpolant_loss", "posterior_noise_level", "score", "velocity"]
@@ -30,7 +32,7 @@ PerSample = Float[Tensor, " batch"]
 def velocity(method: BSI, level: PerSample, mu: Data, eta: Data) -> Data:
     """The velocity field of the transport equation."""
     level = level.double()
-    a_rate = -1 / (2 * level)  # a' / a
+    a_rate = 1 / (2 * (method.gain(level) + method.c)) - 1 / level  # a' / a: -1 / (2 lambda) for BSI
     b_rate = method.lambda_0 / level.square()  # b'
     return over(a_rate, mu) * mu + over(b_rate - a_rate * method.encoder(level).signal, mu) * eta
 
@@ -55,6 +57,11 @@ def euler_maruyama_step(
     method: BSI, level: PerSample, mu: Data, eta: Data, alpha: PerSample, noise_level: PerSample, eps: Data
 ) -> Data:
     """Equation "si-step": a step of length alpha in lambda."""
+    if bool((alpha <= 0).any()) or bool((noise_level < 0).any()):
+        raise UsageError(
+            f"a step has a positive length and a noise level of at least 0: got alpha={alpha.tolist()}, "
+            f"noise_level={noise_level.tolist()}"
+        )
     return (
         mu
         + over(alpha, mu) * drift(method, level, mu, eta, noise_level)
@@ -64,4 +71,4 @@ def euler_maruyama_step(
 
 def interpolant_loss(eta: Data, x: Data) -> PerSample:
     """1/2 |eta|^2 - x . eta, the integrand that interpolants learn from: 1/2 |x - eta|^2 less 1/2 |x|^2."""
-    return (0.5 * eta.square() - x * eta).flatten(1).sum(1)
+    return sum_over_data(0.5 * eta.square() - x * eta)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bsi.denoiser import Condition, Denoiser
 from bsi.elbo import Elbo, elbo
-from bsi.errors import DataError, UsageError
+from bsi.errors import DataError, NonFinite, UsageError
 from bsi.grids import named_grid
 from bsi.levels import low_discrepancy
 from bsi.likelihood import Bins, Standardise
@@ -68,6 +68,7 @@ class Model(nn.Module):
                 f"data of shape (batch, {', '.join(map(str, self.shape))}) expected: got {tuple(data.shape)}"
             )
         if data.is_floating_point():
+            data = data.to(torch.promote_types(data.dtype, torch.float32))
             return data if self.standardise is None else self.standardise.apply(data)
         if self.bins is None:
             raise UsageError(
@@ -78,6 +79,8 @@ class Model(nn.Module):
 
     def check(self, data: Tensor) -> None:
         """Raise if data is not finite or lies outside its bins. Reads the data: `forward` does so on the CPU only."""
+        if len(data) < 1:
+            raise UsageError("there is no loss and no bound of no data at all: pass at least one sample")
         if not data.is_floating_point():
             if self.bins is not None:
                 self.bins.check(data)
@@ -96,6 +99,7 @@ class Model(nn.Module):
         """The training loss 2 L_M / n of each sample, at levels stratified over the global batch."""
         if data.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check(data)
+        _check_condition(cond, len(data))
         x = self.values(data)
         return training_loss(self.method, self.denoiser.given(cond), x, _levels(x), torch.randn_like(x), weight)
 
@@ -113,6 +117,7 @@ class Model(nn.Module):
         """`num` samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone."""
         if num < 1 or batch_size < 1:
             raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch_size={batch_size}")
+        _check_condition(cond, num)
         levels = named_grid(grid)(self.method, steps)
         drawn = []
         with _evaluating(self):
@@ -120,7 +125,11 @@ class Model(nn.Module):
                 part = _select(cond, ids)
                 noise = SeededNoise(seed, ids, self.shape)
                 drawn.append(sample(self.method, self.denoiser.given(part), noise, levels, solver))
-        return self.data(torch.cat(drawn))
+        x = torch.cat(drawn)
+        if not bool(torch.isfinite(x).all()):
+            bad = int((~torch.isfinite(x)).reshape(num, -1).any(1).sum())
+            raise NonFinite(f"{bad} of {num} samples hold NaN or infinity: the network's predictions are not finite")
+        return self.data(x)
 
     def data(self, x: Float[Tensor, "batch *data"]) -> Tensor:
         """Values back to data: bin indices by rounding, or the units that `standardise` took away."""
@@ -139,9 +148,8 @@ class Model(nn.Module):
         batch_size: int = 256,
     ) -> Elbo:
         """The bound of each sample by the paper's protocol: `measure` levels and `recon` reconstructions."""
-        if len(data) < 1:
-            raise UsageError("the bound of no data at all is not defined: pass at least one sample")
         self.check(data)
+        _check_condition(cond, len(data))
         generator = torch.Generator().manual_seed(seed)
         log_determinant = 0.0 if self.standardise is None else self.standardise.log_determinant
         parts = []
@@ -159,6 +167,14 @@ class Model(nn.Module):
     def bits_per_dim(self, data: Tensor, cond: Condition | None = None, measure: int = 5, recon: int = 2) -> Elbo:
         """`elbo`, under the name people look for; prints as bound ± Monte Carlo error ± data-set error."""
         return self.elbo(data, cond, measure, recon)
+
+
+def _check_condition(cond: Condition | None, num: int) -> None:
+    """One row of each condition for each sample: too many would be dropped silently."""
+    named = cond if isinstance(cond, dict) else {} if cond is None else {"cond": cond}
+    for name, value in named.items():
+        if len(value) != num:
+            raise UsageError(f"a condition has one row per sample: got {len(value)} rows of {name} for {num} samples")
 
 
 def _select(cond: Condition | None, ids: Integer[Tensor, " batch"]) -> Condition | None:

@@ -38,6 +38,11 @@ class Mixture:
     axes: Float[Tensor, "components n n"] | None = None  # columns are eigenvectors; None: the coordinate axes
 
     def __post_init__(self) -> None:
+        if not (self.variances.shape == self.means.shape and self.weights.shape == self.means.shape[:1]):
+            raise UsageError(
+                f"a mixture has one weight, one mean and one row of variances per component: got weights "
+                f"{tuple(self.weights.shape)}, means {tuple(self.means.shape)}, variances {tuple(self.variances.shape)}"
+            )
         if bool((self.weights <= 0).any()) or bool((self.variances < 0).any()):
             raise UsageError("a mixture needs positive weights and non-negative variances")
 
@@ -82,7 +87,7 @@ class Mixture:
         noise = encoder.noise.to(psi.dtype).expand(len(psi))[:, None, None]
         nothing = noise == 0
         noise = torch.where(nothing, torch.ones_like(noise), noise)
-        offsets = self._along(psi.flatten(1)[:, None, :] - signal * self.means)
+        offsets = self._along(psi.reshape(len(psi), 1, -1) - signal * self.means)
         spread = signal.square() * self.variances + noise.square()
         means = self.means + self._back(signal * self.variances / spread * offsets)
         responsibilities = torch.softmax(self._log_weights(offsets, spread), dim=-1)
@@ -94,7 +99,7 @@ class Mixture:
 
     def log_density(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
         """ln p(x), in nats."""
-        offsets = self._along(x.flatten(1)[:, None, :] - self.means)
+        offsets = self._along(x.reshape(len(x), 1, -1) - self.means)
         return torch.logsumexp(self._log_weights(offsets, self.variances.expand_as(offsets)), dim=-1)
 
     def sample(self, component: Float[Tensor, " batch"], eps: Float[Tensor, "batch n"]) -> Float[Tensor, "batch n"]:

@@ -20,11 +20,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from jaxtyping import Bool, Int64, UInt64
+from jaxtyping import Bool, Float64, Int64, UInt64
 
 from bsi.errors import UsageError
 
-__all__ = ["SHARDS", "check_batch", "coins", "sample_ids", "shards_of"]
+__all__ = ["SHARDS", "check_batch", "coins", "sample_ids", "shards_of", "uniforms"]
 
 SHARDS = 64
 ROUNDS = 24  # with 12, orders of five samples were measurably not uniform; with 20, they were
@@ -87,10 +87,16 @@ def sample_ids(seed: int, n: int, start: int, count: int) -> Int64[np.ndarray, "
     return _permute(offset, keys, n).astype(np.int64)
 
 
+def uniforms(seed: int, start: int, count: int) -> Float64[np.ndarray, " count"]:
+    """One number in [0, 1) for each position start .. start + count - 1 of a stream, a multiple of 2^-53."""
+    positions = np.uint64(start) + np.arange(count, dtype=np.uint64)
+    bits = _hash(_key(seed, purpose=2) + positions * np.uint64(_GOLDEN)) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
 def coins(seed: int, start: int, count: int) -> Bool[np.ndarray, " count"]:
     """One fair coin for each position start .. start + count - 1 of the stream: is the image seen there flipped?"""
-    positions = np.uint64(start) + np.arange(count, dtype=np.uint64)
-    return (_hash(_key(seed, purpose=2) + positions * np.uint64(_GOLDEN)) >> np.uint64(63)).astype(np.bool_)
+    return uniforms(seed, start, count) >= 0.5
 
 
 def _divisors(n: int) -> list[int]:

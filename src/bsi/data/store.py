@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +44,7 @@ class Dataset:
     train: Shaped[np.ndarray, "train *shape"]
     test: Shaped[np.ndarray, "test *shape"]
     labels: Labels | None
+    folder: Path | None = None
 
     @property
     def name(self) -> str:
@@ -84,15 +84,12 @@ def data_folder() -> Path:
     return Path(os.environ.get("BSI_DATA") or "~/.cache/bsi-data").expanduser()
 
 
-def prepared(root: Path | None = None) -> Iterator[Dataset]:
-    """Every whole dataset in `root`, by name; the embedded digits first. Half-made and damaged ones are left out."""
-    yield open_dataset("digits")
+def prepared(root: Path | None = None) -> list[Path]:
+    """The folders of the prepared datasets in `root`, by default the data folder. Unfinished ones are hidden and left
+    out.
+    """
     root = data_folder() if root is None else root
-    for manifest in sorted(root.glob(f"[!.]*/{MANIFEST}")):
-        try:
-            yield open_dataset(manifest.parent)
-        except DataError:
-            continue
+    return sorted(manifest.parent for manifest in root.glob(f"[!.]*/{MANIFEST}"))
 
 
 def open_dataset(name_or_path: str | Path, root: Path | None = None, check_hashes: bool = False) -> Dataset:
@@ -114,7 +111,7 @@ def open_dataset(name_or_path: str | Path, root: Path | None = None, check_hashe
     labels = None
     if "train_labels.npy" in arrays and "test_labels.npy" in arrays:
         labels = Labels(arrays["train_labels.npy"], arrays["test_labels.npy"])
-    return Dataset(manifest, arrays["train.npy"], arrays["test.npy"], labels)
+    return Dataset(manifest, arrays["train.npy"], arrays["test.npy"], labels, folder)
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
@@ -151,7 +148,7 @@ def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
 
 
 def _not_found(wanted: str, folder: Path, root: Path) -> str:
-    names = ["digits", *(path.parent.name for path in root.glob(f"[!.]*/{MANIFEST}"))]
+    names = ["digits", *(path.name for path in prepared(root))]
     near = difflib.get_close_matches(wanted, names, 1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return (
@@ -185,7 +182,7 @@ def _embedded_digits() -> Dataset:
             bins=digits.BINS,
             standardisation=None,
             files={name: _record(array) for name, array in arrays.items()},
-            options={"test": "image i is a test image if i % 6 == 5"},
+            options=digits.OPTIONS,
             input="embedded",
         ),
         loaded.train,

@@ -1,0 +1,141 @@
+"""Images in any tree of folders. An image belongs to the test part if the hash of its relative path says so: adding or
+removing files moves no other file to the other part.
+
+The tree is walked in sorted order, one folder at a time, and images are decoded by a few threads block by block: memory
+is that of one folder's listing, one block and the images being decoded, at any number of images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from jaxtyping import UInt8
+
+from bsi.data.images import SUFFIXES, Resampling, check_options, read
+from bsi.data.pixels import UINT8
+from bsi.data.plan import BLOCK_BYTES, Block, Plan
+from bsi.errors import DataError
+
+__all__ = ["Folder", "for_testing", "walk"]
+
+MAX_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Every image below `path`, centre-cropped to a square and resampled to `size`."""
+
+    summary: ClassVar[str] = "a folder of images in any tree; --size, --channels, --resampling, --test-fraction, --skip"
+
+    path: Path
+    size: int = 64
+    channels: int = 3
+    resampling: Resampling = "lanczos"
+    test_fraction: float = 0.1
+    skip: int = 0
+
+    def plan(self) -> Plan:
+        check_options(self.size, self.channels, self.resampling, self.test_fraction)
+        path = self.path.expanduser()
+        total, listing = 0, hashlib.sha256()
+        for name in walk(path, SUFFIXES):
+            total += 1
+            listing.update(f"{name}\0{_size(path / name)}\n".encode("utf-8", "surrogateescape"))
+        if not total:
+            raise DataError(f"{path} holds no images ({', '.join(SUFFIXES)}). Give the folder of images with --from.")
+        return Plan(
+            name=path.resolve().name,
+            source=f"the images of a folder {path.resolve().name!r}",
+            shape=(self.channels, self.size, self.size),
+            dtype=np.dtype("uint8"),
+            bins=UINT8,
+            options={
+                "size": self.size,
+                "channels": self.channels,
+                "crop": "largest centred square",
+                "resampling": self.resampling,
+                "split": f"an image is for testing if sha256(relative path) < {self.test_fraction}",
+            },
+            input=listing.hexdigest(),
+            total=total,
+            rows=total,
+            unit="image",
+            blocks=self._blocks,
+            skip=self.skip,
+        )
+
+    def _blocks(self, start: int) -> Iterator[Block]:
+        path = self.path.expanduser()
+        names = itertools.islice(walk(path, SUFFIXES), start, None)
+        each = max(1, min(512, BLOCK_BYTES // (self.channels * self.size**2)))
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+            while batch := list(itertools.islice(names, each)):
+                rows: dict[str, list[UInt8[np.ndarray, "..."]]] = {"train": [], "test": []}
+                skipped = []
+                for name, result in zip(batch, pool.map(partial(self._read, path), batch), strict=True):
+                    if isinstance(result, DataError):
+                        skipped.append(str(result))
+                    else:
+                        rows["test" if for_testing(name, self.test_fraction) else "train"].append(result)
+                stacked = {split: np.stack(images) for split, images in rows.items() if images}
+                yield Block(len(batch), stacked, skipped=tuple(skipped))
+
+    def _read(self, path: Path, name: str) -> UInt8[np.ndarray, "c s s"] | DataError:
+        try:
+            return read(path / name, name, self.size, self.channels, self.resampling)
+        except DataError as error:
+            return error
+
+
+def _size(path: Path) -> int:
+    """In bytes; -1 for a file that cannot be looked at, which is reported when it is to be read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def for_testing(name: str, fraction: float) -> bool:
+    """Whether the hash of a relative path, as a number in [0, 1), is below `fraction`."""
+    return (
+        int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") < fraction * 2**64
+    )
+
+
+def walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Relative paths of the files with one of the suffixes, folder by folder in sorted order. Hidden files are left
+    out.
+    """
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder. Give the folder with --from.")
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(root / folder) as entries:
+                found = sorted((entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries)
+        except OSError as error:
+            raise DataError(f"cannot read the folder {root / folder}: {error}") from error
+        below = []
+        for name, is_folder, is_link in found:
+            inside = f"{folder}/{name}" if folder else name
+            if name.startswith("."):
+                continue
+            if is_folder and is_link:
+                raise DataError(
+                    f"{root / inside} links to a folder, which could lead in a circle. Replace it by the folder itself."
+                )
+            if is_folder:
+                below.append(inside)
+            elif name.lower().endswith(suffixes):
+                yield inside
+        folders.extend(reversed(below))

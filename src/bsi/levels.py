@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -26,6 +26,7 @@ from bsi.errors import UsageError
 __all__ = ["ExpectedError", "Fitted", "LogUniform", "Proposal", "Uniform", "low_discrepancy"]
 
 
+@runtime_checkable
 class Proposal(Protocol):
     """A distribution over levels between `low` and `high`, with a density that is positive there."""
 

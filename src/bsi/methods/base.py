@@ -17,7 +17,7 @@ of which the paper's update is the exact solution for a prediction held fixed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -37,6 +37,7 @@ Parametrisation = Literal["edm", "epsilon"]
 Decoder = Literal["cdf", "softmax"]
 
 
+@runtime_checkable
 class Method(Protocol):
     """The paper's interface; see the three files beside this one."""
 

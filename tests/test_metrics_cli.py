@@ -1,0 +1,146 @@
+"""`bsi fid` on folders, arrays and datasets, with a small extractor in the place of Inception."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import tyro
+from PIL import Image
+
+import bsi.metrics
+from bsi.cli import fid
+from bsi.errors import DataError, UsageError
+
+
+class Corners:
+    """Three features: the mean of each colour in the upper left quarter. Holds still for the tests' arithmetic."""
+
+    name, hash, resize, precision, dim, device = "corners", "c0", "none", "float32", 3, torch.device("cpu")
+
+    seen = 0
+
+    def __init__(self, weights: Path | None, device: str, precision: str | None, batch: int) -> None:
+        self.batch = batch
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        assert len(images) <= self.batch
+        Corners.seen += len(images)
+        return images[:, :, : images.shape[2] // 2, : images.shape[3] // 2].float().mean((2, 3))
+
+
+@pytest.fixture
+def quality(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., dict[str, object]]:
+    """Run the command with --json and return its record."""
+    monkeypatch.setattr(bsi.metrics, "Inception", Corners)
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "cache"))
+
+    def run(*words: str) -> dict[str, object]:
+        assert fid.run(tyro.cli(fid.Fid, args=[*words, "--json", "--batch", "4"])) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def pixels(n: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (n, 8, 8, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> Path:
+    (tmp_path / "folder").mkdir()
+    for index, image in enumerate(pixels(10, 0)):
+        Image.fromarray(image).save(tmp_path / "folder" / f"{index:03d}.png")
+    np.save(tmp_path / "a.npy", pixels(10, 0))
+    np.savez(tmp_path / "a.npz", arr_0=pixels(10, 0), label=np.zeros(10))
+    np.save(tmp_path / "b.npy", pixels(12, 1).transpose(0, 3, 1, 2))
+    np.savez(tmp_path / "two.npz", x=pixels(2, 0), y=pixels(2, 0))
+    np.save(tmp_path / "float.npy", pixels(4, 0) / 255)
+    return tmp_path
+
+
+def test_a_folder_and_its_arrays_are_one_set(quality: Callable[..., dict[str, object]], sets: Path) -> None:
+    records = [quality(str(sets / name), str(sets / "b.npy")) for name in ("folder", "a.npy", "a.npz")]
+    assert records[0]["n"] == 10
+    assert records[0]["reference_n"] == 12
+    assert records[0]["metric"] == "fd-corners"
+    assert records[0]["value"] > 1
+    assert records[0]["value"] == records[1]["value"] == records[2]["value"]
+    assert abs(quality(str(sets / "folder"), str(sets / "a.npz"))["value"]) < 1e-6
+
+
+def test_num_takes_the_first_images_of_each(quality: Callable[..., dict[str, object]], sets: Path) -> None:
+    np.save(sets / "first.npy", pixels(10, 0)[:6])
+    np.save(sets / "second.npy", pixels(12, 1)[:6])
+    cut = quality(str(sets / "folder"), str(sets / "b.npy"), "--num", "6")
+    assert (cut["n"], cut["reference_n"]) == (6, 6)
+    assert cut["value"] == quality(str(sets / "first.npy"), str(sets / "second.npy"))["value"]
+
+
+def test_kid_precision_and_recall_are_on_request(quality: Callable[..., dict[str, object]], sets: Path) -> None:
+    plain = quality(str(sets / "a.npy"), str(sets / "b.npy"))
+    assert plain["kid"] is None
+    assert plain["precision_recall"] is None
+    full = quality(str(sets / "a.npy"), str(sets / "b.npy"), "--kid", "--precision-recall")
+    assert full["kid"]["block_size"] == 10
+    assert 0 <= full["precision_recall"]["recall"] <= 1
+
+
+def test_a_prepared_dataset_is_a_stored_reference(quality: Callable[..., dict[str, object]], sets: Path) -> None:
+    record = quality("digits:train", "digits")
+    assert (record["reference"], record["reference_split"], record["extractor_hash"]) == ("digits", "test", "c0")
+    assert record["reference_version"]
+    assert len(list((sets / "cache" / "references").iterdir())) == 2
+    Corners.seen = 0
+    assert quality("digits:train", "digits")["value"] == record["value"]
+    assert Corners.seen == record["n"], "the reference was computed again"
+
+
+def test_sixteen_greys_are_stretched_to_eight_bits(quality: Callable[..., dict[str, object]]) -> None:
+    source = fid.dataset_images("digits:test", 32, None)
+    batches = torch.cat(list(source.batches))
+    assert batches.dtype == torch.uint8
+    assert batches.shape == (source.n, 3, 8, 8)
+    assert batches.max() == 255
+    assert set(batches.unique().tolist()) <= {round(index * 255 / 16) for index in range(17)}
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["{}/absent.npy", "{}/b.npy"], DataError, "there is no file"),
+        (["{}/two.npz", "{}/b.npy"], DataError, "holds x, y"),
+        (["{}/float.npy", "{}/b.npy"], DataError, "never truncate"),
+        (["digitz", "{}/b.npy"], DataError, "no prepared dataset 'digitz'"),
+        (["{}/a.npy", "{}/b.npy", "--num", "0"], UsageError, "--num must be at least 1: got 0"),
+        (["{}/a.npy", "{}/b.npy", "--num", "1"], DataError, "at least 2 images"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    quality: Callable[..., dict[str, object]], sets: Path, words: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        quality(*(word.format(sets) for word in words))
+
+
+def test_cautions_go_to_stderr_and_the_text_names_the_set(
+    quality: Callable[..., dict[str, object]], sets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fid.run(fid.Fid(str(sets / "a.npy"), str(sets / "b.npy"), num=3, kid=True, precision_recall=False)) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("fd-corners ")
+    assert "3 images of" in out
+    assert "KID" in out
+    assert "bsi fid: caution: 3 images of samples leave the covariance of 3 features singular" in err
+
+
+def test_help_imports_no_torch() -> None:
+    program = "import sys, bsi.cli.fid; raise SystemExit('torch' in sys.modules)"
+    environment = {"PYTHONPATH": str(Path(bsi.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 0

@@ -1,0 +1,122 @@
+"""Moments and the Frechet distance against closed forms, scipy, and the invariances they must have."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+
+from bsi.errors import DataError, NonFinite
+from bsi.metrics.frechet import Moments, frechet_distance, trace_sqrt
+
+
+def features(n: int, dim: int, seed: int, scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+    return torch.randn(n, dim, generator=generator, dtype=torch.float64) @ mix * scale + offset
+
+
+def exact(mean: torch.Tensor, covariance: torch.Tensor, n: int = 1000) -> Moments:
+    return Moments(n, mean.double(), covariance.double() * (n - 1))
+
+
+def test_moments_are_those_of_numpy() -> None:
+    x = features(50, 7, seed=0)
+    moments = Moments.of(x)
+    np.testing.assert_allclose(moments.mean, x.numpy().mean(0), rtol=1e-12)
+    np.testing.assert_allclose(moments.covariance, np.cov(x.numpy(), rowvar=False), rtol=1e-12)
+
+
+def test_moments_do_not_depend_on_order_or_batches() -> None:
+    x = features(101, 5, seed=1)
+    whole = Moments.of(x)
+    shuffled = x[torch.randperm(101, generator=torch.Generator().manual_seed(0))]
+    parts = sum((Moments.of(part) for part in shuffled.split(13)), Moments.empty(5))
+    assert parts.n == whole.n
+    torch.testing.assert_close(parts.mean, whole.mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(parts.scatter, whole.scatter, rtol=1e-12, atol=1e-12)
+
+
+def test_a_large_mean_costs_no_digits() -> None:
+    """A sum of squares about zero would keep 16 - 2 * 7 = 2 digits of these covariances."""
+    x = features(400, 4, seed=2)
+    near = Moments.of(x)
+    far = sum((Moments.of(part) for part in (x + 1e7).split(9)), Moments.empty(4))
+    torch.testing.assert_close(far.covariance, near.covariance, rtol=1e-7, atol=1e-7)
+
+
+def test_empty_batches_add_nothing() -> None:
+    x = features(10, 3, seed=3)
+    moments = Moments.of(x[:0]) + Moments.of(x) + Moments.empty(3)
+    assert moments.n == 10
+    torch.testing.assert_close(moments.scatter, Moments.of(x).scatter, rtol=0, atol=0)
+    assert (Moments.empty(3) + Moments.empty(3)).n == 0
+
+
+def test_float32_features_are_summed_in_float64() -> None:
+    moments = Moments.of(features(8, 3, seed=4).float())
+    assert moments.mean.dtype == moments.scatter.dtype == torch.float64
+
+
+def test_trace_of_the_root_is_that_of_sqrtm() -> None:
+    a, b = (Moments.of(features(40, 12, seed)).covariance for seed in (5, 6))
+    general = np.trace(scipy.linalg.sqrtm(a.numpy() @ b.numpy())).real
+    assert trace_sqrt(a, b).item() == pytest.approx(general, rel=1e-10)
+
+
+def test_distance_is_the_textbook_formula() -> None:
+    a, b = Moments.of(features(60, 10, seed=7)), Moments.of(features(80, 10, seed=8, scale=1.3, offset=0.5))
+    m_1, S_1, m_2, S_2 = (part.numpy() for part in (a.mean, a.covariance, b.mean, b.covariance))
+    textbook = ((m_1 - m_2) ** 2).sum() + np.trace(S_1 + S_2 - 2 * scipy.linalg.sqrtm(S_1 @ S_2).real)
+    assert frechet_distance(a, b) == pytest.approx(textbook, rel=1e-10)
+    assert frechet_distance(b, a) == pytest.approx(textbook, rel=1e-10)
+
+
+def test_commuting_covariances_have_a_closed_form() -> None:
+    """With a common eigenbasis the distance is sum (sqrt(a_i) - sqrt(b_i))^2 + |m_1 - m_2|^2."""
+    generator = torch.Generator().manual_seed(9)
+    basis = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64)).Q
+    a, b = torch.rand(2, 6, generator=generator, dtype=torch.float64) + 0.1
+    mean = torch.randn(6, generator=generator, dtype=torch.float64)
+    distance = frechet_distance(exact(mean, basis * a @ basis.T), exact(torch.zeros(6), basis * b @ basis.T))
+    closed = (mean @ mean + (a.sqrt() - b.sqrt()).square().sum()).item()
+    assert distance == pytest.approx(closed, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [500, 40])
+def test_distance_to_itself_is_zero(n: int) -> None:
+    """Also where fewer samples than features leave the covariance singular."""
+    moments = Moments.of(features(n, 64, seed=10))
+    assert abs(frechet_distance(moments, moments)) < 1e-6 * moments.covariance.trace().item()
+
+
+def test_distance_is_invariant_under_rotations_and_shifts() -> None:
+    a, b = features(90, 8, seed=11), features(70, 8, seed=12, scale=0.7)
+    rotation = torch.linalg.qr(features(8, 8, seed=13)).Q
+    moved = [Moments.of(x @ rotation + 3.0) for x in (a, b)]
+    assert frechet_distance(*moved) == pytest.approx(frechet_distance(Moments.of(a), Moments.of(b)), rel=1e-10)
+
+
+def test_distance_grows_with_the_square_of_the_scale() -> None:
+    a, b = features(90, 8, seed=14), features(70, 8, seed=15)
+    one = frechet_distance(Moments.of(a), Moments.of(b))
+    assert frechet_distance(Moments.of(3 * a), Moments.of(3 * b)) == pytest.approx(9 * one, rel=1e-10)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_features_are_refused(bad: float) -> None:
+    x = features(20, 3, seed=16)
+    x[7, 1] = bad
+    with pytest.raises(NonFinite, match="20 images"):
+        frechet_distance(Moments.of(x), Moments.of(features(20, 3, seed=17)))
+
+
+def test_fewer_than_two_samples_are_refused() -> None:
+    with pytest.raises(DataError, match="at least 2 samples: got 1"):
+        frechet_distance(Moments.of(features(1, 3, seed=18)), Moments.of(features(9, 3, seed=19)))
+
+
+def test_features_of_two_extractors_are_refused() -> None:
+    with pytest.raises(DataError, match="got 3 and 4"):
+        frechet_distance(Moments.of(features(9, 3, seed=20)), Moments.of(features(9, 4, seed=21)))

@@ -1,0 +1,82 @@
+"""Images of files and arrays reach the extractor as they are, or are refused by name."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bsi.errors import DataError
+from bsi.metrics import images
+from bsi.metrics.images import array_batches, file_batches, image_files, read_image
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_a_folder_is_read_in_order_and_batched_by_size(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    shapes = {"a.png": (4, 5), "b.bmp": (4, 5), "c.PNG": (4, 5), "deep/d.ppm": (6, 5)}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        Image.fromarray(picture(*shape, seed)).save(tmp_path / name)
+    (tmp_path / "notes.txt").touch()
+    batches = list(file_batches(image_files(tmp_path), size=2))
+    assert [tuple(batch.shape) for batch in batches] == [(2, 3, 4, 5), (1, 3, 4, 5), (1, 3, 6, 5)]
+    np.testing.assert_array_equal(batches[0][1].numpy(), picture(4, 5, 1).transpose(2, 0, 1))
+
+
+def test_grey_palette_and_opaque_images_are_their_rgb(tmp_path: Path) -> None:
+    colour = Image.fromarray(picture(4, 4))
+    for mode in ("L", "P", "RGBA"):
+        colour.convert(mode).save(tmp_path / f"{mode}.png")
+        expected = np.asarray(colour.convert(mode).convert("RGB")).transpose(2, 0, 1)
+        np.testing.assert_array_equal(read_image(tmp_path / f"{mode}.png"), expected)
+
+
+def test_what_is_no_plain_image_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    colour = Image.fromarray(picture(8, 8))
+    bad = {
+        name: tmp_path / name for name in ("cmyk.jpg", "deep.png", "clear.png", "moving.webp", "cut.png", "empty.png")
+    }
+    colour.convert("CMYK").save(bad["cmyk.jpg"])
+    Image.fromarray(np.full((8, 8), 9000, np.uint16)).save(bad["deep.png"])
+    Image.fromarray(np.dstack([picture(8, 8), np.full((8, 8), 7, np.uint8)])).save(bad["clear.png"])
+    colour.save(bad["moving.webp"], save_all=True, append_images=[Image.fromarray(picture(8, 8, 1))])
+    colour.save(bad["cut.png"])
+    bad["cut.png"].write_bytes(bad["cut.png"].read_bytes()[:60])
+    bad["empty.png"].touch()
+    for name, path in bad.items():
+        with pytest.raises(DataError, match=name):
+            read_image(path)
+    monkeypatch.setattr(images, "MAX_PIXELS", 63)
+    colour.save(tmp_path / "large.png")
+    with pytest.raises(DataError, match=r"large\.png has 8 x 8 pixels"):
+        read_image(tmp_path / "large.png")
+
+
+def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no images"):
+        image_files(tmp_path)
+
+
+def test_arrays_of_every_layout_become_three_channels_first() -> None:
+    last = np.stack([picture(4, 5, seed) for seed in range(5)])
+    first = torch.from_numpy(last).permute(0, 3, 1, 2)
+    for array in (last, first.numpy()):
+        torch.testing.assert_close(torch.cat(list(array_batches([array[:3], array[3:]], 2, "x"))), first)
+    grey = last[..., 0]
+    for array in (grey, grey[:, None], grey[..., None]):
+        torch.testing.assert_close(next(array_batches([array], 8, "x")), first[:, :1].expand(-1, 3, -1, -1))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 3), (2, 4, 8, 8), (2, 8), (2, 3, 8, 8, 1)])
+def test_shapes_that_are_no_images_or_ambiguous_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match="with 1 or 3 channels: got"):
+        next(array_batches([np.zeros(shape, np.uint8)], 2, "x"))
+
+
+def test_float_arrays_are_refused() -> None:
+    with pytest.raises(DataError, match=r"x holds float32.*never truncate"):
+        next(array_batches([np.zeros((2, 3, 8, 8), np.float32)], 2, "x"))

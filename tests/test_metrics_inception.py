@@ -1,0 +1,205 @@
+"""The FID network: its resize, its folded weights, and its features against those of the original graph."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bsi.errors import DataError, UsageError
+from bsi.metrics import resize
+from bsi.metrics.cache import data_folder
+from bsi.metrics.extractor import Extractor, QualityWarning, require_images
+from bsi.metrics.inception import (
+    BATCH_NORM_EPS,
+    NAME,
+    PUBLISHED_HASH,
+    Inception,
+    expected_shapes,
+    folded,
+    read_weights,
+    weights_hash,
+    weights_path,
+)
+from bsi.metrics.quality import metric_name
+
+GOLDEN = Path(__file__).parent / "golden" / "inception_cifar10.npz"
+TEST_BATCH = data_folder() / "cifar-10-batches-bin" / "test_batch.bin"
+
+needs_weights = pytest.mark.skipif(not weights_path().exists(), reason=f"{weights_path()} is not here")
+needs_cifar = pytest.mark.skipif(not TEST_BATCH.exists(), reason=f"{TEST_BATCH} is not here")
+
+
+def tf1_by_hand(image: np.ndarray, size: int) -> np.ndarray:
+    """TensorFlow 1's ResizeBilinear kernel, transcribed pixel by pixel in float32."""
+    channels, height, width = image.shape
+    f = np.float32
+    out = np.empty((channels, size, size), np.float32)
+    for i in range(size):
+        y = f(i) * (f(height) / f(size))
+        top, y_lerp = int(y), y - f(int(y))
+        bottom = min(top + 1, height - 1)
+        for j in range(size):
+            x = f(j) * (f(width) / f(size))
+            left, x_lerp = int(x), x - f(int(x))
+            right = min(left + 1, width - 1)
+            pixels = image.astype(np.float32)
+            upper = pixels[:, top, left] + (pixels[:, top, right] - pixels[:, top, left]) * x_lerp
+            lower = pixels[:, bottom, left] + (pixels[:, bottom, right] - pixels[:, bottom, left]) * x_lerp
+            out[:, i, j] = upper + (lower - upper) * y_lerp
+    return out
+
+
+@pytest.mark.parametrize(("height", "width", "size"), [(8, 8, 37), (5, 9, 23), (40, 50, 23), (23, 23, 23), (1, 2, 9)])
+def test_resize_is_tensorflows_bit_for_bit(height: int, width: int, size: int) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (2, height, width), dtype=np.uint8)
+    ours = resize.tf1_bilinear(torch.from_numpy(image).float()[None], size)[0]
+    np.testing.assert_array_equal(ours.numpy(), tf1_by_hand(image, size))
+
+
+def test_resize_has_no_half_pixel_shift() -> None:
+    """The first output pixel is the first input pixel, which torch's own bilinear does not promise when shrinking."""
+    ramp = torch.arange(64.0).expand(1, 1, 64, 64)
+    shrunk = resize.tf1_bilinear(ramp, 16)
+    torch.testing.assert_close(shrunk[0, 0, 0], torch.arange(16) * 4.0)
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights that are not the published ones, scaled so that activations neither vanish nor grow."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in expected_shapes().items():
+        if name.endswith("conv.weight"):
+            fan_in = shape[1] * shape[2] * shape[3]
+            weights[name] = torch.randn(shape, generator=generator) * (2 / fan_in) ** 0.5
+        elif name.endswith("running_var"):
+            weights[name] = torch.rand(shape, generator=generator) + 0.5
+        else:
+            weights[name] = torch.rand(shape, generator=generator) * (1.0 if name.endswith("bn.weight") else 0.1)
+    weights["fc.weight"] = torch.zeros(3, 2)  # pytorch-fid's file holds the last layer too
+    path = tmp_path_factory.mktemp("weights") / "other.safetensors"
+    save_file(weights, path)
+    return path
+
+
+def test_folding_is_convolution_then_batch_norm(other_weights: Path) -> None:
+    weights = read_weights(other_weights)
+    state = folded(weights)
+    name = "Mixed_6b.branch7x7_2"
+    x = torch.randn(2, 128, 9, 9, generator=torch.Generator().manual_seed(1)).double()
+    plain = F.conv2d(x, weights[f"{name}.conv.weight"].double())
+    mean, var, gamma, beta = (
+        weights[f"{name}.bn.{part}"].double() for part in ("running_mean", "running_var", "weight", "bias")
+    )
+    normed = F.batch_norm(plain, mean, var, gamma, beta, eps=BATCH_NORM_EPS)
+    ours = F.conv2d(x, state[f"{name}.weight"].double(), state[f"{name}.bias"].double())
+    torch.testing.assert_close(ours, normed, rtol=1e-5, atol=1e-5)
+    assert len(state) == 2 * 94
+
+
+def test_other_weights_are_warned_of_and_never_called_fid(other_weights: Path) -> None:
+    with pytest.warns(QualityWarning, match="not the published weights"):
+        extractor: Extractor = Inception(other_weights, batch=2)
+    assert metric_name(extractor) == "fd-inception-other"
+    images = torch.randint(0, 256, (3, 3, 8, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    features = extractor(images)
+    assert features.shape == (3, 2048)
+    assert features.std() > 0
+    torch.testing.assert_close(extractor(images[2:])[0], features[2], rtol=1e-4, atol=1e-5)
+    assert extractor(images[:0]).shape == (0, 2048)
+
+
+@pytest.mark.filterwarnings("ignore::bsi.metrics.extractor.QualityWarning")
+def test_one_compiled_size_and_one_precision_for_every_piece(
+    other_weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, settings = [], []
+    before = torch.backends.cudnn.conv.fp32_precision
+
+    def compile(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def compiled(images: Tensor) -> Tensor:
+            sizes.append(len(images))
+            settings.append(torch.backends.cudnn.conv.fp32_precision)
+            return function(images)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile)
+    images = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    padded, plain = (Inception(other_weights, batch=2, compile=flag)(images) for flag in (True, False))
+    assert sizes == [2, 2]
+    assert set(settings) == {"ieee"}, "float32 was asked for, and TF32 must be off"
+    assert torch.backends.cudnn.conv.fp32_precision == before, "the program's own setting is left as it was"
+    torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.zeros(2, 3, 8, 8), r"8-bit.*got torch.float32.*never truncate"),
+        (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), r"\(n, 3, height, width\): got \(2, 8, 8, 3\)"),
+        (torch.zeros(3, 8, 8, dtype=torch.uint8), r"got \(3, 8, 8\)"),
+        (torch.zeros(2, 3, 0, 8, dtype=torch.uint8), r"got \(2, 3, 0, 8\)"),
+    ],
+)
+def test_anything_but_eight_bit_images_is_refused(images: Tensor, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        require_images(images)
+
+
+def test_hash_is_of_the_values_alone() -> None:
+    def weights(value: float) -> Mapping[str, Tensor]:
+        return {"b": torch.full((2,), value), "a": torch.zeros(1, 3)}
+
+    assert weights_hash(weights(1.0)) == weights_hash(dict(reversed(weights(1.0).items())))
+    assert weights_hash(weights(1.0)) != weights_hash(weights(1.0 + 1e-7))
+    assert weights_hash({"a": torch.zeros(3)}) != weights_hash({"a": torch.zeros(3, 1)})
+
+
+def test_absent_weights_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"not at .*absent.*bsi fid A B --weights PATH"):
+        Inception(tmp_path / "absent.safetensors")
+
+
+def test_damaged_or_foreign_weights_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"\x80\x02pickle")
+    with pytest.raises(DataError, match="no whole safetensors file"):
+        Inception(path)
+    save_file({"layer.weight": torch.zeros(2)}, path)
+    with pytest.raises(DataError, match=r"lacks 470 of the 470 tensors.*Conv2d_1a_3x3\.bn\.bias first"):
+        Inception(path)
+    shapes = {**expected_shapes(), "Mixed_7c.branch_pool.bn.bias": (7,)}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, path)
+    with pytest.raises(DataError, match=r"branch_pool\.bn\.bias must have the shape \(192,\): got \(7,\)"):
+        Inception(path)
+
+
+def test_devices_and_precisions_that_are_not_there_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"tf32.*NVIDIA"):
+        Inception(device="cpu", precision="tf32")
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="no GPU"):
+            Inception(device="cuda")
+
+
+@needs_weights
+@needs_cifar
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "float32"), ("cuda", "float32"), ("cuda", "tf32")])
+def test_features_of_64_images_are_those_of_the_original_graph(device: str, precision: str) -> None:
+    """Golden: 16 of the 2048 features from the TorchScript export of the TensorFlow graph, with its own resize."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    golden = np.load(GOLDEN)
+    records = np.fromfile(TEST_BATCH, np.uint8).reshape(-1, 3073)
+    images = torch.from_numpy(records[golden["images"], 1:].reshape(-1, 3, 32, 32))
+    extractor = Inception(device=device, precision=precision, batch=16)
+    assert (extractor.hash, extractor.name, metric_name(extractor)) == (PUBLISHED_HASH, NAME, "FID")
+    ours, theirs = extractor(images).cpu()[:, golden["dims"]].double(), torch.from_numpy(golden["features"]).double()
+    tolerance = 1e-5 if precision == "float32" else 2e-3
+    assert ((ours - theirs).norm(dim=0) / theirs.norm(dim=0)).max() < tolerance

@@ -53,12 +53,13 @@ def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
     return replace(made, **changes)
 
 
-# A process that prepares the dataset above and is struck when it asks for the block `strike`, or calls the function `point`.
+# A process that prepares the dataset above and is struck when it asks for the block `strike` or calls `point`.
 STRUCK = """
 import os, signal, sys
 sys.path[:0] = {path!r}
 from dataclasses import replace
 from pathlib import Path
+from bsi.data import prepare as preparing
 from test_data_prepare import plan, ROWS
 
 preparing.SYNC_EVERY_S = 0.0

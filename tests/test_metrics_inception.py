@@ -183,9 +183,10 @@ def test_damaged_or_foreign_weights_are_refused(tmp_path: Path) -> None:
 def test_devices_and_precisions_that_are_not_there_are_refused() -> None:
     with pytest.raises(UsageError, match=r"tf32.*NVIDIA"):
         Inception(device="cpu", precision="tf32")
-    if not torch.cuda.is_available():
-        with pytest.raises(UsageError, match="no GPU"):
-            Inception(device="cuda")
+    with pytest.raises(UsageError, match=r"cpu, cuda or cuda:INDEX: got 'gpu'"):
+        Inception(device="gpu")
+    with pytest.raises(UsageError, match=r"'cuda:99' is not here"):
+        Inception(device="cuda:99")
 
 
 @needs_weights

@@ -35,9 +35,9 @@ class Fid:
     stored.
     """
 
-    a: Annotated[str, tyro.conf.Positional]
+    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
     """The images to judge."""
-    b: Annotated[str, tyro.conf.Positional]
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
     """The images to compare with."""
     num: int | None = None
     """Take the first this many images of each, instead of all."""

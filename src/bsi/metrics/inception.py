@@ -60,12 +60,10 @@ class Inception:
         batch: int = 128,
         compile: bool = False,
     ) -> None:
-        self.device = torch.device(device)
+        self.device = _present(device)
         self.precision: Precision = precision or ("tf32" if self.device.type == "cuda" else "float32")
         if self.precision not in get_args(Precision):
             raise UsageError(f"precision must be one of {', '.join(get_args(Precision))}: got {self.precision!r}")
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise UsageError("device 'cuda' was asked for, but torch sees no GPU. Use device 'cpu'.")
         if self.precision == "tf32" and self.device.type != "cuda":
             raise UsageError(f"precision 'tf32' exists on NVIDIA GPUs only: got device {self.device}. Use 'float32'.")
         published = read_weights(weights or weights_path())
@@ -103,6 +101,16 @@ class Inception:
         pixels = (resize.tf1_bilinear(images.float(), SIZE) - 128) / 128
         dtype = self._network.Conv2d_1a_3x3.weight.dtype
         return self._network(pixels.to(dtype, memory_format=torch.channels_last))
+
+
+def _present(device: str | torch.device) -> torch.device:
+    """`device` when it is there. Others than these two have no float64 for the moments."""
+    kind, _, index = str(device).partition(":")
+    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
+        raise UsageError(f"device must be cpu, cuda or cuda:INDEX: got {str(device)!r}.")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {str(device)!r} is not here: torch sees {torch.cuda.device_count()} GPUs. Use 'cpu'.")
+    return torch.device(device)
 
 
 def weights_path() -> Path:

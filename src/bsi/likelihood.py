@@ -171,7 +171,9 @@ def categorical_normal(
     for offset in range(-reach, reach + 1):
         bin_ = nearest + offset
         log_weight = -0.5 * precision * (bins.low + bin_ * bins.width - x_hat).square() - best
-        total = total + torch.where((bin_ >= 0) & (bin_ < bins.count), torch.exp(log_weight), 0.0)
+        # Masked before exp: a bin that does not exist may be nearer, and its gradient inf * 0.
+        log_weight = torch.where((bin_ >= 0) & (bin_ < bins.count), log_weight, -math.inf)
+        total = total + torch.exp(log_weight)
     own = -0.5 * precision * (bins.low + index.double() * bins.width - x_hat).square()
     return sum_over_data(own - best - torch.log(total))
 

@@ -1,0 +1,213 @@
+"""The decoders of Appendix "ELBO in Bits per Dimension", against mpmath and against each other."""
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bsi
+from bsi.likelihood import Bins, Standardise, bits_per_dim, categorical_normal, discretised_normal, normal
+
+GREY, BYTE, AUDIO = Bins(-1.0, 1.0, 17), Bins.uint8(), Bins.int16()
+SKEWED = Bins(0.3, 7.9, 11)
+
+
+def log_mass(bins: Bins, index: int, x_hat: float, precision: float) -> mpmath.mpf:
+    """ln N'(x | x_hat, precision) of the bin `index`, by mpmath with as many digits as the tail needs."""
+    with mpmath.workdps(60):
+        width = (mpmath.mpf(bins.high) - mpmath.mpf(bins.low)) / (bins.count - 1)
+        centre, scale = mpmath.mpf(bins.low) + index * width - mpmath.mpf(x_hat), mpmath.sqrt(mpmath.mpf(precision))
+        left, right = (centre - width / 2) * scale, (centre + width / 2) * scale
+    with mpmath.workdps(40 + int(0.22 * max(abs(left), abs(right)) ** 2)):  # e^-(z^2 / 2) has 0.217 z^2 zeros
+        upper = mpmath.mpf(1) if index == bins.count - 1 else mpmath.erfc(-right / mpmath.sqrt(2)) / 2
+        lower = mpmath.mpf(0) if index == 0 else mpmath.erfc(-left / mpmath.sqrt(2)) / 2
+        return mpmath.log(upper - lower)
+
+
+@pytest.mark.parametrize("bins", [GREY, BYTE, AUDIO, SKEWED], ids=repr)
+@pytest.mark.parametrize("sharpness", [1e-6, 1e-3, 0.05, 0.5, 1.0, 3.0, 30.0])
+def test_discretised_normal_agrees_with_mpmath_far_into_the_tails(bins, sharpness):
+    """`sharpness` is a bin's width in standard deviations: narrow bins to bins that hold everything."""
+    precision = (sharpness / bins.width) ** 2
+    deviation = 1 / math.sqrt(precision)
+    cases = [
+        (index, bins.low + index * bins.width + offset * deviation)
+        for index in (0, 1, bins.count // 3, bins.count - 1)
+        for offset in (-39.0, -8.0, -0.4, 0.0, 0.7, 5.0, 21.0)
+    ]
+    index = torch.tensor([i for i, _ in cases])[:, None]
+    x_hat = torch.tensor([prediction for _, prediction in cases], dtype=torch.float64)[:, None]
+    ours = discretised_normal(bins, index, x_hat, precision)
+    for value, (i, prediction) in zip(ours.tolist(), cases, strict=True):
+        # A rounding of the bin's edge, relative to a deviation, is the error nobody can avoid.
+        slack = 4e-16 * (abs(bins.low) + abs(bins.high)) / deviation * 45
+        assert value == pytest.approx(float(log_mass(bins, i, prediction, precision)), rel=1e-10, abs=slack)
+
+
+def test_discretised_normal_is_right_a_thousand_deviations_away():
+    """Where probabilities underflow a thousand times over; the reference is Mills' ratio as a continued fraction."""
+    precision = 2e6
+    for index, x_hat in ((100, 0.9), (3, 1.0), (252, -1.0)):
+        ours = discretised_normal(
+            BYTE, torch.tensor([[index]]), torch.tensor([[x_hat]], dtype=torch.float64), precision
+        )
+        with mpmath.workdps(60):
+            width = mpmath.mpf(2) / 255
+            centre = -1 + index * width
+            near = (abs(centre - mpmath.mpf(x_hat)) - width / 2) * mpmath.sqrt(precision)
+            log_tail = lambda z: mpmath.log(mpmath.erfc(z / mpmath.sqrt(2)) / 2)  # noqa: E731
+            far = near + width * mpmath.sqrt(precision)
+            reference = log_tail(near) + mpmath.log1p(-mpmath.exp(log_tail(far) - log_tail(near)))
+        assert ours.item() == pytest.approx(float(reference), rel=1e-12)
+        assert ours.item() < -50_000
+
+
+@pytest.mark.parametrize("decoder", [discretised_normal, categorical_normal])
+@pytest.mark.parametrize(("bins", "precision"), [(GREY, 2.0), (GREY, 1e3), (BYTE, 1e4), (BYTE, 2e6), (AUDIO, 1e8)])
+@pytest.mark.parametrize("x_hat", [-3.0, 0.1234, 1.0])
+def test_probabilities_of_all_bins_sum_to_one(decoder, bins, precision, x_hat):
+    index = torch.arange(bins.count)[:, None]
+    log_p = decoder(bins, index, torch.full((bins.count, 1), x_hat, dtype=torch.float64), precision)
+    assert torch.exp(log_p).sum().item() == pytest.approx(1, abs=1e-11)
+
+
+@pytest.mark.parametrize("count", [2, 3, 17, 256])
+def test_bins_follow_the_papers_edge_rules(count):
+    """The printed cases of l_j and r_j for data on the scale 0 .. r - 1, also between and on the edges."""
+    bins = Bins(0.0, count - 1.0, count)
+
+    def bounds(x: float) -> tuple[float, float]:
+        if x < 0.5:
+            return -math.inf, 0.5
+        if x >= count - 1.5:
+            return count - 1.5, math.inf
+        return math.floor(x - 0.5) + 0.5, math.floor(x + 0.5) + 0.5
+
+    precision, x_hat = 0.8, torch.tensor([[0.4 * count]], dtype=torch.float64)
+    cdf = torch.distributions.Normal(x_hat, precision**-0.5).cdf
+    for x in (0.0, 0.25, 0.5, 1.0, 1.49, 1.5, 2.5, count - 1.75, count - 1.5, count - 1.25, count - 1.0):
+        if 0 <= x <= count - 1:
+            left, right = (torch.tensor([[edge]], dtype=torch.float64) for edge in bounds(x))
+            index = bins.indices(torch.tensor([[x]], dtype=torch.float64))
+            ours = discretised_normal(bins, index, x_hat, precision)
+            expected = (cdf(right) - cdf(left)).item()
+            assert torch.exp(ours).item() == pytest.approx(expected, rel=1e-9), (x, bounds(x))
+
+
+@pytest.mark.parametrize("bins", [GREY, BYTE, AUDIO, SKEWED], ids=repr)
+def test_bins_and_values_undo_each_other(bins):
+    index = torch.arange(bins.count)
+    for dtype in (torch.float32, torch.float64):
+        values = bins.values(index, dtype)
+        assert values.dtype == dtype
+        assert torch.equal(bins.indices(values).long(), index)
+    centres = bins.values(index, torch.float64)
+    assert (centres[0].item(), centres[-1].item()) == pytest.approx((bins.low, bins.high))
+    assert torch.equal(bins.indices(centres + 0.49 * bins.width).long(), index)  # rounding, never truncating
+    assert torch.equal(bins.indices(centres - 0.49 * bins.width).long(), index)
+
+
+@pytest.mark.parametrize("x_hat", [-1.2, -0.3337, 0.5, 1.0])
+@pytest.mark.parametrize("precision", [5.0, 3e3, math.exp(13.3)])
+def test_vdms_decoder_is_a_softmax_over_all_centres(precision, x_hat):
+    with mpmath.workdps(40):
+        centres = [-1 + mpmath.mpf(2 * i) / 255 for i in range(256)]
+        logits = [-mpmath.mpf(precision) / 2 * (centre - mpmath.mpf(x_hat)) ** 2 for centre in centres]
+        peak = max(logits)
+        total = peak + mpmath.log(mpmath.fsum(mpmath.exp(logit - peak) for logit in logits))
+    index = torch.arange(256)[:, None]
+    ours = categorical_normal(BYTE, index, torch.full((256, 1), x_hat, dtype=torch.float64), precision)
+    np.testing.assert_allclose(ours.numpy(), [float(logit - total) for logit in logits], rtol=1e-10, atol=1e-10)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor made meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("decoder", [discretised_normal, categorical_normal])
+@pytest.mark.parametrize("count", [17, 256, 65536])
+def test_memory_does_not_grow_with_the_number_of_bins(decoder, count):
+    index = torch.zeros(5, 3, dtype=torch.int64)
+    with LargestTensor() as largest:
+        decoder(Bins(-1.0, 1.0, count), index, torch.full((5, 3), -0.9), 2e6)
+    assert largest.elements == 15
+
+
+@pytest.mark.parametrize("decoder", [discretised_normal, categorical_normal])
+@pytest.mark.parametrize("x_hat", [-1e4, -30.0, -1.0, 0.0, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("precision", [1e-6, 1.0, 2e6, 1e10])
+def test_likelihood_and_gradient_are_finite_at_any_prediction(decoder, x_hat, precision):
+    prediction = torch.full((17, 1), x_hat, requires_grad=True)
+    log_p = decoder(GREY, torch.arange(17)[:, None], prediction, precision)
+    assert torch.isfinite(log_p).all()
+    assert (log_p <= 0).all()
+    if abs(x_hat) * math.sqrt(precision) > 1e7:
+        return  # ten million deviations away torch's own derivative of log_ndtr overflows
+    (gradient,) = torch.autograd.grad(log_p.sum(), prediction)
+    assert torch.isfinite(gradient).all()
+
+
+def test_a_low_precision_prediction_is_decoded_in_float64():
+    x_hat = torch.tensor([[0.1, -0.7, 1.0]], dtype=torch.bfloat16)
+    index = torch.tensor([[5, 200, 255]])
+    exact = discretised_normal(BYTE, index, x_hat.double(), 2e6)
+    assert discretised_normal(BYTE, index, x_hat, 2e6).item() == exact.item()
+    assert exact.dtype == torch.float64
+
+
+def test_continuous_data_is_decoded_by_a_plain_normal():
+    generator = torch.Generator().manual_seed(0)
+    x, x_hat = torch.randn(2, 4, 2, 3, generator=generator, dtype=torch.float64)
+    expected = torch.distributions.Normal(x_hat, 50**-0.5).log_prob(x).flatten(1).sum(1)
+    torch.testing.assert_close(normal(x, x_hat, 50.0), expected, rtol=1e-12, atol=0)
+
+
+def test_a_density_is_the_limit_of_narrow_bins():
+    x_hat = torch.tensor([[0.3]], dtype=torch.float64)
+    bins = Bins(-1.0, 1.0, 20_001)
+    index = torch.tensor([[12_000]])
+    per_width = discretised_normal(bins, index, x_hat, 10.0) - math.log(bins.width)
+    torch.testing.assert_close(per_width, normal(bins.values(index, torch.float64), x_hat, 10.0), rtol=0, atol=1e-7)
+
+
+def test_eight_bits_are_what_a_uniform_guess_over_a_byte_costs():
+    assert bits_per_dim(torch.tensor([3072 * math.log(256)]), 3072).item() == pytest.approx(8)
+
+
+def test_standardise_fits_applies_and_undoes():
+    data = 40 + 7 * torch.randn(1000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    standardise = Standardise.fit(data)
+    x = standardise.apply(data)
+    assert (x.mean().item(), x.std(correction=0).item()) == pytest.approx((0, 1), abs=1e-12)
+    torch.testing.assert_close(standardise.undo(x), data)
+    density = torch.distributions.Normal(standardise.mean, standardise.std).log_prob(data).mean()
+    unit = torch.distributions.Normal(0.0, 1.0).log_prob(x).mean()
+    assert (unit - density).item() == pytest.approx(standardise.log_determinant)
+
+
+class Shrink(torch.nn.Module):
+    def forward(self, x, t):
+        return 0.3 * x
+
+
+@pytest.mark.parametrize("method", [bsi.BSI(), bsi.BFN(), bsi.VDM()], ids=repr)
+def test_rescaling_the_data_by_ten_shifts_nats_per_dimension_by_ln_ten(method):
+    data = 5 + 2 * torch.randn(16, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    bounds = [
+        bsi.Model(Shrink(), method, shape=(4,), standardise=Standardise.fit(scaled)).elbo(scaled, seed=3).nats_per_dim
+        for scaled in (data, 10 * data)
+    ]
+    assert bounds[1] - bounds[0] == pytest.approx(math.log(10), abs=1e-9)

@@ -7,7 +7,6 @@ An archive is checked whole before a byte of it is used: absolute names, `..`, l
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import stat
 import tarfile
@@ -17,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import BufferedIOBase, BufferedReader, RawIOBase
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
@@ -35,7 +35,7 @@ class Member:
 
     name: str
     size: int
-    open: Callable[[], IO[bytes]]
+    open: Callable[[], BufferedIOBase]
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _in_folder(folder: Path, wanted: Collection[str]) -> Iterator[Member]:
                 yield Member(str(path), path.stat().st_size, partial(_opened_file, path))
 
 
-def _opened_file(path: Path) -> IO[bytes]:
+def _opened_file(path: Path) -> BufferedIOBase:
     return path.open("rb")
 
 
@@ -87,7 +87,7 @@ def _in_zip(archive: zipfile.ZipFile, path: Path, max_bytes: int) -> list[Member
         total += info.file_size
         _check(path, info.filename, regular, len(found), total, max_bytes)
         if not info.is_dir():
-            found.append(Member(info.filename, info.file_size, partial(archive.open, info)))
+            found.append(Member(info.filename, info.file_size, partial(_unzipped, archive, info)))
     return found
 
 
@@ -96,7 +96,7 @@ def _opened_tar(path: Path) -> Iterator[tarfile.TarFile]:
     with path.open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
-        stream = _ShortReads(cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw, path)
+        stream = _ShortReads(gzip.GzipFile(fileobj=raw) if packed else raw, path)
         try:
             with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r:") as archive:
                 yield archive
@@ -104,10 +104,10 @@ def _opened_tar(path: Path) -> Iterator[tarfile.TarFile]:
             raise DataError(f"{path} is not a readable zip, tar or tar.gz archive: {error}") from error
 
 
-class _ShortReads(io.RawIOBase):
+class _ShortReads(RawIOBase):
     """A stream that refuses to be read in huge pieces, as a tar with a forged extended header asks for."""
 
-    def __init__(self, stream: IO[bytes], path: Path) -> None:
+    def __init__(self, stream: gzip.GzipFile | BufferedReader, path: Path) -> None:
         self.stream, self.path = stream, path
 
     def read(self, size: int = -1) -> bytes:
@@ -141,10 +141,14 @@ def _in_tar(archive: tarfile.TarFile, path: Path, max_bytes: int) -> list[Member
     return found
 
 
-def _extracted(archive: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
+def _unzipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> BufferedIOBase:
+    return cast(BufferedIOBase, archive.open(info))
+
+
+def _extracted(archive: tarfile.TarFile, info: tarfile.TarInfo) -> BufferedIOBase:
     stream = archive.extractfile(info)
     assert stream is not None, "a regular file has content"
-    return stream
+    return cast(BufferedIOBase, stream)
 
 
 def _check(archive: Path, name: str, regular: bool, count: int, total: int, max_bytes: int) -> None:

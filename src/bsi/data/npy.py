@@ -7,16 +7,16 @@ size, and then streams rows: memory is that of one block, whatever the array's s
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from io import BufferedIOBase, BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 from jaxtyping import Shaped
@@ -61,7 +61,7 @@ def header_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     return b"\x93NUMPY\x01\x00" + room.to_bytes(2, "little") + text.ljust(room - 1).encode("latin1") + b"\n"
 
 
-def read_header(stream: IO[bytes], name: str) -> Header:
+def read_header(stream: BufferedIOBase, name: str) -> Header:
     """The header of the `.npy` data in `stream`; refuses object arrays, named fields and headers that do not parse."""
     prefix = stream.read(8)
     if len(prefix) < 8 or prefix[:6] != b"\x93NUMPY":
@@ -81,7 +81,7 @@ def read_header(stream: IO[bytes], name: str) -> Header:
             f"{name} claims a header of {size} bytes; a plain array's has about a hundred. The file is damaged."
         )
     try:
-        shape, fortran, dtype = parse(io.BytesIO(length + stream.read(size)), max_header_size=MAX_HEADER)
+        shape, fortran, dtype = parse(BytesIO(length + stream.read(size)), max_header_size=MAX_HEADER)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
         raise DataError(f"{name} has a header that does not parse: {error}") from error
     if dtype.hasobject:
@@ -96,7 +96,7 @@ def read_header(stream: IO[bytes], name: str) -> Header:
 class ArrayFile(AbstractContextManager["ArrayFile"]):
     """Rows of one array, streamed. `stream` holds `.npy` data of `size` bytes; closing this closes it."""
 
-    def __init__(self, stream: IO[bytes], size: int, name: str) -> None:
+    def __init__(self, stream: BufferedIOBase, size: int, name: str) -> None:
         self.stream, self.name = stream, name
         try:
             self.header = read_header(stream, name)
@@ -148,10 +148,10 @@ class NpzFile(AbstractContextManager["NpzFile"]):
     bombs.
     """
 
-    def __init__(self, stream: IO[bytes], name: str) -> None:
+    def __init__(self, stream: BufferedIOBase, name: str) -> None:
         self.stream, self.name = stream, name
         try:
-            self.archive = zipfile.ZipFile(stream)
+            self.archive = zipfile.ZipFile(cast(IO[bytes], stream))
             check_zip(self.archive, name)
         except zipfile.BadZipFile as error:
             stream.close()
@@ -176,7 +176,7 @@ class NpzFile(AbstractContextManager["NpzFile"]):
         if name not in self.names:
             raise DataError(f"{self.name} holds no array {name!r}; it holds {', '.join(self.names) or 'none'}.")
         info = self.archive.getinfo(f"{name}.npy")
-        return ArrayFile(self.archive.open(info), info.file_size, f"{self.name}[{name!r}]")
+        return ArrayFile(cast(BufferedIOBase, self.archive.open(info)), info.file_size, f"{self.name}[{name!r}]")
 
 
 def check_zip(archive: zipfile.ZipFile, name: str) -> None:

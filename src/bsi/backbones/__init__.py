@@ -1,0 +1,51 @@
+"""Networks: a backbone maps (x, t, cond) to an array like x, and starts as 0.
+
+`config` (sizes and names) and `cost` (parameters, FLOPs) import no torch; the rest is loaded when first used.
+
+    network = build("dit-l/2", shape=(3, 32, 32), bins_count=256)
+    network.compute_dtype = compute_dtype("auto", device)
+    compile_regions(network)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, resolve
+from bsi.backbones.cost import Cost, cost
+
+if TYPE_CHECKING:
+    from bsi.backbones.base import Backbone
+    from bsi.backbones.compiled import compile_regions
+    from bsi.backbones.precision import HalfCopy, Precision, compute_dtype
+    from bsi.backbones.registry import build
+
+_HOME = {
+    "Backbone": "bsi.backbones.base",
+    "HalfCopy": "bsi.backbones.precision",
+    "Precision": "bsi.backbones.precision",
+    "build": "bsi.backbones.registry",
+    "compile_regions": "bsi.backbones.compiled",
+    "compute_dtype": "bsi.backbones.precision",
+}
+
+__all__ = [
+    "Backbone",
+    "BackboneConfig",
+    "Cost",
+    "DiTConfig",
+    "HalfCopy",
+    "MLPConfig",
+    "Precision",
+    "UNetConfig",
+    "build",
+    "compile_regions",
+    "compute_dtype",
+    "cost",
+    "resolve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'bsi.backbones' has no attribute {name!r}; it has {', '.join(__all__)}")

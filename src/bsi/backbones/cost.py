@@ -1,0 +1,112 @@
+"""What a network costs, in closed form: parameters, and floating-point operations of one forward pass of one image.
+
+Counted are the matrix products, convolutions and attention, two operations per multiply-add; norms, activations and the
+like are left out, as everywhere. A training step without checkpointing costs three times the forward pass.
+
+    DiT block, T tokens of width W:  2 T W^2 (3 + 1 + 2 mlp_ratio) + 4 T^2 W
+    U-Net block, P pixels, k = 3^dim: 2 P k (in W + W^2), and 2 P in W for the shortcut of an up block (in = 2W)
+"""
+
+import math
+from dataclasses import dataclass
+
+from bsi.backbones.config import PRECISION_DIM, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, input_channels
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parameters, and forward FLOPs per image (or other sample)."""
+
+    parameters: int
+    flops: int
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.parameters + other.parameters, self.flops + other.flops)
+
+    def __mul__(self, times: int) -> "Cost":
+        return Cost(self.parameters * times, self.flops * times)
+
+
+def cost(config: BackboneConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0) -> Cost:
+    """The cost of `build(config, shape, bins_count, num_classes)`, without building it."""
+    config.check(shape)
+    channels, space = input_channels(shape[0], bins_count), shape[1:]
+    match config:
+        case DiTConfig(width=width):
+            tokens, pixels = math.prod(config.grid(shape)), config.patch ** len(space)
+            block = _total(
+                _linear(width, 3 * width, tokens),
+                Cost(0, 4 * tokens**2 * width),
+                _linear(width, width, tokens),
+                _feed_forward(width, config.mlp_ratio, tokens),
+            )
+            return _total(
+                _condition(width, num_classes),
+                _linear(width, (6 * config.depth + 2) * width),
+                _linear(channels * pixels, width, tokens),
+                block * config.depth,
+                _linear(width, shape[0] * pixels, tokens),
+            )
+        case MLPConfig(width=width):
+            inputs, outputs = channels * math.prod(space), math.prod(shape)
+            return _total(
+                _condition(width, num_classes),
+                _linear(width, (3 * config.depth + 2) * width),
+                _linear(inputs, width),
+                _feed_forward(width, config.mlp_ratio) * config.depth,
+                _linear(width, outputs),
+            )
+        case UNetConfig(width=width):
+            pixels, kernel, blocks = math.prod(space), 3 ** len(space), 2 * config.levels + 3
+            attention = _total(
+                _norm(width),
+                _linear(width, 3 * width, pixels),
+                Cost(0, 4 * pixels**2 * width),
+                _linear(width, width, pixels),
+            )
+            return _total(
+                _condition(4 * width, num_classes),
+                _linear(4 * width, blocks * width, bias=False),
+                _convolution(channels, width, kernel, pixels),
+                _residual(width, width, kernel, pixels) * (config.levels + 2),
+                attention,
+                _residual(2 * width, width, kernel, pixels) * (config.levels + 1),
+                _norm(width),
+                _convolution(width, shape[0], kernel, pixels),
+            )
+
+
+def _total(*parts: Cost) -> Cost:
+    return sum(parts, Cost(0, 0))
+
+
+def _linear(inputs: int, outputs: int, times: int = 1, bias: bool = True) -> Cost:
+    return Cost(inputs * outputs + (outputs if bias else 0), 2 * inputs * outputs * times)
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, pixels: int) -> Cost:
+    return Cost(kernel * inputs * outputs + outputs, 2 * kernel * inputs * outputs * pixels)
+
+
+def _norm(channels: int) -> Cost:
+    return Cost(2 * channels, 0)
+
+
+def _feed_forward(width: int, ratio: int, times: int = 1) -> Cost:
+    return _linear(width, ratio * width, times) + _linear(ratio * width, width, times)
+
+
+def _condition(width: int, num_classes: int) -> Cost:
+    labels = Cost((num_classes + 1) * width if num_classes else 0, 0)
+    return _total(_linear(PRECISION_DIM, width), _linear(width, width), labels)
+
+
+def _residual(inputs: int, width: int, kernel: int, pixels: int) -> Cost:
+    shortcut = _linear(inputs, width, pixels) if inputs != width else Cost(0, 0)
+    return _total(
+        _norm(inputs),
+        _convolution(inputs, width, kernel, pixels),
+        _norm(width),
+        _convolution(width, width, kernel, pixels),
+        shortcut,
+    )

@@ -1,0 +1,268 @@
+"""Folders of images and of sound: what cannot be read faithfully is named, the rest is stored as the manifest says."""
+
+import hashlib
+import sys
+import types
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bsi.data.folder import Folder, for_testing, walk
+from bsi.data.huggingface import HuggingFace
+from bsi.data.images import read
+from bsi.data.prepare import prepare
+from bsi.data.wav import Wav
+from bsi.errors import DataError, UsageError
+
+
+def noise(seed: int, height: int, width: int, channels: int = 3) -> np.ndarray:
+    shape = (height, width, channels) if channels > 1 else (height, width)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = tmp_path / "photos"
+    for i in range(60):
+        path = folder / ("cats" if i % 3 else "dogs/old") / f"{i:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise(i, 8, 8)).save(path)
+    (folder / "notes.txt").write_text("not an image")
+    (folder / ".hidden.png").write_text("not an image either")
+    return folder
+
+
+def test_images_that_fit_are_stored_unchanged_in_sorted_order(photos: Path, tmp_path: Path) -> None:
+    dataset = prepare(Folder(photos, size=8).plan(), tmp_path / "out")
+    names = sorted(path.relative_to(photos).as_posix() for path in photos.rglob("[0-9]*.png"))
+    for split, stored in (("train", dataset.train), ("test", dataset.test)):
+        mine = [name for name in names if for_testing(name, 0.1) == (split == "test")]
+        assert len(mine) == len(stored) > 0
+        for name, image in zip(mine, stored, strict=True):
+            assert np.array_equal(image, noise(int(Path(name).stem), 8, 8).transpose(2, 0, 1))
+    assert dataset.manifest.options["resampling"] == "lanczos"
+    assert dataset.manifest.options["crop"] == "largest centred square"
+
+
+def test_the_split_of_an_image_does_not_depend_on_the_others(photos: Path, tmp_path: Path) -> None:
+    before = prepare(Folder(photos, size=8).plan(), tmp_path / "before")
+    (photos / "cats" / "001.png").unlink()
+    after = prepare(Folder(photos, size=8).plan(), tmp_path / "after")
+    assert not for_testing("cats/001.png", 0.1)
+    assert np.array_equal(before.test, after.test)
+    chosen = sum(for_testing(f"{i}.png", 0.25) for i in range(4000))
+    assert abs(chosen - 1000) < 4 * np.sqrt(4000 * 0.25 * 0.75)
+
+
+def test_a_wide_image_is_cropped_to_its_centre_and_resampled(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 12, 3), np.uint8)
+    pixels[:, 4:8] = 200
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    Image.fromarray(pixels.transpose(1, 0, 2)).save(tmp_path / "tall.png")
+    for name in ("wide.png", "tall.png"):
+        assert (read(tmp_path / name, name, 4, 3, "lanczos") == 200).all()
+        assert (read(tmp_path / name, name, 2, 1, "box") == 200).all()
+
+
+def test_grey_palette_and_opaque_images_become_colour_or_grey(tmp_path: Path) -> None:
+    grey = noise(0, 8, 8, 1)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(np.dstack([grey] * 3 + [np.full_like(grey, 255)])).save(tmp_path / "opaque.png")
+    Image.fromarray(grey).convert("P").save(tmp_path / "palette.png")
+    for name in ("grey.png", "opaque.png", "palette.png"):
+        assert np.array_equal(read(tmp_path / name, name, 8, 3, "lanczos"), np.stack([grey] * 3))
+        assert np.array_equal(read(tmp_path / name, name, 8, 1, "lanczos"), grey[None])
+
+
+def test_an_image_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+    pixels = noise(0, 8, 8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
+    found = read(tmp_path / "turned.png", "turned.png", 8, 3, "box")
+    assert np.array_equal(found, np.rot90(pixels, -1).transpose(2, 0, 1))
+
+
+def bad_images(folder: Path) -> dict[str, str]:
+    """One file of each kind that cannot be used, and what is said of it."""
+    good = Image.fromarray(noise(0, 64, 64))
+    good.save(folder / "whole.jpg")
+    raw = (folder / "whole.jpg").read_bytes()
+    (folder / "truncated.jpg").write_bytes(raw[: len(raw) // 2])
+    (folder / "whole.jpg").unlink()
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "nonsense.png").write_bytes(b"nonsense" * 100)
+    good.convert("CMYK").save(folder / "cmyk.jpg")
+    Image.fromarray(noise(1, 64, 64, 1).astype(np.uint16) * 257).save(folder / "sixteen.png")
+    frames = [Image.fromarray(noise(i, 64, 64)) for i in range(3)]
+    frames[0].save(folder / "animated.gif", save_all=True, append_images=frames[1:])
+    Image.new("1", (9000, 9000)).save(folder / "huge.png")
+    Image.new("RGB", (64, 7)).save(folder / "small.png")
+    Image.fromarray(noise(2, 64, 64, 4)).save(folder / "transparent.png")
+    return {
+        "truncated.jpg": "cannot be decoded",
+        "empty.png": "is empty",
+        "nonsense.png": "cannot be decoded",
+        "cmyk.jpg": "CMYK",
+        "sixteen.png": "more than eight bits per channel",
+        "animated.gif": "animated",
+        "huge.png": "9000 x 9000 pixels",
+        "small.png": "fewer than the size",
+        "transparent.png": "transparent",
+    }
+
+
+def test_row_27_images_that_cannot_be_used_are_named_and_skipped_only_up_to_a_cap(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    expected = bad_images(folder)
+    for name, why in expected.items():
+        with pytest.raises(DataError, match=f"^{name} .*{why}"):
+            read(folder / name, name, 32, 3, "lanczos")
+    for i in range(20):
+        Image.fromarray(noise(i, 32, 32)).save(folder / f"good{i}.png")
+    with pytest.raises(DataError, match=r"animated\.gif is animated.*Nothing may be skipped.*--skip N"):
+        prepare(Folder(folder, size=32).plan(), tmp_path / "out")
+    with pytest.raises(DataError, match=r"Only 8 may be skipped"):
+        prepare(Folder(folder, size=32, skip=len(expected) - 1).plan(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    dataset = prepare(Folder(folder, size=32, skip=len(expected)).plan(), tmp_path / "out")
+    assert len(dataset.train) + len(dataset.test) == 20
+    assert len(dataset.manifest.skipped) == len(expected)
+    for name, why in expected.items():
+        assert any(line.startswith(name) and why in line for line in dataset.manifest.skipped)
+
+
+def test_sixteen_bits_are_found_even_where_the_decoder_hides_them(tmp_path: Path) -> None:
+    """A colour PNG of 16 bits per channel opens as an ordinary RGB image."""
+    import struct
+    import zlib
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    rows = b"".join(b"\0" + bytes(8 * 6) for _ in range(8))
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0))
+    data = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    (tmp_path / "deep.png").write_bytes(data)
+    with Image.open(tmp_path / "deep.png") as image:
+        assert image.mode == "RGB"
+    with pytest.raises(DataError, match="more than eight bits"):
+        read(tmp_path / "deep.png", "deep.png", 8, 3, "lanczos")
+
+
+def test_a_tree_is_walked_without_hidden_files_and_without_circles(photos: Path) -> None:
+    names = list(walk(photos, (".png",)))
+    assert len(names) == 60
+    assert len(set(names)) == 60
+    (photos / "cats" / "circle").symlink_to(photos, target_is_directory=True)
+    with pytest.raises(DataError, match="links to a folder"):
+        list(walk(photos, (".png",)))
+    with pytest.raises(DataError, match="is not a folder"):
+        list(walk(photos / "nothing", (".png",)))
+
+
+def test_a_folder_that_changed_is_not_taken_for_the_old_one(photos: Path, tmp_path: Path) -> None:
+    before = Folder(photos, size=8).plan().input
+    Image.fromarray(noise(99, 8, 9)).save(photos / "new.png")
+    assert Folder(photos, size=8).plan().input != before
+
+
+def test_impossible_options_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
+    for options, why in (
+        ({"size": 0}, "side of the images"),
+        ({"channels": 2}, "3 .colour. or 1"),
+        ({"test_fraction": 1.0}, "test_fraction"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            Folder(tmp_path, **options).plan()
+    with pytest.raises(DataError, match="holds no images"):
+        Folder(tmp_path).plan()
+
+
+def write_wav(path: Path, sound: np.ndarray, rate: int = 8000) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(sound.shape[1])
+        file.setsampwidth(sound.dtype.itemsize)
+        file.setframerate(rate)
+        file.writeframes(sound.astype(sound.dtype.newbyteorder("<")).tobytes())
+
+
+def test_sound_is_cut_into_pieces_whose_indices_give_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bsi.data.wav.BLOCK_BYTES", 1000)
+    folder = tmp_path / "sound"
+    folder.mkdir()
+    sounds = {f"{i}.wav": np.random.default_rng(i).integers(-(2**15), 2**15, (130 * i + 3, 2)) for i in range(12)}
+    for name, sound in sounds.items():
+        write_wav(folder / name, sound.astype(np.int16))
+    plan = Wav(folder, length=50, test_fraction=0.3).plan()
+    dataset = prepare(plan, tmp_path / "out")
+    assert (dataset.shape, dataset.bins.count, dataset.train.dtype) == ((2, 50), 65536, np.uint16)
+    for split, stored in (("train", dataset.train), ("test", dataset.test)):
+        mine = [sounds[name] for name in sorted(sounds) if for_testing(name, 0.3) == (split == "test")]
+        pieces = [sound[: len(sound) // 50 * 50].reshape(-1, 50, 2).transpose(0, 2, 1) for sound in mine]
+        assert np.array_equal(stored.astype(int) - 2**15, np.concatenate(pieces))
+    for start in (1, 7, 30, plan.total - 1):
+        assert sum(block.items for block in plan.blocks(start)) == plan.total - start
+
+
+def test_sound_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    write_wav(tmp_path / "a.wav", np.zeros((100, 1), np.int16))
+    with pytest.raises(DataError, match="smaller --length"):
+        Wav(tmp_path, length=1000).plan()
+    write_wav(tmp_path / "b.wav", np.zeros((100, 1), np.int16), rate=44100)
+    with pytest.raises(DataError, match=r"b\.wav has 1 channels at 44100 Hz"):
+        Wav(tmp_path, length=10).plan()
+    write_wav(tmp_path / "b.wav", np.zeros((100, 1), np.int32))
+    with pytest.raises(DataError, match=r"b\.wav has 32 bits"):
+        Wav(tmp_path, length=10).plan()
+    (tmp_path / "b.wav").write_bytes(b"RIFF")
+    with pytest.raises(DataError, match=r"b\.wav is not a PCM WAV file"):
+        Wav(tmp_path, length=10).plan()
+
+
+class Table(list):
+    """As much of the hub's table as is used."""
+
+    column_names = ("image", "label")
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, parts: dict[str, Table]) -> None:
+    module = types.ModuleType("datasets")
+    module.load_dataset = lambda path, revision: parts  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def test_images_of_a_hub_dataset_are_prepared_like_those_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Table({"image": Image.fromarray(noise(i, 8, 8)), "label": 0} for i in range(300))
+    hub(monkeypatch, {"train": rows})
+    plan = HuggingFace("someone/cats", size=8).plan()
+    dataset = prepare(plan, tmp_path / "out")
+    assert (dataset.name, len(dataset.train) + len(dataset.test)) == ("cats", 300)
+    assert len(dataset.test) > 5
+    assert np.array_equal(dataset.train[0], noise(0, 8, 8).transpose(2, 0, 1))
+    assert sum(block.items for block in plan.blocks(100)) == 200
+    rows[3] = {"image": "a string", "label": 0}
+    hub(monkeypatch, {"train": rows, "validation": Table(rows[:2])})
+    dataset = prepare(HuggingFace("someone/cats", size=8, skip=1).plan(), tmp_path / "named")
+    assert (len(dataset.train), len(dataset.test)) == (299, 2)
+    assert dataset.manifest.skipped == ("row 3 holds a str, not an image",)
+    with pytest.raises(UsageError, match="it has image, label"):
+        HuggingFace("someone/cats", column="picture").plan()
+
+
+def test_the_hub_without_its_package_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match="pip install datasets"):
+        HuggingFace("someone/cats").plan()
+
+
+def test_file_names_are_hashed_as_bytes() -> None:
+    value = int.from_bytes(hashlib.sha256("a/ü.png".encode()).digest()[:8], "big") / 2**64
+    assert for_testing("a/ü.png", value + 1e-9)
+    assert not for_testing("a/ü.png", value - 1e-9)

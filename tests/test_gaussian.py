@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from brute_force import condition, mean_and_variance, source
 
+from brute_force import condition, mean_and_variance, source
 from bsi.gaussian import Belief, Encoder, Normal, kl_divergence, over, squared_norm, sum_over_data
 
 PRECISIONS = [(1e-2, 1e-3), (1e-2, 1e6), (1.0, 0.5), (3.0, 40.0), (1e6, 1e-2)]

@@ -58,7 +58,7 @@ def test_levels_rise_from_low_to_high_in_float64(proposal):
 
 @pytest.mark.parametrize("offset", [0.0, 1e-8, 1e-4, 1e-2, 1.0, 1e3, 1e8])
 def test_expected_error_is_inverted_to_twelve_digits(offset):
-    """Against Lambert's W in mpmath; where the CDF is flat, a rounding of t itself moves the level by `condition` times as much."""
+    """Against Lambert's W; where the CDF is flat, a rounding of t itself moves u by `condition` times it."""
     proposal = ExpectedError(LOW, HIGH, offset)
     t = torch.tensor([0.0, 1e-13, 1e-6, 0.01, 0.3, 0.5, 0.9, 0.999, 1 - 1e-9, 1.0], dtype=torch.float64)
     level = proposal.icdf(t)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Integer, Shaped
@@ -57,6 +57,7 @@ class Plan:
         return fingerprint([FORMAT, self.name, list(self.shape), self.dtype.str, dict(self.options), self.input])
 
 
+@runtime_checkable
 class Source(Protocol):
     """Where a dataset comes from: a frozen dataclass of options, `path` among them where it needs one."""
 

@@ -1,0 +1,102 @@
+"""`bsi data`: results on stdout, talk on stderr, errors with their exit code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bsi.cli import main
+from bsi.data.store import open_dataset
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def test_arrays_are_prepared_listed_and_opened_by_name(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "moons.npy", np.random.default_rng(0).normal(size=(100, 2)))
+    assert main(["data", "arrays", "--from", str(tmp_path / "moons.npy"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert (record["name"], record["shape"], record["folder"]) == ("moons", [2], str(root / "moons"))
+    assert "prepare moons" in err
+    assert open_dataset("moons").version == record["version"]
+
+    assert main(["data", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [dataset["name"] for dataset in listed["datasets"]] == ["digits", "moons"]
+    assert "cifar10" in listed["sources"]
+    assert main(["data", "--list"]) == 0
+    assert "moons: " in capsys.readouterr().out
+
+
+def test_options_reach_their_source_and_others_are_refused(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "x.npy", np.arange(60) % 4)
+    path = str(tmp_path / "x.npy")
+    to = str(tmp_path / "elsewhere")
+    assert main(["data", "arrays", "--from", path, "--to", to, "--bins", "0", "1", "4", "--test-fraction", "0"]) == 0
+    dataset = open_dataset(to)
+    assert (dataset.bins.high, len(dataset.train), len(dataset.test)) == (1.0, 60, 0)
+    assert not root.exists()
+    capsys.readouterr()
+    for words, why in (
+        (["arrays", "--from", path, "--size", "3"], "arrays has no --size; it takes --bins, --test-fraction"),
+        (["arrays", "--from", path, "--to", to, "--bins", "0", "1", "4"], "already holds dataset 'x'"),
+        (["arrays"], "--from PATH"),
+        (["digits", "--from", path], "takes no --from"),
+        (["cifar-10"], "Did you mean 'cifar10'"),
+        (["nonsense"], "There are digits"),
+        ([], "bsi data NAME"),
+    ):
+        assert main(["data", *words]) == 2
+        out, err = capsys.readouterr()
+        assert why in err
+        assert out == ""
+
+
+def test_a_dataset_is_not_named_like_another_source(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "cifar10.npy", np.random.default_rng(0).normal(size=100))
+    assert main(["data", "arrays", "--from", str(tmp_path / "cifar10.npy")]) == 2
+    assert "Say where with --to" in capsys.readouterr().err
+
+
+def test_bad_data_is_exit_3_and_damage_is_found_by_verify(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "folder", "--from", str(tmp_path / "nowhere")]) == 3
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=100))
+    words = ["data", "arrays", "--from", str(tmp_path / "x.npy"), "--verify"]
+    assert main(words) == 0
+    raw = bytearray((root / "x" / "train.npy").read_bytes())
+    raw[-1] ^= 1
+    (root / "x" / "train.npy").write_bytes(raw)
+    capsys.readouterr()
+    assert main(words) == 3
+    assert "is damaged: expected sha256" in capsys.readouterr().err
+    assert main(["data", "--list", "--verify"]) == 0
+    assert "is damaged: expected sha256" in capsys.readouterr().err
+
+
+def test_digits_are_there_and_a_copy_can_be_made(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "digits"]) == 0
+    assert "embedded" in capsys.readouterr().out
+    assert main(["data", "digits", "--to", str(tmp_path / "copy"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == open_dataset("digits").version
+
+
+def test_the_command_answers_without_torch() -> None:
+    program = "import sys\nfrom bsi.cli import main\nmain(['data', '--list'])\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

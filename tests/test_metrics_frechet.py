@@ -88,7 +88,14 @@ def test_commuting_covariances_have_a_closed_form() -> None:
 def test_distance_to_itself_is_zero(n: int) -> None:
     """Also where fewer samples than features leave the covariance singular."""
     moments = Moments.of(features(n, 64, seed=10))
-    assert abs(frechet_distance(moments, moments)) < 1e-6 * moments.covariance.trace().item()
+    assert abs(frechet_distance(moments, moments)) < 1e-12 * moments.covariance.trace().item()
+
+
+def test_a_set_without_spread_is_its_mean_away() -> None:
+    """All eigenvalues zero: nothing is left to take a root of."""
+    flat, spread = Moments.of(torch.ones(5, 3)), Moments.of(features(50, 3, seed=22))
+    expected = (spread.mean - 1).square().sum() + spread.covariance.trace()
+    assert frechet_distance(flat, spread) == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_distance_is_invariant_under_rotations_and_shifts() -> None:

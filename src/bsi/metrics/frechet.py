@@ -2,8 +2,8 @@
 
     d^2 = |m_1 - m_2|^2 + tr S_1 + tr S_2 - 2 tr (S_1 S_2)^(1/2)
 
-S_1 S_2 is similar to the symmetric S_1^(1/2) S_2 S_1^(1/2), so the last trace is the sum of the square roots of that
-matrix's eigenvalues: two symmetric eigenproblems on the device, no general matrix square root and no complex remainder.
+With S_1 = F F^T, the matrix S_1 S_2 has the nonzero eigenvalues of the symmetric F^T S_2 F, so the last trace is the
+sum of their square roots: two symmetric eigenproblems on the device, no general matrix root and no complex remainder.
 
 Moments are kept as (n, mean, scatter about the mean) in float64 and added by the rule of Chan, Golub and LeVeque,
 
@@ -99,7 +99,8 @@ def frechet_distance(a: Moments, b: Moments) -> float:
 def trace_sqrt(a: Float64[Tensor, "dim dim"], b: Float64[Tensor, "dim dim"]) -> Float64[Tensor, ""]:
     """tr (a b)^(1/2) for positive semidefinite a and b."""
     values, vectors = torch.linalg.eigh(a)
-    # Rounding leaves the zero eigenvalues of a singular covariance on either side of zero.
-    root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
-    product = root @ b @ root
+    # Fewer samples than features leave eigenvalues that are zero but for rounding; a root would make 1e-8 of 1e-16.
+    present = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
+    factor = vectors[:, present] * values[present].sqrt()
+    product = factor.T @ b @ factor
     return torch.linalg.eigvalsh((product + product.T) / 2).clamp(min=0).sqrt().sum()

@@ -1,0 +1,72 @@
+"""The audit mode: the same bits for any number of ranks.
+
+Floating-point sums depend on their order. Here each virtual shard is computed by itself, with its own dropout, and the
+shards' gradients are added in a binary tree over shard numbers: ((g_0 + g_1) + (g_2 + g_3)) + ... A rank holds
+consecutive shards, a power of two of them, which is a subtree; ranks exchange their subtrees' sums and finish the tree
+alike. Float32, one thread, deterministic kernels, nothing compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+__all__ = ["TreeSum", "deterministic", "flatten_gradients", "set_gradients"]
+
+Vector = Float[Tensor, " n"]
+
+
+class TreeSum:
+    """Adds vectors as a binary counter does: equal heights are merged at once, so that few are held."""
+
+    def __init__(self) -> None:
+        self._heights: dict[int, Vector] = {}
+
+    def add(self, vector: Vector) -> None:
+        height = 0
+        while height in self._heights:
+            vector = self._heights.pop(height) + vector
+            height += 1
+        self._heights[height] = vector
+
+    def total(self) -> Vector:
+        (only,) = self._heights.values()  # a power of two of them were added
+        return only
+
+
+def flatten_gradients(parameters: Sequence[nn.Parameter], loss: Float[Tensor, ""]) -> Vector:
+    """All gradients and the loss as one vector; the gradients are cleared."""
+    parts = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return torch.cat([*parts, loss.detach().reshape(1)])
+
+
+def set_gradients(parameters: Sequence[nn.Parameter], vector: Vector) -> Float[Tensor, ""]:
+    """The inverse: gradients from a vector, and the loss."""
+    *parts, loss = vector.split([*(p.numel() for p in parameters), 1])
+    for p, part in zip(parameters, parts, strict=True):
+        p.grad = part.view_as(p)
+    return loss[0]
+
+
+@contextmanager
+def deterministic(audit: bool) -> Iterator[None]:
+    """Deterministic kernels and one thread while an audit runs, and what was set before afterwards."""
+    if not audit:
+        yield
+        return
+    threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it to be deterministic
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.set_num_threads(threads)

@@ -1,0 +1,162 @@
+"""What is trained on: a prepared dataset by name, or a tensor or Dataset that a script brings along, described alike.
+
+The description goes into every checkpoint and export: a model can be built from it without the data, and a run that
+goes on compares its `version`, a hash of the content. (Of a Dataset, which can only be asked, the hash is of its length
+and of 64 samples: a spot check.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bsi.backbones.registry import build
+from bsi.data.batches import BatchSource, as_source
+from bsi.data.manifest import digest, fingerprint
+from bsi.data.order import sample_ids
+from bsi.data.store import open_dataset
+from bsi.errors import DataError, UsageError
+from bsi.likelihood import Bins, Standardise
+from bsi.methods import BFN, BSI, VDM, Method
+from bsi.model import Model
+from bsi.training.recipe import BFNSpec, BSISpec, MethodSpec, Recipe
+
+__all__ = ["BinSpec", "DataSpec", "Standard", "TrainingData", "build_method", "build_model", "open_training_data"]
+
+SPOT_CHECK = 64  # samples of a Dataset whose content is hashed
+FIT_SAMPLES = 4096  # samples of a Dataset that its mean and standard deviation are taken from
+
+
+@dataclass(frozen=True)
+class BinSpec:
+    """`bsi.Bins` as plain values."""
+
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Standard:
+    """`bsi.Standardise` as plain values."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """All that a model and a resumed run need to know of the data."""
+
+    name: str
+    version: str
+    count: int
+    shape: tuple[int, ...]
+    bins: BinSpec | None
+    standard: Standard | None
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Batches by index, for training and, if there are any, for evaluation."""
+
+    train: BatchSource
+    test: BatchSource | None
+    spec: DataSpec
+
+
+def open_training_data(
+    recipe: Recipe,
+    device: torch.device,
+    data: object = None,
+    test: object = None,
+    bins: Bins | None = None,
+) -> TrainingData:
+    """The recipe's prepared dataset, or the data that was given."""
+    if data is None:
+        return _prepared(recipe, device)
+    train = as_source(data, device, recipe.data.workers)
+    first = train.take(np.zeros(1, np.int64))
+    shape = tuple(first.shape[1:])
+    standard = None
+    if first.is_floating_point():
+        standard = None if bins is not None else _fit(train)
+    elif bins is None:
+        if first.dtype != torch.uint8:
+            raise UsageError(f"integer data other than uint8 needs bins: got {first.dtype}. Pass bins=bsi.Bins(...).")
+        bins = Bins.uint8()
+    spec = DataSpec(
+        name=recipe.data.name,
+        version=_version(data, train),
+        count=len(train),
+        shape=shape,
+        bins=None if bins is None else BinSpec(bins.low, bins.high, bins.count),
+        standard=standard,
+    )
+    return TrainingData(train, None if test is None else as_source(test, device, recipe.data.workers), spec)
+
+
+def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
+    dataset = open_dataset(recipe.data.name)
+    bins, standard = dataset.bins, dataset.standardisation
+    spec = DataSpec(
+        name=dataset.name,
+        version=dataset.version,
+        count=len(dataset.train),
+        shape=dataset.shape,
+        bins=None if bins is None else BinSpec(bins.low, bins.high, bins.count),
+        standard=None if standard is None else Standard(standard.mean, standard.std),
+    )
+    test = as_source(dataset.test) if len(dataset.test) else None
+    return TrainingData(as_source(dataset.split("train"), device), test, spec)
+
+
+def _fit(source: BatchSource) -> Standard:
+    """Mean and standard deviation over all of a tensor, or over samples spread through a large set."""
+    count = min(len(source), FIT_SAMPLES)
+    x = source.take(sample_ids(0, len(source), 0, count)).double()
+    mean, std = float(x.mean()), float(x.std(correction=0))
+    if not (np.isfinite(mean) and np.isfinite(std) and std > 0):
+        raise DataError(f"data has mean {mean} and standard deviation {std}: remove NaN and infinity, or constant data")
+    return Standard(mean, std)
+
+
+def _version(data: object, source: BatchSource) -> str:
+    """A hash of the content: all of a tensor or array, a spot check of anything else."""
+    if isinstance(data, Tensor | np.ndarray):
+        array = data.detach().cpu().numpy() if isinstance(data, Tensor) else data
+        return fingerprint([str(array.dtype), list(array.shape), digest([np.ascontiguousarray(array).tobytes()])])
+    ids = np.unique(sample_ids(0, len(source), 0, min(SPOT_CHECK, len(source))))
+    sample = source.take(ids).cpu().numpy()
+    return fingerprint([len(source), str(sample.dtype), list(sample.shape), digest([sample.tobytes()])])
+
+
+def build_method(spec: MethodSpec) -> Method:
+    """The method that a recipe names."""
+    match spec:
+        case BSISpec():
+            return BSI(spec.lambda_0, spec.gamma_0, spec.alpha_M, spec.alpha_R)
+        case BFNSpec():
+            return BFN(spec.sigma_1, spec.clips)
+        case _:
+            return VDM(spec.nu_min, spec.nu_max, spec.decoder)
+
+
+def build_model(recipe: Recipe, data: DataSpec, backbone: torch.nn.Module | None = None) -> Model:
+    """The model of a recipe for data of this description; `backbone` is the caller's network, if it is not ours."""
+    if backbone is None:
+        if recipe.backbone is None:
+            raise UsageError("this recipe has no network of its own: pass backbone=...")
+        backbone = build(recipe.backbone, data.shape, None if data.bins is None else data.bins.count)
+    return Model(
+        backbone,
+        build_method(recipe.method),
+        data.shape,
+        bins=None if data.bins is None else Bins(data.bins.low, data.bins.high, data.bins.count),
+        standardise=None if data.standard is None else Standardise(data.standard.mean, data.standard.std),
+        parametrisation=recipe.parametrisation,
+        sigma_data=recipe.sigma_data,
+    )

@@ -1,0 +1,166 @@
+"""Who we are among how many: ranks from torchrun or from Slurm, one process group, PyTorch's own.
+
+`torchrun -m bsi train ...` sets RANK, WORLD_SIZE, LOCAL_RANK and where to meet. Plain `srun bsi train ...` sets
+SLURM_PROCID and its relatives, and the first host of the step is the meeting place. Without either there is one rank
+and no process group. Ranks use NCCL on GPUs and gloo on CPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
+
+__all__ = ["Place", "World", "find_place", "first_host", "join"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among all of them, and where they meet."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    host: str = "localhost"
+    port: int = 0
+
+
+def find_place(env: Mapping[str, str]) -> Place:
+    """Our place by torchrun's variables, else by those of an srun step, else alone."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return Place(
+            int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)),
+            env.get("MASTER_ADDR", "localhost"), int(env.get("MASTER_PORT", 29500)),
+        )  # fmt: skip
+    # SLURM_STEP_NUM_TASKS is srun's; sbatch's own shell has only the job's variables, and is one process.
+    if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
+        port = int(env.get("MASTER_PORT") or 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000)
+        return Place(
+            int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", 0)), host, port
+        )
+    return Place()
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's list: `gpu[003-006,9],login` -> `gpu003`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^\[,]*)", nodes)
+    if not match:
+        raise UsageError(f"cannot read Slurm's list of nodes {nodes!r}: set MASTER_ADDR")
+    prefix, numbers, suffix = match.groups()
+    return prefix + re.split(r"[-,]", numbers)[0] + suffix if numbers else prefix
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run and this one's device. With one rank, everything here does nothing."""
+
+    place: Place
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        return self.place.size
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place, on the device's own queue: the host does not wait."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so: all get the same answer. The host waits for it."""
+        if self.size == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in the order of ranks."""
+        if self.size == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor)
+        return parts
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """The first rank's tensor to all, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+
+    def agree(self, error: BsiError | None) -> None:
+        """Raise on every rank what went wrong on one: its own error there, a short note elsewhere."""
+        if error is not None and self.size == 1:
+            raise error
+        code = torch.tensor(0 if error is None else error.code, device=self.device)
+        if self.size > 1:
+            dist.all_reduce(code, dist.ReduceOp.MAX)
+        if error is not None:
+            raise error
+        for known in (UsageError, DataError, CorruptCheckpoint):
+            if int(code) == known.code:
+                raise known("another rank refused: its message says why")
+        if int(code):
+            raise BsiError("another rank failed: its message says why")
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def join(device: str | None, timeout_s: float) -> Iterator[World]:
+    """Take part in the world for as long as the block runs. `device` is cuda, cpu, or None for what is there."""
+    place = find_place(os.environ)
+    world = World(place, pick_device(device, place.local_rank))
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if place.size == 1:
+        yield world
+        return
+    dist.init_process_group(
+        "nccl" if world.device.type == "cuda" else "gloo",
+        init_method=f"tcp://{place.host}:{place.port}" if "RANK" not in os.environ else "env://",
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=world.device if world.device.type == "cuda" else None,
+    )
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(device: str | None, local_rank: int) -> torch.device:
+    """The device of a rank: its own GPU if there are any."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return torch.device("cpu")
+    if device != "cuda":
+        raise UsageError(f"a device is cuda or cpu: got {device!r}")
+    if not torch.cuda.is_available():
+        raise UsageError("no CUDA device was found: leave --device out, or use --device cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible. Start as many "
+            f"processes per node as there are GPUs."
+        )
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,152 @@
+"""A trained model, back: from a run folder, or from one exported file that needs neither run nor trainer.
+
+    model = bsi.load("runs/digits")                 # the EMA of the latest checkpoint, verified
+    images = model.sample(16)
+
+An export is one safetensors file: the weights, and in its metadata the recipe and the data's description as JSON.
+Neither can hold code; a network that is not one of ours is never imported by name, but passed in: `bsi.load(run,
+backbone=MyNet())`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor, nn
+
+from bsi.errors import CorruptCheckpoint, UsageError
+from bsi.model import Model
+from bsi.training import checkpoint
+from bsi.training.dataset import DataSpec, build_model
+from bsi.training.folder import RunFolder
+from bsi.training.plain import from_plain, to_plain
+from bsi.training.recipe import Recipe
+
+__all__ = ["Trained", "class_name", "export", "load", "read_trained"]
+
+EXPORT_FORMAT = 1
+METADATA = "bsi"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Weights by name, and what they are the weights of."""
+
+    recipe: Recipe
+    data: DataSpec
+    network: str
+    step: int
+    weights: Mapping[str, Tensor]
+
+
+def class_name(network: nn.Module) -> str:
+    """The class of a network, as a person would look for it."""
+    return f"{type(network).__module__}.{type(network).__qualname__}"
+
+
+def load(path: str | Path, ema: bool = True, backbone: nn.Module | None = None, step: int | None = None) -> Model:
+    """The model of a run folder or an exported file, on the CPU and in evaluation mode.
+
+    `ema=False` takes the weights themselves, `step` an earlier checkpoint; `backbone` is your own network, if the run
+    was trained with it.
+    """
+    trained = read_trained(Path(path), ema, step)
+    if trained.recipe.backbone is None and backbone is None:
+        raise UsageError(
+            f"{path} was trained with a network of yours, {trained.network}, which is not one of bsi's: pass "
+            f"backbone={trained.network.rpartition('.')[2]}(...)"
+        )
+    if backbone is not None and trained.recipe.backbone is not None:
+        raise UsageError(f"{path} has a network of its own ({trained.network}): leave backbone out")
+    model = build_model(trained.recipe, trained.data, backbone)
+    set_weights(model, trained, str(path))
+    return model.eval()
+
+
+def set_weights(model: Model, trained: Trained, where: str) -> None:
+    """Put weights into a model whose network must be the same, tensor by tensor."""
+    own = model.denoiser.backbone.state_dict()
+    differing = [
+        f"  {name}: {_shape(trained.weights.get(name))} there, {_shape(own.get(name))} here"
+        for name in {**own, **trained.weights}
+        if _shape(trained.weights.get(name)) != _shape(own.get(name))
+    ]
+    if differing:
+        more = [f"  and {len(differing) - 7} more"] if len(differing) > 7 else []
+        raise UsageError(
+            "\n".join(
+                [f"the weights of {where} are those of another network ({trained.network}):", *differing[:7], *more]
+            )
+        )
+    model.denoiser.backbone.load_state_dict(dict(trained.weights))
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else str(tuple(tensor.shape))
+
+
+def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Trained:
+    """Weights and their description, from a run folder or an exported file."""
+    if path.is_file():
+        return _read_export(path, step)
+    root = RunFolder(path).checkpoints
+    found = checkpoint.find(root, lambda line: print(line, file=sys.stderr), step) if root.is_dir() else None
+    if found is None:
+        raise UsageError(
+            f"{path} is neither a run folder with a checkpoint nor an exported file. `bsi train` makes one."
+        )
+    return _described(found.state, checkpoint.read_tensors(found, "ema" if ema else "model"))
+
+
+def _described(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Trained:
+    recipe, data = from_plain(Recipe, given["recipe"], "recipe"), from_plain(DataSpec, given["data"], "data")
+    return Trained(recipe, data, str(given["network"]), int(given["step"]), weights)
+
+
+def _read_export(path: Path, step: int | None) -> Trained:
+    if step is not None:
+        raise UsageError(f"{path} is one exported file: it holds one step alone. Leave step out.")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise CorruptCheckpoint(
+            f"{path} is not a safetensors file ({error}). Pickles (.pt, .pth, .ckpt) can run code when they are "
+            f"loaded; bsi never loads them."
+        ) from error
+    try:
+        given = json.loads(metadata[METADATA])
+        if given["format"] != EXPORT_FORMAT:
+            raise UsageError(f"{path} has export format {given['format']!r}; this version reads {EXPORT_FORMAT}.")
+        return _described(given, weights)
+    except (KeyError, ValueError, TypeError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} does not say which model it holds: it was not written by `bsi export`.") from error
+
+
+def export(run: str | Path, out: str | Path | None = None, ema: bool = True, step: int | None = None) -> Path:
+    """Write a run's EMA (or its weights) as one file, by default beside its checkpoints."""
+    trained = read_trained(Path(run), ema, step)
+    name = f"{trained.recipe.name}-{trained.step}{'' if ema else '-weights'}.safetensors"
+    target = Path(run) / name if out is None else Path(out)
+    about = {
+        "format": EXPORT_FORMAT,
+        "recipe": to_plain(trained.recipe),
+        "data": to_plain(trained.data),
+        "network": trained.network,
+        "step": trained.step,
+        "ema": ema,
+    }
+    beside = target.with_name(f".{target.name}.part")
+    safetensors.torch.save_file(dict(trained.weights), beside, {METADATA: json.dumps(about)})
+    beside.replace(target)
+    return target

@@ -1,0 +1,78 @@
+"""The journal: one JSON line per interval, and the same record to anything else that wants it.
+
+    {"step": 1000, "loss": 0.0123, "bits_per_dim": 3.51, "lr": 0.0002, "grad_norm": 0.31, "images_per_s": 7800.0, ...}
+
+A sink is called with each record; `bsi.train(..., sinks=[print])` is all it takes. Records are dictionaries of numbers
+and short strings, always with `step` and `event` ("train", "evaluate", "sample"). Only the first rank
+writes. When a run goes on from a checkpoint, lines after its step are dropped: they will be written again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bsi.errors import UsageError
+from bsi.training.files import append_line, write_text
+
+__all__ = ["JsonLines", "Sink", "Value", "read_journal", "tensorboard"]
+
+Value = int | float | str
+Sink = Callable[[Mapping[str, Value]], None]
+
+
+class JsonLines:
+    """The sink that is always there."""
+
+    def __init__(self, path: Path, resumed_at: int) -> None:
+        self.path = path
+        kept = [line for line in _lines(path) if int(line["step"]) <= resumed_at] if path.exists() else []
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def __call__(self, record: Mapping[str, Value]) -> None:
+        append_line(self.path, json.dumps({name: _finite(value) for name, value in record.items()}))
+
+
+def _finite(value: Value) -> Value | None:
+    """JSON has no NaN: a number that is none is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lines(path: Path) -> list[dict[str, Value]]:
+    """The whole lines of a journal; a last line cut by a crash is left out."""
+    found = []
+    for line in path.read_text("utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
+    return found
+
+
+def read_journal(run: Path) -> list[dict[str, Value]]:
+    """The records of a run folder's journal."""
+    path = Path(run) / "journal.jsonl"
+    if not path.is_file():
+        raise UsageError(f"{run} has no journal: is it a run folder?")
+    return _lines(path)
+
+
+def tensorboard(folder: Path) -> Sink:
+    """The same numbers for TensorBoard (`pip install 'bsi[track]'`), by event and name."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError("TensorBoard is not installed: pip install 'bsi[track]'") from error
+    writer = SummaryWriter(str(folder))
+
+    def sink(record: Mapping[str, Value]) -> None:
+        for name, value in record.items():
+            if name not in ("step", "event") and isinstance(value, int | float):
+                writer.add_scalar(f"{record['event']}/{name}", value, int(record["step"]))
+        writer.flush()
+
+    return sink

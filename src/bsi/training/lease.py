@@ -1,0 +1,174 @@
+"""One run folder, one job: a lock that is a lease.
+
+`lock.json` names the host, the process and the batch system's job that train here. Its owner touches it every few
+seconds; a lock whose heartbeat has stopped for LEASE_S has expired, and the next job takes it over. So it does at once
+when the lock is ours: the same host and a process that no longer runs, or the same job, requeued on another host.
+Anyone else is refused, and told who is there.
+
+Ages are differences of modification times on the file system that holds the lock: clocks of two hosts may disagree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bsi.errors import BsiError, UsageError
+
+__all__ = ["BEAT_S", "LEASE_S", "Lease", "Owner", "hold"]
+
+LEASE_S = 120.0
+BEAT_S = 15.0
+LOCK = "lock.json"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a run folder. `started` tells a process from a later one of the same number."""
+
+    host: str
+    pid: int
+    started: str
+    job: str
+    token: str
+
+    @classmethod
+    def me(cls) -> Owner:
+        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or ""
+        return cls(socket.gethostname(), os.getpid(), _process_start(os.getpid()), job, uuid.uuid4().hex)
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}" + (f", job {self.job}" if self.job else "")
+
+
+def _process_start(pid: int) -> str:
+    """When a process started, in the kernel's ticks; empty where that is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _alive(owner: Owner) -> bool:
+    """Does the owner's process still run on this host?"""
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not owner.started or _process_start(owner.pid) == owner.started
+
+
+class Lease:
+    """A lock that is held. `check` raises once it is no longer ours."""
+
+    def __init__(self, path: Path, owner: Owner) -> None:
+        self.path, self.owner = path, owner
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="bsi-lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        holder = _read(self.path)
+        if holder is None or holder.token != self.owner.token:
+            raise BsiError(
+                f"{self.path.parent} was taken over by {holder or 'nobody we know'}, since this process gave no sign "
+                f"of life for {LEASE_S:.0f} s. It stops here and writes nothing more."
+            )
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(BEAT_S):
+            with contextlib.suppress(BsiError, OSError):
+                self.check()
+                os.utime(self.path)
+
+    def release(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        with contextlib.suppress(BsiError, OSError):
+            self.check()
+            self.path.unlink()
+
+
+@contextmanager
+def hold(folder: Path, warn: Callable[[str], None]) -> Iterator[Lease]:
+    """Hold a run folder's lock, or refuse with the name of who does."""
+    lease = Lease(folder / LOCK, _acquire(folder / LOCK, Owner.me(), warn))
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def _acquire(path: Path, me: Owner, warn: Callable[[str], None]) -> Owner:
+    beside = path.with_name(f".{path.name}.{me.token}")
+    try:
+        beside.write_text(json.dumps(asdict(me)), "utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write in the run folder {path.parent}: {error.strerror}. Use another --out."
+        ) from error
+    try:
+        for _ in range(3):
+            try:
+                os.link(beside, path)  # fails if the lock exists: creation and content are one step
+                return me
+            except FileExistsError:
+                _take_over(path, me, beside, warn)
+        raise UsageError(f"{path.parent} is being taken by another job: wait, or use another --out.")
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _take_over(path: Path, me: Owner, clock: Path, warn: Callable[[str], None]) -> None:
+    """Remove a lock that has expired or was ours; refuse if its owner lives."""
+    holder = _read(path)
+    if holder is not None:
+        age = _age(path, clock)
+        same_host = holder.host == me.host
+        ours = not _alive(holder) if same_host else bool(me.job) and holder.job == me.job
+        if not ours and age < LEASE_S:
+            raise UsageError(
+                f"{path.parent} is in use by {holder} (last sign of life {age:.0f} s ago). Wait for it, stop it, or "
+                f"use another --out. A job that died is taken over after {LEASE_S:.0f} s."
+            )
+        warn(f"taking over the lock of {holder}: {'its process ended' if ours else f'no sign of life for {age:.0f} s'}")
+    aside = path.with_name(f".{path.name}.{me.token}.old")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    if _read(aside) != holder:  # someone else took it over between the look and the move: it is theirs
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+    aside.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Owner | None:
+    """The owner that a lock names; None if there is no lock, or one that says nothing."""
+    try:
+        given = json.loads(path.read_text("utf-8"))
+        return Owner(
+            str(given["host"]), int(given["pid"]), str(given["started"]), str(given["job"]), str(given["token"])
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _age(path: Path, clock: Path) -> float:
+    """Seconds since the lock was touched, by the clock of its file system."""
+    os.utime(clock)
+    try:
+        return max(0.0, clock.stat().st_mtime - path.stat().st_mtime)
+    except FileNotFoundError:
+        return time.monotonic()  # gone meanwhile: as old as can be

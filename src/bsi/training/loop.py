@@ -1,0 +1,175 @@
+"""The loop, top to bottom: a step, a look now and then, a save, until the last step or until someone asks to stop.
+
+Between looks the host only queues work: every few steps, and whenever something is due, it reads what the device has
+counted. After one step the order is journal, evaluation and samples, checkpoint: a checkpoint never lacks a line that
+was due before it. One that is written in a hurry, because of a signal, notes that the evaluation is still to be made.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bsi.errors import NonFinite, Preempted
+from bsi.progress import Progress, readable_seconds
+from bsi.training.checkpoint import Snapshot
+from bsi.training.dataset import TrainingData
+from bsi.training.distributed import World
+from bsi.training.evaluate import bound, draw_samples
+from bsi.training.files import write_json
+from bsi.training.folder import RunFolder
+from bsi.training.journal import Sink, Value
+from bsi.training.recipe import Recipe
+from bsi.training.saver import Saver
+from bsi.training.step import Engine
+from bsi.training.stop import StopFlag
+from bsi.training.stream import Piece, Stream, piece_ids, piece_levels
+from bsi.training.watchdog import Watchdog
+
+__all__ = ["Job", "run"]
+
+# Steps between two looks. On a CPU nothing runs ahead, and a look costs nothing.
+LOOK_EVERY = {"cpu": 1, "cuda": 10}
+
+
+class Clock:
+    """Time spent in steps: evaluations and saves are left out."""
+
+    def __init__(self) -> None:
+        self._since, self._away = time.perf_counter(), 0.0
+
+    def leave_out(self, seconds: float) -> None:
+        self._away += seconds
+
+    def lap(self) -> float:
+        """Seconds of steps since the last lap."""
+        now = time.perf_counter()
+        spent = now - self._since - self._away
+        self._since, self._away = now, 0.0
+        return max(spent, 1e-9)
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the loop works with. `about` is what every checkpoint says beside its tensors."""
+
+    recipe: Recipe
+    data: TrainingData
+    engine: Engine
+    stream: Stream
+    world: World
+    folder: RunFolder
+    saver: Saver
+    sinks: Sequence[Sink]
+    progress: Progress
+    watchdog: Watchdog
+    stop: StopFlag
+    about: Mapping[str, Any]
+    evaluation_pending: bool
+
+
+def run(job: Job) -> None:
+    """Train to the last step. Raises Preempted after a signal and NonFinite after a bad step; either has saved."""
+    recipe, engine = job.recipe, job.engine
+    clock, lap_began = Clock(), engine.steps_done
+    if job.evaluation_pending:
+        clock.leave_out(_observe(job))
+    while engine.steps_done < recipe.steps:
+        engine.step(job.stream, job.watchdog)
+        job.progress.advance()
+        step = engine.steps_done
+        due = recipe.every.due(step, recipe.steps)
+        if step % LOOK_EVERY[job.world.device.type] and not due:
+            continue
+
+        fault = engine.first_fault()
+        if fault is not None:
+            raise _replayable(job, fault)
+        if due.journal:
+            _journal(job, step - lap_began, clock.lap())
+            lap_began = step
+        if job.world.any(bool(job.stop)):
+            _save(job, evaluation_pending=due.evaluate or due.sample)
+            _finish_saves(job)
+            reason = job.stop.reason or "another rank's signal"
+            raise Preempted(f"{reason}: saved step {step} of {recipe.steps}; run the same command to go on")
+        clock.leave_out(_observe(job))
+        if due.checkpoint:
+            clock.leave_out(_save(job))
+    _finish_saves(job)
+
+
+def _journal(job: Job, steps: int, seconds: float) -> None:
+    """One record of the steps since the last, to the journal and onto the progress line."""
+    means, step = job.engine.means(), job.engine.steps_done
+    bits = means.loss / 2 / math.log(2)  # the loss is 2 L_M / n in nats: L_M in bits per dimension
+    rate = steps * job.recipe.batch / seconds
+    lr = job.recipe.rate(step - 1)
+    _tell(job, {
+        "event": "train", "step": step, "loss": means.loss, "bits_per_dim": bits, "lr": lr,
+        "grad_norm": means.grad_norm, "images_per_s": rate, "checkpoint_age_s": job.saver.age_s, "time": time.time(),
+    })  # fmt: skip
+    saved = f"saved {readable_seconds(job.saver.age_s)} ago"
+    job.progress.note = f"{rate:.4g} images/s · {bits:.3f} bits/dim · lr {lr:.1e} · {saved}"
+
+
+def _tell(job: Job, record: Mapping[str, Value]) -> None:
+    if job.world.first:
+        for sink in job.sinks:
+            sink(record)
+
+
+def _observe(job: Job) -> float:
+    """Evaluate and draw samples where that is due; the seconds it took."""
+    started, recipe, step = time.perf_counter(), job.recipe, job.engine.steps_done
+    due = recipe.every.due(step, recipe.steps)
+    job.watchdog.at(step, "evaluate")
+    if due.evaluate and job.data.test is not None:
+        found = bound(job.engine.ema.model, job.data.test, recipe, job.world)
+        _tell(job, {
+            "event": "evaluate", "step": step, "bits_per_dim": found.bits_per_dim, "error": found.error,
+            "reconstruction": found.reconstruction, "measurement": found.measurement, "time": time.time(),
+        })  # fmt: skip
+    if due.sample and job.world.first:
+        path = draw_samples(job.engine.ema.model, recipe, job.folder.path / "samples" / f"step-{step:08d}")
+        _tell(job, {"event": "sample", "step": step, "file": f"samples/{path.name}", "time": time.time()})
+    return time.perf_counter() - started
+
+
+def _save(job: Job, evaluation_pending: bool = False) -> float:
+    """Hand the state to the saver, on the first rank; the seconds it took."""
+    started, step = time.perf_counter(), job.engine.steps_done
+    job.watchdog.at(step, "save")
+    if job.world.first:
+        state = {**job.about, "evaluation_pending": evaluation_pending}
+        job.saver.save(Snapshot(step, job.engine.tensors(), state))
+    return time.perf_counter() - started
+
+
+def _finish_saves(job: Job) -> None:
+    """Until what was saved is on the disk, on every rank: a rank that leaves early would have the others killed."""
+    job.saver.wait()
+    job.world.barrier()
+
+
+def _replayable(job: Job, fault: int) -> NonFinite:
+    """Keep what a bad step saw, and the state before it: running on from there meets it again at once."""
+    recipe, step = job.recipe, fault
+    whole = Piece(step, 0, 0, recipe.batch)
+    t = piece_levels(recipe, whole)
+    path = job.folder.path / f"replay-{step:08d}.json"
+    if job.world.first:
+        write_json(path, {
+            "step": step, "seed": recipe.seed, "ids": piece_ids(recipe, job.data.spec.count, whole).tolist(),
+            "t": t.tolist(), "levels": job.engine.model.method.levels.icdf(t).tolist(), "recipe": job.about["recipe"],
+        })  # fmt: skip
+    job.engine.steps_done = step
+    _save(job)
+    _finish_saves(job)
+    return NonFinite(
+        f"the loss or the gradient of step {step} was not finite. Nothing was updated from it: the state before it is "
+        f"saved, and {path} lists the samples, levels and seed it saw. Lower --optimiser.lr, or look at the data."
+    )

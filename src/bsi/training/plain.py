@@ -1,0 +1,132 @@
+"""Records to and from plain data: what JSON can hold, and nothing that could run.
+
+A record becomes a dictionary of its fields. Where a field may hold one of several records (the method, the network),
+the dictionary says which by its `kind`, a name from the fixed table KINDS: a file cannot name anything else, and nothing
+is ever imported by a name read from a file. Reading is strict: an unknown field, a missing one or a value of another type
+is an error that names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, Union
+
+from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
+from bsi.errors import UsageError
+from bsi.training.recipe import METHODS
+
+__all__ = ["KINDS", "Change", "changes", "flat", "from_plain", "to_plain"]
+
+KINDS: dict[str, type] = {str(name): cls for name, cls in METHODS.items()}
+KINDS |= {"dit": DiTConfig, "unet": UNetConfig, "mlp": MLPConfig}
+
+Record = TypeVar("Record")
+
+
+def to_plain(value: Any) -> Any:
+    """A record as dictionaries, lists, numbers and strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = next((name for name, cls in KINDS.items() if cls is type(value)), None)
+        fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return fields if kind is None else {"kind": kind, **fields}
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity
+    return value
+
+
+def from_plain(cls: type[Record], data: object, where: str = "") -> Record:
+    """The record of class `cls` that `data` describes, or a UsageError that names what is wrong with it."""
+    if not isinstance(data, dict):
+        raise UsageError(f"{where or cls.__name__} must be a table of fields: got {data!r:.80}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    given = {name: value for name, value in data.items() if name != "kind" or "kind" in fields}
+    unknown = sorted(set(given) - set(fields))
+    missing = [
+        name for name, f in fields.items()
+        if name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]  # fmt: skip
+    if unknown or missing:
+        what = f"unknown {', '.join(map(str, unknown))}" if unknown else f"missing {', '.join(missing)}"
+        raise UsageError(f"{where or cls.__name__}: {what}; its fields are {', '.join(fields)}")
+    prefix = f"{where}." if where else ""
+    return cls(**{name: _value(hints[name], value, prefix + name) for name, value in given.items()})
+
+
+def _value(hint: Any, value: object, where: str) -> Any:
+    """`value` as the type that `hint` stands for."""
+    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value in choices and isinstance(value, str):
+            return value
+        raise UsageError(f"{where} is one of {', '.join(map(str, choices))}: got {value!r:.80}")
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in choices:
+            return None
+        rest = tuple(choice for choice in choices if choice is not type(None))
+        if len(rest) == 1:
+            return _value(rest[0], value, where)
+        return _one_of(rest, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise UsageError(f"{where} must be a list: got {value!r:.80}")
+        return tuple(_value(choices[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if dataclasses.is_dataclass(hint):
+        return from_plain(typing.cast(type, hint), value, where)
+    return _number_or_string(hint, value, where)
+
+
+def _one_of(classes: tuple[Any, ...], value: object, where: str) -> Any:
+    """The record whose registered kind the value names, among those that the field may hold."""
+    known = {name: cls for name, cls in KINDS.items() if cls in classes}
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in known:
+        raise UsageError(f"{where} is of kind {', '.join(known)}: got {kind!r:.80}")
+    return from_plain(known[kind], value, where)
+
+
+def _number_or_string(hint: Any, value: object, where: str) -> Any:
+    if hint is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
+        return float(value)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if hint in (int, bool, str) and type(value) is hint:
+        return value
+    raise UsageError(f"{where} must be {getattr(hint, '__name__', hint)}: got {value!r:.80}")
+
+
+def flat(record: object) -> dict[str, Any]:
+    """A record's values by dotted name: {"optimiser.lr": 0.0002, ...}."""
+    return dict(_walk("", to_plain(record)))
+
+
+def _walk(prefix: str, value: Any) -> typing.Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _walk(f"{prefix}.{name}" if prefix else name, inner)
+    else:
+        yield prefix, value
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that differs between two records, by its dotted name; None where a record has no such field."""
+
+    name: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before} -> {self.after}"
+
+
+def changes(before: object, after: object) -> list[Change]:
+    """What differs between two records, in the order of their fields."""
+    old, new = flat(before), flat(after)
+    return [Change(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]

@@ -1,0 +1,284 @@
+"""What a training run is: one frozen record of plain values, complete, and free of torch.
+
+A recipe says everything that decides the result: the method, the network, the data, the optimiser, the averages, the
+seed. It is what a run folder stores, what a resumed run is compared with, and what the command line edits. Numbers that
+the paper gives are in the recipes (`bsi.recipes`); the defaults here are ours unless a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bsi.backbones.config import BackboneConfig
+from bsi.data.order import SHARDS, check_batch
+from bsi.errors import UsageError
+
+__all__ = [
+    "METHODS",
+    "BFNSpec",
+    "BSISpec",
+    "Data",
+    "Due",
+    "Ema",
+    "Evaluation",
+    "Every",
+    "Keep",
+    "MethodName",
+    "MethodSpec",
+    "Optimiser",
+    "Precision",
+    "Recipe",
+    "Samples",
+    "VDMSpec",
+]
+
+MethodName = Literal["bsi", "bfn", "vdm"]
+Precision = Literal["auto", "bf16", "float16", "float32"]
+
+FIRST_RATE = 1e-8  # the paper's warm-up starts here
+
+
+@dataclass(frozen=True)
+class BSISpec:
+    """`bsi.BSI` by its parameters; the defaults are the paper's."""
+
+    lambda_0: float = 1e-2
+    gamma_0: float | None = None
+    alpha_M: float = 1e6
+    alpha_R: float | None = None
+
+
+@dataclass(frozen=True)
+class BFNSpec:
+    """`bsi.BFN` by its parameters; the defaults are the paper's."""
+
+    sigma_1: float = 1e-3
+    clips: bool = True
+
+
+@dataclass(frozen=True)
+class VDMSpec:
+    """`bsi.VDM` by its parameters; the defaults are the paper's."""
+
+    nu_min: float = math.exp(-5)
+    nu_max: float = math.exp(13.3)
+    decoder: Literal["cdf", "softmax"] = "softmax"
+
+
+MethodSpec = BSISpec | BFNSpec | VDMSpec
+
+METHODS: dict[MethodName, type[BSISpec] | type[BFNSpec] | type[VDMSpec]] = {
+    "bsi": BSISpec,
+    "bfn": BFNSpec,
+    "vdm": VDMSpec,
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which prepared dataset (a name, or the path of its folder), and how it is seen."""
+
+    name: str
+    flips: bool = False
+    """Mirror each image with probability one half."""
+    workers: int = 0
+    """Threads that fetch the samples of a Dataset; the order does not depend on it."""
+
+    def __post_init__(self) -> None:
+        _at_least("data.workers", self.workers, 0)
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """AdamW. The rate rises linearly from 1e-8 over `warmup` steps, then stays or falls to `final_lr` by a cosine."""
+
+    lr: float
+    beta_1: float = 0.9
+    beta_2: float = 0.999
+    weight_decay: float = 1e-2
+    warmup: int = 0
+    schedule: Literal["constant", "cosine"] = "constant"
+    final_lr: float = 0.0
+    """Where the cosine ends, at the last step."""
+    clip: float = 1.0
+    """Largest norm of the gradient; inf does not clip."""
+
+    def __post_init__(self) -> None:
+        _at_least("optimiser.warmup", self.warmup, 0)
+        for name, value in (("lr", self.lr), ("clip", self.clip)):
+            if not value > 0:
+                raise UsageError(f"optimiser.{name} must be positive: got {value}")
+        if not 0 <= self.final_lr <= self.lr:
+            raise UsageError(f"optimiser.final_lr lies in 0 .. lr: got final_lr={self.final_lr}, lr={self.lr}")
+        if not (0 <= self.beta_1 < 1 and 0 <= self.beta_2 < 1 and self.weight_decay >= 0):
+            raise UsageError(
+                f"AdamW needs betas in [0, 1) and weight_decay >= 0: got beta_1={self.beta_1}, beta_2={self.beta_2}, "
+                f"weight_decay={self.weight_decay}"
+            )
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of the update that follows `step` finished ones, of `steps` in all."""
+        if step < self.warmup:
+            return FIRST_RATE + (self.lr - FIRST_RATE) * step / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        along = min(1.0, (step - self.warmup) / max(1, steps - 1 - self.warmup))
+        return self.final_lr + (self.lr - self.final_lr) * 0.5 * (1 + math.cos(math.pi * along))
+
+
+@dataclass(frozen=True)
+class Ema:
+    """The moving average of the weights: equal to them up to step `start`, then beta ema + (1 - beta) weights."""
+
+    beta: float = 0.9999
+    start: int = 1000
+
+    def __post_init__(self) -> None:
+        _at_least("ema.start", self.start, 0)
+        if not 0 <= self.beta < 1:
+            raise UsageError(f"ema.beta lies in [0, 1): got {self.beta}. The paper uses 0.9999.")
+
+    def weight(self, step: int) -> float:
+        """How much of the weights the average takes in when `step` updates are finished: 1 replaces it."""
+        return 1.0 if step <= self.start else 1 - self.beta
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to happen after a step."""
+
+    journal: bool
+    evaluate: bool
+    sample: bool
+    checkpoint: bool
+
+    def __bool__(self) -> bool:
+        return self.journal or self.evaluate or self.sample or self.checkpoint
+
+
+@dataclass(frozen=True)
+class Every:
+    """After how many steps something happens; 0 means never."""
+
+    journal: int = 50
+    evaluate: int = 0
+    sample: int = 0
+    checkpoint: int = 1000
+
+    def __post_init__(self) -> None:
+        _at_least("every.journal", self.journal, 1)
+        for name, value in (("evaluate", self.evaluate), ("sample", self.sample), ("checkpoint", self.checkpoint)):
+            _at_least(f"every.{name}", value, 0)
+
+    def due(self, step: int, last: int) -> Due:
+        """What is to happen when `step` steps are done of `last`: at multiples, and, unless never, at the end."""
+
+        def now(interval: int) -> bool:
+            return interval > 0 and (step % interval == 0 or step == last)
+
+        return Due(now(self.journal), now(self.evaluate), now(self.sample), now(self.checkpoint) or step == last)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The bound of the first `images` test samples under the EMA, with so many levels and reconstructions for each."""
+
+    images: int = 1024
+    measure: int = 2
+    recon: int = 2
+    batch: int = 256
+
+    def __post_init__(self) -> None:
+        for name, value in (("images", self.images), ("measure", self.measure), ("recon", self.recon)):
+            _at_least(f"evaluation.{name}", value, 1)
+        _at_least("evaluation.batch", self.batch, 1)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The grid of samples drawn along the way, by the EMA."""
+
+    count: int = 64
+    steps: int = 32
+    solver: str = "sde2"
+
+    def __post_init__(self) -> None:
+        _at_least("samples.count", self.count, 1)
+        _at_least("samples.steps", self.steps, 1)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the last few, and for good those at multiples of `every` (0: none)."""
+
+    last: int = 2
+    every: int = 0
+    background: bool = True
+    """Write while the next steps run; the state is copied first, which takes its size in host memory."""
+
+    def __post_init__(self) -> None:
+        _at_least("keep.last", self.last, 1)
+        _at_least("keep.every", self.every, 0)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A complete training run. `backbone=None` stands for a network that the caller brings along."""
+
+    name: str
+    method: MethodSpec
+    backbone: BackboneConfig | None
+    data: Data
+    steps: int
+    batch: int
+    """Samples per step over all ranks and accumulation steps."""
+    optimiser: Optimiser
+    accumulation: int = 1
+    """Pieces that a rank's part of a batch is computed in."""
+    virtual_shards: int = SHARDS
+    """Pieces that a batch is cut into whatever the number of ranks; a rank takes whole ones."""
+    ema: Ema = field(default_factory=Ema)
+    precision: Precision = "auto"
+    """Inside the network; auto is bf16 where the hardware computes in it, and float32 on a CPU."""
+    compile: bool = True
+    """Compile the network's blocks; never on a CPU."""
+    parametrisation: Literal["edm", "epsilon"] | None = None
+    """What the network predicts; None is the method's own choice."""
+    sigma_data: float = 1.0
+    """Standard deviation of the data in the preconditioning (paper: 1)."""
+    seed: int = 0
+    audit: bool = False
+    """Shard by shard, in float32 and a fixed order: the same bits for any number of ranks, more slowly."""
+    every: Every = field(default_factory=Every)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    samples: Samples = field(default_factory=Samples)
+    keep: Keep = field(default_factory=Keep)
+
+    def __post_init__(self) -> None:
+        for name, value in (("steps", self.steps), ("batch", self.batch), ("accumulation", self.accumulation)):
+            _at_least(name, value, 1)
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"a seed lies in 0 .. 2**63 - 1: got {self.seed}")
+        if not self.sigma_data > 0:
+            raise UsageError(f"sigma_data is a standard deviation, positive: got {self.sigma_data}")
+        if self.audit and self.virtual_shards & (self.virtual_shards - 1):
+            raise UsageError(
+                f"the audit mode adds gradients in a binary tree and needs a power of two virtual shards: got "
+                f"{self.virtual_shards}. Use {2 ** (self.virtual_shards.bit_length() - 1)}."
+            )
+        if self.audit and self.precision not in ("auto", "float32"):
+            raise UsageError(f"the audit mode computes in float32: got precision={self.precision}")
+
+    def check(self, world: int) -> None:
+        """Refuse what cannot be shared by so many ranks, before anything is built."""
+        check_batch(self.batch, world, self.accumulation, self.virtual_shards)
+
+    def rate(self, step: int) -> float:
+        return self.optimiser.rate(step, self.steps)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UsageError(f"{name} must be at least {least}: got {value}")

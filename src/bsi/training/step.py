@@ -1,0 +1,217 @@
+"""One step: gradients of the global batch, then an update that happens only if everything is finite.
+
+    loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch
+    gradient  DDP's sum over ranks and pieces; in the audit mode, a sum over virtual shards in a fixed order
+    update    AdamW with the gradient's norm clipped, then the EMA; both under a flag on the device
+
+The flag is up while every loss and every gradient norm so far was finite. Once one was not, nothing moves any more, on
+any rank: the norm of the summed gradient and the summed loss are the same everywhere. The host finds out when it next
+looks, and until then the weights stay as they were before the bad step. So no step waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bsi.backbones.base import Backbone
+from bsi.methods.base import Predictor
+from bsi.model import Model
+from bsi.objective import training_loss
+from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
+from bsi.training.distributed import World
+from bsi.training.ema import EmaModel
+from bsi.training.recipe import Recipe
+from bsi.training.stream import Batch, Stream
+from bsi.training.watchdog import Watchdog
+
+__all__ = ["Engine", "GatedAdamW", "Means"]
+
+# The loss's scale in float16, as in torch.amp.GradScaler: halved when a gradient overflows, doubled after good steps.
+FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
+
+
+class GatedAdamW(torch.optim.AdamW):
+    """Fused AdamW that stands still where `found_inf` is 1, and divides the gradients by `grad_scale`.
+
+    Both are what torch.amp.GradScaler sets on a fused optimiser: its kernel reads them on the device.
+    """
+
+    found_inf: Tensor
+    grad_scale: Tensor
+
+
+@dataclass(frozen=True)
+class Means:
+    """Averages over the steps since the host last looked."""
+
+    loss: float
+    grad_norm: float
+
+
+class Engine:
+    """The model, its optimiser, its average, and the counters on the device. `step` advances all of them."""
+
+    def __init__(self, recipe: Recipe, model: Model, world: World, half: torch.dtype | None) -> None:
+        self.recipe, self.model, self.world, self.half = recipe, model, world, half
+        self.ema = EmaModel(model)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        o = recipe.optimiser
+        self.optimiser = GatedAdamW(
+            self.parameters, lr=o.lr, betas=(o.beta_1, o.beta_2), weight_decay=o.weight_decay, fused=True
+        )
+        for p in self.parameters:  # what AdamW would do at its first step; so a checkpoint is whole from the start
+            self.optimiser.state[p] = {"step": torch.zeros((), device=p.device)} | {
+                kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in ("exp_avg", "exp_avg_sq")
+            }
+        self.steps_done = 0
+        self.sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # of losses, of norms, of steps
+        self.bad_step = torch.full((), -1, dtype=torch.int64, device=world.device)
+        self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
+        self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
+        self._network: nn.Module = model.denoiser
+
+    def begin(self, stream: Stream) -> None:
+        """Let DDP sum the gradients, from weights that are in place and the same on all ranks.
+
+        DDP lays out its buckets anew after the first backward pass, and with three ranks or more the layout decides the
+        order of sums. One pass that does not count settles it, so that a resumed run adds as the uninterrupted one did.
+        """
+        if self.world.size == 1 or self.recipe.audit:
+            return
+        ids = [self.world.device.index] if self.world.device.type == "cuda" else None
+        self._network = DistributedDataParallel(
+            self.model.denoiser, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+        self._losses(stream.first(self.steps_done)).sum().backward()
+        self.optimiser.zero_grad()
+
+    def step(self, stream: Stream, watchdog: Watchdog) -> None:
+        """One step; the device may still be busy with it when this returns."""
+        watchdog.at(self.steps_done, "data")
+        self.optimiser.zero_grad()
+        loss = self._audited(stream, watchdog) if self.recipe.audit else self._summed(stream, watchdog)
+        watchdog.at(self.steps_done, "update")
+        self._update(loss)
+        self.steps_done += 1
+
+    def _losses(self, batch: Batch) -> Float[Tensor, " batch"]:
+        batch.seed_dropout(self.recipe.seed)
+        x = self.model.values(batch.data)
+        # Our backbones set their own type inside; a network from elsewhere gets it from autocast.
+        foreign = self.half is not None and not isinstance(self.model.denoiser.backbone, Backbone)
+        with torch.autocast(self.world.device.type, self.half, enabled=foreign):
+            return training_loss(self.model.method, cast(Predictor, self._network), x, batch.t, batch.eps)
+
+    def _summed(self, stream: Stream, watchdog: Watchdog) -> Float[Tensor, ""]:
+        """Gradients summed over pieces and ranks; the loss of the global batch."""
+        total = torch.zeros((), device=self.world.device)
+        pieces = self.recipe.accumulation
+        for i, batch in enumerate(stream.step(self.steps_done)):
+            watchdog.at(self.steps_done, "forward")
+            with self._exchange(i == pieces - 1):
+                loss = self._losses(batch).sum() / self.recipe.batch
+                watchdog.at(self.steps_done, "backward")
+                (loss * self.scale * self.world.size).backward()  # DDP divides by the number of ranks
+            total += loss.detach()
+        return self.world.sum(total)
+
+    def _exchange(self, now: bool) -> AbstractContextManager[None]:
+        """Ranks exchange gradients with the last piece only."""
+        if isinstance(self._network, DistributedDataParallel) and not now:
+            return self._network.no_sync()
+        return nullcontext()
+
+    def _audited(self, stream: Stream, watchdog: Watchdog) -> Float[Tensor, ""]:
+        """The same, shard by shard, in an order that does not depend on the ranks."""
+        mine, all_ranks = TreeSum(), TreeSum()
+        for batch in stream.step(self.steps_done):
+            watchdog.at(self.steps_done, "forward")
+            loss = self._losses(batch).sum() / self.recipe.batch
+            loss.backward()
+            mine.add(flatten_gradients(self.parameters, loss))
+        watchdog.at(self.steps_done, "backward")
+        for part in self.world.gather(mine.total()):
+            all_ranks.add(part)
+        return set_gradients(self.parameters, all_ranks.total())
+
+    @torch.no_grad()
+    def _update(self, loss: Float[Tensor, ""]) -> None:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads, foreach=True) / self.scale
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        # A gradient that overflows float16 at a large scale is no fault: the step is left out, the scale halved.
+        excused = torch.isfinite(loss) & (self.scale > 1)
+        first_fault = ~finite & ~excused & (self.bad_step < 0)
+        self.bad_step = torch.where(first_fault, self.steps_done, self.bad_step)
+        counts = finite & (self.bad_step < 0)
+
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.recipe.rate(self.steps_done)
+        self.optimiser.found_inf = (~counts).float()
+        self.optimiser.grad_scale = self.scale * torch.clamp(norm / self.recipe.optimiser.clip, min=1.0)
+        self.optimiser.step()
+        self.ema.update(counts * self.recipe.ema.weight(self.steps_done + 1))
+        seen = torch.stack([loss.double(), norm.double(), torch.ones_like(norm, dtype=torch.float64)])
+        self.sums += torch.where(counts, seen, 0.0)
+        if self.half == torch.float16:
+            self._rescale(finite)
+
+    def _rescale(self, finite: Tensor) -> None:
+        self.scale_age = torch.where(finite, self.scale_age + 1, 0)
+        grown = self.scale_age >= GROWTH_STEPS
+        self.scale = torch.where(finite, torch.where(grown, self.scale * 2, self.scale), self.scale * 0.5)
+        self.scale_age = torch.where(grown, 0, self.scale_age)
+
+    def first_fault(self) -> int | None:
+        """The step whose loss or gradient was not finite, if there was one. Waits for the device."""
+        step = int(self.bad_step)
+        return None if step < 0 else step
+
+    def means(self) -> Means:
+        """What was averaged since the last call. Waits for the device."""
+        loss, norm, steps = self.sums.tolist()
+        self.sums.zero_()
+        return Means(loss / max(steps, 1.0), norm / max(steps, 1.0))
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that the next step depends on, copied to the host, by file and name."""
+        return {file: {name: _on_host(t) for name, t in group.items()} for file, group in self._state().items()}
+
+    @torch.no_grad()
+    def restore(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Become what `tensors` described."""
+        for file, group in self._state().items():
+            for name, mine in group.items():
+                mine.copy_(tensors[file][name])
+        self.steps_done = step
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """The first rank's state to all others."""
+        step = torch.tensor(self.steps_done, device=self.world.device)
+        for tensor in (step, *(t for group in self._state().values() for t in group.values())):
+            self.world.broadcast(tensor)
+        self.steps_done = int(step)
+
+    def _state(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors themselves, by file and name."""
+        named = [(n, p) for n, p in self.model.denoiser.backbone.named_parameters() if p.requires_grad]
+        moments = {f"{kind}/{n}": value for n, p in named for kind, value in self.optimiser.state[p].items()}
+        counters = {"counter/sums": self.sums, "counter/scale": self.scale, "counter/scale_age": self.scale_age}
+        return {
+            "model": self.model.denoiser.backbone.state_dict(),
+            "ema": self.ema.model.denoiser.backbone.state_dict(),
+            "optimiser": {**moments, **counters},
+        }
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,128 @@
+"""What a step sees, as a function of the seed and the count: nothing here has a state that could be lost.
+
+Training sees one stream of samples; step s takes its positions s b .. (s + 1) b - 1, b the global batch. From the seed
+and a position or a step follow
+
+    the sample        sample_ids(seed, position)                    which image
+    its mirror coin   coins(seed, position)                         whether it is flipped
+    its noise         philox(seed, position)                        eps
+    its level         t_i = (i / b + delta(seed, step)) mod 1       stratified over the global batch
+    dropout           generator(seed, step, first virtual shard)    reset before each piece is computed
+
+The global batch is cut into virtual shards, a rank takes whole ones, and computes them in `accumulation` pieces (in the
+audit mode, one by one). Everything but dropout is the same for any number of ranks; dropout is too wherever the pieces
+are the same: ranks x accumulation unchanged, or the audit mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from bsi.data.batches import BatchSource, ahead, flip
+from bsi.data.order import sample_ids, shards_of
+from bsi.levels import low_discrepancy
+from bsi.noise import standard_normal
+from bsi.training.distributed import World
+from bsi.training.recipe import Recipe
+
+__all__ = ["Batch", "Piece", "Stream", "derive", "piece_ids", "piece_levels", "pieces"]
+
+
+def derive(seed: int, purpose: str, *numbers: int) -> int:
+    """A seed of 63 bits for one purpose and place: unrelated to every other."""
+    text = ":".join(map(str, ("bsi", seed, purpose, *numbers)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive samples of one step's global batch: whole virtual shards, from `shard` on."""
+
+    step: int
+    shard: int
+    offset: int
+    count: int
+
+
+def pieces(recipe: Recipe, step: int, rank: int, world: int) -> list[Piece]:
+    """What a rank computes in a step, one forward and backward pass for each."""
+    shards = shards_of(rank, world, recipe.virtual_shards)
+    each = 1 if recipe.audit else len(shards) // recipe.accumulation
+    samples = recipe.batch // recipe.virtual_shards
+    return [Piece(step, s, s * samples, each * samples) for s in range(shards.start, shards.stop, each)]
+
+
+def piece_ids(recipe: Recipe, n: int, piece: Piece) -> Int64[np.ndarray, " count"]:
+    """Which of the n samples a piece holds."""
+    return sample_ids(recipe.seed, n, piece.step * recipe.batch + piece.offset, piece.count)
+
+
+def piece_levels(recipe: Recipe, piece: Piece) -> Float[Tensor, " count"]:
+    """t for a piece's samples: their part of the strata over the global batch."""
+    delta = derive(recipe.seed, "levels", piece.step) / 2**63
+    return low_discrepancy(recipe.batch, delta)[piece.offset : piece.offset + piece.count]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A piece with its data, levels and noise on the device."""
+
+    piece: Piece
+    data: Tensor
+    t: Float[Tensor, " batch"]
+    eps: Float[Tensor, "batch *data"]
+
+    def seed_dropout(self, seed: int) -> None:
+        """What the network draws from torch's generator becomes a function of the seed and the piece."""
+        torch.manual_seed(derive(seed, "dropout", self.piece.step, self.piece.shard))
+
+
+class Stream:
+    """A rank's batches from a step on, in order; the data of the next ones is fetched while one is computed."""
+
+    def __init__(
+        self, recipe: Recipe, source: BatchSource, shape: tuple[int, ...], world: World, start: int
+    ) -> None:  # fmt: skip
+        self.recipe, self.source, self.shape, self.world = recipe, source, shape, world
+        self._noise_seed = derive(recipe.seed, "noise")
+        # As plain tensor operations the noise is a hundred small kernels; compiled it is one.
+        compiled = recipe.compile and world.device.type == "cuda"
+        self._normal: Callable[..., Tensor] = torch.compile(standard_normal) if compiled else standard_normal
+        ids = (self._ids(piece) for step in range(start, recipe.steps) for piece in self._pieces(step))
+        self._data = ahead(source, ids)
+
+    def step(self, step: int) -> Iterator[Batch]:
+        """The batches of a step. Steps are asked for one after the other."""
+        for piece in self._pieces(step):
+            yield self._batch(piece, next(self._data))
+
+    def first(self, step: int) -> Batch:
+        """The first batch of a step, out of turn."""
+        piece = self._pieces(step)[0]
+        return self._batch(piece, self.source.take(self._ids(piece)))
+
+    def close(self) -> None:
+        """Stop fetching."""
+        if isinstance(self._data, Generator):
+            self._data.close()
+
+    def _pieces(self, step: int) -> list[Piece]:
+        return pieces(self.recipe, step, self.world.rank, self.world.size)
+
+    def _ids(self, piece: Piece) -> Int64[np.ndarray, " count"]:
+        return piece_ids(self.recipe, len(self.source), piece)
+
+    def _batch(self, piece: Piece, data: Tensor) -> Batch:
+        device, start = self.world.device, piece.step * self.recipe.batch + piece.offset
+        if self.recipe.data.flips:
+            data = flip(data, self.recipe.seed, start)
+        positions = torch.arange(start, start + piece.count, device=device)
+        eps = self._normal(self._noise_seed, positions, 0, self.shape)
+        return Batch(piece, data, piece_levels(self.recipe, piece).to(device, non_blocking=True), eps)

@@ -1,0 +1,264 @@
+"""`bsi.train`: a recipe, from its first step or from where it was interrupted, on any number of ranks.
+
+    run = bsi.train(bsi.recipes.digits(), out="runs/digits")                       # a prepared dataset, our network
+    run = bsi.train(recipe, data=tensor_or_dataset, backbone=MyNet(), out="runs/mine")
+
+The same `out` goes on where it was; a finished run is returned as it is. The command line calls this function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bsi.backbones.base import Backbone
+from bsi.backbones.compiled import compile_regions
+from bsi.backbones.precision import compute_dtype
+from bsi.errors import BsiError, Preempted
+from bsi.likelihood import Bins
+from bsi.model import Model
+from bsi.progress import Progress
+from bsi.training import checkpoint
+from bsi.training.audit import deterministic
+from bsi.training.checkpoint import Checkpoint
+from bsi.training.dataset import TrainingData, build_model, open_training_data
+from bsi.training.distributed import World, find_place, join
+from bsi.training.export import class_name, read_trained, set_weights
+from bsi.training.folder import RunFolder, RunRecord, State
+from bsi.training.journal import JsonLines, Sink
+from bsi.training.lease import Lease, hold
+from bsi.training.loop import Job, run
+from bsi.training.plain import from_plain, to_plain
+from bsi.training.recipe import Recipe
+from bsi.training.resume import check_changes
+from bsi.training.saver import Saver
+from bsi.training.step import Engine
+from bsi.training.stop import listening
+from bsi.training.stream import Stream, derive
+from bsi.training.watchdog import watching
+
+__all__ = ["train"]
+
+
+def train(
+    recipe: Recipe,
+    data: object = None,
+    backbone: nn.Module | None = None,
+    out: str | Path | None = None,
+    *,
+    test: object = None,
+    bins: Bins | None = None,
+    init_from: str | Path | None = None,
+    allow: Sequence[str] = (),
+    sinks: Sequence[Sink] = (),
+    device: str | None = None,
+    hang_after_s: float = 600.0,
+    named: Recipe | None = None,
+) -> Path:
+    """Train a recipe and return its run folder, by default `runs/NAME`.
+
+    `data` and `test` are tensors, arrays or map-style Datasets (uint8, or integers with `bins`, or floats); without
+    them the recipe's prepared dataset is opened. `backbone` is your own network. `init_from` takes the weights of
+    another run or export; `allow` names settings that may differ from the interrupted run's; `sinks` get every journal
+    record. `named` is the recipe that this one was edited from, for the record.
+    """
+    recipe.check(find_place(os.environ).size)
+    if backbone is not None:
+        recipe = replace(recipe, backbone=None)
+    folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
+    with (
+        listening() as stop,
+        join(device, timeout_s=hang_after_s + 60) as world,
+        deterministic(recipe.audit),
+        _own_random_numbers(world),
+        _alone_in(folder, world) as lease,
+        watching(world.place, hang_after_s) as watchdog,
+    ):
+        training_data = open_training_data(recipe, world.device, data, test, bins)
+        record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
+        resumed = _find_checkpoint(folder, record, training_data, world, allow)
+        if resumed.finished:
+            _say(world, f"{folder.path} is finished: {recipe.steps} steps. Use another --out, or more --steps.")
+            return folder.path
+        model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
+        engine = Engine(recipe, model, world, _half(recipe, world))
+        if resumed.checkpoint is not None:
+            files = {name: checkpoint.read_tensors(resumed.checkpoint, name) for name in ("model", "ema", "optimiser")}
+            engine.restore(resumed.checkpoint.step, files)
+            _say(world, f"going on from {resumed.checkpoint.folder}")
+        engine.share()
+        _compile(recipe, model, world)
+
+        stream = Stream(recipe, training_data.train, training_data.spec.shape, world, engine.steps_done)
+        saver = Saver(folder.checkpoints, recipe.keep, lease.check if lease is not None else _nothing)
+        journal: list[Sink] = []
+        if world.first:
+            folder.write_record(record, named, world)
+            journal.append(JsonLines(folder.journal, engine.steps_done))
+        with _progress(recipe, engine, world) as progress, _status(folder, engine, world), contextlib.closing(stream):
+            engine.begin(stream)
+            about = {"recipe": to_plain(recipe), "data": to_plain(training_data.spec), "network": record.network}
+            run(
+                Job(
+                    recipe=recipe,
+                    data=training_data,
+                    engine=engine,
+                    stream=stream,
+                    world=world,
+                    folder=folder,
+                    saver=saver,
+                    sinks=[*journal, *sinks],
+                    progress=progress,
+                    watchdog=watchdog,
+                    stop=stop,
+                    about={**about, "ranks": world.size},
+                    evaluation_pending=resumed.evaluation_pending,
+                )
+            )
+        saver.close()
+    return folder.path
+
+
+def _say(world: World, line: str) -> None:
+    if world.first:
+        print(f"bsi train: {line}", file=sys.stderr, flush=True)
+
+
+def _warn(line: str) -> None:
+    print(f"bsi train: {line}", file=sys.stderr, flush=True)
+
+
+def _nothing() -> None:
+    """Only the first rank holds the lease, and only it saves."""
+
+
+@contextlib.contextmanager
+def _own_random_numbers(world: World) -> Iterator[None]:
+    """Training sets the seeds of torch's generators; the caller's go on afterwards as if it had not."""
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        yield
+
+
+@contextlib.contextmanager
+def _alone_in(folder: RunFolder, world: World) -> Iterator[Lease | None]:
+    """The run folder's lease, held by the first rank; all ranks refuse together."""
+    with contextlib.ExitStack() as stack:
+        lease, error = None, None
+        if world.first:
+            try:
+                folder.create()
+                lease = stack.enter_context(hold(folder.path, _warn))
+            except BsiError as refused:
+                error = refused
+        world.agree(error)
+        yield lease
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on. Only the first rank has the checkpoint itself; it shares what it reads."""
+
+    checkpoint: Checkpoint | None
+    finished: bool
+    evaluation_pending: bool
+
+
+def _find_checkpoint(
+    folder: RunFolder, record: RunRecord, data: TrainingData, world: World, allow: Sequence[str]
+) -> Resumed:
+    """The checkpoint to go on from, compared with what is asked for now."""
+    found, error = None, None
+    if world.first:
+        try:
+            found = checkpoint.find(folder.checkpoints, _warn)
+            if found is not None:
+                _compare(folder, found, record, data, world, allow)
+        except BsiError as refused:
+            error = refused
+    world.agree(error)
+    pending = found is not None and bool(found.state["evaluation_pending"])
+    done = found is not None and found.step >= record.recipe.steps and not pending
+    return Resumed(found, world.any(done), world.any(pending))
+
+
+def _compare(
+    folder: RunFolder, found: Checkpoint, record: RunRecord, data: TrainingData, world: World, allow: Sequence[str]
+) -> None:
+    state = found.state
+    before = folder.read_record() or RunRecord(from_plain(Recipe, state["recipe"]), str(state["network"]))
+    changed = check_changes(
+        before.recipe, record.recipe, (before.network, record.network),
+        (state["data"]["version"], data.spec.version), found.step, allow,
+    )  # fmt: skip
+    for change in changed:
+        _say(world, f"changed since the run began: {change}")
+    pieces = (state["ranks"] * before.recipe.accumulation, world.size * record.recipe.accumulation)
+    if pieces[0] != pieces[1] and not record.recipe.audit:
+        _say(
+            world,
+            f"ranks x accumulation was {pieces[0]} and is {pieces[1]}: samples, levels and noise stay the same, "
+            f"dropout draws other masks, and sums are rounded differently",
+        )
+
+
+def _model(
+    recipe: Recipe, data: TrainingData, backbone: nn.Module | None, init_from: str | Path | None, world: World
+) -> Model:
+    """The model on its device, its weights a function of the seed, of the caller's network, or of another run."""
+    torch.manual_seed(derive(recipe.seed, "init"))
+    model = build_model(recipe, data.spec, backbone)
+    if init_from is not None:
+        set_weights(model, read_trained(Path(init_from)), str(init_from))
+    network = model.denoiser.backbone
+    if isinstance(network, Backbone):
+        network.compute_dtype = _half(recipe, world)
+    return model.to(world.device).train()
+
+
+def _half(recipe: Recipe, world: World) -> torch.dtype | None:
+    return compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
+
+
+def _compile(recipe: Recipe, model: Model, world: World) -> None:
+    if not recipe.compile or recipe.audit or world.device.type != "cuda":
+        return
+    network = model.denoiser.backbone
+    if isinstance(network, Backbone):
+        compile_regions(network)
+    else:
+        network.compile()
+
+
+@contextlib.contextmanager
+def _progress(recipe: Recipe, engine: Engine, world: World) -> Iterator[Progress]:
+    """One rank shows how far it is; the others count silently."""
+    with contextlib.ExitStack() as stack:
+        silent = None if world.first else stack.enter_context(open(os.devnull, "w"))
+        yield stack.enter_context(Progress("train", recipe.steps, "step", engine.steps_done, silent))
+
+
+@contextlib.contextmanager
+def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
+    """The status file says how it ended, however it ends."""
+
+    def write(state: State, note: str = "") -> None:
+        if world.first:
+            folder.write_status(state, engine.steps_done, note)
+
+    write("running")
+    try:
+        yield
+    except Preempted as error:
+        write("preempted", str(error))
+        raise
+    except BaseException as error:
+        write("failed", str(error) or type(error).__name__)
+        raise
+    write("finished")

@@ -32,7 +32,9 @@ def _hash(index: Int32[Tensor, "..."], seed: Int32[Tensor, " 2"]) -> Int32[Tenso
     Only operations on the compiler's list of what is cheap to compute again: it has shifts, sums and products, but no
     xor.
     """
-    a, b = index * WEYL[0] + seed[0], index * WEYL[1] + seed[1]
+    # The seed is added first: a product of the index alone is an index expression to the compiler, which folds the
+    # factors of shapes into it until they no longer fit 32 bits.
+    a, b = (index + seed[0]) * WEYL[0], (index + seed[1]) * WEYL[1]
     h = _swap(a * a + b)
     h = _swap(h * h + a)
     return h * h + b

@@ -1,0 +1,209 @@
+"""The DiT's trunk with as few passes over memory as we know how: one kernel between two products.
+
+The residual stream is carried from half-block to half-block as (stream, branch, gate): adding a branch waits for the
+norm that comes next, and both are one kernel (kernels.py). A half-block is then
+
+    gate_norm -> product -> attention -> product          or          gate_norm -> product with GELU -> product
+
+with an explicit backward. In units of one pass over the stream, a block moves 8 forward and, outside its products and
+its attention, 12 (norms and gates) + 12 (GELU) + 6 (the gradients of q, k and v gathered) backward; the sums that
+biases and modulations need are taken on the way. GELU's forward is an epilogue of its product (cublaslt.py).
+
+Weights may be float32: they are rounded when they are used, and their gradients come out of the products in float32.
+
+`lean` keeps neither h nor GELU's output for the backward but computes them again, pointwise: no product and no
+attention is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bsi.backbones import cublaslt
+from bsi.backbones.kernels import Normed, gate_norm, gate_norm_backward, gather, gelu_backward
+
+if TYPE_CHECKING:
+    from bsi.backbones.dit import Block
+
+__all__ = ["fused_trunk"]
+
+Stream = Float[Tensor, "batch tokens width"]
+PerSample = Float[Tensor, "batch width"]
+Inputs = tuple[Tensor | None, ...]
+
+_NO_GRADIENT = (None,) * 5  # for the settings that come after the tensors
+
+
+class _Half:
+    """What the half-blocks share: the fused norm before, and its gradients after, the branch's own work.
+
+    Tensors go through `save_for_backward`: the stream is an output, and keeping it on the context itself would be a
+    cycle that only the garbage collector frees.
+    """
+
+    @staticmethod
+    def save(ctx: Any, normed: Normed, inputs: Inputs, dropout: float, lean: bool, *own: Tensor | None) -> None:
+        """`inputs` are branch, bias, gate, shift, scale and seed; `own` is what the half-block itself needs again."""
+        h = None if lean else normed.h
+        ctx.save_for_backward(normed.stream, h, normed.mean, normed.rstd, *inputs, *own)
+        ctx.dropout = dropout
+
+    def __init__(self, ctx: Any) -> None:
+        stream, h, mean, rstd, *rest = ctx.saved_tensors
+        self.branch, self.bias, self.gate, self.shift, self.scale, self.seed, *self.own = rest
+        self.normed = Normed(stream, stream if h is None else h, mean, rstd)
+        self.lean, self.dropout = h is None, ctx.dropout
+
+    def h(self) -> Float[Tensor, "rows width"]:
+        again = (
+            gate_norm(self.normed.stream, None, None, None, self.shift, self.scale, 0.0, None)
+            if self.lean
+            else self.normed
+        )
+        return again.h.flatten(0, 1)
+
+    def finish(self, dstream: Stream, dh: Stream) -> tuple[Tensor | None, ...]:
+        """Gradients of x, branch, bias, gate, shift and scale."""
+        grads = gate_norm_backward(
+            dstream.contiguous(),
+            dh,
+            self.normed,
+            self.branch,
+            self.bias,
+            self.gate,
+            self.scale,
+            self.dropout,
+            self.seed,
+        )
+        return grads.x, grads.branch, grads.bias, grads.gate, grads.shift, grads.scale
+
+
+class _AttentionHalf(torch.autograd.Function):
+    """Norm, q k v, attention, output product; the output's bias is added with its gate, in the next half."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Stream, branch: Stream | None, bias: Tensor | None, gate: PerSample | None, shift: PerSample,
+        scale: PerSample, qkv_weight: Tensor, qkv_bias: Tensor, out_weight: Tensor,
+        heads: int, dropout: float, seed: Tensor | None, lean: bool, keep: bool,
+    ) -> tuple[Stream, Stream]:  # fmt: skip
+        normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed)
+        batch, tokens, width = x.shape
+        qkv_half, out_half = qkv_weight.to(x.dtype), out_weight.to(x.dtype)
+        qkv = cublaslt.linear(normed.h.flatten(0, 1), qkv_half, qkv_bias.to(x.dtype))
+        parts = qkv.view(batch, tokens, 3, heads, width // heads).transpose(1, 3).unbind(2)
+        with torch.set_grad_enabled(keep):
+            q, k, v = (part.detach().requires_grad_(keep) for part in parts)
+            mixed = scaled_dot_product_attention(q, k, v)
+        rows = mixed.detach().transpose(1, 2).reshape(batch * tokens, width)
+        out = cublaslt.product(rows, out_half, transpose_b=True).view(batch, tokens, width)
+        if keep:
+            inputs = (branch, bias, gate, shift, scale, seed)
+            _Half.save(ctx, normed, inputs, dropout, lean, qkv_half, out_half, qkv_weight)
+            ctx.attention = (q, k, v), mixed
+        return normed.stream, out
+
+    @staticmethod
+    def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
+        half = _Half(ctx)
+        (qkv_half, out_half, master), (parts, mixed) = half.own, ctx.attention
+        batch, heads, tokens, size = mixed.shape
+        rows = dout.flatten(0, 1)
+        dmixed = cublaslt.product(rows, out_half).view(batch, tokens, heads, size).transpose(1, 2)
+        kept = mixed.detach().transpose(1, 2).reshape(batch * tokens, heads * size)
+        dout_weight = cublaslt.weight_grad(rows, kept, master)
+        dqkv = gather(*torch.autograd.grad(mixed, parts, dmixed))
+        ctx.attention = None
+        dqkv_weight = cublaslt.weight_grad(dqkv.qkv, half.h(), master)
+        dh = cublaslt.product(dqkv.qkv, qkv_half).view_as(dout)
+        return *half.finish(dstream, dh), dqkv_weight, dqkv.bias, dout_weight, *_NO_GRADIENT
+
+
+class _MlpHalf(torch.autograd.Function):
+    """Norm, product with GELU, product; the last bias is added with its gate, in the next half."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Stream, branch: Stream, bias: Tensor, gate: PerSample, shift: PerSample, scale: PerSample,
+        expand_weight: Tensor, expand_bias: Tensor, contract_weight: Tensor,
+        dropout: float, seed: Tensor | None, lean: bool, keep: bool,
+    ) -> tuple[Stream, Stream]:  # fmt: skip
+        normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed)
+        rows = normed.h.flatten(0, 1)
+        expand_half, contract_half = expand_weight.to(x.dtype), contract_weight.to(x.dtype)
+        before = torch.empty(len(rows), len(expand_weight), dtype=rows.dtype, device=rows.device) if keep else None
+        hidden = cublaslt.linear_gelu(rows, expand_half, expand_bias.to(x.dtype), before)
+        out = cublaslt.product(hidden, contract_half, transpose_b=True).view_as(x)
+        if keep:
+            inputs, own = (branch, bias, gate, shift, scale, seed), (before, None if lean else hidden)
+            _Half.save(ctx, normed, inputs, dropout, lean, *own, expand_half, contract_half, expand_weight)
+        return normed.stream, out
+
+    @staticmethod
+    def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
+        half = _Half(ctx)
+        before, kept, expand_half, contract_half, master = half.own
+        rows = dout.flatten(0, 1)
+        grads = gelu_backward(cublaslt.product(rows, contract_half), before, again=kept is None)
+        hidden = kept if grads.hidden is None else grads.hidden
+        dcontract_weight = cublaslt.weight_grad(rows, hidden, master)
+        dexpand_weight = cublaslt.weight_grad(grads.before, half.h(), master)
+        dh = cublaslt.product(grads.before, expand_half).view_as(dout)
+        return *half.finish(dstream, dh), dexpand_weight, grads.bias, dcontract_weight, *_NO_GRADIENT[1:]
+
+
+class _LastNorm(torch.autograd.Function):
+    """The last branch added, and the head's norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Stream, branch: Stream, bias: Tensor, gate: PerSample, shift: PerSample, scale: PerSample,
+        dropout: float, seed: Tensor | None, keep: bool,
+    ) -> Stream:  # fmt: skip
+        normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed)
+        if keep:
+            _Half.save(ctx, normed, (branch, bias, gate, shift, scale, seed), dropout, lean=True)
+        return normed.h
+
+    @staticmethod
+    def backward(ctx: Any, dh: Stream) -> tuple[Tensor | None, ...]:
+        return *_Half(ctx).finish(torch.zeros_like(dh), dh.contiguous()), *_NO_GRADIENT[2:]
+
+
+def fused_trunk(
+    x: Stream,
+    blocks: Sequence[Block],
+    modulations: Sequence[Float[Tensor, "batch 6 width"]],
+    last: Float[Tensor, "batch 2 width"],
+    heads: int,
+    dropout: float,
+    seeds: Int32[Tensor, "depth 2 2"] | None,
+    lean: bool = False,
+) -> Stream:
+    """All blocks and the head's norm: what the head's linear layer sees. x is bfloat16, on a CUDA device.
+
+    A branch's dropout has the seed that `Block` gives it, wherever it is added: without seeds nothing is dropped.
+    """
+    dropout = 0.0 if seeds is None else dropout
+    pairs = [(None, None)] * len(blocks) if seeds is None else [tuple(pair.unbind()) for pair in seeds]
+    keep = torch.is_grad_enabled()
+    branch = bias = gate = seed = None
+    for block, modulation, (seed_a, seed_m) in zip(blocks, modulations, pairs, strict=True):
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.unbind(1)
+        attention, mlp = block.attention, block.mlp
+        x, branch = _AttentionHalf.apply(
+            x, branch, bias, gate, shift_a, scale_a, attention.qkv.weight, attention.qkv.bias, attention.out.weight,
+            heads, dropout, seed, lean, keep,
+        )  # fmt: skip
+        x, branch = _MlpHalf.apply(
+            x, branch, attention.out.bias, gate_a, shift_m, scale_m, mlp.expand.weight, mlp.expand.bias,
+            mlp.contract.weight, dropout, seed_a, lean, keep,
+        )  # fmt: skip
+        bias, gate, seed = mlp.contract.bias, gate_m, seed_m
+    return _LastNorm.apply(x, branch, bias, gate, *last.unbind(1), dropout, seed, keep)

@@ -1,0 +1,330 @@
+"""Triton kernels for everything in an adaLN-Zero block that is neither matrix product nor attention.
+
+    gate_norm        stream = x + gate * dropout(branch + bias),  h = LayerNorm(stream) * (1 + scale) + shift
+    gelu_backward    the gradient of GELU's argument
+    gather           the gradients of q, k and v, side by side, as the gradient of their one product
+
+Each reads its inputs once and writes its outputs once, forward and backward. Sums over tokens (the gradients of
+gates, shifts, scales and biases) are taken on the way, in float32, over chunks whose partial sums are added
+afterwards: always in the same order. Dropout masks are those of dropout.py, computed again where they are needed and
+never stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from bsi.backbones.dropout import WEYL
+
+__all__ = ["Gradients", "Normed", "gate_norm", "gate_norm_backward", "gather", "gelu_backward"]
+
+NORM_EPS = 1e-6
+CHUNK = 64  # tokens whose contributions to a sum are added before they leave the chip
+
+
+@triton.jit
+def _keeps(index, seed, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr):
+    """dropout.py's mask: three rounds of Squares in 32-bit integers that wrap around."""
+    a = (index + tl.load(seed)) * WEYL_0
+    b = (index + tl.load(seed + 1)) * WEYL_1
+    h = a * a + b
+    h = (h >> 16) + (h << 16)
+    h = h * h + a
+    h = (h >> 16) + (h << 16)
+    return h * h + b >= THRESHOLD
+
+
+@triton.jit
+def _gate_norm(
+    x, branch, bias, gate, shift, scale, seed, stream, h, mean, rstd,
+    stride_gate, stride_norm, tokens, width, eps,
+    DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
+    BRANCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    sample = row // tokens
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    place = row * width + column
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if BRANCH:
+        added = tl.load(branch + place, mask=inside, other=0.0).to(tl.float32)
+        added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        if DROPOUT > 0.0:
+            kept = _keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
+            added = tl.where(kept, added * (1.0 / (1.0 - DROPOUT)), 0.0)
+        value += tl.load(gate + sample * stride_gate + column, mask=inside, other=0.0).to(tl.float32) * added
+        # The norm sees the stream as it is stored, so that the backward, which reads it, sees the same.
+        value = value.to(stream.dtype.element_ty).to(tl.float32)
+        tl.store(stream + place, value, mask=inside)
+    centre = tl.sum(value, axis=0) / width
+    centred = tl.where(inside, value - centre, 0.0)
+    inverse = tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
+    tl.store(mean + row, centre)
+    tl.store(rstd + row, inverse)
+    scale_here = tl.load(scale + sample * stride_norm + column, mask=inside, other=0.0).to(tl.float32)
+    shift_here = tl.load(shift + sample * stride_norm + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(h + place, centred * inverse * (1.0 + scale_here) + shift_here, mask=inside)
+
+
+@triton.jit
+def _gate_norm_backward(
+    dstream, dh, stream, branch, bias, gate, scale, seed, mean, rstd, dx, dbranch, sums,
+    stride_gate, stride_norm, tokens, width, chunks,
+    DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
+    BRANCH: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    sample, chunk = program // chunks, program % chunks
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    one_plus_scale = 1.0 + tl.load(scale + sample * stride_norm + column, mask=inside, other=0.0).to(tl.float32)
+    gate_here = tl.zeros([BLOCK], tl.float32)
+    bias_here = tl.zeros([BLOCK], tl.float32)
+    if BRANCH:
+        bias_here = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        gate_here = tl.load(gate + sample * stride_gate + column, mask=inside, other=0.0).to(tl.float32)
+    sum_gate = tl.zeros([BLOCK], tl.float32)
+    sum_shift = tl.zeros([BLOCK], tl.float32)
+    sum_scale = tl.zeros([BLOCK], tl.float32)
+    sum_branch = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, CHUNK, TILE):
+        token = chunk * CHUNK + i + tl.arange(0, TILE)
+        present = token < tokens
+        row = sample * tokens + token
+        here = present[:, None] & inside[None, :]
+        place = row[:, None] * width + column[None, :]
+        d_h = tl.load(dh + place, mask=here, other=0.0).to(tl.float32)
+        value = tl.load(stream + place, mask=here, other=0.0).to(tl.float32)
+        d_stream = tl.load(dstream + place, mask=here, other=0.0).to(tl.float32)
+        inverse = tl.load(rstd + row, mask=present, other=0.0)[:, None]
+        centre = tl.load(mean + row, mask=present, other=0.0)[:, None]
+        normed = tl.where(here, (value - centre) * inverse, 0.0)
+        sum_shift += tl.sum(d_h, axis=0)
+        sum_scale += tl.sum(d_h * normed, axis=0)
+        d_normed = d_h * one_plus_scale[None, :]
+        mean_of_d = tl.sum(d_normed, axis=1)[:, None] / width
+        along = tl.sum(d_normed * normed, axis=1)[:, None] / width
+        d = (d_normed - mean_of_d - normed * along) * inverse + d_stream
+        tl.store(dx + place, d, mask=here)
+        if BRANCH:
+            added = tl.load(branch + place, mask=here, other=0.0).to(tl.float32) + bias_here[None, :]
+            d_branch = d * gate_here[None, :]
+            if DROPOUT > 0.0:
+                kept = _keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
+                added = tl.where(kept, added * (1.0 / (1.0 - DROPOUT)), 0.0)
+                d_branch = tl.where(kept, d_branch * (1.0 / (1.0 - DROPOUT)), 0.0)
+            sum_gate += tl.sum(tl.where(here, d * added, 0.0), axis=0)
+            sum_branch += tl.sum(tl.where(here, d_branch, 0.0), axis=0)
+            tl.store(dbranch + place, d_branch, mask=here)
+    base = sums + program * 4 * width + column
+    tl.store(base, sum_gate, mask=inside)
+    tl.store(base + width, sum_shift, mask=inside)
+    tl.store(base + 2 * width, sum_scale, mask=inside)
+    tl.store(base + 3 * width, sum_branch, mask=inside)
+
+
+@triton.jit
+def _gelu_backward(
+    dhidden, before, dbefore, hidden, sums, rows, width,
+    HIDDEN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, CHUNK, TILE):
+        row = chunk * CHUNK + i + tl.arange(0, TILE)
+        here = (row < rows)[:, None] & inside[None, :]
+        place = row[:, None] * width + column[None, :]
+        a = tl.load(before + place, mask=here, other=0.0).to(tl.float32)
+        # gelu(a) = a sigmoid(2 u) with u = sqrt(2 / pi) (a + 0.044715 a^3): the tanh form
+        sigmoid = tl.sigmoid(2.0 * 0.7978845608028654 * (a + 0.044715 * a * a * a))
+        slope = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * a * a)
+        derivative = sigmoid + a * sigmoid * (1.0 - sigmoid) * slope
+        d = derivative * tl.load(dhidden + place, mask=here, other=0.0).to(tl.float32)
+        tl.store(dbefore + place, d, mask=here)
+        if HIDDEN:
+            tl.store(hidden + place, a * sigmoid, mask=here)
+        total += tl.sum(d, axis=0)
+    tl.store(sums + chunk * width + column, total, mask=inside)
+
+
+@triton.jit
+def _gather(
+    dq, dk, dv, out, sums, tokens, heads, rows, width,
+    stride_batch, stride_head, stride_token,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    source = dq
+    if part == 1:
+        source = dk
+    if part == 2:
+        source = dv
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, CHUNK, TILE):
+        row = chunk * CHUNK + i + tl.arange(0, TILE)
+        here = (row < rows)[:, None] & inside[None, :]
+        start = (row // tokens) * stride_batch + (row % tokens) * stride_token
+        place = start[:, None] + ((column // SIZE) * stride_head + column % SIZE)[None, :]
+        d = tl.load(source + place, mask=here, other=0.0)
+        tl.store(out + row[:, None] * (3 * width) + part * width + column[None, :], d, mask=here)
+        total += tl.sum(d.to(tl.float32), axis=0)
+    tl.store(sums + (chunk * 3 + part) * width + column, total, mask=inside)
+
+
+Stream = Float[Tensor, "batch tokens width"]
+PerSample = Float[Tensor, "batch width"]
+Rows = Float[Tensor, "rows features"]
+
+
+@dataclass(frozen=True)
+class Normed:
+    """The stream after a branch was added, what the next branch sees of it, and the norm's statistics."""
+
+    stream: Stream
+    h: Stream
+    mean: Float[Tensor, "batch tokens"]
+    rstd: Float[Tensor, "batch tokens"]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of `gate_norm`'s inputs; those of a branch that was not there are None."""
+
+    x: Stream
+    branch: Stream | None
+    bias: Float[Tensor, " width"] | None
+    gate: PerSample | None
+    shift: PerSample
+    scale: PerSample
+
+
+def _block(width: int) -> int:
+    return triton.next_power_of_2(width)
+
+
+def _warps(block: int) -> int:
+    """Eight elements to a thread: a 16-byte load of bfloat16. More warps to a tile cost exchanges between them."""
+    return min(16, max(1, block // 256))
+
+
+def _mask(dropout: float) -> dict[str, float]:
+    """The constants of dropout.py's mask."""
+    return {"DROPOUT": dropout, "THRESHOLD": round(dropout * 2**32) - 2**31, "WEYL_0": WEYL[0], "WEYL_1": WEYL[1]}
+
+
+def gate_norm(
+    x: Stream,
+    branch: Stream | None,
+    bias: Float[Tensor, " width"] | None,
+    gate: PerSample | None,
+    shift: PerSample,
+    scale: PerSample,
+    dropout: float,
+    seed: Int32[Tensor, " 2"] | None,
+) -> Normed:
+    """x + gate * dropout(branch + bias) and its modulated norm; without a branch the stream is x itself."""
+    batch, tokens, width = x.shape
+    stream, h = x if branch is None else torch.empty_like(x), torch.empty_like(x)
+    mean, rstd = (torch.empty(batch, tokens, dtype=torch.float32, device=x.device) for _ in range(2))
+    block = _block(width)
+    _gate_norm[(batch * tokens,)](
+        x, x if branch is None else branch, x if bias is None else bias, scale if gate is None else gate, shift, scale,
+        x if seed is None else seed, stream, h, mean, rstd, 0 if gate is None else gate.stride(0), scale.stride(0),
+        tokens, width, NORM_EPS,
+        **_mask(dropout), BRANCH=branch is not None, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return Normed(stream, h, mean, rstd)
+
+
+def gate_norm_backward(
+    dstream: Stream,
+    dh: Stream,
+    normed: Normed,
+    branch: Stream | None,
+    bias: Float[Tensor, " width"] | None,
+    gate: PerSample | None,
+    scale: PerSample,
+    dropout: float,
+    seed: Int32[Tensor, " 2"] | None,
+) -> Gradients:
+    """Gradients of `gate_norm` from those of its two outputs."""
+    batch, tokens, width = dh.shape
+    chunks = triton.cdiv(tokens, CHUNK)
+    dx = torch.empty_like(dh)
+    dbranch = None if branch is None else torch.empty_like(dh)
+    sums = torch.empty(batch, chunks, 4, width, dtype=torch.float32, device=dh.device)
+    block = _block(width)
+    _gate_norm_backward[(batch * chunks,)](
+        dstream, dh, normed.stream, dh if branch is None else branch, dh if bias is None else bias,
+        scale if gate is None else gate, scale,
+        dh if seed is None else seed, normed.mean, normed.rstd, dx, dx if dbranch is None else dbranch, sums,
+        0 if gate is None else gate.stride(0), scale.stride(0), tokens, width, chunks,
+        **_mask(dropout), BRANCH=branch is not None, CHUNK=CHUNK, TILE=2, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    total = sums.sum(1)
+    dgate, dshift, dscale = total[:, :3].to(scale.dtype).unbind(1)
+    if branch is None:
+        return Gradients(dx, None, None, None, dshift, dscale)
+    return Gradients(dx, dbranch, total[:, 3].sum(0), dgate, dshift, dscale)
+
+
+@dataclass(frozen=True)
+class GeluGradients:
+    """The gradient of GELU's argument, its sum over tokens, and GELU's output again if it was asked for."""
+
+    before: Rows
+    bias: Float[Tensor, " features"]
+    hidden: Rows | None
+
+
+def gelu_backward(dhidden: Rows, before: Rows, again: bool) -> GeluGradients:
+    """Through GELU's tanh form, in place of `dhidden`; `again` also computes its output, if that was not kept."""
+    rows, width = before.shape
+    chunks, block = triton.cdiv(rows, CHUNK), min(1024, _block(width))
+    hidden = torch.empty_like(before) if again else None
+    sums = torch.empty(chunks, width, dtype=torch.float32, device=before.device)
+    _gelu_backward[(chunks, triton.cdiv(width, block))](
+        dhidden, before, dhidden, dhidden if hidden is None else hidden, sums, rows, width,
+        HIDDEN=again, CHUNK=CHUNK, TILE=1, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return GeluGradients(dhidden, sums.sum(0), hidden)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The gradient of the product that makes q, k and v, and its sum over tokens."""
+
+    qkv: Rows
+    bias: Float[Tensor, " features"]
+
+
+def gather(
+    dq: Float[Tensor, "batch heads tokens size"],
+    dk: Float[Tensor, "batch heads tokens size"],
+    dv: Float[Tensor, "batch heads tokens size"],
+) -> Gathered:
+    """dq, dk and dv side by side, a row for each token."""
+    batch, heads, tokens, size = dq.shape
+    if not (dq.stride() == dk.stride() == dv.stride() and dq.stride(3) == 1):
+        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    rows, width = batch * tokens, heads * size
+    chunks = triton.cdiv(rows, CHUNK)
+    out = torch.empty(rows, 3 * width, dtype=dq.dtype, device=dq.device)
+    sums = torch.empty(chunks, 3 * width, dtype=torch.float32, device=dq.device)
+    _gather[(chunks, 3)](
+        dq, dk, dv, out, sums, tokens, heads, rows, width, dq.stride(0), dq.stride(1), dq.stride(2),
+        SIZE=size, CHUNK=CHUNK, TILE=1, BLOCK=_block(width), num_warps=_warps(_block(width)),
+    )  # fmt: skip
+    return Gathered(out, sums.sum(0))

@@ -1,0 +1,477 @@
+"""Theorems "ELBO" and "infinite ELBO", Lemma "tighter", importance sampling, and the record with its two errors."""
+
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import jaxtyping
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.special
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from brute_force import mean_and_variance, source
+from bsi.denoiser import Denoiser
+from bsi.elbo import Elbo, elbo, finite_measurement_loss, measurement_loss, reconstruction_loss
+from bsi.grids import paper_grid
+from bsi.levels import ExpectedError, Fitted, LogUniform, Uniform, low_discrepancy
+from bsi.likelihood import Bins, categorical_normal, discretised_normal, normal
+from bsi.methods import BFN, BSI, VDM, Method, Predictor
+from bsi.oracle import Mixture
+from bsi.solvers import posterior
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "measurement.json").read_text())
+METHODS = [BSI(), BFN(), VDM()]
+MAKE = {"BSI": BSI, "BFN": BFN, "VDM": VDM}
+
+
+class Zero(torch.nn.Module):
+    def forward(self, x, t):
+        return torch.zeros_like(x)
+
+
+def gaussian_posterior(method: Method) -> Predictor:
+    """The posterior mean of unit-Gaussian data: edm coefficients with a network that says nothing."""
+    return Denoiser(Zero(), method, "edm")
+
+
+def draws(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def uniform(seed: int, *shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_estimates(estimates: torch.Tensor, value: float, standard_errors: float = 4.0) -> None:
+    error = estimates.std().item() / math.sqrt(len(estimates))
+    assert abs(estimates.mean().item() - value) < standard_errors * error
+
+
+def mean_squared_error(method: Method, level: torch.Tensor) -> torch.Tensor:
+    """h for unit-Gaussian data and its posterior mean, per dimension: the posterior variance."""
+    encoder = method.encoder(level)
+    return encoder.noise.square() / (encoder.signal.square() + encoder.noise.square())
+
+
+def golden_methods() -> list:
+    rows = [dict(row) for row in GOLDEN["infinite"]]
+    return [pytest.param(MAKE[row.pop("method")], row.pop("value"), row, id=f"{i}") for i, row in enumerate(rows)]
+
+
+# Golden values
+
+
+@pytest.mark.parametrize(("make", "value", "settings"), golden_methods())
+def test_golden_infinite_bound_by_quadrature(make, value, settings):
+    method = make(**settings)
+
+    def integrand(log_level: float) -> float:
+        level = torch.tensor([math.exp(log_level)], dtype=torch.float64).clamp(method.levels.low, method.levels.high)
+        encoder = method.encoder(level)
+        if encoder.signal.item() == encoder.noise.item() == 0:
+            return 0.5  # BFN's first level: nothing known, unit variance, at level 1
+        return 0.5 * mean_squared_error(method, level).item() * level.item()
+
+    ends = math.log(method.levels.low), math.log(method.levels.high)
+    integral, _ = scipy.integrate.quad(integrand, *ends, epsabs=1e-9, epsrel=1e-10, limit=400)
+    assert integral == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize("row", GOLDEN["finite"], ids=lambda row: f"k={row['k']}")
+def test_golden_finite_bound_by_its_sum(row):
+    method = BSI()
+    grid = paper_grid(method, row["k"])
+    bound = 0.5 * (torch.diff(grid) * mean_squared_error(method, grid[:-1])).sum()
+    assert bound.item() == pytest.approx(row["value"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("make", "value", "settings"), golden_methods())
+def test_golden_infinite_bound_through_the_estimator(make, value, settings):
+    method, n = make(**settings), 4
+    x, eps, t = draws(0, 20_000, n), draws(1, 20_000, n), uniform(2, 20_000)
+    assert_estimates(measurement_loss(method, gaussian_posterior(method), x, t, eps) / n, value)
+
+
+@pytest.mark.parametrize("row", GOLDEN["finite"][::3], ids=lambda row: f"k={row['k']}")
+def test_golden_finite_bound_through_the_estimator(row):
+    method, n, k = BSI(), 4, row["k"]
+    x, eps = draws(3, 20_000, n), draws(4, 20_000, n)
+    i = torch.randint(k, (20_000,), generator=torch.Generator().manual_seed(5))
+    loss = finite_measurement_loss(method, gaussian_posterior(method), x, paper_grid(method, k), i, eps)
+    assert_estimates(loss / n, row["value"])
+
+
+# The bound is a bound: a model whose density is known
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        BSI(0.1, alpha_M=20.0, alpha_R=30.0),
+        BSI(0.1, gamma_0=2.0, alpha_M=20.0, alpha_R=30.0),
+        BSI(1.0, gamma_0=math.inf, alpha_M=20.0, alpha_R=30.0),
+        BFN(sigma_1=0.2),
+        VDM(nu_min=0.05, nu_max=30.0),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_bound_is_never_below_the_exact_negative_log_likelihood(method, k):
+    """With a linear predictor every variable of the generative process is Gaussian, and everything is known.
+
+    The measurement and prior terms are together KL(q(psi_0 .. psi_k | x) || p(psi_0 .. psi_k)), a KL of two joint
+    Gaussians. All terms are quadratic in the noise, so that eps = +-1 averages them exactly.
+    """
+    predict, grid = gaussian_posterior(method), paper_grid(method, k)
+    table, one = posterior(method, grid), torch.ones(1, 1, dtype=torch.float64)
+    slopes = [predict(one, level[None]).item() for level in grid[:-1]]
+    decode = method.decode(one, grid[-1:], predict).item()
+    first = method.encoder(grid[:1])
+
+    def chain(start: np.ndarray, x: float | None) -> list[np.ndarray]:
+        """The latents when x is measured, or, without an x, what the model predicts."""
+        latents = [start]
+        for i, slope in enumerate(slopes):
+            measured = slope * latents[-1] if x is None else source(0, k + 1, x, 0.0)
+            noise = source(i + 1, k + 1, 0.0, table.eps[i].item())
+            latents.append(table.latent[i].item() * latents[-1] + table.x_hat[i].item() * measured + noise)
+        return latents if start[1:].any() else latents[1:]  # BFN's first is known, and no variable
+
+    values, signs = [0.0, 0.4, -1.0, 2.5], [torch.full((4, 1), sign, dtype=torch.float64) for sign in (-1.0, 1.0)]
+    x = torch.tensor(values, dtype=torch.float64)[:, None]
+    steps = [torch.full((4,), i) for i in range(k)]
+    measured = torch.stack([finite_measurement_loss(method, predict, x, grid, i, e) for i in steps for e in signs])
+    decoded = torch.stack([reconstruction_loss(method, predict, x, eps, None) for eps in signs])
+    divergence, bound = measured.mean(0) + method.prior_kl(x), decoded.mean(0) + measured.mean(0) + method.prior_kl(x)
+
+    generated = chain(source(0, k + 1, 0.0, method.prior(one).item()), None)
+    variance = decode**2 * mean_and_variance(generated[-1])[1] + 1 / method.recon_precision
+    exact = -torch.distributions.Normal(0.0, math.sqrt(variance)).log_prob(x[:, 0])
+    for i, value in enumerate(values):
+        encoded = chain(source(0, k + 1, first.signal.item() * value, first.noise.item()), value)
+        assert divergence[i].item() == pytest.approx(joint_kl(encoded, generated), rel=1e-6, abs=1e-8)
+        assert bound[i] > exact[i]
+
+
+def joint_kl(p: list[np.ndarray], q: list[np.ndarray]) -> float:
+    """KL(p || q) of two jointly Gaussian vectors."""
+    (mean_p, cov_p), (mean_q, cov_q) = ((rows[:, 0], rows[:, 1:] @ rows[:, 1:].T) for rows in map(np.stack, (p, q)))
+    gap, ratio = mean_q - mean_p, np.linalg.solve(cov_q, cov_p)
+    return 0.5 * (np.trace(ratio) - len(p) - np.linalg.slogdet(ratio)[1] + gap @ np.linalg.solve(cov_q, gap))
+
+
+# Lemma "tighter"
+
+
+def quadrature(points: int = 12) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Samples of a two-component mixture, noise, and weights: Gauss and Hermite in both."""
+    roots, weights = scipy.special.roots_hermitenorm(points)
+    nodes, weights = torch.from_numpy(roots), torch.from_numpy(weights / weights.sum())
+    x = torch.cat([-1.0 + 0.3 * nodes, 1.0 + 0.3 * nodes])
+    x_weight = torch.cat([weights, weights]) / 2
+    return (
+        x[:, None].expand(-1, points).reshape(-1, 1),
+        nodes.repeat(2 * points)[:, None],
+        (x_weight[:, None] * weights).reshape(-1),
+    )
+
+
+BIMODAL = Mixture.isotropic(torch.tensor([[-1.0], [1.0]], dtype=torch.float64), 0.3)
+
+
+def finite_bound(method: Method, grid: torch.Tensor) -> float:
+    """L_M^k on the mixture, with the oracle, averaged exactly over samples, noise and steps."""
+    x, eps, weight = quadrature()
+    k = len(grid) - 1
+    i = torch.arange(k).repeat_interleave(len(x))
+    loss = finite_measurement_loss(method, BIMODAL.predictor(method), x.repeat(k, 1), grid, i, eps.repeat(k, 1))
+    return float((loss.reshape(k, -1) @ weight).mean())
+
+
+def infinite_bound(method: Method) -> float:
+    x, eps, weight = quadrature()
+    predict = BIMODAL.predictor(method)
+    t = (torch.arange(400, dtype=torch.float64) + 0.5) / 400
+    losses = [measurement_loss(method, predict, x, value.expand(len(x)), eps) @ weight for value in t]
+    return float(torch.stack(losses).mean())
+
+
+@dataclass(frozen=True)
+class Case:
+    method: Method
+    bound: float
+
+
+CASES = [Case(m, infinite_bound(m)) for m in (BSI(0.1, alpha_M=50.0), BFN(0.14), VDM(0.1, 50.0))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: type(case.method).__name__)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    ts=st.lists(st.floats(0.02, 0.98), max_size=5, unique=True),
+    extra=st.lists(st.floats(0.03, 0.97), min_size=1, max_size=5),
+)
+def test_lemma_tighter_bound_decreases_under_refinement(case, ts, extra):
+    def grid(points: list[float]) -> torch.Tensor:
+        t = torch.tensor(sorted({0.0, *(round(p, 4) for p in points), 1.0}), dtype=torch.float64)
+        return case.method.levels.icdf(t)
+
+    coarse, fine = grid(ts), grid(ts + extra)
+    bounds = finite_bound(case.method, coarse), finite_bound(case.method, fine)
+    assert case.bound < bounds[1]
+    assert bounds[1] < bounds[0] or len(fine) == len(coarse)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: type(case.method).__name__)
+def test_finite_bound_converges_to_the_infinite_one_from_above(case):
+    gaps = [finite_bound(case.method, paper_grid(case.method, k)) - case.bound for k in (1, 4, 16, 64, 256)]
+    assert all(later < earlier for earlier, later in itertools.pairwise(gaps))
+    assert 0 < gaps[-1] < 0.03 * case.bound
+    assert gaps[-1] == pytest.approx(gaps[-2] / 4, rel=0.1)  # a left Riemann sum: the error falls as 1 / k
+
+
+# Importance sampling
+
+
+@dataclass(frozen=True)
+class Triangular:
+    """A proposal of a user's own: density in ln(level) falling linearly to the sharp end, not quite to 0."""
+
+    low: float
+    high: float
+
+    @property
+    def _range(self) -> float:
+        return math.log(self.high / self.low)
+
+    def icdf(self, t: torch.Tensor) -> torch.Tensor:
+        # the mass below v = (u / range) is (3 v - v^2) / 2
+        return self.low * torch.exp(self._range * (1.5 - torch.sqrt(2.25 - 2 * t.double())))
+
+    def density(self, level: torch.Tensor) -> torch.Tensor:
+        v = torch.log(level.double() / self.low) / self._range
+        return (1.5 - v) / (self._range * level.double())
+
+
+@pytest.mark.parametrize("method", [BSI(0.1, alpha_M=300.0), BFN(0.06), VDM(0.05, 300.0)], ids=repr)
+def test_estimates_agree_whatever_the_proposal(method):
+    """Corollary "Importance Sampling": one integral, five proposals, none of them biased."""
+    ends = method.levels.low, method.levels.high
+    proposals = [
+        None,
+        LogUniform(*ends),
+        Uniform(*ends),
+        ExpectedError(*ends, offset=0.01),
+        Fitted(*ends, weights=(1.0, 3.0, 2.0, 0.5)),
+        Triangular(*ends),
+    ]
+    predict, n, count = gaussian_posterior(method), 2, 40_000
+    x, eps = draws(6, count, n), draws(7, count, n)
+    t = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    level = method.levels.icdf(t)
+    exact = n * 0.5 * (mean_squared_error(method, level) / method.levels.density(level)).mean().item()
+    for seed, proposal in enumerate(proposals):
+        assert_estimates(measurement_loss(method, predict, x, uniform(seed, count), eps, proposal), exact)
+
+
+def test_expected_error_of_the_identity_has_the_papers_closed_form():
+    """Equation "expected-h" through the estimator: f(mu, lambda) = mu, standardised data that is not Gaussian."""
+    method, n, count = BSI(), 3, 40_000
+    x = torch.where(uniform(8, count, n) < 0.5, -1.0, 1.0).double()  # mean 0, variance 1
+    for level in (method.lambda_0, 0.03, 1.0, 300.0):
+        t = method.levels.cdf(torch.tensor([level], dtype=torch.float64)).expand(count)
+        loss = measurement_loss(method, lambda latent, _: latent, x, t, draws(9, count, n))
+        h = 2 * loss * method.levels.density(torch.tensor(level))
+        assert_estimates(h / n, method.lambda_0**2 / level**2 + 1 / level)
+
+
+def test_the_expected_error_proposal_has_the_least_variance_for_the_identity():
+    method, count = BSI(), 20_000
+    ends = method.levels.low, method.levels.high
+    x, eps, t = draws(10, count, 16), draws(11, count, 16), uniform(12, count)
+    spreads = [
+        measurement_loss(method, lambda latent, _: latent, x, t, eps, proposal).std().item()
+        for proposal in (ExpectedError(*ends, method.lambda_0**2), LogUniform(*ends), Uniform(*ends))
+    ]
+    assert spreads[0] <= spreads[1] * 1.01
+    assert spreads[1] < spreads[2] / 10
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_measurement_loss_is_half_the_squared_error_over_the_density(method):
+    x, eps, t = draws(13, 5, 2, 3), draws(14, 5, 2, 3), uniform(15, 5)
+    level = method.levels.low * (method.levels.high / method.levels.low) ** t
+    encoder = method.encoder(level)
+    psi = encoder.signal[:, None, None] * x + encoder.noise[:, None, None] * eps
+    error = (x - torch.tanh(psi)).square().sum((1, 2))
+    log_range = math.log(method.levels.high / method.levels.low)
+    loss = measurement_loss(method, lambda latent, _: torch.tanh(latent), x, t, eps)
+    torch.testing.assert_close(loss, 0.5 * log_range * level * error, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_finite_loss_is_half_k_alpha_times_the_squared_error_for_any_schedule(method):
+    grid = method.levels.icdf(torch.tensor([0.0, 0.1, 0.15, 0.6, 1.0], dtype=torch.float64))
+    x, eps, i = draws(16, 4, 3), draws(17, 4, 3), torch.tensor([0, 1, 2, 3])
+    encoder = method.encoder(grid[:-1])
+    psi = encoder.signal[:, None] * x + encoder.noise[:, None] * eps
+    error = (x - torch.tanh(psi)).square().sum(1)
+    loss = finite_measurement_loss(method, lambda latent, _: torch.tanh(latent), x, grid, i, eps)
+    torch.testing.assert_close(loss, 4 / 2 * torch.diff(grid) * error, rtol=1e-9, atol=0)
+
+
+# Reconstruction
+
+
+@pytest.mark.parametrize("method", [*METHODS, VDM(decoder="cdf")], ids=repr)
+@pytest.mark.parametrize("bins", [Bins(-1.0, 1.0, 17), None], ids=repr)
+def test_reconstruction_decodes_the_sharpest_latent(method, bins):
+    index = torch.tensor([[0, 5, 16], [3, 8, 8]])
+    x, eps = Bins(-1.0, 1.0, 17).values(index, torch.float64), draws(18, 2, 3)
+    level = torch.full((2,), method.levels.high, dtype=torch.float64)
+    encoder = method.encoder(level)
+    psi = encoder.signal[:, None] * x + encoder.noise[:, None] * eps
+    x_hat = psi / encoder.signal[:, None] if isinstance(method, VDM) else 0.999 * psi
+    loss = reconstruction_loss(method, lambda latent, _: 0.999 * latent, x, eps, bins)
+    if bins is None:
+        expected = normal(x, x_hat, method.recon_precision)
+    else:
+        decoder = categorical_normal if method.decoder == "softmax" else discretised_normal
+        expected = decoder(bins, index, x_hat, method.recon_precision)
+    torch.testing.assert_close(loss, -expected, rtol=1e-9, atol=1e-12)
+
+
+def test_reconstruction_is_negligible_when_the_last_belief_fits_a_bin():
+    """Section "Hyperparameters": alpha_M = 1e6 identifies an 8-bit colour."""
+    bins = Bins.uint8()
+    x = bins.values(torch.randint(256, (500, 8), generator=torch.Generator().manual_seed(0)), torch.float64)
+    for method in (BSI(), BFN()):
+        loss = reconstruction_loss(method, gaussian_posterior(method), x, draws(19, 500, 8), bins)
+        assert loss.mean() / 8 < 0.01
+
+
+# The record
+
+
+@pytest.fixture
+def unchecked():
+    """Without the checks of shapes, which cost more than small tensors do: for thousands of evaluations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def record(seed: int, count: int, measure: int = 5, recon: int = 5, stratified: bool = True) -> Elbo:
+    method, generator = BSI(1.0, alpha_M=100.0), torch.Generator().manual_seed(seed)
+    x = draws(1000, count, 3)  # one data set, whatever the seed
+    t = (
+        torch.stack([low_discrepancy(count, d) for d in torch.rand(measure, generator=generator, dtype=torch.float64)])
+        if stratified
+        else torch.rand(measure, count, generator=generator, dtype=torch.float64)
+    )
+
+    def noise() -> torch.Tensor:
+        return torch.randn(count, 3, generator=generator, dtype=torch.float64)
+
+    return elbo(method, gaussian_posterior(method), x, None, t, noise, recon)
+
+
+def exact_bounds(count: int) -> torch.Tensor:
+    """The same bound without Monte Carlo: eps = +-1 averages quadratics, a fine rule the levels."""
+    method = BSI(1.0, alpha_M=100.0)
+    predict, x = gaussian_posterior(method), draws(1000, count, 3)
+    total = torch.zeros(count, dtype=torch.float64)
+    for eps in (torch.ones_like(x), -torch.ones_like(x)):
+        for value in (torch.arange(400, dtype=torch.float64) + 0.5) / 400:
+            total += measurement_loss(method, predict, x, value.expand(count), eps) / 800
+        total += reconstruction_loss(method, predict, x, eps, None) / 2
+    return total
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+@pytest.mark.usefixtures("unchecked")
+def test_monte_carlo_error_covers_the_exact_bound_as_often_as_it_says(stratified):
+    """Student's interval over five replicates, 300 times: the coverage is 90 % within three standard errors."""
+    count = 12
+    exact = exact_bounds(count).mean().item() / 3 / math.log(2)
+    reach = scipy.stats.t.ppf(0.95, df=4)
+    covered = 0
+    for seed in range(300):
+        bound = record(seed, count, stratified=stratified)
+        covered += abs(bound.bits_per_dim - exact) < reach * bound.monte_carlo_error
+    # The two terms' replicates give between 4 and 8 degrees of freedom: 90 % to 93.6 % with df = 4's quantile.
+    error = math.sqrt(0.9 * 0.1 / 300)
+    assert 0.90 - 3 * error < covered / 300 < 0.936 + 3 * error
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_data_error_is_that_of_the_data_alone():
+    """The spread of the exact bounds over samples, with the Monte Carlo noise of the estimates removed."""
+    count = 1500
+    bound = record(0, count, measure=20, recon=20)
+    exact = exact_bounds(count)
+    expected = exact.std().item() / math.sqrt(count) / (3 * math.log(2))
+    naive = bound.nats.std().item() / math.sqrt(count) / (3 * math.log(2))
+    assert bound.data_error == pytest.approx(expected, rel=0.15)
+    assert naive > 1.2 * expected
+
+
+def test_stratified_levels_shrink_the_error_of_the_sum_but_not_of_its_parts():
+    """For samples of one length and a prediction of 0 the loss is the level's alone: its sum hardly moves."""
+    method, x = BSI(1.0, alpha_M=100.0), torch.ones(64, 3, dtype=torch.float64)
+    stratified = torch.stack([low_discrepancy(64, delta) for delta in uniform(20, 50)])
+    bounds = [
+        elbo(method, lambda latent, _: 0 * latent, x, None, t, lambda: x) for t in (stratified, uniform(21, 50, 64))
+    ]
+    assert bounds[0].sum_variance < bounds[1].sum_variance / 50
+    parts = [bound.sample_variance.mean().item() for bound in bounds]
+    assert parts[0] == pytest.approx(parts[1], rel=0.1)
+
+
+def test_bounds_of_batches_join_into_one():
+    parts = [record(seed, 8) for seed in range(3)]
+    whole = Elbo.join(parts)
+    torch.testing.assert_close(whole.nats, torch.cat([part.nats for part in parts]))
+    assert whole.bits_per_dim == pytest.approx(sum(part.bits_per_dim for part in parts) / 3)
+    errors = math.sqrt(sum(part.monte_carlo_error**2 for part in parts)) / 3  # independent batches
+    assert whole.monte_carlo_error == pytest.approx(errors)
+    assert "Monte Carlo" in str(whole)
+    assert f"{whole.bits_per_dim:.4f}" in str(whole)
+
+
+def test_a_record_adds_its_terms_and_converts_its_units():
+    ones = torch.ones(4, dtype=torch.float64)
+    bound = Elbo(1 * ones, 2 * ones, 3 * ones, 0 * ones, sum_variance=4.0, n=5, log_determinant=0.1)
+    assert bound.nats.tolist() == [6.5] * 4
+    assert bound.nats_per_dim == pytest.approx(1.3)
+    assert bound.bits_per_dim == pytest.approx(1.3 / math.log(2))
+    assert bound.monte_carlo_error == pytest.approx(2 / (4 * 5 * math.log(2)))
+    assert bound.data_error == 0
+
+
+def test_one_replicate_has_no_known_error():
+    bound = record(0, 4, measure=1, recon=1)
+    assert math.isnan(bound.monte_carlo_error)
+    assert bound.nats.isfinite().all()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_the_record_holds_the_three_terms_of_the_bound(method):
+    x, bins = Bins.uint8().values(torch.randint(256, (6, 4), generator=torch.Generator().manual_seed(1))), Bins.uint8()
+    predict, noises, t = gaussian_posterior(method), [draws(i, 6, 4).float() for i in range(5)], uniform(0, 3, 6)
+    queue = list(noises)
+    bound = elbo(method, predict, x, bins, t, lambda: queue.pop(0), recon=2)
+    measured = [measurement_loss(method, predict, x, row, eps) for row, eps in zip(t, noises, strict=False)]
+    decoded = [reconstruction_loss(method, predict, x, eps, bins) for eps in noises[3:]]
+    torch.testing.assert_close(bound.measurement, torch.stack(measured).double().mean(0))
+    torch.testing.assert_close(bound.reconstruction, torch.stack(decoded).mean(0))
+    torch.testing.assert_close(bound.prior, method.prior_kl(x).double())
+    assert not queue
+    assert bound.n == 4

@@ -138,6 +138,62 @@ def test_patchify_keeps_pixels_of_a_patch_together_and_unpatchify_undoes_it() ->
     assert unpatchify(tokens, (2, 3, 1), 2).equal(x)
 
 
+def _layer_norm(x: torch.Tensor) -> torch.Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def test_dit_is_the_published_function_written_out() -> None:
+    network = awake(tiny("dit-2d")).double().eval()
+    x, t = (v.double() for v in batch(network))
+    width, heads = 16, 2
+    condition = network.condition(t)
+    tokens = network.embed(patchify(network.fourier(x), 2)) + network.positions
+    projections = network.modulation.project(condition).view(3, -1, 1, width).unbind(1)
+    for i, block in enumerate(network.blocks):
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = projections[6 * i : 6 * i + 6]
+        h = _layer_norm(tokens) * (1 + scale_a) + shift_a
+        q, k, v = block.attention.qkv(h).split(width, dim=-1)
+        mixed = []
+        for head in range(heads):
+            part = slice(head * width // heads, (head + 1) * width // heads)
+            scores = q[..., part] @ k[..., part].mT / math.sqrt(width / heads)
+            mixed.append(scores.softmax(-1) @ v[..., part])
+        tokens = tokens + gate_a * block.attention.out(torch.cat(mixed, dim=-1))
+        h = _layer_norm(tokens) * (1 + scale_m) + shift_m
+        tokens = tokens + gate_m * block.mlp.contract(_gelu(block.mlp.expand(h)))
+    shift, scale = projections[-2:]
+    out = network.head.project(_layer_norm(tokens) * (1 + scale) + shift)
+    torch.testing.assert_close(network(x, t), unpatchify(out, (2, 3), 2), rtol=1e-9, atol=1e-9)
+
+
+def test_unet_block_is_the_published_function_written_out() -> None:
+    network = awake(tiny("unet-2d")).double().eval()
+    block = network.up[0]
+    x, skip = torch.randn(2, 2, 8, 4, 6, dtype=torch.float64).unbind(0)
+    shift = torch.randn(2, 8, dtype=torch.float64)
+    joined = torch.cat([x, skip], dim=1)
+    h = torch.nn.functional.silu(block.norm_in(joined))
+    h = block.conv_in(h) + shift[:, :, None, None]
+    h = block.conv_out(torch.nn.functional.silu(block.norm_out(h)))
+    torch.testing.assert_close(block(x, skip, shift, None), block.shortcut(joined) + h)
+    assert (block.conv_in.padding_mode, block.conv_in.kernel_size, block.shortcut.kernel_size) == (
+        "zeros",
+        (3, 3),
+        (1, 1),
+    )
+    assert network.project.bias is None
+    # One attention head in the middle, over all pixels.
+    middle = network.attention
+    tokens = middle.norm(x).flatten(2).mT
+    q, k, v = middle.qkv(tokens).split(8, dim=-1)
+    mixed = (q @ k.mT / math.sqrt(8)).softmax(-1) @ v
+    torch.testing.assert_close(middle(x), x + middle.out(mixed).mT.reshape(x.shape))
+
+
 def test_attention_reaches_across_patches_and_positions_matter() -> None:
     network = awake(tiny("dit-2d", bins_count=None)).eval()
     x, t = batch(network, 1)

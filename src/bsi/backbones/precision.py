@@ -81,8 +81,8 @@ class HalfCopy:
 
 
 def _to_half(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a network's parameters, but for the condition's embedding, which computes in float32."""
-    if isinstance(module, ConditionEmbedding):
+    """Convert a network's parameters, but for those that autocast too uses in float32: norms, the condition."""
+    if isinstance(module, ConditionEmbedding | nn.GroupNorm):
         return
     for parameter in module.parameters(recurse=False):
         parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,289 @@
+"""Compiled, checkpointed, channels-last and half-precision forms agree with the float32 eager form, dropout included.
+
+The tolerances are relative: |a - b| / |b| over the whole output, and over all gradients taken together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jaxtyping
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
+
+from bsi.backbones import (
+    Backbone,
+    BackboneConfig,
+    DiTConfig,
+    HalfCopy,
+    MLPConfig,
+    UNetConfig,
+    build,
+    compile_regions,
+    compute_dtype,
+)
+from bsi.backbones.dropout import draw_seeds, dropout
+from bsi.errors import UsageError
+
+SMALL: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {
+    "dit": (DiTConfig(width=32, depth=3, heads=2, patch=2, dropout=0.2), (3, 8, 8)),
+    "unet": (UNetConfig(width=16, levels=3, dropout=0.2), (3, 8, 8)),
+    "mlp": (MLPConfig(width=32, depth=3, dropout=0.2), (6,)),
+}
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own access
+every_kind = pytest.mark.parametrize("kind", SMALL)
+
+# bfloat16 keeps 8 bits: 2^-9 = 0.2 % per rounding, and some tens of them in a row
+EXACT, ROUNDING, BFLOAT16 = 0.0, 2e-5, 0.03
+
+
+def small(kind: str, checkpoint: bool = False) -> Backbone:
+    """A network of this kind, always the same, with nothing at 0 any more."""
+    torch.manual_seed(0)
+    config, shape = SMALL[kind]
+    if checkpoint:
+        assert not isinstance(config, MLPConfig)
+        config = replace(config, checkpoint=True)
+    network = build(config, shape, bins_count=256, num_classes=3)
+    for parameter in network.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return network
+
+
+def run(network: Backbone) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and gradients of one training pass; the same input, labels and dropout masks each time."""
+    torch.manual_seed(1)
+    x, t, labels = torch.randn(4, *network.shape), torch.rand(4), torch.tensor([0, 1, 2, 3])
+    target = torch.randn_like(x)
+    network.zero_grad()
+    out = network(x, t, labels)
+    assert out.dtype == torch.float32
+    (out - target).square().mean().backward()
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    return out.detach(), torch.cat([g.float().flatten() for g in gradients])
+
+
+def assert_agree(network: Backbone, reference: Backbone, tolerance: float) -> None:
+    for got, want in zip(run(network), run(reference), strict=True):
+        assert (got - want).norm() <= tolerance * want.norm()
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """A fresh compiler, and no shape checks inside compiled code: it cannot look into the type checker."""
+    torch._dynamo.reset()
+    counters.clear()
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+    torch._dynamo.reset()
+
+
+@every_kind
+@compiles
+@pytest.mark.usefixtures("compiler")
+def test_compiled_form_agrees_and_each_kind_of_region_is_compiled_once(kind: str) -> None:
+    network = small(kind)
+    compile_regions(network, backend="aot_eager")
+    assert_agree(network, small(kind), ROUNDING)
+    kinds = {"dit": 2, "unet": 4, "mlp": 2}  # blocks and head; blocks down, attention, blocks up and head
+    assert counters["stats"]["unique_graphs"] == kinds[kind]
+    other = small(kind)
+    compile_regions(other, backend="aot_eager")
+    assert_agree(other, network, EXACT)
+    assert counters["stats"]["unique_graphs"] == kinds[kind], "a second network did not find the first one's code"
+    assert set(network.state_dict()) == set(small(kind).state_dict())
+
+
+@pytest.mark.slow
+@every_kind
+@compiles
+@pytest.mark.usefixtures("compiler")
+def test_inductor_agrees(kind: str) -> None:
+    network = small(kind)
+    compile_regions(network)
+    assert_agree(network, small(kind), ROUNDING)
+
+
+@compiles
+@pytest.mark.usefixtures("compiler")
+def test_a_compiled_block_keeps_eleven_passes_for_the_backward() -> None:
+    """The account of adaln.py: x, q, k, v, attention's output, two branches, GELU's input; no h, no mask."""
+    network = build(DiTConfig(width=64, depth=1, heads=2, dropout=0.1), (3, 32, 32))
+    compile_regions(network, backend="aot_eager_decomp_partition")
+    stream = torch.randn(2, 256, 64, requires_grad=True)
+    inputs = (stream, torch.randn(2, 6, 64, requires_grad=True), draw_seeds(2, stream.device))
+    block = network.blocks[0]
+    block(*inputs)  # compiles
+    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with saved_tensors_hooks(note, lambda saved: saved):
+        block(*inputs)
+    passes = sum(kept.values()) / (stream.numel() * stream.element_size())
+    assert 11 <= passes < 11.5  # and a few numbers per token
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_checkpointing_changes_what_is_kept_and_nothing_else(kind: str) -> None:
+    assert_agree(small(kind, checkpoint=True), small(kind), EXACT)
+    assert _bytes_kept(small(kind, checkpoint=True)) < 0.4 * _bytes_kept(small(kind))
+
+
+def _bytes_kept(network: Backbone) -> int:
+    kept: dict[int, int] = {}
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with saved_tensors_hooks(note, lambda saved: saved):
+        network(torch.randn(8, *network.shape), torch.rand(8))
+    return sum(kept.values()) - sum(p.numel() * 4 for p in network.parameters())
+
+
+def test_channels_last_agrees() -> None:
+    network = small("unet").to(memory_format=torch.channels_last)
+    seen = []
+    network.up[0].register_forward_hook(lambda _, __, out: seen.append(out))
+    assert_agree(network, small("unet"), ROUNDING)
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@every_kind
+def test_bfloat16_inside_agrees(kind: str) -> None:
+    network = small(kind)
+    network.compute_dtype = torch.bfloat16
+    assert_agree(network, small(kind), BFLOAT16)
+
+
+@every_kind
+def test_bfloat16_of_the_callers_autocast_agrees(kind: str) -> None:
+    network = small(kind)
+    network.compute_dtype = torch.bfloat16
+    torch.manual_seed(1)
+    x, t = torch.randn(4, *network.shape), torch.rand(4)
+    inside = network.eval()(x, t)
+    network.compute_dtype = None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert network(x, t).equal(inside)
+
+
+@every_kind
+def test_fourier_features_stay_in_float32(kind: str) -> None:
+    """Rounded before the sines, an input half a bin away would be the same input."""
+    network = small(kind).eval()
+    network.compute_dtype = torch.bfloat16
+    x, t = 2 + torch.rand(4, *network.shape), torch.rand(4)
+    x = x.bfloat16().float()
+    assert (x + 0.002).bfloat16().equal(x.bfloat16())
+    assert (network(x + 0.002, t) - network(x, t)).norm() > 0.05 * network(x, t).norm()
+
+
+@every_kind
+def test_half_weights_compute_what_autocast_computes(kind: str) -> None:
+    master = small(kind)
+    half = HalfCopy(master, torch.bfloat16)
+    reference = small(kind)
+    reference.compute_dtype = torch.bfloat16
+    assert {p.dtype for p in half.module.parameters()} == {torch.bfloat16, torch.float32}
+    assert {p.dtype for p in half.module.condition.parameters()} == {torch.float32}
+    out, gradients = run(half.module)
+    half.hand_over_gradients()
+    expected_out, expected_gradients = run(reference)
+    assert out.equal(expected_out)
+    assert (gradients - expected_gradients).norm() <= 0.01 * expected_gradients.norm()
+    handed = torch.cat([p.grad.flatten() for p in master.parameters() if p.grad is not None])
+    assert handed.dtype == torch.float32
+    assert handed.equal(gradients)
+
+
+def test_half_weights_train_their_master() -> None:
+    master = small("mlp")
+    half = HalfCopy(master)
+    optimizer = torch.optim.SGD(master.parameters(), lr=1e-4)  # far below bfloat16's resolution
+    before = [p.detach().clone() for p in master.parameters()]
+    for _ in range(2):
+        run(half.module)
+        half.hand_over_gradients()
+    first = [p.grad.clone() for p in master.parameters() if p.grad is not None]
+    assert all(p.grad is None for p in half.module.parameters())
+    master.zero_grad()
+    run(half.module)
+    half.hand_over_gradients()
+    for twice, once in zip(first, (p.grad for p in master.parameters()), strict=True):
+        torch.testing.assert_close(twice, 2 * once)  # gradients of micro-batches add up, in float32
+    for _ in range(20):
+        optimizer.step()
+    half.refresh()
+    assert all((a != b).any() for a, b in zip(before, master.parameters(), strict=True))
+    assert all(h.equal(p.to(h.dtype)) for h, p in zip(half.module.parameters(), master.parameters(), strict=True))
+
+
+def test_precision_on_a_cpu_is_float32() -> None:
+    assert compute_dtype("auto", torch.device("cpu")) is None
+    assert compute_dtype("float32", torch.device("cpu")) is None
+    assert compute_dtype("bf16", torch.device("cpu")) is torch.bfloat16  # slow, but what was asked for
+    with pytest.raises(UsageError, match="float16 needs a CUDA device: got cpu"):
+        compute_dtype("float16", torch.device("cpu"))
+
+
+def test_precision_on_a_gpu_is_what_its_hardware_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    assert compute_dtype("auto", cuda) is compute_dtype("bf16", cuda) is torch.bfloat16
+    assert compute_dtype("float32", cuda) is None
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    assert compute_dtype("auto", cuda) is compute_dtype("float16", cuda) is torch.float16
+    with pytest.raises(UsageError, match="Tesla V100 does not compute in bf16"):
+        compute_dtype("bf16", cuda)
+
+
+def test_dropout_drops_a_fraction_p_independently_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    n, p = 2**20, 0.05
+    seeds = draw_seeds(2, torch.device("cpu"))
+    out, other = (dropout(torch.ones(1024, 1024), p, seed) for seed in seeds)
+    assert out.unique().equal(torch.tensor([0, 1 / (1 - p)]))
+    dropped = (out == 0).double()
+    error = (p * (1 - p) / n) ** 0.5
+    assert abs(dropped.mean() - p) < 4 * error
+    assert abs(out.double().mean() - 1) < 4 * error / (1 - p)
+    pairs = {f"lag {lag}": dropped.flatten().roll(lag) for lag in (1, 2, 3, 64, 1024, 4096)}
+    pairs["another seed"] = (other == 0).double().flatten()
+    for name, shifted in pairs.items():
+        both = (dropped.flatten() * shifted).mean()
+        assert abs(both - p**2) < 4 * (p**2 / n) ** 0.5, name
+
+
+def test_dropout_differs_between_blocks_and_passes_and_is_off_in_evaluation() -> None:
+    network = small("dit")
+    x, t = torch.randn(2, *network.shape), torch.rand(2)
+    seeds: list[torch.Tensor] = []
+    for block in network.blocks:
+        block.register_forward_pre_hook(lambda _, args: seeds.append(args[2]))
+    assert not network(x, t).equal(network(x, t))
+    assert torch.stack(seeds).view(-1, 2).unique(dim=0).shape[0] == 2 * 3 * 2
+    network.eval()
+    assert network(x, t).equal(network(x, t))
+    assert seeds[-1] is None
+
+
+def test_dropout_follows_torchs_seed() -> None:
+    network = small("unet")
+    x, t = torch.randn(2, *network.shape), torch.rand(2)
+    outputs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        outputs.append(network(x, t))
+    assert outputs[0].equal(outputs[1])
+    assert not outputs[0].equal(outputs[2])

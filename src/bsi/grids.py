@@ -35,20 +35,22 @@ def _check_steps(k: int) -> None:
         raise UsageError(f"sampling needs at least one step: got k={k}")
 
 
-def check_grid(method: Method, grid: Levels) -> Levels:
-    """A grid given by the user, in float64, if it starts at the prior's level and rises within the method's range."""
+def check_grid(method: Method, grid: Levels, from_prior: bool = True) -> Levels:
+    """A grid given by the user, in float64, if it rises within the method's range and starts at the prior's level.
+
+    Sampling that does not start from the prior may start at any level.
+    """
     grid, levels = grid.double(), method.levels
     if len(grid) < 2:
         raise UsageError(f"a grid has at least two levels, the prior's and the last: got {grid.tolist()}")
     if not bool((torch.diff(grid) > 0).all()):
         raise UsageError(f"a grid's levels must rise strictly: got {grid.tolist()}")
-    close = math.isclose(float(grid[0]), levels.low, rel_tol=1e-9)
-    if not close or float(grid[-1]) > levels.high * (1 + 1e-9):
-        raise UsageError(
-            f"a grid starts at the prior's level and stays in range: got {float(grid[0])} to {float(grid[-1])}, "
-            f"expected {levels.low} to at most {levels.high}"
-        )
-    return grid
+    first, last = float(grid[0]), float(grid[-1])
+    if first < levels.low * (1 - 1e-9) or last > levels.high * (1 + 1e-9):
+        raise UsageError(f"a grid stays between {levels.low:g} and {levels.high:g}: got {first:g} to {last:g}")
+    if from_prior and not math.isclose(first, levels.low, rel_tol=1e-9):
+        raise UsageError(f"a grid starts at the prior's level, {levels.low:g}: got {first:g}")
+    return grid.clamp(levels.low, levels.high)
 
 
 def paper_grid(method: Method, k: int) -> Levels:

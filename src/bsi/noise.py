@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["Noise", "SeededNoise", "philox", "standard_normal"]
+__all__ = ["Noise", "SeededNoise", "normals", "philox", "standard_normal"]
 
 # noise(start, end) -> standard noise: the increment of a Brownian path between two informations Lambda, over its
 # standard deviation. The prior's is drawn from 0 to the first information, then one for each step.
@@ -35,7 +35,9 @@ def _multiply(word: Words, multiplier: int) -> tuple[Words, Words]:
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+def philox(
+    counter: tuple[Words, Words, Words, Words], key: tuple[int | Words, int | Words]
+) -> tuple[Words, Words, Words, Words]:
     """Four random 32-bit words for each counter, as int64."""
     a, b, c, d = counter
     k0, k1 = key
@@ -45,6 +47,17 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> 
         a, b, c, d = high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return a, b, c, d
+
+
+def normals(
+    counter: tuple[Words, Words, Words, Words], key: tuple[int | Words, int | Words], dtype: torch.dtype
+) -> Float[Tensor, "*shape 4"]:
+    """Four standard Normals for each counter, by Box and Muller, in float32 or wider."""
+    wide = dtype if dtype == torch.float64 else torch.float32
+    uniform = [(word.to(wide) + 0.5) * 2.0**-32 for word in philox(counter, key)]
+    radius = [torch.sqrt(-2 * torch.log(uniform[0])), torch.sqrt(-2 * torch.log(uniform[2]))]
+    angle = [2 * math.pi * uniform[1], 2 * math.pi * uniform[3]]
+    return torch.stack([f(a) * r for r, a in zip(radius, angle, strict=True) for f in (torch.cos, torch.sin)], dim=-1)
 
 
 def standard_normal(
@@ -60,12 +73,8 @@ def standard_normal(
         torch.arange((n + 3) // 4, device=samples.device)[None, :], samples[:, None]
     )
     counter = (block, sample & _MASK, (sample >> 32) & _MASK, torch.full_like(block, draw))
-    words = philox(counter, (seed & _MASK, (seed >> 32) & _MASK))
-    uniform = [(word.to(dtype if dtype == torch.float64 else torch.float32) + 0.5) * 2.0**-32 for word in words]
-    radius = [torch.sqrt(-2 * torch.log(uniform[0])), torch.sqrt(-2 * torch.log(uniform[2]))]
-    angle = [2 * math.pi * uniform[1], 2 * math.pi * uniform[3]]
-    normals = [f(a) * r for r, a in zip(radius, angle, strict=True) for f in (torch.cos, torch.sin)]
-    return torch.stack(normals, dim=-1).flatten(1)[:, :n].reshape(len(samples), *shape).to(dtype)
+    drawn = normals(counter, (seed & _MASK, (seed >> 32) & _MASK), dtype)
+    return drawn.flatten(1)[:, :n].reshape(len(samples), *shape).to(dtype)
 
 
 @dataclass

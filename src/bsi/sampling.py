@@ -5,6 +5,7 @@ One loop makes the history: `sample` keeps the end of `trajectory`, figures and 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bsi.fused import fused
 from bsi.gaussian import over
 from bsi.grids import check_grid
 from bsi.methods.base import Method, Predictor
@@ -47,24 +49,37 @@ def trajectory(
     noise: Noise,
     grid: Float[Tensor, " levels"],
     solver: Solver | str = "posterior",
+    start: Float[Tensor, "batch *data"] | None = None,
 ) -> Iterator[Step]:
-    """Yields every step from the prior to the decoded sample: k + 1 of them for the k steps of the grid.
+    """Every step from the prior to the decoded sample: k + 1 of them for the k steps of the grid.
 
     `noise(start, end)` draws standard noise for the information gained from `start` to `end`: first the prior's, then
-    each step's.
+    that of each step whose solver adds noise. With a latent to `start` from, the grid begins at that latent's level
+    instead of the prior's. What cannot be done is refused here, before the first evaluation.
     """
     solve = named_solver(solver) if isinstance(solver, str) else solver
-    grid = check_grid(method, grid)
-    informations = [float(value) for value in Path.of(method, grid.cpu()).information]
-    latent = method.prior(noise(0.0, informations[0]))
-    rows = _rows(solve(method, grid.cpu()), latent)
-    levels = grid.to(latent.device)
-    previous = torch.zeros_like(latent)
-    for i, row in enumerate(rows):
+    grid = check_grid(method, grid.cpu(), from_prior=start is None)
+    return _steps(method, predict, noise, grid, solve(method, grid), start)
+
+
+def _steps(
+    method: Method,
+    predict: Predictor,
+    noise: Noise,
+    grid: Float[Tensor, " levels"],
+    table: Table,
+    start: Float[Tensor, "batch *data"] | None,
+) -> Iterator[Step]:
+    informations = [float(value) for value in Path.of(method, grid).information]
+    latent = method.prior(noise(0.0, informations[0])) if start is None else start
+    rows, levels = _rows(table, latent), grid.to(latent.device)
+    step = fused(advance, latent.device)
+    previous = nothing = torch.zeros_like(latent)
+    for i, noisy in enumerate((table.eps != 0).tolist()):
         x_hat = predict(latent, levels[i].expand(len(latent)))
         yield Step(latent, levels[i], x_hat)
-        latent = advance(latent, x_hat, previous, noise(informations[i], informations[i + 1]), row)
-        previous = x_hat
+        eps = noise(informations[i], informations[i + 1]) if noisy else nothing
+        latent, previous = step(latent, x_hat, previous, eps, rows[i]), x_hat
     yield Step(latent, levels[-1], method.decode(latent, levels[-1].expand(len(latent)), predict))
 
 
@@ -78,13 +93,11 @@ def sample(
     noise: Noise,
     grid: Float[Tensor, " levels"],
     solver: Solver | str = "posterior",
+    start: Float[Tensor, "batch *data"] | None = None,
 ) -> Float[Tensor, "batch *data"]:
     """The end of a trajectory: one sample for each row of noise, as values (not bins)."""
-    step = None
-    for step in trajectory(method, predict, noise, grid, solver):  # noqa: B007
-        pass
-    assert step is not None
-    return step.x_hat
+    (last,) = deque(trajectory(method, predict, noise, grid, solver, start), maxlen=1)
+    return last.x_hat
 
 
 def evaluations(method: Method, k: int) -> int:

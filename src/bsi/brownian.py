@@ -1,0 +1,138 @@
+"""Noise as a path: one Brownian motion W in the information Lambda for each (seed, sample).
+
+Generation is ds = x_hat dLambda + dW. If each step takes its noise from one and the same W, then more steps of one
+seed converge to one image, and two grids or solvers can be compared image by image.
+
+W is a virtual Brownian tree: between two informations a < b where it is known, W at a < m < b is
+
+    W(m) = ((b - m) W(a) + (m - a) W(b)) / (b - a) + sqrt((m - a) (b - m) / (b - a)) eps                   (the bridge)
+
+with an eps that is keyed by the place in the tree. Nodes halve the interval [2^-16, 2^32] in ln Lambda, thirteen
+times; where Lambda is asked for, a last bridge with the leaf's own eps gives the value. So W(Lambda) is a sum of 16
+Normals, whatever was asked before, with weights that depend on Lambda alone: nothing is stored, and any sample's path
+can be looked at anywhere. Its law is exact on every grid with at most one point in each leaf, whose length in ln
+Lambda is `RESOLUTION` = 0.004: some 4500 geometric steps of BSI. Steps shorter than that are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bsi.errors import UsageError
+from bsi.fused import fused
+from bsi.noise import normals
+
+__all__ = ["RESOLUTION", "BrownianPath", "Expansion", "expansion"]
+
+LOW, HIGH = 2.0**-16, 2.0**32
+DEPTH = 13
+RESOLUTION = math.log(HIGH / LOW) / 2**DEPTH
+TERMS = DEPTH + 3  # two ends, the nodes on the way down, and the leaf
+CACHED = 2**18  # Normals made at a time on a CPU, so that their intermediate results stay in its cache: twice as fast
+_MASK = 0xFFFFFFFF
+
+# Keys of the Normals. Node i of the tree, counted from 1 as in a heap, is 1 + i; the leaves follow.
+_FIRST, _LAST, _LEAVES = 0, 1, 1 + 2**DEPTH
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """W(Lambda) = sum of weights[i] times the Normal with the key keys[i]; `leaf` holds no other point of a grid."""
+
+    keys: tuple[int, ...]
+    weights: tuple[float, ...]
+    leaf: int
+
+
+@functools.lru_cache(maxsize=4096)
+def expansion(information: float) -> Expansion:
+    """The Normals that W(information) is made of. Computed in float64, so that differences of paths keep digits."""
+    first, last = {_FIRST: math.sqrt(LOW)}, {_FIRST: math.sqrt(LOW), _LAST: math.sqrt(HIGH - LOW)}
+    if information <= LOW:
+        leaf = _LEAVES + 2**DEPTH
+        value = _bridge(0.0, {}, LOW, first, information, leaf)
+    elif information >= HIGH:
+        leaf = _LEAVES + 2**DEPTH + 1
+        value = {**last, leaf: math.sqrt(information - HIGH)}
+    else:
+        a, b, left, right, node = LOW, HIGH, first, last, 1
+        for _ in range(DEPTH):
+            middle = math.sqrt(a * b)
+            between = _bridge(a, left, b, right, middle, 1 + node)
+            if information < middle:
+                b, right, node = middle, between, 2 * node
+            else:
+                a, left, node = middle, between, 2 * node + 1
+        leaf = _LEAVES + node - 2**DEPTH
+        value = _bridge(a, left, b, right, information, leaf)
+    return Expansion(tuple(value), tuple(value.values()), leaf)
+
+
+def _bridge(
+    a: float, left: dict[int, float], b: float, right: dict[int, float], m: float, key: int
+) -> dict[int, float]:
+    """W(m) from W(a), W(b) and the Normal `key`, each as weights of Normals."""
+    value = {
+        name: ((b - m) * left.get(name, 0.0) + (m - a) * right.get(name, 0.0)) / (b - a) for name in {**left, **right}
+    }
+    return {**value, key: math.sqrt((m - a) * (b - m) / (b - a))}
+
+
+def _combine(
+    seed: Int[Tensor, "2"],
+    samples: Int[Tensor, " batch"],
+    keys: Int[Tensor, " terms"],
+    weights: Float[Tensor, " terms"],
+    n: int,
+) -> Float[Tensor, "batch n"]:
+    """The weighted sum of Normals for each sample: pure tensor operations, which compile to one kernel."""
+    block, sample, place = torch.broadcast_tensors(
+        torch.arange((n + 3) // 4, device=samples.device)[None, None, :], samples[None, :, None], keys[:, None, None]
+    )
+    counter = (block, sample & _MASK, (sample >> 32) & _MASK, place)
+    drawn = normals(counter, (seed[0], seed[1]), weights.dtype)
+    return (weights[:, None, None, None] * drawn).sum(0).flatten(1)[:, :n]
+
+
+@dataclass
+class BrownianPath:
+    """`Noise` for the given samples of one seed, as increments of their paths."""
+
+    seed: int
+    samples: Int[Tensor, " batch"]
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    _reached: float = field(default=0.0, init=False, repr=False)
+    _value: Tensor | float = field(default=0.0, init=False, repr=False)  # W there, from which the next step starts
+
+    def at(self, information: float) -> Float[Tensor, "batch *data"]:
+        """W(information), of variance `information`."""
+        terms, device = expansion(information), self.samples.device
+        padding = (0,) * (TERMS - len(terms.keys))  # one shape, so that one compiled kernel serves all
+        # Copies that do not wait for the device: waiting would leave it idle between two steps.
+        keys = torch.tensor(terms.keys + padding).to(device, non_blocking=True)
+        weights = torch.tensor(terms.weights + padding, dtype=self.dtype).to(device, non_blocking=True)
+        seed = torch.tensor([self.seed & _MASK, (self.seed >> 32) & _MASK]).to(device, non_blocking=True)
+        n, combine = math.prod(self.shape), fused(_combine, device)
+        size = len(self.samples) if device.type == "cuda" else max(1, CACHED // (TERMS * n))
+        parts = [combine(seed, part, keys, weights, n) for part in self.samples.split(size)]
+        return torch.cat(parts).reshape(-1, *self.shape)
+
+    def __call__(self, start: float, end: float) -> Float[Tensor, "batch *data"]:
+        """(W(end) - W(start)) / sqrt(end - start)."""
+        if start == end == 0:  # BFN's prior: nothing is known yet, and nothing is drawn
+            return torch.zeros(len(self.samples), *self.shape, dtype=self.dtype, device=self.samples.device)
+        if start > 0 and expansion(start).leaf == expansion(end).leaf:
+            raise UsageError(
+                f"a Brownian path resolves steps of {RESOLUTION:.2g} in ln Lambda: got a step from {start:g} to "
+                f"{end:g}. Take fewer steps, or independent noise."
+            )
+        before, after = self._value if start == self._reached else self.at(start), self.at(end)
+        self._reached, self._value = end, after
+        return (after - before) / math.sqrt(end - start)

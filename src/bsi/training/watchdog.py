@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs leave them out
 
 from bsi.training.distributed import Place
 

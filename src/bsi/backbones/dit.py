@@ -8,6 +8,7 @@ adaln.py holds the rest of a block and the account of its memory traffic.
 """
 
 from collections.abc import Iterator
+from typing import Literal, cast
 
 from einops import rearrange
 from jaxtyping import Float, Int, Int32
@@ -23,7 +24,9 @@ from bsi.backbones.starts import xavier_
 
 
 class DiT(Backbone):
-    """A DiT for data of one shape (channels, *space)."""
+    """A DiT for data of one shape (channels, *space). `trunk` is the form of its blocks: accelerate.py chooses it."""
+
+    trunk: Literal["plain", "fused", "lean"] = "plain"
 
     def __init__(
         self, config: DiTConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
@@ -52,13 +55,30 @@ class DiT(Backbone):
         x = self.embed(patchify(features, self.config.patch))
         x = x + self.positions.to(x.dtype)  # the stream keeps the type of the computation
         drops = self.training and self.config.dropout > 0
-        seeds = draw_seeds(2 * self.config.depth, x.device).view(-1, 2, 2) if drops else [None] * self.config.depth
-        for block, modulation, seed in zip(self.blocks, per_block, seeds, strict=True):
+        seeds = draw_seeds(2 * self.config.depth, x.device).view(-1, 2, 2) if drops else None
+        if self.trunk == "plain":
+            out = self.head(self._blocks(x, per_block, seeds), last)
+        else:
+            from bsi.backbones.fused import fused_trunk  # needs Triton, which only some machines have
+
+            lean, blocks = self.trunk == "lean", [cast(Block, block) for block in self.blocks]
+            h = fused_trunk(x, blocks, per_block, last, self.config.heads, self.config.dropout, seeds, lean)
+            out = self.head.project(h)
+        return unpatchify(out, self.grid, self.config.patch)
+
+    def _blocks(
+        self,
+        x: Float[Tensor, "batch tokens width"],
+        modulations: list[Float[Tensor, "batch 6 width"]],
+        seeds: Int32[Tensor, "depth 2 2"] | None,
+    ) -> Float[Tensor, "batch tokens width"]:
+        for i, (block, modulation) in enumerate(zip(self.blocks, modulations, strict=True)):
+            seed = None if seeds is None else seeds[i]
             if self.config.checkpoint and self.training:
                 x = checkpoint(block, x, modulation, seed, use_reentrant=False)
             else:
                 x = block(x, modulation, seed)
-        return unpatchify(self.head(x, last), self.grid, self.config.patch)
+        return x
 
     def regions(self) -> Iterator[nn.Module]:
         yield from self.blocks

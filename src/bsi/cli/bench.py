@@ -1,0 +1,95 @@
+"""`bsi bench`: how fast a network trains, samples and measures here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from bsi.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Time a network's training step, its evaluations for sampling, or the bound, beside plain matrix products.
+
+    Warms up, repeats, and takes the median; by device events on a GPU, by the wall clock on a CPU. Training is the
+    trainer's own step: noise, loss, backward, clipping, AdamW, EMA. Sampling and the bound count images times
+    evaluations.
+    """
+
+    work: Annotated[Literal["train", "sample", "elbo"], tyro.conf.Positional]
+    """what to time"""
+    backbone: str = "dit-l/2"
+    """its name, e.g. dit-s/2, dit-mini/2, dit-l/2, unet-128x32"""
+    batch: int = 128
+    """images at a time"""
+    size: int = 32
+    """height and width of the images, which have three channels"""
+    precision: Literal["auto", "bf16", "float16", "float32"] = "auto"
+    """inside the network"""
+    method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"
+    """all three cost the same: see for yourself"""
+    lean: bool = False
+    """keep less for the backward pass"""
+    repeats: int = 5
+    """how often it is timed"""
+    check: bool = False
+    """compare with float32, eager, on fresh random inputs first"""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """where"""
+    json: bool = False
+    """one JSON object for each method on stdout"""
+
+
+def run(args: Bench) -> int:
+    from bsi.backbones import compute_dtype, cost, resolve
+
+    if args.batch < 1 or args.repeats < 1 or args.size < 1:
+        raise UsageError(f"batch, repeats and size are at least 1: got {args.batch}, {args.repeats}, {args.size}")
+    backbone, shape = resolve(args.backbone), (3, args.size, args.size)
+    cost(backbone, shape, 256)  # refuses what cannot be built, before torch allocates anything
+
+    from bsi.evaluation.speed import Case, check, measure
+    from bsi.training.distributed import pick_device
+
+    device = pick_device(None if args.device == "auto" else args.device, 0)
+    compute_dtype(args.precision, device)
+    matmul, code = None, 0
+    for method in ("bsi", "bfn", "vdm") if args.method == "all" else (args.method,):
+        case = Case(args.work, backbone, shape, args.batch, method, args.precision, args.lean, device)
+        record: dict[str, Any] = {
+            "work": args.work, "backbone": args.backbone, "shape": shape, "batch": args.batch, "method": method,
+            "precision": args.precision, "lean": args.lean, "device": _name(device),
+        }  # fmt: skip
+        if args.check:
+            agreement = check(case)
+            record["check"] = asdict(agreement) | {"holds": agreement.holds}
+            code = code if agreement.holds else 1
+            verdict = "holds" if agreement.holds else "BROKEN"
+            print(f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
+                  f"{agreement.tolerance:.0e}: {verdict}", file=sys.stderr)  # fmt: skip
+        speed = measure(case, args.repeats, matmul)
+        matmul = speed.matmul_tflops
+        record |= asdict(speed)
+        print(json.dumps(record) if args.json else _line(record), flush=True)
+    return code
+
+
+def _name(device: object) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if str(device).startswith("cuda") else "cpu"
+
+
+def _line(r: dict[str, Any]) -> str:
+    memory = f", peak {r['peak_gib']:.1f} GiB" if r["peak_gib"] == r["peak_gib"] else ""
+    return (
+        f"{r['work']} {r['backbone']} {r['method']} batch {r['batch']} on {r['device']}: "
+        f"{r['images_per_s']:.4g} images/s ({r['milliseconds']:.1f} ms ± {100 * r['spread']:.0f} %), "
+        f"{r['tflops']:.4g} TFLOP/s = {r['fraction']:.2f} of {r['matmul_tflops']:.4g} in plain products{memory}, "
+        f"first step after {r['first_step_s']:.1f} s"
+    )

@@ -1,0 +1,287 @@
+"""How fast a network trains, samples and measures, beside what the same machine reaches in plain matrix products.
+
+The training step is the trainer's own (`Engine.step`): noise, levels, loss, backward, clipping, AdamW, EMA. Sampling
+and the bound count images times network evaluations. Times are the median of repeats after a warm-up, by device events
+on a GPU and by the wall clock on a CPU. `check` compares the fast form with float32, eager, on fresh random inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from bsi.backbones import Backbone, BackboneConfig, Precision, build, compute_dtype, cost
+from bsi.backbones.accelerate import accelerate, freeze
+from bsi.elbo import measurement_loss
+from bsi.grids import paper_grid
+from bsi.levels import low_discrepancy
+from bsi.likelihood import Bins
+from bsi.model import Model
+from bsi.noise import SeededNoise
+from bsi.sampling import evaluations, sample
+from bsi.training.dataset import build_method, build_model, open_training_data
+from bsi.training.distributed import Place, World
+from bsi.training.recipe import METHODS, Data, MethodName, Optimiser, Recipe
+from bsi.training.step import Engine
+from bsi.training.stream import Stream
+from bsi.training.watchdog import watching
+
+__all__ = ["Agreement", "Case", "Speed", "Work", "check", "measure"]
+
+Work = Literal["train", "sample", "elbo"]
+
+BINS = Bins.uint8()
+SAMPLING_STEPS = 8
+TRAINING_COST = 3  # forward passes that a forward and a backward pass cost
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured."""
+
+    work: Work
+    backbone: BackboneConfig
+    shape: tuple[int, ...]
+    batch: int
+    method: MethodName
+    precision: Precision
+    lean: bool
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was found. `fraction` is of the machine's own matrix products, measured in the same process."""
+
+    images_per_s: float
+    milliseconds: float
+    spread: float
+    tflops: float
+    matmul_tflops: float
+    fraction: float
+    peak_gib: float
+    first_step_s: float
+    parameters: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Running:
+    """Something to time, and how often it evaluates the network for each image (a training step: once)."""
+
+    step: Callable[[], object]
+    evaluations: int
+
+
+def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None) -> Speed:
+    """Time one case; `matmul_tflops` from an earlier case of the same process need not be measured again."""
+    torch.manual_seed(0)
+    if case.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(case.device)
+    with _WORK[case.work](case) as running:
+        running.step()
+        _wait(case.device)
+        first = since_process_start()
+        times = _times(running.step, case.device, repeats)
+    seconds = statistics.median(times)
+    work = case.batch * running.evaluations * cost(case.backbone, case.shape, BINS.count).flops
+    tflops = work * (TRAINING_COST if case.work == "train" else 1) / seconds / 1e12
+    peak = torch.cuda.max_memory_allocated(case.device) / 2**30 if case.device.type == "cuda" else float("nan")
+    reachable = matmul_tflops or measure_matmul(case.device, case.precision)
+    return Speed(
+        images_per_s=case.batch * running.evaluations / seconds,
+        milliseconds=1e3 * seconds,
+        spread=(max(times) - min(times)) / seconds,
+        tflops=tflops,
+        matmul_tflops=reachable,
+        fraction=tflops / reachable,
+        peak_gib=peak,
+        first_step_s=first,
+        parameters=cost(case.backbone, case.shape, BINS.count).parameters,
+        repeats=repeats,
+    )
+
+
+def measure_matmul(device: torch.device, precision: Precision) -> float:
+    """TFLOP/s of a large square matrix product in the type that is used inside the network."""
+    n = 8192 if device.type == "cuda" else 1024
+    dtype = compute_dtype(precision, device) or torch.float32
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return 2 * n**3 / statistics.median(_times(lambda: a @ b, device, 5)) / 1e12
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _times(step: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of a step, `repeats` times: each the mean over as many steps as fill about a third of a second."""
+    step()
+    _wait(device)
+    began = time.perf_counter()
+    step()
+    _wait(device)
+    inner = max(1, min(100, round(0.3 / max(time.perf_counter() - began, 1e-6))))
+    found = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(inner):
+                step()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / inner / 1e3)
+        else:
+            began = time.perf_counter()
+            for _ in range(inner):
+                step()
+            found.append((time.perf_counter() - began) / inner)
+    return found
+
+
+def since_process_start() -> float:
+    """Seconds since this process began, imports included; NaN where the system does not say."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return float("nan")
+
+
+def _recipe(case: Case) -> Recipe:
+    return Recipe(
+        name="bench",
+        method=METHODS[case.method](),
+        backbone=case.backbone,
+        data=Data("bench"),
+        steps=10**9,
+        batch=case.batch,
+        optimiser=Optimiser(lr=1e-4),
+        virtual_shards=1,
+        precision=case.precision,
+    )
+
+
+@contextmanager
+def _train(case: Case) -> Iterator[Running]:
+    """The trainer's step, on random images that lie on the device."""
+    recipe, world = _recipe(case), World(Place(), case.device)
+    images = torch.randint(BINS.count, (4 * case.batch, *case.shape), dtype=torch.uint8)
+    data = open_training_data(recipe, case.device, images)
+    model = _fast(build_model(recipe, data.spec, None).to(case.device).train(), case)
+    engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device))
+    stream = Stream(recipe, data.train, data.spec.shape, world, 0)
+    with watching(world.place, limit_s=600.0) as watchdog, contextlib.closing(stream):
+        yield Running(lambda: engine.step(stream, watchdog), 1)
+
+
+@contextmanager
+def _sample(case: Case) -> Iterator[Running]:
+    """A few steps of the paper's sampler, from the noise to the sample."""
+    model = _trained(case)
+    grid, ids = paper_grid(model.method, SAMPLING_STEPS), torch.arange(case.batch, device=case.device)
+
+    @torch.no_grad()
+    def step() -> None:
+        sample(model.method, model.denoiser, SeededNoise(0, ids, case.shape), grid)
+
+    yield Running(step, evaluations(model.method, SAMPLING_STEPS))
+
+
+@contextmanager
+def _elbo(case: Case) -> Iterator[Running]:
+    """One level of the bound for each image."""
+    model = _trained(case)
+    x = BINS.values(torch.randint(BINS.count, (case.batch, *case.shape), dtype=torch.uint8, device=case.device))
+    t = low_discrepancy(case.batch, 0.5).to(case.device)
+
+    @torch.no_grad()
+    def step() -> None:
+        measurement_loss(model.method, model.denoiser, x, t, torch.randn_like(x))
+
+    yield Running(step, 1)
+
+
+_WORK: dict[Work, Callable[[Case], AbstractContextManager[Running]]] = {
+    "train": _train,
+    "sample": _sample,
+    "elbo": _elbo,
+}
+
+
+def _trained(case: Case) -> Model:
+    """A model as it is used after training: its weights in the type of the computation, since nothing changes them."""
+    model = Model(build(case.backbone, case.shape, BINS.count), build_method(METHODS[case.method]()), case.shape, BINS)
+    model = _fast(model.to(case.device).eval(), case)
+    network = model.denoiser.backbone
+    if isinstance(network, Backbone):
+        freeze(network)
+    return model
+
+
+def _fast(model: Model, case: Case) -> Model:
+    network = model.denoiser.backbone
+    assert isinstance(network, Backbone)
+    network.compute_dtype = compute_dtype(case.precision, case.device)
+    accelerate(network, case.device, case.lean)
+    return model
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Relative distance |fast - reference| / |reference| of outputs and of gradients, and what is tolerated."""
+
+    output: float
+    gradient: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        return self.output <= self.tolerance and self.gradient <= self.tolerance
+
+
+# Eight bits of mantissa, rounded at every operation of a deep network; float32 differs only in the order of its sums.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, None: 1e-4}
+
+
+def check(case: Case, batch: int = 8) -> Agreement:
+    """The fast form of a network beside float32, eager: outputs and gradients, dropout included."""
+    torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
+    reference = build(case.backbone, case.shape, BINS.count).to(case.device).train()
+    for parameter in reference.parameters():
+        if not bool(parameter.any()):
+            nn.init.normal_(parameter, std=0.02)  # what starts at 0 would hide everything behind it
+    fast = copy.deepcopy(reference)
+    fast.compute_dtype = compute_dtype(case.precision, case.device)
+    accelerate(fast, case.device, case.lean)
+    x, direction = (torch.randn(batch, *case.shape, device=case.device) for _ in range(2))
+    t = torch.rand(batch, device=case.device)
+
+    def run(network: nn.Module) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        output = network(x, t)
+        gradients = torch.autograd.grad((output * direction).sum(), list(network.parameters()))
+        return output.detach(), torch.cat([g.flatten() for g in gradients])
+
+    (expected, expected_gradient), (found, found_gradient) = run(reference), run(fast)
+    return Agreement(
+        output=float((found - expected).norm() / expected.norm()),
+        gradient=float((found_gradient - expected_gradient).norm() / expected_gradient.norm()),
+        tolerance=TOLERANCE[fast.compute_dtype],
+    )

@@ -113,6 +113,15 @@ def test_labels_follow_their_samples_through_a_split_by_hash(tmp_path: Path) -> 
     assert len(dataset.test) > 50
 
 
+def test_the_split_does_not_depend_on_how_the_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Arrays(saved(tmp_path / "x.npy", np.arange(500.0)), test_fraction=0.3).plan()
+    whole = prepare(plan, tmp_path / "whole")
+    monkeypatch.setattr("bsi.data.arrays.BLOCK_BYTES", 8 * 7)
+    assert prepare(plan, tmp_path / "pieces").version == whole.version
+    rest = np.concatenate([block.rows["test"] for block in plan.blocks(123)])
+    assert np.array_equal(rest, whole.test[whole.test >= 123])
+
+
 def bad_npz(path: Path) -> Path:
     """An archive whose array claims a terabyte that its member does not have."""
     with zipfile.ZipFile(path, "w") as archive:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from bsi.data import batches
 from bsi.data.batches import ResidentSource, ahead, as_source, flip, gather
 from bsi.data.order import coins, sample_ids
 from bsi.data.store import open_dataset
@@ -47,9 +48,9 @@ def test_the_number_of_workers_does_not_change_the_order(images: np.ndarray) -> 
     """Row 9 of the fault table."""
     data = Pairs(torch.from_numpy(np.array(images)))
     ids = sample_ids(seed=0, n=50, start=0, count=100)
-    batches = [as_source(data, workers=workers).take(ids) for workers in (0, 1, 3)]
-    assert torch.equal(batches[0], batches[1])
-    assert torch.equal(batches[0], batches[2])
+    alone, one, three = (as_source(data, workers=workers).take(ids) for workers in (0, 1, 3))
+    assert torch.equal(alone, one)
+    assert torch.equal(alone, three)
 
 
 def test_batches_fetched_ahead_come_in_order(images: np.ndarray) -> None:
@@ -59,6 +60,30 @@ def test_batches_fetched_ahead_come_in_order(images: np.ndarray) -> None:
         found = list(ahead(source, ids, depth))
         assert len(found) == len(ids)
         assert all(torch.equal(x, source.take(i)) for x, i in zip(found, ids, strict=True))
+
+
+def test_a_set_is_brought_to_the_device_piece_by_piece(images: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "CHUNK_BYTES", 7 * 48)
+    found = batches._upload(images, torch.device("cpu"))
+    assert np.array_equal(found.numpy(), images)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_set_that_fits_stays_on_the_device_and_gives_the_same_batches(
+    images: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = sample_ids(0, 50, 0, 32)
+    expected = as_source(images).take(ids)
+    resident = as_source(images, "cuda")
+    assert isinstance(resident, ResidentSource)
+    monkeypatch.setattr(batches, "RESIDENT_PART", 0.0)
+    mapped = as_source(images, "cuda")
+    assert not isinstance(mapped, ResidentSource)
+    for source in (resident, mapped, as_source(Pairs(torch.from_numpy(np.array(images))), "cuda")):
+        batch = source.take(ids)
+        assert batch.device.type == "cuda"
+        assert torch.equal(batch.cpu(), expected)
+        assert torch.equal(flip(batch, 1, 5).cpu(), flip(expected, 1, 5))
 
 
 def test_a_batch_is_a_copy_and_leaves_the_dataset_alone() -> None:

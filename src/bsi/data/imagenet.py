@@ -23,6 +23,7 @@ from bsi.data.npy import ArrayFile, NpzFile
 from bsi.data.pixels import UINT8
 from bsi.data.plan import BLOCK_BYTES, Block, Plan
 from bsi.errors import DataError, UsageError
+from bsi.progress import Progress
 
 __all__ = ["ImageNet32", "ImageNet64"]
 
@@ -61,11 +62,13 @@ class ImageNet64:
 def _plan(path: Path, size: int) -> Plan:
     path = path.expanduser()
     counts = {}
-    with _batches(path) as found:
+    # A header inside a zip inside a zip is reached by decompressing: minutes for the larger set.
+    with _batches(path) as found, Progress(f"check imagenet{size}", len(BATCHES), "batch") as progress:
         for name in BATCHES:
             with _opened(found, name) as batch, batch.array("data") as data:
                 _check(data, size)
                 counts[name] = (len(data), found[name].size)
+            progress.advance()
     total = sum(count for count, _ in counts.values())
     return Plan(
         name=f"imagenet{size}",

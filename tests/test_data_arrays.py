@@ -182,7 +182,7 @@ def test_what_is_not_data_is_refused_by_name_and_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="row 42 has values that are NaN"):
         prepare(Arrays(saved(tmp_path / "nan.npy", bad)).plan(), tmp_path / "nan")
     bad[42, 1] = 1e300
-    with pytest.raises(DataError, match=r"row 42 .* too large for float32"):
+    with pytest.raises(DataError, match=r"row 42 .* beyond float32"):
         prepare(Arrays(saved(tmp_path / "large.npy", bad)).plan(), tmp_path / "large")
     bad[42, 1] = 1.5
     with pytest.raises(DataError, match=r"row 42 has values outside \[0.0, 1.0\]"):

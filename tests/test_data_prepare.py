@@ -262,8 +262,8 @@ def test_a_manifest_that_was_changed_is_refused(whole: Dataset, tmp_path: Path) 
         (folder / MANIFEST).write_text(json.dumps({**good, key: value}))
         with pytest.raises(DataError, match="again"):
             open_dataset(folder)
-    for text in ("", "[]", "{}", "null"):
-        (folder / MANIFEST).write_text(text)
+    for text in (b"", b"[]", b"{}", b"null", b"\xff\xfe", b"[" * 100_000):
+        (folder / MANIFEST).write_bytes(text)
         with pytest.raises(DataError, match="not a dataset's manifest"):
             open_dataset(folder)
 
@@ -282,5 +282,7 @@ def test_a_split_without_samples_is_refused_when_asked_for(tmp_path: Path) -> No
     assert dataset.split("train") is dataset.train
     with pytest.raises(DataError, match="no test samples"):
         dataset.split("test")
+    with pytest.raises(UsageError, match="splits train and test"):
+        dataset.split("validation")
     with pytest.raises(DataError, match="no training samples"):
         prepare(plan(blocks=lambda _: iter([])), tmp_path / "empty")

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import bsi.data.digits
+from bsi.data.arrays import Arrays
 from bsi.data.manifest import digest, fingerprint
+from bsi.data.prepare import prepare
 from bsi.data.store import open_dataset
 from bsi.errors import DataError
 
@@ -55,6 +57,19 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path) -> None
         open_dataset("digit", root=tmp_path)
     with pytest.raises(DataError, match="bsi data NAME"):
         open_dataset(tmp_path / "nothing")
+
+
+def test_a_bare_name_means_the_data_folder_whatever_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, count in (("root", 3), ("here", 4)):
+        np.save(tmp_path / "x.npy", np.arange(float(count)))
+        prepare(Arrays(tmp_path / "x.npy", test_fraction=0.0).plan(), tmp_path / folder / "x")
+    monkeypatch.chdir(tmp_path / "here")
+    assert len(open_dataset("x", root=tmp_path / "root").train) == 3
+    assert len(open_dataset("./x", root=tmp_path / "root").train) == 4
+    assert len(open_dataset(Path("x"), root=tmp_path / "root").train) == 4
+    assert len(open_dataset("x", root=tmp_path).train) == 4
 
 
 def test_digests_are_sha256() -> None:

@@ -160,6 +160,5 @@ def _check(archive: Path, name: str, regular: bool, count: int, total: int, max_
     if total > max_bytes or count >= MAX_MEMBERS:
         raise DataError(
             f"{archive} unpacks to more than {max_bytes / 2**30:.3g} GiB or {MAX_MEMBERS} files (at {name!r}), more "
-            f"than this dataset "
-            f"can have. The archive is refused."
+            f"than this dataset can have. The archive is refused."
         )

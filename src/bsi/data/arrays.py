@@ -88,8 +88,8 @@ def _opened(path: Path, stack: ExitStack) -> dict[str, ArrayFile]:
     if "train" not in known:
         if len(archive.names) != 1:
             raise DataError(
-                f"{path} holds the arrays {', '.join(archive.names) or 'none'}: "
-                f"name one of them `train`, or keep only one."
+                f"{path} holds the arrays {', '.join(archive.names) or 'none'}: name one of them `train`, or keep "
+                f"only one."
             )
         return {"train": stack.enter_context(archive.array(archive.names[0]))}
     if ("train_labels" in known) != ("test_labels" in known) and "test" in known:
@@ -114,8 +114,8 @@ def _check(array: ArrayFile, first: ArrayFile, bins: BinRange | None) -> None:
 def _check_labels(array: ArrayFile, data: dict[str, ArrayFile], split: str) -> None:
     if split not in data or array.header.shape != (len(data[split]),) or array.header.dtype.kind not in "iu":
         raise DataError(
-            f"{array.name} has shape {array.header.shape} of {array.header.dtype}; "
-            f"expected one integer per {split} sample."
+            f"{array.name} has shape {array.header.shape} of {array.header.dtype}; expected one integer per {split} "
+            f"sample."
         )
 
 
@@ -129,9 +129,7 @@ def _blocks(path: Path, bins: BinRange | None, test_fraction: float, start: int)
             array, labels = arrays[split], arrays.get(f"{split}_labels")
             row = min(max(0, start - first), len(array))
             # Labels take one number per sample: they are read whole.
-            numbers = (
-                np.concatenate(list(labels.blocks(0, BLOCK_BYTES))) if labels is not None and len(labels) else None
-            )
+            numbers = None if labels is None else _whole(labels)
             for rows in array.blocks(row, BLOCK_BYTES):
                 stored = _stored(rows, bins, array.name, row)
                 is_test = np.full(len(rows), split == "test")
@@ -148,6 +146,10 @@ def _blocks(path: Path, bins: BinRange | None, test_fraction: float, start: int)
             first += len(array)
 
 
+def _whole(array: ArrayFile) -> Shaped[np.ndarray, "..."]:
+    return np.concatenate([np.empty((0, *array.header.shape[1:]), array.header.dtype), *array.blocks(0, BLOCK_BYTES)])
+
+
 def _stored(
     rows: Shaped[np.ndarray, "rows *shape"], bins: BinRange | None, name: str, first: int
 ) -> Shaped[np.ndarray, "rows *shape"]:
@@ -157,9 +159,7 @@ def _stored(
             values = rows.astype("<f4")
         low, high = (bins.low, bins.high) if bins else (-np.inf, np.inf)
         bad = ~(np.isfinite(values) & (rows >= low) & (rows <= high))
-        problem = (
-            f"values outside [{low}, {high}]" if bins else "values that are NaN, infinite or too large for float32"
-        )
+        problem = f"values outside [{low}, {high}]" if bins else "values that are NaN, infinite or beyond float32"
         stored = values if bins is None else bins.indices(np.where(bad, low, rows).astype(np.float64))
     else:
         assert bins is not None, "integers without bins were refused by the plan"

@@ -1,5 +1,4 @@
-"""Batches by index: whatever holds samples, as something that can be asked for the samples of given ids. The one file
-of data/ that imports torch.
+"""Batches by index: whatever holds samples, asked for those of given ids. The one file of data/ that imports torch.
 
     source = as_source(dataset.train, device="cuda")          # or a tensor, or any map-style torch Dataset
     x = source.take(sample_ids(seed, len(source), start, count))
@@ -81,9 +80,7 @@ class MappedSource:
 
 
 class MapSource:
-    """A map-style torch Dataset: a sample is `dataset[i]`, or its first part if that is a tuple. Fetched by `workers`
-    threads.
-    """
+    """A map-style torch Dataset: a sample is `dataset[i]`, or the first part of that. Fetched by `workers` threads."""
 
     def __init__(self, dataset: Any, device: torch.device, workers: int = 0) -> None:
         self.dataset, self.device = dataset, device
@@ -105,16 +102,13 @@ class MapSource:
         if not isinstance(item, Tensor):
             raise DataError(
                 f"sample {index} of {type(self.dataset).__name__} is a {type(item).__name__}; expected a tensor or an "
-                f"array, alone "
-                f"or first in a tuple. Convert it in the Dataset's __getitem__."
+                f"array, alone or first in a tuple. Convert it in the Dataset's __getitem__."
             )
         return item
 
 
 def as_source(data: object, device: torch.device | str = "cpu", workers: int = 0) -> BatchSource:
-    """A source of batches on `device` from a tensor, a NumPy array or memory map, a map-style Dataset, or a source as
-    it is.
-    """
+    """Batches on `device` from a tensor, a NumPy array or memory map, a map-style Dataset; a source stays as it is."""
     device = torch.device(device)
     if isinstance(data, Tensor):
         _check(data.ndim, len(data) if data.ndim else 0)
@@ -154,11 +148,9 @@ def _upload(array: Shaped[np.ndarray, "n *data"], device: torch.device) -> Shape
 
 def _to_device(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
     """Pinned memory lets the copy run beside the computation, so that the host does not wait for the device."""
-    return (
-        x.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda" and x.device.type == "cpu"
-        else x.to(device)
-    )
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def flip(x: Shaped[Tensor, "batch *data width"], seed: int, start: int) -> Shaped[Tensor, "batch *data width"]:

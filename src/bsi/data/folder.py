@@ -1,5 +1,6 @@
-"""Images in any tree of folders. An image belongs to the test part if the hash of its relative path says so: adding or
-removing files moves no other file to the other part.
+"""Images in any tree of folders.
+
+An image is for testing if the hash of its relative path says so: adding or removing files moves no other file.
 
 The tree is walked in sorted order, one folder at a time, and images are decoded by a few threads block by block: memory
 is that of one folder's listing, one block and the images being decoded, at any number of images.
@@ -106,15 +107,12 @@ def _size(path: Path) -> int:
 
 def for_testing(name: str, fraction: float) -> bool:
     """Whether the hash of a relative path, as a number in [0, 1), is below `fraction`."""
-    return (
-        int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") < fraction * 2**64
-    )
+    sha = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(sha[:8], "big") < fraction * 2**64
 
 
 def walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Relative paths of the files with one of the suffixes, folder by folder in sorted order. Hidden files are left
-    out.
-    """
+    """Relative paths of the files with one of the suffixes, folder by folder, sorted; hidden ones are left out."""
     if not root.is_dir():
         raise DataError(f"{root} is not a folder. Give the folder with --from.")
     folders = [""]

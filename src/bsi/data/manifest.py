@@ -51,8 +51,7 @@ class Standardisation:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset described: `counts` per split, `shape` and `dtype` of a sample, `options` of its source, hashes of its
-    files.
+    """A dataset described: `counts` per split, `shape` and `dtype` of a sample, `options` of its source, its files.
 
     `bins` gives stored integers their values; it is None for continuous data, which has a `standardisation` instead.
     `input` names what the dataset was made from, `skipped` the input files that could not be read and why.
@@ -83,7 +82,7 @@ class Manifest:
         return json.dumps({"format": FORMAT, "version": self.version, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: Path) -> Manifest:
+    def from_json(cls, text: bytes, where: Path) -> Manifest:
         """Read a manifest that may be damaged: everything that is used later is checked here."""
         try:
             given = json.loads(text)
@@ -110,7 +109,7 @@ class Manifest:
             )
         except BsiError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{where} is not a dataset's manifest: {error!r}. Prepare the dataset again.") from error
         if manifest.version != given["version"]:
             raise DataError(

@@ -104,8 +104,7 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
             if claimed != size:
                 raise DataError(
                     f"{name} claims {self.header.shape} elements of {self.header.dtype}, {claimed} bytes with its "
-                    f"header, "
-                    f"but holds {size} bytes. The file is damaged."
+                    f"header, but holds {size} bytes. The file is damaged."
                 )
             if self.header.fortran:
                 raise DataError(f"{name} is stored column by column. Save numpy.ascontiguousarray(array) instead.")
@@ -144,9 +143,7 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
 
 
 class NpzFile(AbstractContextManager["NpzFile"]):
-    """The arrays of a `.npz`, opened one at a time, never loaded whole. Refuses encrypted members and decompression
-    bombs.
-    """
+    """The arrays of a `.npz`, opened one at a time, never loaded whole. Refuses encrypted members and bombs."""
 
     def __init__(self, stream: BufferedIOBase, name: str) -> None:
         self.stream, self.name = stream, name
@@ -187,6 +184,6 @@ def check_zip(archive: zipfile.ZipFile, name: str) -> None:
         if info.file_size > RATIO_FREE_BYTES and info.file_size > MAX_RATIO * max(1, info.compress_size):
             raise DataError(
                 f"{name}: member {info.filename!r} claims to unpack from {info.compress_size} to {info.file_size} "
-                f"bytes, more than "
-                f"{MAX_RATIO} times. This is a decompression bomb, or constant data that needs no model."
+                f"bytes, more than {MAX_RATIO} times. This is a decompression bomb, or constant data that needs no "
+                f"model."
             )

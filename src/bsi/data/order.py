@@ -74,9 +74,7 @@ def _permute(
 
 
 def sample_ids(seed: int, n: int, start: int, count: int) -> Int64[np.ndarray, " count"]:
-    """The indices of the samples at positions start .. start + count - 1 of the stream. Every epoch visits each of n
-    once.
-    """
+    """The samples at positions start .. start + count - 1 of the stream. Every epoch visits each of the n once."""
     if not 1 <= n < 2**62:
         raise UsageError(f"an order needs at least one sample: got n={n}")
     if start < 0 or count < 0 or start + count >= 2**62:
@@ -109,8 +107,7 @@ def shards_of(rank: int, world: int, shards: int = SHARDS) -> range:
         fit = ", ".join(map(str, _divisors(max(shards, 1))))
         raise UsageError(
             f"{world} ranks cannot share {shards} virtual shards evenly: use a world size of {fit}, or another number "
-            f"of shards "
-            f"(which gives another run)."
+            f"of shards (which gives another run)."
         )
     if not 0 <= rank < world:
         raise UsageError(f"a rank lies in 0 .. {world - 1}: got rank={rank} of world={world}")
@@ -119,9 +116,7 @@ def shards_of(rank: int, world: int, shards: int = SHARDS) -> range:
 
 
 def check_batch(batch: int, world: int = 1, accumulation: int = 1, shards: int = SHARDS) -> None:
-    """Refuse a global batch that cannot be cut into whole shards for each rank and accumulation step, with values that
-    would do.
-    """
+    """Refuse a global batch that gives no whole shards to each rank and accumulation step; say which would."""
     if min(batch, world, accumulation, shards) < 1:
         raise UsageError(
             f"batch, ranks, accumulation steps and shards are at least 1: got batch={batch}, world={world}, "
@@ -132,8 +127,7 @@ def check_batch(batch: int, world: int = 1, accumulation: int = 1, shards: int =
         fit = ", ".join(map(str, _divisors(shards // world)))
         raise UsageError(
             f"{accumulation} accumulation steps cannot share the {shards // world} virtual shards of each of {world} "
-            f"ranks evenly: "
-            f"use accumulation {fit}."
+            f"ranks evenly: use accumulation {fit}."
         )
     if batch % shards:
         below, above = batch // shards * shards, -(-batch // shards) * shards
@@ -142,6 +136,5 @@ def check_batch(batch: int, world: int = 1, accumulation: int = 1, shards: int =
         fewer = f", or {counts[-1]} shards (which gives another run)" if counts else ""
         raise UsageError(
             f"a global batch of {batch} cannot be cut into {shards} virtual shards ({world} ranks x {accumulation} "
-            f"accumulation "
-            f"steps): use a batch of {batches}{fewer}."
+            f"accumulation steps): use a batch of {batches}{fewer}."
         )

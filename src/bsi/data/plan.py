@@ -19,9 +19,7 @@ BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Block:
-    """Rows made from the next `items` items of the input, already split; `skipped` names the items that could not be
-    read.
-    """
+    """Rows made from the next `items` items of the input, already split; `skipped` says what was unreadable and why."""
 
     items: int
     rows: Mapping[str, Shaped[np.ndarray, "rows *shape"]]

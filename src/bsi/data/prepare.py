@@ -80,8 +80,7 @@ def _already_there(plan: Plan, folder: Path) -> Dataset:
     if different or there.name != plan.name:
         raise UsageError(
             f"{folder} already holds dataset {there.name!r}, made from other input or options "
-            f"({'; '.join(different[:5])}). "
-            f"Give another folder with --to, or delete that one."
+            f"({'; '.join(different[:5])}). Give another folder with --to, or delete that one."
         )
     return there
 
@@ -93,20 +92,20 @@ def _write(plan: Plan, folder: Path) -> None:
     if plan.rows * row_bytes > free:
         raise DataError(
             f"{plan.name} needs {plan.rows * row_bytes / 2**30:.1f} GiB, but the disk of {folder} has "
-            f"{free / 2**30:.1f} GiB free. "
-            f"Make room, or give another folder with --to."
+            f"{free / 2**30:.1f} GiB free. Make room, or give another folder with --to."
         )
     staging = _Staging(partial, plan)
     try:
         with Progress(f"prepare {plan.name}", plan.total, plan.unit, done=staging.done.items) as progress:
             for block in plan.blocks(staging.done.items):
                 staging.append(block)
-                progress.advance(
-                    block.items, note=f"{len(staging.done.skipped)} skipped" if staging.done.skipped else None
-                )
+                skipped = len(staging.done.skipped)
+                progress.advance(block.items, note=f"{skipped} skipped" if skipped else None)
     except BaseException:
-        staging.sync()  # also after Ctrl-C: what was read need not be read again
-        staging.close()
+        try:
+            staging.sync()  # also after Ctrl-C: what was read need not be read again
+        finally:
+            staging.close()
         raise
     staging.finish()
     os.rename(partial, folder)

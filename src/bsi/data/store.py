@@ -23,7 +23,7 @@ from bsi.data import digits
 from bsi.data.manifest import MANIFEST, FileRecord, Manifest, Standardisation, digest, digest_file
 from bsi.data.npy import ArrayFile, header_bytes
 from bsi.data.pixels import BinRange
-from bsi.errors import DataError
+from bsi.errors import DataError, UsageError
 
 __all__ = ["Dataset", "Labels", "data_folder", "open_dataset", "prepared", "verify"]
 
@@ -72,7 +72,7 @@ class Dataset:
     def split(self, name: str) -> Shaped[np.ndarray, "n *shape"]:
         """`train` or `test`, refused if empty."""
         if name not in ("train", "test"):
-            raise DataError(f"a dataset has the splits train and test: got {name!r}")
+            raise UsageError(f"a dataset has the splits train and test: got {name!r}")
         rows = self.train if name == "train" else self.test
         if not len(rows):
             raise DataError(f"dataset {self.name!r} has no {name} samples. Prepare it with another --test-fraction.")
@@ -85,26 +85,24 @@ def data_folder() -> Path:
 
 
 def prepared(root: Path | None = None) -> list[Path]:
-    """The folders of the prepared datasets in `root`, by default the data folder. Unfinished ones are hidden and left
-    out.
-    """
+    """The folders of the prepared datasets in `root`, by default the data folder; unfinished ones are left out."""
     root = data_folder() if root is None else root
     return sorted(manifest.parent for manifest in root.glob(f"[!.]*/{MANIFEST}"))
 
 
 def open_dataset(name_or_path: str | Path, root: Path | None = None, check_hashes: bool = False) -> Dataset:
-    """The dataset of that name in `root` (by default the data folder), or in the folder of that path. `digits` is
-    always there.
-    """
+    """The dataset of that name in `root` (by default the data folder) or of that folder; `digits` is always there."""
     if name_or_path == "digits":
         return _embedded_digits()
     root = data_folder() if root is None else root
     folder = Path(name_or_path).expanduser()
-    if isinstance(name_or_path, str) and len(folder.parts) == 1 and not (folder / MANIFEST).is_file():
-        folder = root / name_or_path
+    # A bare name is looked for in the data folder first: what it means must not depend on the working directory.
+    bare = isinstance(name_or_path, str) and os.sep not in name_or_path
+    places = [root / folder, folder] if bare else [folder]
+    folder = next((place for place in places if (place / MANIFEST).is_file()), places[0])
     if not (folder / MANIFEST).is_file():
         raise DataError(_not_found(str(name_or_path), folder, root))
-    manifest = Manifest.from_json((folder / MANIFEST).read_text("utf-8"), folder / MANIFEST)
+    manifest = Manifest.from_json((folder / MANIFEST).read_bytes(), folder / MANIFEST)
     arrays = {name: _map(folder / name, manifest) for name in manifest.files}
     if check_hashes:
         verify(folder, manifest)
@@ -139,8 +137,8 @@ def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
     shape = (count,) if is_labels else (count, *manifest.shape)
     if header.shape != shape or not (is_labels or header.dtype == np.dtype(manifest.dtype)):
         raise DataError(
-            f"{path} holds {header.shape} of {header.dtype}, expected {shape} of {manifest.dtype}. "
-            f"Delete the folder and prepare it again."
+            f"{path} holds {header.shape} of {header.dtype}, expected {shape} of {manifest.dtype}. Delete the folder "
+            f"and prepare it again."
         )
     if not header.data_bytes:  # an empty file cannot be mapped
         return np.empty(header.shape, header.dtype)
@@ -153,8 +151,7 @@ def _not_found(wanted: str, folder: Path, root: Path) -> str:
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return (
         f"no prepared dataset {wanted!r} ({folder / MANIFEST} does not exist). {hint}`bsi data --list` shows what is "
-        f"there; "
-        f"`bsi data NAME` prepares one."
+        f"there; `bsi data NAME` prepares one."
     )
 
 

@@ -1,0 +1,128 @@
+"""Imports go downwards only: the direction of docs/architecture.md, read from the import statements themselves."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "bsi"
+
+# What everything may import; it imports nothing of the package.
+FLOOR = {"errors", "progress"}
+
+# From the mathematics up to the faces. A module may import its own layer and those below.
+LAYERS = [
+    {"brownian", "fused", "gaussian", "levels", "likelihood", "noise"},
+    {"methods"},
+    {
+        "adapters",
+        "conditioning",
+        "denoiser",
+        "elbo",
+        "flow",
+        "grids",
+        "interpolant",
+        "model",
+        "noising",
+        "objective",
+        "oracle",
+        "sampling",
+        "solvers",
+    },
+    {"training", "recipes"},
+    {"evaluation", "studies", "cli", "app", "__main__"},
+]
+
+# Importable from above, and themselves importing nothing but the floor and themselves.
+LEAVES = {"backbones", "data", "metrics", "pictures"}
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def home(path: Path) -> str:
+    """The module or folder directly below the package that a file belongs to."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """The modules and folders of this package that a file imports, wherever in the file it does so."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute, so that they can be read"
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    parts = [name.split(".") for name in names]
+    return {part[1] for part in parts if part[0] == "bsi" and len(part) > 1}
+
+
+def layer(name: str) -> int:
+    return next(i for i, members in enumerate(LAYERS) if name in members)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downwards(path):
+    name, reached = home(path), imported(path) - FLOOR
+    if name in FLOOR:
+        assert not imported(path)
+    elif name in LEAVES:
+        assert reached <= {name}, f"a leaf imports nothing beside itself: {reached - {name}}"
+    else:
+        own = layer(name)
+        for other in reached - LEAVES - {name}:
+            # `bsi.Model` and the like are read from the package itself: a public name of the lower layers.
+            if other[0].isupper() or other == "__version__":
+                assert own > layer("model")
+            else:
+                assert layer(other) <= own, f"{name} is below {other}"
+        if reached & LEAVES:
+            assert own > layer("model"), f"{name} is below the leaves' users: {reached & LEAVES}"
+
+
+def test_every_module_has_a_place():
+    assert {home(path) for path in FILES} <= FLOOR | LEAVES | set().union(*LAYERS)
+
+
+def test_no_module_is_called_utils():
+    assert not [path for path in FILES if path.stem in ("utils", "util", "helpers", "common", "misc")]
+
+
+def without_torch(*modules: str) -> list[str]:
+    """Which of the heavy packages a fresh interpreter has loaded after importing these."""
+    code = f"import sys, {', '.join(modules)}; print(*[m for m in ('torch', 'numpy', 'PIL') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return run.stdout.split()
+
+
+def test_importing_the_package_costs_no_torch():
+    assert without_torch("bsi") == []
+
+
+LIGHT = [
+    path
+    for path in FILES
+    if home(path) in FLOOR | {"recipes"}
+    or path == PACKAGE / "training" / "recipe.py"
+    or path == PACKAGE / "cli" / "__init__.py"
+]
+
+
+def test_the_command_line_and_the_recipes_cost_no_torch():
+    modules = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for path in LIGHT
+    ]
+    assert "torch" not in without_torch("bsi", *modules)
+
+
+def test_public_names_resolve_when_used():
+    import bsi
+
+    for name in bsi.__all__:
+        assert getattr(bsi, name) is not None
+    assert set(bsi.__all__) <= set(dir(bsi))
+    with pytest.raises(AttributeError, match="Modle"):
+        bsi.Modle  # noqa: B018

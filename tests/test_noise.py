@@ -1,0 +1,87 @@
+"""Noise is a function of (seed, sample, draw): Philox against its published answers, Normals against their law."""
+
+import math
+
+import pytest
+import scipy.stats
+import torch
+
+from bsi.noise import SeededNoise, philox, standard_normal
+
+
+def words(*values: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor([value]) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
+    assert tuple(word.item() for word in philox(words(*counter), key)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_standard_normal(dtype):
+    """Four moments and the Kolmogorov-Smirnov distance, in standard errors."""
+    eps = standard_normal(7, torch.arange(50), 3, (2, 1000), dtype).double().flatten().numpy()
+    count = len(eps)
+    assert abs(eps.mean()) < 4 / math.sqrt(count)
+    assert abs(eps.var() - 1) < 4 * math.sqrt(2 / count)
+    assert abs((eps**3).mean()) < 4 * math.sqrt(15 / count)
+    assert abs((eps**4).mean() - 3) < 4 * math.sqrt(96 / count)
+    assert scipy.stats.kstest(eps, "norm").pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        standard_normal(1, torch.arange(40), 0, (1000,), torch.float64),
+        standard_normal(0, torch.arange(40) + 40, 0, (1000,), torch.float64),
+        standard_normal(0, torch.arange(40), 1, (1000,), torch.float64),
+        standard_normal(0, torch.arange(40), 0, (1004,), torch.float64)[:, 4:],
+        standard_normal(2**32, torch.arange(40), 0, (1000,), torch.float64),
+        standard_normal(0, torch.arange(40) + 2**32, 0, (1000,), torch.float64),
+    ],
+    ids=["seed", "sample", "draw", "position", "high word of seed", "high word of sample"],
+)
+def test_noise_of_another_seed_sample_or_draw_is_independent(other):
+    eps = standard_normal(0, torch.arange(40), 0, (1000,), torch.float64)
+    for function in (lambda v: v, torch.square, torch.abs):
+        a, b = (function(v).flatten() - function(v).mean() for v in (eps, other))
+        products = a * b
+        assert abs(products.mean()) < 4 * products.std() / math.sqrt(len(products))
+
+
+def test_neighbouring_numbers_of_one_draw_are_independent():
+    """Box and Muller make two Normals of a pair of words: they share a radius, and yet are independent."""
+    eps = standard_normal(5, torch.arange(40), 0, (1000,), torch.float64)
+    for lag in (1, 2, 3, 4):
+        for function in (lambda v: v, torch.square):
+            a, b = function(eps[:, :-lag]).flatten(), function(eps[:, lag:]).flatten()
+            products = (a - a.mean()) * (b - b.mean())
+            assert abs(products.mean()) < 4 * products.std() / math.sqrt(len(products))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 2, 2)])
+def test_noise_of_a_sample_does_not_depend_on_its_batch(shape):
+    whole = standard_normal(3, torch.arange(8), 2, shape)
+    for ids in (torch.tensor([5]), torch.tensor([7, 0, 5]), torch.arange(2, 6)):
+        assert torch.equal(standard_normal(3, ids, 2, shape), whole[ids])
+    assert whole.shape == (8, *shape)
+
+
+def test_seeded_noise_draws_one_after_the_other():
+    noise = SeededNoise(4, torch.arange(3), (2,))
+    first, second = noise(0.0, 1.0), noise(1.0, 2.0)
+    assert torch.equal(first, standard_normal(4, torch.arange(3), 0, (2,)))
+    assert torch.equal(second, standard_normal(4, torch.arange(3), 1, (2,)))
+    assert not torch.equal(first, second)

@@ -69,15 +69,20 @@ def measurement_loss(
 ) -> PerSample:
     """Corollary "Importance Sampling": an estimate of L_M^inf at level = F^-1(t), F the proposal's CDF."""
     proposal = method.levels if proposal is None else proposal
-    support, levels = (proposal.low, proposal.high), method.levels
-    if not (math.isclose(support[0], levels.low, rel_tol=1e-9) and math.isclose(support[1], levels.high, rel_tol=1e-9)):
-        raise UsageError(
-            f"a proposal covers exactly the method's levels, or the estimate is biased: got {support[0]} to "
-            f"{support[1]}, expected {levels.low} to {levels.high}"
-        )
+    if not torch.compiler.is_compiling():
+        _check_support(method, proposal)
     level = proposal.icdf(t)
     error = _squared_error(method, predict, x, level, eps)
     return 0.5 * error / proposal.density(level).to(error.dtype)
+
+
+def _check_support(method: Method, proposal: Proposal) -> None:
+    for ours, theirs in ((proposal.low, method.levels.low), (proposal.high, method.levels.high)):
+        if not math.isclose(ours, theirs, rel_tol=1e-9):
+            raise UsageError(
+                f"a proposal covers exactly the method's levels, or the estimate is biased: got {proposal.low} to "
+                f"{proposal.high}, expected {method.levels.low} to {method.levels.high}"
+            )
 
 
 def finite_measurement_loss(

@@ -150,6 +150,8 @@ class Model(nn.Module):
         """The bound of each sample by the paper's protocol: `measure` levels and `recon` reconstructions."""
         self.check(data)
         _check_condition(cond, len(data))
+        if measure < 1 or recon < 1:
+            raise UsageError(f"the bound needs levels and reconstructions: got measure={measure}, recon={recon}")
         generator = torch.Generator().manual_seed(seed)
         log_determinant = 0.0 if self.standardise is None else self.standardise.log_determinant
         parts = []

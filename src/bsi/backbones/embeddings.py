@@ -6,8 +6,7 @@
 - Precision embedding: 16 sines and cosines of t with frequencies f spaced geometrically and amplitudes proportional
   to f^(-1/2). Then e(t) . e(s) = sum_i w_i cos(2 pi f_i (t - s)) with weights w ~ 1/f depends on t - s alone, and its
   spectral density is 1/f^2, that of exp(-|t - s| / l): similarity falls steadily with the distance, and has a cusp at
-  0, so that near values differ clearly. With equal amplitudes, the usual choice, it would rise again by 0.6 of its
-  range.
+  0, so that near values differ clearly. With equal amplitudes, the usual choice, it would rise again by up to 0.7.
 - Positions: fixed sines and cosines, an equal share of the width for each spatial axis; two axes are exactly the DiT's.
 """
 

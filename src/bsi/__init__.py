@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from bsi.methods import BSI as BSI
     from bsi.methods import VDM as VDM
     from bsi.model import Model as Model
+    from bsi.training.export import load as load
+    from bsi.training.recipe import Recipe as Recipe
+    from bsi.training.train import train as train
 
 __version__ = "0.1.0"
 
@@ -27,15 +30,22 @@ _HOME = {
     "Bins": "bsi.likelihood",
     "Standardise": "bsi.likelihood",
     "Model": "bsi.model",
+    "Recipe": "bsi.training.recipe",
+    "load": "bsi.training.export",
+    "train": "bsi.training.train",
 }
 
-__all__ = [*sorted(_HOME), "__version__"]
+_MODULES = ("recipes",)
+
+__all__ = [*sorted(_HOME), *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'bsi' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+    if name in _MODULES:
+        return import_module(f"bsi.{name}")
+    raise AttributeError(f"module 'bsi' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

@@ -18,17 +18,22 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command lives: its module in this package, the dataclass of its options, and a line for the overview."""
+    """A command's module in this package, the dataclass of its options (None: it reads its own words), and a line."""
 
     module: str
-    options: str
+    options: str | None
     summary: str
 
 
 COMMANDS: dict[str, Command] = {
-    "demo": Command("demo", "Demo", "train a small model on handwritten digits, on the CPU, and draw some"),
-    "data": Command("data", "Data", "prepare a dataset once, or list what is there"),
+    "demo": Command("demo", "Demo", "train a small model on handwritten digits, on a CPU, and draw some"),
+    "train": Command("train", None, "train a recipe, or go on with a run"),
+    "sample": Command("sample", "Sample", "draw samples from a trained model"),
+    "eval": Command("eval", "Eval", "bits per dimension and sample quality, with their errors"),
     "fid": Command("fid", "Fid", "Fréchet distance between two sets of images"),
+    "data": Command("data", "Data", "prepare a dataset once, or list what is there"),
+    "bench": Command("bench", "Bench", "how fast a network trains, samples and measures here"),
+    "export": Command("export", "Export", "write a run's weights as one file"),
 }
 
 
@@ -59,13 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
         print(f"bsi: unknown command {argv[0]!r}: {hint}", file=sys.stderr)
         return 2
-    command = COMMANDS[argv[0]]
-    module = importlib.import_module(f"bsi.cli.{command.module}")
-    import tyro
-
-    args = tyro.cli(getattr(module, command.options), args=argv[1:], prog=f"bsi {argv[0]}")
     try:
-        return int(module.run(args))
+        return _run(argv[0], argv[1:])
     except BsiError as error:
         if debug:
             raise
@@ -74,3 +74,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nbsi {argv[0]}: interrupted", file=sys.stderr)
         return 130
+
+
+def _run(name: str, words: list[str]) -> int:
+    command = COMMANDS[name]
+    module = importlib.import_module(f"bsi.cli.{command.module}")
+    if command.options is None:
+        return int(module.run(words))
+    import tyro
+
+    return int(module.run(tyro.cli(getattr(module, command.options), args=words, prog=f"bsi {name}")))

@@ -1,0 +1,78 @@
+"""`bsi demo`: the whole way, from data to samples, on a CPU and in minutes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import UInt8
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train a small BSI on handwritten digits (8x8, 17 grey levels, part of the package), measure it, and draw samples.
+
+    Takes under three minutes on two cores. Interrupted, the same command goes on; finished, it measures and draws
+    again.
+    """
+
+    out: Path = Path("runs/demo")
+    """the run folder; samples.png is written there"""
+    steps: int | None = None
+    """training steps, if not the recipe's"""
+    seed: int = 0
+    """of the data's order, the noise and the weights"""
+    json: bool = False
+    """the result as JSON on stdout"""
+
+
+def run(args: Demo) -> int:
+    import torch
+
+    import bsi
+    from bsi import pictures
+    from bsi.data.store import open_dataset
+
+    recipe = replace(bsi.recipes.digits(), seed=args.seed)
+    if args.steps is not None:
+        recipe = replace(recipe, steps=args.steps)
+    folder = bsi.train(recipe, out=args.out, device="cpu")
+
+    digits = open_dataset("digits")
+    model = bsi.load(folder)
+    bound = model.bits_per_dim(torch.from_numpy(digits.test[:].copy()), measure=20, recon=4)
+    histogram = histogram_bits_per_dim(digits.train, digits.test, digits.bins.count)
+    images = model.sample(64, steps=32, seed=args.seed)
+    picture = folder / "samples.png"
+    pictures.grid(images.numpy(), high=digits.bins.count - 1).save(picture)
+
+    if args.json:
+        print(json.dumps({
+            "run": str(folder), "samples": str(picture), "bits_per_dim": bound.bits_per_dim,
+            "monte_carlo_error": bound.monte_carlo_error, "data_error": bound.data_error, "histogram": histogram,
+        }))  # fmt: skip
+    else:
+        print(f"test set    {bound}")
+        print(f"histogram   {histogram:.4f} bits/dim, each pixel by itself")
+        print(f"samples     {picture}")
+        print(f"go on with  bsi sample {folder} --num 100 --out more.png", file=sys.stderr)
+    return 0
+
+
+def histogram_bits_per_dim(
+    train: UInt8[np.ndarray, "train *shape"], test: UInt8[np.ndarray, "test *shape"], levels: int
+) -> float:
+    """What a model that knows each pixel's own distribution, and nothing else, needs: counts of the training set, plus
+    one.
+    """
+    import numpy as np
+
+    counts = np.stack([(train == level).sum(0) for level in range(levels)]) + 1.0
+    probability = counts / counts.sum(0)
+    chosen = np.take_along_axis(probability[None], test[:, None].astype(np.int64), axis=1)
+    return float(-np.log2(chosen).mean())

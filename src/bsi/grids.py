@@ -47,7 +47,7 @@ def check_grid(method: Method, grid: Levels, from_prior: bool = True) -> Levels:
         raise UsageError(f"a grid's levels must rise strictly: got {grid.tolist()}")
     first, last = float(grid[0]), float(grid[-1])
     if first < levels.low * (1 - 1e-9) or last > levels.high * (1 + 1e-9):
-        raise UsageError(f"a grid stays between {levels.low:g} and {levels.high:g}: got {first:g} to {last:g}")
+        raise UsageError(f"a grid stays in range, {levels.low:g} to {levels.high:g}: got {first:g} to {last:g}")
     if from_prior and not math.isclose(first, levels.low, rel_tol=1e-9):
         raise UsageError(f"a grid starts at the prior's level, {levels.low:g}: got {first:g}")
     return grid.clamp(levels.low, levels.high)

@@ -111,8 +111,8 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
     for path in sorted(folder.iterdir()):
         sync_file(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": digest_file(path)}
-    manifest = {"format": FORMAT, "files": files, "sha256": fingerprint(files)}
-    write_text(folder / MANIFEST, canonical_json(manifest))
+    manifest = {"format": FORMAT, "files": files}
+    write_text(folder / MANIFEST, canonical_json({**manifest, "sha256": fingerprint(manifest)}))
     sync_folder(folder)
 
 
@@ -222,7 +222,7 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
         text = path.read_text("utf-8")
         manifest = json.loads(text)
         files: dict[str, dict[str, Any]] = manifest["files"]
-        expected, found = manifest["sha256"], fingerprint(files)
+        expected, found = manifest["sha256"], fingerprint({"format": manifest["format"], "files": files})
         same = canonical_json(manifest) == text
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpoint(f"{path} is damaged: it is not a manifest ({type(error).__name__})") from error

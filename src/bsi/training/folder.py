@@ -95,7 +95,7 @@ class RunFolder:
                 f"{path} has format {given.get('format')!r}; this version of bsi reads format {FORMAT}. Go on with the "
                 f"version that wrote it, or start anew with --init-from."
             )
-        return RunRecord(from_plain(Recipe, given["recipe"]), str(given["network"]))
+        return RunRecord(from_plain(Recipe, given["recipe"], "recipe"), str(given["network"]))
 
     def write_status(self, state: State, step: int, note: str = "") -> None:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union
 
@@ -106,7 +107,7 @@ def flat(record: object) -> dict[str, Any]:
     return dict(_walk("", to_plain(record)))
 
 
-def _walk(prefix: str, value: Any) -> typing.Iterator[tuple[str, Any]]:
+def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _walk(f"{prefix}.{name}" if prefix else name, inner)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from bsi.training import checkpoint
@@ -46,6 +46,9 @@ class Saver:
         """Until what was begun is on the disk."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
+            # In short waits: a signal may reach another thread than this one, which alone can act on it.
+            while not wait([under_way], timeout=0.2).done:
+                pass
             under_way.result()
 
     def close(self) -> None:

@@ -87,9 +87,11 @@ class Engine:
         if self.world.size == 1 or self.recipe.audit:
             return
         ids = [self.world.device.index] if self.world.device.type == "cuda" else None
-        self._network = DistributedDataParallel(
-            self.model.denoiser, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        network = self.model.denoiser
+        # Buffers are shared already; sending them in every forward pass would be a collective that nobody needs.
+        buffers = [name for name, _ in network.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
+        self._network = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
         self._losses(stream.first(self.steps_done)).sum().backward()
         self.optimiser.zero_grad()
 

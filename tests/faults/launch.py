@@ -1,0 +1,223 @@
+"""Runs `bsi train` with faults at named points. The package itself holds no injection: this file patches it.
+
+    launch.py train WORDS...        one run, or one rank under torchrun; faults come from $FAULTS
+    launch.py sequence PLAN.json    many runs, each in freshly forked processes (torch is imported once)
+
+A fault is {"point", "do", "step", "rank"}; it happens once, for which it leaves a mark in $FAULT_MARKS (a rank that
+torchrun starts again must not die again). Points:
+
+    step      before a step                    loss      in the middle of one, with its losses at hand
+    data      while a batch is fetched         save:X    in a save: space, write, half, publish, latest, prune
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+FOREVER_S = 600.0
+
+
+class Faults:
+    """The faults of this process, and what happens when one is met."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.step, self.saving = rank, -1, -1
+        self.specs: list[dict[str, Any]] = json.loads(os.environ.get("FAULTS", "[]"))
+        self.marks = Path(os.environ.get("FAULT_MARKS", "."))
+        self.reached = threading.Condition()
+
+    def at(self, point: str) -> str | None:
+        """The action for this point, if a fault waits here; None otherwise. Each happens once."""
+        for number, fault in enumerate(self.specs):
+            here = fault["point"] == point and fault.get("rank", 0) == self.rank
+            # A save is named by the step it saves; the training may be ahead of it.
+            if here and fault["step"] == (self.saving if point.startswith("save:") else self.step):
+                try:
+                    (self.marks / f"fault-{number}").touch(exist_ok=False)
+                except FileExistsError:
+                    continue
+                return str(fault["do"])
+        return None
+
+    def meet(self, point: str) -> str | None:
+        """Do what can be done here; what the caller must do itself is returned."""
+        do = self.at(point)
+        if do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif do == "hang":
+            time.sleep(FOREVER_S)
+        elif do is not None and do.startswith("signal "):
+            _, name, whom = do.split()
+            os.kill(os.getppid() if whom == "parent" else os.getpid(), signal.Signals[name])
+        elif do == "ctrl-c and wait":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(FOREVER_S)
+        elif do == "kill two steps later":
+            with self.reached:
+                self.reached.wait_for(lambda: self.step >= self.saving + 2, FOREVER_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif do == "no space":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return do
+
+    def advance(self, step: int) -> None:
+        with self.reached:
+            self.step = step
+            self.reached.notify_all()
+
+
+def patch(faults: Faults) -> None:
+    """Put the faults' points around the package's own functions."""
+    import torch
+
+    from bsi.training import checkpoint
+    from bsi.training.step import Engine
+    from bsi.training.stream import Batch, Piece, Stream, piece_ids
+
+    def around(owner: Any, name: str, point: str, after: bool = False) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not after:
+                faults.meet(point)
+            result = original(*args, **kwargs)
+            if after:
+                faults.meet(point)
+            return result
+
+        setattr(owner, name, wrapped)
+
+    around(checkpoint, "write_files", "save:write")
+    around(checkpoint, "sync_file", "save:half")
+    around(checkpoint, "publish", "save:publish")
+    around(checkpoint, "move_latest", "save:latest")
+    around(checkpoint, "prune", "save:prune")
+
+    save, step, losses, batch_of = checkpoint.save, Engine.step, Engine._losses, Stream._batch
+
+    def faulty_save(root: Path, snapshot: checkpoint.Snapshot, *args: Any) -> Path:
+        faults.saving = snapshot.step
+        return save(root, snapshot, *args)
+
+    def faulty_step(self: Engine, *args: Any) -> None:
+        faults.advance(self.steps_done)
+        faults.meet("step")
+        step(self, *args)
+
+    def faulty_losses(self: Engine, batch: Batch) -> torch.Tensor:
+        found = losses(self, batch)
+        return found * torch.nan if faults.meet("loss") == "nan" else found
+
+    log = os.environ.get("SAMPLE_LOG")
+
+    def faulty_batch(self: Stream, piece: Piece, data: torch.Tensor) -> Batch:
+        faults.meet("data")
+        batch = batch_of(self, piece, data)
+        if log:
+            ids = piece_ids(self.recipe, len(self.source), piece)
+            rows = zip(ids, data, batch.t, batch.eps, strict=True)
+            lines = [
+                f"{piece.step * self.recipe.batch + piece.offset + i} {sample} "
+                f"{hashlib.sha256(x.numpy().tobytes() + t.numpy().tobytes() + eps.numpy().tobytes()).hexdigest()}\n"
+                for i, (sample, x, t, eps) in enumerate(rows)
+            ]
+            with open(log, "a") as file:
+                file.write("".join(lines))
+        return batch
+
+    Engine.step, Engine._losses, Stream._batch = faulty_step, faulty_losses, faulty_batch  # type: ignore[method-assign]
+
+    checkpoint.save = faulty_save
+
+    usage = shutil.disk_usage
+    Full = namedtuple("Full", "total used free")
+    checkpoint.shutil.disk_usage = (  # type: ignore[attr-defined]
+        lambda path: Full(1, 1, 0) if faults.at("save:space") else usage(path)
+    )
+
+
+def command(words: Sequence[str]) -> int:
+    """`bsi train WORDS`, as the command line runs it."""
+    from bsi.cli.train import run
+    from bsi.errors import BsiError
+
+    patch(Faults(int(os.environ.get("RANK", "0"))))
+    try:
+        return run(list(words))
+    except BsiError as error:
+        print(f"bsi train: {error}", file=sys.stderr)
+        return error.code
+
+
+def sequence(plan: Path) -> int:
+    """Runs of {"out", "words", "faults", "ranks", "log", "copy"} one after the other; writes {"codes", "stderr"} for each.
+
+    `copy` keeps the run folder as it was left.
+    """
+    import bsi.training.train  # noqa: F401  # before the forks: they need not import it again
+
+    results = []
+    for number, entry in enumerate(json.loads(plan.read_text())):
+        folder = plan.parent / f"{plan.stem}-{number}"
+        folder.mkdir()
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        ranks = entry.get("ranks", 1)
+        children = [_fork(entry, folder, rank, ranks, port) for rank in range(ranks)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if "copy" in entry:
+            shutil.copytree(entry["out"], entry["copy"])
+        results.append({"codes": codes, "stderr": "".join((folder / f"err-{r}").read_text() for r in range(ranks))})
+    plan.with_suffix(".out").write_text(json.dumps(results))
+    return 0
+
+
+def _fork(entry: dict[str, Any], folder: Path, rank: int, ranks: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 70
+    try:
+        os.environ |= {"FAULTS": json.dumps(entry.get("faults", [])), "FAULT_MARKS": str(folder)}
+        if "log" in entry:
+            os.environ["SAMPLE_LOG"] = entry["log"]
+        if ranks > 1:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        sys.argv = ["bsi", "train", *entry["words"]]
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT), stream)
+        code = command(entry["words"])
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exception(error)
+        code = int(error.code or 0) if isinstance(error, SystemExit) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    mode, *rest = sys.argv[1:]
+    if mode == "sequence":
+        sys.exit(sequence(Path(rest[0])))
+    sys.argv = ["bsi", "train", *rest]
+    sys.exit(command(rest))

@@ -1,0 +1,119 @@
+"""Starting runs with faults, and comparing what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 400.0  # longer than anything here takes on a busy machine
+LAUNCH = Path(__file__).with_name("launch.py")
+
+# A tiny DiT with dropout on the digits: 24 steps of 16 samples, a checkpoint every 8, an evaluation every 12.
+TINY = (
+    "digits --steps 24 --batch 16 --virtual-shards 8 --backbone.width 16 --backbone.depth 1 --backbone.heads 2 "
+    "--backbone.dropout 0.1 --ema.start 4 --optimiser.warmup 4 --every.journal 4 --every.evaluate 12 --every.sample 0 "
+    "--every.checkpoint 8 --evaluation.images 64 --evaluation.batch 16"
+).split()
+
+
+@dataclass
+class Entry:
+    """One run of a sequence: its folder, further words, faults, ranks, where it logs its samples, where to copy it."""
+
+    out: Path
+    words: list[str] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    ranks: int = 1
+    log: Path | None = None
+    copy: Path | None = None
+
+    def plain(self) -> dict[str, Any]:
+        words = [*TINY, "--out", str(self.out), *self.words]
+        optional = {name: str(path) for name, path in (("log", self.log), ("copy", self.copy)) if path is not None}
+        return {"out": str(self.out), "words": words, "faults": self.faults, "ranks": self.ranks, **optional}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: the exit code of each rank, and what they wrote to stderr."""
+
+    codes: list[int]
+    stderr: str
+
+
+def fault(point: str, do: str, step: int, rank: int = 0) -> dict[str, Any]:
+    return {"point": point, "do": do, "step": step, "rank": rank}
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "FAULT"))}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def _run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run to the end; if there is none, end all processes of it, not only the first."""
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def sequence(folder: Path, *entries: Entry) -> list[Ended]:
+    """The runs one after the other, in forked processes of one launcher."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / f"plan{len(list(folder.glob('plan*.json')))}.json"
+    plan.write_text(json.dumps([entry.plain() for entry in entries]))
+    _run([sys.executable, str(LAUNCH), "sequence", str(plan)], _environment()).check_returncode()
+    return [Ended(**result) for result in json.loads(plan.with_suffix(".out").read_text())]
+
+
+def torchrun(entry: Entry, marks: Path, restarts: int = 0) -> Ended:
+    """The run under torchrun, as a user starts it; its exit code is the launcher's."""
+    marks.mkdir(parents=True, exist_ok=True)
+    plain = entry.plain()
+    environment = {**_environment(), "FAULTS": json.dumps(entry.faults), "FAULT_MARKS": str(marks)}
+    if entry.log is not None:
+        environment["SAMPLE_LOG"] = str(entry.log)
+    words = [
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entry.ranks), "--max-restarts",
+        str(restarts), "--monitor-interval", "0.2", "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    ]  # fmt: skip
+    ended = _run([sys.executable, *words, str(LAUNCH), "train", *plain["words"]], environment)
+    return Ended([ended.returncode], ended.stderr)
+
+
+def fingerprint(run: Path, step: int = 24) -> dict[str, str]:
+    """SHA-256 of the parameters, the EMA and the optimiser after a step."""
+    manifest = json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
+    return {name: record["sha256"] for name, record in manifest["files"].items() if name.endswith(".safetensors")}
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The journal without what depends on the clock."""
+    clocks = ("time", "images_per_s", "checkpoint_age_s")
+    lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in clocks} for line in lines]
+
+
+def status(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "status.json").read_text()))
+
+
+def latest(run: Path) -> str:
+    return (run / "checkpoints" / "latest").read_text().strip()
+
+
+def samples(log: Path) -> list[str]:
+    """The logged samples by their position in the stream: position, id, and a hash of data, level and noise."""
+    return sorted(log.read_text().splitlines(), key=lambda line: int(line.split()[0]))

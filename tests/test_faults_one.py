@@ -1,0 +1,326 @@
+"""What may befall one process: rows 1, 3, 7, 8, 11, 15 to 20 and 23 of docs/reliability.md, with real processes.
+
+A row is a chain of runs in one folder, most of which die. One launcher imports torch and forks a process for each of
+them; the tests then look at how they ended and what they left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from faults.runs import Ended, Entry, fault, fingerprint, latest, metrics, sequence, status
+
+from bsi.errors import CorruptCheckpoint, UsageError
+from bsi.training import checkpoint
+from bsi.training.export import load
+from bsi.training.lease import LEASE_S, LOCK, hold
+
+STOPS = (1, 5, 7, 11, 23)  # after steps 7 and 11 a checkpoint and an evaluation are due
+PHASES = ("save:write", "save:half", "save:publish", "save:latest", "save:prune")
+
+Chains = dict[str, list[Ended]]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one")
+
+
+@pytest.fixture(scope="module")
+def chains(base: Path) -> Chains:
+    """Every chain of runs by the name of its folder; the last run of a chain is to finish it."""
+
+    def out(name: str, *faults: dict, copy: str = "", words: str = "") -> Entry:
+        log = base / f"{name}.log" if name in ("whole", "stopped") else None
+        return Entry(base / name, words.split(), list(faults), log=log, copy=base / copy if copy else None)
+
+    plans = {
+        "whole": [out("whole")],
+        "stopped": [*(out("stopped", fault("step", "signal SIGTERM self", s)) for s in STOPS), out("stopped")],
+        "killed": [
+            *(out("killed", fault(phase, "kill", 16), copy=f"killed-{phase[5:]}") for phase in PHASES),
+            out("killed"),
+        ],
+        "impatient": [
+            out("impatient", fault("step", "signal SIGINT self", 9), fault("save:write", "ctrl-c and wait", 10)),
+            out("impatient"),
+        ],
+        "behind": [
+            out("behind", fault("save:write", "kill two steps later", 16), copy="behind-killed"),
+            out("behind"),
+        ],
+        "full": [
+            out("full", fault("save:space", "none left", 16), copy="full-before"),
+            out("full", fault("save:half", "no space", 16), copy="full-within"),
+            out("full"),
+        ],
+        "changed": [
+            out("changed", fault("step", "signal SIGTERM self", 5)),
+            out("changed", words="--optimiser.lr 1e-3 --seed 1"),
+            out("changed", words="--backbone.width 32"),
+            out("changed", words="--steps 48"),
+            out("changed", words="--steps 3"),
+            out("changed", words="--allow optimizer.lr"),
+            out("changed", words="--keep.last 5 --every.checkpoint 6 --accumulation 2", copy="changed-safe"),
+            out("changed"),
+        ],
+        "constant": [
+            out("constant", words="--optimiser.schedule constant --steps 6"),
+            out("constant", words="--optimiser.schedule constant --steps 8"),
+            out("constant-whole", words="--optimiser.schedule constant --steps 8"),
+        ],
+        "uneven": [out("uneven", words="--batch 20")],
+        "nowhere": [Entry(Path("/proc/bsi-run"))],
+    }
+    ended = iter(sequence(base / "plans", *(entry for plan in plans.values() for entry in plan)))
+    return {name: [next(ended) for _ in plan] for name, plan in plans.items()}
+
+
+def codes(chain: list[Ended]) -> list[int]:
+    return [ended.codes[0] for ended in chain]
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    ours, theirs = load(a).state_dict(), load(b).state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_stopped_at_any_step_the_same_command_gives_the_same_state_metrics_and_samples(
+    base: Path, chains: Chains
+) -> None:
+    """Rows 1 and 8."""
+    assert codes(chains["stopped"]) == [75] * len(STOPS) + [0]
+    assert fingerprint(base / "stopped") == fingerprint(base / "whole")
+    assert same_weights(base / "stopped", base / "whole")
+    assert metrics(base / "stopped") == metrics(base / "whole")
+    # Nothing is seen twice and nothing left out: the logs as they were written are one text.
+    assert (base / "stopped.log").read_text() == (base / "whole.log").read_text()
+
+
+def test_killed_in_any_phase_of_a_save_the_previous_checkpoint_loads(base: Path, chains: Chains) -> None:
+    """Row 3."""
+    assert codes(chains["killed"]) == [-9] * len(PHASES) + [0]
+    for phase, step in zip(PHASES, (8, 8, 8, 8, 16), strict=True):
+        found = checkpoint.find(base / f"killed-{phase[5:]}" / "checkpoints", pytest.fail)
+        assert found is not None
+        assert found.step == step, phase
+    assert list((base / "killed-publish" / "checkpoints").glob(".step-*")), "a leftover, to be cleaned"
+    assert not list((base / "killed" / "checkpoints").glob(".*"))
+    assert fingerprint(base / "killed") == fingerprint(base / "whole")
+    assert metrics(base / "killed") == metrics(base / "whole")
+
+
+def test_a_second_ctrl_c_during_the_save_leaves_at_once_and_costs_only_the_new_checkpoint(
+    base: Path, chains: Chains
+) -> None:
+    """Row 7."""
+    assert codes(chains["impatient"]) == [130, 0]
+    assert "second Ctrl-C" in chains["impatient"][0].stderr
+    assert "going on from" in chains["impatient"][1].stderr
+    assert "step-00000008" in chains["impatient"][1].stderr
+    assert fingerprint(base / "impatient") == fingerprint(base / "whole")
+
+
+def test_latest_moves_only_when_a_save_in_the_background_is_durable(base: Path, chains: Chains) -> None:
+    """Row 18: killed two steps after the save of step 16 began."""
+    assert codes(chains["behind"]) == [-9, 0]
+    assert latest(base / "behind-killed") == "step-00000008"
+    assert metrics(base / "behind-killed")[-1]["step"] >= 16
+    assert fingerprint(base / "behind") == fingerprint(base / "whole")
+
+
+def test_a_full_disk_is_noticed_before_or_within_a_save_and_the_old_checkpoint_stays(
+    base: Path, chains: Chains
+) -> None:
+    """Row 17."""
+    assert codes(chains["full"]) == [1, 1, 0]
+    for ended in chains["full"][:2]:
+        assert "no room for a checkpoint" in ended.stderr
+        assert "Traceback" not in ended.stderr
+    for copy in ("full-before", "full-within"):
+        assert latest(base / copy) == "step-00000008"
+        assert checkpoint.find(base / copy / "checkpoints", pytest.fail) is not None
+        assert not list((base / copy / "checkpoints").glob(".step-*"))
+        assert status(base / copy)["state"] == "failed"
+    assert fingerprint(base / "full") == fingerprint(base / "whole")
+
+
+def test_changed_settings_are_listed_and_refused_unless_safe(base: Path, chains: Chains) -> None:
+    """Row 20."""
+    assert codes(chains["changed"]) == [75, 2, 2, 2, 2, 2, 0, 0]
+    _, rate, network, longer, shorter, typo, safe, finished = (ended.stderr for ended in chains["changed"])
+    assert "optimiser.lr: 0.002 -> 0.001" in rate
+    assert "seed: 0 -> 1" in rate
+    assert "--allow optimiser.lr" in rate
+    assert len(rate.strip().splitlines()) <= 10
+    assert "backbone.width: 16 -> 32" in network
+    assert "--init-from" in network
+    assert "cosine" in longer
+    assert "cannot end before" not in longer
+    assert "steps: 24 -> 3" in shorter
+    assert "optimiser.lr" in typo
+    assert "changed since the run began: keep.last: 2 -> 5" in safe
+    assert "is finished: 24 steps" in finished
+
+
+def test_what_is_safe_to_change_does_not_change_the_state(base: Path, chains: Chains) -> None:
+    """Other intervals and a copy every six steps; the pieces of a batch differ, so only dropout's masks do."""
+    assert codes(chains["changed"])[6] == 0
+    kept = {path.name for path in (base / "changed" / "checkpoints").glob("step-*")}
+    assert {"step-00000012", "step-00000018", "step-00000024"} <= kept
+
+
+def test_a_constant_schedule_may_be_extended(base: Path, chains: Chains) -> None:
+    assert codes(chains["constant"]) == [0, 0, 0]
+    assert "changed since the run began: steps: 6 -> 8" in chains["constant"][1].stderr
+    assert fingerprint(base / "constant", 8) == fingerprint(base / "constant-whole", 8)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused_before_anything_is_made(base: Path, chains: Chains) -> None:
+    """Row 11."""
+    assert codes(chains["uneven"]) == [2]
+    assert "use a batch of 16 or 24" in chains["uneven"][0].stderr
+    assert not (base / "uneven").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(chains: Chains) -> None:
+    """Row 19, the read-only folder."""
+    assert codes(chains["nowhere"]) == [2]
+    assert "cannot make the run folder /proc/bsi-run" in chains["nowhere"][0].stderr
+    assert "Traceback" not in chains["nowhere"][0].stderr
+
+
+FILES = ("model.safetensors", "ema.safetensors", "optimiser.safetensors", "state.json", "manifest.json")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, empty, Path.unlink])
+@pytest.mark.parametrize("name", FILES)
+def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_taken(
+    base: Path, chains: Chains, tmp_path: Path, name: str, damage
+) -> None:
+    """Rows 15 and 16."""
+    shutil.copytree(base / "whole" / "checkpoints", tmp_path / "checkpoints")
+    damage(tmp_path / "checkpoints" / "step-00000024" / name)
+    with pytest.raises(CorruptCheckpoint, match=name):
+        checkpoint.verify(tmp_path / "checkpoints" / "step-00000024")
+    warnings: list[str] = []
+    found = checkpoint.find(tmp_path / "checkpoints", warnings.append)
+    assert found is not None
+    assert found.step == 16
+    assert "DAMAGED CHECKPOINT" in warnings[0]
+    assert name in warnings[0]
+
+
+def test_every_single_bit_of_a_manifest_counts(base: Path, chains: Chains, tmp_path: Path) -> None:
+    """Row 15: the manifest is protected by its own hash and by being written in one way only."""
+    folder = tmp_path / "step-00000024"
+    shutil.copytree(base / "whole" / "checkpoints" / "step-00000024", folder)
+    original = (folder / "manifest.json").read_bytes()
+    for bit in range(0, 8 * len(original), 7):
+        content = bytearray(original)
+        content[bit // 8] ^= 1 << bit % 8
+        (folder / "manifest.json").write_bytes(bytes(content))
+        with pytest.raises(CorruptCheckpoint):
+            checkpoint.verify(folder)
+
+
+def test_a_damaged_hash_is_shown_with_the_one_expected(base: Path, chains: Chains, tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000024"
+    shutil.copytree(base / "whole" / "checkpoints" / "step-00000024", folder)
+    flip(folder / "ema.safetensors")
+    expected = fingerprint(base / "whole")["ema.safetensors"]
+    with pytest.raises(CorruptCheckpoint, match=rf"ema.safetensors is damaged: expected .* {expected}, found .* sha256"):
+        checkpoint.verify(folder)
+
+
+class Canary:
+    """Unpickling this makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_damaged_run_a_foreign_lock_and_malicious_files_meet_real_processes(base: Path, chains: Chains) -> None:
+    """Rows 15, 16, 19, 20 and 23 from the command's side: its exit codes and what it says."""
+    runs = {name: base / f"again-{name}" for name in ("damaged", "ruined", "held", "expired", "older", "malicious")}
+    for run in runs.values():
+        shutil.copytree(base / "whole", run)
+    flip(runs["damaged"] / "checkpoints" / "step-00000024" / "optimiser.safetensors")
+    for folder in (runs["ruined"] / "checkpoints").glob("step-*"):
+        truncate(folder / "model.safetensors")
+
+    owner = {"host": "elsewhere", "pid": 4711, "started": "1", "job": "99", "token": "t"}
+    (runs["expired"] / LOCK).write_text(json.dumps(owner))
+    long_ago = time.time() - 2 * LEASE_S
+    os.utime(runs["expired"] / LOCK, (long_ago, long_ago))
+    foreign = base / "again-foreign"
+    shutil.copytree(base / "whole", foreign)
+    (foreign / LOCK).write_text(json.dumps(owner))
+
+    older = json.loads((runs["older"] / "run.json").read_text())
+    (runs["older"] / "run.json").write_text(json.dumps({**older, "format": 0}))
+
+    canary = base / "canary"
+    malicious = json.loads((runs["malicious"] / "run.json").read_text())
+    malicious["recipe"]["backbone"] = {"kind": "os.system", "command": f"touch {canary}"}
+    (runs["malicious"] / "run.json").write_text(json.dumps(malicious))
+    for place in ("model.pt", "checkpoints/.metadata", "checkpoints/step-00000024/model.pt"):
+        (runs["malicious"] / place).write_bytes(pickle.dumps(Canary(canary)))
+
+    with hold(runs["held"], pytest.fail):
+        ended = sequence(base / "plans", *(Entry(run) for run in (*runs.values(), foreign)))
+    damaged, ruined, held, expired, old, bad, other = ended
+
+    assert damaged.codes == [0]
+    assert "DAMAGED CHECKPOINT" in damaged.stderr
+    assert "optimiser.safetensors" in damaged.stderr
+    assert "going on from" in damaged.stderr
+    assert "step-00000016" in damaged.stderr
+    assert fingerprint(runs["damaged"]) == fingerprint(base / "whole")
+    assert ruined.codes == [4]
+    assert held.codes == [2]
+    assert f"pid {os.getpid()}" in held.stderr
+    assert other.codes == [2]
+    assert "host elsewhere, pid 4711, job 99" in other.stderr
+    assert expired.codes == [0]
+    assert "taking over the lock of host elsewhere" in expired.stderr
+    assert old.codes == [2]
+    assert "format 0" in old.stderr
+    assert bad.codes == [2]
+    assert "recipe.backbone is of kind dit, unet, mlp: got 'os.system'" in bad.stderr
+    assert not canary.exists()
+
+
+def test_pickles_are_never_loaded(base: Path, tmp_path: Path) -> None:
+    """Row 23: not by name, not in a run folder, not as a whole."""
+    for name in ("model.pt", "model.safetensors"):
+        (tmp_path / name).write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
+        with pytest.raises(CorruptCheckpoint, match="never loads them"):
+            load(tmp_path / name)
+    with pytest.raises(UsageError, match="neither a run folder"):
+        load(tmp_path)
+    assert not (tmp_path / "canary").exists()

@@ -15,6 +15,7 @@ FUNCTIONS = [
     "reconstruction_loss",
     "continuous_reconstruction_loss",
     "step",
+    "model",
 ]
 
 

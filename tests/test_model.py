@@ -94,6 +94,17 @@ def test_sample_i_depends_on_seed_and_i_alone(method, solver):
     assert len({tuple(row.flatten().tolist()) for row in whole}) == 8
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (1, 2, 3, 4)])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_sample_may_be_a_number_a_vector_or_have_any_number_of_axes(method, shape):
+    for bins in (None, bsi.Bins.uint8()):
+        model = bsi.Model(Elementwise(), method, shape, bins)
+        x = torch.rand(3, *shape, generator=torch.Generator().manual_seed(0))
+        assert model(x).shape == (3,)
+        assert model.sample(3, steps=2).shape == (3, *shape)
+        assert model.elbo(x).n == math.prod(shape)
+
+
 def test_integers_are_bins_and_floats_are_values():
     model = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,), bins=bsi.Bins(-1.0, 1.0, 17))
     index = torch.tensor([[0, 8, 16]])

@@ -97,7 +97,9 @@ def _combine(
     )
     counter = (block, sample & _MASK, (sample >> 32) & _MASK, place)
     drawn = normals(counter, (seed[0], seed[1]), weights.dtype)
-    return (weights[:, None, None, None] * drawn).sum(0).flatten(1)[:, :n]
+    terms = [weight * normal for weight, normal in zip(weights, drawn, strict=True)]
+    # One after the other: sum(0) may add in an order that depends on the batch, and the last bit with it.
+    return functools.reduce(torch.add, terms).flatten(1)[:, :n]
 
 
 @dataclass

@@ -56,14 +56,13 @@ def check_grid(method: Method, grid: Levels, from_prior: bool = True) -> Levels:
 def paper_grid(method: Method, k: int) -> Levels:
     """Section "Hyperparameters": uniform steps through the inverse CDF of the log-uniform proposal."""
     _check_steps(k)
-    return method.levels.icdf(torch.linspace(0, 1, k + 1, dtype=torch.float64))
+    return _ended(method, method.levels.icdf(torch.linspace(0, 1, k + 1, dtype=torch.float64)[1:]))
 
 
-def _from_gains(method: Method, gains: Float[Tensor, " steps"]) -> Levels:
-    """A grid from the gains reached by its steps; the ends are the method's own levels, free of rounding."""
-    grid = torch.cat([torch.tensor([method.levels.low], dtype=torch.float64), method.level(gains)])
-    grid[-1] = method.levels.high
-    return grid
+def _ended(method: Method, levels: Float[Tensor, " steps"]) -> Levels:
+    """A grid from the levels that its steps reach; the ends are the method's own, free of rounding."""
+    ends = torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)
+    return torch.cat([ends[:1], levels[:-1], ends[1:]])
 
 
 def edm_grid(method: Method, k: int, power: float = 7.0) -> Levels:
@@ -76,7 +75,7 @@ def edm_grid(method: Method, k: int, power: float = 7.0) -> Levels:
     roots = torch.linspace(sigma_max ** (1 / power), sigma_min ** (1 / power), k + 1, dtype=torch.float64)
     sigma = roots[1:] ** power
     gains = (1 + torch.sqrt(1 + 4 * method.c * sigma.square())) / (2 * sigma.square())
-    return _from_gains(method, gains)
+    return _ended(method, method.level(gains))
 
 
 def geometric_grid(method: Method, k: int) -> Levels:
@@ -88,7 +87,7 @@ def geometric_grid(method: Method, k: int) -> Levels:
         informations = torch.logspace(math.log(low), math.log(high), k + 1, base=math.e, dtype=torch.float64)[1:]
     else:
         informations = torch.logspace(-2 * math.log(FIRST_SIGMA), math.log(high), k, base=math.e, dtype=torch.float64)
-    return _from_gains(method, informations - method.c)
+    return _ended(method, method.level(informations - method.c))
 
 
 GRIDS: dict[str, Grid] = {"paper": paper_grid, "edm": edm_grid, "geometric": geometric_grid}

@@ -27,6 +27,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 Words = Int[Tensor, "*shape"]
+Key = int | Int[Tensor, ""]
 
 
 def _multiply(word: Words, multiplier: int) -> tuple[Words, Words]:
@@ -35,9 +36,7 @@ def _multiply(word: Words, multiplier: int) -> tuple[Words, Words]:
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox(
-    counter: tuple[Words, Words, Words, Words], key: tuple[int | Words, int | Words]
-) -> tuple[Words, Words, Words, Words]:
+def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Key, Key]) -> tuple[Words, Words, Words, Words]:
     """Four random 32-bit words for each counter, as int64."""
     a, b, c, d = counter
     k0, k1 = key
@@ -50,7 +49,7 @@ def philox(
 
 
 def normals(
-    counter: tuple[Words, Words, Words, Words], key: tuple[int | Words, int | Words], dtype: torch.dtype
+    counter: tuple[Words, Words, Words, Words], key: tuple[Key, Key], dtype: torch.dtype
 ) -> Float[Tensor, "*shape 4"]:
     """Four standard Normals for each counter, by Box and Muller, in float32 or wider."""
     wide = dtype if dtype == torch.float64 else torch.float32

@@ -43,7 +43,7 @@ def pixels(
 
 
 def grid(
-    images: Images, columns: int | None = None, low: float | None = None, high: float | None = None
+    images: Shaped[np.ndarray, "..."], columns: int | None = None, low: float | None = None, high: float | None = None
 ) -> Image.Image:
     """The images side by side, row by row, in as many columns as make the picture square."""
     shown = np.asarray(images)

@@ -1,0 +1,78 @@
+"""Grids: where they start and end, how they are spaced, what is refused."""
+
+import math
+
+import pytest
+import torch
+
+from bsi.errors import UsageError
+from bsi.grids import GRIDS, check_grid, edm_grid, geometric_grid, named_grid, paper_grid
+from bsi.methods import BFN, BSI, VDM
+
+METHODS = [BSI(), BFN(), VDM(), BSI(gamma_0=0.1), BSI(gamma_0=math.inf)]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 16, 1000])
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_grids_rise_from_the_priors_level_to_the_last(method, grid, k):
+    levels = named_grid(grid)(method, k)
+    assert len(levels) == k + 1
+    assert (levels[0], levels[-1]) == (method.levels.low, method.levels.high)
+    assert levels.dtype == torch.float64
+    assert torch.equal(check_grid(method, levels), levels)
+
+
+def test_the_papers_grid_takes_equal_steps_of_the_inverse_cdf():
+    method, k = BSI(), 10
+    levels = paper_grid(method, k)
+    torch.testing.assert_close(torch.diff(torch.log(levels)), torch.full((k,), method.levels.log_range / k).double())
+
+
+def test_for_bsi_and_vdm_the_papers_grid_is_geometric_in_the_information():
+    for method in (BSI(), VDM()):
+        torch.testing.assert_close(paper_grid(method, 16), geometric_grid(method, 16), rtol=1e-12, atol=0)
+    assert not torch.allclose(paper_grid(BFN(), 16), geometric_grid(BFN(), 16))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_geometric_steps_are_equal_in_the_logarithm_of_the_information(method):
+    steps = torch.diff(torch.log(method.gain(geometric_grid(method, 12)) + method.c))
+    steps = steps[torch.isfinite(steps)]  # the first of a method that starts with none
+    torch.testing.assert_close(steps, steps.mean().expand_as(steps), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_edm_steps_are_equal_in_the_seventh_root_of_sigma(method):
+    encoder = method.encoder(edm_grid(method, 12))
+    roots = (encoder.noise[1:] / encoder.signal[1:]) ** (1 / 7)
+    steps = torch.diff(roots)
+    torch.testing.assert_close(steps, steps.mean().expand_as(steps), rtol=1e-6, atol=0)
+    first = float(roots[0] - steps.mean()) ** 7  # where the first step would have started
+    assert first == pytest.approx(
+        80.0 if encoder.signal[0] == 0 else float(encoder.noise[0] / encoder.signal[0]), rel=1e-6
+    )
+
+
+def test_what_is_no_grid_is_refused():
+    method = VDM()
+    low, high = method.levels.low, method.levels.high
+    for levels, message in (
+        ([low], "at least two levels"),
+        ([low, 1.0, 1.0, high], "rise strictly"),
+        ([low, 5.0, 1.0, high], "rise strictly"),
+        ([low, math.nan, high], "rise strictly"),
+        ([2 * low, high], "starts at the prior"),
+        ([low / 2, high], "in range"),
+        ([low, 2 * high], "in range"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check_grid(method, torch.tensor(levels, dtype=torch.float64))
+    anywhere = torch.tensor([3.0, 7.0], dtype=torch.float64)
+    assert torch.equal(check_grid(method, anywhere, from_prior=False), anywhere)
+    for k in (0, -3):
+        for grid in GRIDS.values():
+            with pytest.raises(UsageError, match=f"k={k}"):
+                grid(method, k)
+    with pytest.raises(UsageError, match="did you mean 'geometric'"):
+        named_grid("geometrical")

@@ -1,0 +1,158 @@
+"""Trajectories: what they yield, what they cost, what they depend on, where more steps lead."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from bsi.brownian import BrownianPath
+from bsi.errors import UsageError
+from bsi.gaussian import Belief
+from bsi.grids import geometric_grid, paper_grid
+from bsi.methods import BFN, BSI, VDM
+from bsi.noise import SeededNoise
+from bsi.oracle import Mixture
+from bsi.sampling import evaluations, measurement, sample, trajectory
+from bsi.solvers import SOLVERS
+
+METHODS = [BSI(), BFN(), VDM()]
+
+
+def mixture() -> Mixture:
+    means = torch.tensor([[-1.0, 0.5], [0.8, 0.9], [0.2, -1.0]], dtype=torch.float64)
+    return Mixture.isotropic(means, 0.2)
+
+
+class Counting:
+    """A predictor that remembers how often it was asked, and about how many samples."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, latent: Tensor, level: Tensor) -> Tensor:
+        self.calls += 1
+        assert level.shape == (len(latent),)
+        return torch.tanh(latent)
+
+
+def path(seed: int = 1, count: int = 48) -> BrownianPath:
+    return BrownianPath(seed, torch.arange(count), (2,), torch.float64)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_k_steps_yield_k_plus_1_and_cost_the_evaluations_that_are_stated(method, solver):
+    predict, grid = Counting(), paper_grid(method, 7)
+    steps = list(trajectory(method, predict, path(count=3), grid, solver))
+    assert len(steps) == 8
+    assert [float(step.level) for step in steps] == grid.tolist()
+    assert predict.calls == evaluations(method, 7) == (7 if isinstance(method, VDM) else 8)
+    assert torch.equal(sample(method, predict, path(count=3), grid, solver), steps[-1].x_hat)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_with_one_path_more_steps_converge_to_one_sample(method):
+    """Strong convergence of order one: additive noise, and a prediction that the noise moves."""
+    predict, counts = mixture().predictor(method), [16, 32, 64, 128]
+    limit = sample(method, predict, path(), geometric_grid(method, 768), "sde-root")
+    for solver in ("posterior", "sde-root"):
+        found = [sample(method, predict, path(), geometric_grid(method, k), solver) for k in counts]
+        errors = [float((x - limit).norm(dim=1).median()) for x in found]
+        order = math.log(errors[0] / errors[-1]) / math.log(counts[-1] / counts[0])
+        assert 0.8 < order < 1.5, errors
+        assert errors[-1] < 0.03
+
+
+def test_with_independent_noise_more_steps_are_another_sample():
+    method = BSI()
+    predict = mixture().predictor(method)
+    one, other = (
+        sample(method, predict, SeededNoise(1, torch.arange(48), (2,), torch.float64), geometric_grid(method, k))
+        for k in (128, 256)
+    )
+    assert (one - other).norm(dim=1).median() > 0.2
+
+
+@pytest.mark.parametrize("noise", [BrownianPath, SeededNoise])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_sample_i_depends_on_the_seed_and_i_alone(method, noise):
+    """The noise to the last bit; a network may round differently in another batch, so that its samples may too."""
+    weight = torch.randn(12, 12, generator=torch.Generator().manual_seed(0)) / 4
+    predict = lambda latent, level: torch.tanh(latent @ weight)  # noqa: E731
+    grid = paper_grid(method, 9)
+    whole = sample(method, predict, noise(7, torch.arange(20), (12,)), grid, "sde-root")
+    for part in (torch.arange(20).flip(0), torch.tensor([13]), torch.arange(5, 12)):
+        found = sample(method, predict, noise(7, part, (12,)), grid, "sde-root")
+        torch.testing.assert_close(found, whole[part], rtol=0, atol=1e-5)
+    other = sample(method, predict, noise(8, torch.arange(20), (12,)), grid, "sde-root")
+    assert (other - whole).abs().min(dim=1).values.max() > 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_solvers_that_add_no_noise_draw_none(method):
+    drawn = []
+
+    def noise(start: float, end: float) -> Tensor:
+        drawn.append((start, end))
+        return path(count=3)(start, end)
+
+    sample(method, Counting(), noise, geometric_grid(method, 6), "ode2")
+    assert len(drawn) == (2 if isinstance(method, BFN) else 1)
+    drawn.clear()
+    sample(method, Counting(), noise, geometric_grid(method, 6), "posterior")
+    assert len(drawn) == 7
+    assert drawn[0][0] == 0
+    assert [end for _, end in drawn[:-1]] == [start for start, _ in drawn[1:]]
+
+
+@pytest.mark.parametrize("method", [BSI(), BFN()], ids=repr)
+def test_measurements_lead_from_belief_to_belief(method):
+    """Lemma "Posterior Update", backwards: whatever the solver, each step is the measurement it amounts to."""
+    for solver in SOLVERS:
+        steps = list(trajectory(method, Counting(), path(count=4), geometric_grid(method, 6), solver))
+        for before, after in itertools.pairwise(steps):
+            y, alpha = measurement(method, before, after), (after.level - before.level).expand(4)
+            updated = Belief(before.latent, before.level.expand(4)).update(y, alpha)
+            torch.testing.assert_close(updated.mean, after.latent, rtol=1e-9, atol=1e-9)
+
+
+def test_the_papers_measurements_scatter_around_the_prediction_with_the_precision_gained():
+    method = BSI()
+    grid = geometric_grid(method, 8)
+    steps = list(trajectory(method, Counting(), path(count=4000), grid))
+    for before, after in itertools.pairwise(steps):
+        alpha = after.level - before.level
+        scaled = (measurement(method, before, after) - before.x_hat) * alpha.sqrt()
+        assert scaled.mean().abs() < 4 / math.sqrt(8000)
+        assert (scaled.square().mean() - 1).abs() < 4 * math.sqrt(2 / 8000)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_trajectory_may_start_from_any_latent(method):
+    predict, grid = mixture().predictor(method), geometric_grid(method, 12)
+    steps = list(trajectory(method, predict, path(), grid, "posterior"))
+    again = list(trajectory(method, predict, path(), grid[5:], "posterior", start=steps[5].latent))
+    assert len(again) == 8
+    torch.testing.assert_close(again[-1].x_hat, steps[-1].x_hat, rtol=1e-9, atol=1e-9)
+
+
+def test_what_cannot_be_sampled_is_refused_before_the_first_evaluation():
+    method = BSI()
+
+    def never(latent: Tensor, level: Tensor) -> Tensor:
+        raise AssertionError("evaluated")
+
+    grid = paper_grid(method, 4)
+    for arguments, message in (
+        ((grid, "sde3"), "did you mean 'sde2'"),
+        ((grid.flip(0), "sde2"), "rise strictly"),
+        ((grid * 2, "sde2"), "in range"),
+        ((grid[1:], "sde2"), "starts at the prior"),
+        ((grid[:1], "sde2"), "at least two levels"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            trajectory(method, never, path(), *arguments)
+    with pytest.raises(UsageError, match="k=0"):
+        paper_grid(method, 0)

@@ -233,6 +233,20 @@ def test_groups_are_32_or_have_at_least_four_channels(channels: int, groups: int
     assert group_norm(channels).num_groups == groups
 
 
+@pytest.mark.parametrize(("channels", "groups"), [(256, 32), (512, 32), (64, 16), (24, 6), (12, 2), (10, 2)])
+def test_groups_do_not_cross_from_the_input_to_the_skip(channels: int, groups: int) -> None:
+    norm = group_norm(channels, parts=2)
+    assert norm.num_groups == groups
+    x = torch.randn(3, channels, 4, 5, dtype=torch.float64)
+    norm = norm.double()
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    expected = torch.nn.functional.group_norm(x, groups, norm.weight, norm.bias, norm.eps)
+    parts = [norm(part, first=start) for part, start in zip(x.chunk(2, dim=1), (0, channels // 2), strict=True)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+    torch.testing.assert_close(norm(x), expected)
+
+
 @every_kind
 @pytest.mark.parametrize("num_classes", [0, 10])
 @pytest.mark.parametrize("bins_count", [None, 256])

@@ -4,7 +4,7 @@
 
     network = build("dit-l/2", shape=(3, 32, 32), bins_count=256)
     network.compute_dtype = compute_dtype("auto", device)
-    compile_regions(network)
+    accelerate(network, device)
 """
 
 from importlib import import_module
@@ -14,14 +14,16 @@ from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfi
 from bsi.backbones.cost import Cost, cost
 
 if TYPE_CHECKING:
+    from bsi.backbones.accelerate import accelerate, freeze
     from bsi.backbones.base import Backbone
     from bsi.backbones.compiled import compile_regions
-    from bsi.backbones.precision import HalfCopy, Precision, compute_dtype
+    from bsi.backbones.precision import Precision, compute_dtype
     from bsi.backbones.registry import build
 
 _HOME = {
+    "accelerate": "bsi.backbones.accelerate",
+    "freeze": "bsi.backbones.accelerate",
     "Backbone": "bsi.backbones.base",
-    "HalfCopy": "bsi.backbones.precision",
     "Precision": "bsi.backbones.precision",
     "build": "bsi.backbones.registry",
     "compile_regions": "bsi.backbones.compiled",
@@ -33,14 +35,15 @@ __all__ = [
     "BackboneConfig",
     "Cost",
     "DiTConfig",
-    "HalfCopy",
     "MLPConfig",
     "Precision",
     "UNetConfig",
+    "accelerate",
     "build",
     "compile_regions",
     "compute_dtype",
     "cost",
+    "freeze",
     "resolve",
 ]
 

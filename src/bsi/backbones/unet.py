@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from bsi.backbones.base import Backbone
@@ -87,13 +87,17 @@ class UNet(Backbone):
 
 
 class Block(nn.Module):
-    """Two convolutions with the condition added between them, and a shortcut; on the way up, `skip` joins the input."""
+    """Two convolutions with the condition added between them, and a shortcut; on the way up, `skip` joins the input.
+
+    The input and the skip are normed, and taken through the shortcut, each by itself: the groups and the 1x1 weights
+    fall apart between them. Concatenating them first would give gradients that are slices, and copies of them.
+    """
 
     def __init__(self, inputs: int, config: UNetConfig, dim: int) -> None:
         super().__init__()
         self.dropout = config.dropout
         convolution = CONVOLUTIONS[dim]
-        self.norm_in = group_norm(inputs)
+        self.norm_in = group_norm(inputs, parts=inputs // config.width)
         self.conv_in = convolution(inputs, config.width, 3, padding=1)
         self.norm_out = group_norm(config.width)
         self.conv_out = convolution(config.width, config.width, 3, padding=1)
@@ -110,14 +114,55 @@ class Block(nn.Module):
         shift: Float[Tensor, "batch width"],
         seed: Int32[Tensor, " 2"] | None,
     ) -> Float[Tensor, "batch width *space"]:
+        h = silu(self.norm_in(x))
         if skip is not None:
-            x = torch.cat([x, skip], dim=1)
-        h = self.conv_in(silu(self.norm_in(x)))
+            h = torch.cat([h, silu(self.norm_in(skip, first=x.shape[1]))], dim=1)
+        h = self.conv_in(h)
         h = h + shift.view(*shift.shape, *[1] * (x.ndim - 2))
         h = silu(self.norm_out(h))
         if seed is not None:
             h = dropout(h, self.dropout, seed)
-        return (x if self.shortcut is None else self.shortcut(x)) + self.conv_out(h)
+        return self._short(x, skip) + self.conv_out(h)
+
+    def _short(self, x: Tensor, skip: Tensor | None) -> Tensor:
+        if self.shortcut is None or skip is None:
+            return x
+        weights = self.shortcut.weight.flatten(1).split(x.shape[1], dim=1)
+        return on_pixels(linear(pixels(x), weights[0]) + linear(pixels(skip), weights[1], self.shortcut.bias), x)
+
+
+def pixels(x: Float[Tensor, "batch channels *space"]) -> Float[Tensor, "batch pixels channels"]:
+    """A row of channels for each pixel: a view of a channels-last image."""
+    return x.flatten(2).transpose(1, 2)
+
+
+def on_pixels(
+    rows: Float[Tensor, "batch pixels channels"], like: Float[Tensor, "batch _ *space"]
+) -> Float[Tensor, "batch channels *space"]:
+    """Back to an image of `like`'s height and width."""
+    return rows.transpose(1, 2).unflatten(2, like.shape[2:])
+
+
+class GroupNorm(nn.GroupNorm):
+    """Group normalisation that leaves a channels-last image as it lies in memory.
+
+    Moments of each channel first, then of each group: var = mean of variances + variance of means. The compiler would
+    otherwise copy every image into the other order and back.
+    """
+
+    def forward(
+        self, x: Float[Tensor, "batch channels *space"], first: int = 0
+    ) -> Float[Tensor, "batch channels *space"]:
+        """The norm of the channels from `first` on, which are whole groups: the others are not needed for it."""
+        rows = pixels(x.to(torch.promote_types(x.dtype, torch.float32)))
+        batch, _, channels = rows.shape
+        size = self.num_channels // self.num_groups
+        var, mean = (part.view(batch, -1, size) for part in torch.var_mean(rows, dim=1, correction=0))
+        var = var.mean(2, keepdim=True) + mean.var(2, correction=0, keepdim=True)
+        chosen = slice(first, first + channels)
+        scale = torch.rsqrt(var + self.eps) * self.weight[chosen].view(-1, size)
+        shift = self.bias[chosen].view(-1, size) - mean.mean(2, keepdim=True) * scale
+        return on_pixels(rows * scale.view(batch, 1, channels) + shift.view(batch, 1, channels), x)
 
 
 class Attention(nn.Module):
@@ -133,12 +178,12 @@ class Attention(nn.Module):
         zero_(self.out)
 
     def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch width *space"]:
-        h = self.norm(x).flatten(2).transpose(1, 2)
-        batch, pixels, width = h.shape
-        qkv = self.qkv(h).view(batch, pixels, 3, self.heads, width // self.heads)
+        h = pixels(self.norm(x))
+        batch, count, width = h.shape
+        qkv = self.qkv(h).view(batch, count, 3, self.heads, width // self.heads)
         q, k, v = qkv.transpose(1, 3).unbind(2)
-        mixed = scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, pixels, width)
-        return x + self.out(mixed).transpose(1, 2).reshape(x.shape)
+        mixed = scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, count, width)
+        return x + on_pixels(self.out(mixed), x)
 
 
 class Head(nn.Module):
@@ -154,10 +199,11 @@ class Head(nn.Module):
         return self.conv(silu(self.norm(x)))
 
 
-def group_norm(channels: int) -> nn.GroupNorm:
+def group_norm(channels: int, parts: int = 1) -> GroupNorm:
     """32 groups, or fewer where they would have less than four channels (the paper's narrowest have four).
 
-    A group of one channel would subtract the condition, which is added to whole channels, as part of the mean.
+    A group of one channel would subtract the condition, which is added to whole channels, as part of the mean. Each of
+    `parts` equal parts of the channels has whole groups.
     """
-    groups = max(g for g in range(1, 33) if channels % g == 0 and (4 * g <= channels or g == 1))
-    return nn.GroupNorm(groups, channels, eps=NORM_EPS)
+    fitting = (g for g in range(parts, 33) if channels % g == 0 and g % parts == 0)
+    return GroupNorm(max(g for g in fitting if 4 * g <= channels or g == parts), channels, eps=NORM_EPS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 
@@ -71,6 +72,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"bsi {argv[0]}: {error}", file=sys.stderr)
         return error.code
+    except BrokenPipeError:  # whoever read our output has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print(f"\nbsi {argv[0]}: interrupted", file=sys.stderr)
         return 130

@@ -44,12 +44,13 @@ def run(args: Demo) -> int:
     folder = bsi.train(recipe, out=args.out, device="cpu")
 
     digits = open_dataset("digits")
-    model = bsi.load(folder)
+    assert digits.bins is not None
+    model, levels = bsi.load(folder), digits.bins.count
     bound = model.bits_per_dim(torch.from_numpy(digits.test[:].copy()), measure=20, recon=4)
-    histogram = histogram_bits_per_dim(digits.train, digits.test, digits.bins.count)
+    histogram = histogram_bits_per_dim(digits.train, digits.test, levels)
     images = model.sample(64, steps=32, seed=args.seed)
     picture = folder / "samples.png"
-    pictures.grid(images.numpy(), high=digits.bins.count - 1).save(picture)
+    pictures.grid(images.numpy(), high=levels - 1).save(picture)
 
     if args.json:
         print(json.dumps({

@@ -1,0 +1,93 @@
+"""The documents are true: their Python runs, their commands exist, their links lead somewhere, their site builds.
+
+Blocks marked `python` are run, page by page, each page in a namespace of its own; others (`text`, `bash`) are not.
+"""
+
+import contextlib
+import difflib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from bsi.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [
+        "\n".join(line[len(indent) :] for line in text.splitlines()) for indent, kind, text in found if kind == language
+    ]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=named)
+def test_python_of_the_documents_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    with torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()):
+        torch.manual_seed(0)
+        for i, source in enumerate(blocks(page, "python")):
+            exec(compile(source, f"{page.name}, Python block {i + 1}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_of_the_documents_exist(page: Path) -> None:
+    for text in blocks(page, "bash"):
+        for line in text.splitlines():
+            words = re.sub(r"^(torchrun .* -m |python -m |\$ )", "", line).split()
+            if words and words[0] == "bsi" and words[1:2] and not words[1].startswith("-"):
+                near = difflib.get_close_matches(words[1], COMMANDS)
+                assert words[1] in COMMANDS, f"{page.name}: {line!r}, did you mean {near}?"
+            if words and words[0] == "make":
+                targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+                assert set(words[1:]) <= set(targets), f"{page.name}: {line!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_between_the_documents_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(re.sub(BLOCK, "", page.read_text(encoding="utf-8"))):
+        if not re.match(r"[a-z]+:", target):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_architecture_shows_the_tree_as_it_is() -> None:
+    (tree,) = [text for text in blocks(ROOT / "docs" / "architecture.md", "text") if text.startswith("src/bsi/")]
+    heads = [re.match(r"  ((?:[\w.]+(?:/|\.py)(?:, )?)+)", line) for line in tree.splitlines()]
+    shown = {name for head in heads if head for name in head[1].split(", ")}
+    package = ROOT / "src" / "bsi"
+    modules = {path.name for path in package.glob("*.py") if not path.name.startswith("__")}
+    folders = {f"{init.parent.name}/" for init in package.glob("*/__init__.py") if _has_code(init.parent)}
+    assert shown == modules | folders
+
+
+def _has_code(folder: Path) -> bool:
+    return any(path.stat().st_size for path in folder.glob("*.py"))
+
+
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the site is built with mkdocs: pip install bsi[docs]")
+    pytest.importorskip("mkdocstrings", reason="the site is built with mkdocstrings: pip install bsi[docs]")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    assert (tmp_path / "mixture.html").read_bytes() == (ROOT / "docs" / "mixture.html").read_bytes()
+    pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
+    assert "precision encoding" in pages["api.html"]
+    fetched = {
+        url
+        for text in pages.values()
+        for url in re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', text)
+    }
+    assert fetched == set()  # pages are complete without a network

@@ -138,10 +138,10 @@ class ExpectedError:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A histogram in ln(level): `weight[j]` is the relative mass of the j-th of equally long intervals.
+    """A density in ln(level) that is linear between `weights` at equally spaced points from low to high.
 
     The proposal of least variance is p* ~ sqrt(E |x - x_hat|^4); fitted on earlier batches only, it leaves the
-    estimate unbiased whatever was seen.
+    estimate unbiased whatever was seen. A single weight is the log-uniform proposal.
     """
 
     low: float
@@ -156,19 +156,30 @@ class Fitted:
                 f"and the estimate would be biased): got {self.weights}"
             )
 
-    def _edges(self, like: Tensor) -> Float[Tensor, " edges"]:
-        mass = torch.tensor((0.0, *self.weights), dtype=torch.float64, device=like.device)
-        return torch.cumsum(mass / mass.sum(), 0)
+    @property
+    def log_range(self) -> float:
+        return math.log(self.high) - math.log(self.low)
+
+    def _heights(self, like: Tensor) -> Float[Tensor, " points"]:
+        """The weights, scaled so that the cells between them hold a mass of 1 when each is 1 long."""
+        weights = self.weights * 2 if len(self.weights) == 1 else self.weights
+        heights = torch.tensor(weights, dtype=torch.float64, device=like.device)
+        return heights / (0.5 * (heights[1:] + heights[:-1])).sum()
 
     def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        edges, count = self._edges(t), len(self.weights)
-        j = torch.searchsorted(edges, t.double().contiguous(), right=True).clamp(1, count) - 1
-        inside = (t.double() - edges[j]) / (edges[j + 1] - edges[j])
-        log_range = math.log(self.high) - math.log(self.low)
-        return (self.low * torch.exp((j + inside) / count * log_range)).clamp(self.low, self.high)
+        heights = self._heights(t)
+        count = len(heights) - 1
+        below = torch.cat([heights.new_zeros(1), torch.cumsum(0.5 * (heights[1:] + heights[:-1]), 0)])
+        j = torch.searchsorted(below, t.double().contiguous(), right=True).clamp(1, count) - 1
+        left, slope, mass = heights[j], heights[j + 1] - heights[j], t.double() - below[j]
+        # The root of left x + slope x^2 / 2 = mass in the form that does not cancel for a small slope.
+        inside = 2 * mass / (left + torch.sqrt((left.square() + 2 * slope * mass).clamp(min=0)))
+        return (self.low * torch.exp((j + inside) / count * self.log_range)).clamp(self.low, self.high)
 
     def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        edges, count = self._edges(level), len(self.weights)
-        log_range = math.log(self.high) - math.log(self.low)
-        j = (torch.log(level.double() / self.low) / log_range * count).floor().long().clamp(0, count - 1)
-        return (edges[j + 1] - edges[j]) * count / (log_range * level.double())
+        heights = self._heights(level)
+        count = len(heights) - 1
+        place = torch.log(level.double() / self.low) / self.log_range * count
+        j = place.floor().long().clamp(0, count - 1)
+        height = heights[j] + (place - j) * (heights[j + 1] - heights[j])
+        return height * count / (self.log_range * level.double())

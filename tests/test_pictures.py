@@ -13,7 +13,7 @@ def test_pixels_are_rounded_and_never_truncated():
     assert pixels(values).tolist() == [0, 0, 128, 128, 129, 255, 255, 0, 0]
     index = np.arange(256, dtype=np.uint8)
     assert np.array_equal(pixels(index), index)
-    assert pixels(np.array([0, 8, 16], np.uint8), 0.0, 16.0).tolist() == [0, 128, 255]
+    assert pixels(np.array([0, 8, 16], np.uint8), 0, 16).tolist() == [0, 128, 255]
     assert np.array_equal(pixels(index / 127.5 - 1), index)
 
 

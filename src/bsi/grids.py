@@ -20,7 +20,7 @@ from torch import Tensor
 from bsi.errors import UsageError
 from bsi.methods.base import Method
 
-__all__ = ["GRIDS", "Grid", "check_grid", "edm_grid", "geometric_grid", "named_grid", "paper_grid"]
+__all__ = ["GRIDS", "Grid", "check_grid", "edm_grid", "geometric_grid", "named_grid", "onward_grid", "paper_grid"]
 
 Levels = Float[Tensor, " levels"]
 Grid = Callable[[Method, int], Levels]
@@ -88,6 +88,19 @@ def geometric_grid(method: Method, k: int) -> Levels:
     else:
         informations = torch.logspace(-2 * math.log(FIRST_SIGMA), math.log(high), k, base=math.e, dtype=torch.float64)
     return _ended(method, method.level(informations - method.c))
+
+
+def onward_grid(method: Method, level: float, k: int) -> Levels:
+    """k steps, uniform in ln Lambda, from any level to the last: for what does not start at the prior."""
+    _check_steps(k)
+    low, high = method.levels.low, method.levels.high
+    if not low < level < high:
+        raise UsageError(f"going on needs a level between {low:g} and {high:g}: got {level:g}")
+    first, last = (float(method.gain(torch.tensor(end, dtype=torch.float64))) + method.c for end in (level, high))
+    informations = torch.logspace(math.log(first), math.log(last), k + 1, base=math.e, dtype=torch.float64)
+    grid = method.level(informations - method.c)
+    grid[0], grid[-1] = level, high
+    return grid
 
 
 GRIDS: dict[str, Grid] = {"paper": paper_grid, "edm": edm_grid, "geometric": geometric_grid}

@@ -20,6 +20,7 @@ from bsi.errors import UsageError
 __all__ = ["Moment", "animate", "belief_frames", "grid", "pixels"]
 
 Images = Shaped[np.ndarray, "n channels height width"]
+Number = float | int
 
 PAPER, INK, FAINT, BAR = (255, 255, 255), (34, 34, 40), (226, 226, 232), (58, 110, 190)
 GAP = 2
@@ -29,7 +30,7 @@ ANIMATIONS = (".gif", ".webp")
 
 
 def pixels(
-    images: Shaped[np.ndarray, "*shape"], low: float | None = None, high: float | None = None
+    images: Shaped[np.ndarray, "*shape"], low: Number | None = None, high: Number | None = None
 ) -> UInt8[np.ndarray, "*shape"]:
     """8-bit pixels of values in [low, high]: by default -1 to 1 for floats, 0 to 255 for integers."""
     images = np.asarray(images)
@@ -43,7 +44,10 @@ def pixels(
 
 
 def grid(
-    images: Shaped[np.ndarray, "..."], columns: int | None = None, low: float | None = None, high: float | None = None
+    images: Shaped[np.ndarray, "..."],
+    columns: int | None = None,
+    low: Number | None = None,
+    high: Number | None = None,
 ) -> Image.Image:
     """The images side by side, row by row, in as many columns as make the picture square."""
     shown = np.asarray(images)
@@ -77,7 +81,7 @@ class Moment:
     precision: float
 
 
-def belief_frames(moments: Sequence[Moment], low: float = -1.0, high: float = 1.0) -> list[Image.Image]:
+def belief_frames(moments: Sequence[Moment], low: Number = -1.0, high: Number = 1.0) -> list[Image.Image]:
     """One frame per step: belief mean, prediction and measurement side by side, and the precision below them."""
     if not moments:
         raise UsageError("an animation needs at least one step")

@@ -1,0 +1,85 @@
+// A request and the steps that came back for it: one line of JSON each, images as base64 of little-endian float32.
+
+export function decode(text) {
+  const bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
+  return new Float32Array(bytes.buffer);
+}
+
+export function encode(array) {
+  const bytes = new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
+  let text = "";
+  for (let i = 0; i < bytes.length; i += 0x8000) text += String.fromCharCode(...bytes.subarray(i, i + 0x8000));
+  return btoa(text);
+}
+
+async function* lines(body) {
+  const reader = body.getReader(), decoder = new TextDecoder();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + decoder.decode(value, { stream: true })).split("\n");
+      rest = parts.pop();
+      yield* parts;
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+async function accepted(ask, signal) {
+  for (let wait = 200; ; wait = Math.min(2 * wait, 2000)) {
+    const answer = await fetch("run", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(ask), signal });
+    if (answer.ok) return answer;
+    if (answer.status !== 429) throw new Error(await reason(answer));
+    await new Promise(resolve => setTimeout(resolve, wait)); // others are drawing
+    signal.throwIfAborted();
+  }
+}
+
+async function reason(answer) {
+  const text = await answer.text();
+  try { return JSON.parse(text).error; } catch { return text || `the server answered ${answer.status}`; }
+}
+
+// All steps of one request. A step's y is the measurement made of its prediction: it comes with the step after it.
+export class History {
+  constructor(ask) {
+    this.ask = ask;
+    this.steps = [];
+    this.given = null; // the measurement that a denoised image starts from
+    this.last = ask.evaluations;
+    this.done = false;
+    this._leave = new AbortController();
+  }
+
+  get num() { return this.ask.num; }
+
+  async follow(arrived) {
+    const answer = await accepted(this.ask, this._leave.signal);
+    for await (const line of lines(answer.body)) {
+      const frame = JSON.parse(line), y = frame.y && decode(frame.y), before = this.steps.at(-1);
+      if (before) before.y = y;
+      else this.given = y;
+      this.last = frame.last;
+      this.steps.push({ precision: frame.precision, mean: decode(frame.mean), x_hat: decode(frame.x_hat), y: null });
+      arrived(this);
+    }
+    if (this.steps.length <= this.last) throw new Error("the stream ended early: is `bsi view` still running?");
+    this.done = true;
+  }
+
+  leave() { this._leave.abort(); }
+
+  // How far the prediction moved to reach each step, as a root mean square.
+  moves() {
+    return this.steps.map(({ x_hat }, i) => {
+      if (!i) return null;
+      const before = this.steps[i - 1].x_hat;
+      let sum = 0;
+      for (let j = 0; j < x_hat.length; j++) sum += (x_hat[j] - before[j]) ** 2;
+      return Math.sqrt(sum / x_hat.length);
+    });
+  }
+}

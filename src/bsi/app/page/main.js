@@ -1,0 +1,276 @@
+// The page: what is asked, the history that comes back, and the step of it that is shown.
+import { Easel } from "./easel.js";
+import { History, decode, encode } from "./history.js";
+import { drawCurve, drawPast, drawTimeline, places, tidy } from "./pixel.js";
+import { Sheet } from "./sheets.js";
+
+const $ = selector => document.querySelector(selector);
+const TASKS = {
+  draw: { go: "Draw", task: "From nothing: the first belief is as broad as a belief can be." },
+  denoise: { go: "Denoise", task: "From a noisy measurement: the belief starts as sharp as it is, and nothing else changes." },
+  inpaint: { go: "Inpaint", task: "From a part: known pixels are measured, hidden ones are predicted beside them." },
+};
+const HINTS = {
+  posterior: "the paper's", sde2: "with noise", ode2: "no noise", "sde-root": "bent", "ode-root": "bent", churn: "some noise",
+  paper: "even in t", edm: "as EDM's", geometric: "even in ln Λ",
+};
+const NAMES = ["mean", "x_hat", "y"];
+const PLAY_SECONDS = 4;
+
+const [about, images] = await Promise.all(["about", "images"].map(async name => (await fetch(name)).json()));
+const page = { history: null, position: 0, playing: false, pixel: null, kept: false, kind: "draw", started: 0, firstStep: null };
+const sheets = Object.fromEntries(NAMES.map(name => [name, new Sheet($(`#${name}`), about)]));
+const easel = new Easel(about, decode(images.values), () => { if (page.history?.ask.kind === page.kind) go(); });
+
+// ---- What is asked ---------------------------------------------------------------------------------------------------------------
+
+function ask() {
+  const common = {
+    kind: page.kind, seed: Number($("#seed").value), num: Number($("#num").value), evaluations: Number($("#evaluations").value),
+    solver: $("#solver").value, grid: $("#grid").value,
+  };
+  if (page.kind === "draw") return common;
+  const image = encode(easel.values);
+  if (page.kind === "denoise") return { ...common, image, precision: precision() };
+  return { ...common, image, hidden: encode(easel.hidden) };
+}
+
+function precision() { return 10 ** Number($("#precision").value); }
+
+async function go() {
+  if (!$("#ask").reportValidity()) return;
+  page.history?.leave();
+  const history = new History(ask());
+  Object.assign(page, { history, position: 0, playing: true, started: performance.now(), firstStep: null });
+  if (page.pixel && page.pixel.image >= history.num) page.pixel = null;
+  for (const sheet of Object.values(sheets)) sheet.num = history.num;
+  $("#step").value = 0;
+  say("");
+  document.body.dataset.state = "working";
+  try {
+    await history.follow(arrived);
+    if (page.history !== history) return;
+    document.body.dataset.state = "done";
+    $("#adopt").disabled = false;
+    say(`${history.num} ${history.num === 1 ? "image" : "images"}, ${history.ask.evaluations} evaluations each, in ${tidy((performance.now() - page.started) / 1000)} s`);
+  } catch (error) {
+    if (error.name === "AbortError" || page.history !== history) return;
+    document.body.dataset.state = "failed";
+    say(error.message, true);
+  }
+}
+
+function arrived(history) {
+  if (page.history !== history) return;
+  if (history.steps.length === 1) {
+    page.firstStep = performance.now() - page.started;
+    easel.given = page.kind === "denoise" ? history.given : null;
+    easel.draw();
+    page.pixel ??= { image: 0, row: Math.floor(about.shape[1] / 2), column: Math.floor(about.shape[2] / 2) };
+    requestAnimationFrame(tick);
+  }
+  $("#step").max = history.last;
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) { page.playing = false; page.position = history.steps.length - 1; }
+  show();
+}
+
+function say(text, wrong = false) {
+  $("#status").textContent = text;
+  $("#status").classList.toggle("error", wrong);
+}
+
+// ---- Which step is shown ---------------------------------------------------------------------------------------------------------
+
+let before = null;
+function tick(now) {
+  const { history } = page;
+  if (!page.playing || !history) { before = null; return; }
+  const seconds = Math.min(0.1, before === null ? 0 : (now - before) / 1000);
+  before = now;
+  const end = history.steps.length - 1, last = page.position;
+  page.position = Math.min(end, page.position + seconds * history.last / PLAY_SECONDS);
+  if (page.position >= history.last) page.playing = false;
+  if (Math.floor(page.position) !== Math.floor(last) || !page.playing) show();
+  if (page.playing) requestAnimationFrame(tick);
+  else before = null;
+}
+
+function moveTo(position) {
+  if (!page.history?.steps.length) return;
+  page.playing = false;
+  page.position = Math.min(page.history.steps.length - 1, Math.max(0, position));
+  show();
+}
+
+function play() {
+  if (!page.history) { go(); return; }
+  page.playing = !page.playing;
+  if (page.playing && page.position >= page.history.last) page.position = 0;
+  before = null;
+  if (page.playing) requestAnimationFrame(tick);
+  show();
+}
+
+function current() { return page.history?.steps[Math.floor(page.position)] ?? null; }
+
+function show() {
+  const { history } = page, step = current(), index = Math.floor(page.position);
+  for (const name of NAMES) {
+    const last = name === "y" && history && index === history.last;
+    sheets[name].draw(last ? null : step?.[name] ?? null, page.pixel);
+    sheets[name].canvas.setAttribute("aria-label", `${{ mean: "Belief mean", x_hat: "Prediction", y: "Measurement" }[name]} of ${history?.num ?? 0} images at step ${index}`);
+  }
+  $("#y-more").textContent = history && index === history.last ? "no more of them" : "of the prediction";
+  drawTimeline($("#timeline"), history, index, about);
+  if (document.activeElement !== $("#step") || Number($("#step").value) !== index) $("#step").value = index;
+  $("#where").textContent = history ? `${index} of ${history.last}` : "–";
+  $("#precision-now").textContent = step ? tidy(step.precision) : "–";
+  $("#deviation-now").textContent = step ? tidy(step.precision ** -0.5) : "–";
+  $("#play").textContent = page.playing ? "❚❚" : "▶";
+  $("#play").setAttribute("aria-label", page.playing ? "Pause" : "Play");
+  showPixel();
+}
+
+function showPixel() {
+  const step = current(), { pixel, history } = page;
+  drawCurve($("#curve"), step, pixel, about);
+  drawPast($("#past"), history, Math.floor(page.position), pixel, about);
+  const read = name => step?.[name] ? places(pixel, about.shape).map(place => step[name][place].toFixed(2)).join("  ") : "–";
+  for (const name of NAMES) $(`#pixel-${name}`).textContent = pixel && step ? read(name) : "–";
+  if (pixel && step) {
+    const kept = page.kept ? "Kept; click it again to let go." : "Point at a pixel of any image; click to keep it.";
+    $("#pixel-note").textContent = `Image ${pixel.image + 1}, row ${pixel.row + 1}, column ${pixel.column + 1}. ${kept}`;
+    $("#curve").setAttribute("aria-label", `Belief about the pixel: mean ${read("mean")}, standard deviation ${tidy(step.precision ** -0.5)}`);
+  }
+}
+
+// ---- Controls --------------------------------------------------------------------------------------------------------------------
+
+function choose(kind) {
+  page.kind = kind;
+  $(`input[name="kind"][value="${kind}"]`).checked = true;
+  $("#task").textContent = TASKS[kind].task;
+  $("#go").textContent = TASKS[kind].go;
+  $("#adopt").disabled = !page.history?.done;
+  easel.show(kind);
+  show();
+}
+
+function labels() {
+  $("#num-value").textContent = $("#num").value;
+  $("#evaluations-value").textContent = $("#evaluations").value;
+  $("#precision-value").textContent = tidy(precision());
+  $("#precision-std").textContent = tidy(precision() ** -0.5);
+}
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  $("#theme").textContent = name === "dark" ? "Light" : "Dark";
+  easel.draw();
+  show();
+}
+
+function pointAt(pixel) {
+  const same = ["image", "row", "column"].every(name => page.pixel?.[name] === pixel[name]);
+  if (same) return;
+  page.pixel = pixel;
+  show();
+}
+
+function reseed() {
+  $("#seed").value = Number($("#seed").value) + 1;
+  go();
+}
+
+for (const sheet of Object.values(sheets)) {
+  const { canvas } = sheet;
+  canvas.addEventListener("pointermove", event => { const at = sheet.at(event); if (at && !page.kept) pointAt(at); });
+  canvas.addEventListener("click", event => {
+    const at = sheet.at(event);
+    if (!at || !page.history) return;
+    const same = page.kept && ["image", "row", "column"].every(name => page.pixel[name] === at[name]);
+    page.kept = !same;
+    pointAt(at);
+    showPixel();
+  });
+  canvas.addEventListener("keydown", event => {
+    const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+    if (!move || !page.history) return;
+    event.preventDefault(); event.stopPropagation();
+    page.kept = true;
+    pointAt(step(page.pixel ?? { image: 0, row: 0, column: 0 }, move));
+  });
+}
+
+// From pixel to pixel, and over an image's edge into the next one.
+function step({ image, row, column }, [down, across]) {
+  const [, height, width] = about.shape, columns = sheets.mean.layout().columns;
+  row += down; column += across;
+  if (column < 0 || column >= width) { const next = image + Math.sign(across); if (next >= 0 && next < page.history.num) { image = next; column = (column + width) % width; } }
+  if (row < 0 || row >= height) { const next = image + columns * Math.sign(down); if (next >= 0 && next < page.history.num) { image = next; row = (row + height) % height; } }
+  return { image, row: Math.min(height - 1, Math.max(0, row)), column: Math.min(width - 1, Math.max(0, column)) };
+}
+
+function scrub(event) {
+  const box = $("#timeline").getBoundingClientRect();
+  moveTo(Math.round((event.clientX - box.left - 8) / (box.width - 16) * (page.history?.last ?? 0)));
+}
+$("#timeline").addEventListener("pointerdown", event => { $("#timeline").setPointerCapture(event.pointerId); scrub(event); });
+$("#timeline").addEventListener("pointermove", event => { if (event.buttons) scrub(event); });
+$("#step").addEventListener("input", () => moveTo(Number($("#step").value)));
+$("#play").addEventListener("click", play);
+$("#back").addEventListener("click", () => moveTo(Math.floor(page.position) - 1));
+$("#forth").addEventListener("click", () => moveTo(Math.floor(page.position) + 1));
+$("#reseed").addEventListener("click", reseed);
+$("#theme").addEventListener("click", () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+$("#ask").addEventListener("submit", event => { event.preventDefault(); go(); });
+$("#ask").addEventListener("input", labels);
+for (const radio of document.querySelectorAll('input[name="kind"]')) radio.addEventListener("change", () => choose(radio.value));
+for (const id of ["seed", "num", "evaluations", "solver", "grid", "precision"]) $(`#${id}`).addEventListener("change", () => { if (page.history && page.history.ask.kind === page.kind) go(); });
+$("#adopt").addEventListener("click", () => {
+  const { history } = page, image = page.pixel?.image ?? 0;
+  if (history?.done) easel.take(history.steps.at(-1).x_hat.slice(image * easel.size, (image + 1) * easel.size));
+});
+
+const KEYS = {
+  " ": play, ArrowLeft: () => moveTo(Math.floor(page.position) - 1), ArrowRight: () => moveTo(Math.floor(page.position) + 1),
+  Home: () => moveTo(0), End: () => moveTo(Infinity), n: reseed, 1: () => choose("draw"), 2: () => choose("denoise"), 3: () => choose("inpaint"), Enter: () => go(),
+};
+document.addEventListener("keydown", event => {
+  if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in KEYS)) return;
+  const { tagName, type } = event.target;
+  if (tagName === "BUTTON" && [" ", "Enter"].includes(event.key)) return; // the button's own
+  if (tagName === "SELECT" || (tagName === "INPUT" && (type !== "range" || event.key.startsWith("Arrow") || ["Home", "End"].includes(event.key)))) return;
+  event.preventDefault();
+  KEYS[event.key]();
+});
+
+// ---- At the start ----------------------------------------------------------------------------------------------------------------
+
+for (const name of about.solvers) $("#solver").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === "sde2", name === "sde2"));
+for (const name of about.grids) $("#grid").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === "geometric", name === "geometric"));
+for (const element of document.querySelectorAll("[data-symbol]")) element.textContent = about.symbol;
+Object.assign($("#num"), { max: Math.min(about.limits.num, 36), value: Math.min(about.limits.num, 9) });
+$("#evaluations").max = about.limits.evaluations;
+$("#span").textContent = tidy(about.high - about.low);
+const [channels, height, width] = about.shape;
+$("#what").textContent = `${about.name} · ${about.method} · ${about.parameters.toLocaleString("en")} parameters, ${about.trained_steps.toLocaleString("en")} steps · ${width} × ${height}${channels === 3 ? " in colour" : ""}${about.bins ? `, ${about.bins} levels` : ""}`;
+document.title = `${about.name}: a belief sharpens`;
+labels();
+choose("draw");
+theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", event => theme(event.matches ? "dark" : "light"));
+new ResizeObserver(() => { easel.draw(); show(); }).observe(document.body);
+addEventListener("pagehide", () => page.history?.leave());
+
+// For tests and the curious: what the page holds.
+window.bsi = {
+  about, go,
+  state: () => ({
+    kind: page.kind, position: Math.floor(page.position), playing: page.playing, steps: page.history?.steps.length ?? 0, last: page.history?.last ?? 0,
+    done: page.history?.done ?? false, pixel: page.pixel, firstStep: page.firstStep, hidden: [...easel.hidden], image: [...easel.values],
+    seed: Number($("#seed").value), solver: $("#solver").value,
+  }),
+  values: (name, step) => [...(page.history.steps[step][name] ?? [])],
+};
+go();

@@ -1,0 +1,194 @@
+"""A trained model on the page's table: what it is, the images it is tested on, and the frames that a request asks for.
+
+A frame is one `Step` as a belief: its mean, its precision, the prediction, and the measurement of the prediction before
+that led here. BSI and BFN hold beliefs; a VDM's latent z is what measurements of precision nu said, z / signal.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Shaped
+from torch import Tensor
+
+from bsi.app import finishing
+from bsi.app.asks import Ask, Denoise, Inpaint, Limits, mask, values
+from bsi.data.store import open_dataset
+from bsi.errors import BsiError, UsageError
+from bsi.gaussian import over
+from bsi.grids import GRIDS, named_grid
+from bsi.methods import VDM, Method
+from bsi.model import Model
+from bsi.noise import SeededNoise, standard_normal
+from bsi.sampling import Step, evaluations, measurement
+from bsi.solvers import SOLVERS, named_solver
+from bsi.training.export import load, read_trained
+
+__all__ = ["About", "Frame", "Workbench", "open_workbench"]
+
+FIRST_IMAGES = 96  # of the test set, to choose from
+MEASURING = 1 << 20  # the draw of a sample's noise that its given measurement takes: no step gets so far
+
+
+@dataclass(frozen=True)
+class About:
+    """What the page says and offers."""
+
+    name: str
+    data: str
+    method: str
+    symbol: str
+    parameters: int
+    trained_steps: int
+    shape: tuple[int, ...]
+    low: float
+    high: float
+    bins: int | None
+    lowest: float
+    highest: float
+    solvers: tuple[str, ...]
+    grids: tuple[str, ...]
+    limits: Limits
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One step of a request: the belief, what the network predicts from it, and the measurement that led to it."""
+
+    step: int
+    last: int
+    precision: float
+    mean: Float32[np.ndarray, "num channels height width"]
+    x_hat: Float32[np.ndarray, "num channels height width"]
+    y: Float32[np.ndarray, "num channels height width"] | None
+
+    def line(self) -> bytes:
+        """One line of JSON, the images as base64 of little-endian float32."""
+        images = {"mean": self.mean, "x_hat": self.x_hat, "y": self.y}
+        return json.dumps(
+            {"step": self.step, "last": self.last, "precision": self.precision}
+            | {name: None if image is None else encoded(image) for name, image in images.items()}
+        ).encode() + b"\n"  # fmt: skip
+
+
+def encoded(image: Float32[np.ndarray, "..."]) -> str:
+    return base64.b64encode(np.ascontiguousarray(image, "<f4")).decode("ascii")
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """A model and the images to try it on, as values."""
+
+    model: Model
+    about: About
+    images: Float32[np.ndarray, "count channels height width"]
+
+    def frames(self, ask: Ask) -> Iterator[Frame]:
+        """The steps of a request. What cannot be done is refused here, before the first evaluation."""
+        self.about.limits.check(ask)
+        model, method = self.model, self.model.method
+        named_solver(ask.solver), named_grid(ask.grid)  # refuse unknown names
+        k = ask.evaluations - evaluations(method, 0)
+        ids = torch.arange(ask.num, device=model.device)
+        noise = SeededNoise(ask.seed, ids, model.shape)
+        sampling = (method, model.denoiser.given(None), noise, k, ask.solver, ask.grid)
+        match ask:
+            case Denoise():
+                eps = standard_normal(ask.seed, ids[:1], MEASURING, model.shape)
+                y = self._given(ask.image, ask.num) + eps * ask.precision**-0.5
+                return _frames(method, finishing.denoise(*sampling, y, ask.precision), k, y)
+            case Inpaint():
+                x = self._given(ask.image, ask.num)
+                _, height, width = model.shape
+                hidden = torch.from_numpy(mask(ask.hidden, height, width) != 0).to(model.device).expand_as(x)
+                return _frames(method, finishing.inpaint(*sampling, x, hidden), k)
+            case _:
+                return _frames(method, finishing.draw(*sampling), k)
+
+    def _given(self, image: str, num: int) -> Float[Tensor, "num channels height width"]:
+        x = torch.from_numpy(values(image, self.model.shape).copy()).to(self.model.device)
+        return x.expand(num, *x.shape)
+
+
+@torch.no_grad()
+def _frames(
+    method: Method, steps: Iterator[Step], last: int, given: Float[Tensor, "batch *data"] | None = None
+) -> Iterator[Frame]:
+    """Steps as frames; `given` is the measurement that led to the first."""
+    before = None
+    for i, step in enumerate(steps):
+        mean, precision = belief(method, step)
+        y = given if before is None else measurement(method, before, step)
+        yield Frame(i, last, precision, _array(mean), _array(step.x_hat), None if y is None else _array(y))
+        before = step
+
+
+def belief(method: Method, step: Step) -> tuple[Float[Tensor, "batch *data"], float]:
+    """Mean and precision of what is known about the sample at a step."""
+    if isinstance(method, VDM):
+        return step.latent / over(method.encoder(step.level).signal, step.latent), float(step.level)
+    return step.latent, float(step.level)
+
+
+def _array(x: Float[Tensor, "num channels height width"]) -> Float32[np.ndarray, "num channels height width"]:
+    return np.asarray(x.float().cpu().numpy(), np.float32)
+
+
+def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
+    """The model of a run folder or an exported file, with images of its test set where that is at hand."""
+    trained = read_trained(path)
+    model = load(path).to(device)
+    if len(model.shape) != 3 or model.shape[0] not in (1, 3):
+        raise UsageError(
+            f"the page shows images, of shape (1 or 3, height, width): {name} models data of shape {model.shape}. "
+            f"`bsi sample` draws from it."
+        )
+    bins, levels = model.bins, model.method.levels
+    about = About(
+        name=name,
+        data=trained.data.name,
+        method=type(model.method).__name__,
+        symbol="ν" if isinstance(model.method, VDM) else "λ",
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained_steps=trained.step,
+        shape=model.shape,
+        low=-2.0 if bins is None else bins.low,  # standardised data has unit variance
+        high=2.0 if bins is None else bins.high,
+        bins=None if bins is None else bins.count,
+        lowest=levels.low,
+        highest=levels.high,
+        solvers=tuple(SOLVERS),
+        grids=tuple(GRIDS),
+        limits=Limits.of(model.shape),
+    )
+    bench = Workbench(model, about, _test_images(model, trained.data.name))
+    _warm_up(bench)
+    return bench
+
+
+def _test_images(model: Model, dataset: str) -> Float32[np.ndarray, "count channels height width"]:
+    """The first images of the test set as values, or none where the dataset is not prepared here."""
+    try:
+        rows: Shaped[np.ndarray, "..."] = open_dataset(dataset).test[:FIRST_IMAGES]
+    except BsiError:
+        rows = np.empty((0, *model.shape), np.float32)
+    if rows.shape[1:] != model.shape or not len(rows):
+        return np.empty((0, *model.shape), np.float32)
+    return _array(model.values(torch.from_numpy(np.array(rows))))
+
+
+@torch.no_grad()
+def _warm_up(bench: Workbench) -> None:
+    """The first evaluation is slow wherever memory is reserved or kernels are chosen; nobody should wait for that."""
+    latent = torch.zeros(1, *bench.model.shape, device=bench.model.device)
+    bench.model.denoiser(latent, torch.full((1,), bench.about.highest, dtype=torch.float64, device=latent.device))

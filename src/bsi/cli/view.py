@@ -1,0 +1,62 @@
+"""`bsi view RUN`: a page on this machine that shows a belief sharpening, and finishes measured or hidden images."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from bsi.errors import UsageError
+
+__all__ = ["View", "run"]
+
+
+@dataclass(frozen=True)
+class View:
+    """Open a trained model in the browser: watch a belief sharpen, step by step, look at single pixels, denoise, inpaint.
+
+    Listens on this machine alone; the address printed holds a random token. From another machine:
+    ssh -L PORT:127.0.0.1:PORT HOST, and the same address. Ctrl-C ends it.
+    """
+
+    run: tyro.conf.Positional[str]
+    """A run folder, an exported file, or the name of a bundled network: digits."""
+    port: int = 0
+    """Where to listen; 0 is any free port."""
+    browser: bool = True
+    """Open the page in a browser, where there is one."""
+    device: Literal["cuda", "cpu"] | None = None
+    """By default a GPU if there is one."""
+    json: bool = False
+    """Print the address as JSON on stdout."""
+
+
+def run(args: View) -> int:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"the page needs {error.name}: pip install 'bsi[view]'") from error
+
+    import secrets
+    import webbrowser
+
+    from bsi import pretrained
+    from bsi.app.server import create_app, listen, serve
+    from bsi.app.workbench import open_workbench
+    from bsi.training.distributed import pick_device
+
+    with listen(args.port) as listener:
+        bench = open_workbench(pretrained.find(args.run), Path(args.run).name, pick_device(args.device, 0))
+        token = secrets.token_urlsafe(24)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/{token}/"
+        print(json.dumps({"url": address}) if args.json else address, flush=True)
+        print("bsi view: Ctrl-C ends it", file=sys.stderr, flush=True)
+        if args.browser and sys.stdout.isatty():
+            webbrowser.open(address)
+        serve(create_app(bench, token), listener)
+    return 0

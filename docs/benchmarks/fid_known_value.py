@@ -4,8 +4,9 @@
     python docs/benchmarks/fid_known_value.py --n 100                            a quick look on the CPU
 
 The images are numpy.random.RandomState(2020).choice(count, 5000, replace=False) of each part; the value is the one in
-torch-fidelity's own tests. `--n` takes the first n of each, and the value then is another one. Measured: see
-docs/log.md.
+torch-fidelity's own tests. `--n` takes the first n of each, and the value then is another one.
+
+Measured: 10.323327 on a CPU in float32, at 7 images/s on one core.
 """
 
 import argparse

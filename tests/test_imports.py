@@ -20,6 +20,7 @@ LAYERS = [
         "adapters",
         "conditioning",
         "denoiser",
+        "drawing",
         "elbo",
         "flow",
         "grids",
@@ -32,11 +33,11 @@ LAYERS = [
         "solvers",
     },
     {"training", "recipes"},
-    {"evaluation", "studies", "cli", "app", "__main__"},
+    {"evaluation", "report", "studies", "cli", "app", "__main__"},
 ]
 
 # Importable from above, and themselves importing nothing but the floor and themselves.
-LEAVES = {"backbones", "data", "metrics", "pictures"}
+LEAVES = {"backbones", "data", "metrics", "pictures", "pretrained"}
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

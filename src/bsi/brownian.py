@@ -95,7 +95,7 @@ def _combine(
     block, sample, place = torch.broadcast_tensors(
         torch.arange((n + 3) // 4, device=samples.device)[None, None, :], samples[None, :, None], keys[:, None, None]
     )
-    counter = (block, sample & _MASK, (sample >> 32) & _MASK, place)
+    counter = (sample & _MASK, block, (sample >> 32) & _MASK, place)  # not the index first: see noise.py
     drawn = normals(counter, (seed[0], seed[1]), weights.dtype)
     terms = [weight * normal for weight, normal in zip(weights, drawn, strict=True)]
     # One after the other: sum(0) may add in an order that depends on the batch, and the last bit with it.

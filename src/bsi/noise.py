@@ -71,7 +71,9 @@ def standard_normal(
     block, sample = torch.broadcast_tensors(
         torch.arange((n + 3) // 4, device=samples.device)[None, :], samples[:, None]
     )
-    counter = (block, sample & _MASK, (sample >> 32) & _MASK, torch.full_like(block, draw))
+    # The words that Philox multiplies first are the sample's: a product of an index alone is an index expression to the
+    # compiler for GPUs, which then does not fit 32 bits.
+    counter = (sample & _MASK, block, (sample >> 32) & _MASK, torch.full_like(block, draw))
     drawn = normals(counter, (seed & _MASK, (seed >> 32) & _MASK), dtype)
     return drawn.flatten(1)[:, :n].reshape(len(samples), *shape).to(dtype)
 

@@ -37,7 +37,14 @@ def test_densities_integrate_to_one(proposal):
 def test_the_inverse_cdf_leaves_t_of_the_mass_below_it(proposal):
     for t in (0.003, 0.2, 0.5, 0.77, 0.999):
         level = float(proposal.icdf(torch.tensor([t])))
-        assert mass(proposal, LOW, level) == pytest.approx(t, abs=1e-4)  # a Fitted density jumps inside a cell
+        assert mass(proposal, LOW, level) == pytest.approx(t, abs=1e-6)
+
+
+def test_a_fitted_density_of_one_weight_is_log_uniform():
+    t = torch.linspace(0, 1, 11, dtype=torch.float64)
+    fitted, plain = Fitted(LOW, HIGH, weights=(3.0,)), LogUniform(LOW, HIGH)
+    torch.testing.assert_close(fitted.icdf(t), plain.icdf(t), rtol=1e-12, atol=0)
+    torch.testing.assert_close(fitted.density(plain.icdf(t)), plain.density(plain.icdf(t)), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("proposal", [p for p in PROPOSALS if not isinstance(p, Uniform | Fitted)], ids=repr)

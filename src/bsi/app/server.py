@@ -1,14 +1,16 @@
 """The addresses of the page, and the loop that serves them on this machine alone.
 
-    GET  /TOKEN/            the page, and the files it is made of
-    GET  /TOKEN/about       what the model is, and what may be asked of it
-    GET  /TOKEN/images      the test images, as values
-    POST /TOKEN/run         a request (`asks.py`); one line of JSON for each step of its trajectory (`workbench.py`)
+GET  /TOKEN/            the page, and the files it is made of
+GET  /TOKEN/about       what the model is, and what may be asked of it
+GET  /TOKEN/images      the test images, as values
+POST /TOKEN/run         a request (`asks.py`); one line of JSON for each step of its trajectory (`workbench.py`)
 """
 
 from __future__ import annotations
 
+import json
 import socket
+from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
@@ -20,7 +22,7 @@ from fastapi.responses import JSONResponse, Response
 from bsi.app.asks import Ask
 from bsi.app.guard import Guard
 from bsi.app.jobs import Busy, JobResponse, Slots
-from bsi.app.workbench import Workbench, encoded
+from bsi.app.workbench import Frame, Workbench, encoded
 from bsi.errors import BsiError, UsageError
 
 __all__ = ["create_app", "listen", "serve"]
@@ -58,7 +60,7 @@ def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
     def run(ask: Ask) -> Response:
         frames = bench.frames(ask)
         slots.take()
-        return JobResponse((frame.line() for frame in frames), slots)
+        return JobResponse(lines(frames), slots)
 
     @app.get("/{name}")
     @app.get("/")
@@ -83,6 +85,15 @@ def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
         return JSONResponse({"error": f"{where}: {first['msg']}".removeprefix(": ")}, 422)
 
     return Guard(app, token, bench.about.limits.body)
+
+
+def lines(frames: Iterator[Frame]) -> Iterator[bytes]:
+    """Frames as lines. What goes wrong on the way is a line too: the answer has begun, and its status is sent."""
+    try:
+        for frame in frames:
+            yield frame.line()
+    except BsiError as error:
+        yield json.dumps({"error": str(error)}).encode() + b"\n"
 
 
 def _read(file: str) -> bytes:

@@ -1,7 +1,8 @@
 """A trained model on the page's table: what it is, the images it is tested on, and the frames that a request asks for.
 
 A frame is one `Step` as a belief: its mean, its precision, the prediction, and the measurement of the prediction before
-that led here. BSI and BFN hold beliefs; a VDM's latent z is what measurements of precision nu said, z / signal.
+that led here. BSI and BFN hold beliefs; a VDM's latent z is what measurements of precision nu said, z / signal. Noise
+is a path for each (seed, image), as in `bsi sample`: more evaluations converge to the same image.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import torch
 from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
-from bsi.app import finishing
 from bsi.app.asks import Ask, Denoise, Inpaint, Limits, mask, values
+from bsi.app.finishing import Finisher, measuring_solvers
+from bsi.brownian import BrownianPath
 from bsi.data.store import open_dataset
 from bsi.errors import BsiError, UsageError
+from bsi.evaluation.drawing import Drawing
 from bsi.gaussian import over
 from bsi.grids import GRIDS, named_grid
 from bsi.methods import VDM, Method
 from bsi.model import Model
-from bsi.noise import SeededNoise, standard_normal
+from bsi.noise import standard_normal
 from bsi.sampling import Step, evaluations, measurement
 from bsi.solvers import SOLVERS, named_solver
 from bsi.training.export import load, read_trained
@@ -54,7 +57,10 @@ class About:
     lowest: float
     highest: float
     solvers: tuple[str, ...]
+    measuring_solvers: tuple[str, ...]
     grids: tuple[str, ...]
+    solver: str
+    grid: str
     limits: Limits
 
     def plain(self) -> dict[str, Any]:
@@ -82,7 +88,7 @@ class Frame:
 
 
 def encoded(image: Float32[np.ndarray, "..."]) -> str:
-    return base64.b64encode(np.ascontiguousarray(image, "<f4")).decode("ascii")
+    return base64.b64encode(image.astype("<f4").tobytes()).decode("ascii")
 
 
 @dataclass(frozen=True)
@@ -100,20 +106,20 @@ class Workbench:
         named_solver(ask.solver), named_grid(ask.grid)  # refuse unknown names
         k = ask.evaluations - evaluations(method, 0)
         ids = torch.arange(ask.num, device=model.device)
-        noise = SeededNoise(ask.seed, ids, model.shape)
-        sampling = (method, model.denoiser.given(None), noise, k, ask.solver, ask.grid)
+        noise = BrownianPath(ask.seed, ids, model.shape)
+        finisher = Finisher(method, model.denoiser.given(None), noise, k, ask.solver, ask.grid)
         match ask:
             case Denoise():
                 eps = standard_normal(ask.seed, ids[:1], MEASURING, model.shape)
                 y = self._given(ask.image, ask.num) + eps * ask.precision**-0.5
-                return _frames(method, finishing.denoise(*sampling, y, ask.precision), k, y)
+                return _frames(method, finisher.denoise(y, ask.precision), k, y)
             case Inpaint():
                 x = self._given(ask.image, ask.num)
                 _, height, width = model.shape
                 hidden = torch.from_numpy(mask(ask.hidden, height, width) != 0).to(model.device).expand_as(x)
-                return _frames(method, finishing.inpaint(*sampling, x, hidden), k)
+                return _frames(method, finisher.inpaint(x, hidden), k)
             case _:
-                return _frames(method, finishing.draw(*sampling), k)
+                return _frames(method, finisher.draw(), k)
 
     def _given(self, image: str, num: int) -> Float[Tensor, "num channels height width"]:
         x = torch.from_numpy(values(image, self.model.shape).copy()).to(self.model.device)
@@ -168,7 +174,10 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         lowest=levels.low,
         highest=levels.high,
         solvers=tuple(SOLVERS),
+        measuring_solvers=measuring_solvers(model.method),
         grids=tuple(GRIDS),
+        solver=Drawing().solver,
+        grid=Drawing().grid,
         limits=Limits.of(model.shape),
     )
     bench = Workbench(model, about, _test_images(model, trained.data.name))

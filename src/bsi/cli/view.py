@@ -17,7 +17,7 @@ __all__ = ["View", "run"]
 
 @dataclass(frozen=True)
 class View:
-    """Open a trained model in the browser: watch a belief sharpen, step by step, look at single pixels, denoise, inpaint.
+    """Open a trained model in the browser: watch a belief sharpen step by step, look at a pixel, denoise, inpaint.
 
     Listens on this machine alone; the address printed holds a random token. From another machine:
     ssh -L PORT:127.0.0.1:PORT HOST, and the same address. Ctrl-C ends it.

@@ -59,7 +59,9 @@ export class History {
   async follow(arrived) {
     const answer = await accepted(this.ask, this._leave.signal);
     for await (const line of lines(answer.body)) {
-      const frame = JSON.parse(line), y = frame.y && decode(frame.y), before = this.steps.at(-1);
+      const frame = JSON.parse(line);
+      if (frame.error) throw new Error(frame.error);
+      const y = frame.y && decode(frame.y), before = this.steps.at(-1);
       if (before) before.y = y;
       else this.given = y;
       this.last = frame.last;

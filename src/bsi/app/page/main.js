@@ -11,7 +11,7 @@ const TASKS = {
   inpaint: { go: "Inpaint", task: "From a part: known pixels are measured, hidden ones are predicted beside them." },
 };
 const HINTS = {
-  posterior: "the paper's", sde2: "with noise", ode2: "no noise", "sde-root": "bent", "ode-root": "bent", churn: "some noise",
+  posterior: "the paper's", sde2: "with noise", ode2: "no noise", "sde-root": "with noise, bent", "ode-root": "no noise, bent", churn: "some noise",
   paper: "even in t", edm: "as EDM's", geometric: "even in ln Λ",
 };
 const NAMES = ["mean", "x_hat", "y"];
@@ -135,7 +135,7 @@ function showPixel() {
   const step = current(), { pixel, history } = page;
   drawCurve($("#curve"), step, pixel, about);
   drawPast($("#past"), history, Math.floor(page.position), pixel, about);
-  const read = name => step?.[name] ? places(pixel, about.shape).map(place => step[name][place].toFixed(2)).join("  ") : "–";
+  const read = name => step?.[name] ? places(pixel, about.shape).map(place => plain(step[name][place])).join("  ") : "–";
   for (const name of NAMES) $(`#pixel-${name}`).textContent = pixel && step ? read(name) : "–";
   if (pixel && step) {
     const kept = page.kept ? "Kept; click it again to let go." : "Point at a pixel of any image; click to keep it.";
@@ -143,6 +143,8 @@ function showPixel() {
     $("#curve").setAttribute("aria-label", `Belief about the pixel: mean ${read("mean")}, standard deviation ${tidy(step.precision ** -0.5)}`);
   }
 }
+
+function plain(value) { return value.toFixed(2).replace(/^-(?=0\.00$)/, "").replace("-", "−"); }
 
 // ---- Controls --------------------------------------------------------------------------------------------------------------------
 
@@ -152,6 +154,10 @@ function choose(kind) {
   $("#task").textContent = TASKS[kind].task;
   $("#go").textContent = TASKS[kind].go;
   $("#adopt").disabled = !page.history?.done;
+  // Denoising draws from p(x | y) only with the noise of measurements, and has a grid of its own.
+  for (const option of $("#solver").options) option.disabled = kind === "denoise" && !about.measuring_solvers.includes(option.value);
+  if ($("#solver").selectedOptions[0].disabled) $("#solver").value = about.solver;
+  $("#grid").disabled = kind === "denoise";
   easel.show(kind);
   show();
 }
@@ -247,8 +253,8 @@ document.addEventListener("keydown", event => {
 
 // ---- At the start ----------------------------------------------------------------------------------------------------------------
 
-for (const name of about.solvers) $("#solver").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === "sde2", name === "sde2"));
-for (const name of about.grids) $("#grid").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === "geometric", name === "geometric"));
+for (const name of about.solvers) $("#solver").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === about.solver, name === about.solver));
+for (const name of about.grids) $("#grid").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === about.grid, name === about.grid));
 for (const element of document.querySelectorAll("[data-symbol]")) element.textContent = about.symbol;
 Object.assign($("#num"), { max: Math.min(about.limits.num, 36), value: Math.min(about.limits.num, 9) });
 $("#evaluations").max = about.limits.evaluations;

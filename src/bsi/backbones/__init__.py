@@ -14,15 +14,15 @@ from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfi
 from bsi.backbones.cost import Cost, cost
 
 if TYPE_CHECKING:
-    from bsi.backbones.accelerate import accelerate, freeze
+    from bsi.backbones.acceleration import accelerate, freeze
     from bsi.backbones.base import Backbone
     from bsi.backbones.compiled import compile_regions
     from bsi.backbones.precision import Precision, compute_dtype
     from bsi.backbones.registry import build
 
 _HOME = {
-    "accelerate": "bsi.backbones.accelerate",
-    "freeze": "bsi.backbones.accelerate",
+    "accelerate": "bsi.backbones.acceleration",
+    "freeze": "bsi.backbones.acceleration",
     "Backbone": "bsi.backbones.base",
     "Precision": "bsi.backbones.precision",
     "build": "bsi.backbones.registry",

@@ -24,7 +24,7 @@ from bsi.backbones.starts import xavier_
 
 
 class DiT(Backbone):
-    """A DiT for data of one shape (channels, *space). `trunk` is the form of its blocks: accelerate.py chooses it."""
+    """A DiT for data of one shape (channels, *space). `trunk` is the form of its blocks: acceleration.py chooses it."""
 
     trunk: Literal["plain", "fused", "lean"] = "plain"
 

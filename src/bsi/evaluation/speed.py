@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bsi.backbones import Backbone, BackboneConfig, Precision, build, compute_dtype, cost
-from bsi.backbones.accelerate import accelerate, freeze
+from bsi.backbones.acceleration import accelerate, freeze
 from bsi.elbo import measurement_loss
 from bsi.grids import paper_grid
 from bsi.levels import low_discrepancy

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bsi.backbones.accelerate import accelerate
+from bsi.backbones.acceleration import accelerate
 from bsi.backbones.base import Backbone
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import BsiError, Preempted

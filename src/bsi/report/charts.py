@@ -1,0 +1,193 @@
+"""Curves as inline SVG: axes with round numbers, lines, dots with error bars, and a tooltip on every dot.
+
+Colours are classes, so that the document's style decides them, in light and in dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+__all__ = ["Axis", "Point", "Series", "chart", "nice_ticks"]
+
+WIDTH, HEIGHT = 560, 240
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 26, 34
+MOST_POINTS = 600  # more are thinned: no screen shows them
+
+Role = Literal["belief", "predict", "measure", "soft"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value at a place, with its standard error where that is known."""
+
+    x: float
+    y: float
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points that belong together, in the order of their places."""
+
+    name: str
+    points: Sequence[Point]
+    role: Role = "belief"
+    dots: bool = False
+    filled: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis shows; a logarithmic one leaves out what is not positive. `low` and `high` bound what is shown."""
+
+    name: str
+    log: bool = False
+    low: float | None = None
+    high: float | None = None
+
+
+def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers in [low, high], about as many as wanted: multiples of 1, 2 or 5 times a power of ten."""
+    if not (math.isfinite(low) and math.isfinite(high) and high > low):
+        return [low]
+    raw = (high - low) / max(1, wanted)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten in [low, high], every second or third where there are many; round numbers where there are none."""
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    if last - first < 1:
+        return [
+            value
+            for value in (f * 10.0**p for p in range(first - 1, last + 1) for f in (1, 2, 5))
+            if low <= value <= high
+        ]
+    every = 1 + (last - first) // 7
+    return [10.0**power for power in range(first, last + 1, every)]
+
+
+def label(value: float) -> str:
+    """A number as short as its axis allows: 0.001, 2,000, 10⁶."""
+    size = abs(value)
+    if size and (size >= 1e5 or size < 1e-4):
+        digits, _, power = f"{value:.0e}".partition("e")
+        raised = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        return f"10{raised}" if digits == "1" else f"{digits}·10{raised}"
+    return f"{value:,.10g}" if size >= 1 or not size else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From values to places on the paper."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+
+    @classmethod
+    def of(cls, axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
+        low = min(values) if axis.low is None else axis.low
+        high = max(values) if axis.high is None else axis.high
+        if not high > low:
+            low, high = (low / 2, high * 2) if axis.log else (low - 0.5, high + 0.5)
+        if not axis.log and axis.low is None:
+            low -= 0.04 * (high - low)
+        if not axis.log and axis.high is None:
+            high += 0.04 * (high - low)
+        return cls(low, high, start, end, axis.log)
+
+    @property
+    def ticks(self) -> list[float]:
+        return log_ticks(self.low, self.high) if self.log else nice_ticks(self.low, self.high)
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (math.log(v) if self.log else v for v in (self.low, self.high, value))
+        return self.start + (self.end - self.start) * min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
+    """One chart as an SVG element; an empty string if there is nothing to show."""
+    shown = [Series(s.name, _usable(s.points, x, y), s.role, s.dots, s.filled) for s in series]
+    shown = [s for s in shown if s.points]
+    if not shown:
+        return ""
+    points = [point for s in shown for point in s.points]
+    across = _Scale.of(x, [p.x for p in points], LEFT, WIDTH - RIGHT)
+    ends = [end for p in points for end in ((p.y,) if y.log else (p.y - p.error, p.y + p.error))]
+    up = _Scale.of(y, ends, HEIGHT - BOTTOM, TOP)
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
+    ]
+    parts += [_row(up(v), label(v)) for v in up.ticks] + [_column(across(v), label(v)) for v in across.ticks]
+    parts.append(f'<text class="name" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x.name)}</text>')
+    parts.append(f'<text class="name" x="0" y="11">{escape(y.name)}</text>')
+    for s in shown:
+        parts += _draw(s, across, up, x.name)
+    if len(shown) > 1:
+        parts.append(_legend(shown))
+    return "".join([*parts, "</svg>"])
+
+
+def _usable(points: Sequence[Point], x: Axis, y: Axis) -> list[Point]:
+    fit = [
+        p for p in points
+        if math.isfinite(p.x) and math.isfinite(p.y) and (p.x > 0 or not x.log) and (p.y > 0 or not y.log)
+    ]  # fmt: skip
+    every = -(-len(fit) // MOST_POINTS) or 1
+    return fit[::-every][::-1]  # the last is always kept
+
+
+def _row(place: float, text: str) -> str:
+    return (
+        f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>'
+        f'<text class="tick" x="{LEFT - 7}" y="{place + 3.5:.1f}" text-anchor="end">{text}</text>'
+    )
+
+
+def _column(place: float, text: str) -> str:
+    base = HEIGHT - BOTTOM
+    return (
+        f'<line class="rule" x1="{place:.1f}" x2="{place:.1f}" y1="{base}" y2="{base + 4}"/>'
+        f'<text class="tick" x="{place:.1f}" y="{base + 16}" text-anchor="middle">{text}</text>'
+    )
+
+
+def _draw(series: Series, across: _Scale, up: _Scale, x_name: str) -> list[str]:
+    places = [(across(p.x), up(p.y)) for p in series.points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    parts = []
+    if series.filled:
+        base = HEIGHT - BOTTOM
+        area = f"{places[0][0]:.1f},{base} {line} {places[-1][0]:.1f},{base}"
+        parts.append(f'<polygon class="fill {series.role}" points="{area}"/>')
+    parts.append(f'<polyline class="line {series.role}" points="{line}"/>')
+    if series.dots:
+        for point, (x, y) in zip(series.points, places, strict=True):
+            if point.error > 0:
+                low, high = up(point.y - point.error), up(point.y + point.error)
+                parts.append(
+                    f'<line class="line {series.role}" x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
+                )
+            told = f"{series.name}: {point.y:.5g}" + (f" ± {point.error:.2g}" if point.error > 0 else "")
+            told += f", {x_name} {label(point.x)}"
+            place = f'cx="{x:.1f}" cy="{y:.1f}" r="3.4"'
+            parts.append(f'<circle class="dot {series.role}" {place}><title>{escape(told)}</title></circle>')
+    return parts
+
+
+def _legend(shown: Sequence[Series]) -> str:
+    """Names at the top right, each in its colour."""
+    names = " ".join(
+        f'<tspan class="text {s.role}" dx="14">{"●" if s.dots else "—"} {escape(s.name)}</tspan>' for s in shown
+    )
+    return f'<text class="name" x="{WIDTH - RIGHT}" y="11" text-anchor="end">{names}</text>'

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from bsi.errors import UsageError
 
-__all__ = ["Moment", "animate", "belief_frames", "grid", "pixels"]
+__all__ = ["Moment", "animate", "animation_bytes", "belief_frames", "grid", "pixels"]
 
 Images = Shaped[np.ndarray, "n channels height width"]
 Number = float | int
@@ -95,6 +95,14 @@ def belief_frames(moments: Sequence[Moment], low: Number = -1.0, high: Number = 
         reached = (logs[i] - logs[0]) / (logs[-1] - logs[0]) if logs[-1] > logs[0] else 1.0
         frames.append(_frame(panels, f"precision {moment.precision:.3g}, step {i} of {len(moments) - 1}", reached))
     return frames
+
+
+def animation_bytes(shape: tuple[int, ...], num: int, steps: int) -> int:
+    """Memory that an animation takes: three arrays of values and a frame for each step, and the frame's copy."""
+    height, width = (side * math.ceil(SMALLEST / min(shape[1:])) + GAP for side in shape[1:])
+    columns = math.ceil(math.sqrt(num))
+    frame = 3 * 3 * (columns * width + GAP) * (math.ceil(num / columns) * height + GAP + 3 * LINE)
+    return steps * (2 * frame + 3 * 4 * num * math.prod(shape))
 
 
 def _frame(panels: dict[str, Image.Image], caption: str, reached: float) -> Image.Image:

@@ -1,0 +1,107 @@
+"""An array that is computed part by part, and survives being interrupted. NumPy alone.
+
+samples.npz.parts/            while it is being made: one .npy for each part, written beside and renamed
+  about.json                  what is being made; parts of something else are never joined to these
+  000000000.npy ...
+samples.npz                   when all parts are there: arr_0, and `about` as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from bsi.errors import DataError, UsageError
+
+__all__ = ["PART", "Parts"]
+
+PART = 1024  # rows
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`num` rows of what `about` describes, on their way into the file `path`."""
+
+    path: Path
+    num: int
+    about: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        return self.path.with_name(self.path.name + ".parts")
+
+    def missing(self) -> list[range]:
+        """The rows still to be computed, part by part; none if the file is whole. Refuses what belongs to others."""
+        if self.path.exists():
+            self._check(self._about_of_file(), str(self.path))
+            return []
+        about = self.folder / "about.json"
+        if about.exists():
+            self._check(json.loads(about.read_text(encoding="utf-8")), str(self.folder))
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write(about, lambda file: file.write(json.dumps(self.about, indent=2).encode()))
+        return [ids for ids in self._ranges() if not self._is_there(ids)]
+
+    def write(self, ids: range, rows: Shaped[np.ndarray, "rows ..."]) -> None:
+        """Keep a part. It is whole or not there."""
+        _write(self._file(ids), lambda file: np.save(file, rows, allow_pickle=False))
+
+    def join(self) -> Shaped[np.ndarray, "num ..."]:
+        """All rows; the parts become the file."""
+        if self.path.exists():
+            with np.load(self.path, allow_pickle=False) as arrays:
+                return arrays["arr_0"]
+        rows = np.concatenate([np.load(self._file(ids), allow_pickle=False) for ids in self._ranges()])
+        about = np.array(json.dumps({**self.about, "num": self.num}))
+        _write(self.path, lambda file: np.savez(file, arr_0=rows, about=about))
+        shutil.rmtree(self.folder)
+        return rows
+
+    def _ranges(self) -> list[range]:
+        return [range(start, min(start + PART, self.num)) for start in range(0, self.num, PART)]
+
+    def _file(self, ids: range) -> Path:
+        return self.folder / f"{ids.start:09d}.npy"
+
+    def _is_there(self, ids: range) -> bool:
+        """A part of another length was the last one of a smaller number: it is made again."""
+        file = self._file(ids)
+        return file.exists() and len(np.load(file, mmap_mode="r", allow_pickle=False)) == len(ids)
+
+    def _about_of_file(self) -> dict[str, Any]:
+        try:
+            with np.load(self.path, allow_pickle=False) as arrays:
+                found = json.loads(str(arrays["about"]))
+        except (KeyError, ValueError, OSError) as error:
+            raise DataError(f"{self.path} is there, but was not written here: choose another name") from error
+        if found.pop("num", None) != self.num:
+            raise UsageError(f"{self.path} holds another number of samples: remove it, or choose another name")
+        return dict(found)
+
+    def _check(self, found: dict[str, Any], where: str) -> None:
+        differing = [
+            f"{name} {found.get(name)!r} there, {self.about.get(name)!r} here"
+            for name in {**found, **self.about}
+            if found.get(name) != self.about.get(name)
+        ]
+        if differing:
+            raise UsageError(f"{where} holds other samples ({'; '.join(differing)}): remove it, or choose another name")
+
+
+def _write(path: Path, content: Callable[[IO[bytes]], object]) -> None:
+    """Beside, synced, renamed."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("wb") as file:
+        content(file)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

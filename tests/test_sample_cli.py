@@ -1,0 +1,172 @@
+"""`bsi sample`: what it writes, what a sample depends on, how it goes on, what it refuses."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import bsi
+from bsi.backbones import MLPConfig, build
+from bsi.cli import sample as command
+from bsi.cli.sample import Sample, write_samples
+from bsi.errors import DataError, UsageError
+from bsi.evaluation.parts import PART, Parts
+
+SHAPE = (1, 4, 4)
+
+
+def model(method: bsi.BSI | bsi.BFN | bsi.VDM | None = None, num_classes: int = 0) -> bsi.Model:
+    torch.manual_seed(0)
+    network = build(MLPConfig(16, 1), SHAPE, 17, num_classes)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)  # what starts at 0 would hide everything behind it
+    return bsi.Model(network, method or bsi.BSI(), SHAPE, bsi.Bins(-1.0, 1.0, 17)).eval()
+
+
+def arguments(folder: Path, **changed: object) -> Sample:
+    return replace(Sample(folder, num=10, steps=4, npz=folder / "samples.npz"), **changed)
+
+
+def array(path: Path) -> np.ndarray:
+    with np.load(path, allow_pickle=False) as arrays:
+        return arrays["arr_0"]
+
+
+@pytest.mark.parametrize("method", [bsi.BSI(), bsi.BFN(), bsi.VDM()], ids=repr)
+def test_everything_that_was_asked_for_is_written(tmp_path, method):
+    args = arguments(tmp_path, out=tmp_path / "grid.png", animate=tmp_path / "belief.gif")
+    record = write_samples(model(method), args)
+    samples = array(args.npz)
+    assert samples.shape == (10, *SHAPE)
+    assert samples.dtype == np.uint8
+    assert samples.max() <= 16
+    assert len(np.unique(samples)) > 3
+    assert record["files"] == [str(tmp_path / name) for name in ("grid.png", "samples.npz", "belief.gif")]
+    assert record["evaluations"] == (4 if isinstance(method, bsi.VDM) else 5)
+    assert json.loads(json.dumps(record)) == record
+    with Image.open(args.animate) as opened:
+        assert opened.n_frames == 5
+    with Image.open(args.out) as opened:
+        assert opened.size == (4 * 34 + 2, 3 * 34 + 2)
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_a_sample_depends_on_the_seed_and_its_number_alone(tmp_path):
+    whole = arguments(tmp_path)
+    write_samples(model(), whole)
+    for name, changed in {"small": {"batch_size": 3}, "few": {"num": 4}}.items():
+        args = arguments(tmp_path, npz=tmp_path / f"{name}.npz", **changed)
+        write_samples(model(), args)
+        found, expected = array(args.npz).astype(int), array(whole.npz).astype(int)
+        # A network may round differently in another batch: at most a pixel in a hundred, by one bin.
+        difference = np.abs(found - expected[: len(found)])
+        assert difference.max() <= 1
+        assert (difference > 0).mean() <= 0.01
+    args = arguments(tmp_path, npz=tmp_path / "other.npz", seed=1)
+    write_samples(model(), args)
+    assert (array(args.npz) != array(whole.npz)).mean() > 0.2
+
+
+def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    whole = arguments(tmp_path, num=2 * PART + 5, steps=1)
+    write_samples(model(), whole)
+    cut = replace(whole, npz=tmp_path / "cut.npz")
+    kept = Parts.write
+    written: list[range] = []
+
+    def stop_at_second(self: Parts, ids: range, rows: np.ndarray) -> None:
+        if ids.start == PART:
+            raise KeyboardInterrupt
+        kept(self, ids, rows)
+
+    def remember(self: Parts, ids: range, rows: np.ndarray) -> None:
+        written.append(ids)
+        kept(self, ids, rows)
+
+    monkeypatch.setattr(Parts, "write", stop_at_second)
+    with pytest.raises(KeyboardInterrupt):
+        write_samples(model(), cut)
+    assert not cut.npz.exists()
+    monkeypatch.setattr(Parts, "write", remember)
+    write_samples(model(), cut)
+    assert written == [range(PART, 2 * PART), range(2 * PART, 2 * PART + 5)]
+    assert np.array_equal(array(cut.npz), array(whole.npz))
+    assert not list(tmp_path.glob("*.parts"))
+    written.clear()
+    write_samples(model(), cut)  # whole already
+    assert not written
+
+
+def test_parts_of_other_samples_are_never_joined(tmp_path):
+    about = {"seed": 0}
+    parts = Parts(tmp_path / "a.npz", 3, about)
+    assert parts.missing() == [range(3)]
+    with pytest.raises(UsageError, match="seed 0 there, 1 here"):
+        Parts(tmp_path / "a.npz", 3, {"seed": 1}).missing()
+    parts.write(range(3), np.zeros((3, 2), np.uint8))
+    assert Parts(tmp_path / "a.npz", 5, about).missing() == [range(5)]  # the last part of a smaller number
+    assert parts.missing() == []
+    parts.join()
+    for wrong, message in ((Parts(tmp_path / "a.npz", 4, about), "another number"),
+                           (Parts(tmp_path / "a.npz", 3, {"seed": 1}), "other samples")):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            wrong.missing()
+    np.savez(tmp_path / "b.npz", something=np.zeros(3))
+    with pytest.raises(DataError, match="not written here"):
+        Parts(tmp_path / "b.npz", 3, about).missing()
+
+
+def test_labels_and_guidance_reach_the_network(tmp_path):
+    found = {}
+    for name, changed in {
+        "none": {}, "two": {"label": 2}, "one": {"label": 1}, "guided": {"label": 1, "guidance": 3.0},
+    }.items():  # fmt: skip
+        args = arguments(tmp_path, npz=tmp_path / f"{name}.npz", **changed)
+        write_samples(model(num_classes=3), args)
+        found[name] = array(args.npz)
+    names = list(found)
+    assert all(not np.array_equal(found[a], found[b]) for a in names for b in names if a < b)
+
+
+def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, monkeypatch):
+    def never(*arguments: object) -> None:
+        raise AssertionError("evaluated")
+
+    images, vectors = model(num_classes=3), bsi.Model(torch.nn.Identity(), bsi.BSI(), (5,))
+    plain = model()
+    for each in (images, vectors, plain):
+        monkeypatch.setattr(each.denoiser, "forward", never)
+    for network, changed, message in (
+        (images, {"solver": "sde22"}, "did you mean 'sde2'"),
+        (images, {"grid": "papers"}, "did you mean 'paper'"),
+        (images, {"label": 3}, "labels are 0 to 2"),
+        (images, {"label": -1}, "labels are 0 to 2"),
+        (plain, {"label": 0}, "without labels"),
+        (images, {"guidance": 2.0}, "needs a --label"),
+        (images, {"label": 1, "guidance": -1.0}, "guidance"),
+        (images, {"out": tmp_path / "grid.jpg"}, "should end in .png"),
+        (images, {"npz": tmp_path / "grid.zip"}, "should end in .npz"),
+        (images, {"animate": tmp_path / "belief.mp4"}, r"\.gif or \.webp"),
+        (images, {"out": tmp_path / "nowhere" / "grid.png"}, "no folder"),
+        (images, {"animate": tmp_path / "belief.gif", "steps": 10**6}, "take fewer steps"),
+        (vectors, {"out": tmp_path / "grid.png"}, "no picture"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            write_samples(network, arguments(tmp_path, **changed))
+    for changed, message in (({"num": 0}, "--num"), ({"steps": 0}, "--steps"), ({"batch_size": 0}, "--batch-size")):
+        with pytest.raises(UsageError, match=message):
+            command.run(arguments(tmp_path, **changed))
+
+
+def test_the_command_writes_a_picture_and_says_what_it_did(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bsi, "load", lambda run, ema: model(), raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert command.run(Sample(tmp_path / "run", num=4, steps=2, device="cpu")) == 0
+    assert (tmp_path / "samples.png").exists()
+    assert "4 samples, 3 evaluations each (sde-root, geometric)" in capsys.readouterr().out
+    assert command.run(Sample(tmp_path / "run", num=4, steps=2, device="cpu", json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["num"] == 4

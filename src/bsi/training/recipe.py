@@ -27,6 +27,7 @@ __all__ = [
     "Keep",
     "MethodName",
     "MethodSpec",
+    "Objective",
     "Optimiser",
     "Precision",
     "Recipe",
@@ -88,6 +89,27 @@ class Data:
 
     def __post_init__(self) -> None:
         _at_least("data.workers", self.workers, 0)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: 2 L_M / n, by default of infinitely many measurements, each level weighed as the ELBO does."""
+
+    finite_k: int | None = None
+    """Minimise L_M^k instead, of so many measurements on the paper's grid."""
+    weight: Literal["elbo", "sigmoid", "edm"] = "elbo"
+    """A factor on the ELBO's weight of each level, by its signal-to-noise ratio: see `bsi.objective`."""
+    bias: float = 2.0
+    """ln SNR at which the sigmoid weight is one half."""
+
+    def __post_init__(self) -> None:
+        if self.finite_k is not None:
+            _at_least("objective.finite_k", self.finite_k, 1)
+            if self.weight != "elbo":
+                raise UsageError(
+                    f"L_M^k is weighed as the ELBO does: got objective.weight={self.weight} with "
+                    f"finite_k={self.finite_k}. Leave one of them out."
+                )
 
 
 @dataclass(frozen=True)
@@ -235,6 +257,7 @@ class Recipe:
     batch: int
     """Samples per step over all ranks and accumulation steps."""
     optimiser: Optimiser
+    objective: Objective = field(default_factory=Objective)
     accumulation: int = 1
     """Pieces that a rank's part of a batch is computed in."""
     virtual_shards: int = SHARDS

@@ -1,6 +1,6 @@
 """One step: gradients of the global batch, then an update that happens only if everything is finite.
 
-    loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch
+    loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch; L_M^k or a weighted L_M if the recipe says so
     gradient  DDP's sum over ranks and pieces; in the audit mode, a sum over virtual shards in a fixed order
     update    AdamW with the gradient's norm clipped, then the EMA; both under a flag on the device
 
@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bsi.backbones.base import Backbone
-from bsi.methods.base import Predictor
+from bsi.grids import paper_grid
+from bsi.methods.base import Method, Predictor
 from bsi.model import Model
-from bsi.objective import training_loss
+from bsi.objective import Weight, edm_weight, finite_training_loss, sigmoid_weight, training_loss
 from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
 from bsi.training.distributed import World
 from bsi.training.ema import EmaModel
-from bsi.training.recipe import Recipe
+from bsi.training.recipe import Objective, Recipe
 from bsi.training.stream import Batch, Stream
 from bsi.training.watchdog import Watchdog
 
@@ -77,6 +78,9 @@ class Engine:
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
         self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
         self._network: nn.Module = model.denoiser
+        self._weight = _weight(recipe.objective, model.method)
+        k = recipe.objective.finite_k
+        self._grid = None if k is None else paper_grid(model.method, k).to(world.device)
 
     def begin(self, stream: Stream) -> None:
         """Let DDP sum the gradients, from weights that are in place and the same on all ranks.
@@ -110,7 +114,12 @@ class Engine:
         # Our backbones set their own type inside; a network from elsewhere gets it from autocast.
         foreign = self.half is not None and not isinstance(self.model.denoiser.backbone, Backbone)
         with torch.autocast(self.world.device.type, self.half, enabled=foreign):
-            return training_loss(self.model.method, cast(Predictor, self._network), x, batch.t, batch.eps)
+            predict = cast(Predictor, self._network)
+            if self._grid is None:
+                return training_loss(self.model.method, predict, x, batch.t, batch.eps, self._weight)
+            k = len(self._grid) - 1
+            i = (batch.t * k).long().clamp(max=k - 1)  # t in [0, 1) is stratified over the batch, and so is i
+            return finite_training_loss(self.model.method, predict, x, self._grid, i, batch.eps)
 
     def _summed(self, stream: Stream, watchdog: Watchdog) -> Float[Tensor, ""]:
         """Gradients summed over pieces and ranks; the loss of the global batch."""
@@ -213,6 +222,16 @@ class Engine:
             "ema": self.ema.model.denoiser.backbone.state_dict(),
             "optimiser": {**moments, **counters},
         }
+
+
+def _weight(objective: Objective, method: Method) -> Weight | None:
+    match objective.weight:
+        case "sigmoid":
+            return sigmoid_weight(method, objective.bias)
+        case "edm":
+            return edm_weight(method)
+        case _:
+            return None
 
 
 def _on_host(tensor: Tensor) -> Tensor:

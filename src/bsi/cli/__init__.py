@@ -34,7 +34,10 @@ COMMANDS: dict[str, Command] = {
     "fid": Command("fid", "Fid", "Fréchet distance between two sets of images"),
     "data": Command("data", "Data", "prepare a dataset once, or list what is there"),
     "bench": Command("bench", "Bench", "how fast a network trains, samples and measures here"),
+    "report": Command("report", "Report", "everything about a run in one file that opens offline"),
+    "view": Command("view", "View", "watch a belief sharpen in the browser; denoise, inpaint"),
     "export": Command("export", "Export", "write a run's weights as one file"),
+    "doctor": Command("doctor", "Doctor", "what is installed, what is missing, and what fixes it"),
 }
 
 
@@ -60,6 +63,10 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"bsi {__version__}")
         return 0
+    if argv[0] == "--completion":
+        from bsi.cli import completion
+
+        return completion.main(argv[1:])
     if argv[0] not in COMMANDS:
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f"did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."

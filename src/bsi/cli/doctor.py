@@ -1,0 +1,230 @@
+"""`bsi doctor`: what is installed, what is missing, and the command that fixes it.
+
+A check is required (without it nothing works), or optional (without it something does not). The exit code is 0 when all
+required ones hold, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["Check", "Doctor", "examine", "run"]
+
+State = Literal["ok", "missing", "broken"]
+MARKS: dict[State, str] = {"ok": "✓", "missing": "–", "broken": "✗"}
+COLOURS: dict[State, str] = {"ok": "32", "missing": "33", "broken": "31"}
+ROOMY = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a few checkpoints
+
+# Required packages, and extras with what they are for.
+CORE = {
+    "numpy": "1.26",
+    "pillow": "10.3",
+    "safetensors": "0.4",
+    "einops": "0.8",
+    "jaxtyping": "0.2.36",
+    "tyro": "0.9",
+    "rich": "13",
+}
+EXTRAS = {
+    "matplotlib": ("figures", "figures of the studies"),
+    "fastapi": ("view", "the page, `bsi view`"),
+    "uvicorn": ("view", "the page, `bsi view`"),
+    "tensorboard": ("track", "`bsi train --tensorboard`"),
+    "huggingface_hub": ("hub", "datasets from the Hugging Face hub"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what is installed, what is missing, and the command that fixes it. Exits with 0 when the core works."""
+
+    json: bool = False
+    """Write everything as JSON on stdout."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    state: State
+    found: str
+    required: bool = False
+    fix: str = ""
+
+
+def run(args: Doctor) -> int:
+    checks = list(examine())
+    healthy = all(check.state == "ok" for check in checks if check.required)
+    if args.json:
+        print(json.dumps({"healthy": healthy, "checks": [asdict(check) for check in checks]}))
+        return 0 if healthy else 1
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{_coloured(check.state)} {check.name:<{width}}  {check.found}")
+        if check.fix and check.state != "ok":
+            print(f"  {'':<{width}}  → {check.fix}")
+    print("the core works" if healthy else "the core does not work: see above", file=sys.stderr)
+    return 0 if healthy else 1
+
+
+def _coloured(state: State) -> str:
+    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
+    return MARKS[state] if plain else f"\x1b[{COLOURS[state]}m{MARKS[state]}\x1b[0m"
+
+
+def examine() -> Iterator[Check]:
+    """All checks, each safe from the others' failures."""
+    for look in (_python, _packages, _torch, _data, _disk, _extras):
+        try:
+            yield from look()
+        except Exception as error:  # a doctor reports what he finds, whatever it is
+            yield Check(
+                look.__name__.strip("_"), "broken", f"{type(error).__name__}: {error}", look in (_python, _torch)
+            )
+
+
+def _python() -> Iterator[Check]:
+    version = platform.python_version()
+    good = sys.version_info >= (3, 11)
+    yield Check("python", "ok" if good else "broken", f"{version}, {platform.system()} {platform.machine()}", True,
+                "install Python 3.11 or newer")  # fmt: skip
+    threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    limited = f", OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}" if "OMP_NUM_THREADS" in os.environ else ""
+    yield Check("cpu", "ok", f"{threads} threads{limited}")
+
+
+def _packages() -> Iterator[Check]:
+    for name, least in CORE.items():
+        version = _version(name)
+        enough = version is not None and _parts(version) >= _parts(least)
+        state: State = "ok" if enough else "missing" if version is None else "broken"
+        yield Check(name, state, version or "not installed", True, f"pip install '{name}>={least}'")
+
+
+def _torch() -> Iterator[Check]:
+    version = _version("torch")
+    if version is None:
+        yield Check("torch", "missing", "not installed", True, "pip install 'torch>=2.10'")
+        return
+    import torch
+
+    works = bool(torch.isfinite(torch.ones(8, 8) @ torch.ones(8, 8)).all())
+    enough = _parts(version) >= (2, 10)
+    yield Check(
+        "torch", "ok" if works and enough else "broken", torch.__version__, True, "pip install --upgrade 'torch>=2.10'"
+    )
+    yield _cuda()
+    if torch.cuda.is_available():
+        capable = torch.cuda.is_bf16_supported(including_emulation=False)
+        yield Check(
+            "bf16",
+            "ok" if capable else "missing",
+            "by the GPU" if capable else "not on this GPU: float16 or float32 is used",
+        )
+    else:
+        yield Check("bf16", "missing", "no GPU: networks compute in float32 here")
+    backends = (
+        {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
+        if torch.distributed.is_available()
+        else {}
+    )
+    found = [name for name, there in backends.items() if there()]
+    yield Check(
+        "distributed",
+        "ok" if found else "missing",
+        ", ".join(found) or "none",
+        fix="install a build of torch with gloo or NCCL",
+    )
+    triton = _version("triton")
+    yield Check("triton", "ok" if triton else "missing", triton or "not installed: networks run uncompiled on a GPU",
+                fix="pip install triton" if torch.cuda.is_available() else "")  # fmt: skip
+
+
+def _cuda() -> Check:
+    import torch
+
+    if torch.cuda.is_available():
+        names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
+        return Check("cuda", "ok", f"{torch.version.cuda}, {torch.cuda.device_count()} GPU: {', '.join(names)}")
+    if torch.version.cuda is None and shutil.which("nvidia-smi"):
+        return Check("cuda", "missing", "there is an NVIDIA driver, but this torch was built for CPUs",
+                     fix="pip install --upgrade --force-reinstall torch")  # fmt: skip
+    if torch.version.cuda is not None:
+        return Check("cuda", "missing", f"torch was built for CUDA {torch.version.cuda}, but sees no GPU",
+                     fix="nvidia-smi, and look at CUDA_VISIBLE_DEVICES")  # fmt: skip
+    return Check("cuda", "missing", "no GPU: digits and small data train on a CPU")
+
+
+def _data() -> Iterator[Check]:
+    from bsi import pretrained
+    from bsi.data.store import data_folder, prepared
+
+    root = data_folder()
+    there = sorted(path.name for path in prepared(root))
+    yield Check("datasets", "ok", ", ".join(["digits (in the package)", *there]) + f"; in {_short(root)}")
+    binaries = (root / "cifar-10-batches-bin").is_dir()
+    if not any(name.startswith("cifar10") for name in there):
+        found = "downloaded, not prepared" if binaries else "not prepared"
+        yield Check("cifar10", "missing", found, fix="bsi data cifar10")
+    weights = root / "inception-2015-12-05.safetensors"
+    yield Check("inception", "ok" if weights.is_file() else "missing",
+                f"{weights.stat().st_size >> 20} MiB" if weights.is_file() else "no weights: `bsi fid` needs them",
+                fix=f"convert pytorch-fid's weights to {_short(weights)}")  # fmt: skip
+    bundled = {name: pretrained.find(name) for name in pretrained.BUNDLED}
+    lost = [name for name, path in bundled.items() if not path.is_file()]
+    found = f"lost: {', '.join(lost)}" if lost else f"bundled: {', '.join(bundled)}"
+    yield Check("networks", "broken" if lost else "ok", found, fix="pip install --force-reinstall bsi")
+
+
+def _disk() -> Iterator[Check]:
+    from bsi.data.store import data_folder
+
+    places: dict[str, Path] = {"disk here": Path.cwd(), "disk of data": data_folder()}
+    for name, place in places.items():
+        there = next(path for path in (place, *place.parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        yield Check(name, "ok" if free > ROOMY else "missing", f"{free / 2**30:.1f} GiB free in {_short(there)}",
+                    fix="free some, or set BSI_DATA and --out to another disk")  # fmt: skip
+
+
+def _extras() -> Iterator[Check]:
+    for name, (extra, purpose) in EXTRAS.items():
+        version = _version(name)
+        yield Check(
+            name,
+            "ok" if version else "missing",
+            version or f"not installed: {purpose}",
+            fix=f"pip install 'bsi[{extra}]'",
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 2.13.0+cpu -> (2, 13, 0)."""
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _short(path: Path) -> str:
+    home = str(Path.home())
+    return str(path).replace(home, "~", 1) if len(home) > 1 else str(path)

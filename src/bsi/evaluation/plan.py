@@ -1,0 +1,100 @@
+"""How a subject is to be evaluated: the proposal over levels, and a control variate if there is one.
+
+loguniform    the paper's
+exact         Equation "expected-h", of which the log-uniform is the simplification
+fitted        learned, with a control variate, from a pilot whose evaluations never enter the estimate
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from bsi.evaluation.control import Control, Observations, fit_control, fit_proposal, knots
+from bsi.evaluation.points import Pilot, noise
+from bsi.evaluation.references import references
+from bsi.evaluation.subject import Subject
+from bsi.levels import ExpectedError, Fitted, Proposal
+from bsi.methods.base import Method
+from bsi.training.distributed import World
+
+__all__ = ["Plan", "ProposalName", "expected_error", "make_plan", "shared_plans"]
+
+ProposalName = Literal["loguniform", "exact", "fitted"]
+
+PILOT_PART = 8  # the pilot takes one evaluation for this many of the first round, but
+FEWEST, MOST = 256, 2048  # at least and at most so many: more would not be learned from
+DESCRIBED = 2048  # samples that describe the data to the reference denoisers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A proposal and a control variate; `pilot` counts the evaluations that they were learned from."""
+
+    proposal: Proposal
+    control: Control | None = None
+    pilot: int = 0
+
+
+def make_plan(
+    name: ProposalName, subject: Subject, measure: int, seed: int, batch: int, world: World, control: bool = True
+) -> Plan:
+    """The plan of that name. Every rank calls it and gets the same."""
+    if name == "loguniform":
+        return Plan(subject.method.levels)
+    if name == "exact":
+        return Plan(expected_error(subject.method))
+    return _fitted(subject, measure, seed, batch, world, control)
+
+
+def expected_error(method: Method) -> ExpectedError:
+    """p ~ E |x - psi|^2 = offset / level^2 + 1 / level for data of unit variance; offset is lambda_0^2 for BSI."""
+    low = method.levels.low
+    first = method.encoder(torch.tensor(low, dtype=torch.float64))
+    at_low = float((1 - first.signal).square() + first.noise.square())
+    return ExpectedError(low, method.levels.high, max(0.0, low**2 * at_low - low))
+
+
+def _fitted(subject: Subject, measure: int, seed: int, batch: int, world: World, control: bool) -> Plan:
+    pilot = Pilot(subject.count, min(MOST, max(FEWEST, subject.count * measure // PILOT_PART)), seed)
+    at = knots(subject.method.levels).to(subject.device)
+    known = references(subject.method, torch.exp(at), subject.spread_out(DESCRIBED), subject.bins)
+    rows = torch.zeros(pilot.samples, pilot.draws, 2 + 4 * len(known), dtype=torch.float64, device=subject.device)
+    for members in subject.batches(pilot.samples, batch, world):
+        ids = pilot.ids(members)
+        x, predict = subject.x(ids), subject.predict(ids)
+        for draw in range(pilot.draws):
+            level = subject.method.levels.icdf(pilot.t(members, draw))
+            eps = noise(seed, ids, "pilot", draw, subject.shape, x.dtype)
+            g = subject.integrand(predict, x, level, eps)
+            rows[members, draw] = _as_rows(Observations.of(at, known, x, eps, torch.log(level), g))
+    seen = _from_rows(world.sum(rows).flatten(0, 1), len(known))  # the other ranks' rows are 0: the sum is exact
+    if not control:
+        return Plan(fit_proposal(subject.method.levels, at, seen.u, seen.g), None, pilot.size)
+    fitted = fit_control(at, known, seen)
+    proposal = fit_proposal(subject.method.levels, at, seen.u, seen.g - fitted.predict(seen))
+    return Plan(proposal, fitted, pilot.size)
+
+
+def _as_rows(seen: Observations) -> Float64[Tensor, "batch columns"]:
+    return torch.cat([seen.u[:, None], seen.g[:, None], seen.expected.flatten(1), seen.deviations.flatten(1)], 1)
+
+
+def _from_rows(rows: Float64[Tensor, "batch columns"], references: int) -> Observations:
+    expected, deviations = rows[:, 2:].unflatten(1, (2, references, 2)).unbind(1)
+    return Observations(rows[:, 0], rows[:, 1], expected, deviations)
+
+
+def shared_plans(a: Plan, b: Plan) -> tuple[Plan, Plan]:
+    """Two fitted plans over the same levels with one proposal, so that both subjects see the same levels."""
+    p, q = a.proposal, b.proposal
+    if not (isinstance(p, Fitted) and isinstance(q, Fitted) and (p.low, p.high) == (q.low, q.high)):
+        return a, b
+    p_sum, q_sum = sum(p.weights), sum(q.weights)
+    weights = tuple(v / p_sum + w / q_sum for v, w in zip(p.weights, q.weights, strict=True))
+    both = Fitted(p.low, p.high, weights)
+    return replace(a, proposal=both), replace(b, proposal=both)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults.runs import Ended, Entry, fault, fingerprint, latest, metrics, sequence, status
 
 from bsi.errors import CorruptCheckpoint, UsageError
 from bsi.training import checkpoint
 from bsi.training.export import load
 from bsi.training.lease import LEASE_S, LOCK, hold
+from faults.runs import Ended, Entry, fault, fingerprint, latest, metrics, sequence, status
 
 STOPS = (1, 5, 7, 11, 23)  # after steps 7 and 11 a checkpoint and an evaluation are due
 PHASES = ("save:write", "save:half", "save:publish", "save:latest", "save:prune")
@@ -250,7 +250,7 @@ def test_a_damaged_hash_is_shown_with_the_one_expected(base: Path, chains: Chain
     shutil.copytree(base / "whole" / "checkpoints" / "step-00000024", folder)
     flip(folder / "ema.safetensors")
     expected = fingerprint(base / "whole")["ema.safetensors"]
-    with pytest.raises(CorruptCheckpoint, match=rf"ema.safetensors is damaged: expected .* {expected}, found .* sha256"):
+    with pytest.raises(CorruptCheckpoint, match=rf"ema.safetensors is damaged: expected .*{expected}, found"):
         checkpoint.verify(folder)
 
 

@@ -39,6 +39,7 @@ class Faults:
         self.specs: list[dict[str, Any]] = json.loads(os.environ.get("FAULTS", "[]"))
         self.marks = Path(os.environ.get("FAULT_MARKS", "."))
         self.reached = threading.Condition()
+        self.heard = False
 
     def at(self, point: str) -> str | None:
         """The action for this point, if a fault waits here; None otherwise. Each happens once."""
@@ -63,6 +64,8 @@ class Faults:
         elif do is not None and do.startswith("signal "):
             _, name, whom = do.split()
             os.kill(os.getppid() if whom == "parent" else os.getpid(), signal.Signals[name])
+            while whom == "parent" and not self.heard:  # the launcher passes it on in its own time
+                time.sleep(0.02)
         elif do == "ctrl-c and wait":
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(FOREVER_S)
@@ -86,6 +89,7 @@ def patch(faults: Faults) -> None:
 
     from bsi.training import checkpoint
     from bsi.training.step import Engine
+    from bsi.training.stop import StopFlag
     from bsi.training.stream import Batch, Piece, Stream, piece_ids
 
     def around(owner: Any, name: str, point: str, after: bool = False) -> None:
@@ -128,7 +132,7 @@ def patch(faults: Faults) -> None:
     def faulty_batch(self: Stream, piece: Piece, data: torch.Tensor) -> Batch:
         faults.meet("data")
         batch = batch_of(self, piece, data)
-        if log:
+        if log and faults.step == piece.step:  # a pass that does not count is made before the first step
             ids = piece_ids(self.recipe, len(self.source), piece)
             rows = zip(ids, data, batch.t, batch.eps, strict=True)
             lines = [
@@ -142,6 +146,13 @@ def patch(faults: Faults) -> None:
 
     Engine.step, Engine._losses, Stream._batch = faulty_step, faulty_losses, faulty_batch  # type: ignore[method-assign]
 
+    hear = StopFlag.__call__
+
+    def listening(self: StopFlag, *args: Any) -> None:
+        faults.heard = True
+        hear(self, *args)
+
+    StopFlag.__call__ = listening  # type: ignore[method-assign]
     checkpoint.save = faulty_save
 
     usage = shutil.disk_usage
@@ -152,20 +163,15 @@ def patch(faults: Faults) -> None:
 
 
 def command(words: Sequence[str]) -> int:
-    """`bsi train WORDS`, as the command line runs it."""
-    from bsi.cli.train import run
-    from bsi.errors import BsiError
+    """`bsi train WORDS`."""
+    from bsi.cli import main
 
     patch(Faults(int(os.environ.get("RANK", "0"))))
-    try:
-        return run(list(words))
-    except BsiError as error:
-        print(f"bsi train: {error}", file=sys.stderr)
-        return error.code
+    return main(["train", *words])
 
 
 def sequence(plan: Path) -> int:
-    """Runs of {"out", "words", "faults", "ranks", "log", "copy"} one after the other; writes {"codes", "stderr"} for each.
+    """Runs of {"out", "words", "faults", "ranks", "log", "copy"} one after the other; writes "codes" and "stderr".
 
     `copy` keeps the run folder as it was left.
     """

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
+from bsi.training.rendezvous import Meeting, meet
 
 __all__ = ["Place", "World", "find_place", "first_host", "join"]
 
@@ -66,6 +67,7 @@ class World:
 
     place: Place
     device: torch.device
+    meeting: Meeting | None = None
 
     @property
     def rank(self) -> int:
@@ -134,16 +136,17 @@ def join(device: str | None, timeout_s: float) -> Iterator[World]:
     if place.size == 1:
         yield world
         return
+    store, meeting = meet(place.host, place.port, place.rank, place.size, timeout_s)
     dist.init_process_group(
         "nccl" if world.device.type == "cuda" else "gloo",
-        init_method=f"tcp://{place.host}:{place.port}" if "RANK" not in os.environ else "env://",
+        store=store,
         rank=place.rank,
         world_size=place.size,
         timeout=timedelta(seconds=timeout_s),
         device_id=world.device if world.device.type == "cuda" else None,
     )
     try:
-        yield world
+        yield replace(world, meeting=meeting)
     finally:
         dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ the process, since a thread that is stuck in a collective cannot be asked to.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -15,12 +16,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Literal
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs leave them out
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs lack it
 
 from bsi.training.distributed import Place
+from bsi.training.rendezvous import Meeting, connect
 
 __all__ = ["HUNG", "Phase", "Watchdog", "watching"]
 
@@ -33,8 +34,8 @@ ORDER: tuple[Phase, ...] = ("start", "data", "forward", "backward", "update", "e
 class Watchdog:
     """Where this rank is, and since when. `at` is called by the loop, and costs an assignment."""
 
-    def __init__(self, place: Place, limit_s: float) -> None:
-        self.place, self.limit_s = place, limit_s
+    def __init__(self, place: Place, meeting: Meeting | None, limit_s: float) -> None:
+        self.place, self.meeting, self.limit_s = place, meeting, limit_s
         self._where: tuple[int, Phase] = (0, "start")
         self._since = time.monotonic()
         self._stopped = threading.Event()
@@ -49,12 +50,10 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        place, store = self.place, self._connect()
+        store = self._connect()
         tick = min(5.0, self.limit_s / 4)
         while not self._stopped.wait(tick):
-            step, phase = self._where
-            if store is not None:
-                store.set(f"bsi/at/{place.rank}", f"{step} {phase}")
+            self._publish(store)
             if time.monotonic() - self._since > self.limit_s:
                 # Once more, after the others had time to publish where they are stuck.
                 if self._stopped.wait(2 * tick) or time.monotonic() - self._since <= self.limit_s:
@@ -62,22 +61,32 @@ class Watchdog:
                 self._give_up(store)
 
     def _connect(self) -> Store | None:
-        if self.place.size == 1:
-            return None
-        return TCPStore(
-            self.place.host, self.place.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
-        )
+        return None if self.meeting is None else connect(self.meeting, serve=False, timeout_s=10.0)
+
+    def _publish(self, store: Store | None) -> None:
+        step, phase = self._where
+        if store is not None:
+            with contextlib.suppress(RuntimeError):  # the rank that holds the store is gone: the time-out still works
+                store.set(f"at/{self.place.rank}", f"{step} {phase}")
 
     def _give_up(self, store: Store | None) -> None:
         places = {self.place.rank: self._where}
-        for rank in range(self.place.size):
-            if store is not None and store.check([f"bsi/at/{rank}"]):
-                step, phase = store.get(f"bsi/at/{rank}").decode().split()
-                places[rank] = (int(step), next(known for known in ORDER if known == phase))
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                places |= _read_places(store, self.place.size)
         sys.stderr.write(verdict(self.place.rank, places, self.place.size, self.limit_s) + "\n")
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         sys.stderr.flush()
         os._exit(HUNG)
+
+
+def _read_places(store: Store, size: int) -> dict[int, tuple[int, Phase]]:
+    places: dict[int, tuple[int, Phase]] = {}
+    for rank in range(size):
+        if store.check([f"at/{rank}"]):
+            step, phase = store.get(f"at/{rank}").decode().split()
+            places[rank] = (int(step), next(known for known in ORDER if known == phase))
+    return places
 
 
 def verdict(me: int, places: dict[int, tuple[int, Phase]], size: int, limit_s: float) -> str:
@@ -96,8 +105,8 @@ def verdict(me: int, places: dict[int, tuple[int, Phase]], size: int, limit_s: f
 
 
 @contextmanager
-def watching(place: Place, limit_s: float) -> Iterator[Watchdog]:
-    watchdog = Watchdog(place, limit_s)
+def watching(place: Place, meeting: Meeting | None, limit_s: float) -> Iterator[Watchdog]:
+    watchdog = Watchdog(place, meeting, limit_s)
     try:
         yield watchdog
     finally:

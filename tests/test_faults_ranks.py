@@ -1,0 +1,148 @@
+"""What may befall several ranks: rows 2, 4, 5, 6, 10, 11, 12 and 13 of docs/reliability.md.
+
+torchrun starts what is about torchrun; where only the ranks matter, one launcher forks them. Both meet over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from faults.runs import Ended, Entry, fault, fingerprint, metrics, samples, sequence, status, torchrun
+
+Chains = dict[str, list[Ended]]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def chains(base: Path) -> Chains:
+    """Chains of runs of forked ranks, by the name of their folder."""
+
+    def out(name: str, ranks: int, *faults: dict, words: str = "") -> Entry:
+        log = base / f"{name}.log" if name in ("one", "two", "changing") else None
+        return Entry(base / name, words.split(), list(faults), ranks, log)
+
+    stop = [fault("step", "signal SIGTERM self", s) for s in (7, 15)]
+    plans = {
+        "one": [out("one", 1)],
+        "two": [out("two", 2)],
+        "changing": [
+            out("changing", 2, stop[0]),
+            out("changing", 1, stop[1], words="--accumulation 2"),
+            out("changing", 2),
+        ],
+        "audit-1": [out("audit-1", 1, words="--audit")],
+        "audit-4": [out("audit-4", 4, words="--audit")],
+        "audit-changing": [
+            out("audit-changing", 2, stop[0], words="--audit"),
+            out("audit-changing", 1, stop[1], words="--audit"),
+            out("audit-changing", 2, words="--audit"),
+        ],
+        "nan": [out("nan", 2, fault("loss", "nan", 13, rank=1)), out("nan", 2)],
+        "hang": [out("hang", 2, fault("data", "hang", 9, rank=1), words="--hang-after-s 4")],
+        "three": [out("three", 3)],
+    }
+    ended = iter(sequence(base / "plans", *(entry for plan in plans.values() for entry in plan)))
+    return {name: [next(ended) for _ in plan] for name, plan in plans.items()}
+
+
+def codes(chain: list[Ended]) -> list[list[int]]:
+    return [ended.codes for ended in chain]
+
+
+def test_samples_levels_and_noise_do_not_depend_on_the_number_of_ranks(base: Path, chains: Chains) -> None:
+    """Row 10: 2 ranks, then 1, then 2; the one rank computes its batch in the same two pieces."""
+    assert codes(chains["changing"]) == [[75, 75], [75], [0, 0]]
+    assert samples(base / "changing.log") == samples(base / "two.log") == samples(base / "one.log")
+    ours, theirs = metrics(base / "changing"), metrics(base / "two")
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert mine["bits_per_dim"] == pytest.approx(reference["bits_per_dim"], rel=1e-6)
+
+
+def test_an_audited_run_is_the_same_bits_for_one_two_and_four_ranks(base: Path, chains: Chains) -> None:
+    """Row 10, the audit mode."""
+    assert codes(chains["audit-changing"]) == [[75, 75], [75], [0, 0]]
+    assert codes(chains["audit-4"]) == [[0] * 4]
+    reference = fingerprint(base / "audit-1")
+    assert fingerprint(base / "audit-4") == reference
+    assert fingerprint(base / "audit-changing") == reference
+    assert metrics(base / "audit-4") == metrics(base / "audit-changing") == metrics(base / "audit-1")
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_anything_moves(base: Path, chains: Chains) -> None:
+    """Row 13: the state before the bad step is saved, and going on from it gives the run without the fault."""
+    assert codes(chains["nan"]) == [[5, 5], [0, 0]]
+    assert "the loss or the gradient of step 13 was not finite" in chains["nan"][0].stderr
+    replay = json.loads((base / "nan" / "replay-00000013.json").read_text())
+    logged = [line.split() for line in samples(base / "two.log")][13 * 16 : 14 * 16]
+    assert replay["ids"] == [int(sample) for _, sample, _ in logged]
+    assert replay["seed"] == 0
+    assert len(replay["t"]) == len(replay["levels"]) == 16
+    assert "going on from" in chains["nan"][1].stderr
+    assert "step-00000013" in chains["nan"][1].stderr
+    assert fingerprint(base / "nan") == fingerprint(base / "two")
+    assert metrics(base / "nan") == metrics(base / "two")
+
+
+def test_a_rank_that_hangs_is_named_with_its_step(chains: Chains) -> None:
+    """Row 12."""
+    (ended,) = chains["hang"]
+    assert all(code == 1 for code in ended.codes)
+    assert "rank 1 hangs in step 9 (data)" in ended.stderr
+    assert "rank 0 in step 9 (backward)" in ended.stderr
+
+
+def test_ranks_that_cannot_share_the_virtual_shards_are_refused_with_numbers_that_can(
+    base: Path, chains: Chains
+) -> None:
+    """Row 11."""
+    assert codes(chains["three"]) == [[2, 2, 2]]
+    assert "use a world size of 1, 2, 4, 8" in chains["three"][0].stderr
+    assert not (base / "three").exists()
+
+
+def still_training(run: Path) -> list[str]:
+    """Processes whose command names this run folder."""
+    words = [path.read_bytes().split(b"\0") for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return [b" ".join(line).decode() for line in words if str(run).encode() in line]
+
+
+def test_a_killed_rank_is_started_again_by_torchrun_and_the_state_is_the_same(base: Path, chains: Chains) -> None:
+    """Row 2: one rank, then the other, in the middle of a step."""
+    kills = [fault("loss", "kill", 10, rank=1), fault("loss", "kill", 19, rank=0)]
+    ended = torchrun(Entry(base / "restarted", faults=kills, ranks=2), base / "restarted-marks", restarts=2)
+    assert ended.codes == [0], ended.stderr
+    assert len(list((base / "restarted-marks").iterdir())) == 2, "both faults happened"
+    assert fingerprint(base / "restarted") == fingerprint(base / "two")
+    assert metrics(base / "restarted") == metrics(base / "two")
+
+
+def test_signals_to_the_launcher_or_to_one_rank_save_one_step_on_all_and_leave_no_orphan(
+    base: Path, chains: Chains
+) -> None:
+    """Rows 4, 5 and 6: SIGTERM to torchrun, SIGTERM to a rank, SIGUSR1 to torchrun; then to the end."""
+    run = base / "signalled"
+    signals = [
+        fault("step", "signal SIGTERM parent", 5),
+        fault("step", "signal SIGTERM self", 10, rank=1),
+        fault("step", "signal SIGUSR1 parent", 15),
+    ]
+    for i, one in enumerate(signals):
+        ended = torchrun(Entry(run, faults=[one], ranks=2), base / f"signalled-{i}")
+        assert ended.codes != [0]
+        assert not still_training(run)
+        assert status(run)["state"] == "preempted"
+        assert status(run)["step"] == one["step"] + 1
+        assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{one['step'] + 1:08d}"
+    ended = torchrun(Entry(run, ranks=2), base / "signalled-end")
+    assert ended.codes == [0], ended.stderr
+    assert status(run)["state"] == "finished"
+    assert fingerprint(run) == fingerprint(base / "two")
+    assert metrics(run) == metrics(base / "two")

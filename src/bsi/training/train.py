@@ -79,7 +79,7 @@ def train(
         deterministic(recipe.audit),
         _own_random_numbers(world),
         _alone_in(folder, world) as lease,
-        watching(world.place, world.meeting, hang_after_s) as watchdog,
+        watching(world.place, hang_after_s, world.meeting) as watchdog,
     ):
         training_data = open_training_data(recipe, world.device, data, test, bins)
         record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")

@@ -34,7 +34,7 @@ ORDER: tuple[Phase, ...] = ("start", "data", "forward", "backward", "update", "e
 class Watchdog:
     """Where this rank is, and since when. `at` is called by the loop, and costs an assignment."""
 
-    def __init__(self, place: Place, meeting: Meeting | None, limit_s: float) -> None:
+    def __init__(self, place: Place, limit_s: float, meeting: Meeting | None) -> None:
         self.place, self.meeting, self.limit_s = place, meeting, limit_s
         self._where: tuple[int, Phase] = (0, "start")
         self._since = time.monotonic()
@@ -105,8 +105,9 @@ def verdict(me: int, places: dict[int, tuple[int, Phase]], size: int, limit_s: f
 
 
 @contextmanager
-def watching(place: Place, meeting: Meeting | None, limit_s: float) -> Iterator[Watchdog]:
-    watchdog = Watchdog(place, meeting, limit_s)
+def watching(place: Place, limit_s: float, meeting: Meeting | None = None) -> Iterator[Watchdog]:
+    """Watch while the block runs. Without a meeting there is one rank, which can only say where it is itself."""
+    watchdog = Watchdog(place, limit_s, meeting)
     try:
         yield watchdog
     finally:

@@ -1,0 +1,234 @@
+"""The likelihood that the probability flow assigns: exact for the network as it is, and no bound.
+
+The flow dw = x_hat d rho carries the prior's Normal at the first level to a density at the last. With the trace of its
+Jacobian along the way,
+
+    ln p(z) = ln N(w_0) - int tr(d x_hat / d w) d rho + n ln rho_M,        z = psi / signal = w / rho_M
+
+for z, the sample with the last level's noise sigma_M = 1 / rho_M. The start is exact: BSI's and BFN's at rho = 0, where
+w_0 is standard, and VDM's at sqrt(nu_min), where its prior has the variance 1 + nu_min in w. With u = asinh(rho), which
+is rho near 0 and ln rho beyond, and v = w / cosh(u), which stays of the data's size,
+
+    dv = (x_hat - v tanh(u)) du,        the trace: tr(d x_hat / d v) du,
+
+integrated backwards by Dormand and Prince's pair of orders 5 and 4. Every sample takes its own steps, so that its
+likelihood does not depend on its batch.
+
+Data that is stored in bins is dequantised by noise that the last level could have added: a Normal of deviation sigma_M,
+truncated to the bin. Then -ln P(x) <= E[ln q(z | x) - ln p(z)], variational dequantisation (Ho et al., 2019) with the
+truncated Normal of Zheng et al. (2023). This is the flow's likelihood. The ELBO is the likelihood of another model, the
+stochastic one: report them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, Integer
+from torch import Tensor
+
+from bsi.errors import NonFinite, UsageError
+from bsi.gaussian import over
+from bsi.likelihood import Bins
+from bsi.methods.base import Method, Predictor
+from bsi.noise import standard_normal
+
+__all__ = ["Divergence", "Flow", "binned_flow", "exact_divergence", "flow_density", "hutchinson"]
+
+Data = Float[Tensor, "batch *data"]
+PerSample = Float[Tensor, " batch"]
+
+# (x_hat, v, which of the samples they are) -> tr(d x_hat / d v), or an estimate of it, for each sample.
+Divergence = Callable[[Data, Data, Int[Tensor, " batch"]], PerSample]
+
+MOST_STEPS = 10_000
+
+
+def exact_divergence(x_hat: Data, v: Data, samples: Int[Tensor, " batch"]) -> PerSample:
+    """The trace itself: one backward pass for each dimension."""
+    flat, total = x_hat.flatten(1), x_hat.new_zeros(len(x_hat))
+    for i in range(flat.shape[1]):
+        (row,) = torch.autograd.grad(flat[:, i].sum(), v, retain_graph=True)
+        total = total + row.flatten(1)[:, i]
+    return total
+
+
+def hutchinson(seed: int, shape: tuple[int, ...], probes: int = 1) -> Divergence:
+    """An unbiased estimate of the trace: the mean of s J s over random signs s, the same along a whole trajectory.
+
+    One backward pass for each probe. Independent of the batch, since probes are keyed by the sample.
+    """
+    if probes < 1:
+        raise UsageError(f"Hutchinson's estimate needs at least one probe: got {probes}")
+
+    def divergence(x_hat: Data, v: Data, samples: Int[Tensor, " batch"]) -> PerSample:
+        total = x_hat.new_zeros(len(x_hat))
+        for probe in range(probes):
+            signs = torch.sign(standard_normal(seed, samples, probe, shape)).to(x_hat.dtype)
+            (product,) = torch.autograd.grad(x_hat, v, signs, retain_graph=True)
+            total = total + (product * signs).flatten(1).sum(1) / probes
+        return total
+
+    return divergence
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What the flow says about each sample: ln p in nats, the prior's noise it came from, evaluations it took."""
+
+    log_density: PerSample
+    w: Data
+    evaluations: int
+    n: int
+
+    @property
+    def nats_per_dim(self) -> float:
+        return -float(self.log_density.mean()) / self.n
+
+    @property
+    def bits_per_dim(self) -> float:
+        return self.nats_per_dim / math.log(2)
+
+    @property
+    def error(self) -> float:
+        """Standard error of `bits_per_dim` over the samples, with the noise that each drew."""
+        return float(self.log_density.std()) / (math.sqrt(len(self.log_density)) * self.n * math.log(2))
+
+
+def flow_density(
+    method: Method,
+    predict: Predictor,
+    z: Data,
+    divergence: Divergence = exact_divergence,
+    samples: Int[Tensor, " batch"] | None = None,
+    tolerance: float = 1e-6,
+) -> Flow:
+    """ln p(z), z the sample with the last level's noise. `tolerance` bounds each step's error, in nats for ln p."""
+    if not 0 < tolerance < 1:
+        raise UsageError(f"the tolerance is a small positive number of nats: got {tolerance}")
+    ends = _rho(method, torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64))
+    first, last = (float(end) for end in ends)
+    samples = torch.arange(len(z), device=z.device) if samples is None else samples
+
+    def slope(u: PerSample, state: State, which: Int[Tensor, " batch"]) -> State:
+        level, stretch = _level(method, torch.sinh(u)), torch.cosh(u)
+        with torch.enable_grad():
+            v = state.v.detach().requires_grad_()
+            x_hat = predict((over(method.encoder(level).noise * stretch, v) * v).to(z.dtype), level)
+            trace = divergence(x_hat, v, which).double()
+        return State(x_hat.detach().double() - over(torch.tanh(u), v) * state.v, trace.detach())
+
+    size = math.sqrt(1 + last**2)
+    begin = State(last / size * z.double(), torch.zeros(len(z), dtype=torch.float64, device=z.device))
+    end, evaluations = _integrate(slope, begin, math.asinh(last), math.asinh(first), samples, tolerance)
+    variance, n = 1 + first**2, z[0].numel()  # of w at the start: 1 but for VDM
+    w = math.sqrt(variance) * end.v
+    prior = -0.5 * w.square().flatten(1).sum(1) / variance - 0.5 * n * math.log(2 * math.pi * variance)
+    # The trace was integrated from the data to the noise: with the sign of going that way, it is added.
+    return Flow(prior + end.trace + n * math.log(last), w, evaluations, n)
+
+
+def binned_flow(
+    method: Method,
+    predict: Predictor,
+    index: Integer[Tensor, "batch *data"],
+    bins: Bins,
+    uniform: Data,
+    divergence: Divergence = exact_divergence,
+    samples: Int[Tensor, " batch"] | None = None,
+    tolerance: float = 1e-4,
+) -> Flow:
+    """A lower bound on ln P(x) for data in bins, one draw for each: `uniform` numbers in (0, 1) choose it."""
+    sigma = 1 / float(_rho(method, torch.tensor(method.levels.high, dtype=torch.float64)))
+    reach = 0.5 * bins.width / sigma
+    mass = math.erf(reach / math.sqrt(2))
+    eps = torch.special.ndtri(0.5 * (1 - mass) + uniform.double() * mass).clamp(-reach, reach)
+    z = bins.values(index, torch.float64) + sigma * eps
+    log_q = (-0.5 * eps.square() - 0.5 * math.log(2 * math.pi) - math.log(sigma * mass)).flatten(1).sum(1)
+    flow = flow_density(method, predict, z.to(uniform.dtype), divergence, samples, tolerance)
+    return Flow(flow.log_density - log_q, flow.w, flow.evaluations, flow.n)
+
+
+def _rho(method: Method, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    gain = method.gain(level)
+    return gain / torch.sqrt(torch.where(gain + method.c > 0, gain + method.c, 1.0))
+
+
+def _level(method: Method, rho: PerSample) -> PerSample:
+    """The level where signal / noise is rho: alpha^2 / (alpha + c) = rho^2."""
+    level = method.level(0.5 * rho * (rho + torch.sqrt(rho.square() + 4 * method.c)))
+    return level.clamp(method.levels.low, method.levels.high)
+
+
+@dataclass(frozen=True)
+class State:
+    """A point on the way, or its rate of change: v, and the trace so far."""
+
+    v: Data
+    trace: PerSample
+
+    def plus(self, h: PerSample, weights: Sequence[float], slopes: Sequence[State]) -> State:
+        """self + h sum(weight slope)."""
+        terms = list(zip(weights, slopes, strict=True))
+        v = sum((weight * slope.v for weight, slope in terms), torch.zeros_like(self.v))
+        trace = sum((weight * slope.trace for weight, slope in terms), torch.zeros_like(self.trace))
+        return State(self.v + over(h, v) * v, self.trace + h * trace)
+
+    def at(self, rows: Int[Tensor, " rows"]) -> State:
+        return State(self.v[rows], self.trace[rows])
+
+    def put(self, rows: Int[Tensor, " rows"], other: State) -> None:
+        self.v[rows], self.trace[rows] = other.v, other.trace
+
+
+# Dormand and Prince (1980): where the stages lie, how each is reached from those before, and fifth less fourth order.
+_STAGES = (1 / 5, 3 / 10, 4 / 5, 8 / 9, 1.0, 1.0)
+_REACHED = (
+    (1 / 5,),
+    (3 / 40, 9 / 40),
+    (44 / 45, -56 / 15, 32 / 9),
+    (19372 / 6561, -25360 / 2187, 64448 / 6561, -212 / 729),
+    (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
+    (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
+)
+_ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
+
+
+def _integrate(
+    slope: Callable[[PerSample, State, Int[Tensor, " batch"]], State],
+    begin: State,
+    start: float,
+    stop: float,
+    samples: Int[Tensor, " batch"],
+    tolerance: float,
+) -> tuple[State, int]:
+    """From `start` down to `stop`, each sample with steps of its own."""
+    state, evaluations = State(begin.v.clone(), begin.trace.clone()), 1
+    u = torch.full_like(state.trace, start)
+    h = torch.full_like(u, -0.01)
+    rate = slope(u, state, samples)
+    for _ in range(MOST_STEPS):
+        rows = (u > stop).nonzero()[:, 0]  # those still on their way
+        if not len(rows):
+            return state, evaluations
+        here, place, length = state.at(rows), u[rows], torch.maximum(h[rows], stop - u[rows])
+        slopes, there = [rate.at(rows)], here
+        for where, weights in zip(_STAGES, _REACHED, strict=True):
+            there = here.plus(length, weights, slopes)
+            slopes.append(slope(place + where * length, there, samples[rows]))
+        evaluations += len(_STAGES)
+        gap = State(torch.zeros_like(here.v), torch.zeros_like(here.trace)).plus(length, _ERROR, slopes)
+        # in units of the noise: an error of w = cosh(u) v moves ln p by about as much
+        error = torch.maximum(torch.cosh(place) * gap.v.flatten(1).norm(dim=1), gap.trace.abs()) / tolerance
+        if not bool(torch.isfinite(error).all()):
+            raise NonFinite("the flow left the range of numbers: the network's predictions are not finite")
+        good = error <= 1
+        state.put(rows[good], there.at(good.nonzero()[:, 0]))
+        rate.put(rows[good], slopes[-1].at(good.nonzero()[:, 0]))
+        # the last step ends at `stop` itself, whatever rounding says
+        u[rows[good]] = torch.where(length <= stop - place, stop, place + length)[good]
+        h[rows] = length * (0.9 * error.clamp(min=1e-9) ** -0.2).clamp(0.2, 5.0)
+    raise NonFinite(f"the flow took more than {MOST_STEPS} steps: allow a larger tolerance")

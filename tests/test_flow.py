@@ -1,0 +1,147 @@
+"""The probability flow's likelihood, against densities and probabilities that are known."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from bsi.errors import NonFinite, UsageError
+from bsi.flow import binned_flow, flow_density, hutchinson
+from bsi.grids import geometric_grid
+from bsi.likelihood import Bins
+from bsi.methods import BFN, BSI, VDM, Method
+from bsi.oracle import Mixture
+from bsi.sampling import sample
+
+# VDM's own prior is not its encoder at e^-5; with less signal there, it is.
+METHODS = [BSI(), BFN(), VDM(nu_min=1e-13), BSI(gamma_0=0.1)]
+
+
+def at(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def mixture() -> Mixture:
+    return Mixture.general(
+        at(0.3, 0.4, 0.3),
+        torch.stack([at(-1.0, 0.5), at(0.8, 0.9), at(0.2, -1.0)]),
+        torch.stack(
+            [torch.diag(at(0.05, 0.2)), torch.stack([at(0.1, 0.06), at(0.06, 0.1)]), torch.diag(at(0.04, 0.02))]
+        ),
+    )
+
+
+def noisy(data: Mixture, method: Method) -> Mixture:
+    """The law of z: the data with the last level's noise."""
+    encoder = method.encoder(at(method.levels.high))
+    variance = (encoder.noise / encoder.signal).square()
+    return Mixture(data.weights, data.means, data.variances + variance, data.axes)
+
+
+def points(count: int = 12) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return mixture().sample(
+        torch.rand(count, generator=generator, dtype=torch.float64),
+        torch.randn(count, 2, generator=generator, dtype=torch.float64),
+    )
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_the_flow_assigns_the_exact_density_of_a_mixture(method):
+    z = points()
+    flow = flow_density(method, mixture().predictor(method), z, tolerance=1e-6)
+    torch.testing.assert_close(flow.log_density, noisy(mixture(), method).log_density(z), rtol=0, atol=1e-5)
+    assert flow.evaluations < 400
+    assert flow.nats_per_dim == pytest.approx(-float(flow.log_density.mean()) / 2)
+    assert flow.bits_per_dim == pytest.approx(flow.nats_per_dim / math.log(2))
+
+
+def test_vdms_own_prior_costs_what_its_prior_term_says_it_may():
+    """At e^-5 the flow starts from N(0, 1), the encoder does not: the density is that of the model, not of the data."""
+    method, z = VDM(), points()
+    flow = flow_density(method, mixture().predictor(method), z)
+    gap = (flow.log_density - noisy(mixture(), method).log_density(z)).abs()
+    assert 1e-3 < gap.max() < 0.2
+
+
+def test_a_smaller_tolerance_is_nearer():
+    method, z = BSI(), points(6)
+    exact, errors = noisy(mixture(), BSI()).log_density(z), []
+    for tolerance in (1e-2, 1e-4, 1e-6):
+        flow = flow_density(method, mixture().predictor(method), z, tolerance=tolerance)
+        errors.append(float((flow.log_density - exact).abs().max()))
+        assert errors[-1] < 20 * tolerance
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_a_samples_likelihood_does_not_depend_on_its_batch():
+    method, z = BSI(), points(6)
+    predict, divergence = mixture().predictor(method), hutchinson(3, (2,))
+    whole = flow_density(method, predict, z, divergence)
+    alone = flow_density(method, predict, z[4:5], divergence, samples=torch.tensor([4]))
+    torch.testing.assert_close(alone.log_density, whole.log_density[4:5], rtol=0, atol=1e-9)
+
+
+def test_hutchinsons_estimate_is_unbiased():
+    method, count = BSI(), 400
+    z = points(1).expand(count, 2)
+    flow = flow_density(method, mixture().predictor(method), z, hutchinson(0, (2,)), tolerance=1e-4)
+    exact = float(noisy(mixture(), method).log_density(z[:1]))
+    error = float(flow.log_density.std()) / math.sqrt(count)
+    assert error > 1e-4  # it is an estimate
+    assert abs(float(flow.log_density.mean()) - exact) < 4 * error
+    fewer = flow_density(method, mixture().predictor(method), z, hutchinson(0, (2,), probes=4), tolerance=1e-4)
+    assert fewer.log_density.std() < 0.7 * flow.log_density.std()
+
+
+@pytest.mark.parametrize("method", [BSI(), BFN()], ids=repr)
+def test_the_flow_leads_back_to_what_it_came_from(method):
+    z = points()
+    predict = mixture().predictor(method)
+    w = flow_density(method, predict, z, tolerance=1e-7).w
+    again = sample(method, predict, lambda start, end: w, geometric_grid(method, 1500), "ode-root")
+    # the sampler's last word is a prediction: the noise of the last level, 1e-3, is taken off again
+    torch.testing.assert_close(again, z, rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_data_in_bins_has_the_probability_it_has(method):
+    """Data on three grey values: P(x) is its weight, less the part of the last level's noise that leaves the bin."""
+    bins = Bins.uint8()
+    index = torch.tensor([[20, 30], [200, 90], [130, 250]])
+    data = Mixture.isotropic(bins.values(index, torch.float64), 0.0, at(0.2, 0.5, 0.3))
+    uniform = torch.rand(3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    flow = binned_flow(method, data.predictor(method), index, bins, uniform, tolerance=1e-5)
+    encoder = method.encoder(at(method.levels.high))
+    mass = torch.erf(0.5 * bins.width * encoder.signal / encoder.noise / math.sqrt(2))
+    torch.testing.assert_close(flow.log_density, torch.log(data.weights) + 2 * torch.log(mass), rtol=0, atol=1e-4)
+    assert (flow.log_density < torch.log(data.weights)).all()
+    assert flow.error > 0
+
+
+def test_draws_stay_in_their_bins():
+    """A coarse sigma_1: the last level's noise is wider than a bin."""
+    method, bins = BFN(sigma_1=0.02), Bins.uint8()
+    seen: list[Tensor] = []
+
+    def predict(latent: Tensor, level: Tensor) -> Tensor:
+        if not seen:
+            seen.append((latent / method.encoder(level).signal[:, None]).detach())
+        return 0 * latent
+
+    index = torch.tensor([[7, 250, 128]])
+    for value in (1e-9, 0.4, 1 - 1e-9):
+        seen.clear()
+        binned_flow(method, predict, index, bins, torch.full((1, 3), value, dtype=torch.float64))
+        assert torch.equal(bins.indices(seen[0]).long(), index)
+
+
+def test_what_is_no_flow_is_refused():
+    method = BSI()
+    with pytest.raises(UsageError, match="tolerance"):
+        flow_density(method, mixture().predictor(method), points(1), tolerance=0.0)
+    with pytest.raises(UsageError, match="probe"):
+        hutchinson(0, (2,), probes=0)
+    with pytest.raises(NonFinite, match="not finite"):
+        flow_density(method, lambda latent, level: latent * math.nan, points(1))

@@ -1,0 +1,134 @@
+"""Other people's denoisers as predictors, and our predictors as theirs: the same function in other coordinates.
+
+What a latent psi says about x is a measurement z = psi / signal = x + sigma eps with sigma = noise / signal. So EDM's
+denoiser D(z, sigma) = E[x | z] is a predictor, and a predictor is such a denoiser at the level where sigma is found,
+
+    alpha = (1 + sqrt(1 + 4 c sigma^2)) / (2 sigma^2).
+
+A network that predicts the noise of x_t = sqrt(alpha_bar) x + sqrt(1 - alpha_bar) eps (DDPM and most that followed it)
+is one as well, with 1 / sigma^2 = alpha_bar / (1 - alpha_bar). Everything here is exact up to rounding.
+
+    predict = from_noise_prediction(BSI(), lambda x_t, alpha_bar: unet(x_t, schedule.time(alpha_bar)))
+    images = sample(BSI(), predict, noise, geometric_grid(BSI(), 16), "sde-root")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.errors import UsageError
+from bsi.gaussian import over
+from bsi.grids import FIRST_SIGMA
+from bsi.methods.base import Method, Predictor
+
+__all__ = ["GaussianDenoiser", "NoiseNetwork", "Schedule", "as_denoiser", "as_noise_prediction", "from_denoiser",
+           "from_noise_prediction"]  # fmt: skip
+
+Data = Float[Tensor, "batch *data"]
+PerSample = Float[Tensor, " batch"]
+
+GaussianDenoiser = Callable[[Data, PerSample], Data]  # D(z, sigma), EDM's interface
+NoiseNetwork = Callable[[Data, PerSample], Data]  # eps(x_t, alpha_bar)
+
+
+def from_denoiser(method: Method, denoiser: GaussianDenoiser, sigma_max: float = FIRST_SIGMA) -> Predictor:
+    """D(z, sigma) as a predictor for BSI, BFN or VDM.
+
+    Where a latent says less than D was trained for (sigma > sigma_max; BSI and BFN start at infinity), D is asked at
+    sigma_max about a z with the same standardised noise.
+    """
+
+    def predictor(latent: Data, level: PerSample) -> Data:
+        encoder = method.encoder(level)
+        known = encoder.signal * sigma_max > encoder.noise
+        sigma = torch.where(known, encoder.noise / torch.where(known, encoder.signal, 1.0), sigma_max)
+        # z = psi / signal, and sigma_max w where that would be more noise: w = psi / noise, 0 where it is 0 / 0
+        noisy = sigma_max / torch.where(encoder.noise > 0, encoder.noise, 1.0)
+        scale = torch.where(known, 1 / torch.where(known, encoder.signal, 1.0), noisy)
+        return denoiser(over(scale, latent) * latent, sigma.to(latent.dtype))
+
+    return predictor
+
+
+def as_denoiser(method: Method, predict: Predictor) -> GaussianDenoiser:
+    """A predictor as D(z, sigma), for samplers and tools that expect EDM's interface."""
+
+    def denoiser(z: Data, sigma: PerSample) -> Data:
+        level = _level(method, sigma.double())
+        return predict(over(method.encoder(level).signal, z) * z, level)
+
+    return denoiser
+
+
+def from_noise_prediction(method: Method, network: NoiseNetwork, sigma_max: float = FIRST_SIGMA) -> Predictor:
+    """eps(x_t, alpha_bar) as a predictor: x_hat = (x_t - sqrt(1 - alpha_bar) eps) / sqrt(alpha_bar)."""
+
+    def denoiser(z: Data, sigma: PerSample) -> Data:
+        alpha_bar = 1 / (1 + sigma.double().square())
+        x_t = over(torch.sqrt(alpha_bar), z) * z
+        return z - over(sigma.double(), z) * network(x_t, alpha_bar.to(z.dtype))
+
+    return from_denoiser(method, denoiser, sigma_max)
+
+
+def as_noise_prediction(method: Method, predict: Predictor) -> NoiseNetwork:
+    """A predictor as eps(x_t, alpha_bar)."""
+    denoiser = as_denoiser(method, predict)
+
+    def network(x_t: Data, alpha_bar: PerSample) -> Data:
+        alpha_bar = alpha_bar.double()
+        sigma = torch.sqrt((1 - alpha_bar) / alpha_bar)
+        z = x_t / over(torch.sqrt(alpha_bar), x_t)
+        return (z - denoiser(z, sigma)) / over(sigma, x_t)
+
+    return network
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A table of alpha_bar over time steps, as DDPM has: what a network that is told the time was trained with."""
+
+    alpha_bar: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.alpha_bar, self.alpha_bar[1:], strict=False)
+        if len(self.alpha_bar) < 2 or not all(1 > a > b > 0 for a, b in pairs):
+            raise UsageError("a schedule needs at least two values of alpha_bar that fall from below 1 to above 0")
+
+    @classmethod
+    def ddpm(cls, steps: int = 1000, first: float = 1e-4, last: float = 0.02) -> Schedule:
+        """Ho et al. (2020): betas linear in time."""
+        betas = torch.linspace(first, last, steps, dtype=torch.float64)
+        return cls(tuple(torch.cumprod(1 - betas, 0).tolist()))
+
+    @property
+    def sigma_max(self) -> float:
+        return ((1 - self.alpha_bar[-1]) / self.alpha_bar[-1]) ** 0.5
+
+    def time(self, alpha_bar: PerSample) -> PerSample:
+        """The time at which alpha_bar is reached, between two steps by its log-odds; the ends beyond them."""
+        table = torch.logit(torch.tensor(self.alpha_bar, dtype=torch.float64, device=alpha_bar.device)).flip(0)
+        place = torch.logit(alpha_bar.double()).clamp(table[0], table[-1])
+        right = torch.searchsorted(table, place.contiguous()).clamp(1, len(table) - 1)
+        inside = (place - table[right - 1]) / (table[right] - table[right - 1])
+        return (len(table) - 1 - (right - 1 + inside)).to(alpha_bar.dtype)
+
+
+def _level(method: Method, sigma: PerSample) -> PerSample:
+    """The level whose latents carry noise of this sigma; refused outside the levels that the model knows."""
+    gain = (1 + torch.sqrt(1 + 4 * method.c * sigma.square())) / (2 * sigma.square())
+    level, low, high = method.level(gain), method.levels.low, method.levels.high
+    if not bool(((level >= low * (1 - 1e-6)) & (level <= high * (1 + 1e-6))).all()):
+        ends = method.encoder(torch.tensor([low, high], dtype=torch.float64))
+        most, least = (float(n / s) if s > 0 else math.inf for n, s in zip(ends.noise, ends.signal, strict=True))
+        raise UsageError(
+            f"this model knows noise of sigma from {least:.3g} to {most:.3g}: got {float(sigma.min()):.3g} to "
+            f"{float(sigma.max()):.3g}"
+        )
+    return level.clamp(low, high)

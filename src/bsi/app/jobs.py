@@ -1,4 +1,4 @@
-"""Work for a page, a few jobs at a time. A job is an iterator of lines; it goes on only while its client listens.
+"""Work for a page, a few jobs at a time. A job is a generator of lines; it goes on only while its client listens.
 
 Each line is computed in a thread when the one before has been taken, so that a slow client slows its own job alone and
 nothing piles up. A client that leaves, and a job that takes too long, end it after the line in the making.
@@ -6,7 +6,7 @@ nothing piles up. A client that leaves, and a job that takes too long, end it af
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator
 from threading import BoundedSemaphore
 
 import anyio
@@ -44,18 +44,19 @@ class JobResponse(StreamingResponse):
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, lines: Iterator[bytes], slots: Slots, seconds: float = SECONDS) -> None:
-        super().__init__(_in_threads(lines), headers={"X-Accel-Buffering": "no"})
-        self._slots, self._seconds = slots, seconds
+    def __init__(self, lines: Generator[bytes, None, None], slots: Slots, seconds: float = SECONDS) -> None:
+        super().__init__(_in_threads(lines))
+        self._lines, self._slots, self._seconds = lines, slots, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with anyio.move_on_after(self._seconds):
                 await super().__call__(scope, receive, send)
         finally:
+            self._lines.close()  # no thread is in it: a cancelled wait for one ends when the thread does
             self._slots.give_back()
 
 
-async def _in_threads(lines: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _in_threads(lines: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
     while (line := await anyio.to_thread.run_sync(next, lines, None)) is not None:
         yield line

@@ -1,4 +1,4 @@
-"""The addresses of the page, and the loop that serves them on this machine alone.
+"""The addresses of the page, and the server that answers there on this machine alone.
 
 GET  /TOKEN/            the page, and the files it is made of
 GET  /TOKEN/about       what the model is, and what may be asked of it
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib import resources
 from typing import Any
 
@@ -25,7 +25,7 @@ from bsi.app.jobs import Busy, JobResponse, Slots
 from bsi.app.workbench import Frame, Workbench, encoded
 from bsi.errors import BsiError, UsageError
 
-__all__ = ["create_app", "listen", "serve"]
+__all__ = ["create_app", "listen", "server_of"]
 
 HTML, CSS, SCRIPT = "text/html; charset=utf-8", "text/css; charset=utf-8", "text/javascript; charset=utf-8"
 # All files there are: a path is looked up here and never joined to a folder.
@@ -39,7 +39,7 @@ FILES = {
     "easel.js": ("easel.js", SCRIPT),
 }
 JOBS = 3  # at once: each has the processor for itself while it makes a step
-CONNECTIONS = 48  # open at once; more are answered 503 by the server below
+CONNECTIONS = 128  # open at once; more are answered 503 by the server itself
 
 
 def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
@@ -87,7 +87,7 @@ def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
     return Guard(app, token, bench.about.limits.body)
 
 
-def lines(frames: Iterator[Frame]) -> Iterator[bytes]:
+def lines(frames: Iterator[Frame]) -> Generator[bytes, None, None]:
     """Frames as lines. What goes wrong on the way is a line too: the answer has begun, and its status is sent."""
     try:
         for frame in frames:
@@ -110,19 +110,20 @@ def listen(port: int) -> socket.socket:
         raise UsageError(f"a port lies in 0 .. 65535: got {port}") from error
 
 
-def serve(app: Guard, listener: socket.socket) -> None:
-    """Until Ctrl-C."""
-    config = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=CONNECTIONS,
-        timeout_keep_alive=5,
-        timeout_graceful_shutdown=1,
-        h11_max_incomplete_event_size=16 << 10,
+def server_of(app: Guard) -> uvicorn.Server:
+    """What `run(sockets=[listen(0)])` serves until Ctrl-C."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=CONNECTIONS,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=16 << 10,
+        )
     )
-    uvicorn.Server(config).run(sockets=[listener])

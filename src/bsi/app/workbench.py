@@ -126,15 +126,16 @@ class Workbench:
         return x.expand(num, *x.shape)
 
 
-@torch.no_grad()
 def _frames(
     method: Method, steps: Iterator[Step], last: int, given: Float[Tensor, "batch *data"] | None = None
 ) -> Iterator[Frame]:
     """Steps as frames; `given` is the measurement that led to the first."""
     before = None
-    for i, step in enumerate(steps):
-        mean, precision = belief(method, step)
-        y = given if before is None else measurement(method, before, step)
+    for i in range(last + 1):
+        with torch.no_grad():  # around each step: what is suspended in between must not switch gradients off for others
+            step = next(steps)
+            mean, precision = belief(method, step)
+            y = given if before is None else measurement(method, before, step)
         yield Frame(i, last, precision, _array(mean), _array(step.x_hat), None if y is None else _array(y))
         before = step
 

@@ -13,7 +13,6 @@ import importlib
 import sys
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Literal
 
 import tyro
@@ -25,6 +24,7 @@ __all__ = ["SHELLS", "main", "script"]
 
 SHELLS = ("bash", "zsh", "fish")
 GENERAL = ("--help", "--version", "--completion")
+OPENS_MODELS = ("sample", "eval", "view")  # and so take the name of a bundled one
 
 BASH = """\
 _bsi() {{
@@ -76,26 +76,22 @@ def _fish(known: Mapping[str, Sequence[str]]) -> str:
 
 
 def words_of(command: str) -> list[str]:
-    """What may follow a command: its options, and the names it knows."""
+    """What may follow a command: the names it knows, and its options as tyro spells them."""
     module = importlib.import_module(f"bsi.cli.{COMMANDS[command].module}")
     # `train` has the options of its recipe beside those of every run; the latter are the same for all
-    options = COMMANDS[command].options or "Options"
-    hints = typing.get_type_hints(getattr(module, options), include_extras=True)
-    found: list[str] = []
-    for field in fields(getattr(module, options)):
-        hint = hints[field.name]
-        if tyro.conf.Positional in getattr(hint, "__metadata__", ()):
-            found += _names(hint.__origin__, field.name)
-        else:
-            found.append(f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}")
+    options = getattr(module, COMMANDS[command].options or "Options")
+    parser = tyro.extras.get_parser(options)
+    found = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     if command == "train":
         from bsi.recipes import RECIPES
 
-        found = [*RECIPES, "--list", "--method", "--backbone", *found]
-    return [*found, "--help"]
+        return [*RECIPES, "--list", "--method", "--backbone", *found]
+    return [*_names(options), *(BUNDLED if command in OPENS_MODELS else ()), *found]
 
 
-def _names(hint: object, field: str) -> list[str]:
-    if typing.get_origin(hint) is Literal:
-        return [str(choice) for choice in typing.get_args(hint)]
-    return list(BUNDLED) if field == "run" else []
+def _names(options: type) -> list[str]:
+    """The choices of a command's first word, where they are few."""
+    first = next(iter(typing.get_type_hints(options, include_extras=True).values()))
+    if tyro.conf.Positional in getattr(first, "__metadata__", ()) and typing.get_origin(first.__origin__) is Literal:
+        return [str(choice) for choice in typing.get_args(first.__origin__)]
+    return []

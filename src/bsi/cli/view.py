@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def run(args: View) -> int:
     import webbrowser
 
     from bsi import pretrained
-    from bsi.app.server import create_app, listen, serve
+    from bsi.app.server import create_app, listen, server_of
     from bsi.app.workbench import open_workbench
     from bsi.training.distributed import pick_device
 
@@ -58,5 +59,6 @@ def run(args: View) -> int:
         print("bsi view: Ctrl-C ends it", file=sys.stderr, flush=True)
         if args.browser and sys.stdout.isatty():
             webbrowser.open(address)
-        serve(create_app(bench, token), listener)
+        with contextlib.suppress(KeyboardInterrupt):
+            server_of(create_app(bench, token)).run(sockets=[listener])
     return 0

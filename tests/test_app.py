@@ -1,0 +1,488 @@
+"""The page's server: what it streams is what the package computes, and what it refuses costs nothing.
+
+Requests go through real sockets to a real server, in another thread.
+"""
+
+import base64
+import http.client
+import itertools
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bsi import BFN, BSI, VDM, Bins, Model, pretrained
+from bsi.conditioning import start_of
+from bsi.errors import NonFinite, UsageError
+from bsi.evaluation.drawing import Drawing, draw
+from bsi.gaussian import over
+from bsi.sampling import evaluations
+
+pytest.importorskip("fastapi", reason="the page needs fastapi and uvicorn: pip install 'bsi[view]'")
+pytest.importorskip("uvicorn", reason="the page needs fastapi and uvicorn: pip install 'bsi[view]'")
+
+from bsi.app.asks import Denoise, Draw, Inpaint, Limits
+from bsi.app.finishing import measuring_solvers
+from bsi.app.server import create_app, listen, server_of
+from bsi.app.workbench import About, Frame, Workbench, belief, open_workbench
+
+TOKEN = "a-token-for-tests"
+DRAW: dict[str, Any] = {"kind": "draw", "seed": 3, "num": 2, "evaluations": 5, "solver": "sde2", "grid": "geometric"}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Workbench:
+    return open_workbench(pretrained.find("digits"), "digits", torch.device("cpu"))
+
+
+@contextmanager
+def serving(bench: Any, jobs: int = 3) -> Iterator[int]:
+    """The port of a server of that workbench."""
+    with listen(0) as listener:
+        server = server_of(create_app(bench, TOKEN, jobs))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def port(bench: Workbench) -> Iterator[int]:
+    with serving(bench) as found:
+        yield found
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.body.splitlines()]
+
+    @property
+    def error(self) -> str:
+        return json.loads(self.body)["error"]
+
+
+def request(
+    port: int, path: str, method: str = "GET", body: bytes | None = None, headers: dict[str, str] | None = None
+) -> Answer:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"} | (headers or {}))
+        answer = connection.getresponse()
+        return Answer(answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()})
+    finally:
+        connection.close()
+
+
+def ask(port: int, **changes: Any) -> Answer:
+    return request(port, f"/{TOKEN}/run", "POST", json.dumps(DRAW | changes).encode())
+
+
+def decoded(text: str, num: int = 2) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<f4").reshape(num, 1, 8, 8)
+
+
+def encoded(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array)).decode()
+
+
+# ---- What is streamed ----------------------------------------------------------------------------------------------
+
+
+def test_stream_is_the_trajectory_that_the_package_draws(bench: Workbench, port: int) -> None:
+    answer = ask(port)
+    assert answer.status == 200
+    how = Drawing(steps=4, seed=3, solver="sde2")
+    with torch.no_grad():
+        ours = list(draw(bench.model.denoiser, bench.model.shape, torch.arange(2), how))
+    assert [line["step"] for line in answer.lines] == list(range(5))
+    for line, step in zip(answer.lines, ours, strict=True):
+        assert line["last"] == 4
+        assert line["precision"] == float(step.level)
+        np.testing.assert_array_equal(decoded(line["mean"]), step.latent.numpy())
+        np.testing.assert_allclose(decoded(line["x_hat"]), step.x_hat.numpy(), atol=1e-6)
+
+
+def test_a_measurement_leads_from_one_belief_to_the_next(port: int) -> None:
+    lines = ask(port, evaluations=9, solver="posterior").lines
+    assert lines[0]["y"] is None
+    for before, after in itertools.pairwise(lines):
+        # Lemma "Posterior Update"
+        alpha = after["precision"] - before["precision"]
+        updated = before["precision"] * decoded(before["mean"]) + alpha * decoded(after["y"])
+        np.testing.assert_allclose(updated / after["precision"], decoded(after["mean"]), rtol=1e-3, atol=1e-4)
+
+
+def test_denoising_starts_at_the_measurement(bench: Workbench, port: int) -> None:
+    image, precision = bench.images[0], 4.0
+    lines = ask(port, kind="denoise", image=encoded(image), precision=precision, seed=0).lines
+    y, method = decoded(lines[0]["y"]), bench.model.method
+    np.testing.assert_array_equal(y[0], y[1])  # one measurement, of which each image is a draw
+    assert abs(np.std(y[0] - image) * precision**0.5 - 1) < 4 / np.sqrt(2 * 64)
+    assert lines[0]["precision"] == pytest.approx(start_of(method, precision))
+    signal = float(method.encoder(torch.tensor([lines[0]["precision"]])).signal)
+    np.testing.assert_allclose(decoded(lines[0]["mean"]), signal * y, rtol=1e-5)
+    assert np.abs(decoded(lines[-1]["x_hat"]) - image).mean() < np.abs(y - image).mean()
+
+
+def test_denoising_takes_only_solvers_that_measure(bench: Workbench, port: int) -> None:
+    assert measuring_solvers(bench.model.method) == ("posterior", "sde2", "sde-root")
+    answer = ask(port, kind="denoise", image=encoded(bench.images[0]), precision=4.0, solver="ode2")
+    assert answer.status == 422
+    assert "posterior or sde2" in answer.error
+
+
+def test_inpainting_keeps_what_is_known(bench: Workbench, port: int) -> None:
+    image, hidden = bench.images[1], np.zeros((8, 8), np.uint8)
+    hidden[4:] = 1
+    lines = ask(port, kind="inpaint", image=encoded(image), hidden=encoded(hidden), num=2).lines
+    drawn = decoded(lines[-1]["x_hat"])
+    np.testing.assert_array_equal(drawn[:, :, :4], np.broadcast_to(image, (2, 1, 8, 8))[:, :, :4])
+    assert np.abs(drawn[0, :, 4:] - drawn[1, :, 4:]).max() > 0.1  # two images finish it differently
+
+
+def test_more_evaluations_converge_to_the_same_image(port: int) -> None:
+    rough, fine, other = (
+        decoded(ask(port, **changes).lines[-1]["x_hat"])
+        for changes in ({"evaluations": 33}, {"evaluations": 129 - 1}, {"evaluations": 128, "seed": 4})
+    )
+    assert np.abs(rough - fine).mean() < 0.5 * np.abs(fine - other).mean()
+
+
+@pytest.mark.parametrize("method", [BSI(), BFN(), VDM()], ids=lambda m: type(m).__name__)
+def test_every_method_has_beliefs_to_show(method: Any) -> None:
+    model = Model(Net(), method, (3, 4, 4), Bins.uint8())
+    about = About("x", "x", "", "", 0, 0, (3, 4, 4), -1.0, 1.0, 256, 0.0, 1.0, (), (), (), "", "", Limits.of((3, 4, 4)))
+    with torch.no_grad():
+        k = 6
+        frames = list(Workbench(model, about, np.empty((0, 3, 4, 4), np.float32)).frames(
+            Draw(kind="draw", seed=0, num=2, evaluations=k + evaluations(method, 0), solver="posterior", grid="edm")
+        ))  # fmt: skip
+    assert len(frames) == k + 1
+    assert all(np.isfinite(frame.mean).all() for frame in frames)
+    precisions = [frame.precision for frame in frames]
+    assert precisions == sorted(precisions)
+    # the belief at the end is as good as certain: its mean is the sample
+    np.testing.assert_allclose(frames[-1].mean, frames[-1].x_hat, atol=0.01)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return self.scale * torch.tanh(x)
+
+
+def test_the_vdm_belief_is_what_its_measurements_said() -> None:
+    method, level = VDM(), torch.tensor(2.0, dtype=torch.float64)
+    z = torch.randn(3, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    from bsi.sampling import Step
+
+    mean, precision = belief(method, Step(z, level, z))
+    assert precision == 2.0
+    torch.testing.assert_close(mean * over(method.encoder(level).signal, z), z)
+
+
+def test_about_says_what_may_be_asked(bench: Workbench, port: int) -> None:
+    about = json.loads(request(port, f"/{TOKEN}/about").body)
+    assert about["shape"] == [1, 8, 8]
+    assert about["bins"] == 17
+    assert about["limits"]["num"] == 64
+    assert about["solver"] in about["solvers"]
+    images = json.loads(request(port, f"/{TOKEN}/images").body)
+    assert images["count"] == len(bench.images) == 96
+    np.testing.assert_array_equal(decoded(images["values"], 96), bench.images)
+
+
+def test_a_page_of_something_that_is_no_image_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither a run folder"):
+        open_workbench(tmp_path, "x", torch.device("cpu"))
+
+
+# ---- What is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num": 10**6}, "1 to 64"),
+        ({"num": 0}, "1 to 64"),
+        ({"num": 2.5}, "num"),
+        ({"evaluations": 10**9}, "2 to 128"),
+        ({"evaluations": 1}, "2 to 128"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**60}, "seed"),
+        ({"solver": "sde3"}, "did you mean 'sde2'"),
+        ({"grid": "x" * 100}, "grid"),
+        ({"kind": "train"}, "kind"),
+        ({"more": 1}, "more"),
+        ({"kind": "denoise", "image": "", "precision": 1.0}, "256 bytes"),
+        ({"kind": "denoise", "image": "&&&", "precision": 1.0}, "base64"),
+        ({"kind": "denoise", "image": encoded(np.full(64, np.nan, "<f4")), "precision": 1.0}, "finite"),
+        ({"kind": "denoise", "image": encoded(np.zeros(64, "<f4")), "precision": -1.0}, "precision"),
+        ({"kind": "denoise", "image": encoded(np.zeros(64, "<f4")), "precision": 1e12}, "range"),
+        ({"kind": "inpaint", "image": encoded(np.zeros(64, "<f4")), "hidden": encoded(np.zeros(3, "u1"))}, "64 bytes"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_any_work(port: int, changes: dict[str, Any], told: str) -> None:
+    answer = ask(port, **changes)
+    assert answer.status == 422
+    assert told in answer.error
+
+
+def test_a_body_that_is_not_json_is_refused(port: int) -> None:
+    for body in (b"", b"{", b"[1]", b"\xff\xfe", b"[" * 2000):
+        assert request(port, f"/{TOKEN}/run", "POST", body).status in (400, 422)
+
+
+def test_big_bodies_are_refused_unread(port: int) -> None:
+    most = Limits.of((1, 8, 8)).body
+    assert request(port, f"/{TOKEN}/run", "POST", b" " * (most + 1)).status == 413
+    # a length that is claimed, without the bytes: refused at once
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        head = f"POST /{TOKEN}/run HTTP/1.1\r\nHost: localhost\r\nContent-Length: {10**12}\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(64).startswith(b"HTTP/1.1 413")
+    # no length at all: counted as it comes
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(
+            f"POST /{TOKEN}/run HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        )
+        for _ in range(most // 1000 + 2):
+            connection.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
+        assert connection.recv(64).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/", "", "/about", "/main.js", f"/{TOKEN}", f"/{TOKEN[:-1]}/about", f"/{TOKEN}x/about", "/%2e%2e/about",
+        f"/{TOKEN}/../../../../etc/passwd", f"/{TOKEN}/..%2f..%2fpyproject.toml", f"/{TOKEN}/%2e%2e/%2e%2e/etc/passwd",
+        f"/{TOKEN}/page/main.js", f"/{TOKEN}/main.js/", f"/{TOKEN}//main.js", f"/{TOKEN}/../server.py",
+        f"/{TOKEN}/docs", f"/{TOKEN}/openapi.json", f"/{TOKEN}/index.html%00.js", "/static/../" + TOKEN + "/about",
+    ],
+)  # fmt: skip
+def test_other_paths_lead_nowhere(port: int, path: str) -> None:
+    answer = request(port, path)
+    assert 400 <= answer.status < 500
+    assert b"root:" not in answer.body
+    assert b"import" not in answer.body
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "BREW"])
+def test_other_methods_lead_nowhere(port: int, method: str) -> None:
+    assert 400 <= request(port, f"/{TOKEN}/run", method).status < 500
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "evil.example:80"}, 421),
+        ({"Host": "127.0.0.1.evil.example"}, 421),
+        ({"Host": ""}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+    ],
+)
+def test_other_origins_and_hosts_are_refused(port: int, headers: dict[str, str], status: int) -> None:
+    assert request(port, f"/{TOKEN}/about", headers=headers).status == status
+    assert request(port, f"/{TOKEN}/run", "POST", json.dumps(DRAW).encode(), headers).status == status
+
+
+def test_this_machine_is_heard_by_any_of_its_names(port: int) -> None:
+    for host in ("localhost", f"localhost:{port}", "127.0.0.1:9999", "[::1]:80"):
+        assert request(port, f"/{TOKEN}/about", headers={"Host": host, "Origin": f"http://{host}"}).status == 200
+
+
+def test_only_this_machine_can_connect() -> None:
+    with listen(0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        with pytest.raises(UsageError, match="taken"):
+            listen(listener.getsockname()[1])
+    with pytest.raises(UsageError, match="65535"):
+        listen(10**6)
+
+
+def test_the_page_may_load_nothing_from_elsewhere(port: int) -> None:
+    answer = request(port, f"/{TOKEN}/")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert "server" not in answer.headers
+    linked = set(re.findall(rb'(?:src|href)="([^"]+)"', answer.body))
+    assert linked == {b"data:,", b"page.css", b"main.js"}
+    for name in ("page.css", "main.js", "history.js", "sheets.js", "pixel.js", "easel.js"):
+        found = request(port, f"/{TOKEN}/{name}")
+        assert found.status == 200
+        assert not re.search(rb"https?://", found.body)
+
+
+# ---- A few jobs at a time ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Endless(Workbench):
+    """A workbench whose requests never end by themselves."""
+
+    made: list[None] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def frames(self, ask: Draw | Denoise | Inpaint) -> Iterator[Frame]:
+        blank = np.zeros((1, 1, 8, 8), np.float32)
+
+        def endless() -> Iterator[Frame]:
+            try:
+                while True:
+                    self.made.append(None)
+                    yield Frame(0, 1, 1.0, blank, blank, None)
+            finally:
+                self.ended.set()
+
+        return endless()
+
+    @classmethod
+    def like(cls, bench: Workbench) -> "Endless":
+        return cls(bench.model, bench.about, bench.images)
+
+
+def test_work_ends_when_the_client_leaves(bench: Workbench) -> None:
+    endless = Endless.like(bench)
+    with serving(endless, jobs=1) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("POST", f"/{TOKEN}/run", json.dumps(DRAW), {"Content-Type": "application/json"})
+        assert connection.getresponse().fp.readline()
+        connection.close()
+        assert endless.ended.wait(20)
+        assert ask_until_free(port) == 200
+
+
+def ask_until_free(port: int) -> int:
+    """The status of a request that leaves after its first line, tried until there is a slot."""
+    for _ in range(200):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("POST", f"/{TOKEN}/run", json.dumps(DRAW), {"Content-Type": "application/json"})
+        status = connection.getresponse().status
+        connection.close()
+        if status != 429:
+            return status
+        threading.Event().wait(0.02)
+    return 429
+
+
+def test_a_client_that_does_not_read_holds_up_only_itself(bench: Workbench) -> None:
+    endless = Endless.like(bench)
+    with serving(endless, jobs=1) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as sleeper:
+        body = json.dumps(DRAW).encode()
+        head = [f"POST /{TOKEN}/run HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+        head += [f"Content-Length: {len(body)}", "", ""]
+        sleeper.sendall("\r\n".join(head).encode() + body)
+        sleeper.recv(1)
+        # what nobody reads is not made: the number settles
+        before = -1
+        for _ in range(200):
+            threading.Event().wait(0.05)
+            if len(endless.made) == before:
+                break
+            before = len(endless.made)
+        assert len(endless.made) == before
+        assert request(port, f"/{TOKEN}/about").status == 200
+        busy = ask(port)
+        assert busy.status == 429
+        assert busy.headers["retry-after"] == "1"
+
+
+def test_what_goes_wrong_on_the_way_is_the_last_line(bench: Workbench) -> None:
+    class Failing(Workbench):
+        def frames(self, ask: Draw | Denoise | Inpaint) -> Iterator[Frame]:
+            def failing() -> Iterator[Frame]:
+                blank = np.zeros((1, 1, 8, 8), np.float32)
+                yield Frame(0, 1, 1.0, blank, blank, None)
+                raise NonFinite("a step held NaN")
+
+            return failing()
+
+    with serving(Failing(bench.model, bench.about, bench.images), jobs=1) as port:
+        for _ in range(3):  # the slot comes back each time
+            assert ask(port).lines[-1] == {"error": "a step held NaN"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_fifty_clients_are_served_or_refused_in_bounded_memory() -> None:
+    """Against the command itself, in a process of its own."""
+    command = [sys.executable, "-m", "bsi", "view", "digits", "--no-browser", "--json", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = json.loads(process.stdout.readline())["url"]
+            port, token = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", url).groups()
+            body = json.dumps(DRAW | {"num": 64, "evaluations": 17}).encode()
+
+            def one(_: int) -> int:
+                try:
+                    return request(int(port), f"/{token}/run", "POST", body).status
+                except (ConnectionError, http.client.HTTPException):
+                    return 503  # too many connections are answered and closed
+
+            before = memory(process.pid)
+            with ThreadPoolExecutor(50) as clients:
+                statuses = list(clients.map(one, range(50)))
+            assert set(statuses) <= {200, 429, 503}
+            assert 200 in statuses
+            assert 429 in statuses
+            assert memory(process.pid) - before < 256 << 20
+            assert one(0) == 200  # and the next one finds it free
+        finally:
+            process.send_signal(2)
+            _, told = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "Traceback" not in told
+
+
+def memory(pid: int) -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found.group(1)) << 10
+
+
+def test_a_slow_body_is_given_up(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bsi.app.guard.BODY_SECONDS", 0.05)
+    with serving(bench) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(f"POST /{TOKEN}/run HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nab".encode())
+        assert connection.recv(64).startswith(b"HTTP/1.1 408")
+
+
+def test_limits_shrink_with_the_size_of_an_image() -> None:
+    assert Limits.of((1, 8, 8)).num == 64
+    assert Limits.of((3, 32, 32)).num == 21
+    assert Limits.of((3, 256, 256)).num == 1
+
+
+def test_images_are_clipped_by_nothing_but_the_eye(bench: Workbench) -> None:
+    """Values go to the page as they are: early beliefs lie far outside the range of grey levels."""
+    frames = bench.frames(Draw(**DRAW))
+    first = next(iter(frames))
+    assert np.abs(first.mean).max() > 5
+    assert replace(first, y=None).line().endswith(b"\n")

@@ -1,0 +1,196 @@
+"""Recipes hold the paper's tables, say where their numbers come from, and survive a trip through JSON."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+import bsi
+from bsi import recipes
+from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
+from bsi.errors import UsageError
+from bsi.recipes import RECIPES, evidence, named_recipe
+from bsi.training.dataset import build_method
+from bsi.training.plain import KINDS, changes, flat, from_plain, to_plain
+from bsi.training.recipe import METHODS, BFNSpec, BSISpec, Data, Ema, Every, Optimiser, Recipe, VDMSpec
+
+ALL = [(name, method) for name in RECIPES for method in METHODS]
+
+# The paper's tables, as printed: "Model and training parameters", the U-Nets' and the DiTs'.
+MODEL_PARAMS = {
+    "cifar10": {"lr": 2e-4, "schedule": "constant", "weight_decay": 1e-2, "batch": 128, "beta": 0.9999, "first": 1000},
+    "imagenet": {"lr": 5e-4, "schedule": "cosine", "weight_decay": 1e-2, "batch": 512, "beta": 0.9999, "first": 1000},
+}
+NETWORKS = {
+    "cifar10-unet": {"width": 128, "levels": 32, "dropout": 0.1, "heads": 1},
+    "imagenet32-unet": {"width": 256, "levels": 32, "dropout": 0.1, "heads": 1},
+    "imagenet32-dit-l2": {"width": 1024, "depth": 24, "heads": 16, "dropout": 0.05, "patch": 2},
+    "imagenet64-dit-l4": {"width": 1024, "depth": 24, "heads": 16, "dropout": 0.05, "patch": 4},
+}
+STEPS = {
+    "cifar10-unet": 5_000_000,
+    "imagenet32-dit-l2": 2_000_000,
+    "imagenet64-dit-l4": 1_000_000,
+    "imagenet32-unet": 100_000,
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_papers_tables_are_in_its_recipes(name: str, method) -> None:
+    recipe = named_recipe(name, method)
+    table = MODEL_PARAMS["cifar10" if name.startswith("cifar10") else "imagenet"]
+    assert {field: getattr(recipe.backbone, field) for field in NETWORKS[name]} == NETWORKS[name]
+    assert recipe.steps == STEPS[name]
+    found = {
+        "lr": recipe.optimiser.lr,
+        "schedule": recipe.optimiser.schedule,
+        "weight_decay": recipe.optimiser.weight_decay,
+        "batch": recipe.batch,
+        "beta": recipe.ema.beta,
+        "first": recipe.ema.start,
+    }
+    assert found == table
+    assert not recipe.data.flips
+    assert recipe.sigma_data == 1.0
+    if recipe.optimiser.schedule == "cosine":
+        assert recipe.optimiser.final_lr == 5e-5
+        assert recipe.rate(0) == 1e-8, "linear warm-up from 1e-8"
+        assert recipe.rate(recipe.steps - 1) == pytest.approx(5e-5)
+
+
+def test_the_methods_have_the_papers_parameters() -> None:
+    ours = build_method(BSISpec())
+    assert (ours.levels.low, ours.levels.high, ours.recon_precision) == (1e-2, 1e-2 + 1e6, 2e6)
+    assert ours == bsi.BSI()
+    assert build_method(BFNSpec()) == bsi.BFN()
+    assert build_method(VDMSpec()) == bsi.VDM()
+    assert build_method(VDMSpec()).levels.high == pytest.approx(math.exp(13.3))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_carries_its_evidence(name: str) -> None:
+    found = evidence(name)
+    for field in dataclasses.fields(found):
+        assert getattr(found, field.name), f"{name} does not say its {field.name}"
+    assert name in found.command
+    assert named_recipe(name).name == name
+
+
+@pytest.mark.parametrize(("name", "method"), ALL)
+def test_a_recipe_survives_json(name: str, method) -> None:
+    recipe = named_recipe(name, method)
+    text = json.dumps(to_plain(recipe), allow_nan=False)
+    assert from_plain(Recipe, json.loads(text)) == recipe
+    assert isinstance(recipe.method, METHODS[method])
+
+
+def test_infinity_survives_json() -> None:
+    recipe = replace(recipes.digits(), method=BSISpec(gamma_0=math.inf))
+    assert from_plain(Recipe, json.loads(json.dumps(to_plain(recipe), allow_nan=False))) == recipe
+
+
+def test_every_kind_is_one_of_ours() -> None:
+    assert set(KINDS.values()) == {BSISpec, BFNSpec, VDMSpec, DiTConfig, UNetConfig, MLPConfig}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backbone": {"kind": "builtins.eval", "width": 3}}, "backbone is of kind dit, unet, mlp: got 'builtins.eval'"),
+        ({"backbone": {"kind": "bsi", "lambda_0": 1.0}}, "backbone is of kind dit"),
+        ({"method": {"kind": ["bsi"]}}, "method is of kind bsi, bfn, vdm"),
+        ({"method": "bsi"}, "method is of kind"),
+        ({"method": {"kind": "bsi", "lambda_1": 1.0}}, "method: unknown lambda_1"),
+        ({"stepz": 3}, "unknown stepz"),
+        ({"steps": "3"}, "steps must be int: got '3'"),
+        ({"steps": True}, "steps must be int"),
+        ({"steps": 3.5}, "steps must be int"),
+        ({"compile": 1}, "compile must be bool"),
+        ({"precision": "fp8"}, "precision is one of auto"),
+        ({"optimiser": {"beta_1": 0.9}}, "optimiser: missing lr"),
+        ({"optimiser": 3}, "optimiser must be a table"),
+        ({"sigma_data": "big"}, "sigma_data must be float"),
+        ({"batch": 0}, "batch must be at least 1"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_by_name(change: dict, message: str) -> None:
+    plain = to_plain(recipes.digits()) | change
+    with pytest.raises(UsageError, match=message):
+        from_plain(Recipe, plain)
+
+
+def test_changes_are_listed_by_dotted_name() -> None:
+    a = recipes.digits()
+    b = replace(a, steps=7, optimiser=replace(a.optimiser, lr=1e-4), method=BFNSpec())
+    names = [change.name for change in changes(a, b)]
+    assert names[:2] == ["method.kind", "method.lambda_0"]
+    assert {"steps", "optimiser.lr", "method.sigma_1"} <= set(names)
+    assert str(changes(a, replace(a, seed=3))[0]) == "seed: 0 -> 3"
+    assert changes(a, a) == []
+    assert flat(a)["ema.beta"] == a.ema.beta
+
+
+def test_the_rate_rises_from_1e_8_and_falls_by_a_cosine() -> None:
+    o = Optimiser(lr=1e-3, warmup=10, schedule="cosine", final_lr=1e-5)
+    assert o.rate(0, 111) == 1e-8
+    assert o.rate(5, 111) == pytest.approx((1e-3 + 1e-8) / 2)
+    assert o.rate(10, 111) == 1e-3
+    assert o.rate(60, 111) == pytest.approx((1e-3 + 1e-5) / 2), "half way after the warm-up"
+    assert o.rate(110, 111) == pytest.approx(1e-5), "the last step"
+    rates = [o.rate(step, 111) for step in range(10, 111)]
+    assert rates == sorted(rates, reverse=True)
+    assert replace(o, schedule="constant").rate(10**9, 111) == 1e-3
+
+
+def test_the_average_is_the_weights_up_to_its_first_update() -> None:
+    ema = Ema(beta=0.9999, start=1000)
+    assert [ema.weight(step) for step in (1, 999, 1000)] == [1.0] * 3
+    assert ema.weight(1001) == pytest.approx(1e-4)
+
+
+def test_something_is_due_at_multiples_and_at_the_end() -> None:
+    every = Every(journal=50, evaluate=0, sample=100, checkpoint=0)
+    assert every.due(49, 1000) == every.due(0 + 1, 1000)
+    assert not every.due(49, 1000)
+    assert every.due(50, 1000).journal
+    assert not every.due(50, 1000).sample
+    assert every.due(1000, 1000).checkpoint, "the last step is always saved"
+    assert not every.due(1000, 1000).evaluate, "never means never"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Optimiser(lr=0.0),
+        lambda: Optimiser(lr=1e-3, final_lr=1e-2),
+        lambda: Optimiser(lr=1e-3, beta_1=1.0),
+        lambda: Ema(beta=1.0),
+        lambda: Every(journal=0),
+        lambda: Data("x", workers=-1),
+        lambda: replace(recipes.digits(), steps=0),
+        lambda: replace(recipes.digits(), seed=-1),
+        lambda: replace(recipes.digits(), audit=True, virtual_shards=12),
+        lambda: replace(recipes.digits(), audit=True, precision="bf16"),
+        lambda: replace(recipes.digits(), batch=60).check(1),
+        lambda: recipes.digits().check(3),
+        lambda: named_recipe("digitz"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(build) -> None:
+    with pytest.raises(UsageError):
+        build()
+
+
+def test_a_near_name_is_suggested() -> None:
+    with pytest.raises(UsageError, match="Did you mean 'cifar10-unet'"):
+        named_recipe("cifar-unet")
+
+
+def test_recipes_need_no_torch() -> None:
+    code = "import sys, bsi.recipes, bsi.cli.train; bsi.cli.train.parse(['digits']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

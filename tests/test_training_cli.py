@@ -1,0 +1,93 @@
+"""`bsi train`: typed keys, suggestions, dry runs, the list; `bsi export` and three lines that load what it wrote."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bsi.cli import main
+from bsi.cli.train import parse
+from bsi.recipes import RECIPES
+from bsi.training.recipe import BFNSpec, VDMSpec
+
+
+def test_keys_edit_the_recipe() -> None:
+    words = "digits --steps 7 --optimiser.lr 1e-4 --backbone.width 32 --no-compile --out x --allow seed steps".split()  # noqa: SIM905
+    args, named = parse(words)
+    assert (args.recipe.steps, args.recipe.optimiser.lr, args.recipe.backbone.width) == (7, 1e-4, 32)
+    assert args.options.out == Path("x")
+    assert args.options.allow == ("seed", "steps")
+    assert named == RECIPES["digits"]("bsi")
+
+
+@pytest.mark.parametrize("words", [["--method", "bfn"], ["--method=bfn"], ["--method", "vdm", "--method", "bfn"]])
+def test_a_method_is_chosen_by_name_and_brings_its_own_keys(words: list[str]) -> None:
+    args, named = parse(["digits", *words, "--method.sigma-1", "0.01"])
+    assert args.recipe.method == BFNSpec(sigma_1=0.01)
+    assert named.method == BFNSpec()
+
+
+def test_a_backbone_is_chosen_by_name_and_brings_its_own_keys() -> None:
+    args, _ = parse(["cifar10-unet", "--backbone", "dit-s/4", "--backbone.heads", "3", "--method", "vdm"])
+    assert args.recipe.backbone is not None
+    assert (args.recipe.backbone.patch, args.recipe.backbone.heads) == (4, 3)
+    assert args.recipe.method == VDMSpec()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["digits", "--stepz", "3"], "--steps"),
+        (["digits", "--lr", "3"], "--optimiser.lr"),
+        (["digits", "--steps", "many"], "--steps"),
+        (["digits", "--steps", "0"], "steps must be at least 1"),
+        (["digitz"], "Did you mean 'digits'"),
+        (["digits", "--method", "ddpm"], "bsi, bfn, vdm"),
+        (["digits", "--method"], "--method needs a value"),
+        (["digits", "--backbone", "dit-q/2"], "Did you mean"),
+        (["digits", "--dry-run", "--batch", "20"], "use a batch of"),
+    ],
+)
+def test_a_mistake_is_answered_with_exit_code_2_and_a_suggestion(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["train", *words])
+    except SystemExit as left:  # how tyro leaves
+        code = left.code
+    shown = capsys.readouterr()
+    assert code == 2
+    assert message in shown.err + shown.out
+    assert "Traceback" not in shown.err
+
+
+def test_a_dry_run_shows_what_would_be_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["train", "digits", "--dry-run", "--json", "--steps", "30", "--out", str(tmp_path / "run")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"]["steps"] == 30
+    assert found["changed"] == [f"steps: {RECIPES['digits']('bsi').steps} -> 30"]
+    assert found["images"] == 30 * found["recipe"]["batch"]
+    assert found["parameters"] > 0
+    assert not (tmp_path / "run").exists()
+    assert main(["train", "digits", "--dry-run"]) == 0
+    assert "changed from digits: nothing" in capsys.readouterr().out
+
+
+def test_a_dry_run_without_its_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "folder", "--data.name", "no-such-data", "--dry-run"]) == 0
+    assert "no-such-data" in capsys.readouterr().err
+
+
+def test_the_list_shows_every_recipe_with_its_expected_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == list(RECIPES)
+    assert all(record["expected"] for record in found.values())
+    assert main(["train", "--list"]) == 0
+    assert "2.65" in capsys.readouterr().out
+
+
+def test_without_a_recipe_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 2
+    assert "cifar10-unet" in capsys.readouterr().out
+    assert main(["train", "--help"]) == 0

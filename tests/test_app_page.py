@@ -1,0 +1,273 @@
+"""`bsi view` in a real browser: a sample is drawn, a step is scrubbed, an image is denoised and one inpainted."""
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bsi import pretrained
+from bsi.app.workbench import Workbench, open_workbench
+from bsi.evaluation.drawing import Drawing, draw
+from test_app import TOKEN, serving
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="the page is tested with playwright: pip install playwright"
+)
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in Chromium: apt-get install chromium")
+
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--no-first-run",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench() -> Workbench:
+    return open_workbench(pretrained.find("digits"), "digits", torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def address(bench: Workbench) -> Iterator[str]:
+    with serving(bench) as port:
+        yield f"http://127.0.0.1:{port}/{TOKEN}/"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    """The page after its first draw; it may say nothing on the console and ask nothing of anyone else."""
+    page = browser.new_page(viewport={"width": 1280, "height": 1000}, reduced_motion="reduce", color_scheme="light")
+    said: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(address)
+    done(page)
+    yield page
+    page.close()
+    assert said == []
+    assert all(url.startswith((address, "data:")) for url in asked)
+
+
+def done(page: Any) -> None:
+    page.wait_for_selector("body[data-state=done]", timeout=60_000)
+
+
+def state(page: Any, name: str) -> Any:
+    return page.evaluate("name => window.bsi.state()[name]", name)
+
+
+def values(page: Any, name: str, step: int) -> np.ndarray:
+    found = page.evaluate("([name, step]) => window.bsi.values(name, step)", [name, step])
+    return np.array(found, np.float32).reshape(-1, 1, 8, 8)
+
+
+def shown(page: Any, canvas: str) -> str:
+    """What a canvas shows, as a fingerprint of its pixels."""
+    return page.evaluate("id => document.getElementById(id).toDataURL()", canvas)
+
+
+def go(page: Any) -> None:
+    page.click("#go")
+    done(page)
+
+
+def test_page_draws_what_the_package_draws(page: Any, bench: Workbench) -> None:
+    page.fill("#seed", "5")
+    page.evaluate("document.querySelector('#evaluations').value = 9")
+    page.select_option("#solver", "sde2")
+    go(page)
+    with torch.no_grad():
+        how = Drawing(steps=8, seed=5, solver="sde2")
+        ours = list(draw(bench.model.denoiser, bench.model.shape, torch.arange(9), how))
+    assert state(page, "steps") == len(ours)
+    for i in (0, 4, 8):
+        np.testing.assert_allclose(values(page, "mean", i), ours[i].latent.numpy(), atol=1e-5)
+        np.testing.assert_allclose(values(page, "x_hat", i), ours[i].x_hat.numpy(), atol=1e-5)
+    assert "9 images, 9 evaluations" in page.inner_text("#status")
+
+
+def test_canvases_show_grey_levels_that_are_rounded(page: Any) -> None:
+    drawn = values(page, "x_hat", state(page, "last"))[0, 0]
+    expected = np.rint(255 * np.clip((drawn + 1) / 2, 0, 1))
+    pixels = page.evaluate(
+        """() => { const canvas = document.querySelector("#x_hat"), unit = canvas.width / 3 / 8;
+            const { data, width } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            return [[0, 0], [3, 4], [6, 2]].map(([row, column]) =>
+                data[4 * (Math.round((row + 0.3) * unit) * width + Math.round((column + 0.3) * unit))]); }"""
+    )
+    assert pixels == pytest.approx([expected[0, 0], expected[3, 4], expected[6, 2]], abs=1)
+
+
+def test_page_scrubs_back_and_forth(page: Any) -> None:
+    last = state(page, "last")
+    assert state(page, "position") == last
+    end = shown(page, "mean")
+    page.fill("#step", "4")
+    assert (state(page, "position"), page.inner_text("#where")) == (4, f"4 of {last}")
+    early, precision = shown(page, "mean"), page.inner_text("#precision-now")
+    assert early != end
+    page.click("#forth")
+    assert state(page, "position") == 5
+    assert page.inner_text("#precision-now") != precision
+    page.click("#back")
+    assert shown(page, "mean") == early
+    box = page.locator("#timeline").bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 20)
+    assert state(page, "position") == last // 2
+    page.click("#play")
+    assert state(page, "playing")
+    page.click("#play")
+    assert not state(page, "playing")
+
+
+def test_a_pixel_shows_its_belief(page: Any) -> None:
+    page.fill("#step", "12")
+    before = shown(page, "curve"), shown(page, "past")
+    box = page.locator("#x_hat").bounding_box()
+    page.mouse.move(box["x"] + 10, box["y"] + 10)
+    assert state(page, "pixel") == {"image": 0, "row": 0, "column": 0}
+    assert (shown(page, "curve"), shown(page, "past")) != before
+    mean = values(page, "mean", 12)[0, 0, 0, 0]
+    assert float(page.inner_text("#pixel-mean").replace("−", "-")) == pytest.approx(mean, abs=0.006)
+    assert "row 1, column 1" in page.inner_text("#pixel-note")
+    page.mouse.click(box["x"] + 10, box["y"] + 10)  # kept
+    page.mouse.move(box["x"] + box["width"] - 10, box["y"] + 10)
+    assert state(page, "pixel") == {"image": 0, "row": 0, "column": 0}
+
+
+def test_page_works_with_the_keyboard_alone(page: Any) -> None:
+    page.keyboard.press("Home")
+    assert state(page, "position") == 0
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    assert state(page, "position") == 1
+    page.keyboard.press("End")
+    assert state(page, "position") == state(page, "last")
+    page.keyboard.press("n")
+    done(page)
+    assert state(page, "seed") == 1
+    page.keyboard.press("3")
+    assert state(page, "kind") == "inpaint"
+    page.focus("#image")
+    hidden = state(page, "hidden")
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press(" ")
+    changed = [i for i, (a, b) in enumerate(zip(hidden, state(page, "hidden"), strict=True)) if a != b]
+    assert changed == [2 * 8 + 4]
+    page.focus("#strip")
+    image = state(page, "image")
+    page.keyboard.press("ArrowRight")
+    assert state(page, "image") != image
+    page.focus("#mean")
+    pixel = state(page, "pixel")
+    page.keyboard.press("ArrowDown")
+    assert state(page, "pixel")["row"] == pixel["row"] + 1
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id"))
+    controls = {"seed", "num", "evaluations", "solver", "grid", "go", "step", "play", "mean", "x_hat", "y", "theme"}
+    assert controls | {"strip", "image", "adopt"} <= reached
+
+
+def test_an_image_is_inpainted(page: Any, bench: Workbench) -> None:
+    page.click("text=Inpaint")
+    page.click("[data-hide=left]")
+    box = page.locator("#image").bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 15 / 16, box["y"] + box["height"] / 16)  # one pixel more
+    hidden = np.array(state(page, "hidden")).reshape(8, 8)
+    assert hidden[:, :4].all()
+    assert hidden[:, 4:].sum() == hidden[0, 7] == 1
+    go(page)
+    finished = values(page, "x_hat", state(page, "last"))
+    np.testing.assert_allclose(finished[:, 0, hidden == 0], np.tile(bench.images[0, 0][hidden == 0], (9, 1)), atol=1e-6)
+    assert finished[:, 0, hidden == 1].std(axis=0).max() > 0.1  # nine images, nine ways to finish it
+
+
+def test_an_image_that_was_drawn_is_denoised(page: Any) -> None:
+    drawn = values(page, "x_hat", state(page, "last"))[0]
+    page.click("text=Denoise")
+    assert page.locator("#grid").is_disabled()
+    page.click("#adopt")
+    page.evaluate("document.querySelector('#precision').value = 1.5")
+    go(page)
+    np.testing.assert_allclose(np.array(state(page, "image"), np.float32), drawn.ravel(), atol=1e-6)
+    guess = values(page, "x_hat", 0)
+    np.testing.assert_allclose(guess, np.broadcast_to(guess[:1], guess.shape), atol=1e-5)  # one start for all
+    assert page.inner_text("#precision-value") == page.inner_text("#precision-value").strip() != ""
+    assert np.abs(values(page, "x_hat", state(page, "last")) - drawn).mean() < 10**-0.75  # closer than it was measured
+
+
+def test_what_goes_wrong_is_told_in_words(page: Any) -> None:
+    page.route("**/run", lambda route: route.fulfill(body='{"error": "the predictions are not finite"}\n'))
+    page.click("#go")
+    page.wait_for_selector("body[data-state=failed]")
+    assert page.inner_text("#status") == "the predictions are not finite"
+    page.unroute("**/run")
+    go(page)
+    assert "9 images" in page.inner_text("#status")
+
+
+def test_nothing_is_wider_than_the_screen(page: Any) -> None:
+    for width in (420, 800, 1280, 1800):
+        page.set_viewport_size({"width": width, "height": 900})
+        for kind in ("draw", "denoise", "inpaint"):
+            page.evaluate("kind => document.querySelector(`input[value=${kind}]`).click()", kind)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_every_control_has_a_name(page: Any) -> None:
+    page.click("text=Inpaint")
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, canvas, output")].filter(control => {
+            const label = control.labels && control.labels.length ? control.labels[0].textContent : "";
+            return !(control.getAttribute("aria-label") || label || control.textContent).trim();
+        }).map(control => control.id)"""
+    )
+    assert nameless == []
+
+
+def test_page_is_readable_in_light_and_dark(page: Any) -> None:
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.wait_for_selector(f"html[data-theme={scheme}]")
+        names = ["card", "paper", "ink", "soft", "belief", "predict", "measure"]
+        colours = page.evaluate(
+            """names => { const style = getComputedStyle(document.documentElement);
+                return Object.fromEntries(names.map(name => [name, style.getPropertyValue("--" + name).trim()])); }""",
+            names,
+        )
+        for ground in ("card", "paper"):
+            inks = [contrast(colours[name], colours[ground]) for name in ("ink", "soft")]
+            marks = [contrast(colours[name], colours[ground]) for name in ("belief", "predict", "measure")]
+            assert min(inks) > 4.5
+            assert min(marks) > 3
+    page.click("#theme")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+
+
+def contrast(a: str, b: str) -> float:
+    """Of two colours #rrggbb, as the Web Content Accessibility Guidelines define it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)

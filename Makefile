@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types format clean
+.PHONY: demo test test-slow lint types format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/bsi demo
@@ -21,6 +21,9 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -158,8 +158,7 @@ class Model(nn.Module):
         with _evaluating(self):
             for ids in torch.arange(len(data)).split(batch_size):
                 x = self.values(data[ids.to(data.device)]).to(self.device)
-                deltas = torch.rand(measure, generator=generator, dtype=torch.float64).to(self.device)
-                t = torch.stack([low_discrepancy(len(x), delta) for delta in deltas])
+                t = torch.stack([_dealt(len(x), generator) for _ in range(measure)]).to(self.device)
                 draw = SeededNoise(seed, ids.to(self.device), self.shape, x.dtype)
                 predict = self.denoiser.given(_select(cond, ids.to(self.device)))
                 noise = lambda draw=draw: draw(0.0, 1.0)  # noqa: E731
@@ -177,6 +176,16 @@ def _check_condition(cond: Condition | None, num: int) -> None:
     for name, value in named.items():
         if len(value) != num:
             raise UsageError(f"a condition has one row per sample: got {len(value)} rows of {name} for {num} samples")
+
+
+def _dealt(count: int, generator: torch.Generator) -> Float[Tensor, " count"]:
+    """Stratified levels dealt to the samples of a batch at random.
+
+    Without the dealing, replicates would differ by one shift for the whole batch, and no sample's spread over
+    replicates would say anything that its neighbour's does not.
+    """
+    t = low_discrepancy(count, torch.rand((), generator=generator, dtype=torch.float64))
+    return t[torch.randperm(count, generator=generator)]
 
 
 def _select(cond: Condition | None, ids: Integer[Tensor, " batch"]) -> Condition | None:

@@ -101,7 +101,10 @@ def test_every_kind_is_one_of_ours() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backbone": {"kind": "builtins.eval", "width": 3}}, "backbone is of kind dit, unet, mlp: got 'builtins.eval'"),
+        (
+            {"backbone": {"kind": "builtins.eval", "width": 3}},
+            "backbone is of kind dit, unet, mlp: got 'builtins.eval'",
+        ),
         ({"backbone": {"kind": "bsi", "lambda_0": 1.0}}, "backbone is of kind dit"),
         ({"method": {"kind": ["bsi"]}}, "method is of kind bsi, bfn, vdm"),
         ({"method": "bsi"}, "method is of kind"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from bsi.backbones.registry import build
@@ -83,7 +84,7 @@ def open_training_data(
     shape = tuple(first.shape[1:])
     standard = None
     if first.is_floating_point():
-        standard = None if bins is not None else _fit(train)
+        standard = None if bins is not None else _fit(data, train)
     elif bins is None:
         if first.dtype != torch.uint8:
             raise UsageError(f"integer data other than uint8 needs bins: got {first.dtype}. Pass bins=bsi.Bins(...).")
@@ -114,10 +115,9 @@ def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
     return TrainingData(as_source(dataset.split("train"), device), test, spec)
 
 
-def _fit(source: BatchSource) -> Standard:
-    """Mean and standard deviation over all of a tensor, or over samples spread through a large set."""
-    count = min(len(source), FIT_SAMPLES)
-    x = source.take(sample_ids(0, len(source), 0, count)).double()
+def _fit(data: object, source: BatchSource) -> Standard:
+    """Mean and standard deviation over all of a tensor, or over samples spread through anything else."""
+    x = data.double() if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES)).double()
     mean, std = float(x.mean()), float(x.std(correction=0))
     if not (np.isfinite(mean) and np.isfinite(std) and std > 0):
         raise DataError(f"data has mean {mean} and standard deviation {std}: remove NaN and infinity, or constant data")
@@ -129,9 +129,13 @@ def _version(data: object, source: BatchSource) -> str:
     if isinstance(data, Tensor | np.ndarray):
         array = data.detach().cpu().numpy() if isinstance(data, Tensor) else data
         return fingerprint([str(array.dtype), list(array.shape), digest([np.ascontiguousarray(array).tobytes()])])
-    ids = np.unique(sample_ids(0, len(source), 0, min(SPOT_CHECK, len(source))))
-    sample = source.take(ids).cpu().numpy()
+    sample = source.take(_spread(source, SPOT_CHECK)).cpu().numpy()
     return fingerprint([len(source), str(sample.dtype), list(sample.shape), digest([sample.tobytes()])])
+
+
+def _spread(source: BatchSource, count: int) -> Int64[np.ndarray, " count"]:
+    """Some samples from all over a set, always the same ones; not those that a run with seed 0 begins with."""
+    return np.sort(sample_ids(2**63, len(source), 0, min(count, len(source))))
 
 
 def build_method(spec: MethodSpec) -> Method:

@@ -21,6 +21,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
+from bsi import pretrained
 from bsi.errors import CorruptCheckpoint, UsageError
 from bsi.model import Model
 from bsi.training import checkpoint
@@ -52,12 +53,12 @@ def class_name(network: nn.Module) -> str:
 
 
 def load(path: str | Path, ema: bool = True, backbone: nn.Module | None = None, step: int | None = None) -> Model:
-    """The model of a run folder or an exported file, on the CPU and in evaluation mode.
+    """The model of a run folder, an exported file or a bundled name (`digits`), on the CPU and in evaluation mode.
 
     `ema=False` takes the weights themselves, `step` an earlier checkpoint; `backbone` is your own network, if the run
     was trained with it.
     """
-    trained = read_trained(Path(path), ema, step)
+    trained = read_trained(pretrained.find(path), ema, step)
     if trained.recipe.backbone is None and backbone is None:
         raise UsageError(
             f"{path} was trained with a network of yours, {trained.network}, which is not one of bsi's: pass "

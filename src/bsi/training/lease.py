@@ -11,11 +11,12 @@ Ages are differences of modification times on the file system that holds the loc
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
+import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bsi.errors import BsiError, UsageError
+from bsi.training.files import write_text
 
 __all__ = ["BEAT_S", "LEASE_S", "Lease", "Owner", "hold"]
 
@@ -111,47 +113,47 @@ def hold(folder: Path, warn: Callable[[str], None]) -> Iterator[Lease]:
 
 
 def _acquire(path: Path, me: Owner, warn: Callable[[str], None]) -> Owner:
-    beside = path.with_name(f".{path.name}.{me.token}")
+    """Put our name on the lock, unless its owner lives."""
     try:
-        beside.write_text(json.dumps(asdict(me)), "utf-8")
+        with _one_at_a_time(path.parent):
+            holder = _read(path)
+            if holder is not None:
+                warn(_reason_to_take_over(path, holder, me))
+            write_text(path, json.dumps(asdict(me)))
     except OSError as error:
         raise UsageError(
             f"cannot write in the run folder {path.parent}: {error.strerror}. Use another --out."
         ) from error
+    return me
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Two jobs that find the same dead lock take turns. Where a file system has no such locks, the lease's own check
+    before each save still keeps the loser from writing.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        for _ in range(3):
-            try:
-                os.link(beside, path)  # fails if the lock exists: creation and content are one step
-                return me
-            except FileExistsError:
-                _take_over(path, me, beside, warn)
-        raise UsageError(f"{path.parent} is being taken by another job: wait, or use another --out.")
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
-        beside.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
-def _take_over(path: Path, me: Owner, clock: Path, warn: Callable[[str], None]) -> None:
-    """Remove a lock that has expired or was ours; refuse if its owner lives."""
-    holder = _read(path)
-    if holder is not None:
-        age = _age(path, clock)
-        same_host = holder.host == me.host
-        ours = not _alive(holder) if same_host else bool(me.job) and holder.job == me.job
-        if not ours and age < LEASE_S:
-            raise UsageError(
-                f"{path.parent} is in use by {holder} (last sign of life {age:.0f} s ago). Wait for it, stop it, or "
-                f"use another --out. A job that died is taken over after {LEASE_S:.0f} s."
-            )
-        warn(f"taking over the lock of {holder}: {'its process ended' if ours else f'no sign of life for {age:.0f} s'}")
-    aside = path.with_name(f".{path.name}.{me.token}.old")
-    try:
-        path.rename(aside)
-    except FileNotFoundError:
-        return
-    if _read(aside) != holder:  # someone else took it over between the look and the move: it is theirs
-        with contextlib.suppress(FileExistsError):
-            os.link(aside, path)
-    aside.unlink(missing_ok=True)
+def _reason_to_take_over(path: Path, holder: Owner, me: Owner) -> str:
+    """Why a lock that exists may be replaced; refuses if its owner lives."""
+    age = _age(path)
+    if holder.host == me.host and not _alive(holder):
+        return f"taking over the lock of {holder}: its process ended"
+    if holder.host != me.host and me.job and holder.job == me.job:
+        return f"taking over the lock of {holder}: this is the same job, requeued"
+    if age < LEASE_S:
+        raise UsageError(
+            f"{path.parent} is in use by {holder} (last sign of life {age:.0f} s ago). Wait for it, stop it, or use "
+            f"another --out. A job that died is taken over after {LEASE_S:.0f} s."
+        )
+    return f"taking over the lock of {holder}: no sign of life for {age:.0f} s"
 
 
 def _read(path: Path) -> Owner | None:
@@ -165,10 +167,7 @@ def _read(path: Path) -> Owner | None:
         return None
 
 
-def _age(path: Path, clock: Path) -> float:
+def _age(path: Path) -> float:
     """Seconds since the lock was touched, by the clock of its file system."""
-    os.utime(clock)
-    try:
-        return max(0.0, clock.stat().st_mtime - path.stat().st_mtime)
-    except FileNotFoundError:
-        return time.monotonic()  # gone meanwhile: as old as can be
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".clock-") as now:
+        return max(0.0, os.stat(now.name).st_mtime - path.stat().st_mtime)

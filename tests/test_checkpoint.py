@@ -1,0 +1,229 @@
+"""Checkpoints on disk, the lease on a run folder, and the journal: what a process finds after another one died."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bsi.errors import BsiError, CorruptCheckpoint, UsageError
+from bsi.training import checkpoint, lease
+from bsi.training.checkpoint import DiskFull, Snapshot
+from bsi.training.journal import JsonLines, read_journal
+from bsi.training.lease import LEASE_S, LOCK, Owner, hold
+from bsi.training.recipe import Keep
+from bsi.training.saver import Saver
+
+
+def snapshot(step: int) -> Snapshot:
+    tensors = {name: {"a": torch.full((3,), float(step)), "b/c": torch.ones(())} for name in ("model", "ema")}
+    return Snapshot(step, tensors, {"recipe": {}, "note": "ü"})
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in root.glob("step-*"))
+
+
+def test_what_was_saved_is_found_and_read(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, snapshot(7), Keep())
+    found = checkpoint.find(tmp_path, pytest.fail)
+    assert found is not None
+    assert (found.step, found.state["note"]) == (7, "ü")
+    assert torch.equal(checkpoint.read_tensors(found, "ema")["a"], torch.full((3,), 7.0))
+
+
+def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
+    assert checkpoint.find(tmp_path / "nothing", pytest.fail) is None
+
+
+def test_the_last_few_stay_and_milestones_for_good(tmp_path: Path) -> None:
+    for step in range(1, 11):
+        checkpoint.save(tmp_path, snapshot(step), Keep(last=2, every=4))
+    assert steps(tmp_path) == [4, 8, 9, 10]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_pruning_after_a_fallback_leaves_the_newer_damaged_ones_to_be_replaced(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, snapshot(step), Keep(last=3))
+    (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"")
+    warnings: list[str] = []
+    found = checkpoint.find(tmp_path, warnings.append)
+    assert found is not None
+    assert found.step == 2
+    assert "DAMAGED" in warnings[0]
+    checkpoint.save(tmp_path, snapshot(3), Keep(last=3))
+    again = checkpoint.find(tmp_path, pytest.fail)
+    assert again is not None
+    assert again.step == 3
+
+
+@pytest.mark.parametrize("content", ["", "step-00000099\n", "../../etc\n", "\x00"])
+def test_a_latest_that_names_nothing_is_reported_and_the_newest_whole_one_taken(tmp_path: Path, content: str) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, snapshot(step), Keep())
+    (tmp_path / "latest").write_text(content)
+    warnings: list[str] = []
+    found = checkpoint.find(tmp_path, warnings.append)
+    assert found is not None
+    assert found.step == 2
+    assert "does not name one" in warnings[0]
+
+
+def test_a_file_that_the_manifest_names_outside_its_folder_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path, snapshot(1), Keep())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../latest"] = manifest["files"]["state.json"]
+    table = {"format": manifest["format"], "files": manifest["files"]}
+    manifest["sha256"] = checkpoint.fingerprint(table)
+    (folder / "manifest.json").write_text(checkpoint.canonical_json(manifest))
+    with pytest.raises(CorruptCheckpoint):
+        checkpoint.verify(folder)
+
+
+def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FORMAT", 0)
+    folder = checkpoint.save(tmp_path, snapshot(1), Keep())
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="format 0; this version of bsi reads format 1"):
+        checkpoint.verify(folder)
+
+
+def test_a_saver_reports_a_failed_save_at_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(tmp_path, Keep(), lambda: None)
+    monkeypatch.setattr(checkpoint, "check_space", lambda root, needed: (_ for _ in ()).throw(DiskFull("no room")))
+    saver.save(snapshot(1))
+    with pytest.raises(DiskFull):
+        saver.save(snapshot(2))
+    saver.close()
+
+
+def test_a_save_in_the_background_keeps_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saver writes while training goes on; until it has moved `latest`, the old checkpoint is the one."""
+    checkpoint.save(tmp_path, snapshot(1), Keep())
+    go, write = threading.Event(), checkpoint.write_files
+    monkeypatch.setattr(checkpoint, "write_files", lambda *args: (go.wait(60), write(*args)))
+    saver = Saver(tmp_path, Keep(), lambda: None)
+    saver.save(snapshot(2))
+    found = checkpoint.find(tmp_path, pytest.fail)
+    assert found is not None
+    assert found.step == 1
+    go.set()
+    saver.wait()
+    found = checkpoint.find(tmp_path, pytest.fail)
+    assert found is not None
+    assert found.step == 2
+    saver.close()
+
+
+def test_a_run_that_lost_its_folder_saves_nothing_more(tmp_path: Path) -> None:
+    with hold(tmp_path, pytest.fail) as held:
+        thief = replace(Owner.me(), host="elsewhere", pid=1)
+        (tmp_path / LOCK).write_text(json.dumps(asdict(thief)))
+        with pytest.raises(BsiError, match="taken over by host elsewhere, pid 1"):
+            checkpoint.save(tmp_path / "checkpoints", snapshot(1), Keep(), held.check)
+    assert checkpoint.find(tmp_path / "checkpoints", pytest.fail) is None
+    assert (tmp_path / LOCK).exists(), "the thief's lock is not ours to remove"
+
+
+def test_a_lock_is_held_by_one_and_released(tmp_path: Path) -> None:
+    with hold(tmp_path, pytest.fail):
+        with pytest.raises(UsageError, match=rf"in use by host .*, pid {os.getpid()}"), hold(tmp_path, pytest.fail):
+            pass
+        assert (tmp_path / LOCK).exists(), "who was refused leaves the lock alone"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lock_of_a_process_that_ended_is_taken_over_at_once(tmp_path: Path) -> None:
+    child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    dead = replace(Owner.me(), pid=int(child.stdout))
+    (tmp_path / LOCK).write_text(json.dumps(asdict(dead)))
+    said: list[str] = []
+    with hold(tmp_path, said.append):
+        assert "its process ended" in said[0]
+
+
+def test_a_later_process_of_the_same_number_is_not_the_owner(tmp_path: Path) -> None:
+    other = replace(Owner.me(), started="1", token="t")
+    (tmp_path / LOCK).write_text(json.dumps(asdict(other)))
+    said: list[str] = []
+    with hold(tmp_path, said.append):
+        assert said
+
+
+@pytest.mark.parametrize(("age", "job", "taken"), [(0, "7", False), (0, "8", True), (2 * LEASE_S, "7", True)])
+def test_another_hosts_lock_expires_or_is_our_requeued_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, job: str, taken: bool
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    owner = Owner("elsewhere", 12, "1", job, "t")
+    (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
+    then = time.time() - age
+    os.utime(tmp_path / LOCK, (then, then))
+    if taken:
+        said: list[str] = []
+        with hold(tmp_path, said.append):
+            assert "taking over the lock of host elsewhere, pid 12" in said[0]
+    else:
+        with pytest.raises(UsageError, match="in use by host elsewhere, pid 12, job 7"), hold(tmp_path, pytest.fail):
+            pass
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 1}'])
+def test_a_lock_that_says_nothing_stops_nobody(tmp_path: Path, content: str) -> None:
+    (tmp_path / LOCK).write_text(content)
+    with hold(tmp_path, print):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+
+
+def test_the_heartbeat_keeps_the_lock_young(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_S", 0.01)
+    with hold(tmp_path, pytest.fail):
+        os.utime(tmp_path / LOCK, (0, 0))
+        deadline = time.monotonic() + 60
+        while (tmp_path / LOCK).stat().st_mtime < 1 and time.monotonic() < deadline:
+            pass
+        assert (tmp_path / LOCK).stat().st_mtime > 1
+
+
+def test_a_race_for_a_dead_lock_has_one_winner(tmp_path: Path) -> None:
+    dead = Owner("elsewhere", 12, "1", "", "t")
+    for _ in range(20):
+        (tmp_path / LOCK).write_text(json.dumps(asdict(dead)))
+        os.utime(tmp_path / LOCK, (0, 0))
+        winners: list[str] = []
+
+        def contend(winners: list[str] = winners) -> None:
+            with contextlib.suppress(UsageError):
+                winners.append(lease._acquire(tmp_path / LOCK, Owner.me(), lambda line: None).token)
+
+        threads = [threading.Thread(target=contend) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(winners) == 1
+        assert json.loads((tmp_path / LOCK).read_text())["token"] == winners[0]
+        (tmp_path / LOCK).unlink()
+
+
+def test_lines_after_the_checkpoint_are_dropped_and_half_a_line_is_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = JsonLines(path, 0)
+    for step in (5, 10, 15):
+        journal({"event": "train", "step": step, "loss": float("nan") if step == 5 else 1.0})
+    with path.open("a") as file:
+        file.write('{"event": "train", "st')
+    assert [line["step"] for line in read_journal(tmp_path)] == [5, 10, 15]
+    JsonLines(path, 10)({"event": "train", "step": 11})
+    assert [line["step"] for line in read_journal(tmp_path)] == [5, 10, 11]
+    assert read_journal(tmp_path)[0]["loss"] is None

@@ -1,0 +1,293 @@
+"""`bsi.train` and `bsi.load` from a script: tensors, Datasets, networks of one's own, and the same rules to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bsi
+from bsi import recipes
+from bsi.errors import DataError, NonFinite, Preempted, UsageError
+from bsi.training.export import export, read_trained
+from bsi.training.journal import Value, read_journal, tensorboard
+from bsi.training.recipe import Ema, Evaluation, Every, Keep, Recipe
+from bsi.training.stream import Piece, piece_ids
+
+IMAGES = torch.randint(0, 256, (200, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+
+
+class MyNet(nn.Module):
+    """A network that the package has never seen."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(17, width), nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.inner(torch.cat([x.flatten(1), t[:, None]], 1)))
+        return self.outer(nn.functional.dropout(h, 0.1, self.training)).view_as(x)
+
+
+class MyData(torch.utils.data.Dataset):
+    """Any map-style Dataset: here with labels, which are left aside."""
+
+    def __len__(self) -> int:
+        return len(IMAGES)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return IMAGES[index], index % 10
+
+
+def recipe(**changes) -> Recipe:
+    base = replace(
+        recipes.digits(),
+        name="mine",
+        steps=12,
+        batch=16,
+        virtual_shards=8,
+        ema=Ema(0.9, 4),
+        every=Every(journal=3, evaluate=6, sample=6, checkpoint=5),
+        evaluation=Evaluation(images=20, measure=2, recon=2, batch=8),
+        samples=replace(recipes.digits().samples, count=4, steps=3),
+    )
+    return replace(base, **changes)
+
+
+def network() -> MyNet:
+    torch.manual_seed(0)
+    return MyNet()
+
+
+def stop_at(step: int):
+    """A sink that sends this process a signal, as a scheduler would."""
+
+    def sink(record: Mapping[str, Value]) -> None:
+        if record["step"] == step and record["event"] == "train":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return sink
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return bsi.load(run, backbone=MyNet()).state_dict()
+
+
+def same(a: Path, b: Path) -> bool:
+    ours, theirs = weights(a), weights(b)
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run from a tensor, never interrupted."""
+    return bsi.train(
+        recipe(), data=IMAGES, test=IMAGES[:20], backbone=network(), out=tmp_path_factory.mktemp("w") / "run"
+    )
+
+
+def test_a_dataset_and_a_tensor_of_the_same_samples_give_the_same_run_whatever_the_workers(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Row 9: no worker, then three; and an interruption between."""
+    out = tmp_path / "run"
+    with pytest.raises(Preempted, match="SIGTERM: saved step"):
+        bsi.train(recipe(), data=MyData(), test=IMAGES[:20], backbone=network(), out=out, sinks=[stop_at(6)])
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("preempted", 6)
+    assert not any(line["event"] == "evaluate" for line in read_journal(out)), "the save came first"
+    more = recipe(data=replace(recipe().data, workers=3))
+    bsi.train(more, data=MyData(), test=IMAGES[:20], backbone=network(), out=out)
+    assert same(out, whole)
+    losses = [[line["bits_per_dim"] for line in read_journal(run) if "bits_per_dim" in line] for run in (out, whole)]
+    assert losses[0] == losses[1]
+    events = [[(line["event"], line["step"]) for line in read_journal(run)] for run in (out, whole)]
+    assert events[0] == events[1], "the evaluation that was due is made up for"
+
+
+def test_the_callers_random_numbers_go_on_as_if_nothing_had_been(whole: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = torch.randn(3)
+    torch.manual_seed(3)
+    bsi.train(recipe(steps=2), data=IMAGES, backbone=MyNet(), out=tmp_path / "run")
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(3), expected)
+    before = signal.getsignal(signal.SIGTERM)
+    assert before is signal.SIG_DFL or callable(before)
+
+
+def test_a_network_that_is_not_ours_is_asked_for_by_its_class(whole: Path) -> None:
+    with pytest.raises(UsageError, match=r"MyNet, which is not one of bsi's: pass backbone=MyNet\(\.\.\.\)"):
+        bsi.load(whole)
+    with pytest.raises(UsageError, match=r"inner.weight: \(8, 17\) there, \(9, 17\) here"):
+        bsi.load(whole, backbone=MyNet(9))
+    model = bsi.load(whole, backbone=MyNet())
+    assert not model.training
+    assert model.sample(2, steps=2).shape == (2, 1, 4, 4)
+
+
+def test_another_network_cannot_go_on_with_a_run(whole: Path, tmp_path: Path) -> None:
+    class Other(MyNet):
+        pass
+
+    out = tmp_path / "run"
+    with pytest.raises(Preempted):
+        bsi.train(recipe(), data=IMAGES, backbone=network(), out=out, sinks=[stop_at(3)])
+    with pytest.raises(UsageError, match=r"network: .*MyNet -> .*Other"):
+        bsi.train(recipe(), data=IMAGES, backbone=Other(), out=out)
+    with pytest.raises(UsageError, match=r"data.version"):
+        bsi.train(recipe(), data=IMAGES[:-1], backbone=network(), out=out)
+    bsi.train(recipe(), data=IMAGES[:-1], backbone=network(), out=out, allow=["data.version"])
+
+
+def test_the_average_and_the_weights_of_any_kept_checkpoint_can_be_loaded(whole: Path) -> None:
+    average, plain, earlier = (
+        bsi.load(whole, backbone=MyNet(), **which).state_dict() for which in ({}, {"ema": False}, {"step": 10})
+    )
+    name = "denoiser.backbone.outer.weight"
+    assert not torch.equal(average[name], plain[name])
+    assert not torch.equal(average[name], earlier[name])
+    with pytest.raises(UsageError, match=r"no checkpoint of step 3 .* there are: 12, 10"):
+        bsi.load(whole, backbone=MyNet(), step=3)
+
+
+def test_three_lines_load_what_export_wrote(whole: Path, tmp_path: Path) -> None:
+    file = export(whole, tmp_path / "model.safetensors")
+    model = bsi.load(file, backbone=MyNet())
+    expected = bsi.load(whole, backbone=MyNet())
+    assert torch.equal(model.sample(3, steps=2, seed=5), expected.sample(3, steps=2, seed=5))
+    assert (model.method, model.shape, model.bins) == (expected.method, expected.shape, expected.bins)
+    assert read_trained(file).recipe == replace(recipe(), backbone=None)
+    assert export(whole).name == "mine-12.safetensors"
+    with pytest.raises(UsageError, match="holds one step alone"):
+        bsi.load(file, backbone=MyNet(), step=3)
+
+
+def test_our_own_networks_need_no_backbone(tmp_path: Path) -> None:
+    run = bsi.train(recipe(steps=3, backbone=recipes.arrays().backbone), data=IMAGES, out=tmp_path / "run")
+    file = export(run, ema=False)
+    assert file == tmp_path / "run" / "mine-3-weights.safetensors"
+    assert bsi.load(file).sample(1, steps=1).dtype == torch.uint8
+    with pytest.raises(UsageError, match="has a network of its own"):
+        bsi.load(run, backbone=MyNet())
+
+
+def test_weights_alone_are_taken_from_another_run(whole: Path, tmp_path: Path) -> None:
+    frozen = recipe(steps=1, optimiser=replace(recipe().optimiser, lr=1e-30, final_lr=0.0, weight_decay=0.0, warmup=0))
+    out = bsi.train(frozen, data=IMAGES, backbone=MyNet(), out=tmp_path / "run", init_from=whole)
+    assert same(out, whole)
+    assert json.loads((out / "status.json").read_text())["step"] == 1
+    with pytest.raises(UsageError, match="those of another network"):
+        bsi.train(recipe(steps=1), data=IMAGES, backbone=MyNet(5), out=tmp_path / "other", init_from=whole)
+
+
+def test_a_finished_run_is_returned_as_it_is(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = (whole / "checkpoints" / "latest").stat().st_mtime_ns
+    assert bsi.train(recipe(), data=IMAGES, test=IMAGES[:20], backbone=network(), out=whole) == whole
+    assert (whole / "checkpoints" / "latest").stat().st_mtime_ns == before
+    assert "is finished: 12 steps" in capfd.readouterr().err
+
+
+def test_continuous_data_is_standardised_and_keeps_its_units(tmp_path: Path) -> None:
+    data = 50 + 3 * torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
+    flat = recipe(steps=4, backbone=recipes.arrays().backbone)
+    run = bsi.train(flat, data=data, test=data[:20], out=tmp_path / "run")
+    model = bsi.load(run)
+    assert model.standardise is not None
+    assert model.standardise.mean == pytest.approx(50, abs=0.5)
+    drawn = model.sample(64, steps=4)
+    assert 30 < float(drawn.mean()) < 70
+    assert list((run / "samples").glob("*.npy")), "no picture can be made of these"
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (torch.zeros(10, 1, 4, 4, dtype=torch.int64), UsageError, "needs bins"),
+        (torch.full((10, 1, 4, 4), float("nan")), DataError, "NaN"),
+        (torch.zeros(10, 1, 4, 4), DataError, "standard deviation 0.0"),
+        ([1, 2, 3], UsageError, "not a set of samples"),
+        (torch.zeros(0, 1, 4, 4, dtype=torch.uint8), DataError, "at least one"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(data, error, message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        bsi.train(recipe(), data=data, backbone=MyNet(), out=tmp_path / "run")
+
+
+def test_a_nan_in_the_data_ends_with_a_replay_of_the_step(tmp_path: Path) -> None:
+    """A Dataset is too large to be looked through beforehand: here sample 4711 is bad, and step 3 sees it."""
+    n, whole = 100_000, recipe(every=Every(journal=50, checkpoint=500))
+    bad = int(piece_ids(whole, n, Piece(3, 0, 0, whole.batch))[5])
+
+    class Large(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return n
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            x = torch.linspace(-1, 1, 16).view(1, 4, 4) * (index % 7)
+            return x * float("nan") if index == bad else x
+
+    with pytest.raises(NonFinite, match="step 3 was not finite"):
+        bsi.train(whole, data=Large(), backbone=MyNet(), out=tmp_path / "run")
+    replay = json.loads((tmp_path / "run" / "replay-00000003.json").read_text())
+    assert bad in replay["ids"]
+    assert len(replay["levels"]) == whole.batch
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_run_folder_holds_no_secrets_and_no_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setattr("sys.argv", ["/home/somebody/bin/bsi", "train", "--out", "/home/somebody/runs/x"])
+    run = bsi.train(recipe(steps=1), data=IMAGES, backbone=MyNet(), out=tmp_path / "run", named=recipe())
+    text = (run / "run.json").read_text()
+    assert "hf_secret" not in text
+    assert "somebody" not in text
+    record = json.loads(text)
+    assert record["command"] == ["bsi", "train", "--out", "~/runs/x"]
+    assert "steps: 12 -> 1" in record["changed"]
+
+
+def test_keep_decides_which_checkpoints_stay(tmp_path: Path) -> None:
+    kept = recipe(keep=Keep(last=1, every=4, background=False), every=Every(journal=3, checkpoint=2))
+    run = bsi.train(kept, data=IMAGES, backbone=MyNet(), out=tmp_path / "run")
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == [
+        f"step-{step:08d}" for step in (4, 8, 12)
+    ]
+
+
+def test_the_journal_has_its_lines_and_any_function_may_listen(whole: Path, tmp_path: Path) -> None:
+    heard: list[Mapping[str, Value]] = []
+    bsi.train(recipe(), data=IMAGES, test=IMAGES[:20], backbone=network(), out=tmp_path / "run", sinks=[heard.append])
+    events = [(record["event"], record["step"]) for record in heard]
+    assert events == [
+        ("train", 3), ("train", 6), ("evaluate", 6), ("sample", 6),
+        ("train", 9), ("train", 12), ("evaluate", 12), ("sample", 12),
+    ]  # fmt: skip
+    assert read_journal(tmp_path / "run") == [dict(record) for record in heard]
+    assert {"loss", "bits_per_dim", "lr", "grad_norm", "images_per_s"} <= set(heard[0])
+    assert heard[2]["error"] > 0
+
+
+def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match=r"bsi\[track\]"):
+        tensorboard(tmp_path)
+
+
+def test_samples_of_images_are_a_picture(whole: Path) -> None:
+    from PIL import Image
+
+    with Image.open(whole / "samples" / "step-00000012.png") as picture:
+        assert len(np.unique(np.array(picture))) > 2

@@ -1,0 +1,296 @@
+"""A step: what it sees is a function of seed and count, its update is AdamW's, and it stands still when it must."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bsi
+from bsi import recipes
+from bsi.backbones import build
+from bsi.data.batches import as_source
+from bsi.objective import training_loss
+from bsi.training.audit import TreeSum
+from bsi.training.distributed import Place, World, find_place, first_host
+from bsi.training.ema import EmaModel
+from bsi.training.recipe import Ema, Optimiser, Recipe
+from bsi.training.step import Engine
+from bsi.training.stream import Piece, Stream, derive, piece_ids, piece_levels, pieces
+from bsi.training.watchdog import Watchdog, verdict, watching
+
+CPU = World(Place(), torch.device("cpu"))
+DATA = torch.randint(0, 17, (100, 1, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+class Tiny(nn.Module):
+    """A network with dropout, so that its random numbers matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(17, 8), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.inner(torch.cat([x.flatten(1), t[:, None]], 1)))
+        return self.outer(nn.functional.dropout(h, 0.2, self.training)).view_as(x)
+
+
+def tiny_recipe(**changes) -> Recipe:
+    recipe = replace(
+        recipes.digits(),
+        backbone=None,
+        batch=16,
+        virtual_shards=8,
+        steps=40,
+        ema=Ema(0.9, 3),
+        optimiser=Optimiser(1e-2),
+    )
+    return replace(recipe, **changes)
+
+
+def engine_of(recipe: Recipe) -> Engine:
+    torch.manual_seed(0)
+    model = bsi.Model(Tiny(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
+    return Engine(recipe, model.train(), CPU, None)
+
+
+def stream_of(recipe: Recipe, start: int = 0) -> Stream:
+    return Stream(recipe, as_source(DATA), (1, 4, 4), CPU, start)
+
+
+@pytest.fixture
+def watchdog():
+    with watching(Place(), 600.0) as watchdog:
+        yield watchdog
+
+
+def state(engine: Engine) -> dict[str, torch.Tensor]:
+    return {f"{file}/{name}": t for file, group in engine.tensors().items() for name, t in group.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (1, 2), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
+def test_the_pieces_of_all_ranks_are_the_global_batch(world: int, accumulation: int) -> None:
+    recipe = tiny_recipe(accumulation=accumulation)
+    cut = [piece for rank in range(world) for piece in pieces(recipe, 5, rank, world)]
+    ids = np.concatenate([piece_ids(recipe, 100, piece) for piece in cut])
+    t = torch.cat([piece_levels(recipe, piece) for piece in cut])
+    whole = Piece(5, 0, 0, 16)
+    assert np.array_equal(ids, piece_ids(recipe, 100, whole))
+    assert torch.equal(t, piece_levels(recipe, whole))
+    assert len(cut) == world * accumulation
+
+
+def test_levels_are_stratified_over_the_global_batch_and_differ_from_step_to_step() -> None:
+    recipe = tiny_recipe()
+    levels = [torch.sort(piece_levels(recipe, Piece(step, 0, 0, 16))).values for step in range(50)]
+    for t in levels:
+        assert torch.allclose(torch.diff(t), torch.full((15,), 1 / 16, dtype=torch.float64))
+    first = torch.stack([t[0] for t in levels]) * 16
+    assert 0.35 < float(first.mean()) < 0.65, "the shared offset is uniform"
+    assert len(first.unique()) == 50
+
+
+def test_noise_belongs_to_a_position_of_the_stream_not_to_a_batch() -> None:
+    (once,) = stream_of(tiny_recipe()).step(0)
+    cut = list(stream_of(tiny_recipe(accumulation=4)).step(0))
+    assert torch.equal(once.eps, torch.cat([batch.eps for batch in cut]))
+    assert torch.equal(once.data, torch.cat([batch.data for batch in cut]))
+    assert abs(float(once.eps.mean())) < 4 / math.sqrt(once.eps.numel())
+
+
+def test_seeds_for_different_purposes_and_places_are_unrelated() -> None:
+    seeds = {derive(seed, what, n) for seed in range(20) for what in ("noise", "levels", "init") for n in range(20)}
+    assert len(seeds) == 1200
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive(0, "noise") == 7239039022946701527, "runs go on under any later version: fixed for good"
+
+
+def test_flips_follow_the_position() -> None:
+    plain = next(iter(stream_of(tiny_recipe()).step(0)))
+    recipe = tiny_recipe(data=replace(tiny_recipe().data, flips=True))
+    flipped = next(iter(stream_of(recipe).step(0)))
+    mirrored = [
+        torch.equal(b, a.flip(-1)) and not torch.equal(a, b) for a, b in zip(plain.data, flipped.data, strict=True)
+    ]
+    unchanged = [torch.equal(a, b) for a, b in zip(plain.data, flipped.data, strict=True)]
+    assert all(m or u for m, u in zip(mirrored, unchanged, strict=True))
+    assert 0 < sum(mirrored) < 16
+
+
+def test_a_step_is_the_textbooks(watchdog: Watchdog) -> None:
+    """Clipped gradient of the mean loss, AdamW, EMA: the same numbers as torch's own parts, one after the other."""
+    recipe = tiny_recipe(optimiser=Optimiser(1e-2, clip=0.5, warmup=2, schedule="cosine"))
+    engine, stream = engine_of(recipe), stream_of(recipe)
+    model = copy.deepcopy(engine.model)
+    reference = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=1e-2, fused=True)
+    average = copy.deepcopy(model)
+    for step in range(6):
+        (batch,) = stream_of(recipe, step).step(step)
+        batch.seed_dropout(recipe.seed)
+        x = model.values(batch.data)
+        loss = training_loss(model.method, model.denoiser, x, batch.t, batch.eps).mean()
+        reference.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        reference.param_groups[0]["lr"] = recipe.rate(step)
+        reference.step()
+        for a, p in zip(average.parameters(), model.parameters(), strict=True):
+            a.data.copy_(p.data if step + 1 <= 3 else 0.9 * a.data + 0.1 * p.data)
+        engine.step(stream, watchdog)
+    for mine, theirs in ((engine.model, model), (engine.ema.model, average)):
+        for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(next(iter(engine.ema.model.parameters())), next(iter(engine.model.parameters())))
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_accumulation_changes_nothing_but_rounding(watchdog: Watchdog, audit: bool) -> None:
+    """Without dropout, whose masks follow the pieces."""
+
+    def trained(**changes) -> Engine:
+        recipe = tiny_recipe(**changes)
+        engine = engine_of(recipe)
+        engine.model.denoiser.backbone.eval()
+        stream = stream_of(recipe)
+        for _ in range(5):
+            engine.step(stream, watchdog)
+        return engine
+
+    for a, b in zip(trained().parameters, trained(accumulation=4, audit=audit).parameters, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_state_is_all_there_is(watchdog: Watchdog) -> None:
+    """A new engine that is given the tensors goes on, bit for bit."""
+    recipe = tiny_recipe()
+    engine, stream = engine_of(recipe), stream_of(recipe)
+    for _ in range(7):
+        engine.step(stream, watchdog)
+    saved = copy.deepcopy(engine.tensors())
+    resumed = engine_of(replace(recipe, seed=0))
+    resumed.restore(7, saved)
+    again = stream_of(recipe, 7)
+    for _ in range(5):
+        engine.step(stream, watchdog)
+        resumed.step(again, watchdog)
+    assert same(state(engine), state(resumed))
+    assert engine.means() == resumed.means()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["loss", "gradient", "weights"])
+def test_after_a_step_that_is_not_finite_nothing_moves(watchdog: Watchdog, poison: float, where: str) -> None:
+    recipe = tiny_recipe()
+    engine, stream = engine_of(recipe), stream_of(recipe)
+    for _ in range(4):
+        engine.step(stream, watchdog)
+    before = copy.deepcopy(state(engine))
+    losses = engine._losses
+    handle = None
+    if where == "loss":
+        engine._losses = lambda batch: losses(batch) + poison  # type: ignore[method-assign]
+    elif where == "gradient":
+        handle = engine.parameters[1].register_hook(lambda grad: grad * poison)
+    else:
+        engine._losses = lambda batch: losses(batch) * torch.where(batch.t < 0.1, poison, 1.0)  # type: ignore[method-assign]
+    engine.step(stream, watchdog)
+    engine._losses = losses  # type: ignore[method-assign]
+    if handle is not None:
+        handle.remove()
+    assert same(state(engine), before)
+    engine.step(stream, watchdog)
+    assert same(state(engine), before), "nor does it move afterwards: the host may look late"
+    assert engine.first_fault() == 4
+    means = engine.means()
+    assert math.isfinite(means.loss)
+    assert math.isfinite(means.grad_norm)
+
+
+def test_float16_leaves_out_overflows_and_halves_its_scale(watchdog: Watchdog) -> None:
+    """The rule alone, on a CPU: the network computes in float32, and an overflow is put in by hand."""
+    recipe = tiny_recipe()
+
+    def of_ours(half: torch.dtype | None) -> Engine:
+        torch.manual_seed(0)
+        network = build("mlp-8x1", (1, 4, 4), 17)
+        return Engine(recipe, bsi.Model(network, bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17)).train(), CPU, half)
+
+    engine, stream = of_ours(torch.float16), stream_of(recipe)
+    reference, other = of_ours(None), stream_of(recipe)
+    assert float(engine.scale) == 2.0**16
+    for _ in range(3):
+        engine.step(stream, watchdog)
+        reference.step(other, watchdog)
+    for a, b in zip(engine.parameters, reference.parameters, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), "the scale cancels"
+    before = [p.detach().clone() for p in engine.parameters]
+    handle = engine.parameters[0].register_hook(lambda grad: grad * math.inf)
+    engine.step(stream, watchdog)
+    assert engine.first_fault() is None
+    assert float(engine.scale) == 2.0**15
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters, before, strict=True))
+    engine.scale = torch.tensor(1.0)
+    engine.step(stream, watchdog)
+    handle.remove()
+    assert engine.first_fault() == 4, "with nothing left to halve, it is a fault"
+
+
+def test_the_average_copies_buffers() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Unflatten(1, (1, 4, 4)))
+    model = bsi.Model(network, bsi.BSI(), (1, 4, 4), bsi.Bins.uint8())
+    ema = EmaModel(model)
+    network(torch.randn(8, 1, 4, 4))
+    ema.update(torch.tensor(0.1))
+    assert torch.equal(ema.model.denoiser.backbone[1].running_mean, network[1].running_mean)
+
+
+def test_a_tree_adds_alike_however_it_is_cut() -> None:
+    vectors = [torch.randn(50, generator=torch.Generator().manual_seed(i)) * 10.0 ** (i % 7) for i in range(16)]
+
+    def cut(ranks: int) -> torch.Tensor:
+        top, each = TreeSum(), 16 // ranks
+        for rank in range(ranks):
+            mine = TreeSum()
+            for vector in vectors[rank * each : (rank + 1) * each]:
+                mine.add(vector)
+            top.add(mine.total())
+        return top.total()
+
+    assert all(torch.equal(cut(1), cut(ranks)) for ranks in (2, 4, 8, 16))
+    assert not torch.equal(cut(1), sum(vectors[1:], vectors[0])), "an ordinary sum is rounded differently"
+
+
+def test_places_come_from_torchrun_from_slurm_or_from_nowhere() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "77"}
+    assert find_place(torchrun) == Place(3, 8, 1, "a", 77)
+    step = {
+        "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "40007",
+        "SLURM_STEP_NODELIST": "gpu[003-004]",
+    }  # fmt: skip
+    assert find_place(step) == Place(5, 8, 1, "gpu003", 20007)
+    assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == Place(), "sbatch's own shell"
+    assert find_place({}) == Place()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[003-006,9],login", "gpu003"), ("a,b", "a"), ("n1", "n1"), ("rack[1,3]-x", "rack1-x"), ("n[7]", "n7")],
+)
+def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_the_watchdog_names_who_is_furthest_behind() -> None:
+    text = verdict(0, {0: (7, "backward"), 1: (7, "data"), 2: (7, "backward")}, 4, 60.0)
+    assert "rank 1 hangs in step 7 (data)" in text
+    assert "rank 3 was never heard of" in text
+    assert "rank 0 in step 7 (backward)" in text

@@ -152,7 +152,7 @@ def test_bound_is_never_below_the_exact_negative_log_likelihood(method, k):
     divergence, bound = measured.mean(0) + method.prior_kl(x), decoded.mean(0) + measured.mean(0) + method.prior_kl(x)
 
     generated = chain(source(0, k + 1, 0.0, method.prior(one).item()), None)
-    variance = decode**2 * mean_and_variance(generated[-1])[1] + 1 / method.recon_precision
+    variance = decode**2 * mean_and_variance(generated[-1])[1] + 1 / method.density_precision
     exact = -torch.distributions.Normal(0.0, math.sqrt(variance)).log_prob(x[:, 0])
     for i, value in enumerate(values):
         encoded = chain(source(0, k + 1, first.signal.item() * value, first.noise.item()), value)
@@ -341,7 +341,7 @@ def test_reconstruction_decodes_the_sharpest_latent(method, bins):
     x_hat = psi / encoder.signal[:, None] if isinstance(method, VDM) else 0.999 * psi
     loss = reconstruction_loss(method, lambda latent, _: 0.999 * latent, x, eps, bins)
     if bins is None:
-        expected = normal(x, x_hat, method.recon_precision)
+        expected = normal(x, x_hat, method.density_precision)
     else:
         decoder = categorical_normal if method.decoder == "softmax" else discretised_normal
         expected = decoder(bins, index, x_hat, method.recon_precision)

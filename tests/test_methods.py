@@ -186,7 +186,8 @@ def test_paper_hyperparameters_are_the_defaults():
     bsi = BSI()
     assert (bsi.lambda_0, bsi.alpha_M, bsi.recon_precision, bsi.c) == (1e-2, 1e6, 2e6, 1e-2)
     assert (bsi.levels.low, bsi.levels.high) == (1e-2, 1e-2 + 1e6)
-    assert BFN().recon_precision == pytest.approx(1e6)
+    assert bsi.density_precision == 1e6
+    assert BFN().recon_precision == BFN().density_precision == pytest.approx(1e6)
     assert VDM().recon_precision == VDM().levels.high == math.exp(13.3)
     assert [m.parametrisation for m in METHODS] == ["edm", "epsilon", "epsilon"]
     assert [m.decoder for m in METHODS] == ["cdf", "cdf", "softmax"]

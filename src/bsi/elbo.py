@@ -115,7 +115,7 @@ def reconstruction_loss(method: Method, predict: Predictor, x: Data, eps: Data, 
     level = torch.full((len(x),), method.levels.high, dtype=torch.float64, device=x.device)
     x_hat = _check_prediction(method.decode(_encode(method, x, level, eps), level, predict), x)
     if bins is None:
-        return -normal(x, x_hat, method.recon_precision)
+        return -normal(x, x_hat, method.density_precision)
     decoder = discretised_normal if method.decoder == "cdf" else categorical_normal
     return -decoder(bins, bins.indices(x), x_hat, method.recon_precision)
 

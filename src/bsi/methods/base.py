@@ -53,7 +53,12 @@ class Method(Protocol):
 
     @property
     def recon_precision(self) -> float:
-        """Precision of the decoder p(x | x_hat) at the last level."""
+        """Precision of the decoder p(x | x_hat) of binned data at the last level."""
+        ...
+
+    @property
+    def density_precision(self) -> float:
+        """The same for continuous data, where x_hat can be no better than the last belief: its own precision."""
         ...
 
     @property

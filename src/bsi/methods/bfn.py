@@ -59,6 +59,10 @@ class BFN:
     def recon_precision(self) -> float:
         return self.belief.recon_precision
 
+    @property
+    def density_precision(self) -> float:
+        return self.belief.density_precision
+
     def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
         """mu_0 = 0 for every sample."""
         return self.belief.prior(eps)

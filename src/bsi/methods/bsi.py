@@ -66,6 +66,11 @@ class BSI:
     def recon_precision(self) -> float:
         return 2 * self.alpha_M if self.alpha_R is None else self.alpha_R
 
+    @property
+    def density_precision(self) -> float:
+        # The paper's 2 alpha_M is for bins; as a density's it would claim a precision that x_hat does not have.
+        return self.alpha_M if self.alpha_R is None else self.alpha_R
+
     def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
         """mu_0 ~ N(0, 1 / gamma_0)."""
         return math.sqrt(self.c) / self.lambda_0 * eps

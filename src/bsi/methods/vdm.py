@@ -55,6 +55,10 @@ class VDM:
     def recon_precision(self) -> float:
         return self.nu_max
 
+    @property
+    def density_precision(self) -> float:
+        return self.nu_max
+
     def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
         """z ~ N(0, 1)."""
         return eps

@@ -17,9 +17,9 @@ BUNDLED: dict[str, str] = {"digits": "digits.safetensors"}
 
 
 def find(name_or_path: str | Path) -> Path:
-    """The file of a bundled network, or the path as it is; `./digits` is a folder of yours, whatever is bundled."""
-    # A bare name must not depend on the working directory: the bundled network comes first.
+    """The file of a bundled network by its name, or the path as it is. A file or folder of that name comes first."""
+    path = Path(name_or_path).expanduser()
     file = BUNDLED.get(str(name_or_path))
-    if file is None or isinstance(name_or_path, Path):
-        return Path(name_or_path).expanduser()
+    if file is None or path.exists():
+        return path
     return Path(str(resources.files(__name__) / file))

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-__all__ = ["Axis", "Point", "Series", "chart", "nice_ticks"]
+__all__ = ["Axis", "Point", "Role", "Series", "chart", "nice_ticks"]
 
-WIDTH, HEIGHT = 560, 240
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 26, 34
+WIDTH, HEIGHT = 560.0, 240.0
+LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 26.0, 34.0
 MOST_POINTS = 600  # more are thinned: no screen shows them
 
 Role = Literal["belief", "predict", "measure", "soft"]
@@ -125,9 +125,8 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     across = _Scale.of(x, [p.x for p in points], LEFT, WIDTH - RIGHT)
     ends = [end for p in points for end in ((p.y,) if y.log else (p.y - p.error, p.y + p.error))]
     up = _Scale.of(y, ends, HEIGHT - BOTTOM, TOP)
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
-    ]
+    name = escape(title)
+    parts = [f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{name}"><title>{name}</title>']
     parts += [_row(up(v), label(v)) for v in up.ticks] + [_column(across(v), label(v)) for v in across.ticks]
     parts.append(f'<text class="name" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x.name)}</text>')
     parts.append(f'<text class="name" x="0" y="11">{escape(y.name)}</text>')

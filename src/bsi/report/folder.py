@@ -59,10 +59,10 @@ class Run:
     def events(self, kind: str) -> list[Mapping[str, Value]]:
         return [record for record in self.journal if record.get("event") == kind]
 
-    def numbers(self, kind: str, name: str) -> list[tuple[int, float]]:
+    def numbers(self, kind: str, name: str) -> list[tuple[float, float]]:
         """(step, value) of one quantity, where it is a number."""
         found = [(record["step"], record.get(name)) for record in self.events(kind)]
-        return [(int(step), float(v)) for step, v in found if isinstance(v, int | float) and math.isfinite(v)]
+        return [(float(step), float(v)) for step, v in found if isinstance(v, int | float) and math.isfinite(v)]
 
 
 def read_run(path: Path) -> Run:

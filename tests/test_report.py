@@ -1,0 +1,283 @@
+"""`bsi report`: one file that says what the run folder says, opens offline, and runs nothing."""
+
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import bsi
+from bsi.backbones.config import DiTConfig
+from bsi.cli import main
+from bsi.errors import UsageError
+from bsi.report import write_report
+from bsi.report.charts import Axis, Point, Series, chart, label, nice_ticks
+from bsi.report.measured import bits_by_level
+from bsi.training.recipe import Evaluation, Every, Samples
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny run of the digits recipe, with everything that a run leaves behind."""
+    named = bsi.recipes.digits()
+    recipe = replace(
+        named,
+        backbone=DiTConfig(width=8, depth=1, heads=2, patch=4),
+        steps=6,
+        every=Every(journal=1, evaluate=3, sample=3, checkpoint=6),
+        evaluation=Evaluation(images=8, measure=2, recon=2),
+        samples=Samples(count=4, steps=2),
+    )
+    return bsi.train(recipe, out=tmp_path_factory.mktemp("runs") / "tiny", device="cpu", named=named)
+
+
+@pytest.fixture(scope="module")
+def report(run: Path) -> str:
+    return write_report(run, device="cpu").read_text("utf-8")
+
+
+class Reader(HTMLParser):
+    """Every tag that opens is closed, and what a document refers to."""
+
+    VOID = frozenset({"meta", "link", "img", "br", "line", "circle", "polyline", "polygon"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == []
+    return reader
+
+
+def test_report_is_one_file_that_opens_offline(report: str) -> None:
+    reader = read(report)
+    assert "script" not in reader.tags
+    assert reader.references
+    assert all(reference.startswith("data:") for reference in reader.references)
+    assert not re.search(r"https?://|url\(|@import", report)
+
+
+def test_report_tells_what_was_trained_and_how_it_differs(report: str) -> None:
+    assert "Differs from <b>digits</b> in:" in report
+    assert "<code>backbone.width</code>" in report
+    assert "64 -&gt; 8" in report
+    assert "<code>optimiser.lr</code>" in report
+    assert "BSI on digits" in report
+    assert "finished" in report
+
+
+def test_report_shows_curves_samples_and_a_sharpening_belief(report: str) -> None:
+    for title in ("Loss", "Learning rate", "Samples per second", "Norm of the gradient", "Where the bits are"):
+        assert f"<title>{title}" in report or f"<b>{title}</b>" in report
+    assert report.count("data:image/png") == 2
+    assert report.count("data:image/webp") == 1
+    assert "step 3</figcaption>" in report
+    assert "step 6</figcaption>" in report
+
+
+def test_report_gives_the_terms_of_the_bound_with_their_errors(report: str, run: Path) -> None:
+    rows = dict(re.findall(r"<tr><th>(?:<b>)?([^<]+)(?:</b>)?</th><td>(?:<b>)?([\d.]+)(?:</b>)?</td></tr>", report))
+    terms = [float(rows[name]) for name in ("reconstruction", "measurement", "prior")]
+    assert float(rows["bits per dimension"]) == pytest.approx(sum(terms), abs=2e-4)
+    assert float(rows["± of the estimate"]) > 0
+    assert "first 299 test samples" in report
+    journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    trained = next(record for record in reversed(journal) if record["event"] == "evaluate")
+    # the trainer looked at 8 images, the report at 299: the same model, roughly the same value
+    assert float(rows["bits per dimension"]) == pytest.approx(trained["bits_per_dim"], rel=0.25)
+
+
+def test_report_names_the_machine_and_the_hashes(report: str, run: Path) -> None:
+    manifest = json.loads((run / "checkpoints" / "step-00000006" / "manifest.json").read_text())
+    for record in manifest["files"].values():
+        assert record["sha256"] in report
+    assert torch.__version__ in report
+
+
+def test_the_area_under_the_bits_is_the_measurement_term() -> None:
+    """Of a network that predicts 0: |x - x_hat|^2 is then known, and so is the integral."""
+
+    class Zero(torch.nn.Module):
+        def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(x)
+
+    model = bsi.Model(Zero(), bsi.BSI(alpha_M=100.0), (1, 8, 8), bsi.Bins(-1.0, 1.0, 17))
+    data = torch.randint(0, 17, (64, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    points = bits_by_level(model, data)
+    decades = math.log10(model.method.levels.high / model.method.levels.low)
+    area = sum(point.y for point in points) * decades / len(points)
+    bound = model.elbo(data, measure=40, recon=2)
+    expected = float(bound.measurement.mean()) / (bound.n * math.log(2))
+    assert area == pytest.approx(expected, abs=4 * (bound.monte_carlo_error + max(p.error for p in points)))
+    assert all(point.error > 0 for point in points)
+
+
+def test_a_run_without_its_model_still_has_a_report(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "report.html"))
+    text = write_report(copy, tmp_path / "r.html").read_text()
+    read(text)
+    assert "Left out" in text
+    assert "Learning rate" in text
+    bare = write_report(run, tmp_path / "bare.html", ask_model=False).read_text()
+    read(bare)
+    assert "image/webp" not in bare
+
+
+def test_a_run_of_ones_own_network_is_asked_when_it_is_passed(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Conv2d(1, 1, 3, padding=1)
+
+        def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    recipe = replace(bsi.recipes.digits(), steps=2, every=Every(journal=1, checkpoint=2))
+    images = torch.randint(0, 256, (128, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    folder = bsi.train(recipe, images, Net(), tmp_path / "own", device="cpu")
+    assert "which is not one of bsi" in write_report(folder, device="cpu").read_text()
+    text = write_report(folder, backbone=Net(), device="cpu").read_text()
+    read(text)
+    assert "image/webp" in text
+
+
+def test_what_files_say_is_shown_and_never_run(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "<img src=x>", ignore=shutil.ignore_patterns("checkpoints"))
+    evil = "<script>alert(1)</script>"
+    about = json.loads((copy / "run.json").read_text())
+    about["recipe"]["name"] = about["recipe"]["data"]["name"] = evil
+    about["changed"] = [f"{evil}: {evil} -> {evil}"]
+    about["command"] = [evil]
+    about["environment"][evil] = evil
+    (copy / "run.json").write_text(json.dumps(about))
+    (copy / "status.json").write_text(json.dumps({"state": f'"{evil}', "step": 6}))
+    (copy / "evaluations").mkdir()
+    (copy / "evaluations" / "a.json").write_text(json.dumps({"bits_per_dim": 1.0, evil: evil}))
+    reader = read(write_report(copy, tmp_path / "r.html").read_text())
+    assert "script" not in reader.tags
+    assert all(reference.startswith("data:") for reference in reader.references)
+
+
+def test_distances_are_drawn_against_evaluations(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
+    (copy / "evaluations").mkdir()
+    for i, (solver, count, value) in enumerate((("posterior", 16, 88.2), ("posterior", 32, 67.1), ("sde2", 16, 58.3))):
+        record = {"metric": "FID", "value": value, "n": 10_000,
+                  "generation": {"solver": solver, "evaluations": count, "seed": 0}}  # fmt: skip
+        (copy / "evaluations" / f"{i}.json").write_text(json.dumps(record))
+    (copy / "evaluations" / "broken.json").write_text("{")
+    text = write_report(copy, tmp_path / "r.html").read_text()
+    read(text)
+    assert "FID against evaluations" in text
+    assert "posterior: 88.2" in text
+    assert "sde2: 58.3" in text
+
+
+def test_the_bound_of_bsi_eval_comes_first(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert main(["eval", str(copy), "--bpd", "--limit", "8", "--device", "cpu"]) == 0
+    (stored,) = (copy / "evaluations").glob("*.json")
+    bits = json.loads(stored.read_text())["bits_per_dim"]
+    text = write_report(copy, ask_model=False).read_text()
+    read(text)
+    assert f"<dt>bits per dimension</dt><dd>{bits:.3f}" in text
+    assert "By <code>bsi eval</code>: 8 test samples, at step 6." in text
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(UsageError, match="it has no run"):
+        write_report(tmp_path)
+    with pytest.raises(UsageError, match="there is no folder"):
+        write_report(run, tmp_path / "nowhere" / "r.html")
+
+
+# ---- Charts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 10.0, [0, 2, 4, 6, 8, 10]),
+        (0.0, 0.002, [0, 0.0005, 0.001, 0.0015, 0.002]),
+        (-1.0, 1.0, [-1, -0.5, 0, 0.5, 1]),
+    ],
+)
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert nice_ticks(low, high) == pytest.approx(expected)
+
+
+def test_numbers_are_written_as_people_write_them() -> None:
+    values = (0.0, 1.0, 0.001, 2000.0, 1e6, 3e-5, -0.5)
+    assert [label(value) for value in values] == ["0", "1", "0.001", "2,000", "10⁶", "3·10⁻⁵", "-0.5"]
+
+
+def polyline(svg: str) -> np.ndarray:
+    (points,) = re.findall(r'<polyline [^>]*points="([^"]+)"', svg)
+    return np.array([[float(v) for v in pair.split(",")] for pair in points.split()])
+
+
+def test_a_chart_places_values_where_they_belong() -> None:
+    svg = chart(
+        "c",
+        Axis("x"),
+        Axis("y", low=0.0, high=10.0),
+        [Series("s", [Point(0.0, 0.0), Point(1.0, 5.0), Point(2.0, 10.0)])],
+    )
+    (x0, y0), (x1, y1), (x2, y2) = polyline(svg)
+    assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1)
+    assert y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
+    assert y0 > y2  # upwards
+    logarithmic = chart(
+        "c", Axis("x", log=True), Axis("y"), [Series("s", [Point(1.0, 0.0), Point(10.0, 1.0), Point(100.0, 2.0)])]
+    )
+    x = polyline(logarithmic)[:, 0]
+    assert x[1] == pytest.approx((x[0] + x[2]) / 2, abs=0.1)
+
+
+def test_a_chart_leaves_out_what_it_cannot_show() -> None:
+    points = [Point(0.0, math.nan), Point(1.0, 2.0), Point(2.0, math.inf), Point(3.0, 4.0)]
+    assert len(polyline(chart("c", Axis("x"), Axis("y"), [Series("s", points)]))) == 2
+    assert chart("c", Axis("x"), Axis("y", log=True), [Series("s", [Point(1.0, -1.0)])]) == ""
+    many = [Point(float(i), math.sin(i)) for i in range(10_001)]
+    thinned = polyline(chart("c", Axis("x"), Axis("y"), [Series("s", many)]))
+    assert len(thinned) <= 600
+    one = chart("c", Axis("x"), Axis("y"), [Series("s", [Point(5.0, 5.0)], dots=True)])
+    assert "<circle" in one
+
+
+def test_the_animation_is_an_animation(run: Path) -> None:
+    import io
+
+    from bsi.report.measured import sharpening
+
+    picture: Any = Image.open(io.BytesIO(sharpening(bsi.load(run))))
+    assert picture.n_frames == 33

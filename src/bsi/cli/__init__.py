@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     "fid": Command("fid", "Fid", "Fréchet distance between two sets of images"),
     "data": Command("data", "Data", "prepare a dataset once, or list what is there"),
     "bench": Command("bench", "Bench", "how fast a network trains, samples and measures here"),
+    "study": Command("study", "StudyOptions", "redo a table or figure of the paper"),
     "report": Command("report", "Report", "everything about a run in one file that opens offline"),
     "view": Command("view", "View", "watch a belief sharpen in the browser; denoise, inpaint"),
     "export": Command("export", "Export", "write a run's weights as one file"),

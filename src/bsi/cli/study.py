@@ -1,0 +1,62 @@
+"""`bsi study NAME`: redo a table or figure of the paper, or go on with it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from bsi.errors import UsageError
+
+__all__ = ["StudyOptions", "run"]
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """Redo a table or figure of the paper: train what it needs, measure, draw, and say whether the claim held.
+
+    The studies are comparison, architecture, fid-convergence, elbo-convergence, importance-sampling, proposal,
+    initial-precision, finite-k, noise-levels, illustration, samples, disentangle and weighting; `all` is all of them.
+    Studies share networks and measurements; the same command goes on where it was interrupted.
+    """
+
+    name: Annotated[str, tyro.conf.Positional]
+    """which study, or all"""
+    scale: Literal["smoke", "mini", "paper"] = "smoke"
+    """digits on a CPU in minutes; CIFAR-10 on one GPU; the paper's own"""
+    out: Path = Path("studies")
+    """folder of networks, measurements and results"""
+    plan: bool = False
+    """show the jobs with their estimated minutes, and stop"""
+    minutes: float | None = None
+    """stop in time: save what is there and leave with exit code 75, to go on later"""
+    device: Literal["cuda", "cpu"] | None = None
+    """by default a GPU if there is one"""
+    publish: Path | None = None
+    """a folder of documents: copy figure and numbers to results/ there, and write results.md"""
+
+
+def run(args: StudyOptions) -> int:
+    if args.minutes is not None and not args.minutes > 0:
+        raise UsageError(f"--minutes is a time to run for, positive: got {args.minutes}")
+    from bsi.studies.plan_text import plan_text
+    from bsi.studies.publish import publish
+    from bsi.studies.registry import named_studies
+    from bsi.studies.runner import plan
+    from bsi.studies.runner import run as run_studies
+    from bsi.studies.scale import SCALES
+    from bsi.studies.store import Store
+
+    studies, scale = named_studies(args.name), SCALES[args.scale]
+    if args.plan:
+        store = Store(args.out)
+        print(plan_text(plan(studies, scale, store), scale, store))
+        return 0
+    folders = run_studies(studies, scale, args.out, args.minutes, args.device)
+    if args.publish is not None:
+        print(publish(folders, args.publish))
+    print(f"{len(folders)} {'study' if len(folders) == 1 else 'studies'} done: {args.out}", file=sys.stderr)
+    return 0

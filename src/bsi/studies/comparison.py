@@ -1,0 +1,172 @@
+"""Tables "imagenet32" and "cifar10-bpd": BFN, VDM and BSI with the same backbone, budget, data order and noise.
+
+The paper's claim: equal bits per dimension, and a FID of BSI below VDM's, below BFN's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from bsi.studies import figures, paper_values
+from bsi.studies.estimates import bits, bits_difference, distance, distance_difference
+from bsi.studies.job import Bound, Measure, Quality
+from bsi.studies.report import Cell, Claim, Report, Study, Table, equal, less
+from bsi.studies.scale import DATASETS, Comparison, Scale
+from bsi.studies.standard import bounds, default_quality, qualities, quality, seeded
+from bsi.studies.store import Store
+from bsi.training.recipe import MethodName, Recipe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["STUDY", "claims_of", "draw_bits", "measures_of", "table_of"]
+
+EQUAL_BITS = 0.01  # bits per dimension: about the largest difference in the paper's table
+ORDER: tuple[MethodName, ...] = ("bfn", "vdm", "bsi")  # of the paper's tables
+
+
+def networks(comparison: Comparison, method: MethodName) -> list[Recipe]:
+    return seeded(comparison.recipe, method, comparison.seeds)
+
+
+def measures_of(scale: Scale, comparison: Comparison, steps: tuple[int, ...], long: int | None) -> list[Measure]:
+    """For each network its bound and, at each number of steps and with our default, the quality of its samples."""
+    found: list[Measure] = []
+    for i in range(len(comparison.seeds)):
+        for method in comparison.methods:
+            network = networks(comparison, method)[i]
+            found += bounds(scale, [network])
+            if comparison.samples:
+                found += [quality(scale, network, k) for k in steps]
+                found.append(default_quality(scale, network))
+                found += [quality(scale, network, long)] if long is not None and i == 0 else []
+    return found
+
+
+def measures(scale: Scale) -> list[Measure]:
+    return [
+        job
+        for comparison in scale.comparisons
+        for job in measures_of(scale, comparison, scale.drawn.steps, scale.drawn.long)
+    ]
+
+
+def printed(recipe: Recipe) -> Mapping[MethodName, paper_values.Printed]:
+    """The paper's values for what is most like this."""
+    if recipe.data.name == "imagenet64":
+        return paper_values.IMAGENET64
+    if recipe.data.name == "cifar10" and recipe.steps in paper_values.CIFAR10:
+        return paper_values.CIFAR10[recipe.steps]
+    return paper_values.IMAGENET32
+
+
+def table_of(
+    scale: Scale,
+    store: Store,
+    comparison: Comparison,
+    steps: tuple[int, ...],
+    paper: Mapping[MethodName, paper_values.Printed],
+    long: int | None = None,
+) -> Table:
+    """Bits per dimension and Fréchet distances with their errors, the paper's values beside them."""
+    recipe = comparison.recipe("bsi")
+    columns = ["method", "seeds", "bits/dim", "paper's bits/dim"]
+    if comparison.samples:
+        columns += [f"{scale.metric} at {k}" for k in steps]
+        columns += [f"{scale.metric} at {long}, one seed"] if long is not None and long not in steps else []
+        columns += [f"{scale.metric}, our default", "paper's FID"]
+    rows = []
+    for method in ORDER:
+        if method not in comparison.methods and method not in paper:
+            continue
+        row: list[Cell] = [figures.NAMES[method]]
+        if method not in comparison.methods:  # reported by others, for this budget
+            rows.append((*row, None, None, paper[method].bits))
+            continue
+        trained = networks(comparison, method)
+        row += [len(trained), bits(store, bounds(scale, trained)), paper[method].bits if method in paper else None]
+        if comparison.samples:
+            row += [distance(store, qualities(scale, trained, k)) for k in steps]
+            if long is not None and long not in steps:
+                row.append(distance(store, qualities(scale, trained[:1], long)))
+            row.append(distance(store, [default_quality(scale, network) for network in trained]))
+            row.append(paper[method].fid)
+        rows.append(tuple(row))
+    return Table(f"{DATASETS[recipe.data.name].title}, {recipe.steps} steps", tuple(columns), tuple(rows))
+
+
+def claims_of(scale: Scale, store: Store, comparison: Comparison, steps: int) -> list[Claim]:
+    """Equal bits per dimension; FID of BSI < VDM < BFN."""
+    measured: dict[MethodName, list[Bound]] = {m: bounds(scale, networks(comparison, m)) for m in comparison.methods}
+    drawn: dict[MethodName, list[Quality]] = {
+        m: qualities(scale, networks(comparison, m), steps) for m in comparison.methods
+    }
+    pairs: list[tuple[MethodName, MethodName]] = [("bsi", "vdm"), ("bsi", "bfn"), ("vdm", "bfn")]
+    names = figures.NAMES
+    gaps = [(f"{names[a]} - {names[b]}", bits_difference(store, measured[a], measured[b])) for a, b in pairs]
+    found = [equal("Equal bits/dim", gaps, EQUAL_BITS)]
+    for a, b in pairs:
+        found.append(
+            less(
+                f"{scale.metric} of {names[a]} below {names[b]}'s at {steps} steps",
+                distance(store, drawn[a]),
+                distance(store, drawn[b]),
+                distance_difference(store, drawn[a], drawn[b]),
+            )
+        )
+    return found
+
+
+def draw_bits(axes: Axes, scale: Scale, store: Store, comparison: Comparison) -> None:
+    """Every seed's bits per dimension, and the mean with its error."""
+    for i, method in enumerate(ORDER):
+        jobs, colour = bounds(scale, networks(comparison, method)), figures.COLOURS[method]
+        each, mean = [bits(store, [job]).value for job in jobs], bits(store, jobs)
+        axes.plot([i + 0.18] * len(each), each, "o", color=colour, alpha=0.45, markersize=4)
+        axes.errorbar([i], [mean.value], yerr=[mean.error], fmt="D", color=colour, capsize=3)
+        figures.label(axes, i, mean.value, f"{mean.value:.3f}", colour, dx=0, dy=12)
+    axes.set_xticks(range(len(ORDER)), [figures.NAMES[method] for method in ORDER])
+    axes.set_xlim(-0.5, len(ORDER) - 0.3)
+    axes.margins(y=0.25)
+    axes.set_ylabel("bits per dimension")
+
+
+def _draw(scale: Scale, store: Store) -> Figure:
+    comparison = scale.comparisons[0]
+    figure, (left, right) = figures.panels(2, width=3.4, height=2.8)
+    draw_bits(left, scale, store, comparison)
+    left.set_title("Likelihood")
+    for method in ORDER:
+        found = [distance(store, qualities(scale, networks(comparison, method), k)) for k in scale.drawn.steps]
+        figures.error_line(
+            right, scale.drawn.steps, [e.value for e in found], [e.error for e in found], figures.COLOURS[method]
+        )
+        figures.label(right, scale.drawn.steps[-1], found[-1].value, figures.NAMES[method], figures.COLOURS[method])
+    right.set_xscale("log", base=2)
+    right.set_xticks(scale.drawn.steps, [str(k) for k in scale.drawn.steps])
+    right.set_xlabel("steps of the paper's sampler")
+    right.set_ylabel(scale.metric)
+    right.set_title("Sample quality")
+    right.margins(x=0.12)
+    return figure
+
+
+def report(scale: Scale, store: Store) -> Report:
+    steps, long = scale.drawn.steps, scale.drawn.long
+    return Report(
+        tables=tuple(table_of(scale, store, c, steps, printed(c.recipe("bsi")), long) for c in scale.comparisons),
+        claims=tuple(claims_of(scale, store, scale.comparisons[0], max(steps))),
+        draw=lambda: _draw(scale, store),
+        notes=("The paper's values are for ImageNet32, DiT-L/2 and 2M steps.",) if scale.name != "paper" else (),
+    )
+
+
+STUDY = Study(
+    name="comparison",
+    paper='Tables "imagenet32" and "cifar10-bpd"',
+    shows="BFN, VDM and BSI, same backbone and budget: equal bits/dim, FID ordered BSI < VDM < BFN",
+    measures=measures,
+    report=report,
+)

@@ -1,0 +1,228 @@
+"""New: which of the three changes from BFN to BSI matters? The paper makes them at once; here each is made alone.
+
+    hyper-prior       c = lambda_0^2 / gamma_0: the information of the initial belief. BSI 0.01, BFN 0
+    offset            lambda_0: levels are uniform in ln(alpha + lambda_0), alpha the gain. BSI 0.01, BFN 1
+    preconditioning   BSI a mixture of belief and correction ("edm"), BFN the noise ("epsilon")
+
+In information coordinates (docs/architecture.md) a belief's content depends on alpha and c alone; lambda_0 is where the
+grid of levels begins. So BSI(lambda_0, gamma_0) reaches all eight corners of this cube, BSI and BFN being opposite
+ones. ("epsilon" takes the belief's mean as it is, so that there lambda_0 also sets the scale of the network's input.)
+Two more differences are not of the method: BFN's published code clips predictions, and decodes with alpha_R = alpha_M.
+The row "BFN as published" has both; the corner does not. A second cut keeps BSI and moves gamma_0 from lambda_0 to
+infinity.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from bsi.methods import Parametrisation
+from bsi.studies import figures
+from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference, over_seeds
+from bsi.studies.job import Measure
+from bsi.studies.report import Claim, Report, Study, Table, less
+from bsi.studies.scale import Scale
+from bsi.studies.standard import bounds, qualities, seeded
+from bsi.studies.store import Store
+from bsi.training.recipe import BFNSpec, BSISpec, Recipe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["CORNERS", "STUDY", "Corner"]
+
+Factor = Literal["hyper-prior", "offset", "preconditioning"]
+FACTORS: tuple[Factor, ...] = ("hyper-prior", "offset", "preconditioning")
+C = 1e-2  # BSI's
+
+
+@dataclass(frozen=True)
+class Corner:
+    """One of the eight; `True` is BSI's choice, `False` BFN's."""
+
+    hyper_prior: bool
+    offset: bool
+    preconditioning: bool
+
+    @property
+    def method(self) -> BSISpec:
+        lambda_0 = C if self.offset else 1.0
+        if not self.hyper_prior:
+            return BSISpec(lambda_0, gamma_0=math.inf)
+        return BSISpec(lambda_0) if self.offset else BSISpec(lambda_0, gamma_0=lambda_0**2 / C)
+
+    @property
+    def name(self) -> str:
+        chosen = zip(FACTORS, (self.hyper_prior, self.offset, self.preconditioning), strict=True)
+        return " + ".join(factor for factor, as_bsi in chosen if as_bsi) or "none"
+
+    def without(self, factor: Factor) -> Corner:
+        """The same with BFN's choice of one factor."""
+        return replace(self, **{factor.replace("-", "_"): False})
+
+    def has(self, factor: Factor) -> bool:
+        return {"hyper-prior": self.hyper_prior, "offset": self.offset, "preconditioning": self.preconditioning}[factor]
+
+
+CORNERS = tuple(Corner(*choice) for choice in itertools.product((True, False), repeat=3))
+BSI_CORNER, BFN_CORNER = CORNERS[0], CORNERS[-1]
+
+
+def networks(scale: Scale, corner: Corner) -> list[Recipe]:
+    """BSI's own preconditioning is left unsaid, so that BSI is the network of the other studies."""
+    found = seeded(scale.parameter_recipe, "bsi", scale.parameter_seeds)
+    parametrisation: Parametrisation | None = None if corner.preconditioning else "epsilon"
+    return [replace(recipe, method=corner.method, parametrisation=parametrisation) for recipe in found]
+
+
+def _moved(scale: Scale, gamma_0: float) -> list[Recipe]:
+    """BSI with another hyper-prior; at gamma_0 = lambda_0 it is BSI itself."""
+    method = BSISpec(gamma_0=None if gamma_0 == BSISpec().lambda_0 else gamma_0)
+    found = seeded(scale.parameter_recipe, "bsi", scale.parameter_seeds)
+    return [replace(recipe, method=method) for recipe in found]
+
+
+def _published(scale: Scale) -> list[Recipe]:
+    return [replace(r, method=BFNSpec()) for r in seeded(scale.parameter_recipe, "bfn", scale.parameter_seeds)]
+
+
+def measures(scale: Scale) -> list[Measure]:
+    all_networks = [network for corner in CORNERS for network in networks(scale, corner)] + _published(scale)
+    all_networks += [network for gamma_0 in scale.varied.gamma_0 for network in _moved(scale, gamma_0)]
+    found: list[Measure] = []
+    for network in all_networks:
+        found += [*bounds(scale, [network]), *qualities(scale, [network], max(scale.drawn.steps))]
+    return found
+
+
+def _difference(scale: Scale, store: Store, a: Corner, b: Corner) -> tuple[Estimate, Estimate]:
+    """a - b in bits per dimension and in Fréchet distance."""
+    steps = max(scale.drawn.steps)
+    p, q = networks(scale, a), networks(scale, b)
+    return (
+        bits_difference(store, bounds(scale, p), bounds(scale, q)),
+        distance_difference(store, qualities(scale, p, steps), qualities(scale, q, steps)),
+    )
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What BSI's choice of one factor changes: from BSI's corner, from BFN's, and on average over the cube."""
+
+    factor: Factor
+    at_bsi: tuple[Estimate, Estimate]
+    at_bfn: tuple[Estimate, Estimate]
+    mean: tuple[Estimate, Estimate]
+
+
+def _effect(scale: Scale, store: Store, factor: Factor) -> Effect:
+    edges = {
+        corner: _difference(scale, store, corner, corner.without(factor)) for corner in CORNERS if corner.has(factor)
+    }
+    alone = next(corner for corner in edges if corner.without(factor) == BFN_CORNER)
+    averages = [over_seeds([edge[i] for edge in edges.values()]) for i in range(2)]
+    return Effect(factor, edges[BSI_CORNER], edges[alone], (averages[0], averages[1]))
+
+
+def _draw_effects(axes: Axes, effects: list[Effect], which: int, unit: str) -> None:
+    marks = (("s", "at_bsi", "the others as BSI"), ("o", "at_bfn", "the others as BFN"), ("D", "mean", "mean of four"))
+    axes.axvline(0, color=figures.GREY, linewidth=0.9)
+    for row, effect in enumerate(effects):
+        for offset, (mark, name, words) in zip((-0.2, 0.0, 0.2), marks, strict=True):
+            found: Estimate = {"at_bsi": effect.at_bsi, "at_bfn": effect.at_bfn, "mean": effect.mean}[name][which]
+            colour = figures.PALETTE[("at_bsi", "at_bfn", "mean").index(name) * 2 % 6]
+            axes.errorbar(
+                [found.value], [row + offset], xerr=[found.error], fmt=mark, color=colour, capsize=2,
+                label=words if row == 0 else None,
+            )  # fmt: skip
+    axes.set_yticks(range(len(effects)), [effect.factor for effect in effects])
+    axes.set_ylim(len(effects) - 0.5, -0.5)
+    axes.set_xlabel(f"change in {unit} by BSI's choice")
+
+
+def _draw(scale: Scale, store: Store) -> Figure:
+    figure, axes = figures.panels(2, 2, width=3.7, height=2.6)
+    effects = [_effect(scale, store, factor) for factor in FACTORS]
+    _draw_effects(axes[0], effects, 1, scale.metric)
+    _draw_effects(axes[1], effects, 0, "bits/dim")
+    axes[0].set_title("One change at a time (left: better)")
+    axes[1].legend(loc="best", fontsize=7)
+    gammas, steps = scale.varied.gamma_0, max(scale.drawn.steps)
+    places = range(len(gammas))
+    distances = [distance(store, qualities(scale, _moved(scale, g), steps)) for g in gammas]
+    likelihoods = [bits(store, bounds(scale, _moved(scale, g))) for g in gammas]
+    for panel, found, name in ((axes[2], distances, scale.metric), (axes[3], likelihoods, "bits per dimension")):
+        figures.error_line(
+            panel, list(places), [e.value for e in found], [e.error for e in found], figures.COLOURS["bsi"]
+        )
+        panel.set_xticks(places, ["∞" if math.isinf(g) else f"{g:g}" for g in gammas])
+        panel.set_xlabel(r"$\gamma_0$, from $\lambda_0$ to a deterministic start")
+        panel.set_ylabel(name)
+        panel.margins(x=0.08, y=0.2)
+    axes[2].set_title("The hyper-prior alone, else BSI")
+    return figure
+
+
+def _claims(scale: Scale, store: Store) -> tuple[Claim, ...]:
+    steps, found = max(scale.drawn.steps), []
+    for factor in FACTORS:
+        other = BSI_CORNER.without(factor)
+        a, b = (distance(store, qualities(scale, networks(scale, corner), steps)) for corner in (BSI_CORNER, other))
+        gap = _difference(scale, store, BSI_CORNER, other)[1]
+        found.append(less(f"BSI's {factor} alone improves {scale.metric} over BFN's", a, b, gap))
+    return tuple(found)
+
+
+def report(scale: Scale, store: Store) -> Report:
+    steps = max(scale.drawn.steps)
+    rows = []
+    for corner in CORNERS:
+        found, label = networks(scale, corner), {BSI_CORNER: " (BSI)", BFN_CORNER: " (BFN, not clipped)"}
+        measured = bits(store, bounds(scale, found)), distance(store, qualities(scale, found, steps))
+        rows.append((corner.name + label.get(corner, ""), *measured))
+    published = _published(scale)
+    rows.append(
+        ("BFN as published", bits(store, bounds(scale, published)), distance(store, qualities(scale, published, steps)))
+    )
+    effects = [_effect(scale, store, factor) for factor in FACTORS]
+    moved = {gamma_0: _moved(scale, gamma_0) for gamma_0 in scale.varied.gamma_0}
+    return Report(
+        tables=(
+            Table("corners", ("what is BSI's", "bits/dim", f"{scale.metric} at {steps}"), tuple(rows)),
+            Table(
+                "effects",
+                (
+                    "BSI's choice of",
+                    "bits/dim, mean",
+                    f"{scale.metric}, mean",
+                    f"{scale.metric}, others as BSI",
+                    f"{scale.metric}, others as BFN",
+                ),
+                tuple((e.factor, *e.mean, e.at_bsi[1], e.at_bfn[1]) for e in effects),
+            ),
+            Table(
+                "hyper-prior",
+                ("gamma_0", "bits/dim", f"{scale.metric} at {steps}"),
+                tuple(
+                    (f"{g:g}", bits(store, bounds(scale, found)), distance(store, qualities(scale, found, steps)))
+                    for g, found in moved.items()
+                ),
+            ),
+        ),
+        claims=_claims(scale, store),
+        draw=lambda: _draw(scale, store),
+        notes=("The spread over seeds is in the errors only where there is more than one seed.",),
+    )
+
+
+STUDY = Study(
+    name="disentangle",
+    paper="new",
+    shows="which of the three changes between BFN and BSI matters: hyper-prior, offset of the levels, preconditioning",
+    measures=measures,
+    report=report,
+)

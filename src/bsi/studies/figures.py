@@ -1,0 +1,118 @@
+"""How figures look: one style, colours that colour-blind readers tell apart, labels beside the lines.
+
+matplotlib is imported when a figure is drawn, and only then (`pip install 'bsi[figures]'`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bsi.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLOURS", "GREY", "INK", "NAMES", "PALETTE", "error_line", "label", "panels", "save", "style", "tile"]
+
+# Okabe and Ito (2008): told apart with any kind of colour vision.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = {"bsi": PALETTE[0], "vdm": PALETTE[1], "bfn": PALETTE[2]}
+NAMES = {"bsi": "BSI", "vdm": "VDM", "bfn": "BFN"}
+INK, GREY, FAINT = "#222228", "#6F6F78", "#E4E4EA"
+
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GREY,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.7,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "text.color": INK,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "bsi",
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Draw and save inside this block."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError(
+            "figures are drawn by matplotlib, which is not installed: pip install 'bsi[figures]'. What was measured is "
+            "kept; the same command then draws the figure."
+        ) from error
+    with matplotlib.rc_context(STYLE):
+        yield
+
+
+def panels(columns: int, rows: int = 1, width: float = 3.2, height: float = 2.6) -> tuple[Figure, list[Axes]]:
+    """An empty figure of panels, row by row; sizes of one panel in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, list(axes.flat)
+
+
+def error_line(
+    axes: Axes, x: Sequence[float], y: Sequence[float], error: Sequence[float], colour: str, dashes: str = "-"
+) -> None:
+    """A line with its points, and bars of one standard error."""
+    axes.errorbar(x, y, yerr=error, color=colour, linestyle=dashes, marker="o", capsize=2, elinewidth=1)
+
+
+def label(axes: Axes, x: float, y: float, words: str, colour: str, dx: float = 5, dy: float = 0) -> None:
+    """Words beside a point, in the line's colour: no legend to look up."""
+    axes.annotate(
+        words, (x, y), xytext=(dx, dy), textcoords="offset points", color=colour, va="center", fontsize=8.5,
+        fontweight="bold", annotation_clip=False,
+    )  # fmt: skip
+
+
+def tile(images: np.ndarray, columns: int, gap: int = 1) -> np.ndarray:
+    """8-bit images (n, channels, height, width) side by side, as one (height, width, 3) picture on white."""
+    n, channels, height, width = images.shape
+    rows = -(-n // columns)
+    sheet = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
+    for i, image in enumerate(images):
+        top, left = i // columns * (height + gap), i % columns * (width + gap)
+        shown = image.transpose(1, 2, 0)
+        sheet[top : top + height, left : left + width] = shown if channels == 3 else shown.repeat(3, axis=2)
+    return sheet
+
+
+def save(figure: Figure, folder: Path, name: str = "figure") -> list[Path]:
+    """The figure as PNG and SVG, the same bytes every time."""
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    figure.savefig(paths[0], dpi=150, metadata={"Software": None})
+    figure.savefig(paths[1], metadata={"Date": None, "Creator": None})
+    return paths

@@ -1,0 +1,140 @@
+"""Figure "illustration": generation as inference in five pictures, with data whose best prediction is known.
+
+1 a belief so broad that it covers all data, 2 a guess which sample it is about, 3 a noisy measurement of the guess,
+4 the posterior, 5 the same again until one sample is left. Data is a mixture of Gaussians on a spiral; f is its exact
+posterior mean (oracle.py), so that nothing is trained. The table follows the belief: Lemma "Posterior Update" holds at
+each step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.gaussian import Belief
+from bsi.methods import BSI
+from bsi.noise import SeededNoise
+from bsi.oracle import Mixture
+from bsi.sampling import Step, measurement, trajectory
+from bsi.studies import figures
+from bsi.studies.job import Measure
+from bsi.studies.report import Claim, Report, Study, Table, Verdict
+from bsi.studies.scale import Scale
+from bsi.studies.store import Store
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["STUDY", "spiral", "steps"]
+
+METHOD = BSI(lambda_0=0.3, alpha_M=1e3)
+GRID = (0.3, 0.8, 2.4, 8.0, 40.0, METHOD.levels.high)
+SEED = 11
+BELIEF, GUESS, MEASURED = figures.PALETTE[0], figures.PALETTE[4], figures.PALETTE[1]
+
+
+def measures(scale: Scale) -> list[Measure]:
+    return []
+
+
+def spiral(arms: int = 24) -> Mixture:
+    """Gaussians along a spiral."""
+    turn = torch.linspace(0.6, 3.4 * math.pi, arms, dtype=torch.float64)
+    radius = 0.25 + 0.16 * turn
+    means = torch.stack([radius * torch.cos(turn), radius * torch.sin(turn)], 1)
+    return Mixture(torch.full((arms,), 1 / arms, dtype=torch.float64), means, torch.full_like(means, 0.005))
+
+
+def steps() -> list[Step]:
+    """One sample, from the prior to the end."""
+    noise = SeededNoise(SEED, torch.zeros(1, dtype=torch.long), (2,), torch.float64)
+    grid = torch.tensor(GRID, dtype=torch.float64)
+    return list(trajectory(METHOD, spiral().predictor(METHOD), noise, grid))
+
+
+def _circle(axes: Axes, centre: Float[Tensor, " 2"], precision: float, strength: float) -> None:
+    """A belief: the discs that hold it with one and two standard deviations."""
+    from matplotlib.patches import Circle
+
+    for deviations in (2, 1):
+        radius = deviations / math.sqrt(precision)
+        axes.add_patch(Circle(tuple(centre.tolist()), radius, color=BELIEF, alpha=strength, linewidth=0))
+    axes.plot(*centre.tolist(), "+", color=BELIEF, markersize=8, markeredgewidth=1.6)
+
+
+def _draw() -> Figure:
+    figure, axes = figures.panels(5, width=1.75, height=2.15)
+    generator = torch.Generator().manual_seed(0)
+    chosen, eps = torch.rand(1500, generator=generator), torch.randn(1500, 2, generator=generator)
+    points = spiral().sample(chosen.double(), eps.double())
+    found = steps()
+    first, second, last = found[0], found[1], found[-1]
+    y = measurement(METHOD, first, second)[0]
+    titles = ("1 Believe", "2 Predict", "3 Measure", "4 Update", "5 Repeat")
+    for panel, title in zip(axes, titles, strict=True):
+        panel.plot(points[:, 0], points[:, 1], ".", color="#B9B9C2", markersize=1.6, zorder=0)
+        panel.set(xlim=(-3.1, 3.1), ylim=(-3.1, 3.1), aspect="equal", xticks=[], yticks=[], title=title)
+        panel.grid(False)
+        for spine in panel.spines.values():
+            spine.set(visible=True, color=figures.FAINT)
+    for panel in axes[:3]:
+        _circle(panel, first.latent[0], GRID[0], 0.13)
+    for panel in axes[1:3]:
+        panel.plot(*first.x_hat[0].tolist(), "o", color=GUESS, markersize=6, zorder=3)
+    guess_x, guess_y = first.x_hat[0].tolist()
+    figures.label(axes[1], guess_x, guess_y, r"$\hat{x}$", GUESS, dx=6, dy=2)
+    axes[2].plot(*zip(first.x_hat[0].tolist(), y.tolist(), strict=True), ":", color=MEASURED, linewidth=1.2)
+    axes[2].plot(*y.tolist(), "X", color=MEASURED, markersize=7, zorder=3)
+    figures.label(axes[2], float(y[0]), float(y[1]), r"$y$", MEASURED, dx=7)
+    _circle(axes[3], second.latent[0], GRID[1], 0.16)
+    axes[3].plot(*y.tolist(), "X", color=MEASURED, markersize=7, zorder=3)
+    for step in found[1:-1]:
+        _circle(axes[4], step.latent[0], float(step.level), 0.1)
+    for a, b in itertools.pairwise(found[1:]):
+        axes[4].plot(*zip(a.latent[0].tolist(), b.latent[0].tolist(), strict=True), "-", color=BELIEF, linewidth=1)
+    axes[4].plot(*last.x_hat[0].tolist(), "*", color=GUESS, markersize=12, markeredgecolor="white", zorder=4)
+    for panel, text in zip(
+        axes, (rf"$\lambda_0 = {GRID[0]:g}$", "", "", rf"$\lambda_1 = {GRID[1]:g}$", ""), strict=True
+    ):
+        panel.set_xlabel(text, labelpad=2)
+    axes[4].set_xlabel(rf"$\lambda_k = {METHOD.levels.high:.4g}$", labelpad=2)
+    return figure
+
+
+def _update_error(found: list[Step]) -> float:
+    """How far the sampler's beliefs are from Lemma "Posterior Update" with the measurements between them."""
+    worst = 0.0
+    for a, b in itertools.pairwise(found):
+        belief = Belief(a.latent, a.level[None]).update(measurement(METHOD, a, b), (b.level - a.level)[None])
+        worst = max(worst, float((belief.mean - b.latent).abs().max()))
+    return worst
+
+
+def report(scale: Scale, store: Store) -> Report:
+    found = steps()
+    rows = tuple(
+        (i, float(step.level), *step.latent[0].tolist(), *step.x_hat[0].tolist()) for i, step in enumerate(found)
+    )
+    error = _update_error(found)
+    verdict: Verdict = "held" if error < 1e-9 else "not held"
+    return Report(
+        tables=(Table("belief", ("i", "lambda", "mu_1", "mu_2", "x_hat_1", "x_hat_2"), rows),),
+        claims=(Claim("Each belief is the posterior of the one before", verdict, f"largest difference {error:.1e}"),),
+        draw=_draw,
+        notes=("Exact predictions for a mixture of 24 Gaussians on a spiral; the same at every scale.",),
+    )
+
+
+STUDY = Study(
+    name="illustration",
+    paper='Figure "illustration"',
+    shows="the five-step picture",
+    measures=measures,
+    report=report,
+)

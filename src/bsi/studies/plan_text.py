@@ -1,0 +1,38 @@
+"""The plan of a study as text: its jobs with estimated minutes, and the commands that train its networks elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bsi.recipes import named_recipe
+from bsi.studies.job import Train, title
+from bsi.studies.runner import Planned
+from bsi.studies.scale import Scale
+from bsi.studies.store import Store
+from bsi.training.plain import changes
+from bsi.training.recipe import METHODS, Recipe
+
+__all__ = ["plan_text", "train_command"]
+
+
+def plan_text(planned: Sequence[Planned], scale: Scale, store: Store) -> str:
+    """One line for each job; at the paper's scale, below each network the command that trains it on many GPUs."""
+    lines = [f"{scale.name}: {scale.summary}"]
+    for p in planned:
+        lines += [f"{'done' if p.done else f'{p.seconds / 60:8.2f} min':>12}  {p.study:<19} {title(p.job)}"]
+        if scale.name == "paper" and isinstance(p.job, Train) and not p.done:
+            lines += [f"{'':12}  {'':19} {train_command(p.job.network, store)}"]
+    left = [p for p in planned if not p.done]
+    trained, minutes = sum(isinstance(p.job, Train) for p in left), sum(p.seconds for p in left) / 60
+    total = f"{minutes:.1f} minutes" if minutes < 300 else f"{minutes / 60:.0f} hours"
+    lines.append(f"{len(left)} of {len(planned)} jobs left, {trained} of them networks to train: {total}")
+    return "\n".join(lines)
+
+
+def train_command(recipe: Recipe, store: Store) -> str:
+    """`bsi train` with every setting in which the recipe differs from the one of its name."""
+    method = next(name for name, spec in METHODS.items() if isinstance(recipe.method, spec))
+    words = ["torchrun --nproc-per-node 4 -m bsi train", recipe.name, "--method", method]
+    for change in changes(named_recipe(recipe.name, method), recipe):
+        words += [f"--{change.name.replace('_', '-')}", str(change.after)]
+    return " ".join([*words, "--out", str(store.network(recipe))])

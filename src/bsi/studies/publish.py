@@ -1,0 +1,94 @@
+"""From finished studies to docs/results.md: figures and numbers are copied, the page is written anew from all of them.
+
+docs/results/NAME-SCALE.png     the figure
+docs/results/NAME-SCALE.json    the outcome: everything that the page says
+docs/results.md                 made from these by `page`; a test holds it to them
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bsi.studies.registry import STUDIES
+from bsi.studies.report import Study
+from bsi.studies.scale import SCALES, Scale
+from bsi.training.files import write_json, write_text
+
+__all__ = ["page", "publish"]
+
+INTRODUCTION = """# Results
+
+Every table and figure of the paper, redone by `bsi study NAME --scale SCALE --out FOLDER`; `--plan` shows the jobs of a
+study with their estimated minutes. This page is written by `--publish docs` from what the studies measured, and says
+what they found, also where that is not what the paper found.
+
+| scale | what | what it can show |
+|---|---|---|
+| smoke | {smoke}; networks train for seconds | that everything runs. Its numbers are no evidence for any claim |
+| mini | {mini}; networks of 10M parameters train for four minutes | whether a claim shows at small scale |
+| paper | {paper}; the paper's networks, budgets and three seeds | the claims themselves |
+
+"Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are
+several, else the Monte Carlo error of a bound, or that of having drawn these samples. `fd-digits` is a Fréchet distance
+in the features of a small classifier of digits, and is comparable to no FID.
+"""
+
+
+def publish(folders: Sequence[Path], docs: Path) -> Path:
+    """Copy outcomes into docs/results and write the page."""
+    target = docs / "results"
+    target.mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        found = json.loads((folder / "numbers.json").read_text("utf-8"))
+        stem = f"{found['study']}-{found['scale']}"
+        shutil.copyfile(folder / "figure.png", target / f"{stem}.png")
+        write_json(target / f"{stem}.json", found)
+    write_text(docs / "results.md", page(target))
+    return docs / "results.md"
+
+
+def page(results: Path) -> str:
+    """The whole page, from the outcomes that are there."""
+    parts = [INTRODUCTION.format(**{name: scale.summary for name, scale in SCALES.items()})]
+    for study in STUDIES.values():
+        parts.append(f"## {study.name}\n\n{_heading(study)}\n")
+        parts += [_section(study, scale, results) for scale in SCALES.values()]
+    return "\n".join(parts)
+
+
+def _heading(study: Study) -> str:
+    where = "New, not in the paper" if study.paper == "new" else f"The paper's {study.paper}"
+    return f"{where}: {study.shows}."
+
+
+def _section(study: Study, scale: Scale, results: Path) -> str:
+    path = results / f"{study.name}-{scale.name}.json"
+    if not path.is_file():
+        return f"### {study.name}, {scale.name}\n\nNot yet run: `{_command(study, scale)}`\n"
+    return _outcome(study, scale, json.loads(path.read_text("utf-8")))
+
+
+def _command(study: Study, scale: Scale) -> str:
+    return f"bsi study {study.name} --scale {scale.name} --out FOLDER"
+
+
+def _outcome(study: Study, scale: Scale, found: Mapping[str, Any]) -> str:
+    lines = [
+        f"### {study.name}, {scale.name}",
+        "",
+        f"![{study.name} at the scale {scale.name}](results/{study.name}-{scale.name}.png)",
+        "",
+    ]
+    for claim in found["claims"]:
+        lines += [f"- {claim['statement']}: **{claim['verdict']}** ({claim['because']})."]
+    lines += [""] if found["claims"] else []
+    for table in found["tables"]:
+        lines += [f"{table['name'][0].upper()}{table['name'][1:]}:", "", table["markdown"], ""]
+    lines += [note + "\n" for note in found["notes"]]
+    made = f"{', '.join(found['hardware'])}; commit {', '.join(found['commits'])}"
+    lines += [f"`{_command(study, scale)}` · {made}", ""]
+    return "\n".join(lines)

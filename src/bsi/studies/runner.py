@@ -1,0 +1,174 @@
+"""What is left to do, in which order, and until when: `plan` says it, `run` does it.
+
+Jobs go network by network: train it, then measure it. A job that is done is a file that is there; so is a network that
+another study trained. When the time is nearly over, no job is begun that would not end in it; training and drawing save
+what they have, and everything else takes little time.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bsi import __version__
+from bsi.data.store import open_dataset
+from bsi.errors import DataError, Preempted, UsageError
+from bsi.model import Model
+from bsi.studies.deadline import Deadline
+from bsi.studies.job import Job, Measure, Train, estimate_s, name_of, network_name, title
+from bsi.studies.measure import Laboratory
+from bsi.studies.networks import train_network, training_record
+from bsi.studies.outcome import line, write_outcome
+from bsi.studies.report import Study
+from bsi.studies.scale import Scale
+from bsi.studies.store import Store
+from bsi.training.distributed import find_place, pick_device
+
+__all__ = ["Planned", "plan", "run"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job, the first study that wants it, and the seconds it is estimated to take."""
+
+    job: Job
+    study: str
+    seconds: float
+    done: bool
+
+
+def plan(studies: Sequence[Study], scale: Scale, store: Store) -> list[Planned]:
+    """All jobs of the studies, each once, in the order in which they are done."""
+    planned: dict[str, Planned] = {}
+    for study in studies:
+        for job in _by_network(study.measures(scale)):
+            if name_of(job) not in planned:
+                planned[name_of(job)] = Planned(job, study.name, estimate_s(job, scale), store.done(job))
+    return list(planned.values())
+
+
+def _by_network(measures: Sequence[Measure]) -> list[Job]:
+    """Every network's training before its measurements; networks in the order in which they are first asked for."""
+    groups: dict[str, list[Measure]] = {}
+    for job in measures:
+        groups.setdefault(network_name(job.network), []).append(job)
+    return [job for group in groups.values() for job in (Train(group[0].network), *group)]
+
+
+def run(
+    studies: Sequence[Study],
+    scale: Scale,
+    folder: Path,
+    minutes: float | None = None,
+    device: str | None = None,
+) -> list[Path]:
+    """Do what is left of the studies and write their outcomes; the folders of the results. Raises Preempted when out
+    of time."""
+    if find_place(os.environ).size > 1:
+        raise UsageError(
+            "a study runs in one process. Train its networks on many GPUs with the commands that --plan shows, then "
+            "run the study on one."
+        )
+    deadline, store = Deadline.after(minutes), Store(folder)
+    at_work = _Bench(scale, store, deadline, device)
+    for study in studies:
+        todo = plan([study], scale, store)
+        for i, planned in enumerate(todo):
+            if store.done(planned.job):
+                continue
+            _begin(planned, deadline, sum(not store.done(p.job) for p in todo))
+            print(f"{study.name} {i + 1}/{len(todo)}: {title(planned.job)}", file=sys.stderr, flush=True)
+            started = time.monotonic()
+            shown = at_work.do(planned.job)
+            print(f"{title(planned.job)}: {shown} ({time.monotonic() - started:.0f} s)", flush=True)
+        write_outcome(study, scale, store, at_work.about())
+    return [store.results(study.name, scale.name) for study in studies]
+
+
+def _begin(planned: Planned, deadline: Deadline, left: int) -> None:
+    """Refuse to begin what would not end in time; training needs only enough of it to get anywhere."""
+    needed = min(planned.seconds, 60.0) if isinstance(planned.job, Train) else planned.seconds
+    if deadline.left_s < needed:
+        raise Preempted(
+            f"out of time: {left} jobs of {planned.study} are left, next {title(planned.job)} "
+            f"({planned.seconds / 60:.1f} min). Run the same command to go on"
+        )
+
+
+class _Bench:
+    """The device, the data and the network at hand: consecutive measurements of one network load it once."""
+
+    def __init__(self, scale: Scale, store: Store, deadline: Deadline, device: str | None) -> None:
+        self.scale, self.store, self.deadline = scale, store, deadline
+        self.device = pick_device(device, 0)
+        self._network: tuple[str, Model] | None = None
+        self._laboratories: dict[str, Laboratory] = {}
+
+    def do(self, job: Job) -> str:
+        """Do a job and keep its result; what to print of it."""
+        if isinstance(job, Train):
+            self._network = None  # its memory, before another one is trained
+            train_network(job, self.scale, self.store, self.deadline, self.device.type)
+            record = training_record(job, self.store)
+            return f"loss {record['loss']:.4f}, {record['images_per_s']:.4g} images/s"
+        laboratory = self._laboratory(job.network.data.name)
+        model = self._model(job, laboratory)
+        started = time.monotonic()
+        result = laboratory.measure(job, model, self.deadline)
+        self.store.write(job, result, {**self.about(), "seconds": round(time.monotonic() - started, 1)})
+        return line(job, result)
+
+    def _laboratory(self, data: str) -> Laboratory:
+        if data not in self._laboratories:
+            self._laboratories[data] = Laboratory(self.scale, open_dataset(data), self.device, self.store.folder)
+        return self._laboratories[data]
+
+    def _model(self, job: Measure, laboratory: Laboratory) -> Model:
+        name = network_name(job.network)
+        if self._network is None or self._network[0] != name:
+            weights = self.store.weights(job.network)
+            if not weights.is_file():
+                raise DataError(f"{weights} is missing: the network was removed after it was trained. Train it again.")
+            self._network = (name, laboratory.load(weights, job.network))
+        return self._network[1]
+
+    def about(self) -> dict[str, Any]:
+        """Where, when and by what."""
+        cuda = self.device.type == "cuda"
+        return {
+            "bsi": __version__,
+            "commit": commit(),
+            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(self.device) if cuda else f"CPU, {torch.get_num_threads()} threads",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+
+
+def commit() -> str:
+    """The commit of this code, marked when the code has changed since; BSI_COMMIT where there is no repository."""
+    here = Path(__file__).resolve().parents[1]
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=10", "--exclude=*"],
+            cwd=here, capture_output=True, text=True, check=True, timeout=10,
+        ).stdout.strip()  # fmt: skip
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--", "."],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("BSI_COMMIT", "unknown")
+    return f"{found} with changes" if changed else found

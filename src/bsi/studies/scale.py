@@ -1,0 +1,288 @@
+"""How large a study is: three scales, each a record of everything that a study asks of it. Imports no torch.
+
+smoke   8x8 digits on a CPU: do all studies run? Networks take half a minute at most, and prove nothing.
+mini    CIFAR-10 on one GPU, networks of 10M parameters that train for four minutes: do the claims show?
+paper   the paper's datasets, networks, budgets and seeds. Not yet run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from bsi.backbones.config import DiTConfig, UNetConfig
+from bsi.recipes import (
+    cifar10_dit_mini,
+    cifar10_unet,
+    digits,
+    imagenet32_dit_l2,
+    imagenet32_unet,
+    imagenet64_dit_l4,
+)
+from bsi.training.recipe import Ema, Every, Keep, MethodName, Optimiser, Recipe
+
+__all__ = [
+    "DATASETS",
+    "METHOD_NAMES",
+    "SCALES",
+    "Comparison",
+    "Drawn",
+    "Known",
+    "Measured",
+    "MetricName",
+    "Scale",
+    "ScaleName",
+    "Speed",
+    "Varied",
+]
+
+ScaleName = Literal["smoke", "mini", "paper"]
+MetricName = Literal["fd-digits", "FID"]
+METHOD_NAMES: tuple[MethodName, ...] = ("bsi", "bfn", "vdm")
+
+
+@dataclass(frozen=True)
+class Known:
+    """A dataset as an estimate needs it, whether or not it is here."""
+
+    title: str
+    shape: tuple[int, ...]
+    bins: int
+    test_images: int
+
+
+DATASETS: dict[str, Known] = {
+    "digits": Known("digits", (1, 8, 8), 17, 299),
+    "cifar10": Known("CIFAR-10", (3, 32, 32), 256, 10_000),
+    "imagenet32": Known("ImageNet32", (3, 32, 32), 256, 50_000),
+    "imagenet64": Known("ImageNet64", (3, 64, 64), 256, 50_000),
+}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the hardware does, for estimates of time alone."""
+
+    training: float
+    """FLOP/s of a DiT's training steps."""
+    evaluation: float
+    """FLOP/s of its evaluations."""
+    unet: float
+    """A U-Net's FLOP/s relative to a DiT's."""
+    metric: float
+    """Images per second through the network of the Fréchet distance."""
+    startup_s: float
+    """Compiling and loading, once for each job."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Networks of one backbone, dataset and budget, for each of the methods and seeds."""
+
+    recipe: Callable[[MethodName], Recipe]
+    seeds: tuple[int, ...]
+    methods: tuple[MethodName, ...] = METHOD_NAMES
+    samples: bool = True
+    """Whether the quality of samples is compared, or the likelihood alone."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How many samples a Fréchet distance takes, and in how many steps they are drawn."""
+
+    num: int
+    batch: int
+    steps: tuple[int, ...]
+    """Of the paper's sampler, for every network of a comparison; the largest is the one that is quoted."""
+    long: int
+    """For one seed of each method alone."""
+    convergence: tuple[int, ...]
+    """Along the curves of Figure "FID convergence"."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How closely a bound is estimated."""
+
+    levels: int
+    """For each image and L_M^inf; the paper takes 5."""
+    recon: int
+    """For each image and L_R; the paper takes 2."""
+    finite_levels: int
+    """For L_M^k - L_M^inf: the paper takes 100."""
+    ks: tuple[int, ...]
+    profile_levels: int
+    """Levels at which the error of the prediction is looked at."""
+    profile_images: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Varied:
+    """The values that parameter studies vary over."""
+
+    lambda_0: tuple[float, ...]
+    gamma_0: tuple[float, ...]
+    trained_k: tuple[int, ...]
+    evaluated_k: tuple[int, ...]
+    bias: tuple[float, ...]
+    """ln SNR at which a sigmoid weight is one half."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One of the three, complete."""
+
+    name: ScaleName
+    summary: str
+    comparisons: tuple[Comparison, ...]
+    """The first is the one that figures show."""
+    architecture: Comparison
+    """The same with the U-Net."""
+    parameter_recipe: Callable[[MethodName], Recipe]
+    """The networks of parameter studies: at the paper's scale, of a shorter training."""
+    parameter_seeds: tuple[int, ...]
+    metric: MetricName
+    drawn: Drawn
+    measured: Measured
+    varied: Varied
+    speed: Speed
+    kept: Literal["float32", "bfloat16"]
+    """Type of the weights that are kept."""
+
+
+def _plain(recipe: Recipe, steps: int, checkpoint: int = 1000) -> Recipe:
+    """A recipe as studies train it: of another length, without evaluations on the way."""
+    every = Every(journal=min(50, steps), evaluate=0, sample=0, checkpoint=checkpoint)
+    return replace(recipe, steps=steps, every=every, keep=Keep(last=1))
+
+
+def _smoke(method: MethodName) -> Recipe:
+    """600 steps of a DiT of 95k parameters: about 12 s on two cores."""
+    return replace(
+        _plain(digits(method), steps=600),
+        backbone=DiTConfig(width=48, depth=2, heads=4, patch=2, dropout=0.0),
+        optimiser=Optimiser(lr=3e-3, weight_decay=1e-2, warmup=50, schedule="cosine", final_lr=1e-5),
+        ema=Ema(beta=0.98, start=50),
+    )
+
+
+def _smoke_unet(method: MethodName) -> Recipe:
+    """400 steps of a U-Net of 57k parameters: about 15 s on two cores."""
+    return replace(
+        _smoke(method), backbone=UNetConfig(width=16, levels=2, dropout=0.0), steps=400, batch=32, virtual_shards=8
+    )
+
+
+def _mini(method: MethodName) -> Recipe:
+    """9000 steps of 512: about 210 s on an H200 at 22,000 images/s."""
+    return _plain(cifar10_dit_mini(method), steps=9000)
+
+
+def _mini_unet(method: MethodName) -> Recipe:
+    """A U-Net of 2.2M parameters, without attention but the one in the middle."""
+    return replace(_mini(method), backbone=UNetConfig(width=64, levels=8, heads=1, dropout=0.1), steps=5500, batch=256)
+
+
+def _paper_cifar10(steps: int) -> Callable[[MethodName], Recipe]:
+    return lambda method: replace(cifar10_unet(method), steps=steps)
+
+
+def _paper_parameter(method: MethodName) -> Recipe:
+    """ "We reduced the training steps to 100k for our parameter studies." """
+    recipe = imagenet32_dit_l2(method)
+    warmup = replace(recipe.optimiser, warmup=2000)  # ours
+    return replace(recipe, steps=100_000, optimiser=warmup, keep=Keep(last=2, every=20_000))
+
+
+SMOKE = Scale(
+    name="smoke",
+    summary="8x8 digits, a CPU with two cores",
+    comparisons=(Comparison(_smoke, seeds=(0, 1)),),
+    architecture=Comparison(_smoke_unet, seeds=(0,)),
+    parameter_recipe=_smoke,
+    parameter_seeds=(0,),
+    metric="fd-digits",
+    drawn=Drawn(num=512, batch=256, steps=(8, 32), long=64, convergence=(4, 8, 16, 32)),
+    measured=Measured(
+        levels=16, recon=4, finite_levels=64, ks=(8, 32, 128, 512), profile_levels=33, profile_images=64, batch=299
+    ),
+    varied=Varied(
+        lambda_0=(1e-4, 1e-2, 1.0),
+        gamma_0=(1e-2, 1.0, math.inf),
+        trained_k=(16, 256),
+        evaluated_k=(8, 32, 128),
+        bias=(2.0,),
+    ),
+    speed=Speed(training=25e9, evaluation=25e9, unet=0.8, metric=20_000, startup_s=1.0),
+    kept="float32",
+)
+
+MINI = Scale(
+    name="mini",
+    summary="CIFAR-10, one H200",
+    comparisons=(Comparison(_mini, seeds=(0, 1)),),
+    architecture=Comparison(_mini_unet, seeds=(0,)),
+    parameter_recipe=_mini,
+    parameter_seeds=(0,),
+    metric="FID",
+    drawn=Drawn(num=10_000, batch=1024, steps=(16, 64, 256), long=1024, convergence=(8, 16, 32, 64, 128, 256)),
+    measured=Measured(
+        levels=20,
+        recon=4,
+        finite_levels=100,
+        ks=(8, 16, 32, 64, 128, 256, 512, 1024),
+        profile_levels=129,
+        profile_images=1000,
+        batch=2500,
+    ),
+    varied=Varied(
+        lambda_0=(1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+        gamma_0=(1e-2, 1e-1, 1.0, math.inf),
+        trained_k=(16, 64, 256),
+        evaluated_k=(16, 64, 256),
+        bias=(2.0, 6.0),
+    ),
+    # 22,000 images/s in training; evaluations and the U-Net are estimates
+    speed=Speed(training=250e12, evaluation=250e12, unet=0.35, metric=2500, startup_s=45.0),
+    kept="bfloat16",
+)
+
+PAPER = Scale(
+    name="paper",
+    summary="ImageNet32, 4 x H100 for training",
+    comparisons=(
+        Comparison(imagenet32_dit_l2, seeds=(0, 1, 2)),
+        Comparison(imagenet64_dit_l4, seeds=(0, 1, 2)),
+        Comparison(_paper_cifar10(10_000_000), seeds=(0,), methods=("bsi",), samples=False),
+        Comparison(cifar10_unet, seeds=(0,), methods=("bsi",), samples=False),
+    ),
+    architecture=Comparison(imagenet32_unet, seeds=(0, 1, 2)),
+    parameter_recipe=_paper_parameter,
+    parameter_seeds=(0,),
+    metric="FID",
+    drawn=Drawn(num=50_000, batch=1000, steps=(1024,), long=1024, convergence=(8, 16, 32, 64, 128, 256, 512, 1024)),
+    measured=Measured(
+        levels=5,
+        recon=2,
+        finite_levels=100,
+        ks=(8, 16, 32, 64, 128, 256, 512, 1024, 4096),
+        profile_levels=257,
+        profile_images=1000,
+        batch=500,
+    ),
+    varied=Varied(
+        lambda_0=(1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+        gamma_0=(1e-2, 1e-1, 1.0, math.inf),
+        trained_k=(16, 64, 256, 1024),
+        evaluated_k=(16, 64, 256, 1024),
+        bias=(2.0, 6.0),
+    ),
+    # 4 GPUs at the paper's 217 images/s train; one evaluates
+    speed=Speed(training=4 * 105e12, evaluation=300e12, unet=0.9, metric=2500, startup_s=60.0),
+    kept="float32",
+)
+
+SCALES: dict[ScaleName, Scale] = {"smoke": SMOKE, "mini": MINI, "paper": PAPER}

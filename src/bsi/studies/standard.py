@@ -1,0 +1,41 @@
+"""The measurements that most studies ask for, at the settings of their scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from bsi.evaluation.drawing import Drawing
+from bsi.studies.job import Bound, Quality
+from bsi.studies.scale import Scale
+from bsi.training.recipe import MethodName, Recipe
+
+__all__ = ["bound", "bounds", "default_quality", "qualities", "quality", "seeded"]
+
+
+def seeded(recipe: Callable[[MethodName], Recipe], method: MethodName, seeds: Sequence[int]) -> list[Recipe]:
+    """The same recipe from several seeds: of the weights, the order of images, the levels and the noise."""
+    return [replace(recipe(method), seed=seed) for seed in seeds]
+
+
+def bound(scale: Scale, network: Recipe, finite_k: int | None = None) -> Bound:
+    return Bound(network, scale.measured.levels, scale.measured.recon, finite_k)
+
+
+def bounds(scale: Scale, networks: Sequence[Recipe]) -> list[Bound]:
+    return [bound(scale, network) for network in networks]
+
+
+def quality(scale: Scale, network: Recipe, steps: int, solver: str = "posterior", grid: str = "paper") -> Quality:
+    """By default with the paper's sampler."""
+    return Quality(network, scale.metric, scale.drawn.num, steps, solver, grid)
+
+
+def qualities(scale: Scale, networks: Sequence[Recipe], steps: int) -> list[Quality]:
+    return [quality(scale, network, steps) for network in networks]
+
+
+def default_quality(scale: Scale, network: Recipe) -> Quality:
+    """With our default sampler."""
+    ours = Drawing()
+    return quality(scale, network, ours.steps, ours.solver, ours.grid)

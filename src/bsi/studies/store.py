@@ -1,0 +1,90 @@
+"""Where a study's networks and measurements are: files that are whole or not there, named by what they hold.
+
+FOLDER/
+  networks/HASH/network.safetensors     the moving average, as `bsi export` writes it; beside it the run's journal
+  measurements/KIND-HASH.json           what was measured, the values, when, where and by which commit
+  measurements/KIND-HASH.npz            arrays, if there are any
+  NAME-SCALE/                           a finished study: figure.png, figure.svg, numbers.json, numbers.csv
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bsi.errors import DataError
+from bsi.studies.job import Job, Measure, Train, name_of, network_name, settings
+from bsi.training.files import write_json
+from bsi.training.plain import to_plain
+from bsi.training.recipe import Recipe
+
+__all__ = ["Result", "Store"]
+
+Values = Mapping[str, Any]
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Numbers by name, for JSON, and arrays by name."""
+
+    values: Values
+    arrays: Arrays = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folder of all studies."""
+
+    folder: Path
+
+    def network(self, recipe: Recipe) -> Path:
+        """The run folder of a network."""
+        return self.folder / "networks" / network_name(recipe)
+
+    def weights(self, recipe: Recipe) -> Path:
+        """The file that a finished network is."""
+        return self.network(recipe) / "network.safetensors"
+
+    def record(self, job: Measure) -> Path:
+        return self.folder / "measurements" / f"{name_of(job)}.json"
+
+    def results(self, study: str, scale: str) -> Path:
+        return self.folder / f"{study}-{scale}"
+
+    def done(self, job: Job) -> bool:
+        return (self.weights(job.network) if isinstance(job, Train) else self.record(job)).is_file()
+
+    def write(self, job: Measure, result: Result, about: Values) -> None:
+        """Arrays first: the record vouches for them."""
+        path = self.record(job)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if result.arrays:
+            beside = path.with_name(f".{path.stem}.{os.getpid()}.npz")
+            np.savez_compressed(beside, allow_pickle=False, **result.arrays)
+            beside.replace(path.with_suffix(".npz"))
+        kind = type(job).__name__.lower()
+        what = {"kind": kind, "network": network_name(job.network), "recipe": to_plain(job.network), **settings(job)}
+        write_json(path, {"job": what, "values": dict(result.values), "about": dict(about)})
+
+    def read(self, job: Measure) -> Result:
+        path = self.record(job)
+        try:
+            values = json.loads(path.read_text("utf-8"))["values"]
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{path} is missing or damaged ({error}): delete it and run the study again") from error
+        arrays: dict[str, np.ndarray] = {}
+        if path.with_suffix(".npz").is_file():
+            with np.load(path.with_suffix(".npz"), allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+        return Result(values, arrays)
+
+    def about(self, job: Measure) -> Values:
+        """When, where and by which commit something was measured."""
+        return dict(json.loads(self.record(job).read_text("utf-8"))["about"])

@@ -3,8 +3,11 @@
     paper       uniform in t = F(level), the paper's schedule: alpha_i = F^-1(i / k) - F^-1((i - 1) / k)
     edm         sigma^(1/7) uniform, sigma = noise / signal (Karras et al., 2022)
     geometric   uniform in ln Lambda, the information: the coordinate in which the second-order solvers expand
+    asinh       uniform in asinh(10 rho), rho = 1 / sigma: even in rho while sigma is above 10, in ln rho after that
 
-For BSI and VDM `paper` is `geometric`; for BFN, whose information starts at 0, it is not.
+For BSI and VDM `paper` is `geometric`; for BFN, whose information starts at 0, it is not. BSI's `geometric` is even in
+asinh(rho / (2 sqrt(lambda_0))), that is asinh(5 rho). `asinh` takes shorter first steps, which data with directions
+much wider than 5 needs: the brightness of CIFAR-10's images has a standard deviation of 15.
 """
 
 from __future__ import annotations
@@ -20,7 +23,17 @@ from torch import Tensor
 from bsi.errors import UsageError
 from bsi.methods.base import Method
 
-__all__ = ["GRIDS", "Grid", "check_grid", "edm_grid", "geometric_grid", "named_grid", "onward_grid", "paper_grid"]
+__all__ = [
+    "GRIDS",
+    "Grid",
+    "asinh_grid",
+    "check_grid",
+    "edm_grid",
+    "geometric_grid",
+    "named_grid",
+    "onward_grid",
+    "paper_grid",
+]
 
 Levels = Float[Tensor, " levels"]
 Grid = Callable[[Method, int], Levels]
@@ -65,17 +78,34 @@ def _ended(method: Method, levels: Float[Tensor, " steps"]) -> Levels:
     return torch.cat([ends[:1], levels[:-1], ends[1:]])
 
 
+def _rho(method: Method) -> tuple[float, float]:
+    """signal / noise = gain / sqrt(gain + c) at the first and the last level."""
+    gains = method.gain(torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)).tolist()
+    first, last = (gain / math.sqrt(gain + method.c) if gain > 0 else 0.0 for gain in gains)
+    return first, last
+
+
+def _at_rho(method: Method, rho: Float[Tensor, " steps"]) -> Float[Tensor, " steps"]:
+    """The levels where signal / noise is rho: alpha^2 / (alpha + c) = rho^2."""
+    return method.level(0.5 * rho * (rho + torch.sqrt(rho.square() + 4 * method.c)))
+
+
 def edm_grid(method: Method, k: int, power: float = 7.0) -> Levels:
     """sigma^(1 / power) uniform from the noisiest sigma (at most 80) to the last."""
     _check_steps(k)
-    ends = torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)
-    encoder = method.encoder(ends)
-    rho = torch.where(encoder.signal == 0, torch.zeros_like(ends), encoder.signal / encoder.noise)
-    sigma_max, sigma_min = min(FIRST_SIGMA, 1 / float(rho[0]) if rho[0] > 0 else math.inf), 1 / float(rho[1])
+    first, last = _rho(method)
+    sigma_max, sigma_min = min(FIRST_SIGMA, 1 / first if first > 0 else math.inf), 1 / last
     roots = torch.linspace(sigma_max ** (1 / power), sigma_min ** (1 / power), k + 1, dtype=torch.float64)
-    sigma = roots[1:] ** power
-    gains = (1 + torch.sqrt(1 + 4 * method.c * sigma.square())) / (2 * sigma.square())
-    return _ended(method, method.level(gains))
+    return _ended(method, _at_rho(method, roots[1:] ** -power))
+
+
+def asinh_grid(method: Method, k: int, scale: float = 10.0) -> Levels:
+    """asinh(scale rho) uniform, from the prior's rho to the last."""
+    _check_steps(k)
+    first, last = (math.asinh(scale * rho) for rho in _rho(method))
+    return _ended(
+        method, _at_rho(method, torch.sinh(torch.linspace(first, last, k + 1, dtype=torch.float64)[1:]) / scale)
+    )
 
 
 def geometric_grid(method: Method, k: int) -> Levels:
@@ -103,7 +133,7 @@ def onward_grid(method: Method, level: float, k: int) -> Levels:
     return grid
 
 
-GRIDS: dict[str, Grid] = {"paper": paper_grid, "edm": edm_grid, "geometric": geometric_grid}
+GRIDS: dict[str, Grid] = {"paper": paper_grid, "edm": edm_grid, "geometric": geometric_grid, "asinh": asinh_grid}
 
 
 def named_grid(name: str) -> Grid:

@@ -48,7 +48,7 @@ class Sample:
     solver: str = "sde-root"
     """posterior (the paper's), sde2, ode2, sde-root, ode-root or churn."""
     grid: str = "geometric"
-    """Where the steps lie: paper, geometric or edm."""
+    """Where the steps lie: paper, geometric, asinh or edm."""
     noise: Literal["path", "independent"] = "path"
     """path: with one seed, more steps converge to one image; independent: fresh noise for each step."""
     seed: int = 0

@@ -27,7 +27,7 @@ from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.control import Observations
 from bsi.evaluation.integral import integral
 from bsi.evaluation.plan import Plan, ProposalName, make_plan
-from bsi.evaluation.points import Design, Spread, noise, spread
+from bsi.evaluation.points import Design, Spread, noise, sample_spread, spread
 from bsi.evaluation.subject import Subject
 from bsi.progress import Progress
 from bsi.sampling import evaluations
@@ -78,6 +78,11 @@ class Replicates:
     def spread(self) -> Spread:
         return spread(self.values, self.sizes, self.block)
 
+    @property
+    def excess(self) -> float:
+        """How much of the variance between the samples' averages is Monte Carlo error."""
+        return float(self.spread.mean.var()) - sample_spread(self.values, self.sizes)
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -95,7 +100,7 @@ class Evaluation:
 
     @property
     def elbo(self) -> Elbo:
-        """Terms for each sample; prints as bound ± Monte Carlo error ± data-set error."""
+        """The terms of each sample with their Monte Carlo variance."""
         measured, decoded = self.measurement.spread, self.reconstruction.spread
         return Elbo(
             reconstruction=decoded.mean,
@@ -108,9 +113,21 @@ class Evaluation:
         )
 
     @property
+    def data_error(self) -> float:
+        """Standard error of the bound from having these samples and not others; NaN for one sample."""
+        return _data_error(self.elbo, self.measurement, self.reconstruction)
+
+    @property
     def degrees_of_freedom(self) -> float:
         """Of the Monte Carlo error: for intervals, use Student's distribution with so many."""
         return Spread.degrees_of_freedom(self.measurement.spread, self.reconstruction.spread)
+
+
+def _data_error(elbo: Elbo, *terms: Replicates) -> float:
+    if len(elbo.nats) < 2:
+        return math.nan
+    variance = float(elbo.nats.var()) - sum(term.excess for term in terms)
+    return math.sqrt(max(0.0, variance) / len(elbo.nats)) / (elbo.n * math.log(2))
 
 
 @dataclass(frozen=True)
@@ -264,7 +281,8 @@ def difference(a: Evaluation, b: Evaluation) -> Difference:
             f"{a.procedure} on {len(a.prior)} samples and {b.procedure} on {len(b.prior)}"
         )
     both = [(a.measurement, b.measurement), (a.reconstruction, b.reconstruction)]
-    measured, decoded = (Replicates(p.values - q.values, p.sizes, p.block).spread for p, q in both)
+    terms = [Replicates(p.values - q.values, p.sizes, p.block) for p, q in both]
+    measured, decoded = (term.spread for term in terms)
     unit = a.n * (a.log_determinant - b.log_determinant)
     elbo = Elbo(
         reconstruction=decoded.mean,
@@ -278,6 +296,6 @@ def difference(a: Evaluation, b: Evaluation) -> Difference:
         bits_per_dim=elbo.bits_per_dim,
         monte_carlo_error=elbo.monte_carlo_error,
         degrees_of_freedom=Spread.degrees_of_freedom(measured, decoded),
-        data_error=elbo.data_error,
+        data_error=_data_error(elbo, *terms),
         unpaired_error=math.hypot(a.elbo.monte_carlo_error, b.elbo.monte_carlo_error),
     )

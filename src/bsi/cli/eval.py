@@ -1,0 +1,252 @@
+"""`bsi eval RUN --bpd`, `bsi eval RUN --fid`, `bsi eval A B --paired`: what a trained model is worth, with errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from bsi.errors import UsageError
+
+if TYPE_CHECKING:
+    from bsi.evaluation.runs import Run, Split
+    from bsi.training.distributed import World
+
+__all__ = ["Eval", "run"]
+
+TIMEOUT_S = 3600.0  # ranks wait so long for the slowest
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Bits per dimension and sample quality of trained models, each with its error; stored in the run folder.
+
+    --bpd by default follows the paper: 5 levels and 2 reconstructions of every test sample. Two errors are told apart:
+    that of the Monte Carlo estimate, and that of having these samples and not others. --proposal fitted reaches the
+    same error with several times fewer evaluations. `torchrun -m bsi eval ...` shares the work, for the same numbers.
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """A run folder or a file that `bsi export` wrote; two of them with --paired."""
+    bpd: bool = False
+    """Bits per dimension."""
+    fid: bool = False
+    """Sample quality: the Frechet inception distance."""
+    paired: bool = False
+    """The difference in bits per dimension of two runs, from common random numbers."""
+    split: Literal["test", "train"] = "test"
+    """Which samples to evaluate the bound of."""
+    measure: int = 5
+    """Levels for each sample, in a round."""
+    recon: int = 2
+    """Reconstructions of each sample, in a round."""
+    finite_k: int | None = None
+    """The bound for this many measurement rounds, rather than infinitely many."""
+    proposal: Literal["loguniform", "exact", "fitted"] = "loguniform"
+    """How levels are drawn; fitted learns it, with a control variate, from a few evaluations of their own."""
+    control: bool = True
+    """Use the control variate of --proposal fitted."""
+    target_se: float | None = None
+    """Evaluate more rounds until the Monte Carlo standard error, in bits per dimension, is this small."""
+    per_sample: Path | None = None
+    """Also write every sample's bound to this .npz."""
+    limit: int | None = None
+    """Only the first this many samples."""
+    num: int = 50_000
+    """Samples to draw for --fid."""
+    reference: Literal["test", "train"] = "test"
+    """What --fid compares with; the paper compares with the test set."""
+    steps: int = 16
+    """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
+    solver: str = "sde-root"
+    """posterior (the paper's), sde2, ode2, sde-root, ode-root or churn."""
+    grid: str = "geometric"
+    """Where the steps lie: paper, geometric or edm."""
+    kid: bool = False
+    """With --fid, also the kernel inception distance."""
+    precision_recall: bool = False
+    """With --fid, also precision and recall."""
+    inception: Path | None = None
+    """The weights of the FID network; by default those in the data cache."""
+    data: str | None = None
+    """Another prepared dataset than the one the run was trained on, by name or folder."""
+    seed: int = 0
+    """Of the noise and the levels, or of the samples."""
+    batch_size: int = 256
+    """Samples at a time."""
+    step: int | None = None
+    """An earlier checkpoint than the last."""
+    weights: bool = False
+    """The weights themselves rather than their moving average."""
+    precision: Literal["auto", "bf16", "float16", "float32"] = "auto"
+    """Inside the network; everything around it is float32."""
+    device: Literal["cuda", "cpu"] | None = None
+    """By default a GPU if there is one."""
+    json: bool = False
+    """Print the record as one JSON object, or a list of them."""
+
+
+def run(args: Eval) -> int:
+    check(args)
+    from bsi.training.distributed import join
+
+    with join(args.device, TIMEOUT_S) as world:
+        records = []
+        if args.paired:
+            records.append(paired(args, world))
+        if args.bpd:
+            records.append(bound(args, world))
+        if args.fid:
+            records.append(quality(args, world))
+        if world.first:
+            print(json.dumps(records[0] if len(records) == 1 else records) if args.json else text(records))
+    return 0
+
+
+def check(args: Eval) -> None:
+    """What cannot mean anything is refused before torch is loaded."""
+    if not (args.bpd or args.fid or args.paired):
+        raise UsageError("say what to evaluate: --bpd, --fid, both, or --paired for two runs")
+    wanted = 2 if args.paired else 1
+    if len(args.runs) != wanted or (args.paired and (args.bpd or args.fid)):
+        raise UsageError(
+            f"--bpd and --fid take one run, --paired two and nothing else: got {len(args.runs)} runs. "
+            f"Evaluate several runs one after the other."
+        )
+    if args.paired and args.target_se is not None:
+        raise UsageError("--target-se is for one run: with --paired, raise --measure instead")
+    for option in ("num", "steps", "batch_size", "limit", "finite_k"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise UsageError(f"--{option.replace('_', '-')} must be at least 1: got {value}")
+    if args.per_sample is not None and not args.per_sample.parent.is_dir():
+        raise UsageError(f"there is no folder {args.per_sample.parent} to write {args.per_sample.name} into")
+
+
+def bound(args: Eval, world: World) -> Mapping[str, Any]:
+    from bsi.evaluation import runs
+    from bsi.evaluation.bound import evaluate
+
+    procedure = _procedure(args)
+    run, split = _opened(args, args.runs[0], world)
+    subject = runs.subject_of(run, split, args.limit)
+    runs.speed_up(run, subject.count * (args.measure + args.recon) // world.size)
+    found = evaluate(subject, procedure, world, show=True)
+    record = runs.bound_record(run, split, found)
+    if world.first:
+        if args.per_sample is not None:
+            runs.save_samples(args.per_sample, found)
+        runs.store(run, f"bpd-{args.split}", record)
+    return record
+
+
+def paired(args: Eval, world: World) -> Mapping[str, Any]:
+    import torch
+
+    from bsi.evaluation import runs
+    from bsi.evaluation.bound import difference, evaluate
+    from bsi.evaluation.plan import make_plan, shared_plans
+
+    procedure = _procedure(args)
+    opened = [_opened(args, path, world) for path in args.runs]
+    (a, split), (b, other) = opened
+    if split.dataset.version != other.dataset.version:
+        raise UsageError(
+            f"{a.path.name} and {b.path.name} were trained on different data, and have no samples in common: name one "
+            f"dataset with --data"
+        )
+    subjects = [runs.subject_of(run, split, args.limit) for run, split in opened]
+    with torch.no_grad():
+        plans = [
+            make_plan(args.proposal, subject, args.measure, args.seed, args.batch_size, world, args.control)
+            for subject in subjects
+        ]
+    both = zip(subjects, shared_plans(*plans), strict=True)
+    found = [evaluate(subject, procedure, world, plan, show=True) for subject, plan in both]
+    spent = sum(evaluation.evaluations for evaluation in found)
+    record = runs.difference_record(a, b, split, difference(*found), spent)
+    if world.first:
+        runs.store(a, f"paired-{args.split}", record)
+    return record
+
+
+def quality(args: Eval, world: World) -> Mapping[str, Any]:
+    from bsi.evaluation import runs
+    from bsi.evaluation.drawing import Drawing
+    from bsi.evaluation.quality import measure_quality, quality_record
+    from bsi.metrics import Inception
+
+    how = Drawing(args.steps, args.seed, args.solver, args.grid)
+    run = runs.open_run(args.runs[0], world, not args.weights, args.step, args.precision)
+    how.check(run.model.method)
+    split = runs.open_split(run, args.reference, args.data)
+    runs.speed_up(run, args.num * args.steps // world.size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            extractor = Inception(args.inception, world.device)
+            found = measure_quality(
+                run.model, split, how, args.num, extractor, world, args.batch_size, args.kid, args.precision_recall,
+                show=True,
+            )  # fmt: skip
+        finally:
+            for message in dict.fromkeys(str(warning.message) for warning in caught) if world.first else ():
+                print(f"bsi eval: caution: {message}", file=sys.stderr)
+    if found is None:
+        return {}
+    record = quality_record(run, how, found)
+    runs.store(run, f"fid-{args.reference}", record)
+    return record
+
+
+def _procedure(args: Eval) -> Any:
+    from bsi.evaluation.bound import Procedure
+
+    return Procedure(
+        args.measure, args.recon, args.finite_k, args.proposal, args.control, args.target_se, args.seed, args.batch_size
+    )
+
+
+def _opened(args: Eval, path: Path, world: World) -> tuple[Run, Split]:
+    from bsi.evaluation import runs
+
+    run = runs.open_run(path, world, not args.weights, args.step, args.precision)
+    return run, runs.open_split(run, args.split, args.data)
+
+
+def text(records: list[Mapping[str, Any]]) -> str:
+    """The records for people."""
+    return "\n".join(_paragraph(record) for record in records)
+
+
+def _paragraph(record: Mapping[str, Any]) -> str:
+    if "metric" in record:
+        made = record["generation"]
+        return (
+            f"{record['metric']} {record['value']:.3f}: {record['n']} samples ({made['solver']}, {made['evaluations']} "
+            f"evaluations, seed {made['seed']}) against {record['reference_n']} of {record['reference']} "
+            f"({record['reference_split']}); {record['extractor']}, {record['resize']}"
+        )
+    by_data = "" if record["data_error"] is None else f" ± {record['data_error']:.5f} (data set)"
+    errors = f"± {record['monte_carlo_error']:.5f} (Monte Carlo){by_data}"
+    if "difference" in record:
+        return (
+            f"{record['difference']:+.5f} bits/dim {errors}\n"
+            f"  {record['a']['run']} less {record['b']['run']}; without pairing the first error would be "
+            f"{record['unpaired_error']:.5f}"
+        )
+    bound = "infinitely many" if record["finite_k"] is None else record["finite_k"]
+    return (
+        f"{record['bits_per_dim']:.5f} bits/dim {errors}\n"
+        f"  measurement {record['measurement']:.5f}, reconstruction {record['reconstruction']:.5f}, prior "
+        f"{record['prior']:.5f}; {bound} rounds of measurement\n"
+        f"  {record['images']} {record['split']} samples of {record['dataset']} "
+        f"({record['dataset_version'][:12]}), {record['evaluations']} evaluations, {record['proposal']} levels\n"
+        f"  weights {record['weights_sha256'][:12]} at step {record['step']}, {record['precision']}"
+    )

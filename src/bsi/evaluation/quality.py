@@ -1,0 +1,104 @@
+"""Sample quality of a run: its samples against a part of its dataset, by the Frechet distance of their features.
+
+Sample i depends on (seed, i) alone. Rank r of w draws and looks at the samples r, r + w, r + 2w, ..., and the features
+come together in the order of the samples: the record of one rank, from any number of them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Shaped, UInt8
+from torch import Tensor
+
+from bsi.data.pixels import BinRange, to_uint8
+from bsi.errors import DataError, NonFinite, UsageError
+from bsi.evaluation.drawing import Drawing, draw
+from bsi.evaluation.runs import Run, Split
+from bsi.metrics import Extractor, Generation, SampleQuality, collect, reference, sample_quality
+from bsi.metrics.images import array_batches
+from bsi.model import Model
+from bsi.progress import Progress
+from bsi.sampling import evaluations
+from bsi.training.distributed import World
+
+__all__ = ["drawn_images", "measure_quality", "quality_record"]
+
+
+@torch.no_grad()
+def measure_quality(
+    model: Model,
+    split: Split,
+    how: Drawing,
+    num: int,
+    extractor: Extractor,
+    world: World,
+    batch: int = 256,
+    kid: bool = False,
+    precision_and_recall: bool = False,
+    show: bool = False,
+) -> SampleQuality | None:
+    """Draw `num` samples and compare them. Every rank calls it; the first gets the record, the others None."""
+    if num < 1 or batch < 1:
+        raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch={batch}")
+    how.check(model.method)
+    bins = split.dataset.bins
+    if bins is None:
+        raise DataError(f"{split.dataset.name} is continuous data: a distance between images needs 8-bit ones")
+    keep = kid or precision_and_recall
+    samples = collect(drawn_images(model, how, num, world, batch, show), extractor, keep).over_ranks()
+    if not world.first:
+        return None
+    dataset = split.dataset
+    real = (_pixels(split.rows[start : start + batch], bins) for start in range(0, len(split.rows), batch))
+    known = reference(
+        dataset.name,
+        dataset.version,
+        split.name,
+        _shown(array_batches(real, batch, dataset.name), len(split.rows), show),
+        extractor,
+        keep,
+    )
+    generation = Generation(how.solver, evaluations(model.method, how.steps), how.seed)
+    return sample_quality(samples, known, extractor, kid, precision_and_recall, generation)
+
+
+def drawn_images(
+    model: Model, how: Drawing, num: int, world: World, batch: int, show: bool = False
+) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
+    """This rank's samples of 0 .. num - 1 as 8-bit images."""
+    if model.bins is None or len(model.shape) != 3 or model.shape[0] not in (1, 3):
+        raise UsageError(f"only binned images with 1 or 3 channels have features: got data of shape {model.shape}")
+    bins = BinRange(model.bins.low, model.bins.high, model.bins.count)
+    mine = torch.arange(world.rank, num, world.size, device=model.device)
+    with Progress("samples", len(mine), "sample", stream=None if show and world.first else io.StringIO()) as progress:
+        for ids in mine.split(batch):
+            for step in draw(model.denoiser, model.shape, ids, how):
+                x_hat = step.x_hat
+            if not bool(torch.isfinite(x_hat).all()):
+                raise NonFinite(f"samples around {int(ids[0])} hold NaN or infinity: so do the network's predictions")
+            pixels = _pixels(model.data(x_hat).cpu().numpy(), bins)
+            yield from array_batches([pixels], batch, "the samples")
+            progress.advance(len(ids))
+
+
+def _pixels(index: Shaped[np.ndarray, "n *shape"], bins: BinRange) -> UInt8[np.ndarray, "n *shape"]:
+    """Bin indices as 8-bit images, by rounding."""
+    return np.asarray(index) if bins.count == 256 else to_uint8(bins.values(index), bins.low, bins.high)
+
+
+def _shown(batches: Iterator[Tensor], count: int, show: bool) -> Iterator[Tensor]:
+    with Progress("reference", count, "image", stream=None if show else io.StringIO()) as progress:
+        for batch in batches:
+            yield batch
+            progress.advance(len(batch))
+
+
+def quality_record(run: Run, how: Drawing, found: SampleQuality) -> dict[str, Any]:
+    """The metric's own record, with how the samples were drawn and from which weights."""
+    return {**found.record(), "drawing": asdict(how), **run.record()}

@@ -1,0 +1,229 @@
+"""From a run folder or an exported file to something that can be evaluated, and the record of what was found.
+
+A record names everything its number depends on: the weights by their hash, the data by its version and split, the
+procedure, the seed. Records are kept in the run folder, `evaluations/TIME-WHAT-....json`, each written beside and
+renamed; an exported file has no folder, and its records are printed alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bsi import __version__
+from bsi.backbones import Backbone, Precision, accelerate, compute_dtype
+from bsi.data.batches import as_source
+from bsi.data.store import Dataset, open_dataset
+from bsi.errors import DataError, UsageError
+from bsi.evaluation.bound import Difference, Evaluation
+from bsi.evaluation.subject import Subject
+from bsi.model import Model
+from bsi.training.dataset import build_model
+from bsi.training.distributed import World
+from bsi.training.export import read_trained, set_weights
+from bsi.training.files import write_json
+
+__all__ = [
+    "Run",
+    "Split",
+    "bound_record",
+    "difference_record",
+    "open_run",
+    "open_split",
+    "save_samples",
+    "speed_up",
+    "store",
+    "subject_of",
+    "weights_hash",
+]
+
+COMPILED = 20_000  # evaluations of one sample from which on it pays to wait for a compiler
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained model on its device, and which one it is."""
+
+    path: Path
+    model: Model
+    recipe: str
+    step: int
+    dataset: str
+    dataset_version: str
+    weights: str
+    ema: bool
+    precision: str
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "run": self.path.name,
+            "recipe": self.recipe,
+            "step": self.step,
+            "ema": self.ema,
+            "weights_sha256": self.weights,
+            "precision": self.precision,
+            "bsi": __version__,
+        }
+
+
+def open_run(path: Path, world: World, ema: bool = True, step: int | None = None, precision: Precision = "auto") -> Run:
+    """The model of a run, on this rank's device and in evaluation mode."""
+    trained = read_trained(path, ema, step)
+    if trained.recipe.backbone is None:
+        raise UsageError(
+            f"{path} was trained with a network of yours, {trained.network}: load it with bsi.load(run, backbone=...) "
+            f"and call bsi.evaluation.bound.evaluate"
+        )
+    model = build_model(trained.recipe, trained.data)
+    set_weights(model, trained, str(path))
+    model = model.to(world.device).eval()
+    found = weights_hash(model)
+    network = model.denoiser.backbone
+    dtype = compute_dtype(precision, world.device)
+    if isinstance(network, Backbone):
+        network.compute_dtype = dtype
+    return Run(
+        path=path,
+        model=model,
+        recipe=trained.recipe.name,
+        step=trained.step,
+        dataset=trained.recipe.data.name,
+        dataset_version=trained.data.version,
+        weights=found,
+        ema=ema,
+        precision="float32" if dtype is None else str(dtype).removeprefix("torch."),
+    )
+
+
+def speed_up(run: Run, work: int) -> None:
+    """Compile the network if `work`, the evaluations ahead on this rank, pays for it."""
+    network = run.model.denoiser.backbone
+    if isinstance(network, Backbone) and work >= COMPILED:
+        accelerate(network, run.model.device)
+
+
+def weights_hash(model: Model) -> str:
+    """SHA-256 over the names, types, shapes and bytes of a model's weights: the same wherever they are stored."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.denoiser.backbone.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Split:
+    """A part of a prepared dataset."""
+
+    dataset: Dataset
+    name: str
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self.dataset.split(self.name)
+
+    def record(self) -> dict[str, Any]:
+        return {"dataset": self.dataset.name, "dataset_version": self.dataset.version, "split": self.name}
+
+
+def open_split(run: Run, split: str, other: str | None = None) -> Split:
+    """The run's own dataset, which must be the one it was trained on; or another one, by name or folder."""
+    dataset = open_dataset(run.dataset if other is None else other)
+    if other is None and dataset.version != run.dataset_version:
+        raise DataError(
+            f"the dataset {dataset.name!r} is not the one that {run.path.name} was trained on: expected version "
+            f"{run.dataset_version[:16]}, found {dataset.version[:16]}. Name it with --data to evaluate on it anyway."
+        )
+    if dataset.shape != run.model.shape:
+        raise DataError(
+            f"{run.path.name} models data of shape {run.model.shape}; {dataset.name!r} has the shape {dataset.shape}"
+        )
+    if (dataset.bins and dataset.bins.count) != (run.model.bins and run.model.bins.count):
+        raise DataError(f"{run.path.name} and {dataset.name!r} have other bins: {run.model.bins} and {dataset.bins}")
+    return Split(dataset, split)
+
+
+def subject_of(run: Run, split: Split, limit: int | None) -> Subject:
+    """What `evaluate` takes."""
+    return Subject.of(run.model, as_source(split.rows, run.model.device), limit)
+
+
+def bound_record(run: Run, split: Split, found: Evaluation) -> dict[str, Any]:
+    """Bound, terms and errors in bits per dimension (nats for continuous data are bits times ln 2)."""
+    elbo, unit = found.elbo, found.n * math.log(2)
+    record = {
+        "bits_per_dim": elbo.bits_per_dim,
+        "monte_carlo_error": elbo.monte_carlo_error,
+        "degrees_of_freedom": found.degrees_of_freedom,
+        "data_error": found.data_error,
+        "measurement": float(elbo.measurement.mean()) / unit,
+        "reconstruction": float(elbo.reconstruction.mean()) / unit,
+        "prior": float(elbo.prior.mean()) / unit,
+        "images": len(elbo.nats),
+        "evaluations": found.evaluations,
+        "pilot_evaluations": found.plan.pilot,
+        "rounds": found.rounds,
+        "control": found.plan.control is not None,
+        **{name: value for name, value in asdict(found.procedure).items() if name not in ("control", "batch")},
+        **split.record(),
+        **run.record(),
+    }
+    return {name: _finite(value) for name, value in record.items()}
+
+
+def difference_record(a: Run, b: Run, split: Split, found: Difference, evaluations: int) -> dict[str, Any]:
+    """`difference` is a's bound less b's; it is stored with a."""
+    record = {
+        "difference": found.bits_per_dim,
+        "monte_carlo_error": found.monte_carlo_error,
+        "degrees_of_freedom": found.degrees_of_freedom,
+        "data_error": found.data_error,
+        "unpaired_error": found.unpaired_error,
+        "evaluations": evaluations,
+        **split.record(),
+        "a": a.record(),
+        "b": b.record(),
+    }
+    return {name: _finite(value) for name, value in record.items()}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: what is unknown is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def store(run: Run, what: str, record: Mapping[str, Any]) -> Path | None:
+    """Write a record into the run folder, and say where; None for an exported file, which has no folder."""
+    if not run.path.is_dir():
+        return None
+    folder = run.path / "evaluations"
+    folder.mkdir(exist_ok=True)
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:8]
+    path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{what}-{digest}.json"
+    write_json(path, record)
+    return path
+
+
+def save_samples(path: Path, found: Evaluation) -> None:
+    """The bound of every sample, in nats, with its Monte Carlo variance, as one .npz."""
+    elbo = found.elbo
+    beside = path.with_name(f".{path.name}.{os.getpid()}.npz")
+    np.savez(
+        beside,
+        nats=elbo.nats.numpy(),
+        measurement=elbo.measurement.numpy(),
+        reconstruction=elbo.reconstruction.numpy(),
+        prior=elbo.prior.numpy(),
+        variance=elbo.sample_variance.numpy(),
+    )
+    beside.replace(path)

@@ -1,0 +1,64 @@
+"""`bsi bench` times what is trained and sampled, by the closed-form cost, and compares the fast form with float32."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from bsi.backbones import DiTConfig, UNetConfig, cost
+from bsi.cli.bench import Bench, run
+from bsi.errors import UsageError
+from bsi.evaluation.speed import Case, check, measure
+
+SMALL = DiTConfig(width=32, depth=1, heads=2, patch=4)
+CPU = torch.device("cpu")
+
+
+def case(work: str, method: str = "bsi", backbone=SMALL) -> Case:
+    return Case(work, backbone, (3, 16, 16), 4, method, "float32", False, CPU)
+
+
+@pytest.mark.parametrize(("work", "evaluations", "passes"), [("train", 1, 3), ("sample", 9, 1), ("elbo", 1, 1)])
+def test_a_speed_is_the_cost_of_the_work_over_its_time(work: str, evaluations: int, passes: int) -> None:
+    found = measure(case(work), repeats=1, matmul_tflops=0.01)
+    seconds = found.milliseconds / 1e3
+    assert found.images_per_s == pytest.approx(4 * evaluations / seconds)
+    flops = cost(SMALL, (3, 16, 16), 256).flops
+    assert found.tflops == pytest.approx(passes * 4 * evaluations * flops / seconds / 1e12)
+    assert found.fraction == pytest.approx(found.tflops / 0.01)
+    assert found.first_step_s > 0
+    assert math.isnan(found.peak_gib)  # a CPU's memory is not the network's alone
+
+
+def test_vdm_evaluates_once_less_for_a_sample() -> None:
+    found = measure(case("sample", "vdm"), repeats=1, matmul_tflops=1.0)
+    assert found.images_per_s * found.milliseconds / 1e3 == pytest.approx(4 * 8)
+
+
+@pytest.mark.parametrize("backbone", [SMALL, UNetConfig(width=16, levels=1)], ids=["dit", "unet"])
+def test_the_fast_form_agrees_with_float32(backbone) -> None:
+    agreement = check(case("train", backbone=backbone), batch=2)
+    assert agreement.holds
+    assert agreement.output == agreement.gradient == 0.0  # on a CPU they are the same
+
+
+def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFixture[str]) -> None:
+    args = Bench("elbo", backbone="dit-mini/8", batch=1, size=16, method="all", repeats=1, device="cpu", json=True)
+    assert run(args) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["method"] for record in records] == ["bsi", "bfn", "vdm"]
+    assert all(record["images_per_s"] > 0 and record["parameters"] > 9e6 for record in records)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backbone": "dit-k/2"}, "dit-[a-z]/2"),
+        ({"size": 15}, "patch"),
+        ({"batch": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_before_it_is_built(options: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(Bench("train", device="cpu", **options))

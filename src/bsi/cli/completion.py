@@ -4,12 +4,15 @@
     zsh    eval "$(bsi --completion zsh)"             in ~/.zshrc, after compinit
     fish   bsi --completion fish | source             in ~/.config/fish/config.fish
 
-The script is made from the dataclasses of the options, once: completing starts no Python.
+The script is made from what `--help` shows, once: completing starts no Python.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -17,6 +20,7 @@ from typing import Literal
 
 import tyro
 
+from bsi import cli
 from bsi.cli import COMMANDS
 from bsi.pretrained import BUNDLED
 
@@ -76,20 +80,28 @@ def _fish(known: Mapping[str, Sequence[str]]) -> str:
 
 
 def words_of(command: str) -> list[str]:
-    """What may follow a command: the names it knows, and its options as tyro spells them."""
-    module = importlib.import_module(f"bsi.cli.{COMMANDS[command].module}")
-    # `train` has the options of its recipe beside those of every run; the latter are the same for all
-    options = getattr(module, COMMANDS[command].options or "Options")
-    parser = tyro.extras.get_parser(options)
-    found = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    """What may follow a command: the names it knows, and its options."""
     if command == "train":
         from bsi.recipes import RECIPES
 
-        return [*RECIPES, "--list", "--method", "--backbone", *found]
-    return [*_names(options), *(BUNDLED if command in OPENS_MODELS else ()), *found]
+        # a recipe's fields are its options; those of `digits` are shared by all
+        return [*RECIPES, "--list", "--method", "--backbone", *options_of("train", "digits")]
+    options = COMMANDS[command].options
+    module = importlib.import_module(f"bsi.cli.{COMMANDS[command].module}")
+    names = [] if options is None else choices(getattr(module, options))
+    return [*names, *(BUNDLED if command in OPENS_MODELS else ()), *options_of(command)]
 
 
-def _names(options: type) -> list[str]:
+def options_of(*words: str) -> list[str]:
+    """The options that `bsi words... --help` shows, at the beginning of a line."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.main([*words, "--help"])
+    shown = re.findall(r"^[ │]*(-.*?)(?:  |$)", out.getvalue(), re.MULTILINE)
+    return list(dict.fromkeys(name for line in shown for name in re.findall(r"--[a-z][\w.-]*", line)))
+
+
+def choices(options: type) -> list[str]:
     """The choices of a command's first word, where they are few."""
     first = next(iter(typing.get_type_hints(options, include_extras=True).values()))
     if tyro.conf.Positional in getattr(first, "__metadata__", ()) and typing.get_origin(first.__origin__) is Literal:

@@ -24,6 +24,8 @@ MARKS: dict[State, str] = {"ok": "✓", "missing": "–", "broken": "✗"}
 COLOURS: dict[State, str] = {"ok": "32", "missing": "33", "broken": "31"}
 ROOMY = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a few checkpoints
 
+TORCH = "2.10"
+
 # Required packages, and extras with what they are for.
 CORE = {
     "numpy": "1.26",
@@ -114,14 +116,18 @@ def _packages() -> Iterator[Check]:
 def _torch() -> Iterator[Check]:
     version = _version("torch")
     if version is None:
-        yield Check("torch", "missing", "not installed", True, "pip install 'torch>=2.10'")
+        yield Check("torch", "missing", "not installed", True, f"pip install 'torch>={TORCH}'")
         return
     import torch
 
     works = bool(torch.isfinite(torch.ones(8, 8) @ torch.ones(8, 8)).all())
-    enough = _parts(version) >= (2, 10)
+    enough = _parts(version) >= _parts(TORCH)
     yield Check(
-        "torch", "ok" if works and enough else "broken", torch.__version__, True, "pip install --upgrade 'torch>=2.10'"
+        "torch",
+        "ok" if works and enough else "broken",
+        torch.__version__,
+        True,
+        f"pip install --upgrade 'torch>={TORCH}'",
     )
     yield _cuda()
     if torch.cuda.is_available():

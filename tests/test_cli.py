@@ -1,0 +1,236 @@
+"""The command line as a table of commands: what is wrong is told in one message, with the right exit code.
+
+Row 29 of docs/reliability.md. Commands run in this process, through the function that `bsi` is, unless what matters is
+a process of their own: what it imports, and what it writes where.
+"""
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bsi.cli import COMMANDS, completion, main
+from bsi.errors import UsageError
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+
+def call(*words: str) -> int:
+    """The exit code of `bsi words...`."""
+    try:
+        return main(list(words))
+    except SystemExit as left:  # how tyro leaves
+        return int(left.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, no data, no network: proxies lead to a port where nobody listens."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    return tmp_path
+
+
+WRONG: list[tuple[str, int, str]] = [
+    # a typo in a command, an option, a name
+    ("smaple digits", 2, "did you mean `bsi sample`?"),
+    ("quux", 2, "`bsi --help` lists the commands"),
+    ("sample digits --nmu 3", 2, "--num"),
+    ("train digits --step 10", 2, "--steps"),
+    ("train digits --optimizer.lr 1", 2, "--optimiser.lr"),
+    ("doctor --jsno", 2, "--json"),
+    ("train digts", 2, "Did you mean 'digits'?"),
+    ("train digits --method bis", 2, "bsi, bfn, vdm"),
+    ("train digits --backbone dit-q/2", 2, "dit-"),
+    ("data cifra10", 2, "Did you mean 'cifar10'?"),
+    ("sample digits --solver sde3", 2, "did you mean 'sde2'"),
+    ("sample digits --grid geo", 2, "did you mean 'geometric'"),
+    ("eval digits", 2, "--bpd, --fid"),
+    ("--completion tcsh", 2, "bash, zsh, fish"),
+    # a missing or needless word
+    ("sample", 2, "required"),
+    ("view", 2, "required"),
+    ("train", 2, ""),
+    ("eval digits digits --bpd", 2, "take one run"),
+    # a wrong type
+    ("sample digits --num many", 2, "--num"),
+    ("train digits --optimiser.lr fast", 2, "--optimiser.lr"),
+    ("view digits --port http", 2, "--port"),
+    ("bench fly", 2, "'train', 'sample', 'elbo'"),
+    ("sample digits --out samples.exe", 2, ".png"),
+    # numbers that mean nothing
+    ("sample digits --num 0", 2, "at least 1: got 0"),
+    ("sample digits --num -3", 2, "at least 1: got -3"),
+    ("sample digits --steps 0", 2, "at least 1"),
+    ("train digits --steps 0 --out x", 2, "at least 1"),
+    ("train digits --batch 0 --out x", 2, "at least 1"),
+    ("train digits --batch 65 --out x", 2, "65"),
+    ("bench train --batch 0", 2, "at least 1"),
+    ("view digits --port 99999999", 2, "65535"),
+    ("eval digits --bpd --limit 0", 2, "at least 1"),
+    # what is not there
+    ("sample nowhere", 2, "`bsi train`"),
+    ("view nowhere", 2, "`bsi train`"),
+    ("report nowhere", 2, "`bsi train`"),
+    ("export nowhere", 2, "`bsi train`"),
+    ("sample digits --out nowhere/samples.png", 2, "nowhere"),
+    ("report digits", 2, "run folder"),
+    ("fid nowhere elsewhere", 3, "`bsi data"),
+    ("train cifar10-dit-s --out x --device cpu", 3, "`bsi data NAME` prepares one"),
+    # offline
+    ("data cifar10", 3, "with --from, or run the same command again"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "told"), WRONG, ids=[words for words, _, _ in WRONG])
+def test_what_is_wrong_is_told_in_one_message(
+    words: str, code: int, told: str, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    assert call(*words.split()) == code
+    out, err = capsys.readouterr()
+    assert told in out + err
+    assert "Traceback" not in out + err
+    assert len(err.splitlines()) < 25
+    assert not (elsewhere / "x" / "checkpoints").exists()
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    "words", ["train digits --out x", "sample digits", "view digits", "bench train", "eval digits --bpd"]
+)
+def test_a_gpu_that_is_not_there_is_told(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*words.split(), "--device", "cuda") == 2
+    err = capsys.readouterr().err
+    assert "CUDA" in err
+    assert "cpu" in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_where_it_went_wrong() -> None:
+    with pytest.raises(UsageError, match="neither a run folder"):
+        main(["--debug", "sample", "nowhere"])
+    with pytest.raises(UsageError, match="neither a run folder"):
+        main(["sample", "nowhere", "--debug"])
+
+
+def test_an_interrupted_command_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bsi.cli.doctor.examine", interrupted)
+    assert call("doctor") == 130
+    assert capsys.readouterr().err.strip() == "bsi doctor: interrupted"
+
+
+# ---- In a process of its own ---------------------------------------------------------------------------------------
+
+HELP = """
+import contextlib, io, json, sys
+from bsi.cli import COMMANDS, main
+heavy = ("torch", "numpy", "PIL", "matplotlib", "fastapi", "safetensors")
+found = {}
+general = [["--help"], ["--version"], ["--completion", "bash"], ["train", "digits", "--help"]]
+for words in (*general, *([name, "--help"] for name in COMMANDS)):
+    out = io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(out):
+        try:
+            code = main(list(words))
+        except SystemExit as left:
+            code = int(left.code or 0)
+    found[" ".join(words)] = {"code": code, "text": out.getvalue(), "heavy": [m for m in heavy if m in sys.modules]}
+print(json.dumps(found))
+"""
+
+
+def test_help_of_every_command_imports_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert set(found) >= {f"{name} --help" for name in COMMANDS}
+    for words, record in found.items():
+        assert record["code"] == 0, words
+        assert record["text"], words
+        assert "torch" not in record["heavy"], words
+    for name, command in COMMANDS.items():
+        assert name in found["--help"]["text"]
+        assert command.summary in found["--help"]["text"]
+    assert "--optimiser.lr" in found["train digits --help"]["text"]
+
+
+def test_nothing_is_written_to_stdout_but_the_answer(tmp_path: Path) -> None:
+    """JSON on stdout, logs on stderr: `bsi ... --json | jq` works."""
+    words = ["sample", "digits", "--num", "2", "--steps", "2", "--out", str(tmp_path / "s.png"), "--json"]
+    done = subprocess.run([sys.executable, "-m", "bsi", *words], capture_output=True, text=True, check=True)
+    record = json.loads(done.stdout)
+    assert record["num"] == 2
+    assert "sample" in done.stderr  # progress
+    assert "\x1b" not in done.stdout + done.stderr  # plain lines in a pipe
+
+
+@pytest.mark.parametrize(
+    "words", ["doctor --json", "data --list --json", "train --list --json", "train digits --dry-run --json"]
+)
+def test_json_is_json(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*words.split()) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_a_bundled_network_is_there_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("sample", "digits", "--num", "3", "--steps", "4", "--npz", "s.npz", "--device", "cpu") == 0
+    import numpy as np
+
+    with np.load(tmp_path / "s.npz") as arrays:
+        images = arrays["arr_0"]
+    assert images.shape == (3, 1, 8, 8)
+    assert images.max() <= 16
+    assert "3 samples" in capsys.readouterr().out
+
+
+# ---- Completion ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def bash_script() -> str:
+    return completion.script("bash")
+
+
+def completed(*words: str) -> list[str]:
+    """What bash would offer after these words."""
+    line = " ".join(f"'{word}'" for word in words)
+    asked = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _bsi"
+    code = f"{bash_script()}\n{asked}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes_commands_options_and_names(elsewhere: Path) -> None:
+    assert completed("bsi", "v") == ["view"]
+    assert set(completed("bsi", "")) >= set(COMMANDS)
+    assert completed("bsi", "view", "--po") == ["--port"]
+    assert completed("bsi", "view", "dig") == ["digits"]
+    assert completed("bsi", "train", "cifar10-d") == ["cifar10-dit-s", "cifar10-dit-mini"]
+    assert completed("bsi", "bench", "e") == ["elbo"]
+    assert completed("bsi", "data", "--fr") == ["--from"]
+    (elsewhere / "my-run").mkdir()
+    assert completed("bsi", "view", "my") == ["my-run"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_read_their_script(shell: str) -> None:
+    made = completion.script(shell)
+    assert all(name in made for name in COMMANDS)
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=made, text=True, check=True)

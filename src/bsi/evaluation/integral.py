@@ -13,7 +13,7 @@ proportional to omega_i p(u_i). For a log-uniform proposal that is the paper's i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -34,6 +34,7 @@ class Points:
     weight: Float64[Tensor, " batch"]
 
 
+@runtime_checkable
 class Integral(Protocol):
     def at(self, t: Float[Tensor, " batch"]) -> Points:
         """A level for each t ~ U(0, 1), and its weight."""

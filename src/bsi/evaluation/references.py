@@ -22,7 +22,7 @@ the integrand, 1/2 level |x - x_hat|^2, so that its integral over ln(level) is i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -38,6 +38,7 @@ CELL, REACH = 0.125, 6.0  # eps in cells of this width up to this far, and one c
 SMALLEST = 1e-6  # of the variance: no direction is taken to be known exactly
 
 
+@runtime_checkable
 class Reference(Protocol):
     """A denoiser at each of the knots."""
 

@@ -47,6 +47,7 @@ def chains(base: Path) -> Chains:
         "nan": [out("nan", 2, fault("loss", "nan", 13, rank=1)), out("nan", 2)],
         "hang": [out("hang", 2, fault("data", "hang", 9, rank=1), words="--hang-after-s 4")],
         "three": [out("three", 3)],
+        "srun": [Entry(base / "srun", ranks=2, slurm=True)],
     }
     ended = iter(sequence(base / "plans", *(entry for plan in plans.values() for entry in plan)))
     return {name: [next(ended) for _ in plan] for name, plan in plans.items()}
@@ -106,6 +107,11 @@ def test_ranks_that_cannot_share_the_virtual_shards_are_refused_with_numbers_tha
     assert codes(chains["three"]) == [[2, 2, 2]]
     assert "use a world size of 1, 2, 4, 8" in chains["three"][0].stderr
     assert not (base / "three").exists()
+
+
+def test_ranks_of_plain_srun_meet_by_slurms_variables(base: Path, chains: Chains) -> None:
+    assert codes(chains["srun"]) == [[0, 0]]
+    assert fingerprint(base / "srun") == fingerprint(base / "two")
 
 
 def still_training(run: Path) -> list[str]:

@@ -12,6 +12,7 @@ torchrun starts again must not die again). Points:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -171,7 +172,7 @@ def command(words: Sequence[str]) -> int:
 
 
 def sequence(plan: Path) -> int:
-    """Runs of {"out", "words", "faults", "ranks", "log", "copy"} one after the other; writes "codes" and "stderr".
+    """Runs of {"out", "words", "faults", "ranks", "slurm", "log", "copy"} in turn; writes "codes" and "stderr".
 
     `copy` keeps the run folder as it was left.
     """
@@ -181,9 +182,7 @@ def sequence(plan: Path) -> int:
     for number, entry in enumerate(json.loads(plan.read_text())):
         folder = plan.parent / f"{plan.stem}-{number}"
         folder.mkdir()
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = _free_port()
         ranks = entry.get("ranks", 1)
         children = [_fork(entry, folder, rank, ranks, port) for rank in range(ranks)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -192,6 +191,15 @@ def sequence(plan: Path) -> int:
         results.append({"codes": codes, "stderr": "".join((folder / f"err-{r}").read_text() for r in range(ranks))})
     plan.with_suffix(".out").write_text(json.dumps(results))
     return 0
+
+
+def _free_port() -> int:
+    """A port that nobody listens on, in the range that is derived from a Slurm job's number."""
+    for port in range(20000 + os.getpid() % 10000, 40000):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", port))
+            return port
+    raise RuntimeError("no free port")
 
 
 def _fork(entry: dict[str, Any], folder: Path, rank: int, ranks: int, port: int) -> int:
@@ -203,7 +211,10 @@ def _fork(entry: dict[str, Any], folder: Path, rank: int, ranks: int, port: int)
         os.environ |= {"FAULTS": json.dumps(entry.get("faults", [])), "FAULT_MARKS": str(folder)}
         if "log" in entry:
             os.environ["SAMPLE_LOG"] = entry["log"]
-        if ranks > 1:
+        if entry.get("slurm"):
+            os.environ |= {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_LOCALID": str(rank)}
+            os.environ |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(port - 20000)}
+        elif ranks > 1:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
             os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         sys.argv = ["bsi", "train", *entry["words"]]

@@ -37,7 +37,9 @@ TINY = [
 
 @dataclass
 class Entry:
-    """One run of a sequence: its folder, further words, faults, ranks, where it logs its samples, where to copy it."""
+    """One run: its folder, further words, faults, ranks, where it logs its samples, where its folder is copied to, and
+    whether its ranks come from Slurm's variables.
+    """
 
     out: Path
     words: list[str] = field(default_factory=list)
@@ -45,11 +47,13 @@ class Entry:
     ranks: int = 1
     log: Path | None = None
     copy: Path | None = None
+    slurm: bool = False
 
     def plain(self) -> dict[str, Any]:
         words = [*TINY, "--out", str(self.out), *self.words]
         optional = {name: str(path) for name, path in (("log", self.log), ("copy", self.copy)) if path is not None}
-        return {"out": str(self.out), "words": words, "faults": self.faults, "ranks": self.ranks, **optional}
+        plain = {"out": str(self.out), "words": words, "faults": self.faults, "ranks": self.ranks, "slurm": self.slurm}
+        return {**plain, **optional}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ are the same: ranks x accumulation unchanged, or the audit mode.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from bsi.data.batches import BatchSource, ahead, flip
 from bsi.data.order import sample_ids, shards_of
+from bsi.fused import fused
 from bsi.levels import low_discrepancy
 from bsi.noise import standard_normal
 from bsi.training.distributed import World
@@ -92,9 +93,7 @@ class Stream:
     ) -> None:  # fmt: skip
         self.recipe, self.source, self.shape, self.world = recipe, source, shape, world
         self._noise_seed = derive(recipe.seed, "noise")
-        # As plain tensor operations the noise is a hundred small kernels; compiled it is one.
-        compiled = recipe.compile and world.device.type == "cuda"
-        self._normal: Callable[..., Tensor] = torch.compile(standard_normal) if compiled else standard_normal
+        self._normal = fused(standard_normal, world.device) if recipe.compile else standard_normal
         ids = (self._ids(piece) for step in range(start, recipe.steps) for piece in self._pieces(step))
         self._data = ahead(source, ids)
 

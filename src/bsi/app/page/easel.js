@@ -134,13 +134,15 @@ export class Easel {
     context.imageSmoothingEnabled = false;
     context.fillStyle = colour("wash"); context.fillRect(0, 0, canvas.width, canvas.height);
     if (values) context.drawImage(picture(values, 0, this.about), 0, 0, canvas.width, canvas.height);
-    context.fillStyle = colour("measure");
+    context.fillStyle = colour(cover === 1 ? "wash" : "measure");
+    context.globalAlpha = cover;
     for (let i = 0; cover && i < this.hidden.length; i++) {
       if (!this.hidden[i]) continue;
-      const [left, top] = [(i % width) * unit[0], Math.floor(i / width) * unit[1]];
-      if (cover === 1) { context.fillStyle = colour("wash"); context.fillRect(left, top, ...unit.map(Math.ceil)); }
-      else { context.globalAlpha = cover; context.fillRect(left, top, ...unit.map(Math.ceil)); context.globalAlpha = 1; }
+      // whole pixels of the canvas, so that neighbours neither overlap nor leave a seam
+      const edges = [i % width, i % width + 1].map(x => Math.round(x * unit[0])), rows = [Math.floor(i / width), Math.floor(i / width) + 1].map(y => Math.round(y * unit[1]));
+      context.fillRect(edges[0], rows[0], edges[1] - edges[0], rows[1] - rows[0]);
     }
+    context.globalAlpha = 1;
     if (cursor) {
       context.lineWidth = 3 * (window.devicePixelRatio || 1); context.strokeStyle = colour("belief");
       context.strokeRect(cursor.column * unit[0], cursor.row * unit[1], ...unit);

@@ -90,8 +90,9 @@ export function drawCurve(canvas, step, pixel, about) {
   found.forEach((place, c) => {
     const mean = step.mean[place], log = value => -0.5 * step.precision * (value - mean) ** 2;
     const logs = centres.map(log), top = Math.max(...logs);
-    // Few levels: probabilities of the bars, on a scale from 0 to 1. Many: scaled to the likeliest level.
-    const total = bars ? top + Math.log(logs.reduce((sum, value) => sum + Math.exp(value - top), 0)) : Math.max(top, inRange(mean, low, high) ? 0 : top);
+    // Few levels: probabilities, on a scale from 0 to 1. Many: scaled to the likeliest value that is shown.
+    const ends = bars ? [low - gap / 2, high + gap / 2] : [low - reach, high + reach];
+    const total = bars ? top + Math.log(logs.reduce((sum, value) => sum + Math.exp(value - top), 0)) : log(Math.min(ends[1], Math.max(ends[0], mean)));
     const up = value => base - tall * Math.min(1, Math.exp(log(value) - total));
     if (bars) {
       context.globalAlpha = 0.28 / shape[0] ** 0.5; context.fillStyle = colours[c];
@@ -99,7 +100,7 @@ export function drawCurve(canvas, step, pixel, about) {
       context.globalAlpha = 1;
     }
     // Sampled everywhere, and densely around the mean, where a sharp belief would slip between the pixels.
-    const std = step.precision ** -0.5, ends = [low - reach, high + reach], dense = Array.from({ length: 81 }, (_, i) => mean + (i - 40) / 10 * std);
+    const std = step.precision ** -0.5, dense = Array.from({ length: 81 }, (_, i) => mean + (i - 40) / 10 * std);
     const at = [...Array.from({ length: 161 }, (_, i) => ends[0] + (ends[1] - ends[0]) * i / 160), ...dense].filter(value => value >= ends[0] && value <= ends[1]).sort((a, b) => a - b);
     const points = at.map(value => [x(value), up(value)]);
     context.strokeStyle = colours[c]; context.lineWidth = 2;
@@ -110,8 +111,6 @@ export function drawCurve(canvas, step, pixel, about) {
     if (step.y) tick(context, x(step.y[place]), base, colour("measure"), width);
   });
 }
-
-function inRange(value, low, high) { return value >= low && value <= high; }
 
 function mark(context, x, base, tall, stroke, width) {
   context.strokeStyle = stroke; context.lineWidth = 1.5; context.setLineDash([4, 3]);

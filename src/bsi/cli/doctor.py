@@ -120,40 +120,30 @@ def _torch() -> Iterator[Check]:
         return
     import torch
 
-    works = bool(torch.isfinite(torch.ones(8, 8) @ torch.ones(8, 8)).all())
-    enough = _parts(version) >= _parts(TORCH)
-    yield Check(
-        "torch",
-        "ok" if works and enough else "broken",
-        torch.__version__,
-        True,
-        f"pip install --upgrade 'torch>={TORCH}'",
-    )
+    works = bool(torch.isfinite(torch.ones(8, 8) @ torch.ones(8, 8)).all()) and _parts(version) >= _parts(TORCH)
+    fix = f"pip install --upgrade 'torch>={TORCH}'"
+    yield Check("torch", "ok" if works else "broken", torch.__version__, True, fix)
+    gpu = torch.cuda.is_available()
     yield _cuda()
-    if torch.cuda.is_available():
-        capable = torch.cuda.is_bf16_supported(including_emulation=False)
-        yield Check(
-            "bf16",
-            "ok" if capable else "missing",
-            "by the GPU" if capable else "not on this GPU: float16 or float32 is used",
-        )
-    else:
-        yield Check("bf16", "missing", "no GPU: networks compute in float32 here")
-    backends = (
-        {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
-        if torch.distributed.is_available()
-        else {}
-    )
-    found = [name for name, there in backends.items() if there()]
-    yield Check(
-        "distributed",
-        "ok" if found else "missing",
-        ", ".join(found) or "none",
-        fix="install a build of torch with gloo or NCCL",
-    )
+    bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    instead = "not on this GPU: float16 or float32 is used" if gpu else "no GPU: networks compute in float32 here"
+    yield Check("bf16", "ok" if bf16 else "missing", "by the GPU" if bf16 else instead)
+    yield _distributed()
     triton = _version("triton")
-    yield Check("triton", "ok" if triton else "missing", triton or "not installed: networks run uncompiled on a GPU",
-                fix="pip install triton" if torch.cuda.is_available() else "")  # fmt: skip
+    found = triton or "not installed: networks run uncompiled on a GPU"
+    yield Check("triton", "ok" if triton else "missing", found, fix="pip install triton" if gpu else "")
+
+
+def _distributed() -> Check:
+    import torch.distributed as dist
+
+    there = dist.is_available()
+    backends = {"gloo": there and dist.is_gloo_available(), "nccl": there and dist.is_nccl_available()}
+    found = ", ".join(name for name, usable in backends.items() if usable)
+    fix = "install a build of torch with gloo or NCCL"
+    return Check(
+        "distributed", "ok" if found else "missing", found or "neither gloo nor NCCL: one process only", fix=fix
+    )
 
 
 def _cuda() -> Check:

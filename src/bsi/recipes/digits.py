@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 from bsi.backbones.config import DiTConfig
-from bsi.training.recipe import METHODS, Data, Ema, Evaluation, Every, MethodName, Optimiser, Recipe, Samples
+from bsi.training.recipe import (
+    BFNSpec,
+    BSISpec,
+    Data,
+    Ema,
+    Evaluation,
+    Every,
+    MethodName,
+    MethodSpec,
+    Optimiser,
+    Recipe,
+    Samples,
+    VDMSpec,
+)
 
 __all__ = ["digits"]
+
+# With 17 grey levels a value is known when it is known to a sixteenth of the range: precisions beyond 1e4, which 256
+# levels need, would only be learned at the expense of the others (2.08 against 1.92 bits/dim after 3000 steps).
+METHODS: dict[MethodName, MethodSpec] = {
+    "bsi": BSISpec(alpha_M=1e4),
+    "bfn": BFNSpec(sigma_1=1e-2),
+    "vdm": VDMSpec(nu_max=1e4),
+}
 
 
 def digits(method: MethodName = "bsi") -> Recipe:
@@ -19,13 +40,13 @@ def digits(method: MethodName = "bsi") -> Recipe:
     """
     return Recipe(
         name="digits",
-        method=METHODS[method](),
+        method=METHODS[method],
         backbone=DiTConfig(width=64, depth=3, heads=4, patch=2, dropout=0.0),
         data=Data("digits"),
-        steps=3500,
+        steps=4000,
         batch=64,
         virtual_shards=16,
-        optimiser=Optimiser(lr=5e-3, weight_decay=1e-2, warmup=100, schedule="cosine", final_lr=1e-5),
+        optimiser=Optimiser(lr=4e-3, beta_2=0.99, weight_decay=1e-2, warmup=100, schedule="cosine", final_lr=1e-5),
         ema=Ema(beta=0.995, start=100),
         precision="float32",
         compile=False,

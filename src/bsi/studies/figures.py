@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "GREY", "INK", "NAMES", "PALETTE", "error_line", "label", "panels", "save", "style", "tile"]
 
+Number = float | int
+
 # Okabe and Ito (2008): told apart with any kind of colour vision.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 COLOURS = {"bsi": PALETTE[0], "vdm": PALETTE[1], "bfn": PALETTE[2]}
@@ -84,13 +86,13 @@ def panels(columns: int, rows: int = 1, width: float = 3.2, height: float = 2.6)
 
 
 def error_line(
-    axes: Axes, x: Sequence[float], y: Sequence[float], error: Sequence[float], colour: str, dashes: str = "-"
+    axes: Axes, x: Sequence[Number], y: Sequence[Number], error: Sequence[Number], colour: str, dashes: str = "-"
 ) -> None:
     """A line with its points, and bars of one standard error."""
     axes.errorbar(x, y, yerr=error, color=colour, linestyle=dashes, marker="o", capsize=2, elinewidth=1)
 
 
-def label(axes: Axes, x: float, y: float, words: str, colour: str, dx: float = 5, dy: float = 0) -> None:
+def label(axes: Axes, x: Number, y: Number, words: str, colour: str, dx: Number = 5, dy: Number = 0) -> None:
     """Words beside a point, in the line's colour: no legend to look up."""
     axes.annotate(
         words, (x, y), xytext=(dx, dy), textcoords="offset points", color=colour, va="center", fontsize=8.5,

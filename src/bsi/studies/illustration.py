@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["STUDY", "spiral", "steps"]
 
 METHOD = BSI(lambda_0=0.3, alpha_M=1e3)
-GRID = (0.3, 0.8, 2.4, 8.0, 40.0, METHOD.levels.high)
-SEED = 11
+GRID = (0.3, 1.2, 4.0, 16.0, 80.0, METHOD.levels.high)
+SEED = 32
 BELIEF, GUESS, MEASURED = figures.PALETTE[0], figures.PALETTE[4], figures.PALETTE[1]
 
 
@@ -43,12 +43,12 @@ def measures(scale: Scale) -> list[Measure]:
     return []
 
 
-def spiral(arms: int = 24) -> Mixture:
+def spiral(arms: int = 60) -> Mixture:
     """Gaussians along a spiral."""
-    turn = torch.linspace(0.6, 3.4 * math.pi, arms, dtype=torch.float64)
-    radius = 0.25 + 0.16 * turn
+    turn = math.pi * torch.linspace(0.3, 3.4, arms, dtype=torch.float64)
+    radius = 0.3 + 0.2 * turn
     means = torch.stack([radius * torch.cos(turn), radius * torch.sin(turn)], 1)
-    return Mixture(torch.full((arms,), 1 / arms, dtype=torch.float64), means, torch.full_like(means, 0.005))
+    return Mixture(torch.full((arms,), 1 / arms, dtype=torch.float64), means, torch.full_like(means, 0.004))
 
 
 def steps() -> list[Step]:
@@ -71,14 +71,14 @@ def _circle(axes: Axes, centre: Float[Tensor, " 2"], precision: float, strength:
 def _draw() -> Figure:
     figure, axes = figures.panels(5, width=1.75, height=2.15)
     generator = torch.Generator().manual_seed(0)
-    chosen, eps = torch.rand(1500, generator=generator), torch.randn(1500, 2, generator=generator)
+    chosen, eps = torch.rand(900, generator=generator), torch.randn(900, 2, generator=generator)
     points = spiral().sample(chosen.double(), eps.double())
     found = steps()
     first, second, last = found[0], found[1], found[-1]
     y = measurement(METHOD, first, second)[0]
     titles = ("1 Believe", "2 Predict", "3 Measure", "4 Update", "5 Repeat")
     for panel, title in zip(axes, titles, strict=True):
-        panel.plot(points[:, 0], points[:, 1], ".", color="#B9B9C2", markersize=1.6, zorder=0)
+        panel.plot(points[:, 0], points[:, 1], ".", color="#A9A9B4", markersize=1.1, zorder=0)
         panel.set(xlim=(-3.1, 3.1), ylim=(-3.1, 3.1), aspect="equal", xticks=[], yticks=[], title=title)
         panel.grid(False)
         for spine in panel.spines.values():
@@ -127,7 +127,7 @@ def report(scale: Scale, store: Store) -> Report:
         tables=(Table("belief", ("i", "lambda", "mu_1", "mu_2", "x_hat_1", "x_hat_2"), rows),),
         claims=(Claim("Each belief is the posterior of the one before", verdict, f"largest difference {error:.1e}"),),
         draw=_draw,
-        notes=("Exact predictions for a mixture of 24 Gaussians on a spiral; the same at every scale.",),
+        notes=("Exact predictions for a mixture of 60 Gaussians on a spiral; the same at every scale.",),
     )
 
 

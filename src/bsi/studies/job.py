@@ -13,14 +13,14 @@ Networks are named by the hash of what decides their weights: two studies that t
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.backbones.cost import cost
 from bsi.studies.scale import DATASETS, MetricName, Scale
 from bsi.training.files import canonical_json
-from bsi.training.plain import to_plain
+from bsi.training.plain import changes, to_plain
 from bsi.training.recipe import BFNSpec, BSISpec, Recipe, VDMSpec
 from bsi.training.resume import SAFE
 
@@ -36,6 +36,8 @@ __all__ = [
     "estimate_s",
     "name_of",
     "network_name",
+    "same_network",
+    "settings",
     "title",
 ]
 
@@ -95,10 +97,32 @@ Job = Train | Measure
 
 
 def network_name(recipe: Recipe) -> str:
-    """A hash of what decides the weights: not of names, intervals and what is kept."""
-    plain = {name: value for name, value in to_plain(recipe).items() if name not in SAFE}
-    plain["data"] = {name: value for name, value in plain["data"].items() if f"data.{name}" not in SAFE}
-    return _hash(plain)
+    """A hash of what decides the weights: not of names, intervals and what is kept.
+
+    Settings at their defaults are left out, so that a setting that is new in a later version renames nothing; whether a
+    stored network is the one that is meant is told by its whole recipe (`same_network`).
+    """
+    return _hash(_said(recipe, ""))
+
+
+def same_network(a: Recipe, b: Recipe) -> bool:
+    """Whether two recipes agree in everything that decides the weights."""
+    return all(_is_safe(change.name) for change in changes(a, b))
+
+
+def _is_safe(name: str) -> bool:
+    return any(name == safe or name.startswith(f"{safe}.") for safe in SAFE)
+
+
+def _said(record: Any, prefix: str) -> dict[str, Any]:
+    """The settings of a record that matter and differ from their defaults."""
+    said: dict[str, Any] = {"is": type(record).__name__}
+    for f in fields(record):
+        value = getattr(record, f.name)
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        if value != default and not _is_safe(prefix + f.name):
+            said[f.name] = _said(value, f"{prefix}{f.name}.") if is_dataclass(value) else to_plain(value)
+    return said
 
 
 def name_of(job: Job) -> str:

@@ -67,7 +67,7 @@ def _draw(scale: Scale) -> Figure:
     x = _image(scale)
     shown = np.concatenate([_picture(x, encoder(method, t)) for method in ORDER for t in TIMES])
     height, width = shown.shape[2:]
-    figure, (axes,) = figures.panels(1, width=7.4, height=2.6)
+    figure, (axes,) = figures.panels(1, width=7.4, height=2.4)
     axes.imshow(figures.tile(shown, len(TIMES), gap=max(1, height // 16)), interpolation="nearest")
     step, rise = width + max(1, height // 16), height + max(1, height // 16)
     axes.set_xticks([i * step + width / 2 for i in range(len(TIMES))], [f"{t:g}" for t in TIMES])

@@ -23,7 +23,7 @@ from bsi.data.store import open_dataset
 from bsi.errors import DataError, Preempted, UsageError
 from bsi.model import Model
 from bsi.studies.deadline import Deadline
-from bsi.studies.job import Job, Measure, Train, estimate_s, name_of, network_name, title
+from bsi.studies.job import Job, Measure, Train, estimate_s, name_of, network_name, same_network, title
 from bsi.studies.measure import Laboratory
 from bsi.studies.networks import train_network, training_record
 from bsi.studies.outcome import line, write_outcome
@@ -31,6 +31,7 @@ from bsi.studies.report import Study
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
 from bsi.training.distributed import find_place, pick_device
+from bsi.training.export import read_trained
 
 __all__ = ["Planned", "plan", "run"]
 
@@ -135,8 +136,8 @@ class _Bench:
         name = network_name(job.network)
         if self._network is None or self._network[0] != name:
             weights = self.store.weights(job.network)
-            if not weights.is_file():
-                raise DataError(f"{weights} is missing: the network was removed after it was trained. Train it again.")
+            if not same_network(read_trained(weights).recipe, job.network):
+                raise DataError(f"{weights} is another network, trained with other defaults: delete it and run again")
             self._network = (name, laboratory.load(weights, job.network))
         return self._network[1]
 

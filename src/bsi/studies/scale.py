@@ -216,7 +216,7 @@ SMOKE = Scale(
         evaluated_k=(8, 32, 128),
         bias=(2.0,),
     ),
-    speed=Speed(training=25e9, evaluation=25e9, unet=0.8, metric=20_000, startup_s=1.0),
+    speed=Speed(training=25e9, evaluation=25e9, unet=0.8, metric=20_000.0, startup_s=1.0),
     kept="float32",
 )
 
@@ -246,7 +246,7 @@ MINI = Scale(
         bias=(2.0, 6.0),
     ),
     # 22,000 images/s in training; evaluations and the U-Net are estimates
-    speed=Speed(training=250e12, evaluation=250e12, unet=0.35, metric=2500, startup_s=45.0),
+    speed=Speed(training=250e12, evaluation=250e12, unet=0.35, metric=2500.0, startup_s=45.0),
     kept="bfloat16",
 )
 
@@ -281,7 +281,7 @@ PAPER = Scale(
         bias=(2.0, 6.0),
     ),
     # 4 GPUs at the paper's 217 images/s train; one evaluates
-    speed=Speed(training=4 * 105e12, evaluation=300e12, unet=0.9, metric=2500, startup_s=60.0),
+    speed=Speed(training=4 * 105e12, evaluation=300e12, unet=0.9, metric=2500.0, startup_s=60.0),
     kept="float32",
 )
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from bsi.errors import DataError
-from bsi.studies.job import Job, Measure, Train, name_of, network_name, settings
+from bsi.studies.job import Job, Measure, Train, name_of, network_name, same_network, settings
 from bsi.training.files import write_json
-from bsi.training.plain import to_plain
+from bsi.training.plain import from_plain, to_plain
 from bsi.training.recipe import Recipe
 
 __all__ = ["Result", "Store"]
@@ -74,11 +74,15 @@ class Store:
         write_json(path, {"job": what, "values": dict(result.values), "about": dict(about)})
 
     def read(self, job: Measure) -> Result:
+        """What was measured. Refuses a record of another network, as a changed default would leave it behind."""
         path = self.record(job)
         try:
-            values = json.loads(path.read_text("utf-8"))["values"]
+            record = json.loads(path.read_text("utf-8"))
+            values, recipe = record["values"], from_plain(Recipe, record["job"]["recipe"], "recipe")
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{path} is missing or damaged ({error}): delete it and run the study again") from error
+        if not same_network(recipe, job.network):
+            raise DataError(f"{path} was measured of another network, with other defaults: delete it and run again")
         arrays: dict[str, np.ndarray] = {}
         if path.with_suffix(".npz").is_file():
             with np.load(path.with_suffix(".npz"), allow_pickle=False) as stored:

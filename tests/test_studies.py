@@ -1,0 +1,249 @@
+"""Studies run from end to end, share what they have in common, and go on where they were interrupted.
+
+At a scale far below `smoke`: two training steps, a handful of samples. What is held is that everything is there and
+finite, not what it says.
+"""
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+
+import bsi.evaluation.parts
+from bsi.backbones.config import DiTConfig, UNetConfig
+from bsi.cli import main
+from bsi.errors import DataError, Preempted, UsageError
+from bsi.studies import runner
+from bsi.studies.deadline import Deadline
+from bsi.studies.job import Bound, Profile, Quality, Train, name_of
+from bsi.studies.measure import Laboratory
+from bsi.studies.networks import train_network
+from bsi.studies.registry import STUDIES, named_studies
+from bsi.studies.runner import plan, run
+from bsi.studies.scale import SMOKE, Comparison, Drawn, Measured, Varied
+from bsi.studies.store import Store
+from bsi.training.recipe import Every, Recipe
+
+VERDICTS = {"held", "not held", "undecided"}
+
+
+def tiny(method) -> Recipe:
+    recipe = SMOKE.comparisons[0].recipe(method)
+    optimiser = replace(recipe.optimiser, warmup=0)
+    backbone = DiTConfig(width=16, depth=1, heads=2, patch=4, dropout=0.0)
+    return replace(recipe, backbone=backbone, steps=2, batch=16, optimiser=optimiser)
+
+
+def tiny_unet(method) -> Recipe:
+    return replace(tiny(method), backbone=UNetConfig(width=4, levels=1, dropout=0.0))
+
+
+TINY = replace(
+    SMOKE,
+    comparisons=(Comparison(tiny, seeds=(0, 1)),),
+    architecture=Comparison(tiny_unet, seeds=(0,)),
+    parameter_recipe=tiny,
+    drawn=Drawn(num=40, batch=40, steps=(2, 4), long=6, convergence=(2, 4, 16)),
+    measured=Measured(levels=4, recon=2, finite_levels=4, ks=(2, 8), profile_levels=17, profile_images=8, batch=299),
+    varied=Varied(lambda_0=(1e-2, 1.0), gamma_0=(1e-2, math.inf), trained_k=(4,), evaluated_k=(2, 4), bias=(2.0,)),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All studies, run once."""
+    out = tmp_path_factory.mktemp("studies")
+    run(list(STUDIES.values()), TINY, out)
+    return out
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_writes_its_figure_and_finite_numbers(folder, name):
+    results = folder / f"{name}-smoke"
+    with Image.open(results / "figure.png") as image:
+        assert min(image.size) > 200
+    assert "<svg" in (results / "figure.svg").read_text()[:1000]
+    found = json.loads((results / "numbers.json").read_text())
+    assert found["command"] == f"bsi study {name} --scale smoke --out FOLDER"
+    assert found["commits"]
+    assert found["hardware"]
+    assert {claim["verdict"] for claim in found["claims"]} <= VERDICTS
+    rows = [row for table in found["tables"] for row in table["rows"]]
+    assert rows
+    numbers = [value for row in rows for value in row.values() if isinstance(value, float)]
+    assert numbers
+    assert all(math.isfinite(value) for value in numbers)
+    lines = list(csv.reader((results / "numbers.csv").read_text().splitlines()))
+    assert sum(bool(line) and line[0] != "table" for line in lines) == len(rows)
+
+
+def test_every_network_of_the_plan_is_kept_in_one_file(folder):
+    store = Store(folder)
+    planned = plan(list(STUDIES.values()), TINY, store)
+    assert all(p.done for p in planned)
+    trained = [p.job for p in planned if isinstance(p.job, Train)]
+    assert len(trained) == len(list((folder / "networks").iterdir()))
+    for job in trained:
+        assert not (store.network(job.network) / "checkpoints").exists()
+        assert store.weights(job.network).stat().st_size < 1 << 20
+    assert not list((folder / "measurements").glob("*samples*"))
+
+
+def test_a_finished_study_does_nothing_again_but_draw(folder, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("nothing is left to do")
+
+    monkeypatch.setattr(runner, "train_network", refuse)
+    monkeypatch.setattr(Laboratory, "measure", refuse)
+    before = (folder / "comparison-smoke" / "figure.png").read_bytes()
+    run([STUDIES["comparison"]], TINY, folder)
+    assert (folder / "comparison-smoke" / "figure.png").read_bytes() == before
+
+
+def test_networks_are_shared_between_studies(folder):
+    names = {
+        name: {p.job.network for p in plan([STUDIES[name]], TINY, Store(folder)) if isinstance(p.job, Train)}
+        for name in STUDIES
+    }
+    assert names["fid-convergence"] <= names["comparison"]
+    assert names["elbo-convergence"] | names["importance-sampling"] | names["samples"] <= names["comparison"]
+    for other in ("disentangle", "initial-precision", "weighting", "finite-k"):
+        assert len(names[other] & names["comparison"]) >= 1, other
+    assert not names["illustration"]
+    assert not names["noise-levels"]
+
+
+def test_published_pages_are_made_of_what_was_written(folder, tmp_path):
+    from bsi.studies.publish import page, publish
+
+    written = publish([folder / f"{name}-smoke" for name in ("comparison", "noise-levels")], tmp_path)
+    assert written.read_text() == page(tmp_path / "results")
+    text = written.read_text()
+    assert "![comparison at the scale smoke](results/comparison-smoke.png)" in text
+    assert (tmp_path / "results" / "comparison-smoke.png").stat().st_size < 150_000
+    assert text.count("Not yet run") == 3 * len(STUDIES) - 2
+    assert "3.448 ± 0.006" in text
+
+
+def test_the_same_noise_is_drawn_for_all_networks(folder):
+    """Two networks of one seed differ in the method alone: their samples start from the same noise."""
+    store = Store(folder)
+    jobs = [Quality(tiny(method), "fd-digits", 40, 4) for method in ("bsi", "vdm")]
+    images = [store.read(job).arrays["images"] for job in jobs]
+    assert images[0].shape == (40, 1, 8, 8)
+    assert images[0].dtype == np.uint8
+
+
+class Passing(Deadline):
+    """A deadline that passes after so many looks at the clock."""
+
+    def __init__(self, looks: int) -> None:
+        object.__setattr__(self, "at", looks)
+
+    @property
+    def left_s(self) -> float:
+        object.__setattr__(self, "at", self.at - 1)
+        return self.at
+
+
+def weights(store: Store, recipe: Recipe) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(store.weights(recipe))
+
+
+def test_training_that_runs_out_of_time_goes_on_to_the_same_network(tmp_path):
+    recipe = replace(tiny("bsi"), steps=6, every=Every(journal=1, checkpoint=100))
+    whole, parts = Store(tmp_path / "whole"), Store(tmp_path / "parts")
+    train_network(Train(recipe), TINY, whole, Deadline(), "cpu")
+    with pytest.raises(Preempted, match="step 3 of 6"):
+        train_network(Train(recipe), TINY, parts, Passing(3), "cpu")
+    assert not parts.done(Train(recipe))
+    train_network(Train(recipe), TINY, parts, Deadline(), "cpu")
+    ours, theirs = weights(parts, recipe), weights(whole, recipe)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_drawing_that_runs_out_of_time_goes_on_to_the_same_samples(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(bsi.evaluation.parts, "PART", 16)
+    store = Store(folder)
+    job = Quality(tiny("bsi"), "fd-digits", 40, 4)
+    bench = runner._Bench(TINY, store, Deadline(), "cpu")
+    laboratory = replace(bench._laboratory("digits"), folder=tmp_path)
+    model = bench._model(job, laboratory)
+    with pytest.raises(Preempted, match="32 of 40 samples are drawn"):
+        laboratory.measure(job, model, Passing(3))
+    seen = []
+    monkeypatch.setattr(
+        "bsi.studies.measure._draw", lambda model, ids, how: seen.append(len(ids)) or DRAW(model, ids, how)
+    )
+    found = laboratory.measure(job, model, Deadline())
+    assert seen == [8]
+    assert np.array_equal(found.arrays["images"], store.read(job).arrays["images"])
+    assert found.values["distance"] == pytest.approx(store.read(job).values["distance"], rel=1e-4)
+
+
+from bsi.studies.measure import _draw as DRAW  # noqa: E402
+
+
+def test_a_study_out_of_time_says_what_is_left_and_leaves_with_75(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(runner.__dict__, "Deadline", type("Over", (), {"after": staticmethod(lambda m: Deadline(0.0))}))
+    with pytest.raises(Preempted, match="left, next train BSI, seed 0") as caught:
+        run([STUDIES["comparison"]], TINY, tmp_path, minutes=1.0)
+    assert caught.value.code == 75
+
+
+def test_a_damaged_measurement_is_named(tmp_path):
+    store, job = Store(tmp_path), Bound(tiny("bsi"), 4, 2)
+    path = store.record(job)
+    path.parent.mkdir()
+    path.write_text("{")
+    with pytest.raises(DataError, match=f"{name_of(job)}.json is missing or damaged"):
+        store.read(job)
+
+
+def test_a_profile_has_the_errors_of_the_bound(folder):
+    """The bound is the integral of the profile: both of the same network, up to their Monte Carlo error."""
+    store = Store(folder)
+    found = store.read(Profile(tiny("bsi"), 17, 8)).arrays
+    assert found["error"].shape == found["distance"].shape == (17, 8)
+    u, g = np.log(found["level"]), 0.5 * found["level"] * found["error"].mean(1)
+    integral = float((0.5 * np.diff(u) * (g[1:] + g[:-1])).sum()) / (64 * math.log(2))
+    bound = store.read(Bound(tiny("bsi"), 4, 2)).values
+    assert integral == pytest.approx(bound["measurement"], rel=0.1)
+
+
+def test_figures_without_matplotlib_say_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"pip install 'bsi\[figures\]'"):
+        run([STUDIES["illustration"]], TINY, folder)
+
+
+def test_the_command_line_plans_runs_and_refuses(tmp_path, capsys, monkeypatch):
+    assert main(["study", "comparison", "--plan", "--out", str(tmp_path)]) == 0
+    assert "train BSI, seed 0: 600 steps of 64" in capsys.readouterr().out
+    assert main(["study", "illustration", "--out", str(tmp_path), "--publish", str(tmp_path / "docs")]) == 0
+    assert (tmp_path / "docs" / "results" / "illustration-smoke.png").is_file()
+    assert main(["study", "comparsion", "--out", str(tmp_path)]) == 2
+    assert "Did you mean 'comparison'?" in capsys.readouterr().err
+    assert main(["study", "all", "--minutes", "0"]) == 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["study", "illustration", "--out", str(tmp_path)]) == 2
+    assert "in one process" in capsys.readouterr().err
+
+
+def test_all_is_every_study():
+    assert [study.name for study in named_studies("all")] == list(STUDIES)
+
+
+@pytest.mark.slow
+def test_all_studies_run_at_the_scale_smoke(tmp_path):
+    assert main(["study", "all", "--scale", "smoke", "--out", str(tmp_path)]) == 0
+    for name in STUDIES:
+        found = json.loads((tmp_path / f"{name}-smoke" / "numbers.json").read_text())
+        assert found["tables"]

@@ -1,0 +1,306 @@
+"""The pieces of the studies: features of digits, errors of distances, claims, plans, and the numbers behind figures."""
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import bsi
+from bsi.cli.train import parse
+from bsi.data import digits
+from bsi.data.pixels import to_uint8
+from bsi.errors import DataError
+from bsi.levels import LogUniform
+from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
+from bsi.studies import disentangle, illustration, noise_levels
+from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
+from bsi.studies.elbo_convergence import gaussian_gap
+from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_seeds
+from bsi.studies.frechet_error import frechet_error
+from bsi.studies.importance_sampling import proposals, relative_spread
+from bsi.studies.job import Bound, Quality, Train, name_of, network_name
+from bsi.studies.plan_text import plan_text, train_command
+from bsi.studies.registry import STUDIES
+from bsi.studies.report import Table, all_of, equal, less
+from bsi.studies.runner import plan
+from bsi.studies.scale import MINI, PAPER, SCALES, SMOKE
+from bsi.studies.store import Result, Store
+from bsi.training.dataset import build_method
+from bsi.training.recipe import Objective
+
+PUBLISHED = "13c809cff5b50a068d8777d1946344f3e566c01df1caa164707bf67ad763149f"
+
+
+def pictures(indices: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(to_uint8(digits.BINS.values(indices))).expand(-1, 3, -1, -1)
+
+
+class TestDigitsFeatures:
+    def test_the_weights_are_the_published_ones_and_small(self):
+        data = packaged_weights()
+        assert len(data) < 100_000
+        assert DigitsFeatures().hash == hashlib.sha256(data).hexdigest() == PUBLISHED
+
+    def test_it_is_an_extractor_whose_distance_is_not_called_fid(self):
+        extractor = DigitsFeatures()
+        assert isinstance(extractor, Extractor)
+        assert metric_name(extractor) == "fd-digits"
+
+    def test_it_knows_the_digits(self):
+        loaded, extractor = digits.load(), DigitsFeatures()
+        assert (extractor.classify(pictures(loaded.test)).numpy() == loaded.test_labels).mean() > 0.98
+
+    def test_the_distance_tells_digits_from_noise(self):
+        loaded, extractor = digits.load(), DigitsFeatures()
+        real = Moments.of(extractor(pictures(loaded.test)))
+        noise = torch.randint(0, 256, (500, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+        near = frechet_distance(Moments.of(extractor(pictures(loaded.train))), real)
+        far = frechet_distance(Moments.of(extractor(noise.expand(-1, 3, -1, -1))), real)
+        assert 0 < near < 3 < 50 < far
+
+    def test_other_sizes_are_refused(self):
+        with pytest.raises(DataError, match=r"8x8 pixels: got \(32, 32\)"):
+            DigitsFeatures()(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+
+    def test_training_is_a_function_of_nothing(self):
+        a, b = fit(steps=3, batch=8), fit(steps=3, batch=8)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+class TestFrechetError:
+    def test_it_is_the_spread_over_draws(self):
+        """600 sets of 400 samples: the standard deviation of their distances against the mean predicted error."""
+        torch.manual_seed(0)
+        root = torch.tensor([[1.0, 0.4, 0.0], [0.0, 0.8, 0.3], [0.0, 0.0, 1.3]], dtype=torch.float64)
+        real = Moments.of(torch.randn(4000, 3, dtype=torch.float64))
+        sets = torch.randn(600, 400, 3, dtype=torch.float64) @ root + 0.2
+        found = torch.tensor([frechet_distance(Moments.of(x), real) for x in sets])
+        predicted = torch.tensor([frechet_error(x, real) for x in sets[:50]])
+        relative = 1 / math.sqrt(2 * len(sets))  # standard error of a standard deviation
+        assert float(predicted.mean()) == pytest.approx(float(found.std()), rel=4 * relative)
+
+    def test_it_falls_as_the_root_of_the_number(self):
+        torch.manual_seed(1)
+        x, real = torch.randn(6400, 4) + 0.5, Moments.of(torch.randn(5000, 4))
+        assert frechet_error(x[:1600], real) == pytest.approx(2 * frechet_error(x, real), rel=0.1)
+
+
+class TestEstimates:
+    @pytest.mark.parametrize(
+        ("estimate", "text"),
+        [
+            (Estimate(3.44812, 0.0051), "3.4481 ± 0.0051"),
+            (Estimate(12.345, 1.234), "12.3 ± 1.2"),
+            (Estimate(123.4, 25.0), "123 ± 25"),
+            (Estimate(0.08178, 0.0), "0.08178"),
+        ],
+    )
+    def test_an_estimate_has_two_digits_of_its_error(self, estimate, text):
+        assert str(estimate) == text
+
+    def test_over_seeds_the_larger_of_spread_and_own_error_counts(self):
+        spread = over_seeds([Estimate(1.0, 0.001), Estimate(2.0, 0.001)])
+        assert spread.value == 1.5
+        assert spread.error == pytest.approx(0.5)
+        assert over_seeds([Estimate(1.0, 0.2), Estimate(1.0, 0.2)]).error == pytest.approx(0.2 / math.sqrt(2))
+        assert over_seeds([Estimate(4.0, 0.3)]) == Estimate(4.0, 0.3)
+
+    def store(self, tmp_path, jobs, nats):
+        """Bounds of four images in two replicates, n = 2."""
+        store = Store(tmp_path)
+        for job, values in zip(jobs, nats, strict=True):
+            arrays = {
+                "measurement": np.array(values, dtype=np.float64),
+                "measurement_sizes": np.array([1, 1]),
+                "reconstruction": np.zeros((2, 4)),
+                "reconstruction_sizes": np.array([1, 1]),
+                "block": np.zeros(4, dtype=np.int64),
+                "prior": np.zeros(4),
+            }
+            store.write(job, Result({"dimensions": 2}, arrays), {})
+        return store
+
+    def test_differences_are_paired_by_image(self, tmp_path):
+        """Images differ much, the two networks by 0.5 and 0.7 nats alternately: the error knows only the latter."""
+        base = np.array([[1.0, 20.0, 300.0, 4000.0]] * 2)
+        jobs = [Bound(replace(bsi.recipes.digits(), seed=seed), 4, 2) for seed in (0, 1)]
+        store = self.store(tmp_path, jobs, [base + np.array([0.5, 0.7, 0.5, 0.7]), base])
+        found, unit = bits_difference(store, jobs[:1], jobs[1:]), 2 * math.log(2)
+        assert found.value == pytest.approx(0.6 / unit)
+        assert found.error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2 / unit)
+
+    def test_the_noise_floor_is_that_of_the_difference(self, tmp_path):
+        noise = np.array([[3.0, -1.0, 2.0, 0.0], [-2.0, 4.0, 1.0, -3.0]])
+        jobs = [Bound(bsi.recipes.digits(), 4, 2, k) for k in (8, None)]
+        gap = np.array([[0.25], [0.35]])
+        store = self.store(tmp_path, jobs, [noise + gap, noise])
+        found, unit = finite_gap(store, *jobs), 2 * math.log(2)
+        assert found.value == pytest.approx(0.3 / unit)
+        assert found.error == pytest.approx(0.05 / unit)
+
+
+class TestClaims:
+    def test_a_claim_holds_only_beyond_two_standard_errors(self):
+        def verdict(value, error):
+            return less("a < b", Estimate(0.0, 0.0), Estimate(0.0, 0.0), Estimate(value, error)).verdict
+
+        assert verdict(-0.21, 0.1) == "held"
+        assert verdict(-0.19, 0.1) == "undecided"
+        assert verdict(0.19, 0.1) == "undecided"
+        assert verdict(0.21, 0.1) == "not held"
+
+    def test_errors_of_independent_estimates_add_in_squares(self):
+        claim = less("a < b", Estimate(1.0, 0.3), Estimate(2.1, 0.4))
+        assert claim.verdict == "held"
+        assert less("a < b", Estimate(1.0, 0.3), Estimate(1.9, 0.4)).verdict == "undecided"
+
+    def test_equality_needs_evidence_too(self):
+        assert equal("a = b", [("a - b", Estimate(0.001, 0.004))], 0.01).verdict == "held"
+        assert equal("a = b", [("a - b", Estimate(0.001, 0.005))], 0.01).verdict == "undecided"
+        assert equal("a = b", [("a - b", Estimate(-0.03, 0.005))], 0.01).verdict == "not held"
+        both = [("a - b", Estimate(0.0, 0.001)), ("a - c", Estimate(0.05, 0.001))]
+        assert equal("all", both, 0.01).verdict == "not held"
+
+    def test_all_of_many_hold_or_not(self):
+        held, unsure = (
+            less("", Estimate(0.0, 0.1), Estimate(1.0, 0.1)),
+            less("", Estimate(0.0, 1.0), Estimate(1.0, 1.0)),
+        )
+        broken = less("", Estimate(1.0, 0.1), Estimate(0.0, 0.1))
+        assert all_of("x", [held, held]).verdict == "held"
+        assert all_of("x", [held, unsure]).verdict == "undecided"
+        assert all_of("x", [held, unsure, broken]).verdict == "not held"
+
+    def test_a_table_is_the_same_in_csv_and_markdown(self):
+        table = Table("t", ("name", "value"), (("a", Estimate(1.0, 0.1)), ("b", None)))
+        assert table.csv() == "table,name,value,value error\nt,a,1.0,0.1\nt,b,,\n"
+        assert table.markdown() == "| name | value |\n|---|---|\n| a | 1.00 ± 0.10 |\n| b | – |"
+
+
+class TestJobs:
+    def test_a_network_is_named_by_what_decides_its_weights(self):
+        recipe = bsi.recipes.digits()
+        same = replace(recipe, name="other", every=replace(recipe.every, journal=7), keep=replace(recipe.keep, last=9))
+        assert network_name(same) == network_name(recipe)
+        others = [
+            replace(recipe, seed=1),
+            replace(recipe, steps=recipe.steps + 1),
+            replace(recipe, parametrisation="epsilon"),
+            replace(recipe, objective=Objective(weight="edm")),
+            replace(recipe, data=replace(recipe.data, flips=True)),
+        ]
+        assert len({network_name(other) for other in (recipe, *others)}) == len(others) + 1
+
+    def test_a_record_of_other_settings_is_refused_even_under_the_right_name(self, tmp_path):
+        """A name leaves out defaults; the record does not, and tells when a default has changed since."""
+        store, job = Store(tmp_path), Bound(bsi.recipes.digits(), 4, 2)
+        store.write(job, Result({"bits_per_dim": 1.0}), {})
+        assert store.read(job).values == {"bits_per_dim": 1.0}
+        path = store.record(job)
+        record = json.loads(path.read_text())
+        record["job"]["recipe"]["optimiser"]["beta_2"] = 0.5
+        path.write_text(json.dumps(record))
+        with pytest.raises(DataError, match="another network, with other defaults"):
+            store.read(job)
+
+    def test_a_measurement_is_named_by_its_network_and_settings(self):
+        recipe = bsi.recipes.digits()
+        jobs = [
+            Train(recipe),
+            Bound(recipe, 4, 2),
+            Bound(recipe, 4, 2, 16),
+            Quality(recipe, "fd-digits", 10, 4),
+            Quality(recipe, "fd-digits", 10, 4, seed=1),
+            Quality(replace(recipe, seed=1), "fd-digits", 10, 4),
+        ]
+        assert len({name_of(job) for job in jobs}) == len(jobs)
+
+    @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
+    def test_jobs_are_planned_once_and_networks_before_their_measurements(self, scale, tmp_path):
+        planned = plan(list(STUDIES.values()), scale, Store(tmp_path))
+        assert len({name_of(p.job) for p in planned}) == len(planned)
+        trained = set()
+        for p in planned:
+            if isinstance(p.job, Train):
+                trained.add(network_name(p.job.network))
+            assert network_name(p.job.network) in trained
+
+    def test_jobs_of_the_scale_mini_end_in_nine_minutes(self, tmp_path):
+        for p in plan(list(STUDIES.values()), MINI, Store(tmp_path)):
+            assert p.seconds < 9 * 60, p
+            if isinstance(p.job, Train):
+                assert p.seconds - MINI.speed.startup_s < 240, p
+
+    def test_the_scale_smoke_ends_in_fifteen_minutes(self, tmp_path):
+        planned = plan(list(STUDIES.values()), SMOKE, Store(tmp_path))
+        assert sum(p.seconds for p in planned) < 15 * 60
+        assert max(p.seconds for p in planned if isinstance(p.job, Train)) < 30
+
+    def test_the_commands_of_the_paper_train_its_networks(self, tmp_path):
+        store = Store(tmp_path)
+        planned = plan(list(STUDIES.values()), PAPER, store)
+        assert "torchrun --nproc-per-node 4 -m bsi train imagenet32-dit-l2" in plan_text(planned, PAPER, store)
+        for p in planned:
+            if isinstance(p.job, Train):
+                words = train_command(p.job.network, store).split()
+                args, _ = parse(words[words.index("train") + 1 :])
+                assert network_name(args.recipe) == network_name(p.job.network)
+                assert args.options.out == store.network(p.job.network)
+
+    def test_the_paper_has_three_seeds_and_both_budgets_of_cifar10(self, tmp_path):
+        trained = [
+            p.job.network for p in plan([STUDIES["comparison"]], PAPER, Store(tmp_path)) if isinstance(p.job, Train)
+        ]
+        assert sorted(r.seed for r in trained if r.data.name == "imagenet64") == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert {r.steps for r in trained if r.data.name == "cifar10"} == {5_000_000, 10_000_000}
+
+
+class TestNumbers:
+    def test_the_gaussian_gap_is_the_known_one(self):
+        """Golden values of unit-Gaussian data, BSI(1e-2, 1e6), in nats: L_M^inf 6.912594."""
+        known = {16: 12.44657, 64: 7.92753, 1024: 6.97065}
+        found = gaussian_gap(bsi.BSI(), torch.ones(3, dtype=torch.float64), list(known))
+        assert found == pytest.approx([(value - 6.912594) / math.log(2) for value in known.values()], abs=2e-5)
+
+    def test_no_spread_is_left_where_the_errors_follow_the_proposal(self):
+        level = LogUniform(1e-2, 1e6).icdf(torch.linspace(0, 1, 401, dtype=torch.float64)).numpy()
+        errors = np.repeat(1 / level[:, None], 4, axis=1)
+        spread = {name: relative_spread(level, errors, p) for name, p in proposals(level, errors).items()}
+        assert spread["log-uniform"] == pytest.approx(0, abs=1e-3)
+        assert spread["fitted"] == pytest.approx(0, abs=1e-3)
+        assert spread["uniform"] > 100
+
+    def test_the_fitted_proposal_has_the_least_spread(self):
+        generator = np.random.default_rng(0)
+        level = LogUniform(1e-2, 1e6).icdf(torch.linspace(0, 1, 401, dtype=torch.float64)).numpy()
+        shape = np.exp(-0.5 * ((np.log(level) - 4) / 3) ** 2) + 0.1
+        errors = (shape / level)[:, None] * generator.uniform(0.5, 1.5, (401, 200))
+        spread = {name: relative_spread(level, errors, p) for name, p in proposals(level, errors).items()}
+        assert min(spread, key=spread.__getitem__) == "fitted"
+
+    def test_the_corners_of_the_cube_are_bsi_and_bfn(self):
+        bsi_method, bfn_like = (
+            build_method(corner.method) for corner in (disentangle.CORNERS[0], disentangle.CORNERS[-1])
+        )
+        assert bsi_method == bsi.BSI()
+        bfn, level = bsi.BFN(), torch.logspace(0, 5, 20, dtype=torch.float64)
+        for ours, theirs in zip(vars(bfn_like.encoder(level)).values(), vars(bfn.encoder(level)).values(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-12)
+        assert bfn_like.prior(torch.ones(1, 1)).item() == 0
+
+    def test_each_factor_changes_one_thing(self):
+        for corner in disentangle.CORNERS:
+            method = build_method(corner.method)
+            assert method.c == pytest.approx(1e-2 if corner.hyper_prior else 0.0)
+            assert method.levels.low == (1e-2 if corner.offset else 1.0)
+        assert len({corner.name for corner in disentangle.CORNERS}) == 8
+
+    @pytest.mark.parametrize("study", [noise_levels.STUDY, illustration.STUDY], ids=lambda study: study.name)
+    def test_what_needs_no_training_holds(self, study, tmp_path):
+        found = study.report(SMOKE, Store(tmp_path))
+        assert [claim.verdict for claim in found.claims] == ["held"] * len(found.claims)
+        assert found.claims

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from bsi.errors import CorruptCheckpoint, UsageError
+from bsi.recipes import digits
 from bsi.training import checkpoint
 from bsi.training.export import load
 from bsi.training.lease import LEASE_S, LOCK, hold
@@ -156,7 +157,7 @@ def test_changed_settings_are_listed_and_refused_unless_safe(base: Path, chains:
     """Row 20."""
     assert codes(chains["changed"]) == [75, 2, 2, 2, 2, 2, 0, 0]
     _, rate, network, longer, shorter, typo, safe, finished = (ended.stderr for ended in chains["changed"])
-    assert "optimiser.lr: 0.002 -> 0.001" in rate
+    assert f"optimiser.lr: {digits().optimiser.lr} -> 0.001" in rate
     assert "seed: 0 -> 1" in rate
     assert "--allow optimiser.lr" in rate
     assert len(rate.strip().splitlines()) <= 10

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import tyro
 
+from bsi.errors import UsageError
+
 __all__ = ["Export", "run"]
 
 
@@ -26,13 +28,34 @@ class Export:
     """An earlier checkpoint, by its step."""
     weights: bool = False
     """The weights themselves rather than their moving average."""
+    sigma_rel: float | None = None
+    """An average of this relative width, of a run that kept power-function averages (--ema.powers)."""
+    hub_folder: Path | None = None
+    """Write a folder as the Hugging Face hub holds it, instead of one file."""
+    upload: str | None = None
+    """Put that folder on the hub as this repository, USER/NAME; private until you change it."""
     json: bool = False
     """Write the result as JSON on stdout."""
 
 
 def run(args: Export) -> int:
+    if args.hub_folder is not None:
+        return _hub(args, args.hub_folder)
+    if args.upload is not None:
+        raise UsageError("--upload puts a folder on the hub: say where to write it with --hub-folder")
     from bsi.training.export import export
 
-    path = export(args.run, args.out, ema=not args.weights, step=args.step)
+    path = export(args.run, args.out, not args.weights, args.step, args.sigma_rel)
     print(json.dumps({"file": str(path), "bytes": path.stat().st_size}) if args.json else path)
+    return 0
+
+
+def _hub(args: Export, folder: Path) -> int:
+    if args.out is not None or args.sigma_rel is not None:
+        raise UsageError("--hub-folder writes the EMA or the weights into a folder: leave --out and --sigma-rel out")
+    from bsi.training.hub import upload, write_hub_folder
+
+    write_hub_folder(args.run, folder, not args.weights, args.step)
+    address = None if args.upload is None else upload(folder, args.upload)
+    print(json.dumps({"folder": str(folder), "address": address}) if args.json else address or folder)
     return 0

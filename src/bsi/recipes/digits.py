@@ -50,6 +50,7 @@ def digits(method: MethodName = "bsi") -> Recipe:
         ema=Ema(beta=0.995, start=100),
         precision="float32",
         compile=False,
+        threads=1,  # two would mostly wait for each other
         every=Every(journal=50, evaluate=1000, sample=1000, checkpoint=500),
         evaluation=Evaluation(images=299, measure=4, recon=2),
         samples=Samples(count=64, steps=16),

@@ -16,7 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-__all__ = ["TreeSum", "deterministic", "flatten_gradients", "set_gradients"]
+from bsi.training.recipe import Recipe
+
+__all__ = ["TreeSum", "flatten_gradients", "numerics", "set_gradients"]
 
 Vector = Float[Tensor, " n"]
 
@@ -56,15 +58,15 @@ def set_gradients(parameters: Sequence[nn.Parameter], vector: Vector) -> Float[T
 
 
 @contextmanager
-def deterministic(audit: bool) -> Iterator[None]:
-    """Deterministic kernels and one thread while an audit runs, and what was set before afterwards."""
-    if not audit:
-        yield
-        return
+def numerics(recipe: Recipe) -> Iterator[None]:
+    """The recipe's threads; for an audit one thread and deterministic kernels. Afterwards, what was set before."""
     threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it to be deterministic
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    wanted = 1 if recipe.audit else recipe.threads
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    if recipe.audit:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it to be deterministic
+        torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from bsi import pretrained
 from bsi.errors import CorruptCheckpoint, UsageError
 from bsi.model import Model
 from bsi.training import checkpoint
+from bsi.training.averages import reconstruct
 from bsi.training.dataset import DataSpec, build_model
 from bsi.training.folder import RunFolder
 from bsi.training.plain import from_plain, to_plain
@@ -33,6 +34,7 @@ from bsi.training.recipe import Recipe
 __all__ = ["Trained", "class_name", "export", "load", "read_trained"]
 
 EXPORT_FORMAT = 1
+MODEL_FILE = "model.safetensors"  # in a folder as the Hugging Face hub holds it
 METADATA = "bsi"
 
 
@@ -97,6 +99,8 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
     """Weights and their description, from a run folder or an exported file."""
     if path.is_file():
         return _read_export(path, step)
+    if (path / MODEL_FILE).is_file():
+        return _read_export(path / MODEL_FILE, step)
     root = RunFolder(path).checkpoints
     found = checkpoint.find(root, lambda line: print(line, file=sys.stderr), step) if root.is_dir() else None
     if found is None:
@@ -134,10 +138,22 @@ def _read_export(path: Path, step: int | None) -> Trained:
         raise UsageError(f"{path} does not say which model it holds: it was not written by `bsi export`.") from error
 
 
-def export(run: str | Path, out: str | Path | None = None, ema: bool = True, step: int | None = None) -> Path:
-    """Write a run's EMA (or its weights) as one file, by default beside its checkpoints."""
-    trained = read_trained(Path(run), ema, step)
-    name = f"{trained.recipe.name}-{trained.step}{'' if ema else '-weights'}.safetensors"
+def export(
+    run: str | Path,
+    out: str | Path | None = None,
+    ema: bool = True,
+    step: int | None = None,
+    sigma_rel: float | None = None,
+) -> Path:
+    """Write a run's EMA (or its weights, or an average of relative width `sigma_rel`) as one file, by default in its
+    folder.
+    """
+    trained = read_trained(Path(run), ema, None if sigma_rel is not None else step)
+    kind = "" if ema else "-weights"
+    if sigma_rel is not None:
+        end, weights = reconstruct(Path(run), sigma_rel, step)
+        trained, kind = replace(trained, step=end, weights={**trained.weights, **weights}), f"-{sigma_rel:g}"
+    name = f"{trained.recipe.name}-{trained.step}{kind}.safetensors"
     target = Path(run) / name if out is None else Path(out)
     about = {
         "format": EXPORT_FORMAT,
@@ -146,6 +162,7 @@ def export(run: str | Path, out: str | Path | None = None, ema: bool = True, ste
         "network": trained.network,
         "step": trained.step,
         "ema": ema,
+        "sigma_rel": sigma_rel,
     }
     beside = target.with_name(f".{target.name}.part")
     safetensors.torch.save_file(dict(trained.weights), beside, {METADATA: json.dumps(about)})

@@ -15,6 +15,7 @@ from typing import Any
 
 from bsi.errors import NonFinite, Preempted
 from bsi.progress import Progress, readable_seconds
+from bsi.training.averages import write_snapshot
 from bsi.training.checkpoint import Snapshot
 from bsi.training.dataset import TrainingData
 from bsi.training.distributed import World
@@ -97,6 +98,8 @@ def run(job: Job) -> None:
             reason = job.stop.reason or "another rank's signal"
             raise Preempted(f"{reason}: saved step {step} of {recipe.steps}; run the same command to go on")
         clock.leave_out(_observe(job))
+        if recipe.ema.powers and (step % recipe.ema.snapshot == 0 or step == recipe.steps) and job.world.first:
+            write_snapshot(job.folder.path, step, engine.powers.state())
         if due.checkpoint:
             clock.leave_out(_save(job))
     _finish_saves(job)

@@ -156,9 +156,16 @@ class Ema:
 
     beta: float = 0.9999
     start: int = 1000
+    powers: tuple[float, ...] = ()
+    """Relative widths of power-function averages to keep beside it, e.g. 0.05 0.1; any width can be made of two."""
+    snapshot: int = 1000
+    """Steps between two stored power-function averages."""
 
     def __post_init__(self) -> None:
         _at_least("ema.start", self.start, 0)
+        _at_least("ema.snapshot", self.snapshot, 1)
+        if not all(0 < width < 0.288 for width in self.powers):
+            raise UsageError(f"ema.powers are relative widths between 0 and 0.288: got {self.powers}. Use 0.05 0.1.")
         if not 0 <= self.beta < 1:
             raise UsageError(f"ema.beta lies in [0, 1): got {self.beta}. The paper uses 0.9999.")
 
@@ -272,6 +279,8 @@ class Recipe:
     sigma_data: float = 1.0
     """Standard deviation of the data in the preconditioning (paper: 1)."""
     seed: int = 0
+    threads: int | None = None
+    """Threads of a rank on a CPU; None leaves it to torch. Sums may be rounded differently with another number."""
     audit: bool = False
     """Shard by shard, in float32 and a fixed order: the same bits for any number of ranks, more slowly."""
     every: Every = field(default_factory=Every)
@@ -282,6 +291,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("batch", self.batch), ("accumulation", self.accumulation)):
             _at_least(name, value, 1)
+        if self.threads is not None:
+            _at_least("threads", self.threads, 1)
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"a seed lies in 0 .. 2**63 - 1: got {self.seed}")
         if not self.sigma_data > 0:

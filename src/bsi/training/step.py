@@ -27,6 +27,7 @@ from bsi.methods.base import Method, Predictor
 from bsi.model import Model
 from bsi.objective import Weight, edm_weight, finite_training_loss, sigmoid_weight, training_loss
 from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
+from bsi.training.averages import PowerAverages
 from bsi.training.distributed import World
 from bsi.training.ema import EmaModel
 from bsi.training.recipe import Objective, Recipe
@@ -63,6 +64,7 @@ class Engine:
     def __init__(self, recipe: Recipe, model: Model, world: World, half: torch.dtype | None) -> None:
         self.recipe, self.model, self.world, self.half = recipe, model, world, half
         self.ema = EmaModel(model)
+        self.powers = PowerAverages(model.denoiser.backbone, recipe.ema.powers)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         o = recipe.optimiser
         self.optimiser = GatedAdamW(
@@ -170,6 +172,7 @@ class Engine:
         self.optimiser.grad_scale = self.scale * torch.clamp(norm / self.recipe.optimiser.clip, min=1.0)
         self.optimiser.step()
         self.ema.update(counts * self.recipe.ema.weight(self.steps_done + 1))
+        self.powers.update(counts, self.steps_done + 1)
         seen = torch.stack([loss.double(), norm.double(), torch.ones_like(norm, dtype=torch.float64)])
         self.sums += torch.where(counts, seen, 0.0)
         if self.half == torch.float16:
@@ -221,7 +224,13 @@ class Engine:
             "model": self.model.denoiser.backbone.state_dict(),
             "ema": self.ema.model.denoiser.backbone.state_dict(),
             "optimiser": {**moments, **counters},
+            **({"powers": self.powers.state()} if self.recipe.ema.powers else {}),
         }
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that `tensors` and `restore` speak of."""
+        return tuple(self._state())
 
 
 def _weight(objective: Objective, method: Method) -> Weight | None:

@@ -26,7 +26,7 @@ from bsi.likelihood import Bins
 from bsi.model import Model
 from bsi.progress import Progress
 from bsi.training import checkpoint
-from bsi.training.audit import deterministic
+from bsi.training.audit import numerics
 from bsi.training.checkpoint import Checkpoint
 from bsi.training.dataset import TrainingData, build_model, open_training_data
 from bsi.training.distributed import World, find_place, join
@@ -76,7 +76,7 @@ def train(
     with (
         listening() as stop,
         join(device, timeout_s=hang_after_s + 60) as world,
-        deterministic(recipe.audit),
+        numerics(recipe),
         _own_random_numbers(world),
         _alone_in(folder, world) as lease,
         watching(world.place, hang_after_s, world.meeting) as watchdog,
@@ -90,7 +90,7 @@ def train(
         model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
         engine = Engine(recipe, model, world, _half(recipe, world))
         if resumed.checkpoint is not None:
-            files = {name: checkpoint.read_tensors(resumed.checkpoint, name) for name in ("model", "ema", "optimiser")}
+            files = {name: checkpoint.read_tensors(resumed.checkpoint, name) for name in engine.files}
             engine.restore(resumed.checkpoint.step, files)
             _say(world, f"going on from {resumed.checkpoint.folder}")
         engine.share()

@@ -1,0 +1,148 @@
+"""Power-function averages of any width, afterwards; and the folder that the hub holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bsi
+from bsi import recipes
+from bsi.cli import main
+from bsi.errors import UsageError
+from bsi.training.averages import PowerAverages, Profile, coefficients, exponent, reconstruct
+from bsi.training.hub import download, write_hub_folder
+from bsi.training.recipe import Ema, Every
+
+IMAGES = torch.randint(0, 256, (64, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+
+
+def weights_of(profile: Profile) -> np.ndarray:
+    """What an average gives to each of the first steps, by its recursion: its own share, times all that stays after."""
+    steps = np.arange(1, profile.step + 1)
+    beta = (1 - 1 / steps) ** (profile.gamma + 1)
+    stays = np.append(np.cumprod(beta[:0:-1])[::-1], 1.0)
+    return (1 - beta) * stays
+
+
+@pytest.mark.parametrize("sigma_rel", [0.05, 0.1, 0.2])
+def test_the_width_of_a_profile_is_its_standard_deviation_over_its_length(sigma_rel: float) -> None:
+    share, t = weights_of(Profile(4000, sigma_rel)), np.arange(1, 4001) / 4000
+    assert share.sum() == pytest.approx(1.0)
+    mean = (share * t).sum()
+    assert np.sqrt((share * (t - mean) ** 2).sum()) == pytest.approx(sigma_rel, rel=1e-3)
+
+
+def test_inner_products_are_those_of_the_profiles() -> None:
+    profiles = [Profile(1500, 0.1), Profile(2000, 0.05), Profile(2000, 0.15)]
+    for p in profiles:
+        for q in profiles:
+            n = min(p.step, q.step)
+            assert (weights_of(p)[:n] * weights_of(q)[:n]).sum() == pytest.approx(p.dot(q), rel=5e-3)
+
+
+@pytest.mark.parametrize("wanted", [0.05, 0.07, 0.1, 0.13])
+def test_a_width_between_is_nearly_the_combination_of_two_at_many_steps(wanted: float) -> None:
+    stored = [Profile(step, width) for width in (0.05, 0.1) for step in range(100, 2001, 100)]
+    share = coefficients(stored, Profile(2000, wanted))
+    found = np.zeros(2000)
+    for profile, weight in zip(stored, share, strict=True):
+        found[: profile.step] += weight * weights_of(profile)
+    target = weights_of(Profile(2000, wanted))
+    assert np.linalg.norm(found - target) / np.linalg.norm(target) < 0.03
+    assert found.sum() == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_average_of_a_straight_line_is_known() -> None:
+    """theta(t) = t has the average (gamma + 1) / (gamma + 2) t, up to the steps being whole."""
+    line = nn.Linear(1, 1, bias=False)
+    averages = PowerAverages(line, [0.1])
+    for step in range(1, 2001):
+        line.weight.data.fill_(float(step))
+        averages.update(torch.tensor(True), step)
+    gamma = exponent(0.1)
+    assert float(averages.state()["0.1/weight"]) == pytest.approx((gamma + 1) / (gamma + 2) * 2000, rel=1e-3)
+
+
+def test_a_step_that_does_not_count_does_not_count() -> None:
+    line = nn.Linear(1, 1, bias=False)
+    averages = PowerAverages(line, [0.1])
+    before = averages.state()["0.1/weight"].clone()
+    line.weight.data.fill_(9.0)
+    averages.update(torch.tensor(False), 5)
+    assert torch.equal(averages.state()["0.1/weight"], before)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = replace(
+        recipes.digits(),
+        name="mine",
+        backbone=recipes.arrays().backbone,
+        steps=30,
+        batch=16,
+        virtual_shards=8,
+        ema=Ema(beta=0.9, start=2, powers=(0.05, 0.1), snapshot=5),
+        every=Every(journal=10, checkpoint=10),
+    )
+    return bsi.train(recipe, data=IMAGES, out=tmp_path_factory.mktemp("power") / "run")
+
+
+def test_a_run_keeps_its_averages_and_one_of_them_comes_back_as_it_was(run: Path) -> None:
+    stored = sorted(path.stem for path in (run / "averages").glob("*.safetensors"))
+    assert stored == [f"step-{step:08d}" for step in range(5, 31, 5)]
+    step, weights = reconstruct(run, 0.1)
+    assert step == 30
+    from safetensors.torch import load_file
+
+    exact = load_file(run / "averages" / "step-00000030.safetensors")
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, exact[f"0.1/{name}"], atol=1e-4)
+
+
+def test_an_average_of_another_width_is_exported_and_loads(run: Path, tmp_path: Path) -> None:
+    assert (
+        main(["export", str(run), "--sigma-rel", "0.07", "--step", "25", "--out", str(tmp_path / "a.safetensors")]) == 0
+    )
+    assert bsi.load(tmp_path / "a.safetensors").sample(1, steps=1).shape == (1, 1, 4, 4)
+    with pytest.raises(UsageError, match=r"no averages of step 26; there are: 5, 10"):
+        reconstruct(run, 0.07, 26)
+    with pytest.raises(UsageError, match=r"between 0 and 0\.288"):
+        reconstruct(run, 0.4)
+
+
+def test_a_run_without_averages_says_how_to_keep_some(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--ema\.powers"):
+        reconstruct(tmp_path, 0.1)
+    with pytest.raises(UsageError, match=r"Use 0\.05 0\.1"):
+        Ema(powers=(0.5,))
+
+
+def test_a_hub_folder_holds_one_model_and_says_what_it_is(run: Path, tmp_path: Path) -> None:
+    folder = write_hub_folder(run, tmp_path / "hub")
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "model.safetensors", "recipe.json"]
+    assert json.loads((folder / "recipe.json").read_text())["name"] == "mine"
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: bsi")
+    assert "BSI trained on digits (1 x 4 x 4) for 30 steps" in card
+    assert torch.equal(bsi.load(folder).sample(2, steps=2), bsi.load(run).sample(2, steps=2))
+
+
+def test_the_command_writes_the_hub_folder_and_refuses_half_an_upload(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), "--hub-folder", str(tmp_path / "hub"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == str(tmp_path / "hub")
+    assert main(["export", str(run), "--upload", "me/mine"]) == 2
+    assert "--hub-folder" in capsys.readouterr().err
+
+
+def test_without_its_package_the_hub_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    with pytest.raises(UsageError, match=r"bsi\[hub\]"):
+        download("me/mine")

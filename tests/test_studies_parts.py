@@ -30,7 +30,7 @@ from bsi.studies.runner import plan
 from bsi.studies.scale import MINI, PAPER, SCALES, SMOKE
 from bsi.studies.store import Result, Store
 from bsi.training.dataset import build_method
-from bsi.training.recipe import Objective
+from bsi.training.recipe import BSISpec, Objective
 
 PUBLISHED = "13c809cff5b50a068d8777d1946344f3e566c01df1caa164707bf67ad763149f"
 
@@ -284,7 +284,7 @@ class TestNumbers:
 
     def test_the_corners_of_the_cube_are_bsi_and_bfn(self):
         bsi_method, bfn_like = (
-            build_method(corner.method) for corner in (disentangle.CORNERS[0], disentangle.CORNERS[-1])
+            build_method(corner.method(BSISpec())) for corner in (disentangle.CORNERS[0], disentangle.CORNERS[-1])
         )
         assert bsi_method == bsi.BSI()
         bfn, level = bsi.BFN(), torch.logspace(0, 5, 20, dtype=torch.float64)
@@ -294,7 +294,7 @@ class TestNumbers:
 
     def test_each_factor_changes_one_thing(self):
         for corner in disentangle.CORNERS:
-            method = build_method(corner.method)
+            method = build_method(corner.method(BSISpec()))
             assert method.c == pytest.approx(1e-2 if corner.hyper_prior else 0.0)
             assert method.levels.low == (1e-2 if corner.offset else 1.0)
         assert len({corner.name for corner in disentangle.CORNERS}) == 8

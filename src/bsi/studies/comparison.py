@@ -126,9 +126,9 @@ def draw_bits(axes: Axes, scale: Scale, store: Store, comparison: Comparison) ->
         each, mean = [bits(store, [job]).value for job in jobs], bits(store, jobs)
         axes.plot([i + 0.18] * len(each), each, "o", color=colour, alpha=0.45, markersize=4)
         axes.errorbar([i], [mean.value], yerr=[mean.error], fmt="D", color=colour, capsize=3)
-        figures.label(axes, i, mean.value, f"{mean.value:.3f}", colour, dx=0, dy=12)
+        figures.label(axes, i, mean.value, f"{mean.value:.3f}", colour, dx=-6, side="right")
     axes.set_xticks(range(len(ORDER)), [figures.NAMES[method] for method in ORDER])
-    axes.set_xlim(-0.5, len(ORDER) - 0.3)
+    axes.set_xlim(-0.8, len(ORDER) - 0.5)
     axes.margins(y=0.25)
     axes.set_ylabel("bits per dimension")
 
@@ -138,18 +138,19 @@ def _draw(scale: Scale, store: Store) -> Figure:
     figure, (left, right) = figures.panels(2, width=3.4, height=2.8)
     draw_bits(left, scale, store, comparison)
     left.set_title("Likelihood")
+    ends = []
     for method in ORDER:
-        found = [distance(store, qualities(scale, networks(comparison, method), k)) for k in scale.drawn.steps]
-        figures.error_line(
-            right, scale.drawn.steps, [e.value for e in found], [e.error for e in found], figures.COLOURS[method]
-        )
-        figures.label(right, scale.drawn.steps[-1], found[-1].value, figures.NAMES[method], figures.COLOURS[method])
+        trained, colour = networks(comparison, method), figures.COLOURS[method]
+        found = [distance(store, qualities(scale, trained, k)) for k in scale.drawn.steps]
+        figures.error_line(right, scale.drawn.steps, [e.value for e in found], [e.error for e in found], colour)
+        ends.append(figures.End(scale.drawn.steps[-1], found[-1].value, figures.NAMES[method], colour))
     right.set_xscale("log", base=2)
     right.set_xticks(scale.drawn.steps, [str(k) for k in scale.drawn.steps])
     right.set_xlabel("steps of the paper's sampler")
     right.set_ylabel(scale.metric)
     right.set_title("Sample quality")
-    right.margins(x=0.12)
+    right.margins(x=0.15)
+    figures.label_ends(right, ends)
     return figure
 
 

@@ -25,9 +25,9 @@ from bsi.studies.estimates import Estimate, bits, bits_difference, distance, dis
 from bsi.studies.job import Measure
 from bsi.studies.report import Claim, Report, Study, Table, less
 from bsi.studies.scale import Scale
-from bsi.studies.standard import bounds, qualities, seeded
+from bsi.studies.standard import bounds, bsi_of, qualities, seeded
 from bsi.studies.store import Store
-from bsi.training.recipe import BFNSpec, BSISpec, Recipe
+from bsi.training.recipe import BSISpec, Recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,6 @@ __all__ = ["CORNERS", "STUDY", "Corner"]
 
 Factor = Literal["hyper-prior", "offset", "preconditioning"]
 FACTORS: tuple[Factor, ...] = ("hyper-prior", "offset", "preconditioning")
-C = 1e-2  # BSI's
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,11 @@ class Corner:
     offset: bool
     preconditioning: bool
 
-    @property
-    def method(self) -> BSISpec:
-        lambda_0 = C if self.offset else 1.0
-        if not self.hyper_prior:
-            return BSISpec(lambda_0, gamma_0=math.inf)
-        return BSISpec(lambda_0) if self.offset else BSISpec(lambda_0, gamma_0=lambda_0**2 / C)
+    def method(self, bsi: BSISpec) -> BSISpec:
+        """BSI with these choices; BSI's own hyper-prior is gamma_0 = lambda_0, left unsaid."""
+        lambda_0, c = bsi.lambda_0 if self.offset else 1.0, bsi.lambda_0
+        gamma_0 = math.inf if not self.hyper_prior else None if self.offset else lambda_0**2 / c
+        return replace(bsi, lambda_0=lambda_0, gamma_0=gamma_0)
 
     @property
     def name(self) -> str:
@@ -76,18 +74,20 @@ def networks(scale: Scale, corner: Corner) -> list[Recipe]:
     """BSI's own preconditioning is left unsaid, so that BSI is the network of the other studies."""
     found = seeded(scale.parameter_recipe, "bsi", scale.parameter_seeds)
     parametrisation: Parametrisation | None = None if corner.preconditioning else "epsilon"
-    return [replace(recipe, method=corner.method, parametrisation=parametrisation) for recipe in found]
+    return [replace(r, method=corner.method(bsi_of(r)), parametrisation=parametrisation) for r in found]
 
 
 def _moved(scale: Scale, gamma_0: float) -> list[Recipe]:
     """BSI with another hyper-prior; at gamma_0 = lambda_0 it is BSI itself."""
-    method = BSISpec(gamma_0=None if gamma_0 == BSISpec().lambda_0 else gamma_0)
-    found = seeded(scale.parameter_recipe, "bsi", scale.parameter_seeds)
-    return [replace(recipe, method=method) for recipe in found]
+    found = []
+    for recipe in seeded(scale.parameter_recipe, "bsi", scale.parameter_seeds):
+        method = bsi_of(recipe)
+        found.append(replace(recipe, method=replace(method, gamma_0=None if gamma_0 == method.lambda_0 else gamma_0)))
+    return found
 
 
 def _published(scale: Scale) -> list[Recipe]:
-    return [replace(r, method=BFNSpec()) for r in seeded(scale.parameter_recipe, "bfn", scale.parameter_seeds)]
+    return seeded(scale.parameter_recipe, "bfn", scale.parameter_seeds)
 
 
 def measures(scale: Scale) -> list[Measure]:
@@ -139,7 +139,7 @@ def _draw_effects(axes: Axes, effects: list[Effect], which: int, unit: str) -> N
                 [found.value], [row + offset], xerr=[found.error], fmt=mark, color=colour, capsize=2,
                 label=words if row == 0 else None,
             )  # fmt: skip
-    axes.set_yticks(range(len(effects)), [effect.factor for effect in effects])
+    axes.set_yticks(range(len(effects)), [effect.factor for effect in effects] if which == 1 else [])
     axes.set_ylim(len(effects) - 0.5, -0.5)
     axes.set_xlabel(f"change in {unit} by BSI's choice")
 
@@ -154,8 +154,9 @@ def _draw(scale: Scale, store: Store) -> Figure:
     gammas, steps = scale.varied.gamma_0, max(scale.drawn.steps)
     places = range(len(gammas))
     distances = [distance(store, qualities(scale, _moved(scale, g), steps)) for g in gammas]
-    likelihoods = [bits(store, bounds(scale, _moved(scale, g))) for g in gammas]
-    for panel, found, name in ((axes[2], distances, scale.metric), (axes[3], likelihoods, "bits per dimension")):
+    own = bounds(scale, _moved(scale, gammas[0]))
+    likelihoods = [bits_difference(store, bounds(scale, _moved(scale, g)), own) for g in gammas]
+    for panel, found, name in ((axes[2], distances, scale.metric), (axes[3], likelihoods, "bits/dim less BSI's")):
         figures.error_line(
             panel, list(places), [e.value for e in found], [e.error for e in found], figures.COLOURS["bsi"]
         )

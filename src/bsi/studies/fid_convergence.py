@@ -50,11 +50,11 @@ def measures(scale: Scale) -> list[Measure]:
 
 def _draw(scale: Scale, store: Store) -> Figure:
     figure, (left, right) = figures.panels(2, width=3.5, height=2.9)
-    steps = scale.drawn.convergence
+    steps, ends = scale.drawn.convergence, []
     for method in ORDER:
         found, colour = [distance(store, [job]) for job in _paper_line(scale, method)], figures.COLOURS[method]
         figures.error_line(left, steps, [e.value for e in found], [e.error for e in found], colour)
-        figures.label(left, steps[-1], found[-1].value, figures.NAMES[method], colour)
+        ends.append(figures.End(steps[-1], found[-1].value, figures.NAMES[method], colour))
     left.set_title("The paper's sampler")
     ours = _our_steps(scale)
     base = [distance(store, [job]) for job in _paper_line(scale, "bsi")]
@@ -72,9 +72,10 @@ def _draw(scale: Scale, store: Store) -> Figure:
         axes.set_xticks(steps, [str(k) for k in steps])
         axes.set_xlabel("steps")
         axes.set_ylabel(scale.metric)
-        axes.margins(x=0.1)
+        axes.margins(x=0.14)
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
+    figures.label_ends(left, ends)
     return figure
 
 

@@ -5,10 +5,12 @@ matplotlib is imported when a figure is drawn, and only then (`pip install 'bsi[
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -18,9 +20,25 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "GREY", "INK", "NAMES", "PALETTE", "error_line", "label", "panels", "save", "style", "tile"]
+__all__ = [
+    "COLOURS",
+    "FAINT",
+    "GREY",
+    "INK",
+    "NAMES",
+    "PALETTE",
+    "End",
+    "error_line",
+    "label",
+    "label_ends",
+    "panels",
+    "save",
+    "style",
+    "tile",
+]
 
 Number = float | int
+Side = Literal["left", "center", "right"]
 
 # Okabe and Ito (2008): told apart with any kind of colour vision.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -92,12 +110,39 @@ def error_line(
     axes.errorbar(x, y, yerr=error, color=colour, linestyle=dashes, marker="o", capsize=2, elinewidth=1)
 
 
-def label(axes: Axes, x: Number, y: Number, words: str, colour: str, dx: Number = 5, dy: Number = 0) -> None:
-    """Words beside a point, in the line's colour: no legend to look up."""
+def label(
+    axes: Axes, x: Number, y: Number, words: str, colour: str, dx: Number = 5, dy: Number = 0, side: Side = "left"
+) -> None:
+    """Words beside a point, in the line's colour: no legend to look up. `side` is the end of the words at the point."""
     axes.annotate(
-        words, (x, y), xytext=(dx, dy), textcoords="offset points", color=colour, va="center", fontsize=8.5,
+        words, (x, y), xytext=(dx, dy), textcoords="offset points", color=colour, va="center", ha=side, fontsize=8.5,
         fontweight="bold", annotation_clip=False,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a line ends, and what it is called."""
+
+    x: Number
+    y: Number
+    words: str
+    colour: str
+
+
+def label_ends(axes: Axes, ends: Sequence[End], apart: float = 11.0) -> None:
+    """Label lines at their ends, at least so many points apart. Call it when the axes' scales and limits are final."""
+    low, high = axes.get_ylim()
+    size = axes.get_window_extent().height * 72 / axes.figure.dpi  # in points; about, before the layout is final
+    place = (lambda y: math.log(y)) if axes.get_yscale() == "log" else (lambda y: y)
+    wanted = {end: (place(end.y) - place(low)) / (place(high) - place(low)) * size for end in ends}
+    taken: list[float] = []
+    order = sorted(ends, key=lambda end: wanted[end])
+    for end in order:
+        taken.append(max(wanted[end], taken[-1] + apart) if taken else wanted[end])
+    excess = sum(y - wanted[end] for y, end in zip(taken, order, strict=True)) / len(order)
+    for y, end in zip(taken, order, strict=True):
+        label(axes, end.x, end.y, end.words, end.colour, dy=y - wanted[end] - excess)
 
 
 def tile(images: np.ndarray, columns: int, gap: int = 1) -> np.ndarray:

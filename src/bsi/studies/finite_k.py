@@ -54,15 +54,17 @@ def _draw(scale: Scale, store: Store) -> Figure:
     figure, both = figures.panels(2, width=3.4, height=2.8)
     for axes, statistic, name in zip(both, (_distance, _bits), (scale.metric, "bits/dim"), strict=True):
         axes.axhline(0, color=figures.GREY, linewidth=0.9)
+        ends = []
         for trained, colour in zip(scale.varied.trained_k, figures.PALETTE, strict=False):
             found = [statistic(scale, store, trained, k) for k in evaluated]
             figures.error_line(axes, evaluated, [e.value for e in found], [e.error for e in found], colour)
-            figures.label(axes, evaluated[-1], found[-1].value, f"k = {trained}", colour)
+            ends.append(figures.End(evaluated[-1], found[-1].value, f"k = {trained}", colour))
         axes.set_xscale("log", base=2)
         axes.set_xticks(evaluated, [str(k) for k in evaluated])
         axes.set_xlabel("evaluated for k' steps")
         axes.set_ylabel(rf"{name}: trained on $L_M^k$ less $L_M^\infty$")
-        axes.margins(x=0.15)
+        axes.margins(x=0.2)
+        figures.label_ends(axes, ends)
     both[0].set_title("Sample quality (below 0: k helps)")
     both[1].set_title("Likelihood (below 0: k helps)")
     return figure

@@ -14,9 +14,9 @@ from bsi.studies.estimates import Estimate, bits, bits_difference, distance
 from bsi.studies.job import Measure
 from bsi.studies.report import Cell, Claim, Report, Study, Table, Verdict, less
 from bsi.studies.scale import Scale
-from bsi.studies.standard import bounds, qualities, quality, seeded
+from bsi.studies.standard import bounds, bsi_of, qualities, quality, seeded
 from bsi.studies.store import Store
-from bsi.training.recipe import BSISpec, Recipe
+from bsi.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ __all__ = ["STUDY"]
 
 def networks(scale: Scale, lambda_0: float) -> list[Recipe]:
     found = seeded(scale.parameter_recipe, "bsi", scale.parameter_seeds)
-    return [replace(recipe, method=BSISpec(lambda_0=lambda_0)) for recipe in found]
+    return [replace(recipe, method=replace(bsi_of(recipe), lambda_0=lambda_0)) for recipe in found]
 
 
 def measures(scale: Scale) -> list[Measure]:
@@ -48,16 +48,18 @@ def _draw(scale: Scale, store: Store) -> Figure:
     figures.error_line(left, precisions, [e.value for e in found], [e.error for e in found], figures.COLOURS["bsi"])
     left.set_ylabel("bits per dimension")
     left.set_title("Likelihood")
+    ends = []
     for steps, colour in zip(scale.drawn.steps, figures.PALETTE, strict=False):
         each = _distances(scale, store, steps)
         figures.error_line(right, precisions, [e.value for e in each], [e.error for e in each], colour)
-        figures.label(right, precisions[-1], each[-1].value, f"{steps} steps", colour)
+        ends.append(figures.End(precisions[-1], each[-1].value, f"{steps} steps", colour))
     right.set_ylabel(scale.metric)
     right.set_title("Sample quality")
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xlabel(r"$\lambda_0$")
-        axes.margins(x=0.12)
+        axes.margins(x=0.15)
+    figures.label_ends(right, ends)
     return figure
 
 

@@ -8,14 +8,20 @@ from dataclasses import replace
 from bsi.evaluation.drawing import Drawing
 from bsi.studies.job import Bound, Quality
 from bsi.studies.scale import Scale
-from bsi.training.recipe import MethodName, Recipe
+from bsi.training.recipe import BSISpec, MethodName, Recipe
 
-__all__ = ["bound", "bounds", "default_quality", "qualities", "quality", "seeded"]
+__all__ = ["bound", "bounds", "bsi_of", "default_quality", "qualities", "quality", "seeded"]
 
 
 def seeded(recipe: Callable[[MethodName], Recipe], method: MethodName, seeds: Sequence[int]) -> list[Recipe]:
     """The same recipe from several seeds: of the weights, the order of images, the levels and the noise."""
     return [replace(recipe(method), seed=seed) for seed in seeds]
+
+
+def bsi_of(recipe: Recipe) -> BSISpec:
+    """The method of a recipe for BSI, to be varied."""
+    assert isinstance(recipe.method, BSISpec), recipe.name
+    return recipe.method
 
 
 def bound(scale: Scale, network: Recipe, finite_k: int | None = None) -> Bound:

@@ -315,7 +315,7 @@ def test_other_origins_and_hosts_are_refused(port: int, headers: dict[str, str],
 
 
 def test_this_machine_is_heard_by_any_of_its_names(port: int) -> None:
-    for host in ("localhost", f"localhost:{port}", "127.0.0.1:9999", "[::1]:80"):
+    for host in ("localhost", f"localhost:{port}", "127.0.0.1:9999"):
         assert request(port, f"/{TOKEN}/about", headers={"Host": host, "Origin": f"http://{host}"}).status == 200
 
 

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["Guard"]
 
-HOSTS = ("127.0.0.1", "localhost", "[::1]")
+HOSTS = ("127.0.0.1", "localhost")
 BODY_SECONDS = 10.0
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -74,9 +74,10 @@ class Guard:
 
     async def _read(self, headers: Headers, receive: Receive) -> Receive:
         """The whole body, up to the limit; then whatever comes after it, such as the client's leaving."""
-        if not headers.get("content-length", "0").isdecimal():
+        claimed = headers.get("content-length", "0")
+        if not claimed.isdecimal():
             raise Refused(HTTPStatus.BAD_REQUEST, "Content-Length is a number")
-        if int(headers.get("content-length", "0")) > self.most_bytes:
+        if len(claimed) > 12 or int(claimed) > self.most_bytes:
             raise _too_large(self.most_bytes)
         body, more = b"", True
         with anyio.move_on_after(BODY_SECONDS):

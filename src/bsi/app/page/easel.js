@@ -16,6 +16,7 @@ export class Easel {
     this.strip.num = images.length / this.size;
     this.image = document.querySelector("#image");
     this.shown = document.querySelector("#given");
+    for (const canvas of [this.image, this.shown]) canvas.style.aspectRatio = `${width} / ${height}`;
     this.hide("bottom");
     this.listen();
   }
@@ -118,11 +119,7 @@ export class Easel {
 
   draw() {
     if (this.kind === "draw") return;
-    if (this.images.length) {
-      fit(this.strip.canvas); // the width decides the cells, the cells the height
-      this.strip.canvas.style.height = `${this.strip.cssHeight()}px`;
-      this.strip.draw(this.images, null, this.chosen);
-    }
+    if (this.images.length) this.strip.draw(this.images, null, this.chosen);
     this.one(this.image, this.values, this.kind === "inpaint" ? 0.62 : 0, this.cursor);
     if (this.kind === "inpaint") this.one(this.shown, this.values, 1, null);
     else this.one(this.shown, this.given, 0, null);

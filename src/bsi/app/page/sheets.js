@@ -46,14 +46,16 @@ export class Sheet {
     return { left: (image % columns) * cell, top: Math.floor(image / columns) * (high + gap) };
   }
 
-  // Height that all images take, in CSS pixels: for sheets that scroll.
-  cssHeight() {
-    const { columns, gap, high } = this.layout();
-    return Math.ceil(this.num / columns) * (high + gap) / (window.devicePixelRatio || 1);
+  // The width decides the cells, and the cells the height.
+  grow() {
+    fit(this.canvas);
+    const { columns, gap, high } = this.layout(), tall = Math.ceil(this.num / columns) * (high + gap) - gap;
+    this.canvas.style.height = `${tall / (window.devicePixelRatio || 1)}px`;
+    return fit(this.canvas);
   }
 
   draw(values, mark = null, chosen = null) {
-    const context = fit(this.canvas), { wide, high } = this.layout();
+    const context = this.grow(), { wide, high } = this.layout();
     context.clearRect(0, 0, this.canvas.width, this.canvas.height);
     context.imageSmoothingEnabled = false;
     for (let i = 0; i < this.num; i++) {

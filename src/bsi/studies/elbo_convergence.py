@@ -112,7 +112,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
     shown = [(k, gap) for k, gap in zip(ks, gaps, strict=True) if gap.value > 0]
     colour = figures.COLOURS["bsi"]
     figures.error_line(left, [k for k, _ in shown], [g.value for _, g in shown], [g.error for _, g in shown], colour)
-    figures.label(left, shown[0][0], shown[0][1].value, "BSI", colour, dy=8)
+    figures.label(left, shown[0][0], shown[0][1].value, "BSI", colour, dx=8, dy=-12)
     left.set_xscale("log", base=2)
     left.set_yscale("log")
     left.set_xticks(ks, [str(k) for k in ks])

@@ -72,7 +72,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
         axes.set_xticks(steps, [str(k) for k in steps])
         axes.set_xlabel("steps")
         axes.set_ylabel(scale.metric)
-        axes.margins(x=0.14)
+        axes.margins(x=0.17)
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
     figures.label_ends(left, ends)

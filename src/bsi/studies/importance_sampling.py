@@ -31,6 +31,7 @@ __all__ = ["STUDY", "profile", "proposals", "relative_spread"]
 COLOURS = dict(
     zip(("uniform", "log-uniform", "exact", "fitted"), figures.PALETTE[1::-1] + figures.PALETTE[2:4], strict=True)
 )
+LABELS = {"uniform": (0.28, 3, 9), "log-uniform": (0.4, 0, 9), "exact": (0.12, 8, -8), "fitted": (0.86, 3, -10)}
 RESAMPLED = 200  # bootstrap samples of the images
 KNOTS = 33
 
@@ -109,9 +110,9 @@ def _draw(scale: Scale, store: Store) -> Figure:
         ratio = errors.mean(1) / _density(proposal, level)
         mean = _integral(errors.mean(1), level)
         axes.plot(level, ratio / mean, color=COLOURS[name], linestyle="--" if name == "exact" else "-")
-        at = {"uniform": 0.28, "log-uniform": 0.62, "exact": 0.04, "fitted": 0.86}[name]
-        i = round(at * (len(level) - 1))
-        figures.label(axes, level[i], ratio[i] / mean, name, COLOURS[name], dx=3, dy=9 if name != "fitted" else -10)
+        place, dx, dy = LABELS[name]
+        i = round(place * (len(level) - 1))
+        figures.label(axes, level[i], ratio[i] / mean, name, COLOURS[name], dx, dy)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel(r"$\lambda$")

@@ -49,7 +49,9 @@ def _draw(scale: Scale, store: Store) -> Figure:
     i = round(0.62 * (len(level) - 1))
     figures.label(axes, level[i], middle[i], "network", colour, dx=8, dy=4)
     j = round(0.3 * (len(level) - 1))
-    figures.label(axes, level[j], _skip(scale, level)[j], r"$c_{skip}\,\mu$ alone", figures.GREY, dx=-10, dy=-14)
+    figures.label(
+        axes, level[j], _skip(scale, level)[j], r"$c_{skip}\,\mu$ alone", figures.GREY, dx=-8, dy=-14, side="right"
+    )
     axes.axvline(1.0, color=figures.GREY, linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import sys
 import time
+from io import StringIO
 from types import TracebackType
 from typing import TextIO
 
 LINE_EVERY_S = 10.0
+
+Stream = TextIO | StringIO  # a StringIO is for progress that nobody looks at
 
 
 def readable_seconds(seconds: float) -> str:
@@ -25,7 +28,7 @@ def readable_seconds(seconds: float) -> str:
 class Progress:
     """Counts towards `total`; shows rate and time left. In a pipe: a plain line every ten seconds."""
 
-    def __init__(self, what: str, total: int, unit: str = "it", done: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(self, what: str, total: int, unit: str = "it", done: int = 0, stream: Stream | None = None) -> None:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""
         self.stream = sys.stderr if stream is None else stream
         self.live = self.stream.isatty()

@@ -127,7 +127,7 @@ def test_published_pages_are_made_of_what_was_written(folder, tmp_path):
     text = written.read_text()
     assert "![comparison at the scale smoke](results/comparison-smoke.png)" in text
     assert (tmp_path / "results" / "comparison-smoke.png").stat().st_size < 150_000
-    assert text.count("Not yet run") == 3 * len(STUDIES) - 2
+    assert text.count("Not yet run") == 3 * (len(STUDIES) - 1) + 1 - 2  # the illustration is the same at every scale
     assert "3.448 ± 0.006" in text
 
 

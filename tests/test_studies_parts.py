@@ -16,7 +16,7 @@ from bsi.data.pixels import to_uint8
 from bsi.errors import DataError
 from bsi.levels import LogUniform
 from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
-from bsi.studies import disentangle, illustration, noise_levels
+from bsi.studies import comparison, disentangle, illustration, noise_levels
 from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
 from bsi.studies.elbo_convergence import gaussian_gap
 from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_seeds
@@ -28,6 +28,7 @@ from bsi.studies.registry import STUDIES
 from bsi.studies.report import Table, all_of, equal, less
 from bsi.studies.runner import plan
 from bsi.studies.scale import MINI, PAPER, SCALES, SMOKE
+from bsi.studies.standard import bounds
 from bsi.studies.store import Result, Store
 from bsi.training.dataset import build_method
 from bsi.training.recipe import BSISpec, Objective
@@ -298,6 +299,14 @@ class TestNumbers:
             assert method.c == pytest.approx(1e-2 if corner.hyper_prior else 0.0)
             assert method.levels.low == (1e-2 if corner.offset else 1.0)
         assert len({corner.name for corner in disentangle.CORNERS}) == 8
+
+    def test_values_that_others_report_stand_beside_ours(self, tmp_path):
+        """CIFAR-10 at 10M steps: VDM's value is its authors', BSI's is measured."""
+        store, group = Store(tmp_path), PAPER.comparisons[2]
+        (job,) = bounds(PAPER, comparison.networks(group, "bsi"))
+        store.write(job, Result({"bits_per_dim": 2.641, "monte_carlo_error": 0.001}), {})
+        table = comparison.table_of(PAPER, store, group, (1024,), comparison.printed(group.recipe("bsi")), 1024)
+        assert table.rows == (("VDM", None, None, "2.65"), ("BSI", 1, Estimate(2.641, 0.001), "2.64"))
 
     @pytest.mark.parametrize("study", [noise_levels.STUDY, illustration.STUDY], ids=lambda study: study.name)
     def test_what_needs_no_training_holds(self, study, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bsi.studies import figures, paper_values
-from bsi.studies.comparison import ORDER, claims_of, draw_bits, measures_of, networks, table_of
+from bsi.studies.comparison import ORDER, claims_of, draw_bits, gap_table, gaps_of, measures_of, networks, table_of
 from bsi.studies.estimates import distance
 from bsi.studies.job import Measure
 from bsi.studies.report import Report, Study
@@ -42,9 +42,11 @@ def _draw(scale: Scale, store: Store) -> Figure:
 
 def report(scale: Scale, store: Store) -> Report:
     steps = max(scale.drawn.steps)
+    gaps = gaps_of(scale, store, scale.architecture, steps)
+    table = table_of(scale, store, scale.architecture, (steps,), paper_values.ARCHITECTURE)
     return Report(
-        tables=(table_of(scale, store, scale.architecture, (steps,), paper_values.ARCHITECTURE),),
-        claims=tuple(claims_of(scale, store, scale.architecture, steps)),
+        tables=(table, gap_table(scale, gaps, steps)),
+        claims=claims_of(scale, store, scale.architecture, gaps, steps),
         draw=lambda: _draw(scale, store),
         notes=("The paper's values are for ImageNet32, a U-Net of width 256 and 100k steps.",)
         if scale.name != "paper"

@@ -5,12 +5,13 @@ The paper's claim: equal bits per dimension, and a FID of BSI below VDM's, below
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bsi.studies import figures, paper_values
-from bsi.studies.estimates import bits, bits_difference, distance, distance_difference
-from bsi.studies.job import Bound, Measure, Quality
+from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference
+from bsi.studies.job import Measure
 from bsi.studies.report import Cell, Claim, Report, Study, Table, equal, less
 from bsi.studies.scale import DATASETS, Comparison, Scale
 from bsi.studies.standard import bounds, default_quality, qualities, quality, seeded
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["STUDY", "claims_of", "draw_bits", "measures_of", "table_of"]
+__all__ = ["ORDER", "STUDY", "claims_of", "draw_bits", "gap_table", "gaps_of", "measures_of", "networks", "table_of"]
 
 EQUAL_BITS = 0.01  # bits per dimension: about the largest difference in the paper's table
 ORDER: tuple[MethodName, ...] = ("bfn", "vdm", "bsi")  # of the paper's tables
+PAIRS: tuple[tuple[MethodName, MethodName], ...] = (("bsi", "vdm"), ("bsi", "bfn"), ("vdm", "bfn"))
 
 
 def networks(comparison: Comparison, method: MethodName) -> list[Recipe]:
@@ -97,26 +99,53 @@ def table_of(
     return Table(f"{DATASETS[recipe.data.name].title}, {recipe.steps} steps", tuple(columns), tuple(rows))
 
 
-def claims_of(scale: Scale, store: Store, comparison: Comparison, steps: int) -> list[Claim]:
-    """Equal bits per dimension; FID of BSI < VDM < BFN."""
-    measured: dict[MethodName, list[Bound]] = {m: bounds(scale, networks(comparison, m)) for m in comparison.methods}
-    drawn: dict[MethodName, list[Quality]] = {
-        m: qualities(scale, networks(comparison, m), steps) for m in comparison.methods
-    }
-    pairs: list[tuple[MethodName, MethodName]] = [("bsi", "vdm"), ("bsi", "bfn"), ("vdm", "bfn")]
-    names = figures.NAMES
-    gaps = [(f"{names[a]} - {names[b]}", bits_difference(store, measured[a], measured[b])) for a, b in pairs]
-    found = [equal("Equal bits/dim", gaps, EQUAL_BITS)]
-    for a, b in pairs:
-        found.append(
-            less(
-                f"{scale.metric} of {names[a]} below {names[b]}'s at {steps} steps",
-                distance(store, drawn[a]),
-                distance(store, drawn[b]),
-                distance_difference(store, drawn[a], drawn[b]),
-            )
-        )
+@dataclass(frozen=True)
+class Gap:
+    """What one method has more than another, paired by seed, and for bits per dimension by image."""
+
+    a: MethodName
+    b: MethodName
+    bits: Estimate
+    distance: Estimate
+
+    @property
+    def name(self) -> str:
+        return f"{figures.NAMES[self.a]} - {figures.NAMES[self.b]}"
+
+
+def gaps_of(scale: Scale, store: Store, comparison: Comparison, steps: int) -> list[Gap]:
+    found = []
+    for a, b in PAIRS:
+        p, q = networks(comparison, a), networks(comparison, b)
+        bits_gap = bits_difference(store, bounds(scale, p), bounds(scale, q))
+        distance_gap = distance_difference(store, qualities(scale, p, steps), qualities(scale, q, steps))
+        found.append(Gap(a, b, bits_gap, distance_gap))
     return found
+
+
+def gap_table(scale: Scale, gaps: Sequence[Gap], steps: int) -> Table:
+    rows = tuple((gap.name, gap.bits, gap.distance) for gap in gaps)
+    return Table("paired differences", ("", "bits/dim", f"{scale.metric} at {steps}"), rows)
+
+
+def claims_of(scale: Scale, store: Store, comparison: Comparison, gaps: Sequence[Gap], steps: int) -> tuple[Claim, ...]:
+    """Equal bits per dimension; FID of BSI < VDM < BFN."""
+
+    def quality_of(method: MethodName) -> Estimate:
+        return distance(store, qualities(scale, networks(comparison, method), steps))
+
+    return (
+        equal("Equal bits/dim", [(gap.name, gap.bits) for gap in gaps], EQUAL_BITS),
+        *(
+            less(
+                f"{scale.metric} of {figures.NAMES[gap.a]} below {figures.NAMES[gap.b]}'s at {steps} steps",
+                quality_of(gap.a),
+                quality_of(gap.b),
+                gap.distance,
+            )
+            for gap in gaps
+        ),
+    )
 
 
 def draw_bits(axes: Axes, scale: Scale, store: Store, comparison: Comparison) -> None:
@@ -155,10 +184,12 @@ def _draw(scale: Scale, store: Store) -> Figure:
 
 
 def report(scale: Scale, store: Store) -> Report:
-    steps, long = scale.drawn.steps, scale.drawn.long
+    steps, long, most = scale.drawn.steps, scale.drawn.long, max(scale.drawn.steps)
+    tables = [table_of(scale, store, c, steps, printed(c.recipe("bsi")), long) for c in scale.comparisons]
+    gaps = gaps_of(scale, store, scale.comparisons[0], most)
     return Report(
-        tables=tuple(table_of(scale, store, c, steps, printed(c.recipe("bsi")), long) for c in scale.comparisons),
-        claims=tuple(claims_of(scale, store, scale.comparisons[0], max(steps))),
+        tables=(*tables, gap_table(scale, gaps, most)),
+        claims=claims_of(scale, store, scale.comparisons[0], gaps, most),
         draw=lambda: _draw(scale, store),
         notes=("The paper's values are for ImageNet32, DiT-L/2 and 2M steps.",) if scale.name != "paper" else (),
     )

@@ -137,4 +137,5 @@ STUDY = Study(
     shows="the five-step picture",
     measures=measures,
     report=report,
+    scaled=False,
 )

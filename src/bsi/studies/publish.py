@@ -56,7 +56,8 @@ def page(results: Path) -> str:
     parts = [INTRODUCTION.format(**{name: scale.summary for name, scale in SCALES.items()})]
     for study in STUDIES.values():
         parts.append(f"## {study.name}\n\n{_heading(study)}\n")
-        parts += [_section(study, scale, results) for scale in SCALES.values()]
+        scales = list(SCALES.values()) if study.scaled else [SCALES["smoke"]]
+        parts += [_section(study, scale, results) for scale in scales]
     return "\n".join(parts)
 
 

@@ -135,3 +135,5 @@ class Study:
     shows: str
     measures: Callable[[Scale], list[Measure]]
     report: Callable[[Scale, Store], Report]
+    scaled: bool = True
+    """Whether it says something else at another scale."""

@@ -143,13 +143,13 @@ class _Bench:
 
     def about(self) -> dict[str, Any]:
         """Where, when and by what."""
-        cuda = self.device.type == "cuda"
+        cuda, threads = self.device.type == "cuda", torch.get_num_threads()
         return {
             "bsi": __version__,
             "commit": commit(),
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(self.device) if cuda else f"CPU, {torch.get_num_threads()} threads",
+            "device": torch.cuda.get_device_name(self.device) if cuda else f"CPU, threads: {threads}",
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 

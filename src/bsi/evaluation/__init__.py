@@ -5,6 +5,7 @@ points.py       at which levels, and how the error of stratified estimates is kn
 integral.py     L_M^inf and L_M^k as one integral over ln(level)
 plan.py         proposals over levels; what is learned from a pilot
 control.py      the control variate, and the proposal that suits it
+basis.py        what is known of an evaluation without the network
 references.py   denoisers whose expected error is known
 subject.py      a model on a set of samples, of which each rank evaluates a part
 runs.py         run folders, records, provenance

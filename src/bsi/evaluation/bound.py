@@ -199,7 +199,9 @@ class _Job:
         with self._progress("levels", self.procedure.measure, turn) as progress:
             for ids in self._batches():
                 x, predict = subject.x(ids), subject.predict(ids)
-                known = 0.0 if control is None else control.known(x, rule)
+                if control is not None:
+                    steady = control.basis.steady(x)
+                    known = control.known(steady, rule)
                 draw = turn * self.procedure.measure
                 for replicate, size in enumerate(self.design.sizes):
                     total = torch.zeros(len(ids), dtype=torch.float64, device=subject.device)
@@ -209,11 +211,11 @@ class _Job:
                         g = subject.integrand(predict, x, points.level, eps)
                         if control is not None:
                             u = torch.log(points.level)
-                            g = g - control.predict(Observations.of(control.knots, control.references, x, eps, u, g))
+                            g = g - control.predict(Observations.of(control.basis, steady, x, eps, u, g))
                         total += points.weight * g
                         draw += 1
                         progress.advance(len(ids))
-                    table[replicate, ids] = total / size + known
+                    table[replicate, ids] = total / size if control is None else total / size + known
         return self._whole(table)
 
     def decode(self, turn: int) -> Float64[Tensor, "replicates samples"]:

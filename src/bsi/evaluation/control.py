@@ -5,151 +5,155 @@ C(x, u, eps) whose integral over u and eps is known for every x. Then
 
     L_M(x) = int E C du  +  E_t [ weight (g - C) ],
 
-and only the difference is left to chance. C is linear between knots in u. At each knot it is a curve common to all
-samples, a correction for this sample, and a correction for this noise:
+and only the difference is left to chance. C is linear in u between knots, and at a knot
 
-    C_k = a_k  +  sum_r  b_kr (expected_r(x) - its mean)  +  c_kr deviation_r(x, eps)
+    C_k = sum_s a_ks steady_ks(x)  +  sum_r b_kr noisy_kr(x, eps)
 
-over the reference denoisers r, whose expectations are known (references.py). The coefficients come from a regression on
-a pilot: evaluations of their own that never enter the estimate, so that it stays unbiased whatever they said. The
-regression is Bayesian, with a random walk over the knots as the prior, so that a few hundred evaluations are enough.
+in functions that basis.py describes: the noisy ones have mean 0, so that the integral is that of the steady ones.
+
+The coefficients come from a regression on a pilot: evaluations of their own that never enter the estimate, so that it
+stays unbiased whatever they said. The pilot evaluates every (x, u) twice. Samples differ from each other far more than
+one sample does between two draws of eps: the differences within a pair tell the coefficients b of the noise, free of
+the samples' differences, and the averages tell the rest, each weighted by its own residual variance. The prior is a
+random walk over the knots, so that a few hundred evaluations are enough.
 
 The proposal follows what is left: the variance of the estimate, int E (g - C)^2 / p du less a constant, is least for
 
     p*(u) ~ sqrt( E (g - C)^2 ),
 
-which without a control is the sqrt(E |x - x_hat|^4) of the paper's importance sampling.
+which without a control is the sqrt(E |x - x_hat|^4) of importance sampling.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from bsi.evaluation.basis import Basis
 from bsi.evaluation.integral import Between, Integral
-from bsi.evaluation.references import Reference
 from bsi.levels import Fitted, LogUniform
 
-__all__ = ["Control", "Observations", "fit_control", "fit_proposal", "knots"]
+__all__ = ["Control", "Observations", "fit_control", "fit_proposal"]
 
-KNOTS = 33
-STEP = 0.2  # standard deviation of a relative coefficient from knot to knot, a priori
+STEP = 0.1  # standard deviation of a coefficient from knot to knot, a priori
+TURNS = 2  # of the regression, each with the residual variances of the one before
+WIDE = 2  # knots over which residual variances are averaged
 FLOOR = 0.1  # no level is proposed less than this times the average: what the pilot did not see stays visible
-
-
-def knots(levels: LogUniform, count: int = KNOTS) -> Float64[Tensor, " {count}"]:
-    """Equally spaced in u = ln(level)."""
-    return torch.linspace(math.log(levels.low), math.log(levels.high), count, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Observations:
-    """Evaluations, and what the references say about them. Everything in nats per unit of u."""
+    """Evaluations g at u, and the basis there: at the knots to the left and to the right of u."""
 
     u: Float64[Tensor, " batch"]
     g: Float64[Tensor, " batch"]
-    expected: Float64[Tensor, "batch references 2"]  # at the knots left and right of u
-    deviations: Float64[Tensor, "batch references 2"]
+    steady: Float64[Tensor, "batch 2 steady"]
+    noisy: Float64[Tensor, "batch 2 noisy"]
 
     @classmethod
     def of(
         cls,
-        knots: Float64[Tensor, " knots"],
-        references: tuple[Reference, ...],
+        basis: Basis,
+        steady: Float64[Tensor, "batch knots steady"],
         x: Float[Tensor, "batch *data"],
         eps: Float[Tensor, "batch *data"],
         u: Float64[Tensor, " batch"],
         g: Float64[Tensor, " batch"],
     ) -> Observations:
-        left = Between.of(knots, u).left
-        both = torch.stack([left, left + 1], 1)
-        expected = [reference.expected(x).gather(1, both) for reference in references]
-        deviations = [reference.deviations(x, eps, left) for reference in references]
-        return cls(u, g, torch.stack(expected, 1), torch.stack(deviations, 1))
+        """`steady` is the basis's of x, which does not change from one evaluation of x to the next."""
+        left = Between.of(basis.knots, u).left
+        rows = torch.arange(len(u), device=u.device)[:, None]
+        return cls(u, g, steady[rows, torch.stack([left, left + 1], 1)], basis.noisy(x, eps, left))
 
 
 @dataclass(frozen=True)
 class Control:
-    """C(x, u, eps): coefficients of the references at each knot, and the curve common to all samples."""
+    """C(x, u, eps): coefficients at each knot."""
 
-    knots: Float64[Tensor, " knots"]
-    references: tuple[Reference, ...]
-    curve: Float64[Tensor, " knots"]
-    centre: Float64[Tensor, "references knots"]  # the references' expectation over the pilot's samples
-    of_expected: Float64[Tensor, "references knots"]
-    of_deviation: Float64[Tensor, "references knots"]
+    basis: Basis
+    of_steady: Float64[Tensor, "knots steady"]
+    of_noisy: Float64[Tensor, "knots noisy"]
 
-    def known(self, x: Float[Tensor, "batch *data"], integral: Integral) -> Float64[Tensor, " batch"]:
+    def known(self, steady: Float64[Tensor, "batch knots steady"], integral: Integral) -> Float64[Tensor, " batch"]:
         """The integral of E C for each sample."""
-        at_knots = self.curve.expand(len(x), -1)
-        for r, reference in enumerate(self.references):
-            at_knots = at_knots + self.of_expected[r] * (reference.expected(x) - self.centre[r])
-        return at_knots @ integral.hats(self.knots)
+        return (steady * self.of_steady).sum(2) @ integral.hats(self.basis.knots)
 
     def predict(self, seen: Observations) -> Float64[Tensor, " batch"]:
         """C for each observation."""
-        between = Between.of(self.knots, seen.u)
-        predicted = torch.zeros_like(seen.u)
-        for side, share in ((0, 1 - between.along), (1, between.along)):
-            knot = between.left + side
-            value = self.curve[knot]
-            value = value + (self.of_expected[:, knot].T * (seen.expected[..., side] - self.centre[:, knot].T)).sum(1)
-            value = value + (self.of_deviation[:, knot].T * seen.deviations[..., side]).sum(1)
-            predicted = predicted + share * value
-        return predicted
+        between = Between.of(self.basis.knots, seen.u)
+        knot = torch.stack([between.left, between.left + 1], 1)
+        value = (seen.steady * self.of_steady[knot]).sum(2) + (seen.noisy * self.of_noisy[knot]).sum(2)
+        return value[:, 0] * (1 - between.along) + value[:, 1] * between.along
 
 
 def _smoothed(
-    knots: Float64[Tensor, " knots"], u: Float64[Tensor, " batch"], value: Float64[Tensor, " batch"]
+    knots: Float64[Tensor, " knots"], u: Float64[Tensor, " batch"], value: Float64[Tensor, " batch"], reach: int = 0
 ) -> Float64[Tensor, " knots"]:
-    """The average of the values around each knot. A pilot sees them all."""
+    """The average of the values around each knot, `reach` knots to either side. A pilot sees them all."""
     between = Between.of(knots, u)
-    return between.total(value, len(knots)) / between.total(torch.ones_like(value), len(knots))
+    sums = torch.stack([between.total(value, len(knots)), between.total(torch.ones_like(value), len(knots))])
+    for _ in range(reach):
+        sums = 2 * sums + torch.nn.functional.pad(sums[:, 1:], (0, 1)) + torch.nn.functional.pad(sums[:, :-1], (1, 0))
+    return sums[0] / sums[1]
 
 
-def fit_control(knots: Float64[Tensor, " knots"], references: tuple[Reference, ...], seen: Observations) -> Control:
-    """The regression. Coefficients are relative to the curve: numbers around 1, or 0."""
-    between = Between.of(knots, seen.u)
+def fit_control(basis: Basis, seen: Observations) -> Control:
+    """The regression on a pilot's pairs: observations 2i and 2i + 1 share x and u."""
+    knots, u = basis.knots, seen.u[::2]
+    between = Between.of(knots, u)
     curve = _smoothed(knots, seen.u, seen.g).clamp(min=1e-30)
-    at = curve[between.left] * (1 - between.along) + curve[between.left + 1] * between.along
-    scale = torch.sqrt(_smoothed(knots, seen.u, (seen.g - at).square())) + 1e-3 * curve
-    middle = seen.expected[..., 0] + (seen.expected[..., 1] - seen.expected[..., 0]) * between.along[:, None]
-    centre = torch.stack([_smoothed(knots, seen.u, column) for column in middle.T])
-    unit = curve / centre.clamp(min=1e-30)  # what one nat of a reference is worth
-    design = seen.g.new_zeros(len(seen.g), len(knots), 1 + 2 * len(references))
-    rows = torch.arange(len(seen.g), device=seen.g.device)
+    at = between.at(curve)
+    scale = _scale(basis, curve, seen.steady.shape[2])
+    means, halves = (_design(between, scale, seen, sign) / at[:, None, None] for sign in (1, -1))
+    pairs = seen.g.view(-1, 2) / at[:, None]
+    mean, half = 0.5 * (pairs[:, 0] + pairs[:, 1]), 0.5 * (pairs[:, 0] - pairs[:, 1])
+    left_over = mean - 1, half
+    for _ in range(TURNS):
+        weights = [1 / (between.at(_smoothed(knots, u, rest.square(), WIDE)) + 1e-12) for rest in left_over]
+        found = _regression(torch.cat([means, halves]), torch.cat([mean, half]), torch.cat(weights))
+        left_over = mean - (means * found).sum((1, 2)), half - (halves * found).sum((1, 2))
+    found, steady = found * scale, seen.steady.shape[2]
+    return Control(basis, found[:, :steady], found[:, steady:])
+
+
+def _scale(basis: Basis, curve: Float64[Tensor, " knots"], steady: int) -> Float64[Tensor, "knots functions"]:
+    """Units in which coefficients are numbers around 1, or 0: those of g itself for 1 and the traits; for a reference
+    one nat for one nat, or less where it expects more than there is, as a poor denoiser does. Never more: what is next
+    to nothing on average may be large now and then.
+    """
+    of_reference = (curve[:, None] / basis.centre.clamp(min=1e-30)).clamp(max=1.0)
+    of_sample = curve[:, None].expand(-1, steady - of_reference.shape[1])
+    return torch.cat([of_sample, of_reference, of_reference], 1)
+
+
+def _design(
+    between: Between, scale: Float64[Tensor, "knots functions"], seen: Observations, sign: int
+) -> Float64[Tensor, "pairs knots functions"]:
+    """Half the sum or the difference of a pair's basis functions, dealt to their knots."""
+    values = torch.cat([seen.steady, seen.noisy], 2).unflatten(0, (-1, 2))
+    values = 0.5 * (values[:, 0] + sign * values[:, 1])
+    design = values.new_zeros(len(values), *scale.shape)
+    rows = torch.arange(len(values), device=values.device)
     for side, share in ((0, 1 - between.along), (1, between.along)):
         knot = between.left + side
-        design[rows, knot, 0] = share * curve[knot]
-        for r in range(len(references)):
-            design[rows, knot, 1 + 2 * r] = share * unit[r, knot] * (seen.expected[:, r, side] - centre[r, knot])
-            design[rows, knot, 2 + 2 * r] = share * unit[r, knot] * seen.deviations[:, r, side]
-    noise = (scale[between.left] * (1 - between.along) + scale[between.left + 1] * between.along)[:, None]
-    coefficients = _random_walk_regression(design / noise[..., None], seen.g[:, None] / noise)
-    return Control(
-        knots=knots,
-        references=references,
-        curve=coefficients[:, 0] * curve,
-        centre=centre,
-        of_expected=coefficients[:, 1::2].T * unit,
-        of_deviation=coefficients[:, 2::2].T * unit,
-    )
+        design[rows, knot] = share[:, None] * scale[knot] * values[:, side]
+    return design
 
 
-def _random_walk_regression(
-    design: Float64[Tensor, "batch knots features"], target: Float64[Tensor, "batch 1"]
-) -> Float64[Tensor, "knots features"]:
-    """Least squares with unit noise, under N(0, STEP^2) differences between neighbouring knots."""
-    _, count, features = design.shape
+def _regression(
+    design: Float64[Tensor, "rows knots functions"], target: Float64[Tensor, " rows"], weight: Float64[Tensor, " rows"]
+) -> Float64[Tensor, "knots functions"]:
+    """Weighted least squares under N(0, STEP^2) differences between neighbouring knots."""
+    _, count, functions = design.shape
     flat = design.flatten(1)
+    eye = torch.eye(count * functions, dtype=torch.float64, device=design.device)
     steps = torch.diff(torch.eye(count, dtype=torch.float64, device=design.device), dim=0)
-    walk = torch.kron(steps.T @ steps / STEP**2, torch.eye(features, dtype=torch.float64, device=design.device))
-    weak = 1e-3 * torch.eye(flat.shape[1], dtype=torch.float64, device=design.device)
-    return torch.linalg.solve(flat.T @ flat + walk + weak, flat.T @ target).view(count, features)
+    walk = torch.kron(steps.T @ steps / STEP**2, eye[:functions, :functions])
+    gram = flat.T @ (weight[:, None] * flat) + walk + 1e-3 * eye
+    return torch.linalg.solve(gram, flat.T @ (weight * target)).view(count, functions)
 
 
 def fit_proposal(
@@ -159,6 +163,6 @@ def fit_proposal(
     left_over: Float64[Tensor, " batch"],
 ) -> Fitted:
     """p* ~ sqrt(E left_over^2), with a floor."""
-    density = torch.sqrt(_smoothed(knots, u, left_over.square()))
+    density = torch.sqrt(_smoothed(knots, u, left_over.square(), WIDE))
     density = density + FLOOR * density.mean() + 1e-30
     return Fitted(levels.low, levels.high, tuple(density.tolist()))

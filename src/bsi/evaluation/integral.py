@@ -62,6 +62,10 @@ class Between:
         left = (torch.searchsorted(knots, u.contiguous(), right=True) - 1).clamp(0, len(knots) - 2)
         return cls(left, ((u - knots[left]) / (knots[left + 1] - knots[left])).clamp(0, 1))
 
+    def at(self, value: Float64[Tensor, " knots"]) -> Float64[Tensor, " batch"]:
+        """Values at the knots, interpolated."""
+        return value[self.left] * (1 - self.along) + value[self.left + 1] * self.along
+
     def total(self, value: Float64[Tensor, " batch"], knots: int) -> Float64[Tensor, " knots"]:
         """The sum of the values at each knot, dealt to the two neighbours by their hat functions."""
         sums = value.new_zeros(knots).index_add(0, self.left, value * (1 - self.along))

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from bsi.evaluation.control import Control, Observations, fit_control, fit_proposal, knots
+from bsi.evaluation.basis import Basis
+from bsi.evaluation.control import Control, Observations, fit_control, fit_proposal
 from bsi.evaluation.points import Pilot, noise
-from bsi.evaluation.references import references
 from bsi.evaluation.subject import Subject
 from bsi.levels import ExpectedError, Fitted, Proposal
 from bsi.methods.base import Method
@@ -60,33 +60,40 @@ def expected_error(method: Method) -> ExpectedError:
 
 
 def _fitted(subject: Subject, measure: int, seed: int, batch: int, world: World, control: bool) -> Plan:
-    pilot = Pilot(subject.count, min(MOST, max(FEWEST, subject.count * measure // PILOT_PART)), seed)
-    at = knots(subject.method.levels).to(subject.device)
-    known = references(subject.method, torch.exp(at), subject.spread_out(DESCRIBED), subject.bins)
-    rows = torch.zeros(pilot.samples, pilot.draws, 2 + 4 * len(known), dtype=torch.float64, device=subject.device)
+    pairs = min(MOST, max(FEWEST, subject.count * measure // PILOT_PART)) // 2
+    pilot = Pilot(subject.count, pairs, seed)
+    basis = Basis.fit(subject.method, subject.spread_out(DESCRIBED), subject.bins)
+    table: Tensor | None = None
     for members in subject.batches(pilot.samples, batch, world):
         ids = pilot.ids(members)
         x, predict = subject.x(ids), subject.predict(ids)
-        for draw in range(pilot.draws):
-            level = subject.method.levels.icdf(pilot.t(members, draw))
+        steady = basis.steady(x)
+        for draw in range(2 * pilot.draws):
+            level = subject.method.levels.icdf(pilot.t(members, draw // 2))
             eps = noise(seed, ids, "pilot", draw, subject.shape, x.dtype)
             g = subject.integrand(predict, x, level, eps)
-            rows[members, draw] = _as_rows(Observations.of(at, known, x, eps, torch.log(level), g))
-    seen = _from_rows(world.sum(rows).flatten(0, 1), len(known))  # the other ranks' rows are 0: the sum is exact
+            rows = _as_rows(Observations.of(basis, steady, x, eps, torch.log(level), g))
+            if table is None:
+                table = rows.new_zeros(pilot.samples, 2 * pilot.draws, rows.shape[1])
+            table[members, draw] = rows
+    assert table is not None
+    seen = _from_rows(world.sum(table).flatten(0, 1), basis)  # the other ranks' rows are 0: the sum is exact
+    levels = subject.method.levels
     if not control:
-        return Plan(fit_proposal(subject.method.levels, at, seen.u, seen.g), None, pilot.size)
-    fitted = fit_control(at, known, seen)
-    proposal = fit_proposal(subject.method.levels, at, seen.u, seen.g - fitted.predict(seen))
-    return Plan(proposal, fitted, pilot.size)
+        return Plan(fit_proposal(levels, basis.knots, seen.u, seen.g), None, pilot.evaluations)
+    fitted = fit_control(basis, seen)
+    left_over = seen.g - fitted.predict(seen)
+    return Plan(fit_proposal(levels, basis.knots, seen.u, left_over), fitted, pilot.evaluations)
 
 
 def _as_rows(seen: Observations) -> Float64[Tensor, "batch columns"]:
-    return torch.cat([seen.u[:, None], seen.g[:, None], seen.expected.flatten(1), seen.deviations.flatten(1)], 1)
+    return torch.cat([seen.u[:, None], seen.g[:, None], seen.steady.flatten(1), seen.noisy.flatten(1)], 1)
 
 
-def _from_rows(rows: Float64[Tensor, "batch columns"], references: int) -> Observations:
-    expected, deviations = rows[:, 2:].unflatten(1, (2, references, 2)).unbind(1)
-    return Observations(rows[:, 0], rows[:, 1], expected, deviations)
+def _from_rows(rows: Float64[Tensor, "batch columns"], basis: Basis) -> Observations:
+    noisy = 2 * len(basis.references)
+    steady = rows[:, 2 : rows.shape[1] - noisy].unflatten(1, (2, -1))
+    return Observations(rows[:, 0], rows[:, 1], steady, rows[:, -noisy:].unflatten(1, (2, -1)))
 
 
 def shared_plans(a: Plan, b: Plan) -> tuple[Plan, Plan]:

@@ -117,25 +117,28 @@ class Design:
 
 @dataclass(frozen=True)
 class Pilot:
-    """A few evaluations spread evenly over samples and levels, to learn from: they never enter the estimate."""
+    """Pairs of evaluations spread evenly over samples and levels, to learn from: they never enter the estimate.
+
+    The two of a pair share sample and level, and differ in noise.
+    """
 
     count: int
-    wanted: int
+    pairs: int
     seed: int = 0
 
     @property
     def draws(self) -> int:
-        """Evaluations of each sample that takes part."""
-        return -(-self.wanted // self.count)
+        """Levels of each sample that takes part."""
+        return -(-self.pairs // self.count)
 
     @property
     def samples(self) -> int:
         """How many samples take part."""
-        return min(self.count, self.wanted)
+        return min(self.count, self.pairs)
 
     @property
-    def size(self) -> int:
-        return self.samples * self.draws
+    def evaluations(self) -> int:
+        return 2 * self.samples * self.draws
 
     def ids(self, members: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
         """The samples behind members 0 .. samples - 1 of the pilot."""

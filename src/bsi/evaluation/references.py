@@ -89,8 +89,12 @@ class Wiener:
         variance = torch.clamp(variance, min=SMALLEST * float(variance.mean()) + 1e-30)
         return cls(mean, axes, variance, _signal_to_noise(method, levels), 0.5 * levels)
 
+    def coordinates(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch n"]:
+        """z: x less its mean, along the axes."""
+        return _rotate(x.double() - self.mean, self.axes)
+
     def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
-        z = _rotate(x.double() - self.mean, self.axes)
+        z = self.coordinates(x)
         rho, v = self.rho, self.variance[:, None]
         known = 1 / (1 + rho.square() * v)
         return self.half_level * (z.square() @ known.square() + (rho * v * known).square().sum(0))
@@ -98,7 +102,7 @@ class Wiener:
     def deviations(
         self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
     ) -> Float64[Tensor, "batch 2"]:
-        z, e = _rotate(x.double() - self.mean, self.axes), _rotate(eps.double(), self.axes)
+        z, e = self.coordinates(x), _rotate(eps.double(), self.axes)
         found = []
         for knot in (left, left + 1):
             rho = self.rho[knot][:, None]

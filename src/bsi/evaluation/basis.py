@@ -1,0 +1,100 @@
+"""What is known of an evaluation without the network: the functions that a control variate is made of.
+
+At each knot,
+
+    steady   of x alone: 1, three traits of x (the mean logarithm of its spectrum, that of its squared differences
+             between neighbours, and the logarithm of their mean: rough images are harder than smooth ones, and at some
+             levels more than at others), and what each reference expects for x, less its average over the data;
+    noisy    of x and eps: how far each reference's error is from its expectation. Their mean over eps is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from bsi.evaluation.references import Reference, Wiener, references
+from bsi.levels import LogUniform
+from bsi.likelihood import Bins
+from bsi.methods.base import Method
+
+__all__ = ["Basis", "Traits", "knots"]
+
+KNOTS = 33
+TRAIT_SCALE = 0.25  # traits are given this standard deviation: about what a reference's relative expectation has
+SMALLEST = 1 / 256  # of the average: where logarithms of squares end
+
+
+def knots(levels: LogUniform, count: int = KNOTS) -> Float64[Tensor, " {count}"]:
+    """Equally spaced in u = ln(level)."""
+    return torch.linspace(math.log(levels.low), math.log(levels.high), count, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """A few numbers that say how rough a sample is, with mean 0 and one standard deviation over the data."""
+
+    wiener: Wiener
+    difference: float  # mean square difference between neighbours, over the data
+    mean: Float64[Tensor, " traits"]
+    std: Float64[Tensor, " traits"]
+
+    @classmethod
+    def fit(cls, wiener: Wiener, x: Float[Tensor, "batch *data"]) -> Traits:
+        steps = _neighbour_steps(x)
+        plain = cls(wiener, float(steps.mean()) + 1e-30 if steps.numel() else 1.0, torch.zeros(()), torch.ones(()))
+        found = plain._raw(x)
+        return cls(wiener, plain.difference, found.mean(0), found.std(0, correction=0) + 1e-12)
+
+    def _raw(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch traits"]:
+        spectrum = self.wiener.coordinates(x).square() / self.wiener.variance
+        found = [torch.log(spectrum + SMALLEST).mean(1)]
+        steps = _neighbour_steps(x) / self.difference
+        if steps.numel():
+            found += [torch.log(steps + SMALLEST).mean(1), torch.log(steps.mean(1) + SMALLEST)]
+        return torch.stack(found, 1)
+
+    def __call__(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch traits"]:
+        return TRAIT_SCALE * (self._raw(x) - self.mean) / self.std
+
+
+def _neighbour_steps(x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch steps"]:
+    """Squared differences along every axis but the first, which holds channels, or all there is."""
+    return torch.cat([x[:, :0].flatten(1).double()] + [
+        torch.diff(x.double(), dim=axis).square().flatten(1) for axis in range(2, x.ndim)
+    ], 1)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The references at the knots, their averages over the data, and the traits."""
+
+    knots: Float64[Tensor, " knots"]
+    references: tuple[Reference, ...]
+    centre: Float64[Tensor, "knots references"]
+    traits: Traits
+
+    @classmethod
+    def fit(cls, method: Method, x: Float[Tensor, "batch *data"], bins: Bins | None) -> Basis:
+        """For data like x."""
+        at = knots(method.levels).to(x.device)
+        wiener, *others = references(method, torch.exp(at), x, bins)
+        assert isinstance(wiener, Wiener)
+        known = (wiener, *others)
+        centre = torch.stack([reference.expected(x).mean(0) for reference in known], 1)
+        return cls(at, known, centre, Traits.fit(wiener, x))
+
+    def steady(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots steady"]:
+        expected = torch.stack([reference.expected(x) for reference in self.references], 2)
+        traits = self.traits(x)[:, None].expand(-1, len(self.knots), -1)
+        return torch.cat([torch.ones_like(expected[..., :1]), traits, expected - self.centre], 2)
+
+    def noisy(
+        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
+    ) -> Float64[Tensor, "batch 2 noisy"]:
+        """At the knots left and left + 1."""
+        return torch.stack([reference.deviations(x, eps, left) for reference in self.references], 2)

@@ -322,6 +322,9 @@ def test_pickles_are_never_loaded(base: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
         with pytest.raises(CorruptCheckpoint, match="never loads them"):
             load(tmp_path / name)
+    with pytest.raises(CorruptCheckpoint, match="never loads them"):
+        load(tmp_path)  # a folder with a model.safetensors, as the hub holds it
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UsageError, match="neither a run folder"):
         load(tmp_path)
     assert not (tmp_path / "canary").exists()

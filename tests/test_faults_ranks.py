@@ -45,7 +45,7 @@ def chains(base: Path) -> Chains:
             out("audit-changing", 2, words="--audit"),
         ],
         "nan": [out("nan", 2, fault("loss", "nan", 13, rank=1)), out("nan", 2)],
-        "hang": [out("hang", 2, fault("data", "hang", 9, rank=1), words="--hang-after-s 4")],
+        "hang": [out("hang", 2, fault("data", "hang", 9, rank=1), words="--hang-after-s 8")],
         "three": [out("three", 3)],
         "srun": [Entry(base / "srun", ranks=2, slurm=True)],
     }

@@ -22,9 +22,9 @@ def test_keys_edit_the_recipe() -> None:
 
 @pytest.mark.parametrize("words", [["--method", "bfn"], ["--method=bfn"], ["--method", "vdm", "--method", "bfn"]])
 def test_a_method_is_chosen_by_name_and_brings_its_own_keys(words: list[str]) -> None:
-    args, named = parse(["digits", *words, "--method.sigma-1", "0.01"])
-    assert args.recipe.method == BFNSpec(sigma_1=0.01)
-    assert named.method == BFNSpec()
+    args, named = parse(["digits", *words, "--method.sigma-1", "0.02"])
+    assert args.recipe.method == BFNSpec(sigma_1=0.02)
+    assert named == RECIPES["digits"]("bfn")
 
 
 def test_a_backbone_is_chosen_by_name_and_brings_its_own_keys() -> None:

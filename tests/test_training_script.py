@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import types
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -281,9 +283,28 @@ def test_the_journal_has_its_lines_and_any_function_may_listen(whole: Path, tmp_
 
 
 def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UsageError, match=r"bsi\[track\]"):
         tensorboard(tmp_path)
+
+
+def test_tensorboard_gets_every_number_under_its_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for its writer: the package is an extra."""
+    written: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, value, step))
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    tensorboard(tmp_path)({"event": "train", "step": 3, "loss": 0.5, "file": "x.png"})
+    assert written == [("train/loss", 0.5, 3)]
 
 
 def test_samples_of_images_are_a_picture(whole: Path) -> None:

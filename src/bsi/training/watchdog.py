@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -37,7 +38,7 @@ class Watchdog:
     def __init__(self, place: Place, limit_s: float, meeting: Meeting | None) -> None:
         self.place, self.meeting, self.limit_s = place, meeting, limit_s
         self._where: tuple[int, Phase] = (0, "start")
-        self._since = time.monotonic()
+        self._since = math.inf  # the ranks have met with a time limit of its own; from the first step on, time counts
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bsi-watchdog", daemon=True)
         self._thread.start()

@@ -31,9 +31,13 @@ Key = int | Int[Tensor, ""]
 
 
 def _multiply(word: Words, multiplier: int) -> tuple[Words, Words]:
-    """High and low halves of a product of two 32-bit words held in int64: it wraps, but its bits are right."""
-    product = word * multiplier
-    return (product >> 32) & _MASK, product & _MASK
+    """High and low halves of the 64-bit product of two 32-bit words, held in int64.
+
+    The product with multiplier - 2^32 fits into int64, and word 2^32 is added to its high half: an overflow would be
+    undefined behaviour to a C++ compiler, which then drops a mask that is needed.
+    """
+    product = word * (multiplier - (1 << 32))
+    return (product >> 32) + word, product & _MASK
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Key, Key]) -> tuple[Words, Words, Words, Words]:

@@ -6,7 +6,7 @@ const STRIP_COLUMNS = 8;
 export class Easel {
   // `changed` is called when a request from here would be another one.
   constructor(about, images, changed) {
-    Object.assign(this, { about, images, changed, kind: "draw", given: null, cursor: null, painting: null });
+    Object.assign(this, { about, images, changed, kind: "draw", empty: !images.length, given: null, cursor: null, painting: null });
     const [channels, height, width] = about.shape;
     this.size = channels * height * width;
     this.hidden = new Uint8Array(height * width);
@@ -100,7 +100,7 @@ export class Easel {
   }
 
   take(values, chosen = null) {
-    Object.assign(this, { values, chosen, given: null });
+    Object.assign(this, { values, chosen, given: null, empty: false });
     this.draw();
     this.changed();
   }
@@ -114,6 +114,7 @@ export class Easel {
     document.querySelector("#inpaint-tools").hidden = kind !== "inpaint";
     document.querySelector("#image-note").textContent = kind === "inpaint" ? "The image: paint what to hide" : "The image";
     document.querySelector(".strip").hidden = !this.images.length;
+    if (!this.images.length) document.querySelector("#source").textContent = "The test set is not on this machine.";
     this.draw();
   }
 

@@ -65,7 +65,8 @@ export class History {
       if (before) before.y = y;
       else this.given = y;
       this.last = frame.last;
-      this.steps.push({ precision: frame.precision, mean: decode(frame.mean), x_hat: decode(frame.x_hat), y: null });
+      const x_hat = decode(frame.x_hat);
+      this.steps.push({ precision: frame.precision, mean: decode(frame.mean), x_hat, y: null, move: before ? distance(x_hat, before.x_hat) : null });
       arrived(this);
     }
     if (this.steps.length <= this.last) throw new Error("the stream ended early: is `bsi view` still running?");
@@ -73,15 +74,11 @@ export class History {
   }
 
   leave() { this._leave.abort(); }
+}
 
-  // How far the prediction moved to reach each step, as a root mean square.
-  moves() {
-    return this.steps.map(({ x_hat }, i) => {
-      if (!i) return null;
-      const before = this.steps[i - 1].x_hat;
-      let sum = 0;
-      for (let j = 0; j < x_hat.length; j++) sum += (x_hat[j] - before[j]) ** 2;
-      return Math.sqrt(sum / x_hat.length);
-    });
-  }
+// How far the prediction moved, as a root mean square.
+function distance(a, b) {
+  let sum = 0;
+  for (let i = 0; i < a.length; i++) sum += (a[i] - b[i]) ** 2;
+  return Math.sqrt(sum / a.length);
 }

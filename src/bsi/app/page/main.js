@@ -67,7 +67,7 @@ function arrived(history) {
     easel.given = page.kind === "denoise" ? history.given : null;
     easel.draw();
     page.pixel ??= { image: 0, row: Math.floor(about.shape[1] / 2), column: Math.floor(about.shape[2] / 2) };
-    requestAnimationFrame(tick);
+    run();
   }
   $("#step").max = history.last;
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) { page.playing = false; page.position = history.steps.length - 1; }
@@ -81,18 +81,22 @@ function say(text, wrong = false) {
 
 // ---- Which step is shown ---------------------------------------------------------------------------------------------------------
 
-let before = null;
+let loop = 0, before = null;
+function run() {
+  cancelAnimationFrame(loop); // one loop at a time, whatever began it
+  before = null;
+  loop = requestAnimationFrame(tick);
+}
+
 function tick(now) {
   const { history } = page;
-  if (!page.playing || !history) { before = null; return; }
-  const seconds = Math.min(0.1, before === null ? 0 : (now - before) / 1000);
+  if (!page.playing || !history) return;
+  const seconds = before === null ? 0 : Math.min(0.1, (now - before) / 1000), shown = Math.floor(page.position);
   before = now;
-  const end = history.steps.length - 1, last = page.position;
-  page.position = Math.min(end, page.position + seconds * history.last / PLAY_SECONDS);
+  page.position = Math.min(history.steps.length - 1, page.position + seconds * history.last / PLAY_SECONDS);
   if (page.position >= history.last) page.playing = false;
-  if (Math.floor(page.position) !== Math.floor(last) || !page.playing) show();
-  if (page.playing) requestAnimationFrame(tick);
-  else before = null;
+  if (Math.floor(page.position) !== shown || !page.playing) show();
+  if (page.playing) loop = requestAnimationFrame(tick);
 }
 
 function moveTo(position) {
@@ -106,8 +110,7 @@ function play() {
   if (!page.history) { go(); return; }
   page.playing = !page.playing;
   if (page.playing && page.position >= page.history.last) page.position = 0;
-  before = null;
-  if (page.playing) requestAnimationFrame(tick);
+  if (page.playing) run();
   show();
 }
 
@@ -159,7 +162,14 @@ function choose(kind) {
   if ($("#solver").selectedOptions[0].disabled) $("#solver").value = about.solver;
   $("#grid").disabled = kind === "denoise";
   easel.show(kind);
+  if (easel.empty) adopt();
   show();
+}
+
+// The image that was drawn, and pointed at last, as the one to start from.
+function adopt() {
+  const { history } = page, image = page.pixel?.image ?? 0;
+  if (history?.done) easel.take(history.steps.at(-1).x_hat.slice(image * easel.size, (image + 1) * easel.size));
 }
 
 function labels() {
@@ -233,10 +243,7 @@ $("#ask").addEventListener("submit", event => { event.preventDefault(); go(); })
 $("#ask").addEventListener("input", labels);
 for (const radio of document.querySelectorAll('input[name="kind"]')) radio.addEventListener("change", () => choose(radio.value));
 for (const id of ["seed", "num", "evaluations", "solver", "grid", "precision"]) $(`#${id}`).addEventListener("change", () => { if (page.history && page.history.ask.kind === page.kind) go(); });
-$("#adopt").addEventListener("click", () => {
-  const { history } = page, image = page.pixel?.image ?? 0;
-  if (history?.done) easel.take(history.steps.at(-1).x_hat.slice(image * easel.size, (image + 1) * easel.size));
-});
+$("#adopt").addEventListener("click", adopt);
 
 const KEYS = {
   " ": play, ArrowLeft: () => moveTo(Math.floor(page.position) - 1), ArrowRight: () => moveTo(Math.floor(page.position) + 1),

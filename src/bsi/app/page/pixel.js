@@ -44,7 +44,7 @@ export function drawTimeline(canvas, history, position, about) {
   context.strokeStyle = colour("line"); context.lineWidth = 1;
   path(context, [[pad, base + 1.5], [width - pad, base + 1.5]]); context.stroke();
   if (!history) return;
-  const moves = history.moves(), most = Math.max(...moves.filter(move => move !== null), 1e-9);
+  const moves = history.steps.map(step => step.move), most = Math.max(...moves.filter(move => move !== null), 1e-9);
   context.strokeStyle = colour("predict"); context.globalAlpha = 0.65; context.lineWidth = 1.5;
   path(context, moves.map((move, i) => move === null ? null : [x(i - 0.5), base - tall * move / most])); context.stroke();
   context.globalAlpha = 1;

@@ -23,11 +23,11 @@ class StudyOptions:
     Studies share networks and measurements; the same command goes on where it was interrupted.
     """
 
-    name: Annotated[str, tyro.conf.Positional]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """which study, or all"""
     scale: Literal["smoke", "mini", "paper"] = "smoke"
     """digits on a CPU in minutes; CIFAR-10 on one GPU; the paper's own"""
-    out: Path = Path("studies")
+    out: Path = Path("runs/studies")
     """folder of networks, measurements and results"""
     plan: bool = False
     """show the jobs with their estimated minutes, and stop"""

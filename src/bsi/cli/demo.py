@@ -37,6 +37,7 @@ def run(args: Demo) -> int:
     import bsi
     from bsi import pictures
     from bsi.data.store import open_dataset
+    from bsi.report import write_report
 
     recipe = replace(bsi.recipes.digits(), seed=args.seed)
     if args.steps is not None:
@@ -51,16 +52,18 @@ def run(args: Demo) -> int:
     images = model.sample(64, steps=32, seed=args.seed)
     picture = folder / "samples.png"
     pictures.grid(images.numpy(), high=levels - 1).save(picture)
+    report = write_report(folder)
 
     if args.json:
         print(json.dumps({
-            "run": str(folder), "samples": str(picture), "bits_per_dim": bound.bits_per_dim,
+            "run": str(folder), "samples": str(picture), "report": str(report), "bits_per_dim": bound.bits_per_dim,
             "monte_carlo_error": bound.monte_carlo_error, "data_error": bound.data_error, "histogram": histogram,
         }))  # fmt: skip
     else:
         print(f"test set    {bound}")
         print(f"histogram   {histogram:.4f} bits/dim, each pixel by itself")
         print(f"samples     {picture}")
+        print(f"report      {report}, opens in a browser")
         print(f"go on with  bsi sample {folder} --num 100 --out more.png", file=sys.stderr)
     return 0
 
@@ -68,9 +71,7 @@ def run(args: Demo) -> int:
 def histogram_bits_per_dim(
     train: UInt8[np.ndarray, "train *shape"], test: UInt8[np.ndarray, "test *shape"], levels: int
 ) -> float:
-    """What a model that knows each pixel's own distribution, and nothing else, needs: counts of the training set, plus
-    one.
-    """
+    """What a model needs that knows each pixel's own distribution alone: counts of the training set, plus one."""
     import numpy as np
 
     counts = np.stack([(train == level).sum(0) for level in range(levels)]) + 1.0

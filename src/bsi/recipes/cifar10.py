@@ -45,8 +45,8 @@ def cifar10_dit_s(method: MethodName = "bsi") -> Recipe:
 
     Command: bsi train cifar10-dit-s
     Hardware: 1 x H200
-    Time: 9 minutes
-    Expected: not yet run
+    Time: 7.5 minutes
+    Expected: after 5000 steps (5:14 minutes) 3.459 ± 0.003 bits/dim, FID 64.0 (10k, test set) with 16 evaluations
     Paper: none
     """
     return Recipe(

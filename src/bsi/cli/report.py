@@ -20,7 +20,7 @@ class Report:
     takes seconds. Nothing is loaded when the file is opened.
     """
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
     """The file, by default report.html in the run folder."""

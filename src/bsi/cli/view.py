@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -24,7 +24,7 @@ class View:
     ssh -L PORT:127.0.0.1:PORT HOST, and the same address. Ctrl-C ends it.
     """
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run folder, an exported file, or the name of a bundled network: digits."""
     port: int = 0
     """Where to listen; 0 is any free port."""

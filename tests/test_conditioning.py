@@ -73,8 +73,8 @@ def test_a_measurement_is_a_latent_at_the_level_of_its_precision(method):
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_denoising_draws_from_the_exact_posterior(method):
-    data, y, precision, count = mixture(), at(0.1, 0.2), 3.0, 6000
-    drawn = denoise(method, data.predictor(method), path(count), y.expand(count, 2), precision, k=64)
+    data, y, precision, count = mixture(), at(0.1, 0.2), 3.0, 3000
+    drawn = denoise(method, data.predictor(method), path(count), y.expand(count, 2), precision, k=48)
     mean, covariance = moments(given(data, torch.eye(2, dtype=torch.float64), y, 1 / precision))
     error = torch.sqrt(covariance.diagonal() / count)
     assert ((drawn.mean(0) - mean).abs() < 4 * error + 0.003).all()

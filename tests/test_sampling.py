@@ -56,7 +56,7 @@ def test_k_steps_yield_k_plus_1_and_cost_the_evaluations_that_are_stated(method,
 def test_with_one_path_more_steps_converge_to_one_sample(method):
     """Strong convergence of order one: additive noise, and a prediction that the noise moves."""
     predict, counts = mixture().predictor(method), [16, 32, 64, 128]
-    limit = sample(method, predict, path(), geometric_grid(method, 768), "sde-root")
+    limit = sample(method, predict, path(), geometric_grid(method, 512), "sde-root")
     for solver in ("posterior", "sde-root"):
         found = [sample(method, predict, path(), geometric_grid(method, k), solver) for k in counts]
         errors = [float((x - limit).norm(dim=1).median()) for x in found]

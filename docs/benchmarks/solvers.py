@@ -4,9 +4,10 @@
     python docs/benchmarks/solvers.py distance --run runs/cifar10-dit-s --out solvers-net
     python docs/benchmarks/solvers.py fid --run runs/cifar10-dit-s --out solvers-fid --minutes 9
 
-`distance`: root mean square of x_k - x_inf over the pixels of a sample, its median over samples from the same noise;
-stochastic solvers follow the same Brownian paths, and each kind of process has its own limit. `fid`: FID of `--num`
-samples to CIFAR-10's test images.
+`distance`: root mean square of x_k - x_inf over the pixels of all samples, from the same noise; stochastic solvers
+follow the same Brownian paths, and each kind of process has its own limit. (The exact denoiser's samples are training
+images: what counts there is how many samples end at another image.) `fid`: FID of `--num` samples to CIFAR-10's test
+images.
 
 Results are written after each case (results.json, results.csv, figure.png in --out), and a case that is there already
 is not computed again: run the same command until nothing is left. It stops before `--minutes`.
@@ -192,7 +193,7 @@ def distance(args: argparse.Namespace) -> None:
         if limit not in limits:
             limits[limit] = solve(limit, named_grid("geometric")(method, args.reference))
         found = solve(case.solver, named_grid(case.grid)(method, steps_of(method, case)))
-        return float((found - limits[limit]).double().square().flatten(1).mean(1).sqrt().median())
+        return float((found - limits[limit]).double().square().mean().sqrt())
 
     run_all(args, method, results, measure)
 

@@ -46,27 +46,27 @@ class Traits:
     @classmethod
     def fit(cls, wiener: Wiener, x: Float[Tensor, "batch *data"]) -> Traits:
         steps = _neighbour_steps(x)
-        plain = cls(wiener, float(steps.mean()) + 1e-30 if steps.numel() else 1.0, torch.zeros(()), torch.ones(()))
-        found = plain._raw(x)
-        return cls(wiener, plain.difference, found.mean(0), found.std(0, correction=0) + 1e-12)
-
-    def _raw(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch traits"]:
-        spectrum = self.wiener.coordinates(x).square() / self.wiener.variance
-        found = [torch.log(spectrum + SMALLEST).mean(1)]
-        steps = _neighbour_steps(x) / self.difference
-        if steps.numel():
-            found += [torch.log(steps + SMALLEST).mean(1), torch.log(steps.mean(1) + SMALLEST)]
-        return torch.stack(found, 1)
+        difference = float(steps.mean()) + 1e-30 if steps.numel() else 1.0
+        found = _roughness(wiener, difference, x)
+        return cls(wiener, difference, found.mean(0), found.std(0, correction=0) + 1e-12)
 
     def __call__(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch traits"]:
-        return TRAIT_SCALE * (self._raw(x) - self.mean) / self.std
+        return TRAIT_SCALE * (_roughness(self.wiener, self.difference, x) - self.mean) / self.std
+
+
+def _roughness(wiener: Wiener, difference: float, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch traits"]:
+    spectrum = wiener.coordinates(x).square() / wiener.variance
+    found = [torch.log(spectrum + SMALLEST).mean(1)]
+    steps = _neighbour_steps(x) / difference
+    if steps.numel():
+        found += [torch.log(steps + SMALLEST).mean(1), torch.log(steps.mean(1) + SMALLEST)]
+    return torch.stack(found, 1)
 
 
 def _neighbour_steps(x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch steps"]:
     """Squared differences along every axis but the first, which holds channels, or all there is."""
-    return torch.cat([x[:, :0].flatten(1).double()] + [
-        torch.diff(x.double(), dim=axis).square().flatten(1) for axis in range(2, x.ndim)
-    ], 1)  # fmt: skip
+    along = [torch.diff(x.double(), dim=axis).square().flatten(1) for axis in range(2, x.ndim)]
+    return torch.cat([torch.zeros(len(x), 0, dtype=torch.float64, device=x.device), *along], 1)
 
 
 @dataclass(frozen=True)

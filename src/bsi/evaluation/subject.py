@@ -35,6 +35,13 @@ class Subject:
     log_determinant: float = 0.0
 
     @classmethod
+    def plain(
+        cls, method: Method, predict: Predictor, x: Float[Tensor, "samples *data"], bins: Bins | None = None
+    ) -> Subject:
+        """Values in one tensor, and a predictor that needs nothing else."""
+        return cls(method, lambda ids: predict, lambda ids: x[ids], len(x), tuple(x.shape[1:]), bins, x.device)
+
+    @classmethod
     def of(cls, model: Model, data: BatchSource, limit: int | None = None, cond: Condition | None = None) -> Subject:
         """A model on the first `limit` samples of the data, or all. The model is to be in evaluation mode."""
         count = len(data) if limit is None else min(limit, len(data))

@@ -1,0 +1,222 @@
+"""Reference denoisers, the integrals over the level, and the control variate made of them."""
+
+import math
+
+import pytest
+import torch
+
+from bsi.elbo import finite_measurement_loss, measurement_loss
+from bsi.evaluation.basis import Basis, knots
+from bsi.evaluation.control import Observations, fit_control, fit_proposal
+from bsi.evaluation.integral import Between, Finite, Infinite, integral
+from bsi.evaluation.plan import expected_error
+from bsi.evaluation.references import Pixelwise, Wiener
+from bsi.gaussian import squared_norm
+from bsi.grids import paper_grid
+from bsi.levels import Fitted
+from bsi.likelihood import Bins
+from bsi.methods import BFN, BSI, VDM
+from bsi.oracle import Mixture
+
+METHODS = [BSI(), BFN(), VDM()]
+BINS = Bins(-1.0, 1.0, 5)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def images(count: int = 40, seed: int = 0) -> torch.Tensor:
+    """Values on the bins of BINS, neighbours alike."""
+    x = torch.randn(count, 2, 3, 4, generator=generator(seed), dtype=torch.float64).cumsum(-1) / 3
+    return BINS.values(BINS.indices(x), torch.float64)
+
+
+def proposals(method):
+    low, high = method.levels.low, method.levels.high
+    return [method.levels, expected_error(method), Fitted(low, high, (1.0, 4.0, 0.5, 2.0))]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_points_integrate_over_ln_level_under_any_proposal(method):
+    """The midpoint rule in t: int u^2 du."""
+    t = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    low, high = math.log(method.levels.low), math.log(method.levels.high)
+    for proposal in proposals(method):
+        points = Infinite(proposal).at(t)
+        found = float((points.weight * torch.log(points.level) ** 2).mean())
+        assert found == pytest.approx((high**3 - low**3) / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("k", [1, 7, 100])
+def test_points_sum_over_the_steps_of_any_k_under_any_proposal(method, k):
+    grid = paper_grid(method, k)
+    expected = float((torch.diff(method.gain(grid)) / grid[:-1] * torch.log(grid[:-1]) ** 2).sum())
+    t = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    for proposal in proposals(method):
+        points = integral(method, proposal, k).at(t)
+        found = float((points.weight * torch.log(points.level) ** 2).mean())
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_log_uniform_points_are_the_paper_s_estimators(method):
+    x, eps = images(6), torch.randn(6, 2, 3, 4, generator=generator(1), dtype=torch.float64)
+    predict = Mixture.gaussian(torch.zeros(24).double(), torch.eye(24).double()).predictor(method)
+    t = torch.rand(6, generator=generator(2), dtype=torch.float64)
+
+    def estimate(rule):
+        points = rule.at(t)
+        x_hat = predict(method.encoder(points.level).encode(x, eps), points.level)
+        return points.weight * 0.5 * points.level * squared_norm(x - x_hat)
+
+    infinite = estimate(integral(method, method.levels, None))
+    torch.testing.assert_close(infinite, measurement_loss(method, predict, x, t, eps))
+    grid, i = paper_grid(method, 9), (t * 9).long()
+    finite = estimate(integral(method, method.levels, 9))
+    torch.testing.assert_close(finite, finite_measurement_loss(method, predict, x, grid, i, eps), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("k", [None, 3, 50])
+def test_hats_carry_the_integral_of_anything_linear_between_knots(k):
+    method = BSI()
+    at = knots(method.levels, 9)
+    value = torch.rand(9, generator=generator(), dtype=torch.float64)
+    rule = integral(method, method.levels, k)
+    points = rule.at((torch.arange(400_000, dtype=torch.float64) + 0.5) / 400_000)
+    between = Between.of(at, torch.log(points.level))
+    assert float(value @ rule.hats(at)) == pytest.approx(float((points.weight * between.at(value)).mean()), rel=1e-5)
+
+
+def test_exact_is_the_paper_s_equation_for_bsi_and_log_uniform_elsewhere():
+    assert expected_error(BSI(lambda_0=1e-2)).offset == pytest.approx(1e-4)
+    assert expected_error(BFN()).offset == 0
+    assert expected_error(VDM()).offset == 0
+
+
+def integrand(method, predict, x, eps, level):
+    level = level.expand(len(x))
+    return 0.5 * level * squared_norm(x - predict(method.encoder(level).encode(x, eps), level))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_wiener_is_the_posterior_mean_of_gaussian_data(method):
+    """With the identity for its axes, `expected` + `deviations` is the oracle's integrand, eps by eps."""
+    x = images(400)[:, 0, 0]
+    x = x * torch.tensor([1.0, 0.5, 2.0, 0.1], dtype=torch.float64)
+    levels = torch.exp(knots(method.levels, 7))
+    wiener = Wiener.fit(method, levels, x)
+    axes = wiener.axes[0]
+    covariance = axes @ torch.diag(wiener.variance) @ axes.T
+    predict = Mixture.gaussian(wiener.mean, covariance).predictor(method)
+    eps = torch.randn(400, 4, generator=generator(1), dtype=torch.float64)
+    for k in range(6):
+        left = torch.full((400,), k)
+        found = wiener.expected(x)[:, [k, k + 1]] + wiener.deviations(x, eps, left)
+        for side in (0, 1):
+            expected = integrand(method, predict, x, eps, levels[k + side])
+            torch.testing.assert_close(found[:, side], expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_pixelwise_is_the_posterior_mean_of_each_value_alone(method):
+    x = images(400)
+    levels = torch.exp(knots(method.levels, 9))
+    pixelwise = Pixelwise.fit(method, levels, x, BINS)
+    centres = BINS.values(torch.arange(5), torch.float64)[:, None]
+    weights = torch.bincount(BINS.indices(x).flatten().long(), minlength=5).double()
+    predict = Mixture.isotropic(centres, 0.0, weights).predictor(method)
+    # in the middle of a cell the table is exact
+    eps = torch.full((400, 2, 3, 4), 0.125 * 3 + 0.0625, dtype=torch.float64)
+    for k in range(8):
+        found = pixelwise.expected(x)[:, [k, k + 1]] + pixelwise.deviations(x, eps, torch.full((400,), k))
+        for side in (0, 1):
+            level = levels[k + side]
+            alone = integrand(method, predict, x.reshape(-1, 1), eps.reshape(-1, 1), level)
+            torch.testing.assert_close(found[:, side], alone.view(400, -1).sum(1), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_references_deviate_from_their_expectation_by_nothing_on_average(method):
+    x = images(8)
+    basis = Basis.fit(method, x, BINS)
+    draws = 4000
+    eps = torch.randn(draws, 8, 2, 3, 4, generator=generator(3), dtype=torch.float64)
+    for k in (0, 10, 16, 22, 28):
+        left = torch.full((8 * draws,), k)
+        found = basis.noisy(x.repeat(draws, 1, 1, 1), eps.flatten(0, 1), left).view(draws, 8, -1)
+        error = found.std(0) / math.sqrt(draws)
+        assert bool((found.mean(0).abs() <= 4.5 * error + 1e-12).all())
+
+
+def test_more_than_256_bins_have_no_grid_to_know_of():
+    x = images(8)
+    assert len(Basis.fit(BSI(), x, Bins(-1.0, 1.0, 65536)).references) == 1
+    assert len(Basis.fit(BSI(), x, None).references) == 1
+    assert len(Basis.fit(BSI(), x, BINS).references) == 2
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 8), (1, 4, 4)])
+def test_a_basis_takes_data_of_any_shape(shape):
+    x = torch.randn(12, *shape, generator=generator(), dtype=torch.float64)
+    basis = Basis.fit(BSI(), x, None)
+    steady = basis.steady(x)
+    assert steady.shape == (12, len(basis.knots), 1 + (1 if len(shape) == 1 else 3) + 1)
+    assert bool(torch.isfinite(steady).all())
+    assert float(steady[..., 1:].mean(0).abs().max()) < 1e-6 * float(steady.abs().max())
+
+
+def observations(basis, x, seed, pairs, model):
+    """Pairs of evaluations of an integrand that the control could know exactly."""
+    u = torch.linspace(float(basis.knots[0]), float(basis.knots[-1]), pairs, dtype=torch.float64)
+    ids = torch.arange(pairs) % len(x)
+    steady, found = basis.steady(x)[ids], []
+    for half in (0, 1):
+        eps = torch.randn(pairs, *x.shape[1:], generator=generator(seed + half), dtype=torch.float64)
+        seen = Observations.of(basis, steady, x[ids], eps, u, torch.zeros_like(u))
+        found.append(Observations(u, model(seen), seen.steady, seen.noisy))
+    return Observations(
+        *[torch.stack([getattr(s, name) for s in found], 1).flatten(0, 1) for name in ("u", "g", "steady", "noisy")]
+    )
+
+
+def test_the_regression_finds_what_the_integrand_is_made_of():
+    x = images(50)
+    basis = Basis.fit(BSI(), x, BINS)
+
+    def model(seen):
+        between = Between.of(basis.knots, seen.u)
+        share = torch.stack([1 - between.along, between.along], 1)
+        value = 40 + 8 * seen.steady[..., 1] + 0.5 * seen.steady[..., 4] + 0.6 * seen.noisy[..., 0]
+        return (share * value).sum(1)
+
+    control = fit_control(basis, observations(basis, x, 0, 2000, model))
+    fresh = observations(basis, x, 10, 500, model)
+    left_over = fresh.g - control.predict(fresh)
+    assert float(left_over.var()) < 0.01 * float(fresh.g.var())
+    known = control.known(basis.steady(x), Infinite(BSI().levels))
+    steady = basis.steady(x)
+    exact = (40 + 8 * steady[..., 1] + 0.5 * steady[..., 4]) @ Infinite(BSI().levels).hats(basis.knots)
+    torch.testing.assert_close(known, exact, rtol=0.01, atol=0.0)
+
+
+def test_the_fitted_proposal_follows_the_root_of_the_mean_square():
+    levels = BSI().levels
+    at = knots(levels, 9)
+    u = torch.rand(20_000, generator=generator(), dtype=torch.float64) * (at[-1] - at[0]) + at[0]
+    size = torch.exp(-((u - 4) ** 2) / 40)
+    left_over = size * torch.randn(20_000, generator=generator(1), dtype=torch.float64)
+    proposal = fit_proposal(levels, at, u, left_over)
+    level = torch.exp(at[1:-1])
+    density = proposal.density(level) * level
+    wanted = torch.exp(-((at[1:-1] - 4) ** 2) / 40)
+    assert float(torch.corrcoef(torch.stack([density, wanted]))[0, 1]) > 0.98
+    assert min(proposal.weights) > 0.05 * max(proposal.weights)
+
+
+def test_finite_steps_are_drawn_with_positive_probability():
+    for method in METHODS:
+        rule = Finite.of(method, expected_error(method), 64)
+        assert float(rule.probability.min()) > 0
+        assert float(rule.probability.sum()) == pytest.approx(1)

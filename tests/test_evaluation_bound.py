@@ -75,11 +75,12 @@ def measurements(subject, procedure, seeds) -> torch.Tensor:
 def test_every_proposal_is_unbiased_for_every_sample(method, procedure):
     x, predict = rough(24), squash(method)
     true = exact_measurement(method, predict, x)
-    found = measurements(Subject.plain(method, predict, x, BINS), procedure, range(12))
-    error = found.std(0) / math.sqrt(12)
-    assert float(((found.mean(0) - true) / error).abs().max()) < 6.5  # 24 Student variables of 11 degrees
+    seeds = 12 if procedure.proposal == "fitted" else 30  # few levels without a control are far from Normal
+    found = measurements(Subject.plain(method, predict, x, BINS), procedure, range(seeds))
+    error = found.std(0) / math.sqrt(seeds)
+    assert float(((found.mean(0) - true) / error).abs().max()) < 6
     total = found.mean(1)
-    assert abs(float(total.mean() - true.mean())) < 4.5 * float(total.std()) / math.sqrt(12)
+    assert abs(float(total.mean() - true.mean())) < 4.5 * float(total.std()) / math.sqrt(seeds)
 
 
 def test_the_control_variate_pays():

@@ -1,0 +1,184 @@
+"""`bsi eval`: from a run folder to a stored record that names everything its numbers depend on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bsi
+from bsi.backbones.config import MLPConfig
+from bsi.cli import main
+from bsi.errors import DataError, UsageError
+from bsi.evaluation.drawing import Drawing
+from bsi.evaluation.quality import drawn_images, measure_quality, quality_record
+from bsi.evaluation.runs import open_run, open_split, weights_hash
+from bsi.metrics import QualityWarning
+from bsi.training.distributed import Place, World
+from bsi.training.recipe import Every
+
+ALONE = World(Place(), torch.device("cpu"))
+
+
+def trained(out: Path, seed: int) -> Path:
+    recipe = replace(
+        bsi.recipes.digits(),
+        backbone=MLPConfig(width=16, depth=1),
+        steps=2,
+        batch=32,
+        seed=seed,
+        every=Every(journal=2, evaluate=0, sample=0, checkpoint=2),
+    )
+    bsi.train(recipe, out=out, device="cpu")
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Path]:
+    return [trained(tmp_path_factory.mktemp("runs") / name, seed) for seed, name in enumerate(("a", "b"))]
+
+
+def answer(capsys, *words: object) -> dict:
+    assert main(["eval", *map(str, words), "--device", "cpu", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_paper_s_protocol_is_the_default_and_the_record_says_all(runs, capsys, tmp_path):
+    record = answer(capsys, runs[0], "--bpd", "--limit", 24, "--per-sample", tmp_path / "each.npz")
+    assert (record["measure"], record["recon"], record["proposal"], record["finite_k"]) == (5, 2, "loguniform", None)
+    assert record["evaluations"] == 24 * 7
+    assert record["images"] == 24
+    assert record["monte_carlo_error"] > 0
+    assert record["data_error"] >= 0
+    assert record["bits_per_dim"] == pytest.approx(
+        record["measurement"] + record["reconstruction"] + record["prior"], abs=1e-12
+    )
+    digits = bsi.load(runs[0])
+    assert record["weights_sha256"] == weights_hash(digits)
+    assert (record["dataset"], record["split"], record["step"], record["seed"]) == ("digits", "test", 2, 0)
+    assert len(record["dataset_version"]) == 64
+    stored = [json.loads(path.read_text()) for path in (runs[0] / "evaluations").glob("*-bpd-test-*.json")]
+    assert record in stored
+    with np.load(tmp_path / "each.npz") as each:
+        assert each["nats"].mean() / (64 * np.log(2)) == pytest.approx(record["bits_per_dim"])
+        assert set(each.files) == {"nats", "measurement", "reconstruction", "prior", "variance"}
+
+
+def test_learned_levels_finite_rounds_and_a_target(runs, capsys):
+    infinite = answer(capsys, runs[0], "--bpd", "--limit", 24, "--proposal", "fitted")
+    finite = answer(capsys, runs[0], "--bpd", "--limit", 24, "--proposal", "fitted", "--finite-k", 16)
+    assert infinite["control"]
+    assert infinite["pilot_evaluations"] >= 256
+    errors = infinite["monte_carlo_error"] + finite["monte_carlo_error"]
+    assert finite["bits_per_dim"] > infinite["bits_per_dim"] + 4 * errors
+    target = infinite["monte_carlo_error"] / 1.3
+    sharper = answer(capsys, runs[0], "--bpd", "--limit", 24, "--proposal", "fitted", "--target-se", target)
+    assert sharper["monte_carlo_error"] <= target
+    assert sharper["rounds"] > 1
+
+
+def test_a_pair_of_runs_is_compared_with_common_noise(runs, capsys):
+    record = answer(capsys, *runs, "--paired", "--limit", 24)
+    alone = [answer(capsys, run, "--bpd", "--limit", 24)["bits_per_dim"] for run in runs]
+    assert record["difference"] == pytest.approx(alone[0] - alone[1], abs=1e-9)
+    assert record["monte_carlo_error"] < record["unpaired_error"]
+    assert (record["a"]["run"], record["b"]["run"]) == ("a", "b")
+    assert list((runs[0] / "evaluations").glob("*-paired-test-*.json"))
+    fitted = answer(capsys, *runs, "--paired", "--limit", 24, "--proposal", "fitted")
+    error = 4 * (fitted["monte_carlo_error"] + record["monte_carlo_error"])
+    assert fitted["difference"] == pytest.approx(record["difference"], abs=error)
+
+
+def test_people_are_told_in_words(runs, capsys):
+    assert main(["eval", str(runs[0]), "--bpd", "--limit", "8", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "bits/dim ±" in said
+    assert "8 test samples of digits" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["RUN"], "--bpd, --fid"),
+        (["RUN", "RUN", "--bpd"], "one run"),
+        (["RUN", "--paired"], "two"),
+        (["RUN", "RUN", "--paired", "--target-se", "0.1"], "--target-se"),
+        (["RUN", "--bpd", "--measure", "1"], "at least 2"),
+        (["RUN", "--bpd", "--limit", "0"], "--limit"),
+        (["RUN", "--fid", "--solver", "odr2"], "odr2"),
+        (["nowhere", "--bpd"], "nowhere"),
+        (["RUN", "--bpd", "--per-sample", "no/such/folder/x.npz"], "no folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_exit_code_2(runs, capsys, words, message):
+    assert main(["eval", *[str(runs[0]) if word == "RUN" else word for word in words]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_data_than_the_run_s_own_must_be_named(runs):
+    run = open_run(runs[0], ALONE)
+    with pytest.raises(DataError, match="not the one"):
+        open_split(replace(run, dataset_version="0" * 64), "test")
+    assert open_split(replace(run, dataset_version="0" * 64), "test", "digits").name == "test"
+
+
+def test_an_exported_file_is_evaluated_like_its_run(runs, capsys, tmp_path):
+    from bsi.training.export import export
+
+    file = export(runs[0], tmp_path / "a.safetensors")
+    record = answer(capsys, file, "--bpd", "--limit", 8)
+    assert record["bits_per_dim"] == answer(capsys, runs[0], "--bpd", "--limit", 8)["bits_per_dim"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors"]
+
+
+class Averages:
+    """Four features: the mean of each quarter of an image."""
+
+    name, hash, resize, precision, dim = "averages", "0" * 64, "none", "float32", 4
+    device = torch.device("cpu")
+
+    def __call__(self, images):
+        return torch.nn.functional.avg_pool2d(images[:, :1].float(), 4).flatten(1)
+
+
+def test_sample_quality_names_all_that_it_depends_on(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("BSI_DATA", str(tmp_path))
+    run = open_run(runs[0], ALONE)
+    split, how = open_split(run, "test"), Drawing(steps=3, seed=5)
+    found = measure_quality(run.model, split, how, 20, Averages(), ALONE, batch=8)
+    assert found is not None
+    record = quality_record(run, how, found)
+    assert (record["metric"], record["n"], record["reference_n"]) == ("fd-averages", 20, 299)
+    assert (record["reference_split"], record["resize"], record["extractor_hash"]) == ("test", "none", "0" * 64)
+    assert record["generation"] == {"solver": how.solver, "evaluations": 4, "seed": 5}
+    assert record["weights_sha256"] == run.weights
+    again = measure_quality(run.model, split, how, 20, Averages(), ALONE, batch=20)
+    assert again is not None
+    assert again.value == pytest.approx(found.value, rel=1e-3)
+
+
+def test_ranks_draw_the_samples_of_one_in_turns(runs):
+    model, how = open_run(runs[0], ALONE).model, Drawing(steps=2)
+
+    def images(rank: int, size: int) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat(list(drawn_images(model, how, 7, World(Place(rank, size), torch.device("cpu")), 4)))
+
+    assert images(0, 1).shape == (7, 3, 8, 8)
+    together = torch.empty(7, 3, 8, 8, dtype=torch.uint8)
+    together[0::2], together[1::2] = images(0, 2), images(1, 2)
+    assert (images(0, 1).int() - together.int()).abs().float().mean() < 0.1  # a pixel may round into the next bin
+
+
+def test_too_few_samples_are_refused_and_few_are_warned_of(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("BSI_DATA", str(tmp_path))
+    run = open_run(runs[0], ALONE)
+    split = open_split(run, "test")
+    with pytest.raises(UsageError, match="num=0"):
+        measure_quality(run.model, split, Drawing(steps=2), 0, Averages(), ALONE)
+    with pytest.raises(DataError, match="at least 2"):
+        measure_quality(run.model, split, Drawing(steps=2), 1, Averages(), ALONE)
+    with pytest.warns(QualityWarning, match="singular"):
+        measure_quality(run.model, split, Drawing(steps=2), 3, Averages(), ALONE)

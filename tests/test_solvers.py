@@ -431,3 +431,11 @@ def test_impossible_solvers_are_refused():
             make(wrong)
     with pytest.raises(UsageError, match="did you mean 'posterior'"):
         named_solver("posteriour")
+    for wrong in ("churn:much", "churn:-1", "churn:"):
+        with pytest.raises(UsageError, match=f"got {wrong!r}"):
+            named_solver(wrong)
+
+
+def test_churn_is_named_with_its_amount():
+    grid = geometric_grid(BSI(), 5)
+    torch.testing.assert_close(named_solver("churn:0.3")(BSI(), grid).eps, churn(0.3)(BSI(), grid).eps)

@@ -214,8 +214,14 @@ SOLVERS: dict[str, Solver] = {
 
 
 def named_solver(name: str) -> Solver:
-    """The solver called `name`; an unknown one is an error that suggests the nearest."""
+    """The solver called `name`, or `churn:ZETA`; an unknown one is an error that suggests the nearest."""
     if name in SOLVERS:
         return SOLVERS[name]
+    kind, _, zeta = name.partition(":")
+    if kind == "churn":
+        try:
+            return churn(float(zeta))
+        except ValueError:
+            raise UsageError(f"churn takes a number from 0 upwards, as in churn:0.3: got {name!r}") from None
     near = difflib.get_close_matches(name, SOLVERS, n=1, cutoff=0.0)
     raise UsageError(f"unknown solver {name!r}: did you mean {near[0]!r}? The solvers are {', '.join(SOLVERS)}.")

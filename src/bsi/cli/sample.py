@@ -46,7 +46,7 @@ class Sample:
     steps: int = 16
     """Steps k of the solver."""
     solver: str = "sde-root"
-    """posterior (the paper's), sde2, ode2, sde-root, ode-root or churn."""
+    """posterior (the paper's), sde2, ode2, sde-root, ode-root, churn or churn:ZETA."""
     grid: str = "geometric"
     """Where the steps lie: paper, geometric, asinh or edm."""
     noise: Literal["path", "independent"] = "path"

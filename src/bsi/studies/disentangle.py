@@ -141,6 +141,7 @@ def _draw_effects(axes: Axes, effects: list[Effect], which: int, unit: str) -> N
             )  # fmt: skip
     axes.set_yticks(range(len(effects)), [effect.factor for effect in effects] if which == 1 else [])
     axes.set_ylim(len(effects) - 0.5, -0.5)
+    axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel(f"change in {unit} by BSI's choice")
 
 
@@ -216,7 +217,6 @@ def report(scale: Scale, store: Store) -> Report:
         ),
         claims=_claims(scale, store),
         draw=lambda: _draw(scale, store),
-        notes=("The spread over seeds is in the errors only where there is more than one seed.",),
     )
 
 

@@ -102,7 +102,6 @@ def report(scale: Scale, store: Store) -> Report:
             ),
         ),
         draw=lambda: _draw(scale, store),
-        notes=("One network of each method: the error is that of the samples drawn, not of training anew.",),
     )
 
 

@@ -55,10 +55,11 @@ def _draw(scale: Scale, store: Store) -> Figure:
     for axes, statistic, name in zip(both, (_distance, _bits), (scale.metric, "bits/dim"), strict=True):
         axes.axhline(0, color=figures.GREY, linewidth=0.9)
         ends = []
-        for trained, colour in zip(scale.varied.trained_k, figures.PALETTE, strict=False):
+        for i, (trained, colour) in enumerate(zip(scale.varied.trained_k, figures.PALETTE, strict=False)):
             found = [statistic(scale, store, trained, k) for k in evaluated]
-            figures.error_line(axes, evaluated, [e.value for e in found], [e.error for e in found], colour)
-            ends.append(figures.End(evaluated[-1], found[-1].value, f"k = {trained}", colour))
+            beside = [k * 1.08**i for k in evaluated]  # bars do not hide each other
+            figures.error_line(axes, beside, [e.value for e in found], [e.error for e in found], colour)
+            ends.append(figures.End(beside[-1], found[-1].value, f"k = {trained}", colour))
         axes.set_xscale("log", base=2)
         axes.set_xticks(evaluated, [str(k) for k in evaluated])
         axes.set_xlabel("evaluated for k' steps")

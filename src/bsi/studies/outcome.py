@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def record(
             {"statement": claim.statement, "verdict": claim.verdict, "because": claim.because}
             for claim in report.claims
         ],
+        "one_seed": _one_seed(measures),
         "notes": list(report.notes),
         "tables": [
             {"name": table.name, "markdown": table.markdown(), "rows": table.records()} for table in report.tables
@@ -72,3 +74,11 @@ def record(
         "measurements": {name_of(job): title(job) for job in measures},
         "about": dict(about),
     }
+
+
+def _one_seed(measures: list[Measure]) -> bool:
+    """Whether some network was trained from one seed alone: then errors do not say what training anew would change."""
+    seeds: dict[str, set[int]] = {}
+    for job in measures:
+        seeds.setdefault(network_name(replace(job.network, seed=0)), set()).add(job.network.seed)
+    return any(len(each) == 1 for each in seeds.values())

@@ -33,8 +33,9 @@ what they found, also where that is not what the paper found.
 | paper | {paper}; the paper's networks, budgets and three seeds | the claims themselves |
 
 "Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are
-several, else the Monte Carlo error of a bound, or that of having drawn these samples. `fd-digits` is a Fréchet distance
-in the features of a small classifier of digits, and is comparable to no FID.
+several, else the Monte Carlo error of a bound, or that of having drawn these samples; "for one seed" says that what
+training anew would change is in no error. `fd-digits` is a Fréchet distance in the features of a small classifier of
+digits, and is comparable to no FID.
 """
 
 
@@ -84,8 +85,9 @@ def _outcome(study: Study, scale: Scale, found: Mapping[str, Any]) -> str:
         f"![{study.name} at the scale {scale.name}](results/{study.name}-{scale.name}.png)",
         "",
     ]
+    seeds = ", for one seed" if found["one_seed"] else ""
     for claim in found["claims"]:
-        lines += [f"- {claim['statement']}: **{claim['verdict']}** ({claim['because']})."]
+        lines += [f"- {claim['statement']}: **{claim['verdict']}{seeds}** ({claim['because']})."]
     lines += [""] if found["claims"] else []
     for table in found["tables"]:
         lines += [f"{table['name'][0].upper()}{table['name'][1:]}:", "", table["markdown"], ""]

@@ -47,6 +47,7 @@ def publish(folders: Sequence[Path], docs: Path) -> Path:
         found = json.loads((folder / "numbers.json").read_text("utf-8"))
         stem = f"{found['study']}-{found['scale']}"
         shutil.copyfile(folder / "figure.png", target / f"{stem}.png")
+        found["about"].pop("command", None)  # with the folders of one machine; `command` has it without
         write_json(target / f"{stem}.json", found)
     write_text(docs / "results.md", page(target))
     return docs / "results.md"

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from bsi.studies.frechet_error import frechet_error
 from bsi.studies.importance_sampling import proposals, relative_spread
 from bsi.studies.job import Bound, Quality, Train, name_of, network_name
 from bsi.studies.plan_text import plan_text, train_command
+from bsi.studies.publish import page
 from bsi.studies.registry import STUDIES
 from bsi.studies.report import Table, all_of, equal, less
 from bsi.studies.runner import plan
@@ -313,3 +315,19 @@ class TestNumbers:
         found = study.report(SMOKE, Store(tmp_path))
         assert [claim.verdict for claim in found.claims] == ["held"] * len(found.claims)
         assert found.claims
+
+
+class TestPublished:
+    DOCS = Path(__file__).parents[1] / "docs"
+
+    def test_the_page_of_results_is_made_of_the_results(self):
+        assert (self.DOCS / "results.md").read_text("utf-8") == page(self.DOCS / "results")
+
+    def test_figures_are_small_and_name_no_machine(self):
+        for path in (self.DOCS / "results").iterdir():
+            assert path.stat().st_size < 150_000, path
+            if path.suffix == ".json":
+                found = json.loads(path.read_text())
+                assert "command" not in found["about"]
+                assert found["study"] in STUDIES
+                assert found["scale"] in SCALES

@@ -40,7 +40,7 @@ from bsi.evaluation.runs import open_run, open_split, subject_of
 from bsi.evaluation.subject import Subject
 from bsi.training.distributed import Place, World, pick_device
 
-FLOOR_LEVELS, FLOOR_IMAGES, FLOOR_PAIRS = 97, 128, 2
+FLOOR_LEVELS, FLOOR_IMAGES, FLOOR_PAIRS = 49, 64, 2
 
 
 @dataclass(frozen=True)

@@ -261,12 +261,15 @@ def test_predictions_that_are_not_finite_are_named():
 
 
 def summary(world: World) -> dict[str, float]:
+    """Of a set that two ranks cannot share evenly, and of one sample, which leaves one rank with nothing to do."""
     found = evaluate(Subject.of(model(), as_source(pixels(31))), LEARNED, world)
+    single = evaluate(Subject.of(model(), as_source(pixels(1))), LEARNED, world)
     return {
         "bits": found.elbo.bits_per_dim,
         "monte_carlo": found.elbo.monte_carlo_error,
         "data": found.data_error,
         "evaluations": found.evaluations,
+        "single": single.elbo.bits_per_dim,
     }
 
 
@@ -278,7 +281,7 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path):
     for rank in (0, 1):
         together = json.loads((tmp_path / f"{rank}.json").read_text())
         assert together["evaluations"] == alone["evaluations"]
-        for name in ("bits", "monte_carlo", "data"):
+        for name in ("bits", "monte_carlo", "data", "single"):
             assert together[name] == pytest.approx(alone[name], rel=1e-6)
 
 

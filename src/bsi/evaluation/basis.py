@@ -88,6 +88,14 @@ class Basis:
         centre = torch.stack([reference.expected(x).mean(0) for reference in known], 1)
         return cls(at, known, centre, Traits.fit(wiener, x))
 
+    @property
+    def num_steady(self) -> int:
+        return 1 + len(self.traits.mean) + len(self.references)
+
+    @property
+    def num_noisy(self) -> int:
+        return len(self.references)
+
     def steady(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots steady"]:
         expected = torch.stack([reference.expected(x) for reference in self.references], 2)
         traits = self.traits(x)[:, None].expand(-1, len(self.knots), -1)

@@ -106,7 +106,7 @@ def fit_control(basis: Basis, seen: Observations) -> Control:
     between = Between.of(knots, u)
     curve = _smoothed(knots, seen.u, seen.g).clamp(min=1e-30)
     at = between.at(curve)
-    scale = _scale(basis, curve, seen.steady.shape[2])
+    scale = _scale(basis, curve)
     means, halves = (_design(between, scale, seen, sign) / at[:, None, None] for sign in (1, -1))
     pairs = seen.g.view(-1, 2) / at[:, None]
     mean, half = 0.5 * (pairs[:, 0] + pairs[:, 1]), 0.5 * (pairs[:, 0] - pairs[:, 1])
@@ -115,17 +115,17 @@ def fit_control(basis: Basis, seen: Observations) -> Control:
         weights = [1 / (between.at(_smoothed(knots, u, rest.square(), WIDE)) + 1e-12) for rest in left_over]
         found = _regression(torch.cat([means, halves]), torch.cat([mean, half]), torch.cat(weights))
         left_over = mean - (means * found).sum((1, 2)), half - (halves * found).sum((1, 2))
-    found, steady = found * scale, seen.steady.shape[2]
-    return Control(basis, found[:, :steady], found[:, steady:])
+    found = found * scale
+    return Control(basis, found[:, : basis.num_steady], found[:, basis.num_steady :])
 
 
-def _scale(basis: Basis, curve: Float64[Tensor, " knots"], steady: int) -> Float64[Tensor, "knots functions"]:
+def _scale(basis: Basis, curve: Float64[Tensor, " knots"]) -> Float64[Tensor, "knots functions"]:
     """Units in which coefficients are numbers around 1, or 0: those of g itself for 1 and the traits; for a reference
     one nat for one nat, or less where it expects more than there is, as a poor denoiser does. Never more: what is next
     to nothing on average may be large now and then.
     """
     of_reference = (curve[:, None] / basis.centre.clamp(min=1e-30)).clamp(max=1.0)
-    of_sample = curve[:, None].expand(-1, steady - of_reference.shape[1])
+    of_sample = curve[:, None].expand(-1, basis.num_steady - basis.num_noisy)
     return torch.cat([of_sample, of_reference, of_reference], 1)
 
 

@@ -63,7 +63,8 @@ def _fitted(subject: Subject, measure: int, seed: int, batch: int, world: World,
     pairs = min(MOST, max(FEWEST, subject.count * measure // PILOT_PART)) // 2
     pilot = Pilot(subject.count, pairs, seed)
     basis = Basis.fit(subject.method, subject.spread_out(DESCRIBED), subject.bins)
-    table: Tensor | None = None
+    columns = 2 + 2 * (basis.num_steady + basis.num_noisy)
+    table = torch.zeros(pilot.samples, 2 * pilot.draws, columns, dtype=torch.float64, device=subject.device)
     for members in subject.batches(pilot.samples, batch, world):
         ids = pilot.ids(members)
         x, predict = subject.x(ids), subject.predict(ids)
@@ -72,11 +73,7 @@ def _fitted(subject: Subject, measure: int, seed: int, batch: int, world: World,
             level = subject.method.levels.icdf(pilot.t(members, draw // 2))
             eps = noise(seed, ids, "pilot", draw, subject.shape, x.dtype)
             g = subject.integrand(predict, x, level, eps)
-            rows = _as_rows(Observations.of(basis, steady, x, eps, torch.log(level), g))
-            if table is None:
-                table = rows.new_zeros(pilot.samples, 2 * pilot.draws, rows.shape[1])
-            table[members, draw] = rows
-    assert table is not None
+            table[members, draw] = _as_rows(Observations.of(basis, steady, x, eps, torch.log(level), g))
     seen = _from_rows(world.sum(table).flatten(0, 1), basis)  # the other ranks' rows are 0: the sum is exact
     levels = subject.method.levels
     if not control:
@@ -91,9 +88,8 @@ def _as_rows(seen: Observations) -> Float64[Tensor, "batch columns"]:
 
 
 def _from_rows(rows: Float64[Tensor, "batch columns"], basis: Basis) -> Observations:
-    noisy = 2 * len(basis.references)
-    steady = rows[:, 2 : rows.shape[1] - noisy].unflatten(1, (2, -1))
-    return Observations(rows[:, 0], rows[:, 1], steady, rows[:, -noisy:].unflatten(1, (2, -1)))
+    steady, noisy = rows[:, 2:].split([2 * basis.num_steady, 2 * basis.num_noisy], 1)
+    return Observations(rows[:, 0], rows[:, 1], steady.unflatten(1, (2, -1)), noisy.unflatten(1, (2, -1)))
 
 
 def shared_plans(a: Plan, b: Plan) -> tuple[Plan, Plan]:

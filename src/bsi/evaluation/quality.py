@@ -77,7 +77,7 @@ def drawn_images(
     bins = BinRange(model.bins.low, model.bins.high, model.bins.count)
     mine = torch.arange(world.rank, num, world.size, device=model.device)
     with Progress("samples", len(mine), "sample", stream=None if show and world.first else io.StringIO()) as progress:
-        for ids in mine.split(batch):
+        for ids in mine.split(batch) if len(mine) else ():
             for step in draw(model.denoiser, model.shape, ids, how):
                 x_hat = step.x_hat
             if not bool(torch.isfinite(x_hat).all()):

@@ -72,7 +72,8 @@ class Subject:
     def batches(self, count: int, size: int, world: World) -> Iterator[Int[Tensor, " batch"]]:
         """This rank's part of 0 .. count - 1, in batches: neighbours stay together, as they lie on the disk."""
         first, last = world.rank * count // world.size, (world.rank + 1) * count // world.size
-        yield from torch.arange(first, last, device=self.device).split(size)
+        if first < last:  # an empty tensor splits into one empty part
+            yield from torch.arange(first, last, device=self.device).split(size)
 
     def integrand(
         self,

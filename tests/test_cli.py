@@ -6,6 +6,7 @@ a process of their own: what it imports, and what it writes where.
 
 import functools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import bsi
+from bsi import pretrained
 from bsi.cli import COMMANDS, completion, main
+from bsi.data.store import open_dataset
 from bsi.errors import UsageError
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -199,6 +203,23 @@ def test_a_bundled_network_is_there_at_once(tmp_path: Path, capsys: pytest.Captu
     assert images.shape == (3, 1, 8, 8)
     assert images.max() <= 16
     assert "3 samples" in capsys.readouterr().out
+
+
+def test_the_bundled_network_is_what_its_text_says() -> None:
+    file = pretrained.find("digits")
+    assert file.stat().st_size < 1_000_000
+    claim = re.search(r"each: ([\d.]+) bits/dim", file.with_suffix(".txt").read_text())
+    test = torch.from_numpy(open_dataset("digits").test.copy())
+    found = bsi.load("digits").bits_per_dim(test, measure=8, recon=2)
+    assert found.bits_per_dim == pytest.approx(float(claim[1]), abs=4 * found.monte_carlo_error)
+    assert found.monte_carlo_error < 0.04
+
+
+def test_a_file_of_ones_own_comes_before_a_bundled_one(elsewhere: Path) -> None:
+    assert pretrained.find("digits").parent.name == "pretrained"
+    assert pretrained.find("runs/digits") == Path("runs/digits")
+    (elsewhere / "digits").mkdir()
+    assert pretrained.find("digits") == Path("digits")
 
 
 # ---- Completion ----------------------------------------------------------------------------------------------------

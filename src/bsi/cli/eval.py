@@ -29,7 +29,8 @@ class Eval:
 
     --bpd by default follows the paper: 5 levels and 2 reconstructions of every test sample. Two errors are told apart:
     that of the Monte Carlo estimate, and that of having these samples and not others. --proposal fitted reaches the
-    same error with several times fewer evaluations. `torchrun -m bsi eval ...` shares the work, for the same numbers.
+    same error with several times fewer evaluations. `torchrun -m -- bsi eval ...` shares the work, for the same numbers
+    (the -- keeps torchrun from reading --num as an option of its own).
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]

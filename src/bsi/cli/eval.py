@@ -33,7 +33,7 @@ class Eval:
     (the -- keeps torchrun from reading --num as an option of its own).
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
     """A run folder or a file that `bsi export` wrote; two of them with --paired."""
     bpd: bool = False
     """Bits per dimension."""

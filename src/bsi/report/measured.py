@@ -33,10 +33,10 @@ from bsi.training.recipe import Recipe
 __all__ = ["Measured", "measure"]
 
 OPERATIONS = {"cpu": 3e11, "cuda": 5e15}  # a few seconds of each
-LEVELS = 21
+LEVELS, LEVEL_IMAGES = 21, 96
 ANIMATED, STEPS = 9, 32
 SIDE = 96  # pixels that an animated image has at least
-MEASURE, RECON = (20, 10, 5), 2  # levels for each sample: the paper's 5, or more where they cost little
+MEASURE, RECON = (10, 5), 2  # levels for each sample: the paper's 5, or more where they cost little
 MOST_IMAGES, FEWEST_IMAGES = 512, 16
 
 
@@ -70,8 +70,9 @@ def measure(run: Path, recipe: Recipe, device: torch.device, backbone: nn.Module
         animation = sharpening(model)
     test = _test_images(recipe)
     wanted = 0 if test is None else min(MOST_IMAGES, len(test))
-    levels = next((m for m in MEASURE if wanted * (m + RECON + LEVELS) <= afford), MEASURE[-1])
-    num = min(wanted, int(afford) // (levels + RECON + LEVELS))
+    afford -= LEVELS * min(wanted, LEVEL_IMAGES)
+    levels = next((m for m in MEASURE if wanted * (m + RECON) <= afford), MEASURE[-1])
+    num = min(wanted, int(afford) // (levels + RECON))
     if test is None:
         missing.append(f"no bound: the test set of {recipe.data.name} is not here. `bsi data {recipe.data.name}`")
     elif num < min(FEWEST_IMAGES, wanted):
@@ -79,7 +80,7 @@ def measure(run: Path, recipe: Recipe, device: torch.device, backbone: nn.Module
     else:
         data = torch.from_numpy(np.array(test[:num]))
         bound = model.bits_per_dim(data, measure=levels, recon=RECON)
-        by_level = bits_by_level(model, data)
+        by_level = bits_by_level(model, data[:LEVEL_IMAGES])
     return Measured(sum(p.numel() for p in model.parameters()), animation, bound, by_level, missing)
 
 

@@ -21,7 +21,8 @@ from bsi.training.recipe import (
 __all__ = ["digits"]
 
 # With 17 grey levels a value is known when it is known to a sixteenth of the range: precisions beyond 1e4, which 256
-# levels need, would only be learned at the expense of the others (2.08 against 1.92 bits/dim after 3000 steps).
+# levels need, would only be learned at the expense of the others (2.08 against 1.92 bits/dim after 3000 steps, with
+# another rate too).
 METHODS: dict[MethodName, MethodSpec] = {
     "bsi": BSISpec(alpha_M=1e4),
     "bfn": BFNSpec(sigma_1=1e-2),

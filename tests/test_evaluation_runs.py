@@ -133,6 +133,29 @@ def test_an_exported_file_is_evaluated_like_its_run(runs, capsys, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors"]
 
 
+def test_a_bundled_network_is_evaluated_by_its_name(capsys):
+    record = answer(capsys, "digits", "--bpd", "--limit", 16)
+    assert (record["run"], record["dataset"], record["recipe"]) == ("digits", "digits", "digits")
+    assert record["weights_sha256"] == weights_hash(bsi.load("digits"))
+    assert not Path("evaluations").exists()  # a file has no folder of its own
+    paired = answer(capsys, "digits", "digits", "--paired", "--limit", 16)
+    assert paired["difference"] == 0
+
+
+def test_a_distance_between_enlarged_images_says_what_it_is_worth(tmp_path, monkeypatch):
+    monkeypatch.setenv("BSI_DATA", str(tmp_path))
+
+    class Enlarged(Averages):
+        resize = "nearest-299"
+
+    run = open_run(Path("digits"), ALONE)
+    split = open_split(run, "test")
+    with pytest.warns(QualityWarning, match="8 x 8 pixels are enlarged"):
+        found = measure_quality(run.model, split, Drawing(steps=2), 8, Enlarged(), ALONE)
+    assert found is not None
+    assert "--bpd" in found.cautions[-1]
+
+
 class Averages:
     """Four features: the mean of each quarter of an image."""
 

@@ -7,8 +7,9 @@ come together in the order of the samples: the record of one rank, from any numb
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from bsi.data.pixels import BinRange, to_uint8
 from bsi.errors import DataError, NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.evaluation.runs import Run, Split
-from bsi.metrics import Extractor, Generation, SampleQuality, collect, reference, sample_quality
+from bsi.metrics import Extractor, Generation, QualityWarning, SampleQuality, collect, reference, sample_quality
 from bsi.metrics.images import array_batches
 from bsi.model import Model
 from bsi.progress import Progress
@@ -28,6 +29,8 @@ from bsi.sampling import evaluations
 from bsi.training.distributed import World
 
 __all__ = ["drawn_images", "measure_quality", "quality_record"]
+
+SMALL = 32  # pixels: CIFAR-10's, the smallest images that distances by Inception are published for
 
 
 @torch.no_grad()
@@ -65,7 +68,17 @@ def measure_quality(
         keep,
     )
     generation = Generation(how.solver, evaluations(model.method, how.steps), how.seed)
-    return sample_quality(samples, known, extractor, kid, precision_and_recall, generation)
+    found = sample_quality(samples, known, extractor, kid, precision_and_recall, generation)
+    height, width = model.shape[1:]
+    if extractor.resize == "none" or min(height, width) >= SMALL:
+        return found
+    caution = (
+        f"images of {height} x {width} pixels are enlarged by {extractor.resize} into blurs that {extractor.name} has "
+        f"never seen: {found.metric} may rank two models of this data, and compares with nothing else. --bpd judges "
+        f"the model itself."
+    )
+    warnings.warn(caution, QualityWarning, stacklevel=2)
+    return replace(found, cautions=(*found.cautions, caution))
 
 
 def drawn_images(

@@ -77,7 +77,7 @@ class Run:
 
 
 def open_run(path: Path, world: World, ema: bool = True, step: int | None = None, precision: Precision = "auto") -> Run:
-    """The model of a run, on this rank's device and in evaluation mode."""
+    """The model of a run folder, an exported file or a bundled name, on this rank's device and in evaluation mode."""
     trained = read_trained(path, ema, step)
     if trained.recipe.backbone is None:
         raise UsageError(

@@ -60,7 +60,7 @@ def load(path: str | Path, ema: bool = True, backbone: nn.Module | None = None, 
     `ema=False` takes the weights themselves, `step` an earlier checkpoint; `backbone` is your own network, if the run
     was trained with it.
     """
-    trained = read_trained(pretrained.find(path), ema, step)
+    trained = read_trained(Path(path), ema, step)
     if trained.recipe.backbone is None and backbone is None:
         raise UsageError(
             f"{path} was trained with a network of yours, {trained.network}, which is not one of bsi's: pass "
@@ -96,7 +96,8 @@ def _shape(tensor: Tensor | None) -> str:
 
 
 def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Trained:
-    """Weights and their description, from a run folder or an exported file."""
+    """Weights and their description, from a run folder, an exported file or a bundled name."""
+    path = pretrained.find(path)
     if path.is_file():
         return _read_export(path, step)
     if (path / MODEL_FILE).is_file():
@@ -105,7 +106,8 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
     found = checkpoint.find(root, lambda line: print(line, file=sys.stderr), step) if root.is_dir() else None
     if found is None:
         raise UsageError(
-            f"{path} is neither a run folder with a checkpoint nor an exported file. `bsi train` makes one."
+            f"{path} is neither a run folder with a checkpoint nor an exported file. `bsi train` makes one; "
+            f"{', '.join(pretrained.BUNDLED)} comes with the package."
         )
     return _described(found.state, checkpoint.read_tensors(found, "ema" if ema else "model"))
 

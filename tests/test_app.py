@@ -111,7 +111,7 @@ def encoded(array: np.ndarray) -> str:
 def test_stream_is_the_trajectory_that_the_package_draws(bench: Workbench, port: int) -> None:
     answer = ask(port)
     assert answer.status == 200
-    how = Drawing(steps=4, seed=3, solver="sde2")
+    how = Drawing(steps=4, seed=3, solver="sde2", grid="geometric")
     with torch.no_grad():
         ours = list(draw(bench.model.denoiser, bench.model.shape, torch.arange(2), how))
     assert [line["step"] for line in answer.lines] == list(range(5))
@@ -171,7 +171,9 @@ def test_more_evaluations_converge_to_the_same_image(port: int) -> None:
 @pytest.mark.parametrize("method", [BSI(), BFN(), VDM()], ids=lambda m: type(m).__name__)
 def test_every_method_has_beliefs_to_show(method: Any) -> None:
     model = Model(Net(), method, (3, 4, 4), Bins.uint8())
-    about = About("x", "x", "", "", 0, 0, (3, 4, 4), -1.0, 1.0, 256, 0.0, 1.0, (), (), (), "", "", Limits.of((3, 4, 4)))
+    about = About(
+        "x", "x", "", "", 0, 0, (3, 4, 4), -1.0, 1.0, 256, 0.0, 1.0, (), (), "", (), "", "", 2, Limits.of((3, 4, 4))
+    )
     with torch.no_grad():
         k = 6
         frames = list(Workbench(model, about, np.empty((0, 3, 4, 4), np.float32)).frames(

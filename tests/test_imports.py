@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "bsi"
 
 # What everything may import; it imports nothing of the package.
-FLOOR = {"errors", "progress"}
+FLOOR = {"defaults", "errors", "progress"}
 
 # From the mathematics up to the faces. A module may import its own layer and those below.
 LAYERS = [

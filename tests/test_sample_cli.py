@@ -1,6 +1,8 @@
 """`bsi sample`: what it writes, what a sample depends on, how it goes on, what it refuses."""
 
+import inspect
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +12,20 @@ import torch
 from PIL import Image
 
 import bsi
+from bsi import defaults
+from bsi.app.finishing import measuring_solvers
 from bsi.backbones import MLPConfig, build
+from bsi.cli import main
 from bsi.cli import sample as command
+from bsi.cli.eval import Eval
 from bsi.cli.sample import Sample, write_samples
+from bsi.conditioning import denoise
 from bsi.errors import DataError, UsageError
+from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.parts import PART, Parts
+from bsi.grids import GRIDS
+from bsi.solvers import SOLVERS
+from bsi.training.recipe import Samples
 
 SHAPE = (1, 4, 4)
 
@@ -53,6 +64,36 @@ def test_everything_that_was_asked_for_is_written(tmp_path, method):
     with Image.open(args.out) as opened:
         assert opened.size == (4 * 34 + 2, 3 * 34 + 2)
     assert not list(tmp_path.glob("*.parts"))
+
+
+@pytest.mark.parametrize("changed", [{}, {"solver": "sde2", "grid": "asinh", "steps": 6}], ids=str)
+def test_one_seed_draws_the_same_samples_from_python_and_the_command_line(tmp_path, changed):
+    here = model()
+    args = replace(Sample(tmp_path, num=10, seed=3, npz=tmp_path / "samples.npz"), **changed)
+    write_samples(here, args)
+    np.testing.assert_array_equal(here.sample(10, seed=3, **changed).numpy(), array(args.npz))
+
+
+def test_there_is_one_default(tmp_path):
+    """defaults.py, wherever samples are drawn without a word about how."""
+    expected = (defaults.STEPS, defaults.SOLVER, defaults.GRID)
+    python = inspect.signature(bsi.Model.sample).parameters
+    assert tuple(python[name].default for name in ("steps", "solver", "grid")) == expected
+    for record in (Sample(tmp_path), Eval((tmp_path,)), Drawing(), Samples()):
+        assert (record.steps, record.solver, record.grid) == expected, record
+    assert {recipe().samples.solver for recipe in bsi.recipes.RECIPES.values()} == {defaults.SOLVER}
+    assert inspect.signature(denoise).parameters["solver"].default == defaults.MEASURING_SOLVER
+    for method in (bsi.BSI(), bsi.BFN(), bsi.VDM()):
+        assert defaults.MEASURING_SOLVER in measuring_solvers(method)
+
+
+@pytest.mark.parametrize("verb", ["sample", "eval"])
+def test_the_help_names_every_solver_and_every_grid(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    told = " ".join(re.sub(r"[\W_]*[│|][\W_]*", " ", capsys.readouterr().out).split())
+    for name in (*SOLVERS, *GRIDS):
+        assert re.search(rf"(?<![\w-]){name}(?![\w-])", told), name
 
 
 def test_a_sample_depends_on_the_seed_and_its_number_alone(tmp_path):
@@ -167,6 +208,6 @@ def test_the_command_writes_a_picture_and_says_what_it_did(tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     assert command.run(Sample(tmp_path / "run", num=4, steps=2, device="cpu")) == 0
     assert (tmp_path / "samples.png").exists()
-    assert "4 samples, 3 evaluations each (sde-root, geometric)" in capsys.readouterr().out
+    assert f"4 samples, 3 evaluations each ({defaults.SOLVER}, {defaults.GRID})" in capsys.readouterr().out
     assert command.run(Sample(tmp_path / "run", num=4, steps=2, device="cpu", json=True)) == 0
     assert json.loads(capsys.readouterr().out)["num"] == 4

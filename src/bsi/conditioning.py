@@ -29,6 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bsi.defaults import MEASURING_SOLVER, STEPS
 from bsi.errors import UsageError
 from bsi.gaussian import over
 from bsi.grids import FIRST_SIGMA, onward_grid
@@ -65,8 +66,8 @@ def denoise(
     noise: Noise,
     y: Data,
     precision: float,
-    k: int = 16,
-    solver: Solver | str = "sde-root",
+    k: int = STEPS,
+    solver: Solver | str = MEASURING_SOLVER,
 ) -> Data:
     """A draw from p(x | y) for each row of y ~ N(x, 1 / precision): generation, gone on with from y."""
     level = start_of(method, precision)

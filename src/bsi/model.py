@@ -2,7 +2,7 @@
 
     model = bsi.Model(MyNet(), bsi.BSI(), shape=(3, 32, 32), bins=bsi.Bins.uint8())
     model(x).mean().backward()                  # 2 L_M / n per sample; DDP and torch.compile simply wrap it
-    images = model.sample(16, steps=16, seed=0)
+    images = model.sample(16, seed=0)
     print(model.bits_per_dim(test))             # the bound, with its two errors
 
 Integer tensors are bin indices, floats are values. Float32 or wider outside the network, whatever happens inside.
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from bsi.brownian import BrownianPath
+from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.denoiser import Condition, Denoiser
 from bsi.elbo import Elbo, elbo
 from bsi.errors import DataError, NonFinite, UsageError
@@ -107,14 +109,17 @@ class Model(nn.Module):
     def sample(
         self,
         num: int,
-        steps: int = 16,
+        steps: int = STEPS,
         seed: int = 0,
-        solver: str = "sde2",
-        grid: str = "geometric",
+        solver: str = SOLVER,
+        grid: str = GRID,
         cond: Condition | None = None,
         batch_size: int = 256,
     ) -> Tensor:
-        """`num` samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone."""
+        """`num` samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone.
+
+        `bsi sample` with the same seed draws the same ones.
+        """
         if num < 1 or batch_size < 1:
             raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch_size={batch_size}")
         _check_condition(cond, num)
@@ -123,7 +128,7 @@ class Model(nn.Module):
         with _evaluating(self):
             for ids in torch.arange(num, device=self.device).split(batch_size):
                 part = _select(cond, ids)
-                noise = SeededNoise(seed, ids, self.shape)
+                noise = BrownianPath(seed, ids, self.shape)
                 drawn.append(sample(self.method, self.denoiser.given(part), noise, levels, solver))
         x = torch.cat(drawn)
         if not bool(torch.isfinite(x).all()):

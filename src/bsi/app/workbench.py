@@ -23,8 +23,8 @@ from bsi.app.asks import Ask, Denoise, Inpaint, Limits, mask, values
 from bsi.app.finishing import Finisher, measuring_solvers
 from bsi.brownian import BrownianPath
 from bsi.data.store import open_dataset
+from bsi.defaults import GRID, MEASURING_SOLVER, SOLVER, STEPS
 from bsi.errors import BsiError, UsageError
-from bsi.evaluation.drawing import Drawing
 from bsi.gaussian import over
 from bsi.grids import GRIDS, named_grid
 from bsi.methods import VDM, Method
@@ -58,9 +58,11 @@ class About:
     highest: float
     solvers: tuple[str, ...]
     measuring_solvers: tuple[str, ...]
+    measuring_solver: str
     grids: tuple[str, ...]
     solver: str
     grid: str
+    evaluations: int
     limits: Limits
 
     def plain(self) -> dict[str, Any]:
@@ -176,9 +178,11 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         highest=levels.high,
         solvers=tuple(SOLVERS),
         measuring_solvers=measuring_solvers(model.method),
+        measuring_solver=MEASURING_SOLVER,
         grids=tuple(GRIDS),
-        solver=Drawing().solver,
-        grid=Drawing().grid,
+        solver=SOLVER,
+        grid=GRID,
+        evaluations=evaluations(model.method, STEPS),
         limits=Limits.of(model.shape),
     )
     bench = Workbench(model, about, _test_images(model, trained.data.name))

@@ -49,7 +49,7 @@ def run(args: Demo) -> int:
     model, levels = bsi.load(folder), digits.bins.count
     bound = model.bits_per_dim(torch.from_numpy(digits.test[:].copy()), measure=20, recon=4)
     histogram = histogram_bits_per_dim(digits.train, digits.test, levels)
-    images = model.sample(64, steps=32, seed=args.seed)
+    images = model.sample(64, seed=args.seed)
     picture = folder / "samples.png"
     pictures.grid(images.numpy(), high=levels - 1).save(picture)
     report = write_report(folder)

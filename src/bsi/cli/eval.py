@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,12 +64,12 @@ class Eval:
     """Samples to draw for --fid."""
     reference: Literal["test", "train"] = "test"
     """What --fid compares with; the paper compares with the test set."""
-    steps: int = 16
+    steps: int = STEPS
     """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
-    solver: str = "sde-root"
-    """posterior (the paper's), sde2, ode2, sde-root, ode-root or churn."""
-    grid: str = "geometric"
-    """Where the steps lie: paper, geometric or edm."""
+    solver: str = SOLVER
+    """posterior (the paper's), sde2, ode2, sde-root, ode-root, churn or churn:ZETA."""
+    grid: str = GRID
+    """Where the steps lie: paper, edm, geometric or asinh."""
     kid: bool = False
     """With --fid, also the kernel inception distance."""
     precision_recall: bool = False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.errors import NonFinite, UsageError
 from bsi.progress import Progress
 
@@ -43,12 +44,12 @@ class Sample:
     """A run folder, or a file that `bsi export` wrote."""
     num: int = 64
     """How many samples."""
-    steps: int = 16
+    steps: int = STEPS
     """Steps k of the solver."""
-    solver: str = "sde-root"
+    solver: str = SOLVER
     """posterior (the paper's), sde2, ode2, sde-root, ode-root, churn or churn:ZETA."""
-    grid: str = "geometric"
-    """Where the steps lie: paper, geometric, asinh or edm."""
+    grid: str = GRID
+    """Where the steps lie: paper, edm, geometric or asinh."""
     noise: Literal["path", "independent"] = "path"
     """path: with one seed, more steps converge to one image; independent: fresh noise for each step."""
     seed: int = 0

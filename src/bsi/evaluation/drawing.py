@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bsi.brownian import BrownianPath
 from bsi.conditioning import guided
+from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.denoiser import Condition, Denoiser
 from bsi.errors import UsageError
 from bsi.grids import named_grid
@@ -32,12 +33,12 @@ NoiseKind = Literal["path", "independent"]
 
 @dataclass(frozen=True)
 class Drawing:
-    """The defaults are those that docs/benchmarks/ found best at 16 steps."""
+    """The defaults are the package's, and those of `Model.sample`."""
 
-    steps: int = 16
+    steps: int = STEPS
     seed: int = 0
-    solver: str = "sde-root"
-    grid: str = "geometric"
+    solver: str = SOLVER
+    grid: str = GRID
     noise: NoiseKind = "path"
     guidance: float = 1.0
 

@@ -14,7 +14,6 @@ from bsi.training.recipe import (
     MethodSpec,
     Optimiser,
     Recipe,
-    Samples,
     VDMSpec,
 )
 
@@ -54,5 +53,4 @@ def digits(method: MethodName = "bsi") -> Recipe:
         threads=1,  # two would mostly wait for each other
         every=Every(journal=50, evaluate=1000, sample=1000, checkpoint=500),
         evaluation=Evaluation(images=299, measure=4, recon=2),
-        samples=Samples(count=64, steps=16),
     )

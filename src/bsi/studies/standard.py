@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from bsi.evaluation.drawing import Drawing
+from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.studies.job import Bound, Quality
 from bsi.studies.scale import Scale
 from bsi.training.recipe import BSISpec, MethodName, Recipe
@@ -43,5 +43,4 @@ def qualities(scale: Scale, networks: Sequence[Recipe], steps: int) -> list[Qual
 
 def default_quality(scale: Scale, network: Recipe) -> Quality:
     """With our default sampler."""
-    ours = Drawing()
-    return quality(scale, network, ours.steps, ours.solver, ours.grid)
+    return quality(scale, network, STEPS, SOLVER, GRID)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from bsi.backbones.config import BackboneConfig
 from bsi.data.order import SHARDS, check_batch
+from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.errors import UsageError
 
 __all__ = [
@@ -230,8 +231,9 @@ class Samples:
     """The grid of samples drawn along the way, by the EMA."""
 
     count: int = 64
-    steps: int = 32
-    solver: str = "sde2"
+    steps: int = STEPS
+    solver: str = SOLVER
+    grid: str = GRID
 
     def __post_init__(self) -> None:
         _at_least("samples.count", self.count, 1)

@@ -12,7 +12,7 @@ const TASKS = {
 };
 const HINTS = {
   posterior: "the paper's", sde2: "noise", ode2: "flow", "sde-root": "noise, bent", "ode-root": "flow, bent", churn: "some noise",
-  paper: "even in t", edm: "as EDM's", geometric: "even in ln Λ",
+  paper: "even in t", edm: "as EDM's", geometric: "even in ln Λ", asinh: "even in asinh ρ",
 };
 const NAMES = ["mean", "x_hat", "y"];
 const PLAY_SECONDS = 4;
@@ -159,7 +159,7 @@ function choose(kind) {
   $("#adopt").disabled = !page.history?.done;
   // Denoising draws from p(x | y) only with the noise of measurements, and has a grid of its own.
   for (const option of $("#solver").options) option.disabled = kind === "denoise" && !about.measuring_solvers.includes(option.value);
-  if ($("#solver").selectedOptions[0].disabled) $("#solver").value = about.solver;
+  if ($("#solver").selectedOptions[0].disabled) $("#solver").value = about.measuring_solver;
   $("#grid").disabled = kind === "denoise";
   easel.show(kind);
   if (easel.empty) adopt();
@@ -264,7 +264,7 @@ for (const name of about.solvers) $("#solver").add(new Option(`${name}: ${HINTS[
 for (const name of about.grids) $("#grid").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === about.grid, name === about.grid));
 for (const element of document.querySelectorAll("[data-symbol]")) element.textContent = about.symbol;
 Object.assign($("#num"), { max: Math.min(about.limits.num, 36), value: Math.min(about.limits.num, 9) });
-$("#evaluations").max = about.limits.evaluations;
+Object.assign($("#evaluations"), { max: about.limits.evaluations, value: about.evaluations });
 $("#span").textContent = tidy(about.high - about.low);
 const [channels, height, width] = about.shape;
 $("#what").textContent = `${about.name} · ${about.method} · ${about.parameters.toLocaleString("en")} parameters, ${about.trained_steps.toLocaleString("en")} steps · ${width} × ${height}${channels === 3 ? " in colour" : ""}${about.bins ? `, ${about.bins} levels` : ""}`;

@@ -305,7 +305,7 @@ def test_samples_of_nothing_are_refused():
 
 def test_bounds_of_different_data_are_not_joined():
     ones = torch.ones(2, dtype=torch.float64)
-    parts = [Elbo(ones, ones, ones, ones, 1.0, n) for n in (3, 4)]
+    parts = [Elbo(ones, ones, ones, ones, 1.0, 1.0, n) for n in (3, 4)]
     refused(lambda: Elbo.join(parts), "one shape")
 
 

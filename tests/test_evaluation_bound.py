@@ -15,6 +15,7 @@ from scipy import stats
 
 import bsi
 from bsi.data.batches import as_source
+from bsi.elbo import Elbo, elbo
 from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.bound import Procedure, difference, evaluate
 from bsi.evaluation.plan import make_plan, shared_plans
@@ -46,6 +47,17 @@ def squash(method):
         encoder = method.encoder(level)
         gain = 0.3 * encoder.signal / (0.3 * encoder.signal**2 + encoder.noise**2).clamp(min=1e-12)
         return 1.2 * torch.tanh(over(gain, latent) * latent)
+
+    return predict
+
+
+def shrink(method):
+    """The posterior mean under N(0, 0.02): too narrow, so that large values cost more."""
+
+    def predict(latent, level):
+        encoder = method.encoder(level)
+        gain = 0.02 * encoder.signal / (0.02 * encoder.signal**2 + encoder.noise**2).clamp(min=1e-12)
+        return over(gain, latent) * latent
 
     return predict
 
@@ -111,6 +123,35 @@ def test_student_intervals_cover_as_often_as_they_say(procedure):
     assert 72 - 3 * 2.7 <= covered <= 79
 
 
+@pytest.mark.parametrize("measure", [3, 5])
+def test_the_error_of_the_data_set_is_that_of_the_exact_bounds(measure):
+    """Known for every sample; estimates scatter more than the samples do, and replicates of 3 and 2 levels are unequal.
+    The variance between samples comes out right on average, in `bsi eval` and in `Model.elbo` alike."""
+    method, x = BSI(), rough(60)
+    predict = shrink(method)
+    true = exact_measurement(method, predict, x).var().item()
+    subject = Subject.plain(method, predict, x, BINS)
+    found = [evaluate(subject, Procedure(measure=measure, seed=seed), ALONE).elbo for seed in range(60)]
+    assert np.mean([float(each.nats.var()) for each in found]) > 1.2 * true
+    for between in ([each.between for each in found], [_dealt(subject, measure, seed) for seed in range(60)]):
+        error = np.std(between) / math.sqrt(len(between))
+        assert abs(np.mean(between) - true) < 4 * error
+        assert error < 0.15 * true
+
+
+def _dealt(subject: Subject, measure: int, seed: int) -> float:
+    """The same by `bsi.elbo.elbo`, in two batches, with levels stratified over each."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for x in subject.x(torch.arange(60)).split(32):
+        rows = [torch.randperm(len(x), generator=generator) for _ in range(measure)]
+        shift = torch.rand(measure, 1, generator=generator, dtype=torch.float64)
+        t = (torch.stack(rows) + shift) / len(x)
+        noise = lambda x=x: torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
+        parts.append(elbo(subject.method, subject.predict(torch.arange(1)), x, subject.bins, t % 1, noise))
+    return Elbo.join(parts).between
+
+
 def test_the_formula_for_independent_draws_would_be_wrong():
     """What the replicates know and the naive formula does not: stratified errors cancel."""
     method, x = BSI(), rough(64)
@@ -169,7 +210,7 @@ def test_a_model_is_evaluated_on_stored_samples_and_their_cost_is_counted():
     assert found.evaluations == found.plan.pilot + 40 * (5 + 2)
     bound = model().bits_per_dim(pixels()[:40], measure=50)
     assert found.elbo.bits_per_dim == pytest.approx(bound.bits_per_dim, abs=5 * bound.monte_carlo_error)
-    assert 0 < found.data_error < 1
+    assert 0 < found.elbo.data_error < 1
 
 
 def test_vdm_decodes_without_the_network():
@@ -267,7 +308,7 @@ def summary(world: World) -> dict[str, float]:
     return {
         "bits": found.elbo.bits_per_dim,
         "monte_carlo": found.elbo.monte_carlo_error,
-        "data": found.data_error,
+        "data": found.elbo.data_error,
         "evaluations": found.evaluations,
         "single": single.elbo.bits_per_dim,
     }

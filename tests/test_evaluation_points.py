@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from bsi.errors import UsageError
-from bsi.evaluation.points import Design, Pilot, Spread, noise, sample_spread, spread
+from bsi.evaluation.points import Design, Pilot, Spread, noise, spread
 
 IDS = torch.arange(60)
 
@@ -96,14 +96,6 @@ def test_degrees_of_freedom_add_over_blocks():
     assert float(found.mean()) == pytest.approx(32, abs=4 * float(found.std()) / math.sqrt(200) + 2)
     one = Spread(torch.zeros(1).double(), torch.ones(1).double(), torch.ones(1).double(), freedom=7)
     assert Spread.degrees_of_freedom(one) == pytest.approx(7)
-
-
-def test_the_spread_between_samples_is_free_of_monte_carlo_error():
-    generator = torch.Generator().manual_seed(2)
-    true = 0.5 * torch.randn(4000, generator=generator, dtype=torch.float64)
-    values = true + 3 * torch.randn(3, 4000, generator=generator, dtype=torch.float64)
-    error = 9 / 3 * math.sqrt(2 / 4000)
-    assert sample_spread(values, torch.tensor([3, 1, 1])) == pytest.approx(0.25, abs=5 * error)
 
 
 def test_a_pilot_covers_samples_and_levels():

@@ -280,6 +280,7 @@ def test_the_journal_has_its_lines_and_any_function_may_listen(whole: Path, tmp_
     assert read_journal(tmp_path / "run") == [dict(record) for record in heard]
     assert {"loss", "bits_per_dim", "lr", "grad_norm", "images_per_s"} <= set(heard[0])
     assert heard[2]["error"] > 0
+    assert heard[2]["data_error"] > 0
 
 
 def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,14 @@
 for BSI, BFN and VDM alike; the prior term is 0 for the first two. Each function returns one unbiased estimate per
 sample, in nats, from the noise it is given. An `Elbo` collects them with their errors: that of the Monte Carlo
 estimate, which more evaluations shrink, and that of the data set, which only more data shrinks.
+
+Estimates y_ri of a sample i's bound b_i in independent replicates r tell the two apart: whatever dependence there is
+between the samples of one replicate, two replicates share the samples alone, and
+
+    sum_i (y_ri - y_r) (y_si - y_s) / (N - 1),        r != s,        y_r the average over the samples,
+
+has the variance of the b_i between the samples as its expectation, free of Monte Carlo noise. Unbiased, it may come out
+negative where that noise is much larger than what it hides; then only an upper limit is known, and is named as one.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from bsi.errors import UsageError
@@ -28,7 +36,9 @@ from bsi.levels import Proposal
 from bsi.likelihood import Bins, categorical_normal, discretised_normal, normal
 from bsi.methods.base import Method, Predictor
 
-__all__ = ["Elbo", "elbo", "finite_measurement_loss", "measurement_loss", "reconstruction_loss"]
+__all__ = ["Elbo", "between_samples", "elbo", "finite_measurement_loss", "measurement_loss", "reconstruction_loss"]
+
+RESOLVED = 2.0  # standard errors that a variance must be above 0 to be told as known
 
 Data = Float[Tensor, "batch *data"]
 PerSample = Float[Tensor, " batch"]
@@ -126,7 +136,8 @@ class Elbo:
 
     `sample_variance` is the Monte Carlo variance of each sample's bound, `sum_variance` that of the sum over the
     samples: they differ when levels are stratified over a batch, where the errors of its samples are not independent.
-    Both come from independent replicates, and are NaN when there was only one.
+    `between` is the variance of the bound between samples, the Monte Carlo part removed: see `between_samples`. All
+    three come from independent replicates, and are NaN when there was only one.
     """
 
     reconstruction: PerSample
@@ -134,6 +145,7 @@ class Elbo:
     prior: PerSample
     sample_variance: PerSample
     sum_variance: float
+    between: float
     n: int
     log_determinant: float = 0.0
 
@@ -157,34 +169,81 @@ class Elbo:
 
     @property
     def data_error(self) -> float:
-        """Standard error of `bits_per_dim` from having these samples and not others, the Monte Carlo part removed."""
+        """Standard error of `bits_per_dim` from having these samples and not others, the Monte Carlo part removed;
+        an upper limit unless `data_resolved`.
+        """
         if len(self.nats) < 2:
             return math.nan
-        spread = float(self.nats.var())
-        noise = float(self.sample_variance.mean())
-        spread = max(0.0, spread - noise) if math.isfinite(noise) else spread
-        return math.sqrt(spread / len(self.nats)) / (self.n * math.log(2))
+        variance = self.between if self.data_resolved else self._most_between
+        return math.sqrt(variance / len(self.nats)) / (self.n * math.log(2))
+
+    @property
+    def data_resolved(self) -> bool:
+        """Whether the samples differ by so much more than their Monte Carlo noise that `data_error` is known."""
+        return len(self.nats) > 1 and self.between >= RESOLVED * self._between_error
+
+    @property
+    def _between_error(self) -> float:
+        """Standard error of `between`, which is an average over the samples, NaN if it is not known."""
+        each = (self.nats - self.nats.mean()).square() - self.sample_variance
+        return float(each.std()) / math.sqrt(len(each))
+
+    @property
+    def _most_between(self) -> float:
+        """Never more than the estimates themselves differ by; and that alone, where there were no replicates."""
+        limit = max(0.0, self.between) + RESOLVED * self._between_error
+        raw = float(self.nats.var())
+        return min(limit, raw) if math.isfinite(limit) else raw
 
     @classmethod
     def join(cls, parts: Sequence[Elbo]) -> Elbo:
         """Batches evaluated with independent noise, as one."""
         if not parts or len({(part.n, part.log_determinant) for part in parts}) != 1:
             raise UsageError("only bounds of data of one shape and unit can be joined, and at least one")
+        counts, sums = [len(part.nats) for part in parts], [part.nats.sum() for part in parts]
+        count, total = sum(counts), sum(sums)
+        # Within the parts, and between their averages, less what those averages differ by from noise alone.
+        squares = [part.between * (b - 1) if b > 1 else 0.0 for part, b in zip(parts, counts, strict=True)]
+        squares += [float((s / b - total / count).square()) * b for s, b in zip(sums, counts, strict=True)]
+        squares += [part.sum_variance * (1 / count - 1 / b) for part, b in zip(parts, counts, strict=True)]
         return cls(
             reconstruction=torch.cat([part.reconstruction for part in parts]),
             measurement=torch.cat([part.measurement for part in parts]),
             prior=torch.cat([part.prior for part in parts]),
             sample_variance=torch.cat([part.sample_variance for part in parts]),
             sum_variance=math.fsum(part.sum_variance for part in parts),
+            between=math.fsum(squares) / (count - 1) if count > 1 else math.nan,
             n=parts[0].n,
             log_determinant=parts[0].log_determinant,
         )
 
     def __str__(self) -> str:
+        at_most = "" if self.data_resolved or len(self.nats) < 2 else "at most "
         return (
-            f"{self.bits_per_dim:.4f} bits/dim ± {self.monte_carlo_error:.4f} (Monte Carlo) ± {self.data_error:.4f} "
-            f"(data set of {len(self.nats)})"
+            f"{self.bits_per_dim:.4f} bits/dim ± {self.monte_carlo_error:.4f} (Monte Carlo) ± {at_most}"
+            f"{self.data_error:.4f} (data set of {len(self.nats)})"
         )
+
+
+def between_samples(
+    nats: PerSample,
+    *terms: tuple[Float[Tensor, "_ batch"], Shaped[Tensor, " _"]],  # each has replicates of its own
+) -> float:
+    """The variance between samples of what `nats` estimates. Each term is a table of replicates, averaged into nats
+    with the weights beside it; what else is in nats has no noise.
+    """
+    if len(nats) < 2:
+        return math.nan
+    return float(nats.var()) - sum(_noise_between(values, weights) for values, weights in terms)
+
+
+def _noise_between(values: Float[Tensor, "replicates batch"], weights: Shaped[Tensor, " replicates"]) -> float:
+    """How much of the variance between the samples' averages is Monte Carlo noise; NaN for one replicate."""
+    weight = (weights / weights.sum()).double()[:, None]
+    offset = weight * (values - values.mean(1, keepdim=True))
+    averages, own = offset.sum(0).square().sum(), offset.square().sum()
+    shared = (averages - own) / (1 - weight.square().sum())
+    return float(averages - shared) / (values.shape[1] - 1)
 
 
 def elbo(
@@ -214,12 +273,15 @@ def elbo(
     ]
     sums = [rows.sum(1) for rows in (measured, decoded)]
     sum_variance = [float(total.var()) / len(total) if len(total) > 1 else math.nan for total in sums]
+    prior = method.prior_kl(x).double()
+    terms = [(rows, torch.ones(len(rows), device=rows.device)) for rows in (measured, decoded)]
     return Elbo(
         reconstruction=decoded.mean(0),
         measurement=measured.mean(0),
-        prior=method.prior_kl(x).double(),
+        prior=prior,
         sample_variance=variance[0] + variance[1],
         sum_variance=sum(sum_variance),
+        between=between_samples(measured.mean(0) + decoded.mean(0) + prior, *terms),
         n=x[0].numel(),
         log_determinant=log_determinant,
     )

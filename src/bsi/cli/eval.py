@@ -235,7 +235,8 @@ def _paragraph(record: Mapping[str, Any]) -> str:
             f"evaluations, seed {made['seed']}) against {record['reference_n']} of {record['reference']} "
             f"({record['reference_split']}); {record['extractor']}, {record['resize']}"
         )
-    by_data = "" if record["data_error"] is None else f" ± {record['data_error']:.5f} (data set)"
+    limit = "" if record["data_resolved"] else "at most "  # hidden by the Monte Carlo noise
+    by_data = "" if record["data_error"] is None else f" ± {limit}{record['data_error']:.5f} (data set)"
     errors = f"± {record['monte_carlo_error']:.5f} (Monte Carlo){by_data}"
     if "difference" in record:
         return (

@@ -16,18 +16,18 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from bsi.elbo import Elbo, reconstruction_loss
+from bsi.elbo import Elbo, between_samples, reconstruction_loss
 from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.control import Observations
 from bsi.evaluation.integral import integral
 from bsi.evaluation.plan import Plan, ProposalName, make_plan
-from bsi.evaluation.points import Design, Spread, noise, sample_spread, spread
+from bsi.evaluation.points import Design, Spread, noise, spread
 from bsi.evaluation.subject import Subject
 from bsi.progress import Progress
 from bsi.sampling import evaluations
@@ -74,14 +74,35 @@ class Replicates:
     def and_also(self, values: Float64[Tensor, "more samples"], sizes: Int[Tensor, " more"]) -> Replicates:
         return Replicates(torch.cat([self.values, values]), torch.cat([self.sizes, sizes]), self.block)
 
+    def less(self, other: Replicates) -> Replicates:
+        """Of the difference, from common random numbers."""
+        return replace(self, values=self.values - other.values)
+
     @property
     def spread(self) -> Spread:
         return spread(self.values, self.sizes, self.block)
 
-    @property
-    def excess(self) -> float:
-        """How much of the variance between the samples' averages is Monte Carlo error."""
-        return float(self.spread.mean.var()) - sample_spread(self.values, self.sizes)
+
+def _elbo(
+    measurement: Replicates,
+    reconstruction: Replicates,
+    prior: Float64[Tensor, " samples"],
+    n: int,
+    log_determinant: float,
+) -> Elbo:
+    """The terms of each sample, with all that their replicates say of the errors."""
+    measured, decoded = measurement.spread, reconstruction.spread
+    terms = [(term.values, term.sizes) for term in (measurement, reconstruction)]
+    return Elbo(
+        reconstruction=decoded.mean,
+        measurement=measured.mean,
+        prior=prior,
+        sample_variance=measured.sample_variance + decoded.sample_variance,
+        sum_variance=measured.sum_variance + decoded.sum_variance,
+        between=between_samples(measured.mean + decoded.mean + prior, *terms),
+        n=n,
+        log_determinant=log_determinant,
+    )
 
 
 @dataclass(frozen=True)
@@ -100,34 +121,13 @@ class Evaluation:
 
     @property
     def elbo(self) -> Elbo:
-        """The terms of each sample with their Monte Carlo variance."""
-        measured, decoded = self.measurement.spread, self.reconstruction.spread
-        return Elbo(
-            reconstruction=decoded.mean,
-            measurement=measured.mean,
-            prior=self.prior,
-            sample_variance=measured.sample_variance + decoded.sample_variance,
-            sum_variance=measured.sum_variance + decoded.sum_variance,
-            n=self.n,
-            log_determinant=self.log_determinant,
-        )
-
-    @property
-    def data_error(self) -> float:
-        """Standard error of the bound from having these samples and not others; NaN for one sample."""
-        return _data_error(self.elbo, self.measurement, self.reconstruction)
+        """The terms of each sample with their errors."""
+        return _elbo(self.measurement, self.reconstruction, self.prior, self.n, self.log_determinant)
 
     @property
     def degrees_of_freedom(self) -> float:
         """Of the Monte Carlo error: for intervals, use Student's distribution with so many."""
         return Spread.degrees_of_freedom(self.measurement.spread, self.reconstruction.spread)
-
-
-def _data_error(elbo: Elbo, *terms: Replicates) -> float:
-    if len(elbo.nats) < 2:
-        return math.nan
-    variance = float(elbo.nats.var()) - sum(term.excess for term in terms)
-    return math.sqrt(max(0.0, variance) / len(elbo.nats)) / (elbo.n * math.log(2))
 
 
 @dataclass(frozen=True)
@@ -272,6 +272,7 @@ class Difference:
     monte_carlo_error: float
     degrees_of_freedom: float
     data_error: float
+    data_resolved: bool
     unpaired_error: float
 
 
@@ -282,22 +283,13 @@ def difference(a: Evaluation, b: Evaluation) -> Difference:
             "a paired difference needs one procedure (its seed too, and no target error) on the same samples: got "
             f"{a.procedure} on {len(a.prior)} samples and {b.procedure} on {len(b.prior)}"
         )
-    both = [(a.measurement, b.measurement), (a.reconstruction, b.reconstruction)]
-    terms = [Replicates(p.values - q.values, p.sizes, p.block) for p, q in both]
-    measured, decoded = (term.spread for term in terms)
-    unit = a.n * (a.log_determinant - b.log_determinant)
-    elbo = Elbo(
-        reconstruction=decoded.mean,
-        measurement=measured.mean,
-        prior=a.prior - b.prior + unit,
-        sample_variance=measured.sample_variance + decoded.sample_variance,
-        sum_variance=measured.sum_variance + decoded.sum_variance,
-        n=a.n,
-    )
+    measured, decoded = a.measurement.less(b.measurement), a.reconstruction.less(b.reconstruction)
+    elbo = _elbo(measured, decoded, a.prior - b.prior, a.n, a.log_determinant - b.log_determinant)
     return Difference(
         bits_per_dim=elbo.bits_per_dim,
         monte_carlo_error=elbo.monte_carlo_error,
-        degrees_of_freedom=Spread.degrees_of_freedom(measured, decoded),
-        data_error=_data_error(elbo, *terms),
+        degrees_of_freedom=Spread.degrees_of_freedom(measured.spread, decoded.spread),
+        data_error=elbo.data_error,
+        data_resolved=elbo.data_resolved,
         unpaired_error=math.hypot(a.elbo.monte_carlo_error, b.elbo.monte_carlo_error),
     )

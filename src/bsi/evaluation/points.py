@@ -44,7 +44,7 @@ from torch import Tensor
 from bsi.errors import UsageError
 from bsi.noise import philox, standard_normal
 
-__all__ = ["BLOCKS", "Design", "Pilot", "Spread", "noise", "sample_spread", "spread"]
+__all__ = ["BLOCKS", "Design", "Pilot", "Spread", "noise", "spread"]
 
 BLOCKS = 32  # as many variances are averaged: the error is known to about 1 / sqrt(2 * 32) of itself
 FREEDOM = 24  # degrees of freedom that a set too small for so many blocks gets by more replicates
@@ -189,16 +189,6 @@ def spread(
         block_variance=_variance(sums, weight, freedom),
         freedom=freedom,
     )
-
-
-def sample_spread(values: Float64[Tensor, "replicates samples"], sizes: Int[Tensor, " replicates"]) -> float:
-    """The variance between samples of what is estimated, free of the estimates' own: replicates share the sample alone,
-    so that it is the covariance of one with another.
-    """
-    weight = (sizes / sizes.sum()).double()[:, None]
-    offset = weight * (values - values.mean(1, keepdim=True))
-    across = offset.sum(0).square().sum() - offset.square().sum()
-    return float(across / (1 - weight.square().sum())) / (values.shape[1] - 1)
 
 
 def _variance(

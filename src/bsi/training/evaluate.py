@@ -7,54 +7,42 @@ not depend on how many they are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from bsi.data.batches import BatchSource
+from bsi.elbo import Elbo
 from bsi.model import Model
 from bsi.pictures import grid
 from bsi.training.distributed import World
 from bsi.training.recipe import Recipe
 from bsi.training.stream import derive
 
-__all__ = ["Bound", "bound", "draw_samples"]
+__all__ = ["bound", "draw_samples"]
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Bits per dimension with the Monte Carlo error, and their two large parts (nats per dimension without bins)."""
-
-    bits_per_dim: float
-    error: float
-    reconstruction: float
-    measurement: float
-
-
-def bound(model: Model, test: BatchSource, recipe: Recipe, world: World) -> Bound:
+def bound(model: Model, test: BatchSource, recipe: Recipe, world: World) -> Elbo:
     """The bound of the first test samples. Every rank calls it and gets the same."""
     wanted = recipe.evaluation
     count = min(wanted.images, len(test))
-    starts = range(0, count, wanted.batch)
-    sums = torch.zeros(len(starts), 4, dtype=torch.float64, device=world.device)
-    for chunk, start in enumerate(starts):
-        if chunk % world.size == world.rank:
-            ids = np.arange(start, min(start + wanted.batch, count))
-            seed = derive(recipe.seed, "evaluate", chunk)
-            elbo = model.elbo(test.take(ids), None, wanted.measure, wanted.recon, seed, wanted.batch)
-            sums[chunk] = torch.tensor(
-                [
-                    float(elbo.nats.sum()),
-                    elbo.sum_variance,
-                    float(elbo.reconstruction.sum()),
-                    float(elbo.measurement.sum()),
-                ]
-            )
-    nats, variance, reconstruction, measurement = world.sum(sums).sum(0).tolist()
-    per_bit = count * math.prod(model.shape) * math.log(2)
-    return Bound(nats / per_bit, math.sqrt(variance) / per_bit, reconstruction / per_bit, measurement / per_bit)
+    chunks = [np.arange(start, min(start + wanted.batch, count)) for start in range(0, count, wanted.batch)]
+    each = torch.zeros(4, count, dtype=torch.float64, device=world.device)  # one column for each sample, 0 elsewhere
+    both = torch.zeros(2, len(chunks), dtype=torch.float64, device=world.device)
+    for i, ids in enumerate(chunks):
+        if i % world.size == world.rank:
+            seed = derive(recipe.seed, "evaluate", i)
+            found = model.elbo(test.take(ids), None, wanted.measure, wanted.recon, seed, wanted.batch)
+            each[:, ids] = torch.stack([found.reconstruction, found.measurement, found.prior, found.sample_variance])
+            both[:, i] = torch.tensor([found.sum_variance, found.between])
+    each, both = world.sum(each).cpu(), world.sum(both).cpu()
+    n, unit = math.prod(model.shape), 0.0 if model.standardise is None else model.standardise.log_determinant
+    parts = []
+    for i, ids in enumerate(chunks):
+        reconstruction, measurement, prior, variance = each[:, ids]
+        parts.append(Elbo(reconstruction, measurement, prior, variance, float(both[0, i]), float(both[1, i]), n, unit))
+    return Elbo.join(parts)
 
 
 def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:

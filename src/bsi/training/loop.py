@@ -134,9 +134,12 @@ def _observe(job: Job) -> float:
     job.watchdog.at(step, "evaluate")
     if due.evaluate and job.data.test is not None:
         found = bound(job.engine.ema.model, job.data.test, recipe, job.world)
+        unit = found.n * math.log(2)
         _tell(job, {
-            "event": "evaluate", "step": step, "bits_per_dim": found.bits_per_dim, "error": found.error,
-            "reconstruction": found.reconstruction, "measurement": found.measurement, "time": time.time(),
+            "event": "evaluate", "step": step, "bits_per_dim": found.bits_per_dim, "error": found.monte_carlo_error,
+            "data_error": found.data_error, "data_resolved": found.data_resolved,
+            "reconstruction": float(found.reconstruction.mean()) / unit,
+            "measurement": float(found.measurement.mean()) / unit, "time": time.time(),
         })  # fmt: skip
     if due.sample and job.world.first:
         path = draw_samples(job.engine.ema.model, recipe, job.folder.path / "samples" / f"step-{step:08d}")

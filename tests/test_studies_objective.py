@@ -7,13 +7,15 @@ import pytest
 import torch
 
 import bsi
+from bsi.backbones.config import MLPConfig
 from bsi.errors import UsageError
 from bsi.grids import paper_grid
 from bsi.objective import edm_weight, finite_training_loss, sigmoid_weight, training_loss
 from bsi.training.dataset import build_method
 from bsi.training.distributed import Place, World
+from bsi.training.journal import read_journal
 from bsi.training.plain import from_plain, to_plain
-from bsi.training.recipe import BFNSpec, BSISpec, Objective, Recipe, VDMSpec
+from bsi.training.recipe import BFNSpec, BSISpec, Every, Objective, Recipe, VDMSpec
 from bsi.training.step import Engine
 from bsi.training.stream import Batch, Piece
 
@@ -90,6 +92,39 @@ def test_the_trainer_weighs_levels_when_told():
         method, plain.model.denoiser, plain.model.values(given.data), given.t, given.eps, edm_weight(method)
     )
     assert torch.equal(engine(Objective(weight="edm"))._losses(given), expected)
+
+
+@pytest.mark.parametrize("weight", ["elbo", "sigmoid", "edm"])
+def test_the_journal_has_the_unweighed_loss_in_bits_whatever_the_weight(weight):
+    weighed, given = engine(Objective(weight=weight)), batch()
+    plain = engine(Objective())._losses(given).sum() / weighed.recipe.batch
+    told = weighed._told(weighed._losses(given), given)
+    assert told[-1].item() == pytest.approx(plain.item(), rel=1e-5)
+    assert len(told) == (1 if weight == "elbo" else 2)
+    first = replace(given, t=torch.zeros_like(given.t))  # where nothing is measured yet, EDM's weight is 0
+    assert bool(torch.isfinite(weighed._told(weighed._losses(first), first)).all())
+
+
+def test_a_weighted_run_has_its_bits_and_a_finite_one_its_own_name(tmp_path):
+    """Trained not at all (rate 1e-12), with one seed: the bits of the journal are those of the plain objective."""
+    small = replace(
+        bsi.recipes.digits(), backbone=MLPConfig(width=16, depth=1), steps=3, batch=64, every=Every(journal=3)
+    )
+    small = replace(small, optimiser=replace(small.optimiser, lr=1e-12, final_lr=0.0))
+
+    def last(name: str, **changes: object) -> dict:
+        recipe = replace(small, **changes)
+        return read_journal(bsi.train(recipe, out=tmp_path / name, device="cpu"))[-1]
+
+    plain = last("plain")
+    for audit in (False, True):
+        weighed = last(f"edm-{audit}", objective=Objective(weight="edm"), audit=audit)
+        assert weighed["bits_per_dim"] == pytest.approx(plain["bits_per_dim"], rel=1e-4)
+        assert weighed["loss"] != pytest.approx(plain["loss"], rel=0.1)
+    finite = last("finite", objective=Objective(finite_k=16))
+    assert "bits_per_dim" not in finite
+    assert finite["bits_per_dim_finite_k"] == pytest.approx(finite["loss"] / 2 / math.log(2))
+    assert finite["bits_per_dim_finite_k"] > plain["bits_per_dim"]
 
 
 def test_an_objective_is_part_of_the_recipe_and_of_its_record():

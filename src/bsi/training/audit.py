@@ -41,20 +41,21 @@ class TreeSum:
         return only
 
 
-def flatten_gradients(parameters: Sequence[nn.Parameter], loss: Float[Tensor, ""]) -> Vector:
-    """All gradients and the loss as one vector; the gradients are cleared."""
+def flatten_gradients(parameters: Sequence[nn.Parameter], losses: Float[Tensor, " told"]) -> Vector:
+    """All gradients and the losses as one vector; the gradients are cleared."""
     parts = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
     for p in parameters:
         p.grad = None
-    return torch.cat([*parts, loss.detach().reshape(1)])
+    return torch.cat([*parts, losses])
 
 
-def set_gradients(parameters: Sequence[nn.Parameter], vector: Vector) -> Float[Tensor, ""]:
-    """The inverse: gradients from a vector, and the loss."""
-    *parts, loss = vector.split([*(p.numel() for p in parameters), 1])
+def set_gradients(parameters: Sequence[nn.Parameter], vector: Vector) -> Float[Tensor, " told"]:
+    """The inverse: gradients from a vector, and the losses."""
+    sizes = [p.numel() for p in parameters]
+    *parts, losses = vector.split([*sizes, len(vector) - sum(sizes)])
     for p, part in zip(parameters, parts, strict=True):
         p.grad = part.view_as(p)
-    return loss[0]
+    return losses
 
 
 @contextmanager

@@ -5,6 +5,10 @@
 A sink is called with each record; `bsi.train(..., sinks=[print])` is all it takes. Records are dictionaries of numbers
 and short strings, always with `step` and `event` ("train", "evaluate", "sample"). Only the first rank
 writes. When a run goes on from a checkpoint, lines after its step are dropped: they will be written again.
+
+`loss` is what is minimised. `bits_per_dim` of a "train" line is L_M^inf of the batches seen, each level weighed as the
+ELBO does even where the objective weighs it otherwise; a run that minimises L_M^k has that, which is larger, under
+`bits_per_dim_finite_k`. Of an "evaluate" line `bits_per_dim` is the whole bound, of test samples under the EMA.
 """
 
 from __future__ import annotations

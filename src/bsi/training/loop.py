@@ -108,17 +108,18 @@ def run(job: Job) -> None:
 def _journal(job: Job, steps: int, seconds: float) -> None:
     """One record of the steps since the last, to the journal and onto the progress line."""
     means, step = job.engine.means(), job.engine.steps_done
-    bits = means.loss / 2 / math.log(2)  # the loss is 2 L_M / n in nats: L_M in bits per dimension
-    plain = job.recipe.objective.weight == "elbo"  # weighted, it is no number of bits
+    bits = means.measured / 2 / math.log(2)  # 2 L_M / n in nats: L_M in bits per dimension
+    k = job.recipe.objective.finite_k
     rate = steps * job.recipe.batch / seconds
     lr = job.recipe.rate(step - 1)
     _tell(job, {
-        "event": "train", "step": step, "loss": means.loss, **({"bits_per_dim": bits} if plain else {}), "lr": lr,
+        "event": "train", "step": step, "loss": means.loss,
+        "bits_per_dim" if k is None else "bits_per_dim_finite_k": bits, "lr": lr,
         "grad_norm": means.grad_norm, "images_per_s": rate, "checkpoint_age_s": job.saver.age_s, "time": time.time(),
     })  # fmt: skip
     saved = f"saved {readable_seconds(job.saver.age_s)} ago"
-    loss = f"{bits:.3f} bits/dim" if plain else f"loss {means.loss:.4g}"
-    job.progress.note = f"{rate:.4g} images/s · {loss} · lr {lr:.1e} · {saved}"
+    rounds = "" if k is None else f" in {k} rounds"
+    job.progress.note = f"{rate:.4g} images/s · {bits:.3f} bits/dim{rounds} · lr {lr:.1e} · {saved}"
 
 
 def _tell(job: Job, record: Mapping[str, Value]) -> None:

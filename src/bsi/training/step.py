@@ -52,10 +52,11 @@ class GatedAdamW(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class Means:
-    """Averages over the steps since the host last looked."""
+    """Averages over the steps since the host last looked. `measured` is 2 L_M / n: the loss, its levels not weighed."""
 
     loss: float
     grad_norm: float
+    measured: float
 
 
 class Engine:
@@ -75,12 +76,13 @@ class Engine:
                 kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in ("exp_avg", "exp_avg_sq")
             }
         self.steps_done = 0
-        self.sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # of losses, of norms, of steps
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=world.device)
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
         self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
         self._network: nn.Module = model.denoiser
         self._weight = _weight(recipe.objective, model.method)
+        # Of losses, of norms, of steps; and of the losses before they are weighed, if they are.
+        self.sums = torch.zeros(3 if self._weight is None else 4, dtype=torch.float64, device=world.device)
         k = recipe.objective.finite_k
         self._grid = None if k is None else paper_grid(model.method, k).to(world.device)
 
@@ -105,9 +107,9 @@ class Engine:
         """One step; the device may still be busy with it when this returns."""
         watchdog.at(self.steps_done, "data")
         self.optimiser.zero_grad()
-        loss = self._audited(stream, watchdog) if self.recipe.audit else self._summed(stream, watchdog)
+        losses = self._audited(stream, watchdog) if self.recipe.audit else self._summed(stream, watchdog)
         watchdog.at(self.steps_done, "update")
-        self._update(loss)
+        self._update(losses)
         self.steps_done += 1
 
     def _losses(self, batch: Batch) -> Float[Tensor, " batch"]:
@@ -123,17 +125,26 @@ class Engine:
             i = (batch.t * k).long().clamp(max=k - 1)  # t in [0, 1) is stratified over the batch, and so is i
             return finite_training_loss(self.model.method, predict, x, self._grid, i, batch.eps)
 
-    def _summed(self, stream: Stream, watchdog: Watchdog) -> Float[Tensor, ""]:
+    def _told(self, losses: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, " told"]:
+        """The batch's part of the loss; and of the loss before it is weighed, if it is."""
+        losses = losses.detach()
+        if self._weight is None:
+            return losses.sum().reshape(1) / self.recipe.batch
+        weight = self._weight(self.model.method.levels.icdf(batch.t)).clamp(min=1e-300)  # EDM's vanishes at level 0
+        return torch.stack([losses.sum(), (losses / weight).sum().to(losses.dtype)]) / self.recipe.batch
+
+    def _summed(self, stream: Stream, watchdog: Watchdog) -> Float[Tensor, " told"]:
         """Gradients summed over pieces and ranks; the loss of the global batch."""
-        total = torch.zeros((), device=self.world.device)
+        total = torch.zeros(len(self.sums) - 2, device=self.world.device)
         pieces = self.recipe.accumulation
         for i, batch in enumerate(stream.step(self.steps_done)):
             watchdog.at(self.steps_done, "forward")
             with self._exchange(i == pieces - 1):
-                loss = self._losses(batch).sum() / self.recipe.batch
+                losses = self._losses(batch)
+                loss = losses.sum() / self.recipe.batch
                 watchdog.at(self.steps_done, "backward")
                 (loss * self.scale * self.world.size).backward()  # DDP divides by the number of ranks
-            total += loss.detach()
+            total += self._told(losses, batch)
         return self.world.sum(total)
 
     def _exchange(self, now: bool) -> AbstractContextManager[None]:
@@ -142,21 +153,22 @@ class Engine:
             return self._network.no_sync()
         return nullcontext()
 
-    def _audited(self, stream: Stream, watchdog: Watchdog) -> Float[Tensor, ""]:
+    def _audited(self, stream: Stream, watchdog: Watchdog) -> Float[Tensor, " told"]:
         """The same, shard by shard, in an order that does not depend on the ranks."""
         mine, all_ranks = TreeSum(), TreeSum()
         for batch in stream.step(self.steps_done):
             watchdog.at(self.steps_done, "forward")
-            loss = self._losses(batch).sum() / self.recipe.batch
-            loss.backward()
-            mine.add(flatten_gradients(self.parameters, loss))
+            losses = self._losses(batch)
+            (losses.sum() / self.recipe.batch).backward()
+            mine.add(flatten_gradients(self.parameters, self._told(losses, batch)))
         watchdog.at(self.steps_done, "backward")
         for part in self.world.gather(mine.total()):
             all_ranks.add(part)
         return set_gradients(self.parameters, all_ranks.total())
 
     @torch.no_grad()
-    def _update(self, loss: Float[Tensor, ""]) -> None:
+    def _update(self, losses: Float[Tensor, " told"]) -> None:
+        loss = losses[0]
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(grads, foreach=True) / self.scale
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -173,7 +185,7 @@ class Engine:
         self.optimiser.step()
         self.ema.update(counts * self.recipe.ema.weight(self.steps_done + 1))
         self.powers.update(counts, self.steps_done + 1)
-        seen = torch.stack([loss.double(), norm.double(), torch.ones_like(norm, dtype=torch.float64)])
+        seen = torch.cat([losses[:1], norm.reshape(1), torch.ones_like(losses[:1]), losses[1:]]).double()
         self.sums += torch.where(counts, seen, 0.0)
         if self.half == torch.float16:
             self._rescale(finite)
@@ -191,9 +203,9 @@ class Engine:
 
     def means(self) -> Means:
         """What was averaged since the last call. Waits for the device."""
-        loss, norm, steps = self.sums.tolist()
+        loss, norm, _, *unweighed = (self.sums / self.sums[2].clamp(min=1.0)).tolist()
         self.sums.zero_()
-        return Means(loss / max(steps, 1.0), norm / max(steps, 1.0))
+        return Means(loss, norm, *(unweighed or [loss]))
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything that the next step depends on, copied to the host, by file and name."""

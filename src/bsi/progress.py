@@ -7,6 +7,8 @@ with Progress("train", total=1000, unit="step") as progress:
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from io import StringIO
@@ -14,6 +16,7 @@ from types import TracebackType
 from typing import TextIO
 
 LINE_EVERY_S = 10.0
+BAR = 24  # columns
 
 Stream = TextIO | StringIO  # a StringIO is for progress that nobody looks at
 
@@ -25,14 +28,22 @@ def readable_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def amount(count: float | int, unit: str) -> str:
+    """`3 steps`, `2 batches`; bytes as `12.3 MB`."""
+    if unit == "B":
+        return f"{count / 1e6:.1f} MB"
+    shown = f"{count:d}" if isinstance(count, int) else f"{count:.4g}"
+    return f"{shown} {unit}{'es' if unit.endswith('ch') else 's'}"
+
+
 class Progress:
-    """Counts towards `total`; shows rate and time left. In a pipe: a plain line every ten seconds."""
+    """Counts towards `total`; shows rate and time left. In a pipe: a plain line every ten seconds, and the last."""
 
     def __init__(self, what: str, total: int, unit: str = "it", done: int = 0, stream: Stream | None = None) -> None:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""
         self.stream = sys.stderr if stream is None else stream
-        self.live = self.stream.isatty()
-        self._resumed_at = done
+        self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._resumed_at = self._told = done
         self._started = self._shown = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -42,7 +53,8 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._show()
+        if self.live or self.done != self._told:  # a plain line that says nothing new is left out
+            self._show()
         if self.live:
             self.stream.write("\n")
             self.stream.flush()
@@ -58,20 +70,31 @@ class Progress:
         """What is shown, as plain text."""
         elapsed = time.monotonic() - self._started
         fresh = self.done - self._resumed_at
-        rate = fresh / elapsed if elapsed > 0 and fresh else 0.0
+        whole = amount(self.total, self.unit)
+        counted = f"{amount(self.done, 'B')} of {whole}" if self.unit == "B" else f"{self.done}/{whole}"
+        parts = [f"{self.what} {counted}"]
+        if fresh and elapsed > 0:
+            rate = fresh / elapsed
+            parts.append(f"{amount(rate, self.unit)}/s")
+            if self.done < self.total:
+                parts.append(f"{readable_seconds((self.total - self.done) / rate)} left")
         if self.done >= self.total:
-            ending = f"done in {readable_seconds(elapsed)}"
-        else:
-            ending = f"{readable_seconds((self.total - self.done) / rate)} left" if rate else "time left unknown"
-        parts = [f"{self.what} {self.done}/{self.total} {self.unit}", f"{rate:.4g} {self.unit}/s", ending]
+            parts.append(f"done in {readable_seconds(elapsed) if elapsed >= 10 else f'{elapsed:.1f} s'}")
         return " · ".join([*parts, self.note] if self.note else parts)
 
     def _show(self) -> None:
-        self._shown = time.monotonic()
-        if self.live:
-            width = 24
-            filled = width * min(self.done, self.total) // max(self.total, 1)
-            self.stream.write(f"\r\x1b[2K\x1b[36m{'━' * filled}\x1b[2m{'━' * (width - filled)}\x1b[0m {self.line()}")
-        else:
-            self.stream.write(self.line() + "\n")
+        self._shown, self._told = time.monotonic(), self.done
+        self.stream.write(f"\r\x1b[2K{self._bar()}" if self.live else f"{self.line()}\n")
         self.stream.flush()
+
+    def _bar(self) -> str:
+        """The bar and its line in one row of the terminal: a row that wraps could not be drawn over."""
+        columns = shutil.get_terminal_size().columns - 1
+        line = self.line()[:columns]
+        width = min(BAR, columns - len(line) - 1)
+        if width < BAR // 3:
+            return line
+        filled = width * min(self.done, self.total) // max(self.total, 1)
+        if "NO_COLOR" in os.environ:
+            return f"{'━' * filled}{'─' * (width - filled)} {line}"
+        return f"\x1b[36m{'━' * filled}\x1b[2m{'━' * (width - filled)}\x1b[0m {line}"

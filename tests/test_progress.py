@@ -1,0 +1,76 @@
+"""Progress reads well in a terminal of any width, in a pipe, and in the log of a job."""
+
+import os
+from io import StringIO
+
+import pytest
+
+from bsi import progress
+from bsi.progress import Progress, amount, readable_seconds
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that progress sees; tests set it."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return now
+
+
+def test_a_pipe_gets_the_beginning_a_line_every_ten_seconds_and_the_end(clock: list[float]) -> None:
+    stream = StringIO()
+    with Progress("train", 40, "step", stream=stream) as shown:
+        for _ in range(40):
+            clock[0] += 0.5
+            shown.advance(note="3.2 bits/dim")
+    assert stream.getvalue().splitlines() == [
+        "train 0/40 steps",
+        "train 20/40 steps · 2 steps/s · 0:10 left · 3.2 bits/dim",
+        "train 40/40 steps · 2 steps/s · done in 0:20 · 3.2 bits/dim",
+    ]
+
+
+def test_a_plain_line_is_not_repeated_when_nothing_was_done_since(clock: list[float]) -> None:
+    stream = StringIO()
+    with pytest.raises(RuntimeError), Progress("prepare", 9, "image", stream=stream):
+        raise RuntimeError
+    assert stream.getvalue() == "prepare 0/9 images\n"
+
+
+def test_a_resumed_count_does_not_flatter_the_rate(clock: list[float]) -> None:
+    stream = StringIO()
+    with Progress("train", 100, "step", done=90, stream=stream) as shown:
+        clock[0] += 2
+        shown.advance(10)
+    assert stream.getvalue().splitlines()[-1] == "train 100/100 steps · 5 steps/s · done in 2.0 s"
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80, 200])
+def test_a_live_line_never_wraps(columns: int, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setenv("NO_COLOR", "1")  # so that characters are columns
+    stream = Terminal()
+    with Progress("train", 246, "step", stream=stream) as shown:
+        clock[0] += 20
+        shown.advance(123, note="1008 images/s · 9.303 bits/dim · lr 5.0e-05 · saved 0:08 ago")
+    rows = stream.getvalue().removesuffix("\n").split("\r\x1b[2K")
+    assert "\n" not in stream.getvalue().removesuffix("\n")
+    assert max(map(len, rows)) < columns
+    assert rows[-1].startswith("━" * 12 + "─" * 12) == (columns == 200)
+
+
+def test_units_are_words(clock: list[float]) -> None:
+    assert (amount(3, "step"), amount(2, "batch"), amount(12_345_678, "B")) == ("3 steps", "2 batches", "12.3 MB")
+    assert (readable_seconds(75.0), readable_seconds(3700.0)) == ("1:15", "1:01:40")
+    stream = StringIO()
+    with Progress("download", 170_000_000, "B", stream=stream) as shown:
+        clock[0] += 11
+        shown.advance(11_000_000)
+    assert stream.getvalue().splitlines()[-1] == "download 11.0 MB of 170.0 MB · 1.0 MB/s · 2:39 left"

@@ -144,7 +144,8 @@ def test_an_interrupted_command_ends_quietly(
 # ---- In a process of its own ---------------------------------------------------------------------------------------
 
 HELP = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
+os.environ["COLUMNS"] = "80"
 from bsi.cli import COMMANDS, main
 heavy = ("torch", "numpy", "PIL", "matplotlib", "fastapi", "safetensors")
 found = {}
@@ -174,6 +175,14 @@ def test_help_of_every_command_imports_no_torch() -> None:
         assert name in found["--help"]["text"]
         assert command.summary in found["--help"]["text"]
     assert "--optimiser.lr" in found["train digits --help"]["text"]
+    for words, record in found.items():
+        if words.endswith(" --help") and words != "train --help":
+            lines = record["text"].splitlines()[1:]  # the first says how it is used
+            assert max(map(len, lines)) <= 80, words  # text is broken between words, not by the terminal
+            assert "{None" not in record["text"], words  # nothing to type
+    assert "--json " in found["sample --help"]["text"]
+    assert "--no-json" not in found["sample --help"]["text"]
+    assert "None" not in found["eval --help"]["text"]
 
 
 def test_nothing_is_written_to_stdout_but_the_answer(tmp_path: Path) -> None:
@@ -259,3 +268,41 @@ def test_other_shells_read_their_script(shell: str) -> None:
     assert all(name in made for name in COMMANDS)
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=made, text=True, check=True)
+
+
+# ---- What to do next -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_images_leads_from_command_to_command(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command says which one comes next, with a name that a shell would otherwise take apart."""
+    from PIL import Image
+
+    photos = elsewhere / "my photos" / "2026"
+    photos.mkdir(parents=True)
+    for i in range(40):
+        Image.new("RGB", (20 + i, 30), (i, 2 * i, 3 * i)).save(photos / f"{i}.png")
+    assert call("data", "folder", "--from", "my photos", "--size", "8") == 0
+    assert "bsi train folder --data.name 'my photos', or folder-mini on a CPU" in capsys.readouterr().err
+    words = ["train", "folder-mini", "--data.name", "my photos", "--device", "cpu", "--out", "runs/my run"]
+    assert call(*words, "--steps", "2", "--every.evaluate", "1") == 0
+    out, err = capsys.readouterr()
+    assert out == "runs/my run\n"
+    assert "parameters on my photos: " in err
+    assert "samples of 3 x 8 x 8" in err
+    assert re.search(r"step 1: [\d.]+ ± [\d.]+ bits/dim on the test set", err)
+    assert "bsi eval 'runs/my run' --bpd" in err
+    assert call("train", "folder", "--data.name", "photos") == 3
+    assert "--data.name NAME trains on another: 'digits', 'my photos'" in capsys.readouterr().err
+
+
+def test_a_network_too_large_for_a_cpu_is_cautioned_about(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bsi.training.train.train", lambda *args, **kwargs: pytest.fail("here training would begin"))
+    with pytest.raises(pytest.fail.Exception, match="would begin"):
+        call("train", "digits", "--device", "cpu", "--backbone", "dit-l/2")
+    err = capsys.readouterr().err
+    assert re.search(r"take about [\d,]+ hours on this CPU. `bsi train folder-mini`", err)
+    with pytest.raises(pytest.fail.Exception, match="would begin"):
+        call("train", "digits", "--device", "cpu")
+    assert "caution" not in capsys.readouterr().err

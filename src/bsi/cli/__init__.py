@@ -93,6 +93,6 @@ def _run(name: str, words: list[str]) -> int:
     module = importlib.import_module(f"bsi.cli.{command.module}")
     if command.options is None:
         return int(module.run(words))
-    import tyro
+    from bsi.cli.options import read
 
-    return int(module.run(tyro.cli(getattr(module, command.options), args=words, prog=f"bsi {name}")))
+    return int(module.run(read(getattr(module, command.options), words, f"bsi {name}")))

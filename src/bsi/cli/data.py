@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -65,6 +66,18 @@ class Data:
     """huggingface: the dataset's revision (main)."""
 
 
+# How to train on what a source prepared; NAME is the dataset's.
+TRAINS = {
+    "digits": "bsi train digits",
+    "cifar10": "bsi train cifar10-dit-s",
+    "imagenet32": "bsi train imagenet32-dit-l2",
+    "imagenet64": "bsi train imagenet64-dit-l4",
+    "folder": "bsi train folder --data.name NAME, or folder-mini on a CPU",
+    "huggingface": "bsi train folder --data.name NAME, or folder-mini on a CPU",
+    "arrays": "bsi train arrays --data.name NAME",
+    "wav": "bsi train arrays --data.name NAME",
+}
+
 OPTIONS = ("size", "channels", "resampling", "test_fraction", "skip", "bins", "length", "column", "revision")
 
 
@@ -81,6 +94,8 @@ def run(args: Data) -> int:
         print(json.dumps(_record(dataset)))
     else:
         print(_line(dataset))
+    name = shlex.quote(str(args.to or dataset.name))
+    print(f"go on with  {TRAINS[args.name].replace('NAME', name)}", file=sys.stderr)
     return 0
 
 

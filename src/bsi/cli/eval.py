@@ -28,14 +28,14 @@ TIMEOUT_S = 3600.0  # ranks wait so long for the slowest
 class Eval:
     """Bits per dimension and sample quality of trained models, each with its error; stored in the run folder.
 
-    --bpd by default follows the paper: 5 levels and 2 reconstructions of every test sample. Two errors are told apart:
-    that of the Monte Carlo estimate, and that of having these samples and not others. --proposal fitted reaches the
-    same error with several times fewer evaluations. `torchrun -m -- bsi eval ...` shares the work, for the same numbers
-    (the -- keeps torchrun from reading --num as an option of its own).
+    By default --bpd follows the paper: 5 levels and 2 reconstructions of every test sample. Two errors are told apart:
+    that of the Monte Carlo estimate, and that of having these samples and not others. With --proposal fitted the
+    same error takes several times fewer evaluations. `torchrun -m -- bsi eval ...` shares the work, for the same
+    numbers; its -- keeps torchrun from reading --num as an option of its own.
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
-    """A run folder or a file that `bsi export` wrote; two of them with --paired."""
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help_behavior_hint="")]
+    """A run folder, a file that `bsi export` wrote, or a bundled network (digits); two of them with --paired."""
     bpd: bool = False
     """Bits per dimension."""
     fid: bool = False

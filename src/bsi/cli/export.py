@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -20,7 +21,7 @@ class Export:
     import bsi; model = bsi.load("digits-3000.safetensors"); images = model.sample(16)
     """
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     out: Path | None = None
     """The file, by default RECIPE-STEP.safetensors in the run folder."""

@@ -47,8 +47,8 @@ class Fid:
     """Also precision and recall, with 3 nearest neighbours."""
     weights: Path | None = None
     """The network's weights as safetensors; by default inception-2015-12-05.safetensors in the data cache."""
-    device: str | None = None
-    """Where to compute: cuda where there is one, or cpu."""
+    device: Literal["cuda", "cpu"] | None = None
+    """By default a GPU if there is one."""
     precision: Literal["float32", "tf32", "float16"] | None = None
     """What convolutions multiply in: by default tf32 on a GPU, float32 on the CPU."""
     batch: int = 64

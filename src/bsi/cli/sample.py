@@ -40,8 +40,8 @@ class Sample:
     k + 1 evaluations of the network with BSI and BFN, where it is a last prediction, and k with VDM.
     """
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """A run folder, or a file that `bsi export` wrote."""
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run folder, a file that `bsi export` wrote, or the name of a bundled network: digits."""
     num: int = 64
     """How many samples."""
     steps: int = STEPS
@@ -153,13 +153,13 @@ def drawn(model: Model, args: Sample, how: Drawing) -> np.ndarray:
 
     each = args.steps + 1
     if args.npz is None:
-        with Progress("sample", args.num * each, "step") as progress:
+        with Progress("sample", args.num * each, "evaluation") as progress:
             return np.concatenate(list(batches(model, args, how, range(args.num), progress)))
     about = {**asdict(how), "label": args.label, "precision": args.precision, "weights": digest(model)}
     parts = Parts(args.npz, args.num, about)
     missing = parts.missing()
     done = args.num - sum(map(len, missing))
-    with Progress("sample", args.num * each, "step", done * each) as progress:
+    with Progress("sample", args.num * each, "evaluation", done * each) as progress:
         for ids in missing:
             parts.write(ids, np.concatenate(list(batches(model, args, how, ids, progress))))
     return parts.join()

@@ -8,8 +8,10 @@ typed, shown with its value by `bsi train RECIPE --help`, and a typo is answered
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -17,8 +19,9 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from bsi.backbones.config import resolve
-from bsi.backbones.cost import cost
-from bsi.data.store import open_dataset
+from bsi.cli.options import quiet, wrapped
+from bsi.cli.size import Size, cpu_hours
+from bsi.data.store import Dataset, open_dataset, prepared
 from bsi.errors import DataError, UsageError
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.training.plain import changes, to_plain
@@ -33,7 +36,15 @@ The same --out goes on with an interrupted run. `bsi train RECIPE --help` shows 
 
 recipes: {recipes}"""
 
+CHOICES = (
+    "--method bsi|bfn|vdm and --backbone NAME (dit-s/2, unet-128x32, mlp-256x4, ...) choose another method or network, "
+    "whose keys are then shown here."
+)
 
+PATIENCE_H = 12.0  # of training on a CPU without a word of caution
+
+
+@quiet
 @dataclass(frozen=True)
 class Options:
     """How to run, rather than what: nothing here changes the result."""
@@ -74,12 +85,21 @@ def run(words: Sequence[str]) -> int:
     args, named = parse(words)
     if args.options.dry_run:
         return _dry_run(args, named)
+    from bsi.training.distributed import find_place, pick_device
     from bsi.training.journal import Sink, tensorboard
     from bsi.training.train import train
 
     options = args.options
     out = options.out or Path("runs") / args.recipe.name
-    sinks: list[Sink] = [tensorboard(out / "tensorboard")] if options.tensorboard else []
+    place = find_place(os.environ)
+    args.recipe.check(place.size)
+    device = pick_device(options.device, place.local_rank)
+    dataset, first = opened(args.recipe), place.rank == 0
+    if first:
+        _announce(args.recipe, dataset, out, device.type)
+    sinks: list[Sink] = [_tell] if first else []
+    if options.tensorboard:
+        sinks.append(tensorboard(out / "tensorboard"))
     train(
         args.recipe,
         out=out,
@@ -90,9 +110,44 @@ def run(words: Sequence[str]) -> int:
         hang_after_s=options.hang_after_s,
         named=named,
     )
-    if options.json:
-        print(json.dumps({"run": str(out), **json.loads((out / "status.json").read_text("utf-8"))}))
+    if first:
+        status = json.loads((out / "status.json").read_text("utf-8"))
+        print(json.dumps({"run": str(out), **status}) if options.json else out)
+        run = shlex.quote(str(out))
+        print(f"go on with  bsi sample {run} · bsi eval {run} --bpd · bsi report {run}", file=sys.stderr)
     return 0
+
+
+def opened(recipe: Recipe) -> Dataset:
+    """The dataset that is trained on; where it is not there, the ones that are."""
+    try:
+        return open_dataset(recipe.data.name)
+    except DataError as error:
+        there = ", ".join(repr(name) for name in ("digits", *(folder.name for folder in prepared())))
+        raise DataError(f"{error} --data.name NAME trains on another: {there}.") from error
+
+
+def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
+    """What is trained on what and where, and a word of caution where it is too much for a CPU."""
+    size = Size.of(recipe, dataset)
+    print(f"bsi train: {size}, into {out}", file=sys.stderr, flush=True)
+    hours = cpu_hours(size, recipe.steps)
+    if device == "cpu" and hours > PATIENCE_H:
+        print(
+            f"bsi train: caution: {recipe.steps} steps of {size.tflops_per_step:.2g} TFLOP take about {hours:,.0f} "
+            f"hours on this CPU. `bsi train folder-mini` is made for images on a CPU; or take a smaller --backbone, "
+            f"--batch and --steps.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _tell(record: Mapping[str, Any]) -> None:
+    """The bound on the test set, whenever it was evaluated, on a line of its own above the progress."""
+    if record["event"] == "evaluate":
+        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""
+        bound = f"{record['bits_per_dim']:.3f} ± {record['error']:.3f} bits/dim on the test set"
+        print(f"{clear}step {record['step']}: {bound}", file=sys.stderr, flush=True)
 
 
 def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
@@ -109,8 +164,9 @@ def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
         tyro.conf.AvoidSubcommands[Train],
         args=rest,
         prog=f"bsi train {name}",
-        description=evidence(name).summary,
+        description=wrapped(f"{evidence(name).summary}\n\n{CHOICES}"),
         default=Train(start, Options()),
+        config=(tyro.conf.DisallowNone,),
     )
     return args, named
 
@@ -149,12 +205,7 @@ def _dry_run(args: Train, named: Recipe) -> int:
     recipe.check(world=1)
     size: dict[str, Any] = {"images": recipe.steps * recipe.batch}
     try:
-        dataset = open_dataset(recipe.data.name)
-        size["dataset"], size["epochs"] = str(dataset.manifest.name), size["images"] / len(dataset.split("train"))
-        if recipe.backbone is not None:
-            bins = None if dataset.bins is None else dataset.bins.count
-            found = cost(recipe.backbone, dataset.shape, bins)
-            size["parameters"], size["tflops_per_step"] = found.parameters, 3e-12 * found.flops * recipe.batch
+        size |= asdict(Size.of(recipe, opened(recipe)))
     except DataError as error:
         print(f"bsi train: {error}", file=sys.stderr)
     changed = [str(change) for change in changes(named, recipe)]

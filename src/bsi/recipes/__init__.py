@@ -18,7 +18,7 @@ from bsi.errors import UsageError
 from bsi.recipes.cifar10 import cifar10_dit_mini, cifar10_dit_s, cifar10_unet
 from bsi.recipes.digits import digits
 from bsi.recipes.imagenet import imagenet32_dit_l2, imagenet32_unet, imagenet64_dit_l4
-from bsi.recipes.own import arrays, folder
+from bsi.recipes.own import arrays, folder, folder_mini
 from bsi.training.recipe import MethodName, Recipe
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "digits",
     "evidence",
     "folder",
+    "folder_mini",
     "imagenet32_dit_l2",
     "imagenet32_unet",
     "imagenet64_dit_l4",
@@ -46,6 +47,7 @@ RECIPES: dict[str, Callable[[MethodName], Recipe]] = {
     "imagenet64-dit-l4": imagenet64_dit_l4,
     "imagenet32-unet": imagenet32_unet,
     "folder": folder,
+    "folder-mini": folder_mini,
     "arrays": arrays,
 }
 

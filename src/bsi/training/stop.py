@@ -35,7 +35,8 @@ class StopFlag:
             os._exit(LEFT_AT_ONCE)
         if not self:
             self.reason = signal.Signals(number).name
-            os.write(sys.stderr.fileno(), f"\nbsi train: {self.reason}: saving, then leaving\n".encode())
+            again = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
+            os.write(sys.stderr.fileno(), f"\nbsi train: {self.reason}: saving, then leaving{again}\n".encode())
         elif number == signal.SIGINT:
             self.reason = "SIGINT"
 

@@ -1,0 +1,50 @@
+"""From words to a dataclass of options, by tyro, with help that shows only what one can type and wants to know.
+
+A switch that is off is one flag (--json, not --json and --no-json). `None` is nothing to type, and not offered. Where
+a default means no more than leaving the option out (None, off, nothing), none is shown: the text says what happens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+import typing
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Annotated, TypeVar
+
+import tyro
+
+__all__ = ["quiet", "read"]
+
+T = TypeVar("T")
+
+LEFT_OUT = tyro.conf.arg(help_behavior_hint="")
+
+
+def read(options: type[T], words: Sequence[str], prog: str) -> T:
+    """The options that the words after `prog` stand for; a mistake is told with exit code 2."""
+    about = wrapped(options.__doc__ or "")
+    return tyro.cli(quiet(options), args=words, prog=prog, description=about, config=(tyro.conf.DisallowNone,))
+
+
+def quiet(options: type[T]) -> type[T]:
+    """The same class, whose options that may be left out show no default in the help."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    for field in fields(typing.cast(typing.Any, options)):
+        if field.default is None or field.default is False or field.default == ():
+            options.__annotations__[field.name] = Annotated[hints[field.name], LEFT_OUT, tyro.conf.FlagCreatePairsOff]
+    return options
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs in lines as long as the terminal's, broken between words, and in line with the options below them.
+
+    tyro joins lines that begin with a letter, and doubles an empty line before one that does not: lines begin with
+    blanks here, and an empty one holds a space of no width.
+    """
+    columns = min(shutil.get_terminal_size().columns, 120)
+    paragraphs = (" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
+    filled = (textwrap.fill(part, columns, initial_indent="  ", subsequent_indent="  ") for part in paragraphs)
+    return "\n\u200b\n".join(filled)

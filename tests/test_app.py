@@ -24,19 +24,15 @@ import pytest
 import torch
 
 from bsi import BFN, BSI, VDM, Bins, Model, pretrained
+from bsi.app.asks import Denoise, Draw, Inpaint, Limits
+from bsi.app.finishing import measuring_solvers
+from bsi.app.server import create_app, listen, server_of
+from bsi.app.workbench import About, Frame, Workbench, belief, open_workbench
 from bsi.conditioning import start_of
 from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.gaussian import over
 from bsi.sampling import evaluations
-
-pytest.importorskip("fastapi", reason="the page needs fastapi and uvicorn: pip install 'bsi[view]'")
-pytest.importorskip("uvicorn", reason="the page needs fastapi and uvicorn: pip install 'bsi[view]'")
-
-from bsi.app.asks import Denoise, Draw, Inpaint, Limits
-from bsi.app.finishing import measuring_solvers
-from bsi.app.server import create_app, listen, server_of
-from bsi.app.workbench import About, Frame, Workbench, belief, open_workbench
 
 TOKEN = "a-token-for-tests"
 DRAW: dict[str, Any] = {"kind": "draw", "seed": 3, "num": 2, "evaluations": 5, "solver": "sde2", "grid": "geometric"}

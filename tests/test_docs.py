@@ -70,8 +70,8 @@ def test_architecture_shows_files_that_exist() -> None:
 
 
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="the site is built with mkdocs: pip install bsi[docs]")
-    pytest.importorskip("mkdocstrings", reason="the site is built with mkdocstrings: pip install bsi[docs]")
+    pytest.importorskip("mkdocs", reason="the site is built with mkdocs")
+    pytest.importorskip("mkdocstrings", reason="the site is built with mkdocstrings")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 

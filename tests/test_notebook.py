@@ -14,7 +14,7 @@ import torch
 TOUR = Path(__file__).parents[1] / "notebooks" / "tour.ipynb"
 ALLOWED = {"math", "matplotlib", "numpy", "torch"}
 
-pytest.importorskip("matplotlib", reason="the tour draws with matplotlib: install bsi[figures]")
+pytest.importorskip("matplotlib", reason="the tour draws with matplotlib")
 
 
 def sources() -> list[str]:

@@ -26,23 +26,23 @@ ROOMY = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a few c
 
 TORCH = "2.10"
 
-# Required packages, and extras with what they are for.
+# Required packages with the least version, and others with what they are for.
 CORE = {
     "numpy": "1.26",
     "pillow": "10.3",
     "safetensors": "0.4",
     "einops": "0.8",
     "jaxtyping": "0.2.36",
-    "tyro": "0.9",
+    "tyro": "1.0",
     "rich": "13",
+    "fastapi": "0.110",
+    "uvicorn": "0.29",
 }
 EXTRAS = {
-    "matplotlib": ("figures", "figures of the studies"),
-    "fastapi": ("view", "the page, `bsi view`"),
-    "uvicorn": ("view", "the page, `bsi view`"),
-    "tensorboard": ("track", "`bsi train --tensorboard`"),
-    "huggingface_hub": ("hub", "datasets from the Hugging Face hub"),
-}  # fmt: skip
+    "matplotlib": "figures of the studies",
+    "tensorboard": "`bsi train --tensorboard`",
+    "huggingface_hub": "datasets from the Hugging Face hub, and `bsi export --upload`",
+}
 
 
 @dataclass(frozen=True)
@@ -194,14 +194,10 @@ def _disk() -> Iterator[Check]:
 
 
 def _extras() -> Iterator[Check]:
-    for name, (extra, purpose) in EXTRAS.items():
+    for name, purpose in EXTRAS.items():
         version = _version(name)
-        yield Check(
-            name,
-            "ok" if version else "missing",
-            version or f"not installed: {purpose}",
-            fix=f"pip install 'bsi[{extra}]'",
-        )
+        found = version or f"not installed: needed for {purpose}"
+        yield Check(name, "ok" if version else "missing", found, fix=f"pip install {name}")
 
 
 def _version(package: str) -> str | None:

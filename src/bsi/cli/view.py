@@ -11,8 +11,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from bsi.errors import UsageError
-
 __all__ = ["View", "run"]
 
 
@@ -37,12 +35,6 @@ class View:
 
 
 def run(args: View) -> int:
-    try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"the page needs {error.name}: pip install 'bsi[view]'") from error
-
     import secrets
     import webbrowser
 

@@ -1,6 +1,6 @@
 """How figures look: one style, colours that colour-blind readers tell apart, labels beside the lines.
 
-matplotlib is imported when a figure is drawn, and only then (`pip install 'bsi[figures]'`).
+matplotlib is imported when a figure is drawn, and only then (`pip install matplotlib`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def style() -> Iterator[None]:
         import matplotlib
     except ImportError as error:
         raise UsageError(
-            "figures are drawn by matplotlib, which is not installed: pip install 'bsi[figures]'. What was measured is "
+            "figures are drawn by matplotlib, which is not installed: pip install matplotlib. What was measured is "
             "kept; the same command then draws the figure."
         ) from error
     with matplotlib.rc_context(STYLE):

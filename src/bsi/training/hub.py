@@ -81,5 +81,5 @@ def _hub() -> Any:
     try:
         import huggingface_hub  # type: ignore[import-not-found]  # an extra
     except ImportError as error:
-        raise UsageError("the Hugging Face hub needs its package: pip install 'bsi[hub]'") from error
+        raise UsageError("the Hugging Face hub needs its package: pip install huggingface_hub") from error
     return huggingface_hub

@@ -66,11 +66,11 @@ def read_journal(run: Path) -> list[dict[str, Value]]:
 
 
 def tensorboard(folder: Path) -> Sink:
-    """The same numbers for TensorBoard (`pip install 'bsi[track]'`), by event and name."""
+    """The same numbers for TensorBoard (`pip install tensorboard`), by event and name."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise UsageError("TensorBoard is not installed: pip install 'bsi[track]'") from error
+        raise UsageError("TensorBoard is not installed: pip install tensorboard") from error
     writer = SummaryWriter(str(folder))
 
     def sink(record: Mapping[str, Value]) -> None:

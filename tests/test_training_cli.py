@@ -91,3 +91,18 @@ def test_without_a_recipe_the_usage_is_shown(capsys: pytest.CaptureFixture[str])
     assert main(["train"]) == 2
     assert "cifar10-unet" in capsys.readouterr().out
     assert main(["train", "--help"]) == 0
+
+
+def test_what_a_run_writes_can_be_read_by_those_who_can_read_its_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(0o755)
+    quick = ["--steps", "1", "--every.evaluate", "0", "--every.sample", "0"]
+    assert main(["train", "digits", *quick, "--device", "cpu", "--out", str(run)]) == 0
+    assert main(["export", str(run)]) == 0
+    (exported,) = run.glob("*.safetensors")
+    assert exported.stat().st_mode & 0o777 == 0o644
+    stored = list((run / "checkpoints").rglob("*.safetensors"))
+    assert len(stored) == 3
+    for path in stored:
+        assert path.stat().st_mode & 0o666 == path.parent.stat().st_mode & 0o666, path.name

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bsi.data.manifest import digest_file, fingerprint
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
-from bsi.training.files import canonical_json, sync_file, sync_folder, write_text
+from bsi.training.files import canonical_json, readable_as_folder, sync_file, sync_folder, write_text
 from bsi.training.recipe import Keep
 
 __all__ = ["FORMAT", "Checkpoint", "DiskFull", "Snapshot", "find", "read_tensors", "save", "verify"]
@@ -106,6 +106,7 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
     folder.mkdir()
     for name, tensors in snapshot.tensors.items():
         safetensors.torch.save_file(dict(tensors), folder / f"{name}.safetensors")
+        readable_as_folder(folder / f"{name}.safetensors")
     (folder / STATE).write_text(canonical_json({"format": FORMAT, "step": snapshot.step, **snapshot.state}), "utf-8")
     files = {}
     for path in sorted(folder.iterdir()):

@@ -27,6 +27,7 @@ from bsi.model import Model
 from bsi.training import checkpoint
 from bsi.training.averages import reconstruct
 from bsi.training.dataset import DataSpec, build_model
+from bsi.training.files import readable_as_folder
 from bsi.training.folder import RunFolder
 from bsi.training.plain import from_plain, to_plain
 from bsi.training.recipe import Recipe
@@ -168,5 +169,6 @@ def export(
     }
     beside = target.with_name(f".{target.name}.part")
     safetensors.torch.save_file(dict(trained.weights), beside, {METADATA: json.dumps(about)})
+    readable_as_folder(beside)
     beside.replace(target)
     return target

@@ -11,7 +11,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["append_line", "canonical_json", "sync_file", "sync_folder", "write_json", "write_text"]
+__all__ = [
+    "append_line",
+    "canonical_json",
+    "readable_as_folder",
+    "sync_file",
+    "sync_folder",
+    "write_json",
+    "write_text",
+]
 
 
 def sync_file(path: Path) -> None:
@@ -32,6 +40,11 @@ def sync_folder(path: Path) -> None:
         pass
     finally:
         os.close(descriptor)
+
+
+def readable_as_folder(path: Path) -> None:
+    """Let those read a file who may read its folder: safetensors writes for the owner alone (0.8)."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def write_text(path: Path, text: str) -> None:

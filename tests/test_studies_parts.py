@@ -21,7 +21,7 @@ from bsi.studies import comparison, disentangle, illustration, noise_levels
 from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
 from bsi.studies.elbo_convergence import gaussian_gap
 from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_seeds
-from bsi.studies.frechet_error import frechet_error
+from bsi.studies.frechet_error import Yardstick, frechet_error
 from bsi.studies.importance_sampling import proposals, relative_spread
 from bsi.studies.job import Bound, Quality, Train, name_of, network_name
 from bsi.studies.plan_text import plan_text, train_command
@@ -85,6 +85,21 @@ class TestFrechetError:
         predicted = torch.tensor([frechet_error(x, real) for x in sets[:50]])
         relative = 1 / math.sqrt(2 * len(sets))  # standard error of a standard deviation
         assert float(predicted.mean()) == pytest.approx(float(found.std()), rel=4 * relative)
+
+    def test_pairs_of_samples_say_how_sure_a_difference_is(self):
+        """400 pairs of sets from the same noise: the spread of the differences, a fifth of either distance's own."""
+        torch.manual_seed(2)
+        real = Moments.of(torch.randn(4000, 3, dtype=torch.float64))
+        yardstick, noise = Yardstick(real), torch.randn(400, 300, 3, dtype=torch.float64)
+        a, b = ([yardstick(x) for x in sets] for sets in (1.2 * noise + 0.3, 1.15 * noise + 0.3))
+        for x, found in zip(1.2 * noise[:3] + 0.3, a, strict=False):
+            assert found.distance == pytest.approx(frechet_distance(Moments.of(x), real), rel=1e-9)
+            assert found.error == frechet_error(x, real)
+        spread = torch.tensor([x.distance - y.distance for x, y in zip(a, b, strict=True)]).std()
+        gaps = [x.influence - y.influence for x, y in zip(a[:50], b[:50], strict=True)]
+        predicted = torch.stack([gap.std() / math.sqrt(len(gap)) for gap in gaps]).mean()
+        assert float(predicted) == pytest.approx(float(spread), rel=4 / math.sqrt(2 * len(a)))
+        assert float(predicted) < 0.3 * a[0].error
 
     def test_it_falls_as_the_root_of_the_number(self):
         torch.manual_seed(1)

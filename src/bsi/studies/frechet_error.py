@@ -9,13 +9,15 @@ and so, to first order in 1 / n, an average over the samples of their influence 
     psi(x) = 2 (m_1 - m_2) . (x - m_1) + (x - m_1)^T G (x - m_1) - tr (G S_1),
     G      = I - S_2^1/2 (S_2^1/2 S_1 S_2^1/2)^-1/2 S_2^1/2.
 
-Its variance over n is that of the distance. The bias of a finite number of samples, of second order, is not in it:
-distances are compared at equal numbers.
+Its variance over n is that of the distance. Two sets of samples from the same noise share much of it: the error of
+their difference is that of the mean of psi_a(x_i) - psi_b(x_i'), sample by sample. The bias of a finite number of
+samples, of second order, is not in any of these: distances are compared at equal numbers.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float64
@@ -23,27 +25,45 @@ from torch import Tensor
 
 from bsi.metrics import Moments
 
-__all__ = ["frechet_error"]
+__all__ = ["Measured", "Yardstick", "frechet_error"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A distance, and how much each sample moved it: the mean influence is 0."""
+
+    distance: float
+    influence: Float64[Tensor, " n"]
+
+    @property
+    def error(self) -> float:
+        return float(self.influence.std()) / math.sqrt(len(self.influence))
+
+
+class Yardstick:
+    """Distances of many sets of samples to one set of real ones, whose covariance is taken apart once."""
+
+    def __init__(self, real: Moments) -> None:
+        values, vectors = torch.linalg.eigh(real.covariance)
+        self.real, self.root = real, vectors * values.clamp(min=0).sqrt() @ vectors.T
+
+    def __call__(self, samples: Float[Tensor, "n dim"]) -> Measured:
+        x = samples.double()
+        mean = x.mean(0)
+        centred = x - mean
+        covariance = centred.T @ centred / (len(x) - 1)
+        product = self.root @ covariance @ self.root
+        values, vectors = torch.linalg.eigh((product + product.T) / 2)
+        present = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
+        offset, traces = mean - self.real.mean, covariance.trace() + self.real.covariance.trace()
+        distance = offset.square().sum() + traces - 2 * values[present].sqrt().sum()
+        half = self.root @ (vectors[:, present] / values[present].sqrt().sqrt())
+        # G is I - half half^T, which need not be formed
+        quadratic = centred.square().sum(1) - (centred @ half).square().sum(1)
+        influence = 2 * centred @ offset + quadratic
+        return Measured(float(distance), influence - influence.mean())
 
 
 def frechet_error(samples: Float[Tensor, "n dim"], real: Moments) -> float:
     """The standard error of frechet_distance(Moments.of(samples), real)."""
-    x = samples.double()
-    mean = x.mean(0)
-    centred = x - mean
-    covariance = centred.T @ centred / (len(x) - 1)
-    gradient = torch.eye(len(mean), dtype=x.dtype, device=x.device) - _transport(covariance, real.covariance)
-    influence = 2 * centred @ (mean - real.mean) + (centred @ gradient * centred).sum(1)
-    return float(influence.std()) / math.sqrt(len(x))
-
-
-def _transport(a: Float64[Tensor, "dim dim"], b: Float64[Tensor, "dim dim"]) -> Float64[Tensor, "dim dim"]:
-    """b^1/2 (b^1/2 a b^1/2)^-1/2 b^1/2: the linear map that takes N(0, a) to N(0, b)."""
-    values, vectors = torch.linalg.eigh(b)
-    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    product = root @ a @ root
-    values, vectors = torch.linalg.eigh((product + product.T) / 2)
-    present = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
-    inner = vectors[:, present] / values[present].sqrt().sqrt()
-    half = root @ inner
-    return half @ half.T
+    return Yardstick(real)(samples).error

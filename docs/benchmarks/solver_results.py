@@ -1,0 +1,144 @@
+"""What solvers.py has measured so far: rows on disk after each case, so that it goes on where it stopped.
+
+results.json     what was measured, and a row for each case
+results.csv      the same rows
+table.md         solvers and grids down, network evaluations across
+figure.svg       the same as lines
+"""
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bsi.grids import GRIDS, named_grid
+from bsi.methods import BFN, Method
+from bsi.sampling import evaluations
+from bsi.solvers import SOLVERS
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of a figure: a network or an oracle, and how it is sampled."""
+
+    network: str
+    solver: str
+    grid: str
+    evaluations: int
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.network}/{self.solver}/{self.grid}/{self.evaluations}/{self.seed}"
+
+    def levels(self, method: Method):
+        """The grid with as many evaluations: k + 1 of them are k steps of BSI or BFN, and k + 1 of VDM."""
+        return named_grid(self.grid)(method, max(1, self.evaluations - evaluations(method, 0)))
+
+
+def pairs(method: Method, solvers: Sequence[str], grids: Sequence[str]) -> list[tuple[str, str]]:
+    """Solvers with grids. For BSI and VDM the paper's grid is the geometric one: each pair once, under one name."""
+    same = not isinstance(method, BFN)
+    twice = {(solver, "geometric" if solver == "posterior" else "paper") for solver in SOLVERS} if same else set()
+    return [(solver, grid) for solver in solvers for grid in grids if (solver, grid) not in twice]
+
+
+class Results:
+    """Rows of one folder. `about` says what they all have in common; rows of anything else are not mixed with them."""
+
+    def __init__(self, folder: Path, value: str, about: Row) -> None:
+        self.folder, self.value, self.about = folder, value, about
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = folder / "results.json"
+        self.rows: list[Row] = []
+        if self.file.exists():
+            found = json.loads(self.file.read_text())
+            if found["about"] != about:
+                raise SystemExit(f"{folder} holds results of {found['about']}, not of {about}: choose another --out")
+            self.rows = found["rows"]
+
+    def find(self, case: Case, weights: str = "") -> Row | None:
+        wanted = {**asdict(case), "weights": weights}
+        return next((row for row in self.rows if all(row[key] == wanted[key] for key in wanted)), None)
+
+    def add(self, case: Case, weights: str, **found: object) -> None:
+        self.rows.append({**asdict(case), "weights": weights, **found})
+        shown = "   ".join(f"{key} {value:.5g}" for key, value in found.items() if isinstance(value, float))
+        print(f"{case.name:<40} {shown}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if not self.rows:
+            return
+        beside = self.file.with_suffix(".part")
+        beside.write_text(json.dumps({"about": self.about, "rows": self.rows}, indent=1))
+        beside.replace(self.file)
+        with (self.folder / "results.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in self.rows for key in row)))
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+    def networks(self) -> list[str]:
+        return list(dict.fromkeys(str(row["network"]) for row in self.rows))
+
+    def line(self, network: str, solver: str, grid: str, seed: object = None) -> dict[int, Row]:
+        """The rows of one line by evaluations; of several seeds, the first that was measured."""
+        chosen = [row for row in self.rows if (row["network"], row["solver"], row["grid"]) == (network, solver, grid)]
+        return {int(row["evaluations"]): row for row in reversed(chosen) if seed is None or row["seed"] == seed}
+
+    def table(self) -> str:
+        """Markdown, a table for each network."""
+        blocks = []
+        for network in self.networks():
+            lines = {pair: self.line(network, *pair) for pair in [(s, g) for s in SOLVERS for g in GRIDS]}
+            counts = sorted({count for line in lines.values() for count in line})
+            head = f"| {network}: {self.value}, by evaluations | " + " | ".join(map(str, counts)) + " |"
+            body = [
+                f"| `{solver}`, {grid} | " + " | ".join(self._cell(line.get(count)) for count in counts) + " |"
+                for (solver, grid), line in lines.items()
+                if line
+            ]
+            blocks.append("\n".join([head, "|---" * (len(counts) + 1) + "|", *body]))
+        return "\n\n".join(blocks) + "\n"
+
+    def _cell(self, row: Row | None) -> str:
+        if row is None:
+            return ""
+        return f"{row[self.value]:.4g}" + (f" ± {row['error']:.2g}" if "error" in row else "")
+
+    def draw(self) -> None:
+        """Evaluations across, the value up: colours are solvers, dashes are grids, a panel for each network."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        pyplot.rcParams["svg.fonttype"] = "none"  # letters, not outlines: a tenth of the size
+        names = self.networks()
+        figure, panels = pyplot.subplots(1, len(names), figsize=(1.5 + 5.5 * len(names), 5), squeeze=False)
+        styles = dict(zip(GRIDS, ("-", "--", "-.", ":"), strict=True))
+        colours = dict(zip(SOLVERS, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+        for axes, name in zip(panels[0], names, strict=True):
+            for solver in SOLVERS:
+                for grid in GRIDS:
+                    line = sorted(self.line(name, solver, grid).items())
+                    if line:
+                        axes.plot([count for count, _ in line], [row[self.value] for _, row in line], styles[grid],
+                                  marker=".", color=colours[solver], label=f"{solver}, {grid}")  # fmt: skip
+            # an oracle's distance can be 0: at the same image
+            scale = "log" if all(row[self.value] > 0 for row in self.rows) else "linear"
+            axes.set(xscale="log", yscale=scale, xlabel="network evaluations", ylabel=self.value)
+            axes.set_title(f"{name}: {self.about['of']}", fontsize=9)
+            axes.grid(True, which="both", alpha=0.2)
+        panels[0][-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+        figure.tight_layout()
+        figure.savefig(self.folder / "figure.svg", metadata={"Date": None})
+        pyplot.close(figure)
+
+    def publish(self) -> None:
+        if self.rows:
+            (self.folder / "table.md").write_text(self.table())
+            self.draw()

@@ -6,6 +6,7 @@ a process of their own: what it imports, and what it writes where.
 
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -268,6 +269,17 @@ def test_other_shells_read_their_script(shell: str) -> None:
     assert all(name in made for name in COMMANDS)
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=made, text=True, check=True)
+
+
+@pytest.mark.parametrize("words", ["--help", "train digits --help", "train --list", "data --list"])
+def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
+    read, write = os.pipe()
+    os.close(read)  # as `| head -0` does
+    done = subprocess.run(
+        [sys.executable, "-m", "bsi", *words.split()], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- What to do next -----------------------------------------------------------------------------------------------

@@ -56,39 +56,44 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
-    if not argv or argv[0] in ("-h", "--help"):
-        print(overview())
-        return 0 if argv else 2
-    if argv[0] == "--version":
-        from bsi import __version__
-
-        print(f"bsi {__version__}")
-        return 0
-    if argv[0] == "--completion":
-        from bsi.cli import completion
-
-        return completion.main(argv[1:])
-    if argv[0] not in COMMANDS:
-        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        hint = f"did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
-        print(f"bsi: unknown command {argv[0]!r}: {hint}", file=sys.stderr)
-        return 2
+    who = " ".join(["bsi", *argv[:1]])
     try:
-        return _run(argv[0], argv[1:])
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # so that a reader who has left is noticed here, not at the interpreter's end
     except BsiError as error:
         if debug:
             raise
-        print(f"bsi {argv[0]}: {error}", file=sys.stderr)
+        print(f"{who}: {error}", file=sys.stderr)
         return error.code
     except BrokenPipeError:  # whoever read our output has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print(f"\nbsi {argv[0]}: interrupted", file=sys.stderr)
+        print(f"\n{who}: interrupted", file=sys.stderr)
         return 130
 
 
-def _run(name: str, words: list[str]) -> int:
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if argv else 2
+    name, *words = argv
+    if name == "--version":
+        from bsi import __version__
+
+        print(f"bsi {__version__}")
+        return 0
+    if name == "--completion":
+        from bsi.cli import completion
+
+        return completion.main(words)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
+        print(f"bsi: unknown command {name!r}: {hint}", file=sys.stderr)
+        return 2
     command = COMMANDS[name]
     module = importlib.import_module(f"bsi.cli.{command.module}")
     if command.options is None:

@@ -7,6 +7,12 @@ The compiler splits a block into forward and backward. By default it keeps every
 write to memory again before a matrix product can read it. Here it may compute anything again that is neither a matrix
 product nor a convolution nor attention: pointwise work is cheap, and keeping its results is what fills the memory
 (adaln.py has the account).
+
+Inductor then decides what to write to memory between kernels. By default it writes whatever took more than a few reads
+or operations to compute and is used twice: in a norm's gradient, whole images in float32. Here pointwise work is never
+written, always computed again in the kernel that reads it; what has one number per channel or group is written (the
+sums over a group are kernels of their own), for every pixel's thread would otherwise compute it. For a training step of
+the U-Net 128x32, without the convolutions and products, that is 62 GB of memory traffic instead of 108.
 """
 
 import functools
@@ -26,6 +32,15 @@ RECOMPUTE_POINTWISE = {
     "ban_recompute_long_fusible_chains": False,
 }
 
+# Inductor's limits on what it computes again instead of writing it, lifted; sums of a few numbers are not unrolled.
+NEVER = 10**6
+WRITE_NO_POINTWISE = {
+    "realize_reads_threshold": NEVER,
+    "realize_acc_reads_threshold": NEVER,
+    "realize_opcount_threshold": NEVER,
+    "unroll_reductions_threshold": 1,
+}
+
 
 def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
     """Compile the parts of a network that repeat or touch every token. Compilation happens at the first call.
@@ -38,7 +53,10 @@ def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
 
 @functools.cache  # one object for all regions and networks: compiled code is shared only within one backend
 def _lean(backend: str) -> Callable[..., Any]:
-    compiler = torch._dynamo.lookup_backend(backend)
+    compiler: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
+    if backend == "inductor":
+        # As an argument, not around the call: the backward is compiled later, when it first runs.
+        compiler = functools.partial(compiler, config_patches=WRITE_NO_POINTWISE)
 
     def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         with torch._functorch.config.patch(RECOMPUTE_POINTWISE):

@@ -8,7 +8,8 @@ input convolution's). As published, the second convolution of each block, the pr
 attention's output and the last convolution start at 0. The paper adds zero padding (VDM's too), a 32-dimensional
 precision embedding and dropout 0.1. The projections of the condition for all blocks are one product.
 
-Runs in the memory format of its parameters: `network.to(memory_format=torch.channels_last)` is the fast one on a GPU.
+Images go through it channels-last, from the first convolution to the last and back. Give the weights the same order,
+`network.to(memory_format=torch.channels_last)`, on a GPU: otherwise every convolution copies its weights first.
 """
 
 from collections.abc import Iterator
@@ -16,18 +17,23 @@ from collections.abc import Iterator
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import conv1d, conv2d, conv3d, linear, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from bsi.backbones.base import Backbone
 from bsi.backbones.config import UNetConfig, input_channels
 from bsi.backbones.dropout import draw_seeds, dropout
 from bsi.backbones.embeddings import ConditionEmbedding
+from bsi.backbones.norms import group_norm, on_pixels, pixels
 from bsi.backbones.starts import lecun_, zero_
 
-NORM_EPS = 1e-6  # as VDM's (Flax's default)
-Convolution = type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]
-CONVOLUTIONS: dict[int, Convolution] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+CONVOLUTIONS: dict[int, type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = {
+    1: nn.Conv1d,
+    2: nn.Conv2d,
+    3: nn.Conv3d,
+}
+CONVOLVE = {1: conv1d, 2: conv2d, 3: conv3d}
 
 
 class UNet(Backbone):
@@ -62,7 +68,7 @@ class UNet(Backbone):
         drops = self.training and self.config.dropout > 0
         seeds = draw_seeds(len(shifts), t.device) if drops else [None] * len(shifts)
         inputs = zip(shifts, seeds, strict=True)
-        x = self.stem(features)
+        x = self.stem(on_pixels(pixels(features).contiguous(), features))
         skips = [x]
         for block in self.down:
             x = self._run(block, x, None, *next(inputs))
@@ -117,52 +123,27 @@ class Block(nn.Module):
         h = silu(self.norm_in(x))
         if skip is not None:
             h = torch.cat([h, silu(self.norm_in(skip, first=x.shape[1]))], dim=1)
-        h = self.conv_in(h)
-        h = h + shift.view(*shift.shape, *[1] * (x.ndim - 2))
-        h = silu(self.norm_out(h))
-        if seed is not None:
-            h = dropout(h, self.dropout, seed)
-        return self._short(x, skip) + self.conv_out(h)
-
-    def _short(self, x: Tensor, skip: Tensor | None) -> Tensor:
-        if self.shortcut is None or skip is None:
-            return x
-        weights = self.shortcut.weight.flatten(1).split(x.shape[1], dim=1)
-        return on_pixels(linear(pixels(x), weights[0]) + linear(pixels(skip), weights[1], self.shortcut.bias), x)
-
-
-def pixels(x: Float[Tensor, "batch channels *space"]) -> Float[Tensor, "batch pixels channels"]:
-    """A row of channels for each pixel: a view of a channels-last image."""
-    return x.flatten(2).transpose(1, 2)
+        h = weigh(self.conv_in, h)
+        h = silu(self.norm_out(h, shift + bias_of(self.conv_in, shift.dtype)))
+        if seed is not None:  # the mask is drawn for rows of channels, the order in which they lie in memory
+            h = on_pixels(dropout(pixels(h), self.dropout, seed), h)
+        h = weigh(self.conv_out, h)
+        bias = bias_of(self.conv_out, h.dtype)
+        if self.shortcut is not None and skip is not None:
+            weights = self.shortcut.weight.flatten(1).split(x.shape[1], dim=1)
+            x = on_pixels(linear(pixels(x), weights[0]) + linear(pixels(skip), weights[1]), x)
+            bias = bias + bias_of(self.shortcut, h.dtype)
+        return x + on_pixels(pixels(h) + bias, h)
 
 
-def on_pixels(
-    rows: Float[Tensor, "batch pixels channels"], like: Float[Tensor, "batch _ *space"]
-) -> Float[Tensor, "batch channels *space"]:
-    """Back to an image of `like`'s height and width."""
-    return rows.transpose(1, 2).unflatten(2, like.shape[2:])
+def weigh(conv: Convolution, x: Float[Tensor, "batch inputs *space"]) -> Float[Tensor, "batch outputs *space"]:
+    """A convolution without its bias: a block adds it together with what else it adds to whole channels."""
+    return CONVOLVE[x.ndim - 2](x, conv.weight, padding=1)
 
 
-class GroupNorm(nn.GroupNorm):
-    """Group normalisation that leaves a channels-last image as it lies in memory.
-
-    Moments of each channel first, then of each group: var = mean of variances + variance of means. The compiler would
-    otherwise copy every image into the other order and back.
-    """
-
-    def forward(
-        self, x: Float[Tensor, "batch channels *space"], first: int = 0
-    ) -> Float[Tensor, "batch channels *space"]:
-        """The norm of the channels from `first` on, which are whole groups: the others are not needed for it."""
-        rows = pixels(x.to(torch.promote_types(x.dtype, torch.float32)))
-        batch, _, channels = rows.shape
-        size = self.num_channels // self.num_groups
-        var, mean = (part.view(batch, -1, size) for part in torch.var_mean(rows, dim=1, correction=0))
-        var = var.mean(2, keepdim=True) + mean.var(2, correction=0, keepdim=True)
-        chosen = slice(first, first + channels)
-        scale = torch.rsqrt(var + self.eps) * self.weight[chosen].view(-1, size)
-        shift = self.bias[chosen].view(-1, size) - mean.mean(2, keepdim=True) * scale
-        return on_pixels(rows * scale.view(batch, 1, channels) + shift.view(batch, 1, channels), x)
+def bias_of(conv: Convolution, dtype: torch.dtype) -> Float[Tensor, " outputs"]:
+    assert conv.bias is not None
+    return conv.bias.to(dtype)
 
 
 class Attention(nn.Module):
@@ -197,13 +178,3 @@ class Head(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch channels *space"]:
         return self.conv(silu(self.norm(x)))
-
-
-def group_norm(channels: int, parts: int = 1) -> GroupNorm:
-    """32 groups, or fewer where they would have less than four channels (the paper's narrowest have four).
-
-    A group of one channel would subtract the condition, which is added to whole channels, as part of the mean. Each of
-    `parts` equal parts of the channels has whole groups.
-    """
-    fitting = (g for g in range(parts, 33) if channels % g == 0 and g % parts == 0)
-    return GroupNorm(max(g for g in fitting if 4 * g <= channels or g == parts), channels, eps=NORM_EPS)

@@ -1,0 +1,65 @@
+"""Group normalisation of images that lie channels-last, in one pass for the moments and one for the result.
+
+    y = x scale + offset,   scale = w (var + eps)^(-1/2),   offset = b - (mean - shift) scale
+
+is the norm of x + shift, where mean and var are those of a group of channels and shift is one number per channel. The
+moments of each channel come first, then the groups': the mean of the means (each with its shift), and the mean of the
+variances plus the variance of the means. x + shift is never formed, and the gradient too takes one pass for its sums
+and one for the result: the shift's gradient follows from those sums, by way of mean and offset. The compiler would
+otherwise copy every image into the other order and back. Moments, scale and offset are in float32 (or wider, as x is).
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+NORM_EPS = 1e-6  # as VDM's (Flax's default)
+
+
+class GroupNorm(nn.GroupNorm):
+    """Group normalisation that leaves a channels-last image as it lies in memory; the result is in float32."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch channels *space"],
+        shift: Float[Tensor, "batch channels"] | None = None,
+        first: int = 0,
+    ) -> Float[Tensor, "batch channels *space"]:
+        """The norm of x + shift as the channels from `first` on, which are whole groups: they need no others."""
+        chosen, size = slice(first, first + x.shape[1]), self.num_channels // self.num_groups
+        weight, bias = self.weight[chosen].view(-1, size), self.bias[chosen].view(-1, size)
+        rows = pixels(wide(x))
+        var, mean = (part.unflatten(1, weight.shape) for part in torch.var_mean(rows, dim=1, correction=0))
+        shifts = torch.zeros_like(mean) if shift is None else wide(shift).unflatten(1, weight.shape)
+        mean = mean + shifts
+        centre = mean.mean(2, keepdim=True)
+        var = var.mean(2, keepdim=True) + (mean - centre).square().mean(2, keepdim=True)
+        scale = torch.rsqrt(var + self.eps) * weight
+        offset = bias - (centre - shifts) * scale
+        return on_pixels(rows * scale.flatten(1)[:, None] + offset.flatten(1)[:, None], x)
+
+
+def wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def pixels(x: Float[Tensor, "batch channels *space"]) -> Float[Tensor, "batch pixels channels"]:
+    """A row of channels for each pixel: a view of a channels-last image."""
+    return x.flatten(2).transpose(1, 2)
+
+
+def on_pixels(
+    rows: Float[Tensor, "batch pixels channels"], like: Float[Tensor, "batch _ *space"]
+) -> Float[Tensor, "batch channels *space"]:
+    """Back to an image of `like`'s height and width."""
+    return rows.transpose(1, 2).unflatten(2, like.shape[2:])
+
+
+def group_norm(channels: int, parts: int = 1) -> GroupNorm:
+    """32 groups, or fewer where they would have less than four channels (the paper's narrowest have four).
+
+    A group of one channel would subtract the condition, which is added to whole channels, as part of the mean. Each of
+    `parts` equal parts of the channels has whole groups.
+    """
+    fitting = (g for g in range(parts, 33) if channels % g == 0 and g % parts == 0)
+    return GroupNorm(max(g for g in fitting if 4 * g <= channels or g == parts), channels, eps=NORM_EPS)

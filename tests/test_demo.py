@@ -18,7 +18,11 @@ def test_the_demo_leaves_samples_a_report_and_numbers(tmp_path: Path, capsys: py
     assert found["monte_carlo_error"] > 0
     assert found["histogram"] == pytest.approx(2.44, abs=0.005)
     assert Image.open(found["samples"]).size[0] > 64
-    assert "<html" in Path(found["report"]).read_text()[:200].lower()
+    (record,) = (tmp_path / "demo" / "evaluations").glob("*-bpd-test-*.json")
+    assert json.loads(record.read_text())["bits_per_dim"] == found["bits_per_dim"]
+    report = Path(found["report"]).read_text()
+    assert "<html" in report[:200].lower()
+    assert f"<b>{found['bits_per_dim']:.4f}</b>" in report  # one number, wherever it is told
 
 
 def test_a_histogram_knows_each_pixel_and_nothing_else() -> None:

@@ -235,21 +235,34 @@ def _paragraph(record: Mapping[str, Any]) -> str:
             f"evaluations, seed {made['seed']}) against {record['reference_n']} of {record['reference']} "
             f"({record['reference_split']}); {record['extractor']}, {record['resize']}"
         )
-    limit = "" if record["data_resolved"] else "at most "  # hidden by the Monte Carlo noise
-    by_data = "" if record["data_error"] is None else f" ± {limit}{record['data_error']:.5f} (data set)"
-    errors = f"± {record['monte_carlo_error']:.5f} (Monte Carlo){by_data}"
     if "difference" in record:
+        unpaired = record["unpaired_error"]
+        without = "" if unpaired is None else f"; without pairing the first error would be {unpaired:.5f}"
         return (
-            f"{record['difference']:+.5f} bits/dim {errors}\n"
-            f"  {record['a']['run']} less {record['b']['run']}; without pairing the first error would be "
-            f"{record['unpaired_error']:.5f}"
+            f"{record['difference']:+.5f} bits/dim{_errors(record)}\n  {record['a']['run']} less {record['b']['run']}"
+            f"{without}"
         )
     bound = "infinitely many" if record["finite_k"] is None else record["finite_k"]
+    terms = {name: record[name] for name in ("measurement", "reconstruction", "prior")}
+    units = record["bits_per_dim"] - sum(terms.values())  # of continuous data, which was standardised
+    if abs(units) > 1e-6:
+        terms["change of units"] = units
     return (
-        f"{record['bits_per_dim']:.5f} bits/dim {errors}\n"
-        f"  measurement {record['measurement']:.5f}, reconstruction {record['reconstruction']:.5f}, prior "
-        f"{record['prior']:.5f}; {bound} rounds of measurement\n"
+        f"{bound_line(record)}\n"
+        f"  {', '.join(f'{name} {value:.5f}' for name, value in terms.items())}; {bound} rounds of measurement\n"
         f"  {record['images']} {record['split']} samples of {record['dataset']} "
         f"({record['dataset_version'][:12]}), {record['evaluations']} evaluations, {record['proposal']} levels\n"
         f"  weights {record['weights_sha256'][:12]} at step {record['step']}, {record['precision']}"
     )
+
+
+def bound_line(record: Mapping[str, Any]) -> str:
+    """A bound with its errors, in one line."""
+    return f"{record['bits_per_dim']:.5f} bits/dim{_errors(record)}"
+
+
+def _errors(record: Mapping[str, Any]) -> str:
+    """Both errors, as far as they are known: one level and one reconstruction tell nothing of their own."""
+    limit = "" if record["data_resolved"] else "at most "  # hidden by the Monte Carlo noise
+    known = {"Monte Carlo": ("", record["monte_carlo_error"]), "data set": (limit, record["data_error"])}
+    return "".join(f" ± {most}{error:.5f} ({what})" for what, (most, error) in known.items() if error is not None)

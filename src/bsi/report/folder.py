@@ -56,6 +56,11 @@ class Run:
     hashes: Sequence[Hash]
     data_version: str
 
+    @property
+    def bounds(self) -> list[Mapping[str, Any]]:
+        """What `bsi eval --bpd` found on the test set, oldest first."""
+        return [r for r in self.evaluations if isinstance(r.get("bits_per_dim"), float) and r.get("split") == "test"]
+
     def events(self, kind: str) -> list[Mapping[str, Value]]:
         return [record for record in self.journal if record.get("event") == kind]
 

@@ -51,8 +51,10 @@ class Measured:
     missing: Sequence[str]
 
 
-def measure(run: Path, recipe: Recipe, device: torch.device, backbone: nn.Module | None) -> Measured:
-    """Ask the run's model (the EMA of its latest checkpoint) what it knows."""
+def measure(
+    run: Path, recipe: Recipe, device: torch.device, backbone: nn.Module | None, bound_known: bool = False
+) -> Measured:
+    """Ask the run's model (the EMA of its latest checkpoint) what it knows; not its bound, where that is known."""
     missing: list[str] = []
     try:
         model = load(run, backbone=backbone).to(device)
@@ -79,7 +81,7 @@ def measure(run: Path, recipe: Recipe, device: torch.device, backbone: nn.Module
         missing.append(_too_much("no bound"))
     else:
         data = torch.from_numpy(np.array(test[:num]))
-        bound = model.bits_per_dim(data, measure=levels, recon=RECON)
+        bound = None if bound_known else model.bits_per_dim(data, measure=levels, recon=RECON)
         by_level = bits_by_level(model, data[:LEVEL_IMAGES])
     return Measured(sum(p.numel() for p in model.parameters()), animation, bound, by_level, missing)
 

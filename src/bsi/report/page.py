@@ -42,8 +42,9 @@ def write_report(
     target = path / "report.html" if out is None else Path(out)
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent} to write {target.name} into")
+    known = any(record.get("step") == found.status.get("step") for record in found.bounds)
     asked = (
-        measure(path, found.recipe, pick_device(device, 0), backbone)
+        measure(path, found.recipe, pick_device(device, 0), backbone, bound_known=known)
         if ask_model
         else Measured(None, None, None, (), ["the model was not asked, as was wished"])
     )

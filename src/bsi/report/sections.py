@@ -44,29 +44,39 @@ class Terms:
     total: float
     monte_carlo_error: float | None
     data_error: float | None
+    data_resolved: bool
     about: str
 
     @classmethod
     def best(cls, run: Run, asked: Measured) -> Terms | None:
-        """What is known best: the last that `bsi eval` stored, what this report measured, the trainer's last look."""
-        for record in reversed(run.evaluations):
-            if isinstance(record.get("bits_per_dim"), float) and record.get("split") == "test":
-                num, step = (escape(_short(record.get(name))) for name in ("images", "step"))
-                about = f"By <code>bsi eval</code>: {num} test samples, at step {step}."
-                return cls._of(record, ("monte_carlo_error", "data_error"), about)
+        """What is known best: the last that `bsi eval` stored of the last step, what this report measured, what `bsi
+        eval` stored before, the trainer's last look.
+        """
+        stored = run.bounds
+        if stored and stored[-1].get("step") == run.status.get("step"):
+            return cls._stored(stored[-1])
         if asked.bound is not None:
             return cls._measured(asked.bound)
+        if stored:
+            return cls._stored(stored[-1])
         for look in reversed(run.events("evaluate")):
             if isinstance(look.get("bits_per_dim"), float):
                 return cls._of(look, ("error", ""), f"The trainer's last look, at step {int(look['step']):,}.")
         return None
 
     @classmethod
+    def _stored(cls, record: Mapping[str, Any]) -> Terms:
+        num, step = (escape(_short(record.get(name))) for name in ("images", "step"))
+        about = f"By <code>bsi eval</code>: {num} test samples, at step {step}."
+        return cls._of(record, ("monte_carlo_error", "data_error"), about)
+
+    @classmethod
     def _of(cls, record: Mapping[str, Any], errors: tuple[str, str], about: str) -> Terms:
         known = {name: record.get(name) for name in ("reconstruction", "measurement", "prior")}
         parts = {name: value for name, value in known.items() if isinstance(value, float)}
         found = [value if isinstance(value, float) else None for value in (record.get(name) for name in errors)]
-        return cls(parts, float(record["bits_per_dim"]), found[0], found[1], about)
+        resolved = record.get("data_resolved") is not False
+        return cls(parts, float(record["bits_per_dim"]), found[0], found[1], resolved, about)
 
     @classmethod
     def _measured(cls, bound: Elbo) -> Terms:
@@ -76,7 +86,8 @@ class Terms:
         if bound.log_determinant:
             parts["change of units"] = bound.log_determinant / math.log(2)
         about = f"An upper bound for the first {len(bound.nats):,} test samples, by the EMA."
-        return cls(parts, bound.bits_per_dim, bound.monte_carlo_error, bound.data_error, about)
+        errors = bound.monte_carlo_error, bound.data_error
+        return cls(parts, bound.bits_per_dim, *errors, bound.data_resolved, about)
 
 
 def animation(asked: Measured) -> str:
@@ -103,8 +114,8 @@ def likelihood(run: Run, asked: Measured) -> str:
         if terms.monte_carlo_error is not None:
             rows.append(("± of the estimate", f"{terms.monte_carlo_error:.4f}"))
         if terms.data_error is not None:
-            told = f"{terms.data_error:.4f}" if terms.data_error > 0 else "too small to tell"
-            rows.append(("± of having these samples", told))
+            limit = "" if terms.data_resolved else "at most "
+            rows.append(("± of having these samples", f"{limit}{terms.data_error:.4f}"))
         more = " More evaluations shrink the first error, more test data the second."
         parts.append(f"<div>{table(rows, kind='numbers')}{note(terms.about + more)}</div>")
     if asked.by_level:

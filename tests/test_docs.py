@@ -85,3 +85,11 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
         for url in re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', text)
     }
     assert fetched == set()  # pages are complete without a network
+    start = pages["index.html"]
+    for page in (ROOT / "docs").rglob("*.md"):  # every page can be reached from the first
+        address = str(page.relative_to(ROOT / "docs").with_suffix(".html"))
+        assert f'href="{address}"' in start, f"mkdocs.yml does not name {page.name}"
+    for path in tmp_path.rglob("*.html"):
+        if path.name not in ("404.html", "mixture.html"):
+            for target in re.findall(r'href="([^"#:]+)(?:#[^"]*)?"', path.read_text(encoding="utf-8")):
+                assert (path.parent / target).exists(), f"{path.name} links to {target}"

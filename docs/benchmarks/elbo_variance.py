@@ -1,14 +1,16 @@
 """How many evaluations of the network the bound needs, by how levels are chosen: measured, on a trained model.
 
-    python docs/benchmarks/elbo_variance.py runs/digits
-    python docs/benchmarks/elbo_variance.py runs/cifar10 --images 2000 --seeds 12
+    python docs/benchmarks/elbo_variance.py digits --seeds 12 --measure 5 20 --json figures.json
+    python docs/benchmarks/elbo_variance.py runs/cifar10 --images 2000 --seeds 12 --measure 5 20 --minutes 2
 
 Every estimator of L_M gets the same number of evaluations of each sample, and is repeated with many seeds. From the
 spread over the seeds come the variance of the mean over the set (block by block: blocks are independent) and the
 variance of a single sample's estimate. Variance times evaluations, the pilot's included, is the cost of an error, and
-the ratio of two costs is how many times fewer evaluations reach the same error.
+the ratio of two costs is how many times fewer evaluations reach the same error; its standard error is the jackknife's
+over seeds.
 
-    independent   log-uniform levels, each by itself: the paper's estimator as written
+    independent   log-uniform levels, each by itself: the paper's estimator as written. Its cost does not depend on how
+                  many they are, and is measured once
     stratified    log-uniform, one level at random in each of M strata of a sample, spread over the set in each stratum
     lattice       `--proposal loguniform`: equally spaced levels with shifts spread over the set, in two replicates
     proposal      `--proposal fitted --no-control`
@@ -17,6 +19,9 @@ the ratio of two costs is how many times fewer evaluations reach the same error.
 `floor` is the least that any choice of levels could cost: levels integrated exactly, evaluations where they are worth
 most, only noise left, (int sd du)^2 per evaluation; without a control and with the fitted one. `claimed` is the average
 variance that the estimator itself reports, over the true one: 1 is honest, more is careful.
+
+Seeds are the outer loop: figures are printed and written after each, and get sharper until the last or until --minutes
+are over.
 """
 
 from __future__ import annotations
@@ -24,23 +29,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bsi.evaluation.bound import Procedure, evaluate
+from bsi.evaluation.basis import Basis
+from bsi.evaluation.bound import Procedure, measure
 from bsi.evaluation.control import Observations
 from bsi.evaluation.integral import Infinite
-from bsi.evaluation.plan import Plan, make_plan
+from bsi.evaluation.plan import Plan, ProposalName, describe, make_plan
 from bsi.evaluation.points import Design, noise
-from bsi.evaluation.runs import open_run, open_split, subject_of
+from bsi.evaluation.runs import open_run, open_split, speed_up, subject_of
 from bsi.evaluation.subject import Subject
 from bsi.training.distributed import Place, World, pick_device
 
 FLOOR_LEVELS, FLOOR_IMAGES, FLOOR_PAIRS = 49, 64, 2
+TARGETS = {"stratified": 4, "independent": 10}  # times fewer evaluations that are asked for
+BATCH = {"cpu": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,74 @@ class Estimate:
 
     values: Tensor
     evaluations: int
-    claimed: float = math.nan
+    claimed: float | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all estimators are given."""
+
+    subject: Subject
+    basis: Basis
+    batch: int
+    world: World
+
+    def plan(self, name: ProposalName, levels: int, seed: int, control: bool = True) -> Plan:
+        return make_plan(name, self.subject, levels, seed, self.batch, self.world, control, self.basis)
+
+
+def drawn(bench: Bench, levels: int, t: Callable[[Tensor, int], Tensor], seed: int) -> Estimate:
+    """Log-uniform levels at t(ids, j)."""
+    subject, rule = bench.subject, Infinite(bench.subject.method.levels)
+    values = torch.zeros(subject.count, dtype=torch.float64, device=subject.device)
+    for ids in torch.arange(subject.count, device=subject.device).split(bench.batch):
+        x, predict = subject.x(ids), subject.predict(ids)
+        for j in range(levels):
+            points = rule.at(t(ids, j))
+            eps = noise(seed, ids, "measure", j, subject.shape, x.dtype)
+            values[ids] += points.weight * subject.integrand(predict, x, points.level, eps) / levels
+    return Estimate(values.cpu(), subject.count * levels)
+
+
+def independent(bench: Bench, levels: int, seed: int) -> Estimate:
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.rand(bench.subject.count, levels, generator=generator, dtype=torch.float64)
+    table = table.to(bench.subject.device)
+    return drawn(bench, levels, lambda ids, j: table[ids, j], seed)
+
+
+def stratified(bench: Bench, levels: int, seed: int) -> Estimate:
+    """Within each block, the places in a stratum are a random permutation of equal cells, jittered."""
+    generator = torch.Generator().manual_seed(seed)
+    count = bench.subject.count
+    block = Design(count, levels).block(torch.arange(count))
+    table = torch.rand(count, levels, generator=generator, dtype=torch.float64)
+    for b in range(int(block.max()) + 1):
+        members = torch.nonzero(block == b)[:, 0]
+        for j in range(levels):
+            order = torch.randperm(len(members), generator=generator)
+            table[members, j] = (j + (order + table[members, j]) / len(members)) / levels
+    table = table.to(bench.subject.device)
+    return drawn(bench, levels, lambda ids, j: table[ids, j], seed)
+
+
+def library(proposal: ProposalName, control: bool) -> Callable[[Bench, int, int], Estimate]:
+    def run(bench: Bench, levels: int, seed: int) -> Estimate:
+        procedure = Procedure(measure=levels, proposal=proposal, control=control, seed=seed, batch=bench.batch)
+        plan = bench.plan(proposal, levels, seed, control)
+        spread = measure(bench.subject, procedure, plan, bench.world).spread
+        return Estimate(spread.mean, plan.pilot + bench.subject.count * levels, spread.sum_variance)
+
+    return run
+
+
+ESTIMATORS: dict[str, Callable[[Bench, int, int], Estimate]] = {
+    "independent": independent,
+    "stratified": stratified,
+    "lattice": library("loguniform", False),
+    "proposal": library("fitted", False),
+    "fitted": library("fitted", True),
+}
 
 
 @dataclass(frozen=True)
@@ -59,87 +136,65 @@ class Cost:
     mean: float
     single: float
     bits: float
-    claimed: float
+    claimed: float | None
 
-
-def drawn(subject: Subject, measure: int, batch: int, t: Callable[[Tensor, int], Tensor], seed: int) -> Estimate:
-    """Log-uniform levels at t(ids, j)."""
-    rule = Infinite(subject.method.levels)
-    values = torch.zeros(subject.count, dtype=torch.float64, device=subject.device)
-    for ids in torch.arange(subject.count, device=subject.device).split(batch):
-        x, predict = subject.x(ids), subject.predict(ids)
-        for j in range(measure):
-            points = rule.at(t(ids, j))
-            eps = noise(seed, ids, "measure", j, subject.shape, x.dtype)
-            values[ids] += points.weight * subject.integrand(predict, x, points.level, eps) / measure
-    return Estimate(values.cpu(), subject.count * measure)
-
-
-def independent(subject: Subject, measure: int, seed: int, batch: int, world: World) -> Estimate:
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.rand(subject.count, measure, generator=generator, dtype=torch.float64).to(subject.device)
-    return drawn(subject, measure, batch, lambda ids, j: table[ids, j], seed)
-
-
-def stratified(subject: Subject, measure: int, seed: int, batch: int, world: World) -> Estimate:
-    """Within each block, the places in a stratum are a random permutation of equal cells, jittered."""
-    generator = torch.Generator().manual_seed(seed)
-    block = Design(subject.count, measure).block(torch.arange(subject.count))
-    table = torch.rand(subject.count, measure, generator=generator, dtype=torch.float64)
-    for b in range(int(block.max()) + 1):
-        members = torch.nonzero(block == b)[:, 0]
-        for j in range(measure):
-            order = torch.randperm(len(members), generator=generator)
-            table[members, j] = (j + (order + table[members, j]) / len(members)) / measure
-    table = table.to(subject.device)
-    return drawn(subject, measure, batch, lambda ids, j: table[ids, j], seed)
-
-
-def library(proposal: str, control: bool) -> Callable[[Subject, int, int, int, World], Estimate]:
-    def run(subject: Subject, measure: int, seed: int, batch: int, world: World) -> Estimate:
-        found = evaluate(
-            subject, Procedure(measure=measure, proposal=proposal, control=control, seed=seed, batch=batch), world
+    @classmethod
+    def of(cls, estimates: Sequence[Estimate], block: Tensor, n: int) -> Cost:
+        values = torch.stack([estimate.values for estimate in estimates])
+        count, bound = values.shape[1], values.mean()
+        sums = values.new_zeros(len(values), int(block.max()) + 1).index_add(1, block, values)
+        variance = float(sums.var(0).sum())
+        each = estimates[0].evaluations / count
+        claims = [estimate.claimed for estimate in estimates if estimate.claimed is not None]
+        return cls(
+            mean=variance / count * each / float(bound) ** 2,
+            single=float(values.var(0).mean()) * each / float(bound) ** 2,
+            bits=float(bound) / (n * math.log(2)),
+            claimed=sum(claims) / len(claims) / variance if claims else None,
         )
-        spread = found.measurement.spread
-        return Estimate(spread.mean, found.plan.pilot + subject.count * measure, spread.sum_variance)
-
-    return run
 
 
-ESTIMATORS = {
-    "independent": independent,
-    "stratified": stratified,
-    "lattice": library("loguniform", False),
-    "proposal": library("fitted", False),
-    "fitted": library("fitted", True),
-}
+@dataclass(frozen=True)
+class Saving:
+    """How many times fewer evaluations the fitted estimator needs than another, and the standard error of that."""
+
+    times: float
+    error: float | None
 
 
-def cost(estimates: list[Estimate], block: Tensor, n: int) -> Cost:
-    values = torch.stack([estimate.values for estimate in estimates])
-    count, bound = values.shape[1], values.mean()
-    sums = values.new_zeros(len(values), int(block.max()) + 1).index_add(1, block, values)
-    variance = float(sums.var(0).sum())
-    each = estimates[0].evaluations / count
-    return Cost(
-        mean=variance / count * each / float(bound) ** 2,
-        single=float(values.var(0).mean()) * each / float(bound) ** 2,
-        bits=float(bound) / (n * math.log(2)),
-        claimed=sum(estimate.claimed for estimate in estimates) / len(estimates) / variance,
-    )
+def saving(other: Sequence[Estimate], fitted: Sequence[Estimate], block: Tensor, n: int, of: str) -> Saving:
+    """`of` the mean, or of a single sample; the jackknife leaves out one seed at a time."""
+
+    def ratio(left_out: int | None) -> float:
+        kept = [[e for i, e in enumerate(those) if i != left_out] for those in (other, fitted)]
+        top, bottom = (asdict(Cost.of(those, block, n))[of] for those in kept)
+        return math.log(top / bottom)
+
+    count, whole = len(fitted), math.exp(ratio(None))
+    if count < 3:
+        return Saving(whole, None)
+    logs = torch.tensor([ratio(i) for i in range(count)])
+    return Saving(whole, whole * math.sqrt((count - 1) * float(logs.var(correction=0))))
+
+
+@dataclass(frozen=True)
+class Floor:
+    """(int sd du)^2 of the noise alone, relative to the squared bound: without a control, and with the fitted one."""
+
+    plain: float
+    controlled: float
 
 
 @torch.no_grad()
-def floor(subject: Subject, plan: Plan, batch: int) -> tuple[float, float]:
-    """(int sd du)^2 relative to the squared bound, of the noise alone: without a control, and with the plan's."""
-    control = plan.control
+def floor(bench: Bench, plan: Plan) -> Floor:
+    subject, control = bench.subject, plan.control
     assert control is not None
     levels = subject.method.levels
     u = torch.linspace(math.log(levels.low), math.log(levels.high), FLOOR_LEVELS, dtype=torch.float64)
     count = min(FLOOR_IMAGES, subject.count)
     ids = torch.arange(count, device=subject.device) * subject.count // count
     mean, plain, controlled = (torch.zeros(FLOOR_LEVELS, dtype=torch.float64) for _ in range(3))
-    for part in ids.split(batch):
+    for part in ids.split(bench.batch):
         x, predict = subject.x(part), subject.predict(part)
         steady = control.basis.steady(x)
         for i, at in enumerate(u.tolist()):
@@ -159,48 +214,94 @@ def floor(subject: Subject, plan: Plan, batch: int) -> tuple[float, float]:
     total = count * FLOOR_PAIRS
     bound = torch.trapezoid(mean / total, u)
     least = [float((torch.trapezoid(torch.sqrt(v / total), u) / bound) ** 2) for v in (plain, controlled)]
-    return least[0], least[1]
+    return Floor(*least)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path)
+def figures(found: dict[str, list[Estimate]], block: Tensor, n: int, least: Floor) -> dict[str, Any]:
+    """Costs, savings, and how near the optimum the fitted estimator is."""
+    costs = {name: Cost.of(estimates, block, n) for name, estimates in found.items()}
+    record: dict[str, Any] = {"seeds": len(found["fitted"]), "cost": {name: asdict(c) for name, c in costs.items()}}
+    for of in ("mean", "single"):
+        for name in TARGETS:
+            got = saving(found[name], found["fitted"], block, n, of)
+            optimum = asdict(costs[name])[of] / least.controlled
+            record[f"{of}, than {name}"] = {**asdict(got), "target": TARGETS[name], "optimum": optimum}
+    return record
+
+
+def shown(levels: int, record: dict[str, Any], least: Floor) -> str:
+    best = record["cost"]["fitted"]
+    lines = [
+        f"\n{levels} evaluations of each sample, {record['seeds']} seeds; cost = variance x evaluations / bound^2",
+        f"{'':12} {'bits/dim':>9} {'mean':>9} {'x fitted':>9} {'single':>9} {'x fitted':>9} {'claimed':>8}",
+    ]
+    for name, c in record["cost"].items():
+        lines.append(
+            f"{name:12} {c['bits']:9.4f} {c['mean']:9.3g} {c['mean'] / best['mean']:9.1f} {c['single']:9.3g} "
+            f"{c['single'] / best['single']:9.1f} {'' if c['claimed'] is None else format(c['claimed'], '8.2f')}"
+        )
+    for what, got in record.items():
+        if isinstance(got, dict) and "times" in got:
+            error = "" if got["error"] is None else f" ± {got['error']:.1f}"
+            near = f"; the optimum with this control is {got['optimum']:.1f}" if got["times"] < got["target"] else ""
+            lines.append(f"{what}: {got['times']:.1f}{error} times fewer evaluations (wanted: {got['target']}{near})")
+    share = [least.controlled / best[of] for of in ("mean", "single")]
+    lines.append(f"the floor is {share[0]:.2f} of what the fitted estimator costs for the mean, {share[1]:.2f} for one")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", type=Path, help="a run folder, an exported file, or digits")
     parser.add_argument("--data", help="another prepared dataset than the run's own")
     parser.add_argument("--images", type=int, help="the first so many test samples")
     parser.add_argument("--measure", type=int, nargs="+", default=[5])
     parser.add_argument("--seeds", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no seed that would end later")
+    parser.add_argument("--batch", type=int, help="samples at a time")
     parser.add_argument("--device", choices=["cuda", "cpu"])
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    args = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="write the figures here, after every seed")
+    args = parser.parse_args(words)
+    started = time.monotonic()
     world = World(Place(), pick_device(args.device, 0))
     run = open_run(args.run, world)
     subject = subject_of(run, open_split(run, "test", args.data), args.images)
+    speed_up(run, subject.count * args.seeds * sum(args.measure) * len(ESTIMATORS))
+    bench = Bench(subject, describe(subject), args.batch or min(BATCH[world.device.type], subject.count), world)
     n = math.prod(subject.shape)
-    plan = make_plan("fitted", subject, max(args.measure), 10**6, args.batch, world)
-    without, with_control = floor(subject, plan, args.batch)
-    print(f"{args.run}: {subject.count} samples, {args.seeds} seeds, {world.device.type}, weights {run.weights[:12]}")
-    print(f"floor, levels integrated exactly: {without:.3g} without a control, {with_control:.3g} with the fitted one")
-    record = {"run": run.record(), "images": subject.count, "seeds": args.seeds, "floor": [without, with_control]}
-    for measure in args.measure:
-        block = Design(subject.count, measure).block(torch.arange(subject.count))
-        found = {}
-        for name, estimator in ESTIMATORS.items():
+    least = floor(bench, bench.plan("fitted", max(args.measure), 10**6))
+    print(f"{args.run}: {subject.count} samples, {world.device.type}, {run.precision}, weights {run.weights[:12]}")
+    print(
+        f"floor, levels integrated exactly: {least.plain:.3g} without a control, {least.controlled:.3g} with the fitted"
+    )
+    print(f"prepared after {time.monotonic() - started:.0f} s", flush=True)
+    found: dict[int, dict[str, list[Estimate]]] = {levels: {name: [] for name in ESTIMATORS} for levels in args.measure}
+    first, longest = args.measure[0], 0.0
+    about = {"run": run.record(), "images": subject.count, "batch": bench.batch, "floor": asdict(least)}
+    for seed in range(args.seeds):
+        began = time.monotonic()
+        if began - started + longest > 60 * args.minutes:
+            print(f"stopped after {seed} of {args.seeds} seeds: {args.minutes:g} minutes", flush=True)
+            break
+        for levels, each in found.items():
             with torch.no_grad():
-                estimates = [estimator(subject, measure, seed, args.batch, world) for seed in range(args.seeds)]
-            found[name] = cost(estimates, block, n)
-        best = found["fitted"]
-        print(f"\n{measure} evaluations of each sample; cost = variance x evaluations / bound^2")
-        print(f"{'':12} {'bits/dim':>9} {'mean':>9} {'x fitted':>9} {'single':>9} {'x fitted':>9} {'claimed':>8}")
-        for name, each in found.items():
-            print(
-                f"{name:12} {each.bits:9.4f} {each.mean:9.3g} {each.mean / best.mean:9.1f} {each.single:9.3g} "
-                f"{each.single / best.single:9.1f} {each.claimed:8.2f}",
-                flush=True,
-            )
-        record[f"measure {measure}"] = {name: vars(each) for name, each in found.items()}
-    if args.json is not None:
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+                for name, estimator in ESTIMATORS.items():
+                    once = name == "independent" and levels != first
+                    each[name].append(found[first][name][-1] if once else estimator(bench, levels, seed))
+        longest = max(longest, time.monotonic() - began)
+        print(f"seed {seed}: {time.monotonic() - began:.1f} s", flush=True)
+        if seed == 0:
+            continue
+        records = {}
+        for levels, each in found.items():
+            block = Design(subject.count, levels).block(torch.arange(subject.count))
+            records[f"measure {levels}"] = figures(each, block, n, least)
+            print(shown(levels, records[f"measure {levels}"], least), flush=True)
+        if args.json is not None:
+            seconds = round(time.monotonic() - started, 1)
+            beside = args.json.with_name(f".{args.json.name}.part")
+            beside.write_text(json.dumps({**about, "seconds": seconds, **records}, indent=2) + "\n")
+            beside.replace(args.json)
 
 
 if __name__ == "__main__":

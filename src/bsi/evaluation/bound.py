@@ -33,7 +33,7 @@ from bsi.progress import Progress
 from bsi.sampling import evaluations
 from bsi.training.distributed import World
 
-__all__ = ["Difference", "Evaluation", "Procedure", "Replicates", "difference", "evaluate"]
+__all__ = ["Difference", "Evaluation", "Procedure", "Replicates", "difference", "evaluate", "measure"]
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,14 @@ def evaluate(
         rounds=turns["measurement"],
         evaluations=plan.pilot + subject.count * sum(turns[name] * terms[name].cost for name in terms),
     )
+
+
+@torch.no_grad()
+def measure(subject: Subject, procedure: Procedure, plan: Plan, world: World) -> Replicates:
+    """A round of the measurement term alone: what is left to study of an estimator once the rest is known."""
+    design = Design(subject.count, procedure.measure, procedure.seed)
+    job = _Job(subject, procedure, plan, design, world, show=False)
+    return Replicates(job.measure(0), torch.tensor(design.sizes), design.block(torch.arange(subject.count)))
 
 
 @dataclass(frozen=True)

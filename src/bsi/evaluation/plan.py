@@ -22,7 +22,7 @@ from bsi.levels import ExpectedError, Fitted, Proposal
 from bsi.methods.base import Method
 from bsi.training.distributed import World
 
-__all__ = ["Plan", "ProposalName", "expected_error", "make_plan", "shared_plans"]
+__all__ = ["Plan", "ProposalName", "describe", "expected_error", "make_plan", "shared_plans"]
 
 ProposalName = Literal["loguniform", "exact", "fitted"]
 
@@ -41,14 +41,26 @@ class Plan:
 
 
 def make_plan(
-    name: ProposalName, subject: Subject, measure: int, seed: int, batch: int, world: World, control: bool = True
+    name: ProposalName,
+    subject: Subject,
+    measure: int,
+    seed: int,
+    batch: int,
+    world: World,
+    control: bool = True,
+    basis: Basis | None = None,
 ) -> Plan:
-    """The plan of that name. Every rank calls it and gets the same."""
+    """The plan of that name. Every rank calls it and gets the same. Many plans for one set may share its `basis`."""
     if name == "loguniform":
         return Plan(subject.method.levels)
     if name == "exact":
         return Plan(expected_error(subject.method))
-    return _fitted(subject, measure, seed, batch, world, control)
+    return _fitted(subject, measure, seed, batch, world, control, describe(subject) if basis is None else basis)
+
+
+def describe(subject: Subject) -> Basis:
+    """What is known of these samples without a network, from some of them."""
+    return Basis.fit(subject.method, subject.spread_out(DESCRIBED), subject.bins)
 
 
 def expected_error(method: Method) -> ExpectedError:
@@ -59,10 +71,9 @@ def expected_error(method: Method) -> ExpectedError:
     return ExpectedError(low, method.levels.high, max(0.0, low**2 * at_low - low))
 
 
-def _fitted(subject: Subject, measure: int, seed: int, batch: int, world: World, control: bool) -> Plan:
+def _fitted(subject: Subject, measure: int, seed: int, batch: int, world: World, control: bool, basis: Basis) -> Plan:
     pairs = min(MOST, max(FEWEST, subject.count * measure // PILOT_PART)) // 2
     pilot = Pilot(subject.count, pairs, seed)
-    basis = Basis.fit(subject.method, subject.spread_out(DESCRIBED), subject.bins)
     columns = 2 + 2 * (basis.num_steady + basis.num_noisy)
     table = torch.zeros(pilot.samples, 2 * pilot.draws, columns, dtype=torch.float64, device=subject.device)
     for members in subject.batches(pilot.samples, batch, world):

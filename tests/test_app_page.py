@@ -223,6 +223,21 @@ def test_what_goes_wrong_is_told_in_words(page: Any) -> None:
     assert "9 images" in page.inner_text("#status")
 
 
+def test_a_step_is_shown_once_its_measurement_has_come(page: Any) -> None:
+    """A measurement comes with the step after it; until then the step before is shown, with all three images."""
+
+    def cut(route: Any) -> None:
+        lines = route.fetch().text().splitlines()[:5]
+        route.fulfill(body="\n".join(lines) + "\n")
+
+    page.route("**/run", cut)
+    page.click("#go")
+    page.wait_for_selector("body[data-state=failed]")
+    assert "ended early" in page.inner_text("#status")
+    assert (state(page, "steps"), state(page, "position")) == (5, 3)
+    assert values(page, "y", 3).shape == (9, 1, 8, 8)
+
+
 def test_nothing_is_wider_than_the_screen(page: Any) -> None:
     for width in (420, 800, 1280, 1800):
         page.set_viewport_size({"width": width, "height": 900})

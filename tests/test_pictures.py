@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from bsi.errors import UsageError
-from bsi.pictures import Moment, animate, belief_frames, grid, pixels
+from bsi.pictures import Moment, animate, animation_bytes, belief_frames, grid, pixels
 
 
 def test_pixels_are_rounded_and_never_truncated():
@@ -21,15 +21,28 @@ def test_a_grid_shows_every_image_in_order():
     images = np.zeros((5, 3, 32, 40), np.uint8)
     for i in range(5):
         images[i] = 10 * (i + 1)
-    picture = np.asarray(grid(images))
+    picture = np.asarray(grid(images, towards=0))
     assert picture.shape == (2 * 34 + 2, 3 * 42 + 2, 3)  # three columns, gaps of two pixels
     assert [int(picture[2 + 16, 2 + 42 * i + 20, 0]) for i in range(3)] == [10, 20, 30]
     assert [int(picture[2 + 34 + 16, 2 + 42 * i + 20, 0]) for i in range(3)] == [40, 50, 255]
-    assert np.asarray(grid(images, columns=5)).shape[0] == 36
+    assert np.asarray(grid(images, columns=5, towards=0)).shape[0] == 36
 
 
-def test_small_images_are_drawn_enlarged():
-    assert grid(np.zeros((1, 1, 8, 8), np.uint8)).size == (36, 36)
+def test_small_images_and_few_are_drawn_enlarged():
+    assert grid(np.zeros((400, 1, 8, 8), np.uint8)).size == (20 * 34 + 2, 20 * 34 + 2)
+    assert grid(np.zeros((16, 1, 8, 8), np.uint8)).size == (4 * 98 + 2, 4 * 98 + 2)
+    assert grid(np.zeros((64, 3, 32, 32), np.uint8)).size == (8 * 34 + 2, 8 * 34 + 2)
+    assert grid(np.zeros((1, 3, 500, 500), np.uint8)).size == (504, 504)
+
+
+@pytest.mark.parametrize(("shape", "num"), [((1, 8, 8), 16), ((3, 32, 32), 9), ((3, 300, 200), 2)])
+def test_the_memory_of_an_animation_is_known_before(shape, num):
+    moment = Moment(*np.zeros((3, num, *shape), np.float32), 1.0)
+    (frame,) = belief_frames([moment])
+    held = 2 * len(frame.tobytes()) + sum(
+        part.nbytes for part in (moment.belief, moment.prediction, moment.measurement)
+    )
+    assert animation_bytes(shape, num, 1) == pytest.approx(held, rel=0.02)
 
 
 def test_what_has_no_picture_is_refused():

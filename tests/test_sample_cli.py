@@ -62,7 +62,7 @@ def test_everything_that_was_asked_for_is_written(tmp_path, method):
     with Image.open(args.animate) as opened:
         assert opened.n_frames == 5
     with Image.open(args.out) as opened:
-        assert opened.size == (4 * 34 + 2, 3 * 34 + 2)
+        assert opened.size == (4 * 98 + 2, 3 * 98 + 2)
     assert not list(tmp_path.glob("*.parts"))
 
 

@@ -24,7 +24,9 @@ Number = float | int
 
 PAPER, INK, FAINT, BAR = (255, 255, 255), (34, 34, 40), (226, 226, 232), (58, 110, 190)
 GAP = 2
-SMALLEST = 32  # images with fewer pixels than this on a side are drawn enlarged
+BETWEEN = 12  # pixels between the panels of a frame
+SMALLEST = 32  # pixels that an image has at least on a side, drawn enlarged if it has fewer
+SHEET, PANEL = 384, 256  # pixels that a grid, and one of an animation, is enlarged towards
 LINE = 18  # pixels that a line of text takes
 ANIMATIONS = (".gif", ".webp")
 
@@ -48,8 +50,12 @@ def grid(
     columns: int | None = None,
     low: Number | None = None,
     high: Number | None = None,
+    towards: int = SHEET,
 ) -> Image.Image:
-    """The images side by side, row by row, in as many columns as make the picture square."""
+    """The images side by side, row by row, in as many columns as make the picture square.
+
+    Small images, and few, are enlarged by a whole number, to a picture about `towards` pixels wide.
+    """
     shown = np.asarray(images)
     if shown.ndim != 4 or shown.shape[1] not in (1, 3) or not len(shown):
         raise UsageError(
@@ -57,18 +63,23 @@ def grid(
             f"Other data has no picture; save it with --npz."
         )
     shown = pixels(shown, low, high).transpose(0, 2, 3, 1)
-    enlarge = math.ceil(SMALLEST / min(shown.shape[1:3]))
-    shown = shown.repeat(enlarge, axis=1).repeat(enlarge, axis=2)
-    n, height, width, _ = shown.shape
+    n = len(shown)
     columns = math.ceil(math.sqrt(n)) if columns is None else columns
     if columns < 1:
         raise UsageError(f"a grid has at least one column: got {columns}")
     columns, rows = min(columns, n), math.ceil(n / columns)
+    enlarge = _enlargement(shown.shape[1], shown.shape[2], columns, towards)
+    shown = shown.repeat(enlarge, axis=1).repeat(enlarge, axis=2)
+    _, height, width, _ = shown.shape
     sheet = np.full((rows * (height + GAP) + GAP, columns * (width + GAP) + GAP, 3), PAPER[0], np.uint8)
     for i, image in enumerate(shown):
         top, left = GAP + i // columns * (height + GAP), GAP + i % columns * (width + GAP)
         sheet[top : top + height, left : left + width] = image
     return Image.fromarray(sheet)
+
+
+def _enlargement(height: int, width: int, columns: int, towards: int) -> int:
+    return max(math.ceil(SMALLEST / min(height, width)), towards // (columns * width))
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ def belief_frames(moments: Sequence[Moment], low: Number = -1.0, high: Number = 
     for i, moment in enumerate(moments):
         measured = blank if moment.measurement is None else moment.measurement
         parts = {"belief mean": moment.belief, "prediction": moment.prediction, "measurement": measured}
-        panels = {name: grid(images, low=low, high=high) for name, images in parts.items()}
+        panels = {name: grid(images, low=low, high=high, towards=PANEL) for name, images in parts.items()}
         reached = (logs[i] - logs[0]) / (logs[-1] - logs[0]) if logs[-1] > logs[0] else 1.0
         frames.append(_frame(panels, f"precision {moment.precision:.3g}, step {i} of {len(moments) - 1}", reached))
     return frames
@@ -99,9 +110,11 @@ def belief_frames(moments: Sequence[Moment], low: Number = -1.0, high: Number = 
 
 def animation_bytes(shape: tuple[int, ...], num: int, steps: int) -> int:
     """Memory that an animation takes: three arrays of values and a frame for each step, and the frame's copy."""
-    height, width = (side * math.ceil(SMALLEST / min(shape[1:])) + GAP for side in shape[1:])
     columns = math.ceil(math.sqrt(num))
-    frame = 3 * 3 * (columns * width + GAP) * (math.ceil(num / columns) * height + GAP + 3 * LINE)
+    enlarge = _enlargement(shape[1], shape[2], columns, PANEL)
+    height, width = (side * enlarge + GAP for side in shape[1:])
+    tall = math.ceil(num / columns) * height + GAP + 3 * LINE
+    frame = 3 * (3 * (columns * width + GAP) + 2 * BETWEEN) * tall
     return steps * (2 * frame + 3 * 4 * num * math.prod(shape))
 
 
@@ -110,12 +123,13 @@ def _frame(panels: dict[str, Image.Image], caption: str, reached: float) -> Imag
     font = ImageFont.load_default(size=12)
     width, height = next(iter(panels.values())).size
     width = max(width, math.ceil(max(font.getlength(name) for name in panels)) + 2 * GAP)
-    total = max(width * len(panels), math.ceil(font.getlength(caption)) + 2 * GAP)
+    total = max(width * len(panels) + BETWEEN * (len(panels) - 1), math.ceil(font.getlength(caption)) + 2 * GAP)
     frame = Image.new("RGB", (total, height + 3 * LINE), PAPER)
     draw = ImageDraw.Draw(frame)
     for i, (name, panel) in enumerate(panels.items()):
-        draw.text((i * width + GAP, 1), name, INK, font)
-        frame.paste(panel, (i * width, LINE))
+        left = i * (width + BETWEEN)
+        draw.text((left + GAP, 1), name, INK, font)
+        frame.paste(panel, (left, LINE))
     draw.text((GAP, LINE + height), caption, INK, font)
     top, end = 2 * LINE + height + 4, total - 1 - GAP
     draw.rectangle((GAP, top, end, top + 8), FAINT)

@@ -62,14 +62,12 @@ def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten in [low, high], every second or third where there are many; round numbers where there are none."""
+    """Powers of ten in [low, high], every second or third where there are many; round numbers where there are few."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     if last - first < 1:
-        return [
-            value
-            for value in (f * 10.0**p for p in range(first - 1, last + 1) for f in (1, 2, 5))
-            if low <= value <= high
-        ]
+        ones = [f * 10.0**p for p in range(first - 1, last + 1) for f in (1, 2, 5)]
+        within = [value for value in ones if low <= value <= high]
+        return within if len(within) > 2 else nice_ticks(low, high, 4)
     every = 1 + (last - first) // 7
     return [10.0**power for power in range(first, last + 1, every)]
 

@@ -35,7 +35,6 @@ __all__ = ["Measured", "measure"]
 OPERATIONS = {"cpu": 3e11, "cuda": 5e15}  # a few seconds of each
 LEVELS, LEVEL_IMAGES = 21, 96
 ANIMATED, STEPS = 9, 32
-SIDE = 96  # pixels that an animated image has at least
 MEASURE, RECON = (10, 5), 2  # levels for each sample: the paper's 5, or more where they cost little
 MOST_IMAGES, FEWEST_IMAGES = 512, 16
 
@@ -113,7 +112,7 @@ def sharpening(model: Model) -> bytes:
     steps = list(draw(model.denoiser, model.shape, ids, Drawing(steps=STEPS)))
     measured = [measurement(model.method, a, b) for a, b in itertools.pairwise(steps)]
     moments = [
-        Moment(_enlarged(step.latent), _enlarged(step.x_hat), None if y is None else _enlarged(y), float(step.level))
+        Moment(_array(step.latent), _array(step.x_hat), None if y is None else _array(y), float(step.level))
         for step, y in zip(steps, [*measured, None], strict=True)
     ]
     bins = model.bins
@@ -125,9 +124,8 @@ def sharpening(model: Model) -> bytes:
         return path.read_bytes()
 
 
-def _enlarged(x: Tensor) -> np.ndarray:
-    times = -(-SIDE // min(x.shape[2:]))
-    return x.cpu().numpy().repeat(times, axis=2).repeat(times, axis=3)
+def _array(x: Tensor) -> np.ndarray:
+    return x.cpu().numpy()
 
 
 @torch.no_grad()

@@ -128,7 +128,8 @@ def likelihood(run: Run, asked: Measured) -> str:
         told = "Where the bits are: the area is the measurement term."
         parts.append(f"<figure>{drawn}<figcaption>{told}</figcaption></figure>")
     shown = f'<div class="pair">{"".join(parts)}</div>' if parts else ""
-    return shown + _records([record for record in run.evaluations if "bits_per_dim" in record], EVALUATED)
+    stored = [record for record in run.evaluations if "bits_per_dim" in record]
+    return shown + (_records(stored, EVALUATED) if len(stored) > 1 else "")  # one alone is told above
 
 
 def _records(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:

@@ -73,6 +73,9 @@ export class History {
     this.done = true;
   }
 
+  // The last step that is known whole: the measurement of a step comes with the step after it, and the sample has none.
+  get known() { return this.steps.length > this.last ? this.last : Math.max(0, this.steps.length - 2); }
+
   leave() { this._leave.abort(); }
 }
 

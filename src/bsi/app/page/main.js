@@ -70,7 +70,7 @@ function arrived(history) {
     run();
   }
   $("#step").max = history.last;
-  if (matchMedia("(prefers-reduced-motion: reduce)").matches) { page.playing = false; page.position = history.steps.length - 1; }
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) { page.playing = false; page.position = history.known; }
   show();
 }
 
@@ -93,7 +93,7 @@ function tick(now) {
   if (!page.playing || !history) return;
   const seconds = before === null ? 0 : Math.min(0.1, (now - before) / 1000), shown = Math.floor(page.position);
   before = now;
-  page.position = Math.min(history.steps.length - 1, page.position + seconds * history.last / PLAY_SECONDS);
+  page.position = Math.min(history.known, page.position + seconds * history.last / PLAY_SECONDS);
   if (page.position >= history.last) page.playing = false;
   if (Math.floor(page.position) !== shown || !page.playing) show();
   if (page.playing) loop = requestAnimationFrame(tick);
@@ -102,7 +102,7 @@ function tick(now) {
 function moveTo(position) {
   if (!page.history?.steps.length) return;
   page.playing = false;
-  page.position = Math.min(page.history.steps.length - 1, Math.max(0, position));
+  page.position = Math.min(page.history.known, Math.max(0, position));
   show();
 }
 

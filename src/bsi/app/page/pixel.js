@@ -3,6 +3,7 @@ import { colour, fit } from "./sheets.js";
 
 const CHANNELS = { light: ["#c0392b", "#2e8b57", "#2566ad"], dark: ["#ff8a80", "#7fd8a4", "#6fb1f7"] };
 const MOST_BARS = 32;
+const LEAST_SCALE = 0.25; // so that a broad belief looks broad, and not like none at all
 
 function prepare(canvas) {
   const context = fit(canvas), ratio = window.devicePixelRatio || 1;
@@ -90,10 +91,11 @@ export function drawCurve(canvas, step, pixel, about) {
   found.forEach((place, c) => {
     const mean = step.mean[place], log = value => -0.5 * step.precision * (value - mean) ** 2;
     const logs = centres.map(log), top = Math.max(...logs);
-    // Few levels: probabilities, on a scale from 0 to 1. Many: scaled to the likeliest value that is shown.
+    // Few levels: probabilities, on a scale from 0 to the largest, or to LEAST_SCALE. Many: to the likeliest value shown.
     const ends = bars ? [low - gap / 2, high + gap / 2] : [low - reach, high + reach];
     const total = bars ? top + Math.log(logs.reduce((sum, value) => sum + Math.exp(value - top), 0)) : log(Math.min(ends[1], Math.max(ends[0], mean)));
-    const up = value => base - tall * Math.min(1, Math.exp(log(value) - total));
+    const scale = bars ? Math.max(LEAST_SCALE, Math.exp(top - total)) : 1;
+    const up = value => base - tall * Math.min(1, Math.exp(log(value) - total) / scale);
     if (bars) {
       context.globalAlpha = 0.28 / shape[0] ** 0.5; context.fillStyle = colours[c];
       for (const centre of centres) context.fillRect(x(centre - 0.42 * gap), up(centre), x(centre + 0.42 * gap) - x(centre - 0.42 * gap), base - up(centre));

@@ -1,11 +1,12 @@
 """Matrix products through cuBLASLt: with an epilogue that PyTorch does not ask for, and the fastest algorithm there is.
 
     linear_gelu      gelu(h W^T + b), and the sum before GELU beside it, both written by the product itself
+    product8         a b^T of 8-bit matrices, each with a number on the device that multiplies it; GELU as above
 
 The library is the one torch has loaded, called through ctypes: nothing is compiled. For every new shape the
 algorithms that the library proposes are timed once, and the fastest is kept: up to a tenth faster than the first
 proposal. Its epilogues for the backward (DGELU, BGRAD) are no epilogues but kernels of their own, and slow:
-kernels.py does that work. GELU is the tanh form. CUDA and bfloat16 only.
+branch_kernels.py does that work. GELU is the tanh form. CUDA, bfloat16 and 8 bits only.
 """
 
 from __future__ import annotations
@@ -13,22 +14,32 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
-__all__ = ["Epilogue", "linear", "linear_gelu", "product", "weight_grad"]
+from bsi.backbones.branch_kernels import Matrix8
+
+__all__ = ["Epilogue", "linear", "linear_gelu", "product", "product8", "weight_grad"]
 
 WORKSPACE_BYTES = 64 << 20
-PROPOSALS = 8
+PROPOSALS = 32
 TIMED_RUNS = 5
 
-_BF16, _F32, _COMPUTE_F32 = 14, 0, 68  # cudaDataType_t, cublasComputeType_t
-_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _AUX_POINTER, _AUX_LD = 3, 4, 7, 8, 11, 12  # cublasLtMatmulDescAttributes_t
+_COMPUTE_F32 = 68  # cublasComputeType_t
+_KIND = {  # cudaDataType_t
+    torch.float32: 0,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+# cublasLtMatmulDescAttributes_t
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _AUX_POINTER, _AUX_LD = 3, 4, 7, 8, 11, 12
+_SCALE_A, _SCALE_B, _SCALE_D, _AUX_TYPE, _FAST_ACCUMULATION, _BIAS_TYPE = 17, 18, 20, 22, 25, 26
 _MAX_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
 
 
@@ -81,7 +92,7 @@ def _workspace(device: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Shape:
-    """out (m, n) = op(a) op(b), in row-major terms."""
+    """out (m, n) = op(a) op(b), in row-major terms; `fast` lets 8-bit products sum in short accumulators."""
 
     m: int
     n: int
@@ -89,8 +100,22 @@ class _Shape:
     transpose_a: bool
     transpose_b: bool
     epilogue: Epilogue
-    out_type: int
+    a_type: torch.dtype
+    b_type: torch.dtype
+    out_type: torch.dtype
     device: int
+    fast: bool = False
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """Tensors that a product takes besides its factors and its output."""
+
+    bias: Tensor | None = None
+    aux: Tensor | None = None
+    a_scale: Tensor | None = None
+    b_scale: Tensor | None = None
+    out_scale: Tensor | None = None
 
 
 class _Plan:
@@ -99,21 +124,35 @@ class _Plan:
     def __init__(self, shape: _Shape) -> None:
         library, self.shape, self.lock = _library(), shape, threading.Lock()
         self.description, preference = c_void_p(), c_void_p()
-        _check(library.cublasLtMatmulDescCreate(byref(self.description), _COMPUTE_F32, _F32), "a description")
+        _check(
+            library.cublasLtMatmulDescCreate(byref(self.description), _COMPUTE_F32, _KIND[torch.float32]),
+            "a description",
+        )
         # Row-major data is the transpose of column-major: out^T = op(b)^T op(a)^T, so b comes first.
         self._set(_TRANSA, c_int32(int(shape.transpose_b)))
         self._set(_TRANSB, c_int32(int(shape.transpose_a)))
         self._set(_EPILOGUE, c_int32(int(shape.epilogue)))
-        self._set(_AUX_LD, c_int64(shape.n))
-        self.left = _layout(shape.k, shape.n) if shape.transpose_b else _layout(shape.n, shape.k)
-        self.right = _layout(shape.m, shape.k) if shape.transpose_a else _layout(shape.k, shape.m)
+        if shape.epilogue == Epilogue.GELU_AUX_BIAS:
+            self._set(_AUX_LD, c_int64(shape.n))
+        eight = shape.a_type.itemsize == 1
+        if eight:
+            self._set(_FAST_ACCUMULATION, c_int8(int(shape.fast)))
+        if eight and shape.epilogue != Epilogue.NONE:
+            self._set(_BIAS_TYPE, c_int32(_KIND[torch.bfloat16]))
+        if eight and shape.epilogue == Epilogue.GELU_AUX_BIAS:
+            self._set(_AUX_TYPE, c_int32(_KIND[torch.bfloat16]))
+        left, right = (shape.k, shape.n), (shape.m, shape.k)
+        self.left = _layout(*(left if shape.transpose_b else left[::-1]), shape.b_type)
+        self.right = _layout(*(right if shape.transpose_a else right[::-1]), shape.a_type)
         self.out = _layout(shape.n, shape.m, shape.out_type)
+        # What would be added, and is not: 8 bits are no type for it.
+        self.added = _layout(shape.n, shape.m, torch.bfloat16) if shape.out_type.itemsize == 1 else self.out
         _check(library.cublasLtMatmulPreferenceCreate(byref(preference)), "a preference")
         limit = c_size_t(WORKSPACE_BYTES)
         library.cublasLtMatmulPreferenceSetAttribute(preference, c_int(_MAX_WORKSPACE), byref(limit), c_size_t(8))
         self.proposals, found = (_Proposal * PROPOSALS)(), c_int()
         status = library.cublasLtMatmulAlgoGetHeuristic(
-            _handle(shape.device), self.description, self.left, self.right, self.out, self.out, preference,
+            _handle(shape.device), self.description, self.left, self.right, self.added, self.out, preference,
             c_int(PROPOSALS), self.proposals, byref(found),
         )  # fmt: skip
         library.cublasLtMatmulPreferenceDestroy(preference)
@@ -126,12 +165,14 @@ class _Plan:
         )
         _check(status, f"attribute {attribute}")
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, aux: Tensor | None) -> None:
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, extra: _Extra) -> None:
+        # b comes first there, so its scale is A's
+        named = {_BIAS_POINTER: extra.bias, _AUX_POINTER: extra.aux, _SCALE_A: extra.b_scale, _SCALE_B: extra.a_scale,
+                 _SCALE_D: extra.out_scale}  # fmt: skip
         with self.lock:
-            if bias is not None:
-                self._set(_BIAS_POINTER, c_void_p(bias.data_ptr()))
-            if aux is not None:
-                self._set(_AUX_POINTER, c_void_p(aux.data_ptr()))
+            for attribute, tensor in named.items():
+                if tensor is not None:
+                    self._set(attribute, c_void_p(tensor.data_ptr()))
             if self.chosen < 0:
                 self.chosen = self._fastest(a, b, out)
             _check(self._run(self.chosen, a, b, out), f"to run {self.shape}")
@@ -143,7 +184,8 @@ class _Plan:
         return int(
             _library().cublasLtMatmul(
                 _handle(device), self.description, byref(one), c_void_p(b.data_ptr()), self.left,
-                c_void_p(a.data_ptr()), self.right, byref(zero), c_void_p(out.data_ptr()), self.out,
+                c_void_p(a.data_ptr()), self.right, byref(zero),
+                c_void_p(out.data_ptr() if self.added is self.out else None), self.added,
                 c_void_p(out.data_ptr()), self.out, byref(self.proposals[proposal]), c_void_p(workspace.data_ptr()),
                 c_size_t(WORKSPACE_BYTES), c_void_p(torch.cuda.current_stream(device).cuda_stream),
             )
@@ -166,10 +208,10 @@ class _Plan:
         return times.index(min(times))
 
 
-def _layout(rows: int, columns: int, kind: int = _BF16) -> c_void_p:
+def _layout(rows: int, columns: int, kind: torch.dtype) -> c_void_p:
     """A column-major matrix without padding."""
     layout = c_void_p()
-    _check(_library().cublasLtMatrixLayoutCreate(byref(layout), kind, rows, columns, rows), "a layout")
+    _check(_library().cublasLtMatrixLayoutCreate(byref(layout), _KIND[kind], rows, columns, rows), "a layout")
     return layout
 
 
@@ -193,9 +235,28 @@ def product(
     m, k = (a.shape[1], a.shape[0]) if transpose_a else (a.shape[0], a.shape[1])
     n = b.shape[0] if transpose_b else b.shape[1]
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
-    kind = _F32 if out_dtype == torch.float32 else _BF16
-    shape = _Shape(m, n, k, transpose_a, transpose_b, epilogue, kind, a.get_device())
-    _plan(shape)(a, b, out, bias, aux)
+    shape = _Shape(m, n, k, transpose_a, transpose_b, epilogue, a.dtype, b.dtype, out_dtype, a.get_device())
+    _plan(shape)(a, b, out, _Extra(bias, aux))
+    return out
+
+
+def product8(
+    a: Matrix8,
+    b: Matrix8,
+    epilogue: Epilogue = Epilogue.NONE,
+    bias: Float[Tensor, " features"] | None = None,
+    aux: Float[Tensor, "rows columns"] | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out_scale: Float[Tensor, ""] | None = None,
+    fast: bool = True,
+) -> Shaped[Tensor, "rows columns"]:
+    """a b^T; an output in 8 bits is multiplied by `out_scale`. Bias and aux are bfloat16."""
+    (m, k), n = a.rows.shape, len(b.rows)
+    out = torch.empty(m, n, dtype=out_dtype, device=a.rows.device)
+    kinds = a.rows.dtype, b.rows.dtype, out_dtype
+    _plan(_Shape(m, n, k, False, True, epilogue, *kinds, a.rows.get_device(), fast))(
+        a.rows, b.rows, out, _Extra(bias, aux, a.inverse, b.inverse, out_scale)
+    )
     return out
 
 

@@ -8,7 +8,7 @@ adaln.py holds the rest of a block and the account of its memory traffic.
 """
 
 from collections.abc import Iterator
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from einops import rearrange
 from jaxtyping import Float, Int, Int32
@@ -22,11 +22,15 @@ from bsi.backbones.dropout import draw_seeds
 from bsi.backbones.embeddings import ConditionEmbedding, positions
 from bsi.backbones.starts import xavier_
 
+if TYPE_CHECKING:
+    from bsi.backbones.fp8 import Weights8
+
 
 class DiT(Backbone):
     """A DiT for data of one shape (channels, *space). `trunk` is the form of its blocks: acceleration.py chooses it."""
 
-    trunk: Literal["plain", "fused", "lean"] = "plain"
+    trunk: Literal["plain", "fused", "lean", "fp8"] = "plain"
+    _frozen: "list[Weights8] | None" = None
 
     def __init__(
         self, config: DiTConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
@@ -59,12 +63,30 @@ class DiT(Backbone):
         if self.trunk == "plain":
             out = self.head(self._blocks(x, per_block, seeds), last)
         else:
-            from bsi.backbones.fused import fused_trunk  # needs Triton, which only some machines have
-
-            lean, blocks = self.trunk == "lean", [cast(Block, block) for block in self.blocks]
-            h = fused_trunk(x, blocks, per_block, last, self.config.heads, self.config.dropout, seeds, lean)
-            out = self.head.project(h)
+            out = self.head.project(self._fused(x, per_block, last, seeds))
         return unpatchify(out, self.grid, self.config.patch)
+
+    def _fused(
+        self,
+        x: Float[Tensor, "batch tokens width"],
+        modulations: list[Float[Tensor, "batch 6 width"]],
+        last: Float[Tensor, "batch 2 width"],
+        seeds: Int32[Tensor, "depth 2 2"] | None,
+    ) -> Float[Tensor, "batch tokens width"]:
+        heads, dropout, blocks = self.config.heads, self.config.dropout, [cast(Block, block) for block in self.blocks]
+        if self.trunk == "fp8":  # both need Triton, which only some machines have
+            from bsi.backbones.fp8 import fp8_trunk
+
+            return fp8_trunk(x, blocks, modulations, last, heads, dropout, seeds, self._frozen)
+        from bsi.backbones.fused import fused_trunk
+
+        return fused_trunk(x, blocks, modulations, last, heads, dropout, seeds, lean=self.trunk == "lean")
+
+    def freeze_fp8(self) -> None:
+        """Keep the blocks' weights in 8 bits, for evaluations without gradients: they will not change any more."""
+        from bsi.backbones.fp8 import quantise_weights
+
+        self._frozen = quantise_weights([cast(Block, block) for block in self.blocks], for_training=False)
 
     def _blocks(
         self,

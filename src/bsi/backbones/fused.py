@@ -1,7 +1,7 @@
 """The DiT's trunk with as few passes over memory as we know how: one kernel between two products.
 
 The residual stream is carried from half-block to half-block as (stream, branch, gate): adding a branch waits for the
-norm that comes next, and both are one kernel (kernels.py). A half-block is then
+norm that comes next, and both are one kernel (norm_kernels.py). A half-block is then
 
     gate_norm -> product -> attention -> product          or          gate_norm -> product with GELU -> product
 
@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bsi.backbones import cublaslt
-from bsi.backbones.kernels import Normed, gate_norm, gate_norm_backward, gather, gelu_backward
+from bsi.backbones.branch_kernels import gather, gelu_backward
+from bsi.backbones.norm_kernels import Normed, gate_norm, gate_norm_backward
 
 if TYPE_CHECKING:
     from bsi.backbones.dit import Block
@@ -37,10 +38,10 @@ Stream = Float[Tensor, "batch tokens width"]
 PerSample = Float[Tensor, "batch width"]
 Inputs = tuple[Tensor | None, ...]
 
-_NO_GRADIENT = (None,) * 5  # for the settings that come after the tensors
+NO_GRADIENT = (None,) * 5  # for the settings that come after the tensors
 
 
-class _Half:
+class Half:
     """What the half-blocks share: the fused norm before, and its gradients after, the branch's own work.
 
     Tensors go through `save_for_backward`: the stream is an output, and keeping it on the context itself would be a
@@ -105,13 +106,13 @@ class _AttentionHalf(torch.autograd.Function):
         out = cublaslt.product(rows, out_half, transpose_b=True).view(batch, tokens, width)
         if keep:
             inputs = (branch, bias, gate, shift, scale, seed)
-            _Half.save(ctx, normed, inputs, dropout, lean, qkv_half, out_half, qkv_weight)
+            Half.save(ctx, normed, inputs, dropout, lean, qkv_half, out_half, qkv_weight)
             ctx.attention = (q, k, v), mixed
         return normed.stream, out
 
     @staticmethod
     def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
-        half = _Half(ctx)
+        half = Half(ctx)
         (qkv_half, out_half, master), (parts, mixed) = half.own, ctx.attention
         batch, heads, tokens, size = mixed.shape
         rows = dout.flatten(0, 1)
@@ -122,7 +123,7 @@ class _AttentionHalf(torch.autograd.Function):
         ctx.attention = None
         dqkv_weight = cublaslt.weight_grad(dqkv.qkv, half.h(), master)
         dh = cublaslt.product(dqkv.qkv, qkv_half).view_as(dout)
-        return *half.finish(dstream, dh), dqkv_weight, dqkv.bias, dout_weight, *_NO_GRADIENT
+        return *half.finish(dstream, dh), dqkv_weight, dqkv.bias, dout_weight, *NO_GRADIENT
 
 
 class _MlpHalf(torch.autograd.Function):
@@ -142,12 +143,12 @@ class _MlpHalf(torch.autograd.Function):
         out = cublaslt.product(hidden, contract_half, transpose_b=True).view_as(x)
         if keep:
             inputs, own = (branch, bias, gate, shift, scale, seed), (before, None if lean else hidden)
-            _Half.save(ctx, normed, inputs, dropout, lean, *own, expand_half, contract_half, expand_weight)
+            Half.save(ctx, normed, inputs, dropout, lean, *own, expand_half, contract_half, expand_weight)
         return normed.stream, out
 
     @staticmethod
     def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
-        half = _Half(ctx)
+        half = Half(ctx)
         before, kept, expand_half, contract_half, master = half.own
         rows = dout.flatten(0, 1)
         grads = gelu_backward(cublaslt.product(rows, contract_half), before, again=kept is None)
@@ -155,10 +156,10 @@ class _MlpHalf(torch.autograd.Function):
         dcontract_weight = cublaslt.weight_grad(rows, hidden, master)
         dexpand_weight = cublaslt.weight_grad(grads.before, half.h(), master)
         dh = cublaslt.product(grads.before, expand_half).view_as(dout)
-        return *half.finish(dstream, dh), dexpand_weight, grads.bias, dcontract_weight, *_NO_GRADIENT[1:]
+        return *half.finish(dstream, dh), dexpand_weight, grads.bias, dcontract_weight, *NO_GRADIENT[:4]
 
 
-class _LastNorm(torch.autograd.Function):
+class LastNorm(torch.autograd.Function):
     """The last branch added, and the head's norm."""
 
     @staticmethod
@@ -168,12 +169,12 @@ class _LastNorm(torch.autograd.Function):
     ) -> Stream:  # fmt: skip
         normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed)
         if keep:
-            _Half.save(ctx, normed, (branch, bias, gate, shift, scale, seed), dropout, lean=True)
+            Half.save(ctx, normed, (branch, bias, gate, shift, scale, seed), dropout, lean=True)
         return normed.h
 
     @staticmethod
     def backward(ctx: Any, dh: Stream) -> tuple[Tensor | None, ...]:
-        return *_Half(ctx).finish(torch.zeros_like(dh), dh.contiguous()), *_NO_GRADIENT[2:]
+        return *Half(ctx).finish(torch.zeros_like(dh), dh.contiguous()), *NO_GRADIENT[:3]
 
 
 def fused_trunk(
@@ -206,4 +207,4 @@ def fused_trunk(
             mlp.contract.weight, dropout, seed_a, lean, keep,
         )  # fmt: skip
         bias, gate, seed = mlp.contract.bias, gate_m, seed_m
-    return _LastNorm.apply(x, branch, bias, gate, *last.unbind(1), dropout, seed, keep)
+    return LastNorm.apply(x, branch, bias, gate, *last.unbind(1), dropout, seed, keep)

@@ -2,7 +2,8 @@
 
 The parameters, the optimiser, the Fourier features and everything around the network stay in float32. Inside the
 network, after `backbone.compute_dtype = compute_dtype("auto", device)`, autocast runs matrix products, convolutions and
-attention in bfloat16 (or float16), and sums in float32; it converts each weight when it is used.
+attention in bfloat16 (or float16), and sums in float32; it converts each weight when it is used. fp8 is bfloat16 with
+the products of a DiT's blocks in 8 bits (fp8.py): experimental, and only where a user asks for it.
 """
 
 from typing import Literal
@@ -11,7 +12,7 @@ import torch
 
 from bsi.errors import UsageError
 
-Precision = Literal["auto", "bf16", "float16", "float32"]
+Precision = Literal["auto", "bf16", "fp8", "float16", "float32"]
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
@@ -27,9 +28,12 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype | N
             return None
         case "auto":
             return torch.bfloat16 if has_bf16 else torch.float16 if cuda else None
+        case "fp8" if not cuda or torch.cuda.get_device_capability(device) < (8, 9):
+            name = torch.cuda.get_device_name(device) if cuda else f"the {device.type}"
+            raise UsageError(f"{name} does not compute in fp8: that takes a GPU of compute capability 8.9. Use auto.")
         case "bf16" if cuda and not has_bf16:
             raise UsageError(f"{torch.cuda.get_device_name(device)} does not compute in bf16. Use float16 or auto.")
-        case "bf16":
+        case "bf16" | "fp8":
             return torch.bfloat16
         case "float16" if not cuda:
             raise UsageError(f"float16 needs a CUDA device: got {device.type}. Use auto or float32.")

@@ -29,8 +29,8 @@ class Bench:
     """images at a time"""
     size: int = 32
     """height and width of the images, which have three channels"""
-    precision: Literal["auto", "bf16", "float16", "float32"] = "auto"
-    """inside the network"""
+    precision: Literal["auto", "bf16", "fp8", "float16", "float32"] = "auto"
+    """inside the network; fp8, 8-bit products for the DiT, is experimental"""
     method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"
     """all three cost the same: see for yourself"""
     lean: bool = False
@@ -53,11 +53,14 @@ def run(args: Bench) -> int:
     backbone, shape = resolve(args.backbone), (3, args.size, args.size)
     cost(backbone, shape, 256)  # refuses what cannot be built, before torch allocates anything
 
+    from bsi.backbones.acceleration import check_fp8
     from bsi.evaluation.speed import Case, check, measure
     from bsi.training.distributed import pick_device
 
     device = pick_device(None if args.device == "auto" else args.device, 0)
     compute_dtype(args.precision, device)
+    if args.precision == "fp8":
+        check_fp8(backbone, shape)
     matmul, code = None, 0
     for method in ("bsi", "bfn", "vdm") if args.method == "all" else (args.method,):
         case = Case(args.work, backbone, shape, args.batch, method, args.precision, args.lean, device)

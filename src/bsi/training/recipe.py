@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 MethodName = Literal["bsi", "bfn", "vdm"]
-Precision = Literal["auto", "bf16", "float16", "float32"]
+Precision = Literal["auto", "bf16", "fp8", "float16", "float32"]
 
 FIRST_RATE = 1e-8  # the paper's warm-up starts here
 
@@ -306,6 +306,8 @@ class Recipe:
             )
         if self.audit and self.precision not in ("auto", "float32"):
             raise UsageError(f"the audit mode computes in float32: got precision={self.precision}")
+        if self.precision == "fp8" and not self.compile:
+            raise UsageError("fp8 is one of the fast forms that compile=False turns off: leave compile on")
 
     def check(self, world: int) -> None:
         """Refuse what cannot be shared by so many ranks, before anything is built."""

@@ -1,8 +1,6 @@
-"""Triton kernels for everything in an adaLN-Zero block that is neither matrix product nor attention.
+"""Triton kernels for norms, gates and the residual stream of an adaLN-Zero block.
 
     gate_norm        stream = x + gate * dropout(branch + bias),  h = LayerNorm(stream) * (1 + scale) + shift
-    gelu_backward    the gradient of GELU's argument
-    gather           the gradients of q, k and v, side by side, as the gradient of their one product
 
 Each reads its inputs once and writes its outputs once, forward and backward. Sums over tokens (the gradients of
 gates, shifts, scales and biases) are taken on the way, in float32, over chunks whose partial sums are added
@@ -17,12 +15,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
 from bsi.backbones.dropout import WEYL
 
-__all__ = ["Gradients", "Normed", "gate_norm", "gate_norm_backward", "gather", "gelu_backward"]
+__all__ = ["CHUNK", "Gradients", "Normed", "block_of", "gate_norm", "gate_norm_backward", "warps_of"]
 
 NORM_EPS = 1e-6
 CHUNK = 64  # tokens whose contributions to a sum are added before they leave the chip
@@ -45,7 +43,7 @@ def _gate_norm(
     x, branch, bias, gate, shift, scale, seed, stream, h, mean, rstd,
     stride_gate, stride_norm, tokens, width, eps,
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
-    BRANCH: tl.constexpr, BLOCK: tl.constexpr,
+    BRANCH: tl.constexpr, H_SCALE: tl.constexpr, H_LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     sample = row // tokens
@@ -70,7 +68,10 @@ def _gate_norm(
     tl.store(rstd + row, inverse)
     scale_here = tl.load(scale + sample * stride_norm + column, mask=inside, other=0.0).to(tl.float32)
     shift_here = tl.load(shift + sample * stride_norm + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(h + place, centred * inverse * (1.0 + scale_here) + shift_here, mask=inside)
+    out = centred * inverse * (1.0 + scale_here) + shift_here
+    if H_SCALE != 1.0:
+        out = tl.minimum(tl.maximum(out * H_SCALE, -H_LIMIT), H_LIMIT)
+    tl.store(h + place, out.to(h.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -130,62 +131,8 @@ def _gate_norm_backward(
     tl.store(base + 3 * width, sum_branch, mask=inside)
 
 
-@triton.jit
-def _gelu_backward(
-    dhidden, before, dbefore, hidden, sums, rows, width,
-    HIDDEN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    chunk = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in range(0, CHUNK, TILE):
-        row = chunk * CHUNK + i + tl.arange(0, TILE)
-        here = (row < rows)[:, None] & inside[None, :]
-        place = row[:, None] * width + column[None, :]
-        a = tl.load(before + place, mask=here, other=0.0).to(tl.float32)
-        # gelu(a) = a sigmoid(2 u) with u = sqrt(2 / pi) (a + 0.044715 a^3): the tanh form
-        sigmoid = tl.sigmoid(2.0 * 0.7978845608028654 * (a + 0.044715 * a * a * a))
-        slope = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * a * a)
-        derivative = sigmoid + a * sigmoid * (1.0 - sigmoid) * slope
-        d = derivative * tl.load(dhidden + place, mask=here, other=0.0).to(tl.float32)
-        tl.store(dbefore + place, d, mask=here)
-        if HIDDEN:
-            tl.store(hidden + place, a * sigmoid, mask=here)
-        total += tl.sum(d, axis=0)
-    tl.store(sums + chunk * width + column, total, mask=inside)
-
-
-@triton.jit
-def _gather(
-    dq, dk, dv, out, sums, tokens, heads, rows, width,
-    stride_batch, stride_head, stride_token,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    chunk = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    source = dq
-    if part == 1:
-        source = dk
-    if part == 2:
-        source = dv
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in range(0, CHUNK, TILE):
-        row = chunk * CHUNK + i + tl.arange(0, TILE)
-        here = (row < rows)[:, None] & inside[None, :]
-        start = (row // tokens) * stride_batch + (row % tokens) * stride_token
-        place = start[:, None] + ((column // SIZE) * stride_head + column % SIZE)[None, :]
-        d = tl.load(source + place, mask=here, other=0.0)
-        tl.store(out + row[:, None] * (3 * width) + part * width + column[None, :], d, mask=here)
-        total += tl.sum(d.to(tl.float32), axis=0)
-    tl.store(sums + (chunk * 3 + part) * width + column, total, mask=inside)
-
-
 Stream = Float[Tensor, "batch tokens width"]
 PerSample = Float[Tensor, "batch width"]
-Rows = Float[Tensor, "rows features"]
 
 
 @dataclass(frozen=True)
@@ -193,7 +140,7 @@ class Normed:
     """The stream after a branch was added, what the next branch sees of it, and the norm's statistics."""
 
     stream: Stream
-    h: Stream
+    h: Shaped[Tensor, "batch tokens width"]
     mean: Float[Tensor, "batch tokens"]
     rstd: Float[Tensor, "batch tokens"]
 
@@ -210,11 +157,12 @@ class Gradients:
     scale: PerSample
 
 
-def _block(width: int) -> int:
+def block_of(width: int) -> int:
+    """Columns of a program: all of them, up to a power of two."""
     return triton.next_power_of_2(width)
 
 
-def _warps(block: int) -> int:
+def warps_of(block: int) -> int:
     """Eight elements to a thread: a 16-byte load of bfloat16. More warps to a tile cost exchanges between them."""
     return min(16, max(1, block // 256))
 
@@ -233,17 +181,23 @@ def gate_norm(
     scale: PerSample,
     dropout: float,
     seed: Int32[Tensor, " 2"] | None,
+    h_scale: float = 1.0,
+    h_type: torch.dtype | None = None,
 ) -> Normed:
-    """x + gate * dropout(branch + bias) and its modulated norm; without a branch the stream is x itself."""
+    """x + gate * dropout(branch + bias) and its modulated norm; without a branch the stream is x itself.
+
+    With an `h_type` of 8 bits, h is multiplied by `h_scale` and cut off where that type ends.
+    """
     batch, tokens, width = x.shape
-    stream, h = x if branch is None else torch.empty_like(x), torch.empty_like(x)
+    stream, h = x if branch is None else torch.empty_like(x), torch.empty_like(x, dtype=h_type)
     mean, rstd = (torch.empty(batch, tokens, dtype=torch.float32, device=x.device) for _ in range(2))
-    block = _block(width)
+    block = block_of(width)
     _gate_norm[(batch * tokens,)](
         x, x if branch is None else branch, x if bias is None else bias, scale if gate is None else gate, shift, scale,
         x if seed is None else seed, stream, h, mean, rstd, 0 if gate is None else gate.stride(0), scale.stride(0),
         tokens, width, NORM_EPS,
-        **_mask(dropout), BRANCH=branch is not None, BLOCK=block, num_warps=_warps(block),
+        **_mask(dropout), BRANCH=branch is not None, H_SCALE=h_scale, H_LIMIT=float(torch.finfo(h.dtype).max),
+        BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
     return Normed(stream, h, mean, rstd)
 
@@ -265,66 +219,16 @@ def gate_norm_backward(
     dx = torch.empty_like(dh)
     dbranch = None if branch is None else torch.empty_like(dh)
     sums = torch.empty(batch, chunks, 4, width, dtype=torch.float32, device=dh.device)
-    block = _block(width)
+    block = block_of(width)
     _gate_norm_backward[(batch * chunks,)](
         dstream, dh, normed.stream, dh if branch is None else branch, dh if bias is None else bias,
         scale if gate is None else gate, scale,
         dh if seed is None else seed, normed.mean, normed.rstd, dx, dx if dbranch is None else dbranch, sums,
         0 if gate is None else gate.stride(0), scale.stride(0), tokens, width, chunks,
-        **_mask(dropout), BRANCH=branch is not None, CHUNK=CHUNK, TILE=2, BLOCK=block, num_warps=_warps(block),
+        **_mask(dropout), BRANCH=branch is not None, CHUNK=CHUNK, TILE=2, BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
     total = sums.sum(1)
     dgate, dshift, dscale = total[:, :3].to(scale.dtype).unbind(1)
     if branch is None:
         return Gradients(dx, None, None, None, dshift, dscale)
     return Gradients(dx, dbranch, total[:, 3].sum(0), dgate, dshift, dscale)
-
-
-@dataclass(frozen=True)
-class GeluGradients:
-    """The gradient of GELU's argument, its sum over tokens, and GELU's output again if it was asked for."""
-
-    before: Rows
-    bias: Float[Tensor, " features"]
-    hidden: Rows | None
-
-
-def gelu_backward(dhidden: Rows, before: Rows, again: bool) -> GeluGradients:
-    """Through GELU's tanh form, in place of `dhidden`; `again` also computes its output, if that was not kept."""
-    rows, width = before.shape
-    chunks, block = triton.cdiv(rows, CHUNK), min(1024, _block(width))
-    hidden = torch.empty_like(before) if again else None
-    sums = torch.empty(chunks, width, dtype=torch.float32, device=before.device)
-    _gelu_backward[(chunks, triton.cdiv(width, block))](
-        dhidden, before, dhidden, dhidden if hidden is None else hidden, sums, rows, width,
-        HIDDEN=again, CHUNK=CHUNK, TILE=1, BLOCK=block, num_warps=_warps(block),
-    )  # fmt: skip
-    return GeluGradients(dhidden, sums.sum(0), hidden)
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The gradient of the product that makes q, k and v, and its sum over tokens."""
-
-    qkv: Rows
-    bias: Float[Tensor, " features"]
-
-
-def gather(
-    dq: Float[Tensor, "batch heads tokens size"],
-    dk: Float[Tensor, "batch heads tokens size"],
-    dv: Float[Tensor, "batch heads tokens size"],
-) -> Gathered:
-    """dq, dk and dv side by side, a row for each token."""
-    batch, heads, tokens, size = dq.shape
-    if not (dq.stride() == dk.stride() == dv.stride() and dq.stride(3) == 1):
-        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
-    rows, width = batch * tokens, heads * size
-    chunks = triton.cdiv(rows, CHUNK)
-    out = torch.empty(rows, 3 * width, dtype=dq.dtype, device=dq.device)
-    sums = torch.empty(chunks, 3 * width, dtype=torch.float32, device=dq.device)
-    _gather[(chunks, 3)](
-        dq, dk, dv, out, sums, tokens, heads, rows, width, dq.stride(0), dq.stride(1), dq.stride(2),
-        SIZE=size, CHUNK=CHUNK, TILE=1, BLOCK=_block(width), num_warps=_warps(_block(width)),
-    )  # fmt: skip
-    return Gathered(out, sums.sum(0))

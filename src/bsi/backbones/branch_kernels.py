@@ -1,0 +1,238 @@
+"""Triton kernels for what lies inside the branches of a block: GELU's gradient, the gradients of q, k and v, 8 bits.
+
+    gelu_backward    the gradient of GELU's argument
+    gather           the gradients of q, k and v, side by side, as the gradient of their one product
+    quantise, turn   any matrix in 8 bits; the transpose of one that has them
+
+Each reads its inputs once and writes its outputs once; the sums over tokens that biases need are taken on the way, as
+in norm_kernels.py. Both gradients can be written in 8 bits: given a bound on them, which lies on the device, they are
+multiplied by the power of two that brings the bound just under the format's largest number, and its inverse is handed
+on for the product. Numbers beyond are cut off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from bsi.backbones.norm_kernels import CHUNK, block_of, warps_of
+
+__all__ = ["Gathered", "GeluGradients", "Matrix8", "gather", "gelu_backward", "quantise", "turn"]
+
+GRADIENT8 = torch.float8_e5m2  # three digits, thirty powers of two
+
+
+@triton.jit
+def _scaled(value, largest, inverse, first, LIMIT: tl.constexpr):
+    """The value times a power of two that brings `largest` under LIMIT, whose inverse the first program writes."""
+    bound = tl.load(largest).to(tl.float32)
+    exponent = tl.minimum(tl.floor(tl.log2(LIMIT / tl.maximum(bound, 1e-30))), 100.0)
+    scale = tl.where(bound > 0.0, tl.exp2(exponent), 1.0)
+    if first:
+        tl.store(inverse, 1.0 / scale)
+    return tl.minimum(tl.maximum(value * scale, -LIMIT), LIMIT)
+
+
+@triton.jit
+def _gelu_backward(
+    dhidden, before, dbefore, hidden, sums, largest, inverse, rows, width,
+    HIDDEN: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+    for i in range(0, CHUNK, TILE):
+        row = chunk * CHUNK + i + tl.arange(0, TILE)
+        here = (row < rows)[:, None] & inside[None, :]
+        place = row[:, None] * width + column[None, :]
+        a = tl.load(before + place, mask=here, other=0.0).to(tl.float32)
+        # gelu(a) = a sigmoid(2 u) with u = sqrt(2 / pi) (a + 0.044715 a^3): the tanh form
+        sigmoid = tl.sigmoid(2.0 * 0.7978845608028654 * (a + 0.044715 * a * a * a))
+        slope = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * a * a)
+        derivative = sigmoid + a * sigmoid * (1.0 - sigmoid) * slope
+        d = derivative * tl.load(dhidden + place, mask=here, other=0.0).to(tl.float32)
+        total += tl.sum(d, axis=0)
+        if HIDDEN:
+            tl.store(hidden + place, a * sigmoid, mask=here)
+        if LIMIT > 0.0:
+            d = _scaled(d, largest, inverse, first, LIMIT)
+        tl.store(dbefore + place, d.to(dbefore.dtype.element_ty), mask=here)
+    tl.store(sums + chunk * width + column, total, mask=inside)
+
+
+@triton.jit
+def _gather(
+    dq, dk, dv, out, sums, largest, inverse, tokens, heads, rows, width,
+    stride_batch, stride_head, stride_token,
+    LIMIT: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    source = dq
+    if part == 1:
+        source = dk
+    if part == 2:
+        source = dv
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    first = (tl.program_id(0) == 0) & (part == 0)
+    for i in range(0, CHUNK, TILE):
+        row = chunk * CHUNK + i + tl.arange(0, TILE)
+        here = (row < rows)[:, None] & inside[None, :]
+        start = (row // tokens) * stride_batch + (row % tokens) * stride_token
+        place = start[:, None] + ((column // SIZE) * stride_head + column % SIZE)[None, :]
+        d = tl.load(source + place, mask=here, other=0.0).to(tl.float32)
+        total += tl.sum(d, axis=0)
+        if LIMIT > 0.0:
+            d = _scaled(d, largest, inverse, first, LIMIT)
+        there = out + row[:, None] * (3 * width) + part * width + column[None, :]
+        tl.store(there, d.to(out.dtype.element_ty), mask=here)
+    tl.store(sums + (chunk * 3 + part) * width + column, total, mask=inside)
+
+
+@triton.jit
+def _quantise(
+    x, out, largest, inverse, rows, width,
+    LIMIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+    for i in range(0, CHUNK, TILE):
+        row = tl.program_id(0).to(tl.int64) * CHUNK + i + tl.arange(0, TILE)
+        here = (row < rows)[:, None] & (column < width)[None, :]
+        place = row[:, None] * width + column[None, :]
+        value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+        value = _scaled(value, largest, inverse, first, LIMIT)
+        tl.store(out + place, value.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _turn(q, qt, rows, width, R: tl.constexpr, C: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
+    here = (row < rows)[:, None] & (column < width)[None, :]
+    bits = tl.load(q + row[:, None] * width + column[None, :], mask=here, other=0)
+    tl.store(qt + column[:, None] * rows + row[None, :], tl.trans(bits), mask=tl.trans(here))
+
+
+Rows = Shaped[Tensor, "rows features"]
+Scalar = Float[Tensor, ""]
+
+
+@dataclass(frozen=True)
+class Matrix8:
+    """An 8-bit matrix, and the number that times it is what it stands for."""
+
+    rows: Rows
+    inverse: Scalar
+
+
+@dataclass(frozen=True)
+class GeluGradients:
+    """The gradient of GELU's argument, its sum over tokens, and GELU's output again if it was asked for."""
+
+    before: Rows
+    inverse: Scalar | None
+    bias: Float[Tensor, " features"]
+    hidden: Rows | None
+
+    @property
+    def before8(self) -> Matrix8:
+        assert self.inverse is not None
+        return Matrix8(self.before, self.inverse)
+
+
+def gelu_backward(dhidden: Rows, before: Rows, again: bool = False, largest: Scalar | None = None) -> GeluGradients:
+    """Through GELU's tanh form, in place of `dhidden`; `again` also computes its output, if that was not kept.
+
+    With a bound, `largest`, the gradient is written in 8 bits instead.
+    """
+    rows, width = before.shape
+    chunks, block = triton.cdiv(rows, CHUNK), min(1024, block_of(width))
+    hidden = torch.empty_like(before) if again else None
+    sums = torch.empty(chunks, width, dtype=torch.float32, device=before.device)
+    inverse = None if largest is None else torch.empty((), dtype=torch.float32, device=before.device)
+    dbefore = dhidden if largest is None else torch.empty_like(dhidden, dtype=GRADIENT8)
+    _gelu_backward[(chunks, triton.cdiv(width, block))](
+        dhidden, before, dbefore, dhidden if hidden is None else hidden, sums, sums if largest is None else largest,
+        sums if inverse is None else inverse, rows, width,
+        HIDDEN=again, LIMIT=_limit(largest), CHUNK=CHUNK, TILE=1, BLOCK=block, num_warps=warps_of(block),
+    )  # fmt: skip
+    return GeluGradients(dbefore, inverse, sums.sum(0), hidden)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The gradient of the product that makes q, k and v, and its sum over tokens."""
+
+    qkv: Rows
+    inverse: Scalar | None
+    bias: Float[Tensor, " features"]
+
+    @property
+    def qkv8(self) -> Matrix8:
+        assert self.inverse is not None
+        return Matrix8(self.qkv, self.inverse)
+
+
+def gather(
+    dq: Float[Tensor, "batch heads tokens size"],
+    dk: Float[Tensor, "batch heads tokens size"],
+    dv: Float[Tensor, "batch heads tokens size"],
+    largest: Scalar | None = None,
+) -> Gathered:
+    """dq, dk and dv side by side, a row for each token; in 8 bits, if there is a bound on them, `largest`."""
+    batch, heads, tokens, size = dq.shape
+    if not (dq.stride() == dk.stride() == dv.stride() and dq.stride(3) == 1):
+        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    rows, width = batch * tokens, heads * size
+    chunks, block = triton.cdiv(rows, CHUNK), block_of(width)
+    out = torch.empty(rows, 3 * width, dtype=dq.dtype if largest is None else GRADIENT8, device=dq.device)
+    sums = torch.empty(chunks, 3 * width, dtype=torch.float32, device=dq.device)
+    inverse = None if largest is None else torch.empty((), dtype=torch.float32, device=dq.device)
+    _gather[(chunks, 3)](
+        dq, dk, dv, out, sums, sums if largest is None else largest, sums if inverse is None else inverse,
+        tokens, heads, rows, width, dq.stride(0), dq.stride(1), dq.stride(2),
+        LIMIT=_limit(largest), SIZE=size, CHUNK=CHUNK, TILE=1, BLOCK=block, num_warps=warps_of(block),
+    )  # fmt: skip
+    return Gathered(out, inverse, sums.sum(0))
+
+
+def _limit(largest: Scalar | None, kind: torch.dtype = GRADIENT8) -> float:
+    return 0.0 if largest is None else float(torch.finfo(kind).max)
+
+
+def quantise(x: Rows, largest: Scalar, kind: torch.dtype = GRADIENT8) -> Matrix8:
+    """x in 8 bits."""
+    x = x.contiguous()
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=kind, device=x.device)
+    inverse = torch.empty((), dtype=torch.float32, device=x.device)
+    block, chunk = min(1024, block_of(width)), 8
+    _quantise[(triton.cdiv(rows, chunk), triton.cdiv(width, block))](
+        x, out, largest, inverse, rows, width,
+        LIMIT=_limit(largest, kind), CHUNK=chunk, TILE=1, BLOCK=block, num_warps=warps_of(block),
+    )  # fmt: skip
+    return Matrix8(out, inverse)
+
+
+def turn(q: Rows) -> Rows:
+    """The transpose of an 8-bit matrix, contiguous: the tensor cores sum over the axis along which both factors lie.
+
+    A kernel of its own, on plain bytes: written by the kernels above, from what they hold, Triton 3.6 gets it wrong.
+    """
+    rows, width = q.shape
+    qt = torch.empty(width, rows, dtype=q.dtype, device=q.device)
+    tile = 128, 64
+    _turn[(triton.cdiv(rows, tile[0]), triton.cdiv(width, tile[1]))](
+        q.view(torch.uint8), qt.view(torch.uint8), rows, width, R=tile[0], C=tile[1]
+    )  # fmt: skip
+    return qt

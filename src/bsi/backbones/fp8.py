@@ -1,0 +1,212 @@
+"""The DiT's trunk with its matrix products in 8 bits, forward and backward: experimental.
+
+As fused.py, half-block by half-block, with e4m3 for weights and activations and e5m2 for gradients, one scale for each
+matrix, a power of two, and no state:
+
+    activations   fixed scales: a norm bounds what it gives (by sqrt(width), before modulation), and e4m3 spans eighteen
+                  powers of two
+    weights       by their largest magnitude, measured in every step; once for a network that is not trained any more
+    gradients     of a half-block's output and of q, k and v: by their largest magnitude; of GELU's argument: by
+                  1.13 max|d| sum_i |W_ij|, d the gradient of the output and W the weight that made it, which is
+                  loose, and which thirty powers of two in e5m2 forgive
+
+Residual stream, norms, GELU, attention, biases and all sums stay as they are in fused.py: bfloat16 between kernels,
+float32 inside. Products for weights, which sum over all tokens, keep float32 partial sums on the way. A product of
+8-bit matrices sums over the axis along which both lie in memory, so the matrices of weights' gradients are turned.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bsi.backbones import cublaslt
+from bsi.backbones.branch_kernels import Matrix8, gather, gelu_backward, quantise, turn
+from bsi.backbones.cublaslt import Epilogue
+from bsi.backbones.fused import NO_GRADIENT, Half, LastNorm, PerSample, Stream
+from bsi.backbones.norm_kernels import gate_norm
+
+if TYPE_CHECKING:
+    from bsi.backbones.dit import Block
+
+__all__ = ["Weights8", "fp8_trunk", "quantise_weights"]
+
+ACTIVATION = torch.float8_e4m3fn
+H_SCALE, MIXED_SCALE, HIDDEN_SCALE = 4.0, 16.0, 2.0
+GELU_SLOPE = 1.13 * 1.125  # GELU's steepest slope, and the rounding of a gradient to three digits
+
+
+@dataclass(frozen=True)
+class Weights8:
+    """The four weights of a block; `contract_bound` bounds what the last one makes of a gradient of magnitude 1."""
+
+    qkv: Matrix8
+    out: Matrix8
+    expand: Matrix8
+    contract: Matrix8
+    contract_bound: Tensor | None
+
+
+def quantise_weights(blocks: Sequence[Block], for_training: bool) -> list[Weights8]:
+    """All weights of all blocks, with what only gradients need."""
+    each = [
+        (b.attention.qkv.weight, b.attention.out.weight, b.mlp.expand.weight, b.mlp.contract.weight) for b in blocks
+    ]
+    with torch.no_grad():
+        weights = [w for four in each for w in four]
+        largest = torch._foreach_norm(weights, ord=float("inf"))
+        eight = [quantise(w.detach(), m, ACTIVATION) for w, m in zip(weights, largest, strict=True)]
+        bounds = [
+            torch.linalg.vector_norm(four[3], 1, dim=0).amax().float() * GELU_SLOPE if for_training else None
+            for four in each
+        ]
+    fours = zip(eight[0::4], eight[1::4], eight[2::4], eight[3::4], bounds, strict=True)
+    return [Weights8(qkv, out, expand, contract, bound) for qkv, out, expand, contract, bound in fours]
+
+
+@functools.cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, device=device)
+
+
+def _largest(*tensors: Tensor) -> Tensor:
+    """The largest magnitude in all of them."""
+    return torch.stack([torch.linalg.vector_norm(t, float("inf")) for t in tensors]).amax()
+
+
+def _turned(matrix: Matrix8) -> Matrix8:
+    return Matrix8(turn(matrix.rows), matrix.inverse)
+
+
+def _weight_grad(dy: Matrix8, x: Matrix8, master: Tensor) -> Tensor:
+    """dW = dy^T x, in the type of the weight."""
+    return cublaslt.product8(_turned(dy), _turned(x), out_dtype=master.dtype, fast=False)
+
+
+class _AttentionHalf8(torch.autograd.Function):
+    """Norm, q k v, attention, output product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Stream, branch: Stream | None, bias: Tensor | None, gate: PerSample | None, shift: PerSample,
+        scale: PerSample, qkv_weight: Tensor, qkv_bias: Tensor, out_weight: Tensor,
+        weights: Weights8, heads: int, dropout: float, seed: Tensor | None, keep: bool,
+    ) -> tuple[Stream, Stream]:  # fmt: skip
+        normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed, H_SCALE, ACTIVATION)
+        batch, tokens, width = x.shape
+        h = Matrix8(normed.h.flatten(0, 1), _constant(1.0 / H_SCALE, x.device))
+        qkv = cublaslt.product8(h, weights.qkv, Epilogue.BIAS, qkv_bias.to(x.dtype))
+        parts = qkv.view(batch, tokens, 3, heads, width // heads).transpose(1, 3).unbind(2)
+        with torch.set_grad_enabled(keep):
+            q, k, v = (part.detach().requires_grad_(keep) for part in parts)
+            mixed = scaled_dot_product_attention(q, k, v)
+        rows = mixed.detach().transpose(1, 2).reshape(batch * tokens, width)
+        mixed8 = quantise(rows, _constant(torch.finfo(ACTIVATION).max / MIXED_SCALE, x.device), ACTIVATION)
+        out = cublaslt.product8(mixed8, weights.out).view_as(x)
+        if keep:
+            inputs = (branch, bias, gate, shift, scale, seed)
+            Half.save(ctx, normed, inputs, dropout, False, mixed8.rows, mixed8.inverse, qkv_weight)
+            ctx.attention, ctx.weights = ((q, k, v), mixed), weights
+        return normed.stream, out
+
+    @staticmethod
+    def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
+        half, weights = Half(ctx), ctx.weights
+        (mixed_rows, mixed_inverse, master), (parts, mixed) = half.own, ctx.attention
+        batch, heads, tokens, size = mixed.shape
+        dout8 = quantise(dout.flatten(0, 1), _largest(dout))
+        dmixed = cublaslt.product8(dout8, _turned(weights.out)).view(batch, tokens, heads, size)
+        grads = torch.autograd.grad(mixed, parts, dmixed.transpose(1, 2))
+        ctx.attention = None
+        dq, dk, dv = grads
+        gathered = gather(dq, dk, dv, _largest(*(g.transpose(1, 2) for g in grads)))
+        dqkv, h = gathered.qkv8, Matrix8(half.h(), _constant(1.0 / H_SCALE, dout.device))
+        dh = cublaslt.product8(dqkv, _turned(weights.qkv)).view_as(dout)
+        return (
+            *half.finish(dstream, dh),
+            _weight_grad(dqkv, h, master),
+            gathered.bias,
+            _weight_grad(dout8, Matrix8(mixed_rows, mixed_inverse), master),
+            *NO_GRADIENT,
+        )
+
+
+class _MlpHalf8(torch.autograd.Function):
+    """Norm, product with GELU, product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Stream, branch: Stream, bias: Tensor, gate: PerSample, shift: PerSample, scale: PerSample,
+        expand_weight: Tensor, expand_bias: Tensor, contract_weight: Tensor,
+        weights: Weights8, dropout: float, seed: Tensor | None, keep: bool,
+    ) -> tuple[Stream, Stream]:  # fmt: skip
+        normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed, H_SCALE, ACTIVATION)
+        h = Matrix8(normed.h.flatten(0, 1), _constant(1.0 / H_SCALE, x.device))
+        before = torch.empty(len(h.rows), len(expand_weight), dtype=x.dtype, device=x.device) if keep else None
+        epilogue = Epilogue.GELU_AUX_BIAS if keep else Epilogue.GELU_BIAS
+        hidden = cublaslt.product8(
+            h, weights.expand, epilogue, expand_bias.to(x.dtype), before, ACTIVATION, _constant(HIDDEN_SCALE, x.device)
+        )
+        hidden8 = Matrix8(hidden, _constant(1.0 / HIDDEN_SCALE, x.device))
+        out = cublaslt.product8(hidden8, weights.contract).view_as(x)
+        if keep:
+            inputs = (branch, bias, gate, shift, scale, seed)
+            Half.save(ctx, normed, inputs, dropout, False, before, hidden, expand_weight)
+            ctx.weights = weights
+        return normed.stream, out
+
+    @staticmethod
+    def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
+        half, weights = Half(ctx), ctx.weights
+        before, hidden, master = half.own
+        largest = _largest(dout)
+        dout8 = quantise(dout.flatten(0, 1), largest)
+        dhidden = cublaslt.product8(dout8, _turned(weights.contract))
+        grads = gelu_backward(dhidden, before, largest=largest * weights.contract_bound)
+        dbefore, h = grads.before8, Matrix8(half.h(), _constant(1.0 / H_SCALE, dout.device))
+        dh = cublaslt.product8(dbefore, _turned(weights.expand)).view_as(dout)
+        return (
+            *half.finish(dstream, dh),
+            _weight_grad(dbefore, h, master),
+            grads.bias,
+            _weight_grad(dout8, Matrix8(hidden, _constant(1.0 / HIDDEN_SCALE, dout.device)), master),
+            *NO_GRADIENT[1:],
+        )
+
+
+def fp8_trunk(
+    x: Stream,
+    blocks: Sequence[Block],
+    modulations: Sequence[Float[Tensor, "batch 6 width"]],
+    last: Float[Tensor, "batch 2 width"],
+    heads: int,
+    dropout: float,
+    seeds: Int32[Tensor, "depth 2 2"] | None,
+    weights: Sequence[Weights8] | None = None,
+) -> Stream:
+    """As `fused_trunk`. `weights`, if they are known already, are used where no gradient is wanted."""
+    dropout = 0.0 if seeds is None else dropout
+    pairs = [(None, None)] * len(blocks) if seeds is None else [tuple(pair.unbind()) for pair in seeds]
+    keep = torch.is_grad_enabled()
+    weights = weights if weights is not None and not keep else quantise_weights(blocks, keep)
+    branch = bias = gate = seed = None
+    for block, eight, modulation, (seed_a, seed_m) in zip(blocks, weights, modulations, pairs, strict=True):
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.unbind(1)
+        attention, mlp = block.attention, block.mlp
+        x, branch = _AttentionHalf8.apply(
+            x, branch, bias, gate, shift_a, scale_a, attention.qkv.weight, attention.qkv.bias, attention.out.weight,
+            eight, heads, dropout, seed, keep,
+        )  # fmt: skip
+        x, branch = _MlpHalf8.apply(
+            x, branch, attention.out.bias, gate_a, shift_m, scale_m, mlp.expand.weight, mlp.expand.bias,
+            mlp.contract.weight, eight, dropout, seed_a, keep,
+        )  # fmt: skip
+        bias, gate, seed = mlp.contract.bias, gate_m, seed_m
+    return LastNorm.apply(x, branch, bias, gate, *last.unbind(1), dropout, seed, keep)

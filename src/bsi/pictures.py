@@ -137,11 +137,14 @@ def _frame(panels: dict[str, Image.Image], caption: str, reached: float) -> Imag
     return frame
 
 
-def animate(frames: Sequence[Image.Image], path: Path, seconds: float = 4.0) -> None:
-    """Write an endless animation that takes `seconds` and then rests on the last frame: a .gif or a .webp."""
+def animate(frames: Sequence[Image.Image], path: Path, seconds: float = 4.0, lossless: bool = False) -> None:
+    """Write an endless animation that takes `seconds` and then rests on the last frame: a .gif or a .webp.
+
+    A .webp of much enlarged pixels, areas of one colour, is both sharper and smaller when it is `lossless`.
+    """
     if path.suffix.lower() not in ANIMATIONS:
         raise UsageError(f"an animation is written as {' or '.join(ANIMATIONS)}: got {path.name!r}")
     each = max(40, round(1000 * seconds / len(frames)))
     durations = [each] * (len(frames) - 1) + [max(each, 1500)]
     # Pillow drops a frame that equals the one before it, and its duration with it; here captions make all differ.
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0, lossless=lossless)

@@ -242,7 +242,7 @@ def animation(model: Model, args: Sample, how: Drawing, path: Path) -> None:
     import torch
 
     from bsi.evaluation.drawing import draw
-    from bsi.pictures import Moment, animate, belief_frames
+    from bsi.pictures import SMALLEST, Moment, animate, belief_frames
     from bsi.sampling import measurement
 
     ids = torch.arange(min(args.num, ANIMATED), device=model.device)
@@ -254,7 +254,7 @@ def animation(model: Model, args: Sample, how: Drawing, path: Path) -> None:
     ]
     final, bins = moments[-1].prediction, model.bins
     low, high = (bins.low, bins.high) if bins is not None else (float(final.min()), float(final.max()))
-    animate(belief_frames(moments, low, high), path)
+    animate(belief_frames(moments, low, high), path, lossless=min(model.shape[1:]) < SMALLEST)
 
 
 def digest(model: Model) -> str:

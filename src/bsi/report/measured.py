@@ -24,7 +24,7 @@ from bsi.errors import BsiError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.model import Model
 from bsi.noise import standard_normal
-from bsi.pictures import Moment, animate, belief_frames
+from bsi.pictures import SMALLEST, Moment, animate, belief_frames
 from bsi.report.charts import Point
 from bsi.sampling import evaluations, measurement
 from bsi.training.export import load
@@ -120,7 +120,7 @@ def sharpening(model: Model) -> bytes:
     low, high = (bins.low, bins.high) if bins is not None else (float(last.min()), float(last.max()))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "belief.webp"
-        animate(belief_frames(moments, low, high), path)
+        animate(belief_frames(moments, low, high), path, lossless=min(model.shape[1:]) < SMALLEST)
         return path.read_bytes()
 
 

@@ -197,7 +197,15 @@ def test_nothing_is_written_to_stdout_but_the_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["doctor --json", "data --list --json", "train --list --json", "train digits --dry-run --json"]
+    "words",
+    [
+        "doctor --json",
+        "data --list --json",
+        "train --list --json",
+        "data digits --json",
+        "train digits --dry-run --json",
+        "study finite-k --plan --json",
+    ],
 )
 def test_json_is_json(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*words.split()) == 0

@@ -7,14 +7,14 @@ import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bsi.data.images import Resampling
-from bsi.data.sources import SOURCES, prepare_named
-from bsi.data.store import Dataset, data_folder, open_dataset, prepared, verify
 from bsi.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from bsi.data.store import Dataset
 
 __all__ = ["Data", "run"]
 
@@ -50,7 +50,7 @@ class Data:
     """folder, huggingface: the side of the images in pixels (64)."""
     channels: Annotated[int | None, _shown("INT")] = None
     """folder, huggingface: 3 for colour, 1 for grey (3)."""
-    resampling: Annotated[Resampling | None, _shown("NAME")] = None
+    resampling: Annotated[Literal["lanczos", "bicubic", "bilinear", "box"] | None, _shown("NAME")] = None
     """folder, huggingface: how images are shrunk: lanczos, bicubic, bilinear or box (lanczos)."""
     test_fraction: Annotated[float | None, _shown("FLOAT")] = None
     """folder, arrays, wav, huggingface: the part kept for testing, chosen by hash (0.1)."""
@@ -82,6 +82,9 @@ OPTIONS = ("size", "channels", "resampling", "test_fraction", "skip", "bins", "l
 
 
 def run(args: Data) -> int:
+    from bsi.data.sources import prepare_named
+    from bsi.data.store import verify
+
     if args.list_:
         return _list(args)
     if args.name is None:
@@ -100,6 +103,9 @@ def run(args: Data) -> int:
 
 
 def _list(args: Data) -> int:
+    from bsi.data.sources import SOURCES
+    from bsi.data.store import data_folder, open_dataset, prepared
+
     datasets, damaged = [open_dataset("digits")], []
     for folder in prepared():
         try:

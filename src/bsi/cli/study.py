@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,14 @@ class StudyOptions:
     """by default a GPU if there is one"""
     publish: Path | None = None
     """a folder of documents: copy figure and numbers to results/ there, and write results.md"""
+    json: bool = False
+    """the plan, or where the results are, as JSON on stdout"""
 
 
 def run(args: StudyOptions) -> int:
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes is a time to run for, positive: got {args.minutes}")
+    from bsi.studies.job import title
     from bsi.studies.plan_text import plan_text
     from bsi.studies.publish import publish
     from bsi.studies.registry import named_studies
@@ -53,10 +57,19 @@ def run(args: StudyOptions) -> int:
     studies, scale = named_studies(args.name), SCALES[args.scale]
     if args.plan:
         store = Store(args.out)
-        print(plan_text(plan(studies, scale, store), scale, store))
+        planned = plan(studies, scale, store)
+        jobs = [{"study": p.study, "job": title(p.job), "minutes": p.seconds / 60, "done": p.done} for p in planned]
+        print(json.dumps(jobs) if args.json else plan_text(planned, scale, store))
         return 0
     folders = run_studies(studies, scale, args.out, args.minutes, args.device)
-    if args.publish is not None:
-        print(publish(folders, args.publish))
+    published = None if args.publish is None else publish(folders, args.publish)
+    if args.json:
+        found = {
+            "studies": [str(folder) for folder in folders],
+            "published": None if published is None else str(published),
+        }
+        print(json.dumps(found))
+    elif published is not None:
+        print(published)
     print(f"{len(folders)} {'study' if len(folders) == 1 else 'studies'} done: {args.out}", file=sys.stderr)
     return 0

@@ -14,18 +14,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
 from bsi.backbones.config import resolve
 from bsi.cli.options import quiet, wrapped
-from bsi.cli.size import Size, cpu_hours
-from bsi.data.store import Dataset, open_dataset, prepared
 from bsi.errors import DataError, UsageError
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.training.plain import changes, to_plain
 from bsi.training.recipe import MethodName, Recipe
+
+if TYPE_CHECKING:
+    from bsi.data.store import Dataset
 
 __all__ = ["Options", "Train", "parse", "run"]
 
@@ -120,6 +121,8 @@ def run(words: Sequence[str]) -> int:
 
 def opened(recipe: Recipe) -> Dataset:
     """The dataset that is trained on; where it is not there, the ones that are."""
+    from bsi.data.store import open_dataset, prepared
+
     try:
         return open_dataset(recipe.data.name)
     except DataError as error:
@@ -129,6 +132,8 @@ def opened(recipe: Recipe) -> Dataset:
 
 def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
     """What is trained on what and where, and a word of caution where it is too much for a CPU."""
+    from bsi.cli.size import Size, cpu_hours
+
     size = Size.of(recipe, dataset)
     print(f"bsi train: {size}, into {out}", file=sys.stderr, flush=True)
     hours = cpu_hours(size, recipe.steps)
@@ -201,6 +206,8 @@ def _list(as_json: bool) -> int:
 
 def _dry_run(args: Train, named: Recipe) -> int:
     """What would be trained: the recipe, its differences, the size of the network and of the run."""
+    from bsi.cli.size import Size
+
     recipe = args.recipe
     recipe.check(world=1)
     size: dict[str, Any] = {"images": recipe.steps * recipe.batch}

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from bsi.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from bsi.backbones import BackboneConfig
+    from bsi.backbones.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ def run(args: Bench) -> int:
     from bsi.backbones.acceleration import check_fp8
     from bsi.evaluation.speed import Case, check, measure
     from bsi.training.distributed import pick_device
+    from bsi.training.room import enough_for_batch
 
     device = pick_device(None if args.device == "auto" else args.device, 0)
     compute_dtype(args.precision, device)
@@ -75,11 +82,26 @@ def run(args: Bench) -> int:
             verdict = "holds" if agreement.holds else "BROKEN"
             print(f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
                   f"{agreement.tolerance:.0e}: {verdict}", file=sys.stderr)  # fmt: skip
-        speed = measure(case, args.repeats, matmul)
+        with enough_for_batch(args.batch, "--batch", device, _memory(args, backbone, shape, device)):
+            speed = measure(case, args.repeats, matmul)
         matmul = speed.matmul_tflops
         record |= asdict(speed)
         print(json.dumps(record) if args.json else _line(record), flush=True)
     return code
+
+
+def _memory(args: Bench, backbone: BackboneConfig, shape: tuple[int, ...], device: torch.device) -> Memory:
+    """The account of what is timed, for the case that it does not fit."""
+    from bsi.backbones import compute_dtype
+    from bsi.backbones.memory import evaluation_memory, training_memory
+
+    half = compute_dtype(args.precision, device) is not None
+    if args.work != "train":
+        return evaluation_memory(backbone, shape, 256, half=half)
+    fused = device.type == "cuda" and half and args.backbone.startswith("dit")
+    return training_memory(
+        backbone, shape, 256, form="lean" if args.lean else "fused" if fused else "compiled", half=half
+    )
 
 
 def _name(device: object) -> str:

@@ -98,7 +98,9 @@ def run(args: Eval) -> int:
     check(args)
     from bsi.training.distributed import join
 
-    with join(args.device, TIMEOUT_S) as world:
+    from bsi.training.room import enough_for_batch
+
+    with join(args.device, TIMEOUT_S) as world, enough_for_batch(args.batch_size, "--batch-size", world.device):
         records = []
         if args.paired:
             records.append(paired(args, world))

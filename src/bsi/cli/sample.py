@@ -81,8 +81,11 @@ def run(args: Sample) -> int:
         if value < 1:
             raise UsageError(f"--{name} must be at least 1: got {value}")
     import bsi
+    from bsi.training.room import enough_for_batch
 
-    record = write_samples(prepared(bsi.load(args.run, ema=not args.weights), args), args)
+    model = prepared(bsi.load(args.run, ema=not args.weights), args)
+    with enough_for_batch(args.batch_size, "--batch-size", model.device):
+        record = write_samples(model, args)
     print(json.dumps(record) if args.json else text(record))
     return 0
 

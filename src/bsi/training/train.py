@@ -38,6 +38,7 @@ from bsi.training.loop import Job, run
 from bsi.training.plain import from_plain, to_plain
 from bsi.training.recipe import Recipe
 from bsi.training.resume import check_changes
+from bsi.training.room import enough_to_train
 from bsi.training.saver import Saver
 from bsi.training.step import Engine
 from bsi.training.stop import listening
@@ -87,8 +88,9 @@ def train(
         if resumed.finished:
             _say(world, f"{folder.path} is finished: {recipe.steps} steps. Use another --out, or more --steps.")
             return folder.path
-        model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
-        engine = Engine(recipe, model, world, _half(recipe, world))
+        with enough_to_train(recipe, training_data.spec, world, watchdog):
+            model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
+            engine = Engine(recipe, model, world, _half(recipe, world))
         if resumed.checkpoint is not None:
             files = {name: checkpoint.read_tensors(resumed.checkpoint, name) for name in engine.files}
             engine.restore(resumed.checkpoint.step, files)
@@ -100,7 +102,12 @@ def train(
         if world.first:
             folder.write_record(record, named, world)
             journal.append(JsonLines(folder.journal, engine.steps_done))
-        with _progress(recipe, engine, world) as progress, _status(folder, engine, world), contextlib.closing(stream):
+        with (
+            _progress(recipe, engine, world) as progress,
+            _status(folder, engine, world),
+            contextlib.closing(stream),
+            enough_to_train(recipe, training_data.spec, world, watchdog),
+        ):
             engine.begin(stream)
             about = {"recipe": to_plain(recipe), "data": to_plain(training_data.spec), "network": record.network}
             run(

@@ -46,6 +46,11 @@ class Watchdog:
     def at(self, step: int, phase: Phase) -> None:
         self._where, self._since = (step, phase), time.monotonic()
 
+    @property
+    def where(self) -> tuple[int, Phase]:
+        """The step and the phase of it that were told last."""
+        return self._where
+
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()

@@ -1,0 +1,48 @@
+"""The largest batch that fits: for every backbone, in GPUs of common sizes, by the account of `bsi.backbones.memory`.
+
+    python docs/benchmarks/batches.py                     # 32 x 32 images in three channels, bfloat16
+    python docs/benchmarks/batches.py --size 64 --ranks 8
+
+Images at a time on one GPU; a larger batch is computed in pieces with `--accumulation`. Needs no GPU and no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, resolve
+from bsi.backbones.memory import Form, training_memory
+
+GIB = 2**30
+ROOM = (8, 16, 24, 40, 80, 141)
+CASES: tuple[tuple[str, Form], ...] = (
+    ("dit-mini/2", "fused"), ("dit-s/2", "fused"), ("dit-b/2", "fused"), ("dit-l/4", "fused"), ("dit-l/2", "fused"),
+    ("dit-l/2", "lean"), ("dit-l/2", "compiled"), ("dit-xl/2", "fused"), ("unet-128x32", "compiled"),
+    ("unet-256x32", "compiled"), ("mlp-256x4", "compiled"),
+)  # fmt: skip
+
+
+def row(name: str, form: str, config: BackboneConfig, shape: tuple[int, ...], ranks: int, kept: Form) -> str:
+    memory = training_memory(config, shape, 256, form=kept)
+    fits = (memory.largest(room * GIB, ranks) for room in ROOM)
+    return f"| {name} | {form} | {' | '.join(str(images) if images else '-' for images in fits)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", type=int, default=32, help="height and width of the images")
+    parser.add_argument("--ranks", type=int, default=1)
+    args = parser.parse_args()
+    shape = (3, args.size, args.size)
+    print(f"| network | form | {' | '.join(f'{room} GiB' for room in ROOM)} |")
+    print(f"|---|---|{'---|' * len(ROOM)}")
+    for name, form in CASES:
+        config = resolve(name)
+        print(row(name, form, config, shape, args.ranks, form))
+        if form == ("fused" if isinstance(config, DiTConfig) else "compiled") and not isinstance(config, MLPConfig):
+            print(row(name, "checkpoint", replace(config, checkpoint=True), shape, args.ranks, "compiled"))
+
+
+if __name__ == "__main__":
+    main()

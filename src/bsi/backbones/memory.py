@@ -1,0 +1,148 @@
+"""How much memory a network takes, in closed form, and hence how many images fit at a time. Imports no torch.
+
+A training step in float32 weights holds, in bytes for P parameters,
+
+    4 P  weights          8 P  Adam's two moments          4 P  for each moving average          4 P  gradients
+
+and, where it computes in 16 bits, 2 P of rounded weights. Beside that every image keeps for the backward pass what its
+gradients need. In units of one pass over a block's stream (tokens x width for a DiT, pixels x width for a U-Net, width
+for an MLP), a block keeps
+
+| form | DiT | U-Net, a level down and up | MLP |
+|---|---|---|---|
+| plain, by autograd | 21.3 | 28.1 (14.6 in float32) | 16.1 |
+| compiled (compiled.py) | 11.3 | 6.1 | 9.1 |
+| fused (fused.py): stream, h, branch of both halves; q, k, v and their mixture; GELU's argument and value | 18.1 | | |
+| lean: without h and GELU's value | 12.1 | | |
+| checkpoint: the block's input | 1.1 | 2 | |
+
+All but the fused forms are counted by a test, from what autograd saves. While one block's backward runs it holds about as
+much again as autograd would keep of that block (11 where it is fused). The peak is where the backward begins: gradients
+fill the room that activations leave, so the larger of the two counts. With several ranks, DDP's buckets hold the
+gradients from the start.
+
+Measured on an H200 in bfloat16, the driver's own left out: DiT-L/2 compiled 26.7 GiB at batch 128 (this account: 26.8),
+fused 63 GiB at batch 256 (65.5).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, input_channels
+from bsi.backbones.cost import cost
+
+__all__ = ["CONTEXT", "Form", "Memory", "evaluation_memory", "training_memory"]
+
+Form = Literal["plain", "compiled", "fused", "lean"]
+
+CONTEXT = 1 << 30  # the driver's own, the libraries' workspaces, and what an allocator cannot use
+SLACK = 1.03  # small tensors, and rounding up to whole pages
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: of what is there in any case, of gradients, and for each image at a time."""
+
+    state: int
+    gradients: int
+    per_image: int
+
+    def bytes(self, images: int, ranks: int = 1) -> int:
+        """At the peak, with so many images at a time on each rank."""
+        moving = images * self.per_image
+        moving = moving + self.gradients if ranks > 1 else max(moving, self.gradients)
+        return CONTEXT + round(SLACK * (self.state + moving))
+
+    def largest(self, room: int, ranks: int = 1) -> int:
+        """How many images at a time fit into `room` bytes; 0 if none do."""
+        if self.bytes(1, ranks) > room:
+            return 0
+        shared = self.gradients if ranks > 1 else 0
+        return int(((room - CONTEXT) / SLACK - self.state - shared) // max(1, self.per_image))
+
+
+def training_memory(
+    config: BackboneConfig,
+    shape: tuple[int, ...],
+    bins_count: int | None = None,
+    num_classes: int = 0,
+    form: Form = "compiled",
+    half: bool = True,
+    averages: int = 1,
+) -> Memory:
+    """Of a training step of `build(config, shape, bins_count, num_classes)`, with so many moving averages."""
+    parameters = cost(config, shape, bins_count, num_classes).parameters
+    size = 2 if half else 4
+    unit, features = _unit(config, shape) * size, _features(shape, bins_count) * size
+    kept = _kept(config, form, half)
+    return Memory(
+        state=parameters * (12 + 4 * averages + (2 if half else 0)),
+        gradients=4 * parameters,
+        per_image=round(unit * (kept.blocks + kept.ends + kept.working)) + features,
+    )
+
+
+def evaluation_memory(
+    config: BackboneConfig,
+    shape: tuple[int, ...],
+    bins_count: int | None = None,
+    num_classes: int = 0,
+    half: bool = True,
+) -> Memory:
+    """Of an evaluation without gradients: one block's work at a time, and a U-Net's skips."""
+    parameters = cost(config, shape, bins_count, num_classes).parameters
+    size = 2 if half else 4
+    kept = _kept(config, "compiled", half)
+    skips = config.levels + 1 if isinstance(config, UNetConfig) else 0
+    work = round(_unit(config, shape) * size * (kept.working + skips)) + _features(shape, bins_count) * size
+    return Memory(
+        state=parameters * (6 if half else 4),
+        gradients=0,
+        per_image=work + 8 * 4 * math.prod(shape),  # data, noise, latents and predictions around it are float32
+    )
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """In passes over the stream: kept by all blocks, by what is before and after them, and held by one at work."""
+
+    blocks: float
+    ends: float
+    working: float
+
+
+DIT: dict[Form, float] = {"plain": 21.3, "compiled": 11.3, "fused": 18.1, "lean": 12.1}
+
+
+def _kept(config: BackboneConfig, form: Form, half: bool) -> _Kept:
+    plain = form == "plain"
+    match config:
+        case DiTConfig(depth=depth):
+            blocks = depth * (1.1 if config.checkpoint else DIT[form])
+            return _Kept(blocks, 3.3 if plain else 1.3, 11.0 if form in ("fused", "lean") else DIT["plain"])
+        case UNetConfig(levels=levels):
+            pair, ends = (28.1 if half else 14.6, 51 if half else 30) if plain else (6.1, 14.9)
+            if config.checkpoint:  # every block's input and skip; attention is not computed again
+                pair, ends = 2.0, 15.9
+            return _Kept(levels * pair, ends, 18.0)
+        case MLPConfig(depth=depth):
+            return _Kept(depth * (16.1 if plain else 9.1), 3.3, 16.1)
+
+
+def _unit(config: BackboneConfig, shape: tuple[int, ...]) -> int:
+    """Numbers in one pass over the stream of one image."""
+    match config:
+        case DiTConfig(width=width):
+            return math.prod(config.grid(shape)) * width
+        case UNetConfig(width=width):
+            return math.prod(shape[1:]) * width
+        case MLPConfig(width=width):
+            return width
+
+
+def _features(shape: tuple[int, ...], bins_count: int | None) -> int:
+    """Numbers in the input of one image with its Fourier features."""
+    return input_channels(shape[0], bins_count) * math.prod(shape[1:])

@@ -12,11 +12,12 @@ for an MLP), a block keeps
 |---|---|---|---|
 | plain, by autograd | 21.3 | 28.1 (14.6 in float32) | 16.1 |
 | compiled (compiled.py) | 11.3 | 6.1 | 9.1 |
-| fused (fused.py): stream, h, branch of both halves; q, k, v and their mixture; GELU's argument and value | 18.1 | | |
-| lean: without h and GELU's value | 12.1 | | |
+| fused (fused.py) | 18.1 | | |
+| lean | 12.1 | | |
 | checkpoint: the block's input | 1.1 | 2 | |
 
-All but the fused forms are counted by a test, from what autograd saves. While one block's backward runs it holds about as
+Fused, a DiT block keeps stream, h and branch of both halves, q, k, v and their mixture, and GELU's argument and value;
+lean, neither h nor GELU's value. The other forms are counted by a test, from what autograd saves. While one block's backward runs it holds about as
 much again as autograd would keep of that block (11 where it is fused). The peak is where the backward begins: gradients
 fill the room that activations leave, so the larger of the two counts. With several ranks, DDP's buckets hold the
 gradients from the start.

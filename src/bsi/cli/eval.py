@@ -97,7 +97,6 @@ class Eval:
 def run(args: Eval) -> int:
     check(args)
     from bsi.training.distributed import join
-
     from bsi.training.room import enough_for_batch
 
     with join(args.device, TIMEOUT_S) as world, enough_for_batch(args.batch_size, "--batch-size", world.device):

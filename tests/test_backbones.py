@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, cost, resolve
 from bsi.backbones.config import DIT_SIZES, KNOWN_NAMES
 from bsi.backbones.dit import patchify, unpatchify
-from bsi.backbones.unet import group_norm
+from bsi.backbones.norms import group_norm
 from bsi.errors import UsageError
 
 TINY: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {
@@ -242,7 +242,7 @@ def test_groups_do_not_cross_from_the_input_to_the_skip(channels: int, groups: i
     torch.nn.init.normal_(norm.weight)
     torch.nn.init.normal_(norm.bias)
     expected = torch.nn.functional.group_norm(x, groups, norm.weight, norm.bias, norm.eps)
-    parts = [norm(part, first=start) for part, start in zip(x.chunk(2, dim=1), (0, channels // 2), strict=True)]
+    parts = norm.each(list(x.chunk(2, dim=1)))
     torch.testing.assert_close(torch.cat(parts, dim=1), expected)
     torch.testing.assert_close(norm(x), expected)
 

@@ -3,6 +3,7 @@
 The tolerances are relative: |a - b| / |b| over the whole output, and over all gradients taken together.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from bsi.backbones import (
     compute_dtype,
     freeze,
 )
+from bsi.backbones.compiled import compile_like, is_compiled
 from bsi.backbones.dropout import draw_seeds, dropout
 from bsi.errors import UsageError
 
@@ -111,6 +113,34 @@ def test_inductor_agrees(kind: str) -> None:
     network = small(kind)
     compile_regions(network)
     assert_agree(network, small(kind), ROUNDING)
+
+
+@compiles
+@pytest.mark.usefixtures("compiler")
+def test_a_copy_is_compiled_where_its_original_is() -> None:
+    plain, network = small("mlp"), small("mlp")
+    compile_regions(network, backend="aot_eager")
+    for original in (plain, network):
+        copied = copy.deepcopy(original)
+        assert not is_compiled(copied), "torch keeps what is compiled: compile_like is not needed any more"
+        compile_like(torch.nn.Sequential(copied), torch.nn.Sequential(original), backend="aot_eager")
+        assert is_compiled(copied) == is_compiled(original)
+        assert_agree(copied, original, EXACT)
+
+
+@compiles
+@pytest.mark.usefixtures("compiler")
+def test_a_block_may_take_more_forms_than_torch_allows_by_itself() -> None:
+    """Down and up, training, evaluation and gradients in it, a batch size, any size, and one."""
+    network = build(UNetConfig(width=4, levels=1, dropout=0.1), (1, 3, 3))
+    network.to(memory_format=torch.channels_last)
+    compile_regions(network, backend="eager")
+    for mode in (True, False):
+        for gradients in (True, False):
+            for count in (4, 6, 1):
+                with torch.set_grad_enabled(gradients):
+                    network.train(mode)(torch.randn(count, 1, 3, 3), torch.rand(count))
+    assert counters["stats"]["unique_graphs"] > 2 * 8
 
 
 @compiles

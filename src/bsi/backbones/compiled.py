@@ -21,7 +21,7 @@ from typing import Any
 
 import torch._dynamo
 import torch._functorch.config
-from torch import fx
+from torch import fx, nn
 
 from bsi.backbones.base import Backbone
 
@@ -42,13 +42,30 @@ WRITE_NO_POINTWISE = {
 }
 
 
+# Forms of one block's code: down and up, training and not, each batch size once and then any. Beyond torch's limit of 8
+# a region could not be compiled at all, and the run would stop.
+FORMS = 64
+
+
 def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
     """Compile the parts of a network that repeat or touch every token. Compilation happens at the first call.
 
     The network computes the same function as before, dropout included, up to rounding.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FORMS)
     for region in backbone.regions():
         region.compile(backend=_lean(backend), fullgraph=True)
+
+
+def compile_like(copied: nn.Module, original: nn.Module, backend: str = "inductor") -> None:
+    """Compile the networks in a copy that are compiled in the original: `copy.deepcopy` leaves that behind."""
+    for mine, theirs in zip(copied.modules(), original.modules(), strict=True):
+        if isinstance(mine, Backbone) and isinstance(theirs, Backbone) and is_compiled(theirs):
+            compile_regions(mine, backend)
+
+
+def is_compiled(backbone: Backbone) -> bool:
+    return any(region._compiled_call_impl is not None for region in backbone.regions())
 
 
 @functools.cache  # one object for all regions and networks: compiled code is shared only within one backend

@@ -20,23 +20,28 @@ class GroupNorm(nn.GroupNorm):
     """Group normalisation that leaves a channels-last image as it lies in memory; the result is in float32."""
 
     def forward(
-        self,
-        x: Float[Tensor, "batch channels *space"],
-        shift: Float[Tensor, "batch channels"] | None = None,
-        first: int = 0,
+        self, x: Float[Tensor, "batch channels *space"], shift: Float[Tensor, "batch channels"] | None = None
     ) -> Float[Tensor, "batch channels *space"]:
-        """The norm of x + shift as the channels from `first` on, which are whole groups: they need no others."""
-        chosen, size = slice(first, first + x.shape[1]), self.num_channels // self.num_groups
-        weight, bias = self.weight[chosen].view(-1, size), self.bias[chosen].view(-1, size)
-        rows = pixels(wide(x))
-        var, mean = (part.unflatten(1, weight.shape) for part in torch.var_mean(rows, dim=1, correction=0))
-        shifts = torch.zeros_like(mean) if shift is None else wide(shift).unflatten(1, weight.shape)
+        """The norm of x + shift."""
+        return self.each([x], shift)[0]
+
+    def each(
+        self, images: list[Float[Tensor, "batch _ *space"]], shift: Float[Tensor, "batch channels"] | None = None
+    ) -> list[Float[Tensor, "batch _ *space"]]:
+        """The norm of images that lie apart, as if their channels were one image's: only their moments are joined."""
+        groups = self.num_groups, self.num_channels // self.num_groups
+        rows = [pixels(wide(image)) for image in images]
+        moments = zip(*(torch.var_mean(part, dim=1, correction=0) for part in rows), strict=True)
+        var, mean = (torch.cat(parts, dim=1).unflatten(1, groups) for parts in moments)
+        shifts = torch.zeros_like(mean) if shift is None else wide(shift).unflatten(1, groups)
         mean = mean + shifts
         centre = mean.mean(2, keepdim=True)
         var = var.mean(2, keepdim=True) + (mean - centre).square().mean(2, keepdim=True)
-        scale = torch.rsqrt(var + self.eps) * weight
-        offset = bias - (centre - shifts) * scale
-        return on_pixels(rows * scale.flatten(1)[:, None] + offset.flatten(1)[:, None], x)
+        scale = torch.rsqrt(var + self.eps) * self.weight.view(groups)
+        offset = self.bias.view(groups) - (centre - shifts) * scale
+        sizes = [image.shape[1] for image in images]
+        factors = (part.flatten(1)[:, None].split(sizes, dim=2) for part in (scale, offset))
+        return [on_pixels(r * s + o, x) for r, s, o, x in zip(rows, *factors, images, strict=True)]
 
 
 def wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -66,7 +66,8 @@ class UNet(Backbone):
     ) -> Float[Tensor, "batch channels *space"]:
         shifts = self.project(self.condition(t, cond)).unflatten(1, (-1, self.config.width)).unbind(1)
         drops = self.training and self.config.dropout > 0
-        seeds = draw_seeds(len(shifts), t.device) if drops else [None] * len(shifts)
+        # Two numbers of every four: kernels expect their inputs at multiples of 16 bytes, and copy others first.
+        seeds = draw_seeds(2 * len(shifts), t.device)[::2] if drops else [None] * len(shifts)
         inputs = zip(shifts, seeds, strict=True)
         x = self.stem(on_pixels(pixels(features).contiguous(), features))
         skips = [x]
@@ -120,10 +121,8 @@ class Block(nn.Module):
         shift: Float[Tensor, "batch width"],
         seed: Int32[Tensor, " 2"] | None,
     ) -> Float[Tensor, "batch width *space"]:
-        h = silu(self.norm_in(x))
-        if skip is not None:
-            h = torch.cat([h, silu(self.norm_in(skip, first=x.shape[1]))], dim=1)
-        h = weigh(self.conv_in, h)
+        images = [x] if skip is None else [x, skip]
+        h = weigh(self.conv_in, torch.cat([silu(image) for image in self.norm_in.each(images)], dim=1))
         h = silu(self.norm_out(h, shift + bias_of(self.conv_in, shift.dtype)))
         if seed is not None:  # the mask is drawn for rows of channels, the order in which they lie in memory
             h = on_pixels(dropout(pixels(h), self.dropout, seed), h)

@@ -17,10 +17,11 @@ for an MLP), a block keeps
 | checkpoint: the block's input | 1.1 | 2 | |
 
 Fused, a DiT block keeps stream, h and branch of both halves, q, k, v and their mixture, and GELU's argument and value;
-lean, neither h nor GELU's value. The other forms are counted by a test, from what autograd saves. While one block's backward runs it holds about as
-much again as autograd would keep of that block (11 where it is fused). The peak is where the backward begins: gradients
-fill the room that activations leave, so the larger of the two counts. With several ranks, DDP's buckets hold the
-gradients from the start.
+lean, neither h nor GELU's value. The other forms are counted by a test, from what autograd saves.
+
+While one block's backward runs it holds about as much again as autograd would keep of that block (11 where it is
+fused). The peak is where the backward begins: gradients fill the room that activations leave, so the larger of the two
+counts. With several ranks, DDP's buckets hold the gradients from the start.
 
 Measured on an H200 in bfloat16, the driver's own left out: DiT-L/2 compiled 26.7 GiB at batch 128 (this account: 26.8),
 fused 63 GiB at batch 256 (65.5).

@@ -114,7 +114,7 @@ def test_every_kind_is_one_of_ours() -> None:
         ({"steps": True}, "steps must be int"),
         ({"steps": 3.5}, "steps must be int"),
         ({"compile": 1}, "compile must be bool"),
-        ({"precision": "fp8"}, "precision is one of auto"),
+        ({"precision": "fp4"}, "precision is one of auto"),
         ({"optimiser": {"beta_1": 0.9}}, "optimiser: missing lr"),
         ({"optimiser": 3}, "optimiser must be a table"),
         ({"sigma_data": "big"}, "sigma_data must be float"),

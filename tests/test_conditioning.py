@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import bsi
 from bsi.brownian import BrownianPath
 from bsi.conditioning import denoise, guided, inpainted, measured, replaced, start_of
+from bsi.data.store import open_dataset
+from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.errors import UsageError
-from bsi.grids import geometric_grid, onward_grid
-from bsi.methods import BFN, BSI, VDM, Method
+from bsi.grids import geometric_grid, named_grid, onward_grid
+from bsi.methods import BFN, BSI, VDM, Method, Predictor
 from bsi.oracle import Mixture
 from bsi.sampling import sample
 
@@ -166,8 +169,57 @@ def test_inpainting_by_moments_is_nearer_to_the_posterior_than_replacement(metho
     assert matched < 0.75 * plain
 
 
+# A trained network, whose Jacobian is no covariance
+
+
+def digits(count: int) -> tuple[bsi.Model, Tensor]:
+    model = bsi.load("digits")
+    model.requires_grad_(False)
+    return model, model.values(torch.from_numpy(open_dataset("digits").test[:count].copy()))
+
+
+@pytest.mark.parametrize(("solver", "grid"), [(SOLVER, GRID), ("sde-root", "geometric")])
+def test_half_a_digit_is_finished_better_than_by_replacement(solver, grid):
+    """Conjugate gradients reached errors of 10^9 here. Mean squared error of the lower half over 64 test digits:
+
+    0.477 against 0.525 by replacement (ode2, edm), 0.412 against 0.451 (sde-root, geometric); the differences are 5.2
+    and 4.6 standard errors.
+    """
+    model, x = digits(64)
+    mask, levels = torch.ones_like(x), named_grid(grid)(model.method, STEPS)
+    mask[..., 4:, :] = 0
+
+    def error(predict: Predictor) -> Tensor:
+        noise = BrownianPath(0, torch.arange(len(x)), model.shape)
+        drawn = sample(model.method, predict, noise, levels, solver)
+        assert drawn.abs().max() < 1.5
+        assert ((drawn - x) * mask).abs().max() < 1e-5
+        return ((drawn - x) * (1 - mask)).square().flatten(1).sum(1) / 32
+
+    with torch.no_grad():
+        gap = error(inpainted(model.method, model.denoiser, x, mask)) - error(replaced(model.denoiser, x, mask))
+    assert gap.mean() < -3 * gap.std() / math.sqrt(len(gap))
+
+
+def test_a_blurred_and_noisy_digit_is_sharpened_and_stays_near_what_was_measured():
+    model, x = digits(8)
+    blur = lambda v: torch.nn.functional.avg_pool2d(v, 2)  # noqa: E731
+    y = blur(x) + 0.1 * torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    noise, levels = BrownianPath(0, torch.arange(48), model.shape), named_grid(GRID)(model.method, STEPS)
+    six = y.repeat_interleave(6, dim=0)
+    with torch.no_grad():
+        drawn = sample(model.method, measured(model.method, model.denoiser, blur, six, 100.0), noise, levels, SOLVER)
+        free = model.values(model.sample(48))
+    assert drawn.abs().max() < 1.5
+    off = (blur(drawn) - six).square().mean().sqrt()
+    assert off < 0.2  # twice the noise
+    assert (blur(free) - six).square().mean().sqrt() > 2 * off
+    mean, smooth = drawn.unflatten(0, (8, 6)).mean(1), torch.nn.functional.interpolate(y, scale_factor=2)
+    assert (mean - x).square().mean() < 0.8 * (smooth - x).square().mean()
+
+
 def test_impossible_measurements_are_refused():
-    for precision, iterations in ((0.0, 3), (-1.0, 3), (1.0, 0)):
+    for precision, iterations in ((0.0, 3), (-1.0, 3), (1.0, 1)):
         with pytest.raises(UsageError, match="precision"):
             measured(BSI(), mixture().predictor(BSI()), lambda x: x, torch.zeros(1, 2), precision, iterations)
 

@@ -15,7 +15,15 @@ approximation of E[x | psi, y], the Gaussian one with the moments of p(x | psi),
 
 exact for Gaussian data. That is the idea of Tweedie Moment Projected Diffusions (Boys et al., 2023) in the form of
 Moment Matching Posterior Sampling (Rozet et al., 2024): V is never formed, only multiplied with by vector-Jacobian
-products, and the system solved by a few conjugate-gradient iterations. Any solver takes the result.
+products, and the system solved in a Krylov space of a few dimensions. Any solver takes the result.
+
+A trained network is not an exact predictor, and its Jacobian is no covariance: neither symmetric nor positive, and
+worst at high noise, where V is noise^2 / signal times a small difference. Conjugate gradients then diverge. So the
+matrix is projected onto the Krylov space as a whole, and what the projection shows to be wrong is left out: its
+symmetric part is inverted on positive eigenvalues theta alone, as theta / (theta^2 + delta^2), where delta is how far
+the symmetric part is off if that is as much as the antisymmetric part, which should be 0. For an exact predictor delta
+is 0, and this is what conjugate gradients give. What part of y - A x_hat is left unexplained so is taken for an error
+of which nothing but the size is known, V a multiple of the identity.
 
 **Guidance** mixes two predictors, with and without a condition (Ho and Salimans, 2022).
 """
@@ -24,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -92,12 +101,12 @@ def measured(
 ) -> Predictor:
     """A predictor that knows y = A x + N(0, 1 / precision); `operator` is A, linear, for a batch.
 
-    Costs one evaluation and about `iterations` + 1 backward passes each time.
+    Costs one evaluation and `iterations` backward passes each time.
     """
-    if not precision > 0 or iterations < 1:
+    if not precision > 0 or iterations < 2:
         raise UsageError(
-            f"a measurement has a positive precision and needs at least one iteration: got precision={precision}, "
-            f"iterations={iterations}"
+            f"a measurement has a positive precision and needs at least two iterations, since one direction does not "
+            f"show whether a Jacobian is a covariance: got precision={precision}, iterations={iterations}"
         )
 
     def predictor(latent: Data, level: PerSample) -> Data:
@@ -115,8 +124,10 @@ def measured(
             return scale * product
 
         guess = x_hat.detach()
-        u = _conjugate_gradients(lambda u: operator(spread(u)) + u / precision, y - operator(guess), iterations)
-        return guess + spread(u)
+        known = _Krylov(spread, operator, precision, y - operator(guess), iterations).solve()
+        scaled = over(_variance(known.rest, transposed(known.rest)[0]), latent)
+        plain = _Krylov(lambda u: scaled * transposed(u)[0], operator, precision, known.rest, iterations).solve()
+        return guess + known.correction + plain.correction
 
     return predictor
 
@@ -130,7 +141,8 @@ def inpainted(
     iterations: int = 5,
 ) -> Predictor:
     """A predictor that knows x where the mask is 1, up to noise of this precision."""
-    return measured(method, predict, lambda x: mask * x, mask * y, precision, iterations)
+    informed = measured(method, predict, lambda x: mask * x, mask * y, precision, iterations)
+    return replaced(informed, y, mask) if precision == math.inf else informed  # what is known exactly, to the last bit
 
 
 def replaced(predict: Predictor, y: Data, mask: Data) -> Predictor:
@@ -164,21 +176,65 @@ def _informed(method: Method, latent: Data, level: PerSample) -> tuple[Data, Per
     return over(factor, latent) * latent, later
 
 
-def _conjugate_gradients(matrix: Callable[[Measured], Measured], b: Measured, iterations: int) -> Measured:
-    """matrix^-1 b for a symmetric positive matrix, each sample by itself; where it has converged, nothing moves."""
+@dataclass(frozen=True)
+class _Solved:
+    """V A^T u, and r - (A V A^T + 1 / a) u, what u does not explain."""
 
-    def dot(u: Measured, v: Measured) -> PerSample:
-        return (u * v).flatten(1).sum(1)
+    correction: Data
+    rest: Measured
 
-    def ratio(above: PerSample, below: PerSample) -> PerSample:
-        return torch.where(below > 0, above / torch.where(below > 0, below, 1.0), 0.0)
 
-    solution, residual = torch.zeros_like(b), b
-    direction, norm = residual, dot(residual, residual)
-    for _ in range(iterations):
-        product = matrix(direction)
-        step = over(ratio(norm, dot(direction, product)), b)
-        solution, residual = solution + step * direction, residual - step * product
-        before, norm = norm, dot(residual, residual)
-        direction = residual + over(ratio(norm, before), b) * direction
-    return solution
+class _Krylov:
+    """(A V A^T + 1 / a)^-1 r, each sample by itself, in the space of r, M r, M^2 r, ... for M = A V A^T + 1 / a.
+
+    `spread(u)` is V A^T u. Directions that M adds nothing to are 0 from there on.
+    """
+
+    def __init__(
+        self,
+        spread: Callable[[Measured], Data],
+        operator: Callable[[Data], Measured],
+        precision: float,
+        r: Measured,
+        iterations: int,
+    ) -> None:
+        self.r, self.tiny = r.flatten(1), torch.finfo(r.dtype).eps ** 0.5
+        basis, spreads, products = [_unit(self.r)], [], []
+        for _ in range(iterations):
+            q = basis[-1]
+            spreads.append(spread(q.view_as(r)))
+            products.append(operator(spreads[-1]).flatten(1) + q / precision)
+            known, rest = torch.stack(basis, dim=1), products[-1]
+            for _ in range(2):  # once leaves what rounding left
+                rest = rest - torch.einsum("bk,bkm->bm", torch.einsum("bkm,bm->bk", known, rest), known)
+            more = rest.norm(dim=1) > self.tiny * products[-1].norm(dim=1)
+            basis.append(torch.where(more[:, None], _unit(rest), 0.0))
+        self.basis, self.spreads = torch.stack(basis[:-1], dim=1), torch.stack(spreads, dim=1)
+        self.products, self.shape = torch.stack(products, dim=1), r.shape
+
+    def solve(self) -> _Solved:
+        projected = torch.einsum("bkm,blm->bkl", self.basis, self.products)
+        k, error = projected.shape[-1], 0.5 * (projected - projected.mT)
+        # entries that are off at random by this variance put the symmetric part off by a norm of sqrt(2 k variance)
+        variance = 2 * error.square().sum((1, 2)) / max(1, k * (k - 1))
+        values, vectors = torch.linalg.eigh(projected - error)
+        positive = values > self.tiny * values[:, -1:].clamp(min=0)
+        inverse = torch.where(positive, values / (values.square() + 2 * k * variance[:, None]), 0.0)
+        along = torch.einsum("bkl,bkm,bm->bl", vectors, self.basis, self.r)
+        u = torch.einsum("bkl,bl->bk", vectors, inverse * along)
+        rest = self.r - torch.einsum("bk,bkm->bm", u, self.products)
+        return _Solved(torch.einsum("bk,bk...->b...", u, self.spreads), rest.view(self.shape))
+
+
+def _variance(rest: Measured, back: Data) -> PerSample:
+    """The v for which V = v I explains as much as `rest`.
+
+    `back` is A^T rest: |back|^2 / |rest|^2 is the part of A A^T that matters. What A does not measure is 0 in `rest`.
+    """
+    r, measured = rest.flatten(1), (rest != 0).flatten(1).sum(1).clamp(min=1)
+    norm, gained = r.square().sum(1), back.flatten(1).square().sum(1)
+    return torch.where(gained > 0, norm.square() / (measured * torch.where(gained > 0, gained, 1.0)), 0.0)
+
+
+def _unit(rows: Float[Tensor, "batch m"]) -> Float[Tensor, "batch m"]:
+    return rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)

@@ -8,7 +8,7 @@ const $ = selector => document.querySelector(selector);
 const TASKS = {
   draw: { go: "Draw", task: "From nothing: the first belief is as broad as a belief can be." },
   denoise: { go: "Denoise", task: "From a noisy measurement: the belief starts as sharp as it is, and nothing else changes." },
-  inpaint: { go: "Inpaint", task: "From a part: known pixels are measured, hidden ones are predicted beside them." },
+  inpaint: { go: "Inpaint", task: "From a part: known pixels are measured, hidden ones are predicted from what they say." },
 };
 const HINTS = {
   posterior: "the paper's", sde2: "noise", ode2: "flow", "sde-root": "noise, bent", "ode-root": "flow, bent", churn: "some noise",

@@ -93,6 +93,7 @@ WRONG: list[tuple[str, int, str]] = [
     ("export nowhere", 2, "`bsi train`"),
     ("sample digits --out nowhere/samples.png", 2, "nowhere"),
     ("report digits", 2, "run folder"),
+    ("export digits --out nowhere/d.safetensors", 2, "nowhere"),
     ("fid nowhere elsewhere", 3, "`bsi data"),
     ("train cifar10-dit-s --out x --device cpu", 3, "`bsi data NAME` prepares one"),
     # offline
@@ -313,6 +314,18 @@ def test_a_folder_of_images_leads_from_command_to_command(elsewhere: Path, capsy
     assert "bsi eval 'runs/my run' --bpd" in err
     assert call("train", "folder", "--data.name", "photos") == 3
     assert "--data.name NAME trains on another: 'digits', 'my photos'" in capsys.readouterr().err
+
+
+def test_a_few_arrays_lead_to_an_array_of_samples(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+
+    np.save("few.npy", np.random.default_rng(0).normal(size=(64, 3)))
+    assert call("data", "arrays", "--from", "few.npy", "--test-fraction", "0.001") == 0
+    err = capsys.readouterr().err
+    assert "caution: no test samples" in err
+    assert "bsi train arrays --data.name few" in err
+    assert call("train", "arrays", "--data.name", "few", "--device", "cpu", "--steps", "1", "--batch", "64") == 0
+    assert "bsi sample runs/arrays --npz samples.npz" in capsys.readouterr().err
 
 
 def test_a_network_too_large_for_a_cpu_is_cautioned_about(

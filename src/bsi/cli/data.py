@@ -97,6 +97,9 @@ def run(args: Data) -> int:
         print(json.dumps(_record(dataset)))
     else:
         print(_line(dataset))
+    if not len(dataset.test):
+        told = "no test samples, by chance: `bsi eval` needs some. Take a larger --test-fraction."
+        print(f"bsi data: caution: {told}", file=sys.stderr)
     name = shlex.quote(str(args.to or dataset.name))
     print(f"go on with  {TRAINS[args.name].replace('NAME', name)}", file=sys.stderr)
     return 0

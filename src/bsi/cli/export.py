@@ -44,6 +44,8 @@ def run(args: Export) -> int:
         return _hub(args, args.hub_folder)
     if args.upload is not None:
         raise UsageError("--upload puts a folder on the hub: say where to write it with --hub-folder")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise UsageError(f"there is no folder {args.out.parent} to write {args.out.name} into")
     from bsi.training.export import export
 
     path = export(args.run, args.out, not args.weights, args.step, args.sigma_rel)

@@ -115,7 +115,9 @@ def run(words: Sequence[str]) -> int:
         status = json.loads((out / "status.json").read_text("utf-8"))
         print(json.dumps({"run": str(out), **status}) if options.json else out)
         run = shlex.quote(str(out))
-        print(f"go on with  bsi sample {run} · bsi eval {run} --bpd · bsi report {run}", file=sys.stderr)
+        is_image = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
+        sample = f"bsi sample {run}" if is_image else f"bsi sample {run} --npz samples.npz"
+        print(f"go on with  {sample} · bsi eval {run} --bpd · bsi report {run}", file=sys.stderr)
     return 0
 
 

@@ -19,7 +19,7 @@ from bsi.backbones.config import DiTConfig
 from bsi.cli import main
 from bsi.errors import UsageError
 from bsi.report import write_report
-from bsi.report.charts import Axis, Point, Series, chart, label, nice_ticks
+from bsi.report.charts import Axis, Point, Series, chart, label, log_ticks, nice_ticks
 from bsi.report.measured import bits_by_level
 from bsi.training.recipe import Evaluation, Every, Samples
 
@@ -213,6 +213,30 @@ def test_the_bound_of_bsi_eval_comes_first(run: Path, tmp_path: Path) -> None:
     assert "By <code>bsi eval</code>: 8 test samples, at step 6." in text
 
 
+def test_an_old_bound_gives_way_to_the_models_own_and_a_limit_is_told_as_one(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "evaluations").mkdir()
+    record = {"bits_per_dim": 9.8765, "data_error": 0.25, "data_resolved": False, "split": "test", "step": 3}
+    (copy / "evaluations" / "a.json").write_text(json.dumps(record))
+    assert "<b>9.8765</b>" not in write_report(copy, device="cpu").read_text("utf-8")  # the run went on to step 6
+    told = write_report(copy, ask_model=False).read_text("utf-8")  # nothing newer is known
+    assert "<b>9.8765</b>" in told
+    assert "at most 0.2500" in told
+
+
+def test_training_and_test_are_compared_by_the_same_term(run: Path, tmp_path: Path) -> None:
+    """The bound of continuous data has a decoder's density in it, and a change of units; the loss has neither."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    looks = [json.loads(line) for line in (copy / "journal.jsonl").read_text().splitlines()]
+    for look in looks:
+        if look["event"] == "evaluate":
+            look |= {"bits_per_dim": -3.0, "measurement": 4.125}
+    (copy / "journal.jsonl").write_text("".join(f"{json.dumps(look)}\n" for look in looks))
+    assert "test, by the EMA: 4.125" in write_report(copy, ask_model=False).read_text("utf-8")
+
+
 def test_what_is_no_run_folder_is_refused(tmp_path: Path, run: Path) -> None:
     with pytest.raises(UsageError, match="it has no run"):
         write_report(tmp_path)
@@ -233,6 +257,13 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path, run: Path) -> None:
 )
 def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
     assert nice_ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.1, 5.6), (0.9, 1.3), (30.0, 90.0), (1.0, 3.0), (0.02, 40.0)])
+def test_a_logarithmic_axis_has_ticks_to_read_it_by(low: float, high: float) -> None:
+    ticks = log_ticks(low, high)
+    assert len(ticks) > 2
+    assert low <= ticks[0] < ticks[-1] <= high
 
 
 def test_numbers_are_written_as_people_write_them() -> None:

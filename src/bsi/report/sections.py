@@ -147,7 +147,8 @@ def _short(value: object) -> str:
 
 def curves(run: Run) -> str:
     bits = [Point(step, value) for step, value in run.numbers("train", "bits_per_dim")]
-    looks = dict(run.numbers("evaluate", "bits_per_dim"))
+    # What training minimises of the bound, and so what can be drawn beside it; for images it is nearly all of it.
+    looks = dict(run.numbers("evaluate", "measurement"))
     errors = dict(run.numbers("evaluate", "error"))
     tested = [Point(step, value, errors.get(step, 0.0)) for step, value in looks.items()]
     level = sorted(p.y for p in [*bits, *tested])
@@ -158,7 +159,7 @@ def curves(run: Run) -> str:
     steps = Axis("step", low=0.0)
     loss = [Series("training", bits, "soft"), Series("test, by the EMA", tested, "belief", dots=True)]
     drawn = {
-        "Loss": chart("Loss", steps, Axis("bits per dimension", high=high), loss),
+        "Loss": chart("Loss", steps, Axis("measurement term, bits per dimension", high=high), loss),
         "Learning rate": chart("Learning rate", steps, Axis("", low=0.0), [_series(run, "lr", "predict")]),
         "Samples per second": chart("Rate", steps, Axis("", low=0.0), [_series(run, "images_per_s", "soft")]),
         "Norm of the gradient": chart("Gradient", steps, Axis("", log=True), [_series(run, "grad_norm", "measure")]),

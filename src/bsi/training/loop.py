@@ -119,7 +119,7 @@ def _journal(job: Job, steps: int, seconds: float) -> None:
     })  # fmt: skip
     saved = f"saved {readable_seconds(job.saver.age_s)} ago"
     rounds = "" if k is None else f" in {k} rounds"
-    job.progress.note = f"{rate:.4g} images/s · {bits:.3f} bits/dim{rounds} · lr {lr:.1e} · {saved}"
+    job.progress.note = f"loss {bits:.3f} bits/dim{rounds} · {rate:.4g} images/s · lr {lr:.1e} · {saved}"
 
 
 def _tell(job: Job, record: Mapping[str, Value]) -> None:

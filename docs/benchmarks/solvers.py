@@ -6,8 +6,8 @@
 
 `distance`: root mean square, over the pixels of all samples, of x_k - x_inf from the same noise; stochastic solvers
 follow the same Brownian paths, and each kind of process has its own limit. (The exact denoiser's samples are training
-images, and a sample that ends at another image is far away: `median` is the median sample's distance.) `fid` is in
-solver_fid.py.
+images, and a sample that ends at another image is far away: `median` is the median sample's distance, `elsewhere` the
+share of samples more than 0.05 away.) `fid` is in solver_fid.py.
 
 Results are written after each case (solver_results.py), and a case that is there already is not computed again: run the
 same command until nothing is left. It stops itself before `--minutes`.
@@ -35,6 +35,7 @@ METHODS = {"bsi": BSI(), "bfn": BFN(), "vdm": VDM()}
 # Which converged sample a solver has: the posterior's path, the flow's point, or churn's own.
 LIMITS = {"posterior": "sde-root", "sde2": "sde-root", "sde-root": "sde-root", "ode2": "ode-root",
           "ode-root": "ode-root", "churn": "churn"}  # fmt: skip
+ELSEWHERE = 0.05  # root mean square over the pixels
 
 
 def cifar10(part: str) -> Tensor:
@@ -122,9 +123,10 @@ def measure_distances(
             limits[limit] = solve(limit, named_grid("geometric")(method, args.reference))
         gap = (solve(case.solver, case.levels(method)) - limits[limit]).double().flatten(1).square().mean(1)
         rms, median = float(gap.mean().sqrt()), float(gap.sqrt().median())  # which wait for the device
+        elsewhere = float((gap.sqrt() > ELSEWHERE).double().mean())
         seconds = time.monotonic() - started
         rate = max(0.5 * rate, seconds / count)
-        results.add(case, "", distance=rms, median=median, seconds=round(seconds, 3))
+        results.add(case, "", distance=rms, median=median, elsewhere=elsewhere, seconds=round(seconds, 3))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -137,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--method", choices=METHODS, default="bsi", help="of the exact denoiser")
     parser.add_argument("--images", type=int, default=50_000 if cuda else 2000, help="that the exact denoiser knows")
     parser.add_argument("--side", type=int, default=32 if cuda else 16, choices=[4, 8, 16, 32], help="averaged down to")
-    parser.add_argument("--num", type=int, help="samples: 64, or 10,000 for fid")
+    parser.add_argument("--num", type=int, help="samples: 64 (256 on a GPU), or 10,000 for fid")
     parser.add_argument("--batch", type=int, default=1000 if cuda else 50, help="samples at a time, for fid")
     parser.add_argument("--real", type=int, help="test images to compare with, if not all, for fid")
     parser.add_argument("--reference", type=int, default=2048 if cuda else 512, help="steps of the converged sample")
@@ -149,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     args = parser.parse_args(argv)
-    args.num = args.num or (64 if args.what == "distance" else 10_000)
+    args.num = args.num or (10_000 if args.what == "fid" else 256 if cuda else 64)
     if args.what == "fid" and args.runs is None:
         parser.error("fid needs trained models: --runs FOLDER ...")
     if args.what == "distance" and args.runs and len(args.runs) > 1:

@@ -89,17 +89,16 @@ def _combine(
     samples: Int[Tensor, " batch"],
     keys: Int[Tensor, " terms"],
     weights: Float[Tensor, " terms"],
-    n: int,
-) -> Float[Tensor, "batch n"]:
-    """The weighted sum of Normals for each sample: pure tensor operations, which compile to one kernel."""
+    blocks: int,
+) -> list[Float[Tensor, "batch blocks"]]:
+    """The weighted sum of Normals for each sample, as the four elements of each block: operations that compile."""
     block, sample, place = torch.broadcast_tensors(
-        torch.arange((n + 3) // 4, device=samples.device)[None, None, :], samples[None, :, None], keys[:, None, None]
+        torch.arange(blocks, device=samples.device)[None, None, :], samples[None, :, None], keys[:, None, None]
     )
     counter = (sample & _MASK, block, (sample >> 32) & _MASK, place)  # not the index first: see noise.py
     drawn = normals(counter, (seed[0], seed[1]), weights.dtype)
-    terms = [weight * normal for weight, normal in zip(weights, drawn, strict=True)]
     # One after the other: sum(0) may add in an order that depends on the batch, and the last bit with it.
-    return functools.reduce(torch.add, terms).flatten(1)[:, :n]
+    return [functools.reduce(torch.add, [w * z for w, z in zip(weights, one, strict=True)]) for one in drawn]
 
 
 @dataclass
@@ -123,8 +122,10 @@ class BrownianPath:
         seed = torch.tensor([self.seed & _MASK, (self.seed >> 32) & _MASK]).to(device, non_blocking=True)
         n, combine = math.prod(self.shape), fused(_combine, device)
         size = len(self.samples) if device.type == "cuda" else max(1, CACHED // (TERMS * n))
-        parts = [combine(seed, part, keys, weights, n) for part in self.samples.split(size)]
-        return torch.cat(parts).reshape(-1, *self.shape)
+        parts = [
+            torch.stack(combine(seed, part, keys, weights, (n + 3) // 4), dim=-1) for part in self.samples.split(size)
+        ]
+        return torch.cat(parts).flatten(1)[:, :n].reshape(-1, *self.shape)
 
     def __call__(self, start: float, end: float) -> Float[Tensor, "batch *data"]:
         """(W(end) - W(start)) / sqrt(end - start)."""

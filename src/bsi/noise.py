@@ -54,13 +54,16 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Key, Key]) -> 
 
 def normals(
     counter: tuple[Words, Words, Words, Words], key: tuple[Key, Key], dtype: torch.dtype
-) -> Float[Tensor, "*shape 4"]:
-    """Four standard Normals for each counter, by Box and Muller, in float32 or wider."""
+) -> list[Float[Tensor, "*shape"]]:
+    """Four standard Normals for each counter, by Box and Muller, in float32 or wider.
+
+    Four arrays and not one: a compiled kernel would make all four of them for each element of one.
+    """
     wide = dtype if dtype == torch.float64 else torch.float32
     uniform = [(word.to(wide) + 0.5) * 2.0**-32 for word in philox(counter, key)]
     radius = [torch.sqrt(-2 * torch.log(uniform[0])), torch.sqrt(-2 * torch.log(uniform[2]))]
     angle = [2 * math.pi * uniform[1], 2 * math.pi * uniform[3]]
-    return torch.stack([f(a) * r for r, a in zip(radius, angle, strict=True) for f in (torch.cos, torch.sin)], dim=-1)
+    return [f(a) * r for r, a in zip(radius, angle, strict=True) for f in (torch.cos, torch.sin)]
 
 
 def standard_normal(
@@ -79,7 +82,7 @@ def standard_normal(
     # compiler for GPUs, which then does not fit 32 bits.
     counter = (sample & _MASK, block, (sample >> 32) & _MASK, torch.full_like(block, draw))
     drawn = normals(counter, (seed & _MASK, (seed >> 32) & _MASK), dtype)
-    return drawn.flatten(1)[:, :n].reshape(len(samples), *shape).to(dtype)
+    return torch.stack(drawn, dim=-1).flatten(1)[:, :n].reshape(len(samples), *shape).to(dtype)
 
 
 @dataclass

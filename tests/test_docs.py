@@ -5,14 +5,18 @@ Blocks marked `python` are run, page by page, each page in a namespace of its ow
 
 import contextlib
 import difflib
+import importlib
 import io
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
 from bsi.cli import COMMANDS
+from bsi.cli.options import read
+from bsi.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -43,15 +47,29 @@ def test_python_of_the_documents_runs(page: Path, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_of_the_documents_exist(page: Path) -> None:
+    """Every word of them: options that a command does not have, and values that it would not take, are refused."""
     for text in blocks(page, "bash"):
         for line in text.splitlines():
-            words = re.sub(r"^(torchrun .* -m |python -m |\$ )", "", line).split()
-            if words and words[0] == "bsi" and words[1:2] and not words[1].startswith("-"):
+            words = shlex.split(re.sub(r"^(torchrun .* -m (-- )?|python -m |\$ )", "", line), comments=True)
+            if words[:1] == ["bsi"] and not words[1].startswith("-"):
                 near = difflib.get_close_matches(words[1], COMMANDS)
                 assert words[1] in COMMANDS, f"{page.name}: {line!r}, did you mean {near}?"
-            if words and words[0] == "make":
+                try:
+                    understood(*words[1:])
+                except (SystemExit, UsageError) as error:
+                    pytest.fail(f"{page.name}: {line!r} is refused: {error}")
+            if words[:1] == ["make"]:
                 targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
                 assert set(words[1:]) <= set(targets), f"{page.name}: {line!r}"
+
+
+def understood(name: str, *words: str) -> object:
+    """What a command would read from these words."""
+    command = COMMANDS[name]
+    module = importlib.import_module(f"bsi.cli.{command.module}")
+    if command.options is None:
+        return None if "--list" in words else module.parse(words)
+    return read(getattr(module, command.options), words, f"bsi {name}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -31,6 +31,7 @@ format: $(INSTALLED)
 
 # Reinstalls only when what is to be installed has changed; the package itself is installed in place.
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): a minute or two the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

@@ -205,3 +205,9 @@ def test_too_few_samples_are_refused_and_few_are_warned_of(runs, tmp_path, monke
         measure_quality(run.model, split, Drawing(steps=2), 1, Averages(), ALONE)
     with pytest.warns(QualityWarning, match="singular"):
         measure_quality(run.model, split, Drawing(steps=2), 3, Averages(), ALONE)
+
+
+def test_weights_of_another_shape_name_the_network_that_they_belong_to(tmp_path):
+    recipe = replace(bsi.recipes.digits(), backbone=MLPConfig(width=16, depth=1), steps=1)
+    with pytest.raises(UsageError, match=r"those of another network, DiTConfig\(width=64"):
+        bsi.train(recipe, out=tmp_path / "run", init_from="digits", device="cpu")

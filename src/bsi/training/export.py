@@ -84,10 +84,9 @@ def set_weights(model: Model, trained: Trained, where: str) -> None:
     ]
     if differing:
         more = [f"  and {len(differing) - 7} more"] if len(differing) > 7 else []
+        theirs = trained.network or str(trained.recipe.backbone)
         raise UsageError(
-            "\n".join(
-                [f"the weights of {where} are those of another network ({trained.network}):", *differing[:7], *more]
-            )
+            "\n".join([f"the weights of {where} are those of another network, {theirs}:", *differing[:7], *more])
         )
     model.denoiser.backbone.load_state_dict(dict(trained.weights))
 

@@ -235,7 +235,7 @@ def _fast(recipe: Recipe, model: Model, world: World) -> Model:
     if isinstance(network, Backbone):
         network.compute_dtype = _half(recipe, world)
         if wanted:
-            accelerate(network, world.device)
+            accelerate(network, world.device, fp8=recipe.precision == "fp8")
     elif wanted:
         network.compile()
     return model

@@ -304,6 +304,8 @@ def test_a_folder_of_images_leads_from_command_to_command(elsewhere: Path, capsy
         Image.new("RGB", (20 + i, 30), (i, 2 * i, 3 * i)).save(photos / f"{i}.png")
     assert call("data", "folder", "--from", "my photos", "--size", "8") == 0
     assert "bsi train folder --data.name 'my photos', or folder-mini on a CPU" in capsys.readouterr().err
+    assert call("data", "folder", "--from", "my photos", "--size", "64", "--to", "large") == 0
+    assert "bsi train folder --backbone dit-s/4 --data.name large, or" in capsys.readouterr().err
     words = ["train", "folder-mini", "--data.name", "my photos", "--device", "cpu", "--out", "runs/my run"]
     assert call(*words, "--steps", "2", "--every.evaluate", "1") == 0
     out, err = capsys.readouterr()

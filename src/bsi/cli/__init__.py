@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from bsi.errors import BsiError
+from bsi.errors import BsiError, UsageError
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     except BsiError as error:
         if debug:
             raise
-        print(f"{who}: {error}", file=sys.stderr)
+        print(f"{_red(who)}: {error}", file=sys.stderr)
         return error.code
     except BrokenPipeError:  # whoever read our output has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,6 +73,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{who}: interrupted", file=sys.stderr)
         return 130
+
+
+def _red(text: str) -> str:
+    """In a terminal; elsewhere as it is."""
+    return f"\x1b[1;31m{text}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text
 
 
 def _run(argv: list[str]) -> int:
@@ -92,8 +97,7 @@ def _run(argv: list[str]) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
-        print(f"bsi: unknown command {name!r}: {hint}", file=sys.stderr)
-        return 2
+        raise UsageError(f"no such command: {hint}")
     command = COMMANDS[name]
     module = importlib.import_module(f"bsi.cli.{command.module}")
     if command.options is None:

@@ -100,9 +100,15 @@ def run(args: Data) -> int:
     if not len(dataset.test):
         told = "no test samples, by chance: `bsi eval` needs some. Take a larger --test-fraction."
         print(f"bsi data: caution: {told}", file=sys.stderr)
-    name = shlex.quote(str(args.to or dataset.name))
-    print(f"go on with  {TRAINS[args.name].replace('NAME', name)}", file=sys.stderr)
+    print(f"go on with  {_next(args, dataset)}", file=sys.stderr)
     return 0
+
+
+def _next(args: Data, dataset: Dataset) -> str:
+    """How to train on it; with large images the network looks at larger patches."""
+    command = TRAINS[str(args.name)].replace("NAME", shlex.quote(str(args.to or dataset.name)))
+    large = command.startswith("bsi train folder") and dataset.shape[-1] >= 64
+    return command.replace("bsi train folder", "bsi train folder --backbone dit-s/4", 1) if large else command
 
 
 def _list(args: Data) -> int:

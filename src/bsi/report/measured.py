@@ -75,7 +75,7 @@ def measure(
     levels = next((m for m in MEASURE if wanted * (m + RECON) <= afford), MEASURE[-1])
     num = min(wanted, int(afford) // (levels + RECON))
     if test is None:
-        missing.append(f"no bound: the test set of {recipe.data.name} is not here. `bsi data {recipe.data.name}`")
+        missing.append(f"no bound: the test set of {recipe.data.name} is not here. `bsi data --list` shows what is.")
     elif num < min(FEWEST_IMAGES, wanted):
         missing.append(_too_much("no bound"))
     else:

@@ -301,7 +301,7 @@ def test_a_folder_of_images_leads_from_command_to_command(elsewhere: Path, capsy
     photos = elsewhere / "my photos" / "2026"
     photos.mkdir(parents=True)
     for i in range(40):
-        Image.new("RGB", (20 + i, 30), (i, 2 * i, 3 * i)).save(photos / f"{i}.png")
+        Image.new("RGB", (70 + i, 80), (i, 2 * i, 3 * i)).save(photos / f"{i}.png")
     assert call("data", "folder", "--from", "my photos", "--size", "8") == 0
     assert "bsi train folder --data.name 'my photos', or folder-mini on a CPU" in capsys.readouterr().err
     assert call("data", "folder", "--from", "my photos", "--size", "64", "--to", "large") == 0

@@ -1,6 +1,6 @@
 """When memory runs out: an error that says how many images it had at a time, how many fit, and which option does it.
 
-A batch is computed in pieces (`--accumulation`), and the run is the same, up to rounding, whatever their number: so the
+A batch is computed in pieces (`--accumulation`), and but for rounding and dropout's masks the run is the same: so the
 answer keeps the batch, and cuts it finer. How many images fit is the closed form of `bsi.backbones.memory`; of a
 network that is not ours nothing is known, and half as many are tried.
 """

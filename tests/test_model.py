@@ -7,6 +7,7 @@ import torch
 
 import bsi
 from bsi.elbo import Elbo
+from bsi.errors import UsageError
 from bsi.levels import low_discrepancy
 from bsi.model import _levels
 from bsi.objective import training_loss
@@ -237,3 +238,15 @@ def test_an_untrained_model_never_beats_the_entropy_of_its_data():
     for method in METHODS:
         bound = bsi.Model(Elementwise(), method, shape=(8,), bins=bsi.Bins.uint8(), parametrisation="edm").elbo(data)
         assert bound.bits_per_dim > 8 - 4 * bound.monte_carlo_error
+
+
+def test_more_steps_than_a_path_resolves_are_refused_before_the_first_evaluation():
+    class Never(torch.nn.Module):
+        def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("evaluated")
+
+    model = bsi.Model(Never(), bsi.BSI(), shape=(2,))
+    with pytest.raises(UsageError, match="fewer steps"):
+        model.sample(1, steps=9000, solver="sde2")
+    with pytest.raises(UsageError, match="did you mean 'sde2'"):
+        model.sample(1, solver="sde3")

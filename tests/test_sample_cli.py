@@ -184,6 +184,7 @@ def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, mo
     for network, changed, message in (
         (images, {"solver": "sde22"}, "did you mean 'sde2'"),
         (images, {"grid": "papers"}, "did you mean 'paper'"),
+        (images, {"solver": "sde2", "steps": 9000}, "Take fewer steps, or independent noise"),
         (images, {"label": 3}, "labels are 0 to 2"),
         (images, {"label": -1}, "labels are 0 to 2"),
         (plain, {"label": 0}, "without labels"),

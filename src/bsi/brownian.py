@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +29,7 @@ from bsi.errors import UsageError
 from bsi.fused import fused
 from bsi.noise import normals
 
-__all__ = ["RESOLUTION", "BrownianPath", "Expansion", "expansion"]
+__all__ = ["RESOLUTION", "BrownianPath", "Expansion", "check_resolved", "expansion"]
 
 LOW, HIGH = 2.0**-16, 2.0**32
 DEPTH = 13
@@ -84,6 +85,16 @@ def _bridge(
     return {**value, key: math.sqrt((m - a) * (b - m) / (b - a))}
 
 
+def check_resolved(steps: Iterable[tuple[float, float]]) -> None:
+    """Raise if a path cannot tell the ends of one of these steps apart."""
+    for start, end in steps:
+        if start > 0 and expansion(start).leaf == expansion(end).leaf:
+            raise UsageError(
+                f"a Brownian path resolves steps of {RESOLUTION:.2g} in ln Lambda: got a step from {start:g} to "
+                f"{end:g}. Take fewer steps, or independent noise."
+            )
+
+
 def _combine(
     seed: Int[Tensor, "2"],
     samples: Int[Tensor, " batch"],
@@ -131,11 +142,7 @@ class BrownianPath:
         """(W(end) - W(start)) / sqrt(end - start)."""
         if start == end == 0:  # BFN's prior: nothing is known yet, and nothing is drawn
             return torch.zeros(len(self.samples), *self.shape, dtype=self.dtype, device=self.samples.device)
-        if start > 0 and expansion(start).leaf == expansion(end).leaf:
-            raise UsageError(
-                f"a Brownian path resolves steps of {RESOLUTION:.2g} in ln Lambda: got a step from {start:g} to "
-                f"{end:g}. Take fewer steps, or independent noise."
-            )
+        check_resolved([(start, end)])
         before, after = self._value if start == self._reached else self.at(start), self.at(end)
         self._reached, self._value = end, after
         return (after - before) / math.sqrt(end - start)

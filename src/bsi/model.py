@@ -18,7 +18,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from bsi.brownian import BrownianPath
+from bsi.brownian import BrownianPath, check_resolved
 from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.denoiser import Condition, Denoiser
 from bsi.elbo import Elbo, elbo
@@ -29,7 +29,7 @@ from bsi.likelihood import Bins, Standardise
 from bsi.methods.base import Method, Parametrisation
 from bsi.noise import SeededNoise
 from bsi.objective import Weight, training_loss
-from bsi.sampling import sample
+from bsi.sampling import noisy_steps, sample
 
 __all__ = ["Model"]
 
@@ -124,6 +124,7 @@ class Model(nn.Module):
             raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch_size={batch_size}")
         _check_condition(cond, num)
         levels = named_grid(grid)(self.method, steps)
+        check_resolved(noisy_steps(self.method, levels, solver))
         drawn = []
         with _evaluating(self):
             for ids in torch.arange(num, device=self.device).split(batch_size):

@@ -20,7 +20,7 @@ from bsi.methods.base import Method, Predictor
 from bsi.noise import Noise
 from bsi.solvers import Path, Solver, Table, named_solver
 
-__all__ = ["Step", "advance", "evaluations", "measurement", "sample", "trajectory"]
+__all__ = ["Step", "advance", "evaluations", "measurement", "noisy_steps", "sample", "trajectory"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,16 @@ def sample(
     """The end of a trajectory: one sample for each row of noise, as values (not bins)."""
     (last,) = deque(trajectory(method, predict, noise, grid, solver, start), maxlen=1)
     return last.x_hat
+
+
+def noisy_steps(
+    method: Method, grid: Float[Tensor, " levels"], solver: Solver | str = "posterior"
+) -> list[tuple[float, float]]:
+    """The informations between which a solver asks for noise, for what wants to know before it begins."""
+    solve = named_solver(solver) if isinstance(solver, str) else solver
+    informations = Path.of(method, grid).information.tolist()
+    ends = zip(informations, informations[1:], (solve(method, grid).eps != 0).tolist(), strict=False)
+    return [(start, end) for start, end, noisy in ends if noisy]
 
 
 def evaluations(method: Method, k: int) -> int:

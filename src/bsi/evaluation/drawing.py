@@ -14,7 +14,7 @@ from typing import Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bsi.brownian import BrownianPath
+from bsi.brownian import BrownianPath, check_resolved
 from bsi.conditioning import guided
 from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.denoiser import Condition, Denoiser
@@ -22,8 +22,7 @@ from bsi.errors import UsageError
 from bsi.grids import named_grid
 from bsi.methods.base import Method
 from bsi.noise import Noise, SeededNoise
-from bsi.sampling import Step, trajectory
-from bsi.solvers import named_solver
+from bsi.sampling import Step, noisy_steps, trajectory
 
 __all__ = ["Drawing", "NoiseKind", "draw"]
 
@@ -47,9 +46,11 @@ class Drawing:
 
     def check(self, method: Method) -> None:
         """Raise what drawing would raise, before anything is computed."""
-        named_solver(self.solver)(method, self.levels(method))
+        drawn = noisy_steps(method, self.levels(method), self.solver)
         if self.noise not in ("path", "independent"):
             raise UsageError(f"noise is either path or independent: got {self.noise!r}")
+        if self.noise == "path":
+            check_resolved(drawn)
         if not 0 <= self.guidance < float("inf"):
             raise UsageError(f"guidance is 1 for none, more to follow the condition more: got {self.guidance}")
 

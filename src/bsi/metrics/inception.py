@@ -124,7 +124,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise DataError(
             f"the weights of the FID network are not at {path}. They are the state dict of pytorch-fid's published "
             f"network (pt_{NAME}), saved with safetensors.torch.save_file: put them there, or name the file: "
-            "bsi fid A B --weights PATH."
+            "bsi fid A B --weights PATH, bsi eval RUN --fid --inception PATH."
         )
     try:
         found = load_file(path)

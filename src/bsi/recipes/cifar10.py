@@ -45,8 +45,8 @@ def cifar10_dit_s(method: MethodName = "bsi") -> Recipe:
 
     Command: bsi train cifar10-dit-s
     Hardware: 1 x H200
-    Time: 7.5 minutes
-    Expected: not yet run with these values
+    Time: 7 minutes
+    Expected: 3.282 ± 0.002 bits/dim; FID 52.7 at 16 evaluations (10k samples, test set)
     Paper: none
     """
     return Recipe(

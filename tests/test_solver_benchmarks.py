@@ -79,6 +79,11 @@ def test_the_decisive_cases_come_first_and_are_counted_in_evaluations(tmp_path, 
     for row in found:
         alone = row["error"] / row["fid"]
         assert 0 < row["ratio_error"] < 3 * alone or row["ratio"] == 1
+    verdicts = list(measuring(tmp_path).verdicts())
+    assert "bsi: our default, 16 evaluations, 3 seeds" in verdicts[0]
+    mean = sum(row["ratio"] for row in found if row["solver"] == "ode2" and row["grid"] == "edm"
+               and row["evaluations"] == 16 and row["network"] == "bsi") / 3  # fmt: skip
+    assert f"3 seeds: {mean:.4f} ±" in verdicts[0]
     table = (tmp_path / "table.md").read_text()
     assert "| `posterior`, paper |" in table
     assert " 41 |" in table

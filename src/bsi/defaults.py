@@ -1,8 +1,8 @@
 """How samples are drawn where nobody says otherwise: the one place, chosen by measurement. Imports no torch.
 
 `Model.sample`, `bsi sample`, `bsi eval --fid`, the samples along a training run, the page and the studies all read it.
-docs/log.md has the FIDs behind it: with 16 evaluations of a CIFAR-10 network, the flow on EDM's grid is ahead of the
-paper's sampler at 128.
+docs/benchmarks/solvers.md has the FIDs behind it: chosen on one CIFAR-10 network, and on another, with 16 evaluations,
+0.981 +- 0.007 times the FID of the paper's sampler with 1024 steps.
 """
 
 from __future__ import annotations

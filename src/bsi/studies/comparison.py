@@ -14,7 +14,7 @@ from bsi.studies.estimates import Estimate, bits, bits_difference, distance, dis
 from bsi.studies.job import Measure
 from bsi.studies.report import Cell, Claim, Report, Study, Table, equal, less
 from bsi.studies.scale import DATASETS, Comparison, Scale
-from bsi.studies.standard import bounds, default_quality, qualities, quality, seeded
+from bsi.studies.standard import OURS, bounds, default_quality, qualities, quality, seeded
 from bsi.studies.store import Store
 from bsi.training.recipe import MethodName, Recipe
 
@@ -78,7 +78,7 @@ def table_of(
     if comparison.samples:
         columns += [f"{scale.metric} at {k}" for k in steps]
         columns += [f"{scale.metric} at {long}, one seed"] if long is not None and long not in steps else []
-        columns += [f"{scale.metric}, our default", "paper's FID"]
+        columns += [f"{scale.metric}, {OURS}", "paper's FID"]
     rows = []
     for method in ORDER:
         if method not in comparison.methods and method not in paper:

@@ -10,7 +10,10 @@ from bsi.studies.job import Bound, Quality
 from bsi.studies.scale import Scale
 from bsi.training.recipe import BSISpec, MethodName, Recipe
 
-__all__ = ["bound", "bounds", "bsi_of", "default_quality", "qualities", "quality", "seeded"]
+__all__ = ["OURS", "bound", "bounds", "bsi_of", "default_quality", "qualities", "quality", "seeded"]
+
+
+OURS = f"{SOLVER} on {GRID} in {STEPS}"  # our default sampler, by name: it may be another when the table is read
 
 
 def seeded(recipe: Callable[[MethodName], Recipe], method: MethodName, seeds: Sequence[int]) -> list[Recipe]:

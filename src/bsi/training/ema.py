@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from bsi.backbones.compiled import compile_like
 from bsi.model import Model
 
 __all__ = ["EmaModel"]
@@ -24,6 +25,7 @@ class EmaModel:
 
     def __init__(self, original: Model) -> None:
         self.model = copy.deepcopy(original).requires_grad_(False).eval()
+        compile_like(self.model, original)
         self._averages, self._weights = _parameters(self.model), _parameters(original)
         self._copies, self._originals = _buffers(self.model), _buffers(original)
 

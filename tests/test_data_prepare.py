@@ -63,6 +63,7 @@ from bsi.data import prepare as preparing
 from test_data_prepare import plan, ROWS
 
 preparing.SYNC_EVERY_S = 0.0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
 whole = plan()
 
 def strike(*_):

@@ -13,5 +13,6 @@ SOLVER = "ode2"
 GRID = "edm"
 STEPS = 15  # 16 evaluations with BSI and BFN
 
-# What starts from a given measurement needs the noise of measurements on the rest of its way, which a flow has not.
-MEASURING_SOLVER = "sde-root"
+# What starts from a given measurement needs the noise of measurements on the rest of its way, which a flow has not. Of
+# the solvers with noise, the best by FID with 16 evaluations.
+MEASURING_SOLVER = "sde2"

@@ -25,10 +25,9 @@ import torch
 
 from bsi import BFN, BSI, VDM, Bins, Model, pretrained
 from bsi.app.asks import Denoise, Draw, Inpaint, Limits
-from bsi.app.finishing import measuring_solvers
 from bsi.app.server import create_app, listen, server_of
 from bsi.app.workbench import About, Frame, Workbench, belief, open_workbench
-from bsi.conditioning import start_of
+from bsi.conditioning import measuring_solvers, start_of
 from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.gaussian import over

@@ -90,7 +90,7 @@ def test_denoising_draws_from_the_exact_posterior(method):
 def test_only_steps_that_measure_draw_from_the_posterior():
     method, y = BSI(), torch.zeros(2, 2, dtype=torch.float64)
     for solver in ("ode2", "ode-root", "churn"):
-        with pytest.raises(UsageError, match="sde-root"):
+        with pytest.raises(UsageError, match="use posterior or sde2"):
             denoise(method, mixture().predictor(method), path(2), y, 1.0, solver=solver)
 
 

@@ -13,13 +13,12 @@ from PIL import Image
 
 import bsi
 from bsi import defaults
-from bsi.app.finishing import measuring_solvers
 from bsi.backbones import MLPConfig, build
 from bsi.cli import main
 from bsi.cli import sample as command
 from bsi.cli.eval import Eval
 from bsi.cli.sample import Sample, write_samples
-from bsi.conditioning import denoise
+from bsi.conditioning import denoise, measuring_solvers
 from bsi.errors import DataError, UsageError
 from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.parts import PART, Parts

@@ -9,7 +9,7 @@ A network that predicts the noise of x_t = sqrt(alpha_bar) x + sqrt(1 - alpha_ba
 is one as well, with 1 / sigma^2 = alpha_bar / (1 - alpha_bar). Everything here is exact up to rounding.
 
     predict = from_noise_prediction(BSI(), lambda x_t, alpha_bar: unet(x_t, schedule.time(alpha_bar)))
-    images = sample(BSI(), predict, noise, geometric_grid(BSI(), 16), "sde-root")
+    images = sample(BSI(), predict, noise, edm_grid(BSI(), 15), "ode2")
 """
 
 from __future__ import annotations

@@ -41,13 +41,13 @@ from torch import Tensor
 from bsi.defaults import MEASURING_SOLVER, STEPS
 from bsi.errors import UsageError
 from bsi.gaussian import over
-from bsi.grids import FIRST_SIGMA, onward_grid
+from bsi.grids import FIRST_SIGMA, geometric_grid, onward_grid
 from bsi.methods.base import Method, Predictor
 from bsi.noise import Noise
 from bsi.sampling import sample
-from bsi.solvers import Solver, named_solver, posterior
+from bsi.solvers import SOLVERS, Solver, named_solver, posterior
 
-__all__ = ["denoise", "guided", "inpainted", "measured", "replaced", "start_of"]
+__all__ = ["denoise", "guided", "inpainted", "measured", "measuring_solvers", "replaced", "start_of"]
 
 Data = Float[Tensor, "batch *data"]
 Measured = Float[Tensor, "batch *measured"]
@@ -69,6 +69,16 @@ def start_of(method: Method, precision: float) -> float:
     return level
 
 
+def measuring_solvers(method: Method) -> tuple[str, ...]:
+    """Solvers whose steps add the noise of measurements, as p(x | y) needs it."""
+    grid = geometric_grid(method, 8)
+    return tuple(name for name, solver in SOLVERS.items() if _measures(solver, method, grid))
+
+
+def _measures(solver: Solver, method: Method, grid: Float[Tensor, " levels"]) -> bool:
+    return torch.allclose(solver(method, grid).eps, posterior(method, grid).eps)
+
+
 def denoise(
     method: Method,
     predict: Predictor,
@@ -82,10 +92,11 @@ def denoise(
     level = start_of(method, precision)
     grid = onward_grid(method, level, k)
     solve = named_solver(solver) if isinstance(solver, str) else solver
-    if not torch.allclose(solve(method, grid).eps, posterior(method, grid).eps):
+    if not _measures(solve, method, grid):
+        allowed = " or ".join(measuring_solvers(method))
         raise UsageError(
-            "denoising draws from p(x | y) only with the noise of real measurements: use posterior, sde2 or sde-root. "
-            "The flow and churn turn the prior into samples of the data, but not y into samples of x given y."
+            f"denoising draws from p(x | y) only with the noise of real measurements: use {allowed}. The flow and "
+            f"churn turn the prior into samples of the data, but not y into samples of x given y."
         )
     start = over(method.encoder(grid[:1]).signal.to(y.device), y) * y
     return sample(method, predict, noise, grid, solve, start)

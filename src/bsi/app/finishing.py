@@ -10,29 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from bsi.conditioning import inpainted, start_of
+from bsi.conditioning import inpainted, measuring_solvers, start_of
 from bsi.errors import UsageError
 from bsi.gaussian import over
-from bsi.grids import geometric_grid, named_grid, onward_grid
+from bsi.grids import named_grid, onward_grid
 from bsi.methods.base import Method, Predictor
 from bsi.noise import Noise
 from bsi.sampling import Step, trajectory
-from bsi.solvers import SOLVERS, posterior
 
-__all__ = ["Finisher", "measuring_solvers"]
+__all__ = ["Finisher"]
 
 PASSES = 2  # backward passes for each prediction of hidden pixels: on digits as good as five, and someone is waiting
-
-
-def measuring_solvers(method: Method) -> tuple[str, ...]:
-    """Solvers whose steps add the noise of measurements, as p(x | y) needs it."""
-    grid = geometric_grid(method, 8)
-    wanted = posterior(method, grid).eps
-    return tuple(name for name, solver in SOLVERS.items() if torch.allclose(solver(method, grid).eps, wanted))
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
 from bsi.app.asks import Ask, Denoise, Inpaint, Limits, mask, values
-from bsi.app.finishing import Finisher, measuring_solvers
+from bsi.app.finishing import Finisher
 from bsi.brownian import BrownianPath
+from bsi.conditioning import measuring_solvers
 from bsi.data.store import open_dataset
 from bsi.defaults import GRID, MEASURING_SOLVER, SOLVER, STEPS
 from bsi.errors import BsiError, UsageError

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["STUDY"]
 
-# Our default, and two stochastic solvers.
-SOLVERS = ((SOLVER, GRID), ("sde2", "geometric"), ("sde-root", "geometric"))
+# Our default, and its stochastic relative.
+SOLVERS = ((SOLVER, GRID), ("sde2", GRID))
 FROM = 16  # steps, in the paper's claim
 
 

@@ -174,7 +174,7 @@ class Laboratory:
 
     def _drawn(self, job: Quality, model: Model, deadline: Deadline) -> np.ndarray:
         """All samples as bin indices, drawn part by part: an interrupted drawing goes on where it was."""
-        how = Drawing(job.steps, job.seed, job.solver, job.grid, noise="independent")
+        how = Drawing(job.steps, job.seed, job.solver, job.grid)
         path = self.folder / "measurements" / f"{name_of(job)}-samples.npz"
         path.parent.mkdir(parents=True, exist_ok=True)
         parts = Parts(path, job.num, {"job": name_of(job)})

@@ -63,6 +63,11 @@ class Model(nn.Module):
     def device(self) -> torch.device:
         return next((p.device for p in self.parameters()), torch.device("cpu"))
 
+    @property
+    def classes(self) -> int | None:
+        """How many labels the network knows, 0 if it was built without; None for a network that does not say."""
+        return getattr(self.denoiser.backbone, "num_classes", None)
+
     def values(self, data: Tensor) -> Float[Tensor, "batch *data"]:
         """Data as the method sees it: bin centres for integers, standardised for continuous data."""
         if data.shape[1:] != self.shape:

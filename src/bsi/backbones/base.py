@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bsi.backbones.embeddings import FourierFeatures
+from bsi.backbones.embeddings import ConditionEmbedding, FourierFeatures
 from bsi.errors import UsageError
 
 
@@ -21,11 +21,17 @@ class Backbone(nn.Module, ABC):
     """Abstract. `compute_dtype` is the type inside: None leaves that to the caller, who may have set an autocast."""
 
     compute_dtype: torch.dtype | None = None
+    condition: ConditionEmbedding
 
     def __init__(self, shape: tuple[int, ...], bins_count: int | None) -> None:
         super().__init__()
         self.shape = shape
         self.fourier = FourierFeatures(bins_count)
+
+    @property
+    def num_classes(self) -> int:
+        """Labels 0 .. num_classes - 1 are known, num_classes stands for none; 0: it has no labels."""
+        return self.condition.num_classes
 
     @abstractmethod
     def network(

@@ -70,6 +70,10 @@ class Eval:
     """posterior (the paper's), sde2, ode2, sde-root, ode-root, churn or churn:ZETA."""
     grid: str = GRID
     """Where the steps lie: paper, edm, geometric or asinh."""
+    labels: bool = False
+    """With --fid, ask a network with labels for one class after the other."""
+    guidance: float = 1.0
+    """With --labels, how strongly to follow them: 1 is what was learned, 2 exaggerates."""
     kid: bool = False
     """With --fid, also the kernel inception distance."""
     precision_recall: bool = False
@@ -185,8 +189,11 @@ def quality(args: Eval, world: World) -> Mapping[str, Any]:
     from bsi.evaluation.quality import measure_quality, quality_record
     from bsi.metrics import Inception
 
-    how = Drawing(args.steps, args.seed, args.solver, args.grid)
     run = runs.open_run(args.runs[0], world, not args.weights, args.step, args.precision)
+    classes = (run.model.classes or 0) if args.labels else 0
+    if args.labels and not classes:
+        raise UsageError(f"{run.path} was trained without labels: leave --labels out, or train it with --data.labels")
+    how = Drawing(args.steps, args.seed, args.solver, args.grid, guidance=args.guidance, classes=classes)
     how.check(run.model.method)
     split = runs.open_split(run, args.reference, args.data)
     runs.speed_up(run, args.num * args.steps // world.size)

@@ -191,16 +191,12 @@ def condition(args: Sample, ids: Tensor) -> Tensor | None:
 
 
 def check_label(model: Model, args: Sample) -> None:
-    from bsi.backbones.embeddings import ConditionEmbedding
-
     if args.label is None:
         if args.guidance != 1:
             raise UsageError(f"--guidance needs a --label to follow: got --guidance {args.guidance} alone")
         return
-    embeddings = [module for module in model.denoiser.modules() if isinstance(module, ConditionEmbedding)]
-    classes = max((embedding.num_classes for embedding in embeddings), default=0)
-    if embeddings and not 0 <= args.label < classes:
-        known = f"its labels are 0 to {classes - 1}" if classes else "it was trained without labels"
+    if model.classes is not None and not 0 <= args.label < model.classes:
+        known = f"its labels are 0 to {model.classes - 1}" if model.classes else "it was trained without labels"
         raise UsageError(f"this network has no label {args.label}: {known}")
 
 

@@ -40,6 +40,8 @@ class Drawing:
     grid: str = GRID
     noise: NoiseKind = "path"
     guidance: float = 1.0
+    classes: int = 0
+    """Sample i is of class i modulo this many; 0: of none in particular."""
 
     def levels(self, method: Method) -> Float[Tensor, " levels"]:
         return named_grid(self.grid)(method, self.steps)

@@ -25,6 +25,8 @@ from bsi.methods import BFN, BSI, VDM, Method
 from bsi.model import Model
 from bsi.training.recipe import BFNSpec, BSISpec, MethodSpec, Recipe
 
+Labels = Int64[np.ndarray, " count"]
+
 __all__ = ["BinSpec", "DataSpec", "Standard", "TrainingData", "build_method", "build_model", "open_training_data"]
 
 SPOT_CHECK = 64  # samples of a Dataset whose content is hashed
@@ -58,15 +60,18 @@ class DataSpec:
     shape: tuple[int, ...]
     bins: BinSpec | None
     standard: Standard | None
+    classes: int = 0
+    """Labels 0 .. classes - 1 are learned; 0: none are."""
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Batches by index, for training and, if there are any, for evaluation."""
+    """Batches by index, for training and, if there are any, for evaluation; the training samples' labels."""
 
     train: BatchSource
     test: BatchSource | None
     spec: DataSpec
+    labels: Labels | None = None
 
 
 def open_training_data(
@@ -75,8 +80,9 @@ def open_training_data(
     data: object = None,
     test: object = None,
     bins: Bins | None = None,
+    labels: object = None,
 ) -> TrainingData:
-    """The recipe's prepared dataset, or the data that was given."""
+    """The recipe's prepared dataset, or the data that was given; `labels` are those of given training data."""
     if data is None:
         return _prepared(recipe, device)
     train = as_source(data, device, recipe.data.workers)
@@ -89,20 +95,25 @@ def open_training_data(
         if first.dtype != torch.uint8:
             raise UsageError(f"integer data other than uint8 needs bins: got {first.dtype}. Pass bins=bsi.Bins(...).")
         bins = Bins.uint8()
+    known = _labels(labels, len(train), "the data") if recipe.data.labels else None
+    version = _version(data, train)
     spec = DataSpec(
         name=recipe.data.name,
-        version=_version(data, train),
+        version=version if known is None else fingerprint([version, digest([known.tobytes()])]),
         count=len(train),
         shape=shape,
         bins=None if bins is None else BinSpec(bins.low, bins.high, bins.count),
         standard=standard,
+        classes=_classes(known),
     )
-    return TrainingData(train, None if test is None else as_source(test, device, recipe.data.workers), spec)
+    return TrainingData(train, None if test is None else as_source(test, device, recipe.data.workers), spec, known)
 
 
 def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
     dataset = open_dataset(recipe.data.name)
     bins, standard = dataset.bins, dataset.standardisation
+    given = None if dataset.labels is None else dataset.labels.train
+    known = _labels(given, len(dataset.train), dataset.name) if recipe.data.labels else None
     spec = DataSpec(
         name=dataset.name,
         version=dataset.version,
@@ -110,9 +121,27 @@ def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
         shape=dataset.shape,
         bins=None if bins is None else BinSpec(bins.low, bins.high, bins.count),
         standard=None if standard is None else Standard(standard.mean, standard.std),
+        classes=_classes(known),
     )
     test = as_source(dataset.test) if len(dataset.test) else None
-    return TrainingData(as_source(dataset.split("train"), device), test, spec)
+    return TrainingData(as_source(dataset.split("train"), device), test, spec, known)
+
+
+def _labels(given: object, count: int, name: str) -> Labels:
+    """Whole numbers from 0 on, one for each sample."""
+    if given is None:
+        raise DataError(f"{name} has no labels to learn: leave data.labels out, or give them with the data")
+    labels = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer) or int(labels.min(initial=0)) < 0:
+        raise DataError(
+            f"labels are whole numbers from 0 on, one for each of the {count} samples of {name}: got {labels.dtype} of "
+            f"shape {labels.shape}, the smallest {labels.min(initial=0)}"
+        )
+    return labels.astype(np.int64)
+
+
+def _classes(labels: Labels | None) -> int:
+    return 0 if labels is None else int(labels.max(initial=-1)) + 1
 
 
 def _fit(data: object, source: BatchSource) -> Standard:
@@ -154,7 +183,7 @@ def build_model(recipe: Recipe, data: DataSpec, backbone: torch.nn.Module | None
     if backbone is None:
         if recipe.backbone is None:
             raise UsageError("this recipe has no network of its own: pass backbone=...")
-        backbone = build(recipe.backbone, data.shape, None if data.bins is None else data.bins.count)
+        backbone = build(recipe.backbone, data.shape, None if data.bins is None else data.bins.count, data.classes)
     return Model(
         backbone,
         build_method(recipe.method),

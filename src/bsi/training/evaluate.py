@@ -46,10 +46,14 @@ def bound(model: Model, test: BatchSource, recipe: Recipe, world: World) -> Elbo
 
 
 def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
-    """Samples as a picture, or as an array (.npy) where they are no images. Sample i is the same seed at every step."""
+    """Samples as a picture, or as an array (.npy) where they are no images. Sample i is the same seed at every step.
+
+    A model with labels is asked for one class after the other.
+    """
     wanted = recipe.samples
     seed = derive(recipe.seed, "samples") >> 32
-    x = model.sample(wanted.count, wanted.steps, seed, wanted.solver, wanted.grid).cpu().numpy()
+    labels = torch.arange(wanted.count) % model.classes if model.classes else None
+    x = model.sample(wanted.count, wanted.steps, seed, wanted.solver, wanted.grid, labels).cpu().numpy()
     path.parent.mkdir(exist_ok=True)
     if len(model.shape) == 3 and model.shape[0] in (1, 3):
         low, high = (0.0, float(model.bins.count - 1)) if model.bins is not None else (float(x.min()), float(x.max()))

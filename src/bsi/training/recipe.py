@@ -85,11 +85,17 @@ class Data:
     name: str
     flips: bool = False
     """Mirror each image with probability one half."""
+    labels: bool = False
+    """Learn the data's labels too, so that samples of a class can be asked for."""
+    unlabelled: float = 0.1
+    """With labels, the share of samples that is seen without: bounds and guidance need a model that can do without."""
     workers: int = 0
     """Threads that fetch the samples of a Dataset; the order does not depend on it."""
 
     def __post_init__(self) -> None:
         _at_least("data.workers", self.workers, 0)
+        if not 0 < self.unlabelled < 1:
+            raise UsageError(f"data.unlabelled is a share of the samples, between 0 and 1: got {self.unlabelled}")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Engine:
         # Our backbones set their own type inside; a network from elsewhere gets it from autocast.
         foreign = self.half is not None and not isinstance(self.model.denoiser.backbone, Backbone)
         with torch.autocast(self.world.device.type, self.half, enabled=foreign):
-            predict = cast(Predictor, self._network)
+            predict = self._given(batch.cond)
             if self._grid is None:
                 return training_loss(self.model.method, predict, x, batch.t, batch.eps, self._weight)
             k = len(self._grid) - 1
@@ -132,6 +132,11 @@ class Engine:
             return losses.sum().reshape(1) / self.recipe.batch
         weight = self._weight(self.model.method.levels.icdf(batch.t)).clamp(min=1e-300)  # EDM's vanishes at level 0
         return torch.stack([losses.sum(), (losses / weight).sum().to(losses.dtype)]) / self.recipe.batch
+
+    def _given(self, cond: Tensor | None) -> Predictor:
+        """The network with a condition bound into it; as `Denoiser.given`, whatever DDP wraps."""
+        network = cast(Predictor, self._network)
+        return network if cond is None else lambda latent, level: self._network(latent, level, cond)
 
     def _summed(self, stream: Stream, watchdog: Watchdog) -> Float[Tensor, " told"]:
         """Gradients summed over pieces and ranks; the loss of the global batch."""

@@ -5,6 +5,7 @@ and a position or a step follow
 
     the sample        sample_ids(seed, position)                    which image
     its mirror coin   coins(seed, position)                         whether it is flipped
+    its label's       uniforms(seed', position) < p                 whether it is seen without, where labels are learned
     its noise         philox(seed, position)                        eps
     its level         t_i = (i / b + delta(seed, step)) mod 1       stratified over the global batch
     dropout           generator(seed, step, first virtual shard)    reset before each piece is computed
@@ -26,7 +27,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from bsi.data.batches import BatchSource, ahead, flip
-from bsi.data.order import sample_ids, shards_of
+from bsi.data.order import sample_ids, shards_of, uniforms
 from bsi.fused import fused
 from bsi.levels import low_discrepancy
 from bsi.noise import standard_normal
@@ -79,6 +80,8 @@ class Batch:
     data: Tensor
     t: Float[Tensor, " batch"]
     eps: Float[Tensor, "batch *data"]
+    cond: Int64[Tensor, " batch"] | None
+    """Labels; the number of classes stands for none."""
 
     def seed_dropout(self, seed: int) -> None:
         """What the network draws from torch's generator becomes a function of the seed and the piece."""
@@ -89,9 +92,16 @@ class Stream:
     """A rank's batches from a step on, in order; the data of the next ones is fetched while one is computed."""
 
     def __init__(
-        self, recipe: Recipe, source: BatchSource, shape: tuple[int, ...], world: World, start: int
-    ) -> None:  # fmt: skip
+        self,
+        recipe: Recipe,
+        source: BatchSource,
+        shape: tuple[int, ...],
+        world: World,
+        start: int,
+        labels: Int64[np.ndarray, " count"] | None = None,
+    ) -> None:
         self.recipe, self.source, self.shape, self.world = recipe, source, shape, world
+        self.labels, self._classes = labels, 0 if labels is None else int(labels.max()) + 1
         self._noise_seed = derive(recipe.seed, "noise")
         self._normal = fused(standard_normal, world.device) if recipe.compile else standard_normal
         ids = (self._ids(piece) for step in range(start, recipe.steps) for piece in self._pieces(step))
@@ -124,4 +134,12 @@ class Stream:
             data = flip(data, self.recipe.seed, start)
         positions = torch.arange(start, start + piece.count, device=device)
         eps = self._normal(self._noise_seed, positions, 0, self.shape)
-        return Batch(piece, data, piece_levels(self.recipe, piece).to(device, non_blocking=True), eps)
+        t = piece_levels(self.recipe, piece).to(device, non_blocking=True)
+        return Batch(piece, data, t, eps, self._condition(piece, start))
+
+    def _condition(self, piece: Piece, start: int) -> Int64[Tensor, " batch"] | None:
+        if self.labels is None:
+            return None
+        chance = uniforms(derive(self.recipe.seed, "unlabelled"), start, piece.count)
+        seen = np.where(chance < self.recipe.data.unlabelled, self._classes, self.labels[self._ids(piece)])
+        return torch.from_numpy(seen).to(self.world.device, non_blocking=True)

@@ -56,6 +56,7 @@ def train(
     *,
     test: object = None,
     bins: Bins | None = None,
+    labels: object = None,
     init_from: str | Path | None = None,
     allow: Sequence[str] = (),
     sinks: Sequence[Sink] = (),
@@ -66,9 +67,10 @@ def train(
     """Train a recipe and return its run folder, by default `runs/NAME`.
 
     `data` and `test` are tensors, arrays or map-style Datasets (uint8, or integers with `bins`, or floats); without
-    them the recipe's prepared dataset is opened. `backbone` is your own network. `init_from` takes the weights of
-    another run or export; `allow` names settings that may differ from the interrupted run's; `sinks` get every journal
-    record. `named` is the recipe that this one was edited from, for the record.
+    them the recipe's prepared dataset is opened. `labels` are the data's, for a recipe with `data.labels`. `backbone`
+    is your own network. `init_from` takes the weights of another run or export; `allow` names settings that may differ
+    from the interrupted run's; `sinks` get every journal record. `named` is the recipe that this one was edited from,
+    for the record.
     """
     recipe.check(find_place(os.environ).size)
     if backbone is not None:
@@ -82,7 +84,7 @@ def train(
         _alone_in(folder, world) as lease,
         watching(world.place, hang_after_s, world.meeting) as watchdog,
     ):
-        training_data = open_training_data(recipe, world.device, data, test, bins)
+        training_data = open_training_data(recipe, world.device, data, test, bins, labels)
         record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
         resumed = _find_checkpoint(folder, record, training_data, world, allow)
         if resumed.finished:
@@ -96,7 +98,8 @@ def train(
             engine.restore(resumed.checkpoint.step, files)
             _say(world, f"going on from {resumed.checkpoint.folder}")
         engine.share()
-        stream = Stream(recipe, training_data.train, training_data.spec.shape, world, engine.steps_done)
+        shape, done = training_data.spec.shape, engine.steps_done
+        stream = Stream(recipe, training_data.train, shape, world, done, training_data.labels)
         saver = Saver(folder.checkpoints, recipe.keep, lease.check if lease is not None else _nothing)
         journal: list[Sink] = []
         if world.first:

@@ -1,0 +1,117 @@
+"""Labels in training: seen as often as the recipe says, learned, kept in the run, and asked for in samples."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bsi
+from bsi.backbones import MLPConfig
+from bsi.cli import main
+from bsi.data.batches import as_source
+from bsi.errors import DataError, UsageError
+from bsi.training.distributed import Place, World
+from bsi.training.recipe import BSISpec, Data, Every, Objective, Optimiser, Recipe
+from bsi.training.stream import Stream
+
+CPU = World(Place(), torch.device("cpu"))
+LABELS = torch.arange(600) % 3
+
+
+def _points() -> torch.Tensor:
+    """Three blobs on a line, far apart, one for each label."""
+    noise = torch.randn(600, 2, generator=torch.Generator().manual_seed(0))
+    return torch.stack([6.0 * (LABELS - 1), torch.zeros(600)], 1) + 0.3 * noise
+
+
+def _recipe(**changes: object) -> Recipe:
+    recipe = Recipe(
+        name="blobs",
+        method=BSISpec(alpha_M=1e3),
+        backbone=MLPConfig(width=64, depth=2),
+        data=Data("blobs", labels=True, unlabelled=0.25),
+        steps=400,
+        batch=64,
+        optimiser=Optimiser(lr=3e-3, warmup=20, schedule="cosine"),
+        virtual_shards=4,
+        objective=Objective(),
+        every=Every(journal=100, evaluate=0, sample=400, checkpoint=200),
+        threads=1,
+    )
+    return replace(recipe, **changes)  # type: ignore[arg-type]
+
+
+def test_the_stated_share_of_samples_is_seen_without_label_and_the_rest_with_its_own() -> None:
+    recipe = _recipe()
+    stream = Stream(recipe, as_source(_points()), (2,), CPU, 0, LABELS.numpy())
+    seen, expected = [], []
+    for step in range(100):
+        for batch in stream.step(step):
+            assert batch.cond is not None
+            seen.append(batch.cond)
+            # A blob's place says which label it has.
+            expected.append((batch.data[:, 0] / 6 + 1).round().long())
+    cond, own = torch.cat(seen), torch.cat(expected)
+    hidden = cond == 3
+    assert torch.equal(cond[~hidden], own[~hidden])
+    share, n = float(hidden.double().mean()), len(cond)
+    assert abs(share - 0.25) < 4 * (0.25 * 0.75 / n) ** 0.5
+    stream.close()
+    again = next(iter(Stream(recipe, as_source(_points()), (2,), CPU, 0, LABELS.numpy()).step(0)))
+    assert torch.equal(again.cond, seen[0])  # type: ignore[arg-type]
+
+
+def test_a_network_trained_with_labels_draws_what_it_is_asked_for_and_all_of_it_when_not_asked(tmp_path: Path) -> None:
+    run = bsi.train(_recipe(), data=_points(), labels=LABELS, out=tmp_path / "run")
+    model = bsi.load(run)
+    assert model.classes == 3
+    for label in range(3):
+        x = model.sample(64, cond=torch.full((64,), label))
+        assert float((x[:, 0] - 6.0 * (label - 1)).abs().mean()) < 1.0
+    free = model.sample(300)[:, 0]
+    for label in range(3):
+        share = float(((free - 6.0 * (label - 1)).abs() < 2).double().mean())
+        assert abs(share - 1 / 3) < 0.15
+    assert (run / "samples").is_dir()
+
+
+def test_labels_belong_to_what_a_resumed_run_compares(tmp_path: Path) -> None:
+    short = _recipe(steps=2, every=Every(journal=1, checkpoint=1))
+    bsi.train(short, data=_points(), labels=LABELS, out=tmp_path / "run")
+    with pytest.raises((DataError, UsageError)):
+        bsi.train(replace(short, steps=4), data=_points(), labels=(LABELS + 1) % 3, out=tmp_path / "run")
+
+
+def test_labels_that_are_not_there_or_not_whole_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no labels to learn"):
+        bsi.train(_recipe(), data=_points(), out=tmp_path / "a")
+    with pytest.raises(DataError, match="whole numbers from 0 on"):
+        bsi.train(_recipe(), data=_points(), labels=LABELS[:-1], out=tmp_path / "b")
+    with pytest.raises(DataError, match="whole numbers from 0 on"):
+        bsi.train(_recipe(), data=_points(), labels=LABELS - 1, out=tmp_path / "c")
+    with pytest.raises(DataError, match="whole numbers from 0 on"):
+        bsi.train(_recipe(), data=_points(), labels=LABELS.double(), out=tmp_path / "d")
+    with pytest.raises(UsageError, match=r"data\.unlabelled"):
+        Data("blobs", labels=True, unlabelled=0.0)
+
+
+def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    options = ["--data.labels", "--steps", "2", "--batch", "8", "--virtual-shards", "1", "--optimiser.warmup", "1"]
+    assert main(["train", "digits", *options, "--every.evaluate", "0", "--every.sample", "0", "--out", str(run)]) == 0
+    assert bsi.load(run).classes == 10
+    capsys.readouterr()
+    drawn = ["--num", "4", "--steps", "2", "--npz", str(tmp_path / "x.npz"), "--out", str(tmp_path / "x.png")]
+    assert main(["sample", str(run), "--label", "7", "--guidance", "2", *drawn, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["label"] == 7
+    with np.load(tmp_path / "x.npz") as found:
+        assert len(found[found.files[0]]) == 4
+    assert main(["sample", str(run), "--label", "10", "--out", str(tmp_path / "y.png")]) == 2
+    assert "its labels are 0 to 9" in capsys.readouterr().err
+    assert main(["eval", "digits", "--fid", "--labels"]) == 2
+    assert "trained without labels" in capsys.readouterr().err

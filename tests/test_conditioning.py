@@ -172,6 +172,19 @@ def test_inpainting_by_moments_is_nearer_to_the_posterior_than_replacement(metho
 # A trained network, whose Jacobian is no covariance
 
 
+@pytest.mark.parametrize("variance", [(0.5, -0.3), (0.5, -0.289)])
+def test_directions_of_negative_variance_are_not_believed(variance):
+    """V + 1 / a is nearly 0 in the second direction, on either side: solving with it is off by 30 or 289 times."""
+    method, level, y = BSI(), at(3.0).expand(4), torch.randn(4, 2, generator=torch.Generator().manual_seed(0)).double()
+    encoder = method.encoder(level[:1])
+    slope = at(*variance) * encoder.signal / encoder.noise.square()
+    corrected = measured(method, lambda latent, level: latent * slope, lambda x: x, y, precision=1 / 0.29)
+    found = corrected(torch.zeros(4, 2, dtype=torch.float64), level)  # where the prediction is 0
+    torch.testing.assert_close(found[:, 0], y[:, 0] * 0.5 / 0.79, rtol=0.35, atol=0)
+    assert (found[:, 1] / y[:, 1]).min() > -1e-9
+    assert (found.abs() <= y.abs()).all()
+
+
 def digits(count: int) -> tuple[bsi.Model, Tensor]:
     model = bsi.load("digits")
     model.requires_grad_(False)

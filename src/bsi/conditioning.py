@@ -20,10 +20,10 @@ products, and the system solved in a Krylov space of a few dimensions. Any solve
 A trained network is not an exact predictor, and its Jacobian is no covariance: neither symmetric nor positive, and
 worst at high noise, where V is noise^2 / signal times a small difference. Conjugate gradients then diverge. So the
 matrix is projected onto the Krylov space as a whole, and what the projection shows to be wrong is left out: its
-symmetric part is inverted on positive eigenvalues theta alone, as theta / (theta^2 + delta^2), where delta is how far
-the symmetric part is off if that is as much as the antisymmetric part, which should be 0. For an exact predictor delta
-is 0, and this is what conjugate gradients give. What part of y - A x_hat is left unexplained so is taken for an error
-of which nothing but the size is known, V a multiple of the identity.
+symmetric part is inverted where its eigenvalues are positive, theta = eigenvalue + 1 / a as theta / (theta^2 +
+delta^2), where delta is how far it is off if that is as much as the antisymmetric part, which should be 0. For an exact
+predictor delta is 0, and this is what conjugate gradients give. What part of y - A x_hat is left unexplained so is
+taken for an error of which nothing but the size is known, V a multiple of the identity.
 
 **Guidance** mixes two predictors, with and without a condition (Ho and Salimans, 2022).
 """
@@ -136,7 +136,7 @@ def measured(
 
         guess = x_hat.detach()
         known = _Krylov(spread, operator, precision, y - operator(guess), iterations).solve()
-        scaled = over(_variance(known.rest, transposed(known.rest)[0]), latent)
+        scaled = over(_variance(known.rest, transposed(known.rest)[0], precision), latent)
         plain = _Krylov(lambda u: scaled * transposed(u)[0], operator, precision, known.rest, iterations).solve()
         return guess + known.correction + plain.correction
 
@@ -196,7 +196,7 @@ class _Solved:
 
 
 class _Krylov:
-    """(A V A^T + 1 / a)^-1 r, each sample by itself, in the space of r, M r, M^2 r, ... for M = A V A^T + 1 / a.
+    """(A V A^T + 1 / a)^-1 r, each sample by itself, in the space of r, M r, M^2 r, ... for M = A V A^T.
 
     `spread(u)` is V A^T u. Directions that M adds nothing to are 0 from there on.
     """
@@ -214,14 +214,14 @@ class _Krylov:
         for _ in range(iterations):
             q = basis[-1]
             spreads.append(spread(q.view_as(r)))
-            products.append(operator(spreads[-1]).flatten(1) + q / precision)
+            products.append(operator(spreads[-1]).flatten(1))
             known, rest = torch.stack(basis, dim=1), products[-1]
             for _ in range(2):  # once leaves what rounding left
                 rest = rest - torch.einsum("bk,bkm->bm", torch.einsum("bkm,bm->bk", known, rest), known)
             more = rest.norm(dim=1) > self.tiny * products[-1].norm(dim=1)
             basis.append(torch.where(more[:, None], _unit(rest), 0.0))
         self.basis, self.spreads = torch.stack(basis[:-1], dim=1), torch.stack(spreads, dim=1)
-        self.products, self.shape = torch.stack(products, dim=1), r.shape
+        self.products, self.shape, self.noise = torch.stack(products, dim=1), r.shape, 1 / precision
 
     def solve(self) -> _Solved:
         projected = torch.einsum("bkm,blm->bkl", self.basis, self.products)
@@ -230,21 +230,23 @@ class _Krylov:
         variance = 2 * error.square().sum((1, 2)) / max(1, k * (k - 1))
         values, vectors = torch.linalg.eigh(projected - error)
         positive = values > self.tiny * values[:, -1:].clamp(min=0)
-        inverse = torch.where(positive, values / (values.square() + 2 * k * variance[:, None]), 0.0)
+        theta = values + self.noise
+        inverse = torch.where(positive, theta / (theta.square() + 2 * k * variance[:, None]), 0.0)
         along = torch.einsum("bkl,bkm,bm->bl", vectors, self.basis, self.r)
         u = torch.einsum("bkl,bl->bk", vectors, inverse * along)
-        rest = self.r - torch.einsum("bk,bkm->bm", u, self.products)
+        rest = self.r - torch.einsum("bk,bkm->bm", u, self.products + self.noise * self.basis)
         return _Solved(torch.einsum("bk,bk...->b...", u, self.spreads), rest.view(self.shape))
 
 
-def _variance(rest: Measured, back: Data) -> PerSample:
-    """The v for which V = v I explains as much as `rest`.
+def _variance(rest: Measured, back: Data, precision: float) -> PerSample:
+    """The v for which V = v I explains as much as `rest`, beyond the noise.
 
     `back` is A^T rest: |back|^2 / |rest|^2 is the part of A A^T that matters. What A does not measure is 0 in `rest`.
     """
     r, measured = rest.flatten(1), (rest != 0).flatten(1).sum(1).clamp(min=1)
     norm, gained = r.square().sum(1), back.flatten(1).square().sum(1)
-    return torch.where(gained > 0, norm.square() / (measured * torch.where(gained > 0, gained, 1.0)), 0.0)
+    gain = torch.where(gained > 0, norm / torch.where(gained > 0, gained, 1.0), 0.0)
+    return gain * (norm / measured - 1 / precision).clamp(min=0)
 
 
 def _unit(rows: Float[Tensor, "batch m"]) -> Float[Tensor, "batch m"]:

@@ -106,3 +106,13 @@ def test_what_a_run_writes_can_be_read_by_those_who_can_read_its_folder(tmp_path
     assert len(stored) == 3
     for path in stored:
         assert path.stat().st_mode & 0o666 == path.parent.stat().st_mode & 0o666, path.name
+
+
+def test_a_sampler_that_does_not_exist_is_refused_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = ["train", "digits", "--steps", "1", "--samples.solver", "sde9", "--device", "cpu", "--out", str(run)]
+    assert main(words) == 2
+    assert "did you mean 'sde2'" in capsys.readouterr().err
+    assert not list(run.rglob("*.safetensors"))

@@ -128,8 +128,7 @@ class Model(nn.Module):
         if num < 1 or batch_size < 1:
             raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch_size={batch_size}")
         _check_condition(cond, num)
-        levels = named_grid(grid)(self.method, steps)
-        check_resolved(noisy_steps(self.method, levels, solver))
+        levels = self.sampling_levels(steps, solver, grid)
         drawn = []
         with _evaluating(self):
             for ids in torch.arange(num, device=self.device).split(batch_size):
@@ -141,6 +140,12 @@ class Model(nn.Module):
             bad = int((~torch.isfinite(x)).reshape(num, -1).any(1).sum())
             raise NonFinite(f"{bad} of {num} samples hold NaN or infinity: the network's predictions are not finite")
         return self.data(x)
+
+    def sampling_levels(self, steps: int = STEPS, solver: str = SOLVER, grid: str = GRID) -> Float[Tensor, " levels"]:
+        """The levels that `sample` visits. Raises what cannot be sampled so: for what wants to know long before."""
+        levels = named_grid(grid)(self.method, steps)
+        check_resolved(noisy_steps(self.method, levels, solver))
+        return levels
 
     def data(self, x: Float[Tensor, "batch *data"]) -> Tensor:
         """Values back to data: bin indices by rounding, or the units that `standardise` took away."""

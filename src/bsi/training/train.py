@@ -222,7 +222,8 @@ def _model(
     """The model on its device, its weights a function of the seed, of the caller's network, or of another run."""
     torch.manual_seed(derive(recipe.seed, "init"))
     model = build_model(recipe, data.spec, backbone)
-    model.sampling_levels(recipe.samples.steps, recipe.samples.solver, recipe.samples.grid)  # refused now, not at the end
+    wanted = recipe.samples
+    model.sampling_levels(wanted.steps, wanted.solver, wanted.grid)  # what cannot be drawn is refused now, not later
     if init_from is not None:
         set_weights(model, read_trained(Path(init_from)), str(init_from))
     return _fast(recipe, model.to(world.device).train(), world)

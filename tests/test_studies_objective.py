@@ -69,7 +69,7 @@ def batch() -> Batch:
     torch.manual_seed(1)
     data = torch.randint(0, 17, (32, 1, 8, 8), dtype=torch.uint8)
     t = (torch.arange(32, dtype=torch.float64) / 32 + 0.3) % 1
-    return Batch(Piece(0, 0, 0, 32), data, t, torch.randn(32, 1, 8, 8))
+    return Batch(Piece(0, 0, 0, 32), data, t, torch.randn(32, 1, 8, 8), None)
 
 
 @pytest.mark.parametrize("spec", [BSISpec(), BFNSpec(), VDMSpec()])

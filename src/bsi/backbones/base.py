@@ -46,6 +46,10 @@ class Backbone(nn.Module, ABC):
     def regions(self) -> Iterator[nn.Module]:
         """The parts worth compiling: those that repeat, and those that touch every token or pixel."""
 
+    def matrices(self) -> list[nn.Parameter]:
+        """Weights between hidden features: those of every region but the last, which reads out."""
+        return [p for region in list(self.regions())[:-1] for p in region.parameters() if p.ndim >= 2]
+
     def forward(
         self,
         x: Float[Tensor, "batch channels *space"],

@@ -121,9 +121,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class Optimiser:
-    """AdamW. The rate rises linearly from 1e-8 over `warmup` steps, then stays or falls to `final_lr` by a cosine."""
+    """AdamW, or Muon beside it. The rate rises linearly from 1e-8 over `warmup` steps, then stays or falls to
+    `final_lr` by a cosine."""
 
     lr: float
+    kind: Literal["adamw", "muon"] = "adamw"
+    """muon is for the matrices inside the networks of this package; the rest is AdamW's even then."""
+    momentum: float = 0.95
+    """Muon's."""
     beta_1: float = 0.9
     beta_2: float = 0.999
     weight_decay: float = 1e-2
@@ -141,6 +146,8 @@ class Optimiser:
                 raise UsageError(f"optimiser.{name} must be positive: got {value}")
         if not 0 <= self.final_lr <= self.lr:
             raise UsageError(f"optimiser.final_lr lies in 0 .. lr: got final_lr={self.final_lr}, lr={self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"optimiser.momentum lies in [0, 1): got {self.momentum}")
         if not (0 <= self.beta_1 < 1 and 0 <= self.beta_2 < 1 and self.weight_decay >= 0):
             raise UsageError(
                 f"AdamW needs betas in [0, 1) and weight_decay >= 0: got beta_1={self.beta_1}, beta_2={self.beta_2}, "

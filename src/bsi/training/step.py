@@ -2,7 +2,7 @@
 
     loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch; L_M^k or a weighted L_M if the recipe says so
     gradient  DDP's sum over ranks and pieces; in the audit mode, a sum over virtual shards in a fixed order
-    update    AdamW with the gradient's norm clipped, then the EMA; both under a flag on the device
+    update    AdamW (or Muon: optimisers.py) with the gradient's norm clipped, then the EMA; under a flag on the device
 
 The flag is up while every loss and every gradient norm so far was finite. Once one was not, nothing moves any more, on
 any rank: the norm of the summed gradient and the summed loss are the same everywhere. The host finds out when it next
@@ -30,24 +30,15 @@ from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
 from bsi.training.averages import PowerAverages
 from bsi.training.distributed import World
 from bsi.training.ema import EmaModel
+from bsi.training.optimisers import Optimisers
 from bsi.training.recipe import Objective, Recipe
 from bsi.training.stream import Batch, Stream
 from bsi.training.watchdog import Watchdog
 
-__all__ = ["Engine", "GatedAdamW", "Means"]
+__all__ = ["Engine", "Means"]
 
 # The loss's scale in float16, as in torch.amp.GradScaler: halved when a gradient overflows, doubled after good steps.
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
-
-
-class GatedAdamW(torch.optim.AdamW):
-    """Fused AdamW that stands still where `found_inf` is 1, and divides the gradients by `grad_scale`.
-
-    Both are what torch.amp.GradScaler sets on a fused optimiser: its kernel reads them on the device.
-    """
-
-    found_inf: Tensor
-    grad_scale: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,14 +58,7 @@ class Engine:
         self.ema = EmaModel(model)
         self.powers = PowerAverages(model.denoiser.backbone, recipe.ema.powers)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        o = recipe.optimiser
-        self.optimiser = GatedAdamW(
-            self.parameters, lr=o.lr, betas=(o.beta_1, o.beta_2), weight_decay=o.weight_decay, fused=True
-        )
-        for p in self.parameters:  # what AdamW would do at its first step; so a checkpoint is whole from the start
-            self.optimiser.state[p] = {"step": torch.zeros((), device=p.device)} | {
-                kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in ("exp_avg", "exp_avg_sq")
-            }
+        self.optimiser = Optimisers(model.denoiser.backbone, recipe.optimiser)
         self.steps_done = 0
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=world.device)
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
@@ -183,11 +167,8 @@ class Engine:
         self.bad_step = torch.where(first_fault, self.steps_done, self.bad_step)
         counts = finite & (self.bad_step < 0)
 
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.recipe.rate(self.steps_done)
-        self.optimiser.found_inf = (~counts).float()
-        self.optimiser.grad_scale = self.scale * torch.clamp(norm / self.recipe.optimiser.clip, min=1.0)
-        self.optimiser.step()
+        scale = self.scale * torch.clamp(norm / self.recipe.optimiser.clip, min=1.0)
+        self.optimiser.step(self.recipe.rate(self.steps_done), scale, counts)
         self.ema.update(counts * self.recipe.ema.weight(self.steps_done + 1))
         self.powers.update(counts, self.steps_done + 1)
         seen = torch.cat([losses[:1], norm.reshape(1), torch.ones_like(losses[:1]), losses[1:]]).double()
@@ -234,13 +215,11 @@ class Engine:
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
         """The tensors themselves, by file and name."""
-        named = [(n, p) for n, p in self.model.denoiser.backbone.named_parameters() if p.requires_grad]
-        moments = {f"{kind}/{n}": value for n, p in named for kind, value in self.optimiser.state[p].items()}
         counters = {"counter/sums": self.sums, "counter/scale": self.scale, "counter/scale_age": self.scale_age}
         return {
             "model": self.model.denoiser.backbone.state_dict(),
             "ema": self.ema.model.denoiser.backbone.state_dict(),
-            "optimiser": {**moments, **counters},
+            "optimiser": {**self.optimiser.state(), **counters},
             **({"powers": self.powers.state()} if self.recipe.ema.powers else {}),
         }
 

@@ -1,0 +1,132 @@
+"""Muon: its matrices, its step, its gate, and what of it a checkpoint holds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import bsi
+from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, build
+from bsi.errors import UsageError
+from bsi.training.optimisers import ADAMS_SIZE, Muon, Optimisers, polar
+from bsi.training.recipe import BSISpec, Data, Every, Optimiser, Recipe
+
+YES, NO, ONE = torch.tensor(True), torch.tensor(False), torch.ones(())
+
+
+def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(4, 24, 24), (2, 64, 16), (2, 16, 64)])
+def test_polar_keeps_the_singular_vectors_and_brings_the_singular_values_near_one(shape: tuple[int, int, int]) -> None:
+    x = _normal(*shape)
+    found = polar(x)
+    u, _, vt = torch.linalg.svd(x, full_matrices=False)
+    inner = u.mT @ found @ vt.mT
+    values = inner.diagonal(dim1=1, dim2=2)
+    assert float((inner - torch.diag_embed(values)).abs().max()) < 1e-4
+    # Only what is tiny beside the largest stays small: a square normal matrix has a value near 0.
+    assert float(values.max()) < 1.3
+    assert float((values > 0.6).double().mean()) > 0.9
+    assert torch.allclose(polar(x.mT), found.mT, atol=1e-5)
+    assert torch.allclose(polar(7 * x), found, atol=1e-4)
+
+
+def test_a_step_has_the_size_of_adamws_whatever_the_size_of_the_gradient() -> None:
+    for rows, columns in ((64, 16), (16, 64), (32, 32)):
+        matrix = nn.Parameter(torch.zeros(rows, columns))
+        matrix.grad = 1e-6 * _normal(rows, columns)
+        Muon([matrix], beta=0.95, decay=0.0).step(0.01, ONE, YES)
+        size = float(matrix.detach().square().mean().sqrt())
+        assert 0.7 * ADAMS_SIZE * 0.01 < size < 1.3 * ADAMS_SIZE * 0.01
+
+
+def test_filters_of_a_convolution_are_turned_as_one_matrix_each_and_weights_decay() -> None:
+    filters = nn.Parameter(_normal(8, 4, 3, 3).contiguous(memory_format=torch.channels_last))
+    flat = nn.Parameter(filters.detach().reshape(8, 36).clone())
+    gradient = _normal(8, 4, 3, 3, seed=1)
+    filters.grad, flat.grad = gradient.clone(memory_format=torch.channels_last), gradient.reshape(8, 36).clone()
+    for p in (filters, flat):
+        Muon([p], beta=0.9, decay=0.5).step(0.1, ONE, YES)
+    assert torch.allclose(filters.detach().reshape(8, 36), flat.detach(), atol=1e-5)
+    still = nn.Parameter(_normal(4, 4))
+    before = still.detach().clone()
+    still.grad = torch.zeros(4, 4)
+    Muon([still], beta=0.9, decay=0.5).step(0.1, ONE, YES)
+    assert torch.allclose(still.detach(), 0.95 * before)
+
+
+def test_a_step_that_does_not_count_moves_neither_weights_nor_momenta_even_from_nan() -> None:
+    matrix = nn.Parameter(_normal(8, 8))
+    muon = Muon([matrix], beta=0.9, decay=0.1)
+    matrix.grad = _normal(8, 8, seed=1)
+    muon.step(0.1, ONE, YES)
+    before, momentum = matrix.detach().clone(), muon.momenta[0].clone()
+    matrix.grad = torch.full((8, 8), float("nan"))
+    muon.step(0.1, ONE, NO)
+    assert torch.equal(matrix.detach(), before)
+    assert torch.equal(muon.momenta[0], momentum)
+
+
+def test_muon_has_the_matrices_inside_and_adamw_the_rest() -> None:
+    networks = {
+        "dit": build(DiTConfig(width=16, depth=2, heads=2), (3, 8, 8), 256, num_classes=3),
+        "mlp": build(MLPConfig(width=16, depth=2), (5,)),
+        "unet": build(UNetConfig(width=32, levels=2), (3, 8, 8), 256),
+    }
+    for network in networks.values():
+        both = Optimisers(network, Optimiser(lr=1e-3, kind="muon"))
+        names = set(both.state())
+        turned = {name.removeprefix("momentum/") for name in names if name.startswith("momentum/")}
+        kept = {name.removeprefix("exp_avg/") for name in names if name.startswith("exp_avg/")}
+        assert turned
+        assert turned | kept == {name for name, _ in network.named_parameters()}
+        assert not turned & kept
+        parameters = dict(network.named_parameters())
+        assert all(parameters[name].ndim >= 2 for name in turned)
+        assert not any(name.startswith(("head", "embed", "condition", "modulation", "stem")) for name in turned)
+    plain = Optimisers(networks["mlp"], Optimiser(lr=1e-3))
+    assert not any(name.startswith("momentum/") for name in plain.state())
+
+
+def _recipe(steps: int) -> Recipe:
+    return Recipe(
+        name="muon",
+        method=BSISpec(alpha_M=1e3),
+        backbone=MLPConfig(width=32, depth=2),
+        data=Data("points"),
+        steps=steps,
+        batch=16,
+        optimiser=Optimiser(lr=1e-2, kind="muon", warmup=2),
+        virtual_shards=2,
+        every=Every(journal=1, checkpoint=3),
+        threads=1,
+    )
+
+
+def test_a_run_with_muon_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+    data = _normal(64, 3)
+    whole = bsi.train(_recipe(8), data=data, out=tmp_path / "whole")
+    bsi.train(_recipe(3), data=data, out=tmp_path / "parts")
+    parts = bsi.train(_recipe(8), data=data, out=tmp_path / "parts")
+    a, b = bsi.load(whole).state_dict(), bsi.load(parts).state_dict()
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_muon_is_refused_for_a_network_whose_matrices_it_does_not_know(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    with pytest.raises(UsageError, match="matrices of this package's networks only: got Own"):
+        bsi.train(_recipe(2), data=_normal(64, 3), backbone=Own(), out=tmp_path / "own")
+    with pytest.raises(UsageError, match=r"optimiser\.momentum"):
+        replace(_recipe(2).optimiser, momentum=1.0)

@@ -117,16 +117,23 @@ def test_a_run_with_muon_that_goes_on_is_the_run_that_never_stopped(tmp_path: Pa
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_muon_is_refused_for_a_network_whose_matrices_it_does_not_know(tmp_path: Path) -> None:
+def test_of_a_network_from_elsewhere_muon_has_all_layers_but_the_first_and_the_last(tmp_path: Path) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(3, 3)
+            self.layers = nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 3))
 
         def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            return self.layer(x)
+            return self.layers(x)
 
-    with pytest.raises(UsageError, match="matrices of this package's networks only: got Own"):
-        bsi.train(_recipe(2), data=_normal(64, 3), backbone=Own(), out=tmp_path / "own")
+    network = Own()
+    state = Optimisers(network, Optimiser(lr=1e-3, kind="muon")).state()
+    assert [name for name in state if name.startswith("momentum/")] == ["momentum/layers.2.weight"]
+    before = network.layers[2].weight.detach().clone()
+    bsi.train(_recipe(2), data=_normal(64, 3), backbone=network, out=tmp_path / "own")
+    assert not torch.equal(network.layers[2].weight.detach(), before)
+
+
+def test_a_momentum_of_one_is_refused() -> None:
     with pytest.raises(UsageError, match=r"optimiser\.momentum"):
         replace(_recipe(2).optimiser, momentum=1.0)

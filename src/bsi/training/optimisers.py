@@ -23,10 +23,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from bsi.backbones.base import Backbone
-from bsi.errors import UsageError
 from bsi.training.recipe import Optimiser
 
-__all__ = ["GatedAdamW", "Muon", "Optimisers", "polar"]
+__all__ = ["GatedAdamW", "Muon", "Optimisers", "inner_matrices", "polar"]
 
 # A quintic that brings every singular value in 0 .. 1 into 0.7 .. 1.2: quickly rather than exactly.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -85,18 +84,20 @@ class Muon:
         return torch.zeros_like(self.momenta[i]) if grad is None else torch.where(counts, grad / scale, 0.0)
 
 
+def inner_matrices(network: nn.Module) -> list[nn.Parameter]:
+    """Those between hidden features; of a network from elsewhere, of all its layers but the first and the last."""
+    if isinstance(network, Backbone):
+        return network.matrices()
+    layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    return [layer.weight for layer in layers[1:-1]]
+
+
 class Optimisers:
     """What a recipe's optimiser is for a network's parameters, by name."""
 
     def __init__(self, network: nn.Module, settings: Optimiser) -> None:
-        if settings.kind == "muon" and not isinstance(network, Backbone):
-            raise UsageError(
-                f"muon knows the matrices of this package's networks only: got {type(network).__name__}. Use "
-                f"optimiser.kind=adamw."
-            )
         named = {n: p for n, p in network.named_parameters() if p.requires_grad}
-        matrices = network.matrices() if settings.kind == "muon" and isinstance(network, Backbone) else []
-        turned = {id(p) for p in matrices}
+        turned = {id(p) for p in inner_matrices(network)} if settings.kind == "muon" else set()
         self._muon = {n: p for n, p in named.items() if id(p) in turned}
         self._adam = {n: p for n, p in named.items() if id(p) not in turned}
         self.muon = Muon(list(self._muon.values()), settings.momentum, settings.weight_decay)

@@ -126,7 +126,7 @@ class Optimiser:
 
     lr: float
     kind: Literal["adamw", "muon"] = "adamw"
-    """muon is for the matrices inside the networks of this package; the rest is AdamW's even then."""
+    """muon is for the matrices inside a network; the rest is AdamW's even then."""
     momentum: float = 0.95
     """Muon's."""
     beta_1: float = 0.9

@@ -84,7 +84,7 @@ class Muon:
         return torch.zeros_like(self.momenta[i]) if grad is None else torch.where(counts, grad / scale, 0.0)
 
 
-def inner_matrices(network: nn.Module) -> list[nn.Parameter]:
+def inner_matrices(network: nn.Module) -> Sequence[Tensor]:
     """Those between hidden features; of a network from elsewhere, of all its layers but the first and the last."""
     if isinstance(network, Backbone):
         return network.matrices()

@@ -13,6 +13,7 @@ import bsi
 from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, compile_regions, resolve
 from bsi.backbones.memory import CONTEXT, Form, evaluation_memory, training_memory
 from bsi.cli import main
+from bsi.cli.train import parse
 from bsi.errors import UsageError
 from bsi.training.recipe import Evaluation, Every, Recipe
 from bsi.training.room import enough_for_batch
@@ -183,6 +184,21 @@ def test_a_network_of_ours_is_answered_by_the_account_with_exit_code_2(tmp_path,
     words = ["train", "digits", "--out", str(tmp_path / "run"), "--steps", "2", "--device", "cpu"]
     assert main(words) == 2
     assert "by the account of bsi.backbones.memory" in capsys.readouterr().err.replace("By the", "by the")
+
+
+def test_a_batch_of_one_shard_is_answered_with_options_that_the_command_line_knows(tmp_path, monkeypatch, capsys):
+    def full(self, x, t, cond=None):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Backbone, "forward", full)
+    words = ["train", "digits", "--out", str(tmp_path / "run"), "--virtual-shards", "1", "--device", "cpu"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    (advice,) = re.findall(r"use (--batch \d+ --accumulation \d+), or (--backbone.checkpoint), ", said)
+    smaller, again = (parse(["digits", "--virtual-shards", "1", *option.split()])[0].recipe for option in advice)
+    assert smaller.batch < 64
+    assert isinstance(again.backbone, DiTConfig)
+    assert again.backbone.checkpoint
 
 
 def test_any_other_work_names_its_own_option():

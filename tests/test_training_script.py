@@ -150,6 +150,23 @@ def test_another_network_cannot_go_on_with_a_run(whole: Path, tmp_path: Path) ->
     bsi.train(recipe(), data=IMAGES[:-1], backbone=network(), out=out, allow=["data.version"])
 
 
+def test_what_decides_which_tensors_a_checkpoint_has_cannot_be_allowed(tmp_path: Path) -> None:
+    out, small = tmp_path / "run", recipe(steps=3, every=Every(journal=1, checkpoint=1))
+    small = replace(small, optimiser=replace(small.optimiser, schedule="constant"))
+    bsi.train(small, data=IMAGES, out=out)
+    more = replace(small, steps=4)
+    changed = {
+        "optimiser.kind": replace(more, optimiser=replace(more.optimiser, kind="adamw")),
+        "objective.weight": replace(more, objective=replace(more.objective, weight="edm")),
+        "ema.powers": replace(more, ema=replace(more.ema, powers=(0.05, 0.1))),
+        "data.labels": replace(more, data=replace(more.data, labels=True)),
+    }
+    for name, other in changed.items():
+        labels = torch.arange(len(IMAGES)) % 3 if other.data.labels else None
+        with pytest.raises(UsageError, match=f"{name}[^:]*: (.|\n)*use another --out"):
+            bsi.train(other, data=IMAGES, labels=labels, out=out, allow=[name, "data.version"])
+
+
 def test_the_average_and_the_weights_of_any_kept_checkpoint_can_be_loaded(whole: Path) -> None:
     average, plain, earlier = (
         bsi.load(whole, backbone=MyNet(), **which).state_dict() for which in ({}, {"ema": False}, {"step": 10})

@@ -1,9 +1,10 @@
 """One rule to resume: the same folder goes on. Settings that changed are listed, and refused unless that is safe.
 
 Safe is what cannot change the result (intervals, what is kept, workers) or changes it by rounding alone (how a batch is
-cut into pieces). Anything else must be allowed by its name, `--allow optimiser.lr`; another network never fits, and can
-only start anew from the old weights (`--init-from`). The length of the schedule is part of the recipe: a constant
-schedule may be extended, a cosine may not, since every step so far would have had another rate.
+cut into pieces). Anything else must be allowed by its name, `--allow optimiser.lr`; what decides which tensors there
+are (the network, the kind of optimiser, the averages) never fits, and can only start anew (`--init-from` takes the
+weights). The length of the schedule is part of the recipe: a constant schedule may be extended, a cosine may not, since
+every step so far would have had another rate.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bsi.training.recipe import Recipe
 __all__ = ["DATA_VERSION", "check_changes"]
 
 SAFE = ("name", "accumulation", "data.workers", "every", "evaluation", "samples", "keep")
-NEVER = ("backbone", "network")
+NEVER = ("backbone", "network", "data.labels", "optimiser.kind", "objective.weight", "ema.powers")
 DATA_VERSION = "data.version"
 SHOWN = 7  # changes in a message of at most ten lines
 
@@ -60,7 +61,10 @@ def _refusal(refused: Sequence[Change], now: Recipe, step: int) -> str:
         lines.append(f"  and {len(refused) - SHOWN} more")
     names = [change.name for change in refused]
     if any(_within(name, NEVER) for name in names):
-        lines.append("another network cannot take these weights: use another --out, with --init-from to take what fits")
+        lines.append(
+            "a checkpoint cannot be read into another network, optimiser or objective: use another --out; --init-from "
+            "takes the weights of a network of the same shape"
+        )
     elif names == ["steps"] and now.optimiser.schedule == "cosine":
         lines.append(
             "a cosine schedule's length decides every rate so far: extending it gives no run that ever was. Use "

@@ -89,7 +89,7 @@ def _training(recipe: Recipe, data: DataSpec, world: World, where: str) -> str:
     smaller_batch = f"--batch {batch} --accumulation {shards}" if batch else "a smaller network (--backbone)"
     recompute = ""
     if recipe.backbone is not None and not isinstance(recipe.backbone, MLPConfig) and not recipe.backbone.checkpoint:
-        recompute = ", or --backbone.checkpoint True, which keeps less and computes it again"
+        recompute = ", or --backbone.checkpoint, which keeps less and computes it again"
     return (
         f"{said}{by[0].upper()}{by[1:]}, which is less than a virtual shard of {least}: use {smaller_batch}{recompute}."
     )
@@ -106,7 +106,7 @@ def _account(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
     form: Form = "plain" if not fast else "fused" if fuses else "compiled"
     bins_count = None if data.bins is None else data.bins.count
     averages = 1 + len(recipe.ema.powers)
-    return training_memory(config, data.shape, bins_count, form=form, half=half is not None, averages=averages)
+    return training_memory(config, data.shape, bins_count, data.classes, form, half is not None, averages)
 
 
 def _evaluation(recipe: Recipe, step: int, device: torch.device) -> str:

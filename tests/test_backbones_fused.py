@@ -9,14 +9,18 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from bsi.backbones import DiTConfig, UNetConfig, accelerate, build
+import bsi
+from bsi.backbones import DiTConfig, UNetConfig, accelerate, acceleration, build
 from bsi.backbones.acceleration import check_fp8
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import UsageError
+from bsi.recipes import digits
 
 SETTING = """
 import torch
@@ -69,6 +73,15 @@ seed, branch = draw_seeds(1, torch.device("cpu"))[0], torch.randn(2, 7, 24)
 zero, one = torch.zeros(2, 24), torch.ones(2, 24)
 normed = gate_norm(torch.zeros(2, 7, 24), branch, zero[0], one, zero, zero, 0.4, seed)
 print(float((normed.stream - dropout(branch, 0.4, seed)).abs().max()))
+
+network = build(DiTConfig(width=48, depth=1, heads=4), (3, 8, 8), 256)
+*modulations, last = network.modulation(torch.randn(2, 48))
+h = fused_trunk(torch.randn(2, 16, 48), list(network.blocks), modulations, last, 4, 0.0, None)
+h.sum().backward(retain_graph=True)
+try:
+    h.sum().backward()
+except RuntimeError as error:
+    print(error)
 """
 
 EIGHT = """
@@ -130,8 +143,10 @@ def _interpreted(code: str) -> list[str]:
 
 @needs_triton
 def test_the_fused_trunk_is_the_plain_one_with_and_without_dropout_lean_or_not() -> None:
-    distances = [float(line) for line in _interpreted(FUSED)]
+    *numbers, refusal = _interpreted(FUSED)
+    distances = [float(number) for number in numbers]
     assert len(distances) == 5
+    assert "once for each forward pass" in refusal
     assert max(distances) < 1e-5, distances
 
 
@@ -157,6 +172,16 @@ def test_fp8_is_refused_with_the_reason_where_it_cannot_be_had() -> None:
     with pytest.raises(UsageError, match="divisible by 16"):
         check_fp8(DiTConfig(width=64, depth=1, heads=4, patch=2), (3, 6, 6))
     check_fp8(DiTConfig(width=64, depth=1, heads=4, patch=2), (3, 8, 8))
+
+
+def test_fp8_never_becomes_something_else_silently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(acceleration, "can_fuse", lambda backbone, device: False)
+    network = build(DiTConfig(width=64, depth=1, heads=4, patch=2), (3, 8, 8), 256)
+    with pytest.raises(UsageError, match="fp8 needs Triton"):
+        accelerate(network, torch.device("cuda"), fp8=True)
+    own, recipe = torch.nn.Linear(3, 3), replace(digits(), precision="fp8", compile=True)
+    with pytest.raises(UsageError, match="fp8 exists for the DiT alone"):
+        bsi.train(recipe, data=torch.randn(8, 3), backbone=own, out=tmp_path / "run", device="cpu")
 
 
 def test_on_a_cpu_accelerating_changes_nothing() -> None:

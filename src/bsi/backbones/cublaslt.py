@@ -86,7 +86,8 @@ def _handle(device: int) -> c_void_p:
 
 
 @functools.cache
-def _workspace(device: int) -> Tensor:
+def _workspace(device: int, stream: int) -> Tensor:
+    """One for each stream: products of two streams may run at the same time."""
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
 
 
@@ -180,14 +181,15 @@ class _Plan:
     def _run(self, proposal: int, a: Tensor, b: Tensor, out: Tensor) -> int:
         device = self.shape.device
         one, zero = c_float(1.0), c_float(0.0)
-        workspace = _workspace(device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        workspace = _workspace(device, stream)
         return int(
             _library().cublasLtMatmul(
                 _handle(device), self.description, byref(one), c_void_p(b.data_ptr()), self.left,
                 c_void_p(a.data_ptr()), self.right, byref(zero),
                 c_void_p(out.data_ptr() if self.added is self.out else None), self.added,
                 c_void_p(out.data_ptr()), self.out, byref(self.proposals[proposal]), c_void_p(workspace.data_ptr()),
-                c_size_t(WORKSPACE_BYTES), c_void_p(torch.cuda.current_stream(device).cuda_stream),
+                c_size_t(WORKSPACE_BYTES), c_void_p(stream),
             )
         )  # fmt: skip
 

@@ -119,13 +119,11 @@ class _AttentionHalf8(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
         half, weights = Half(ctx), ctx.weights
-        (mixed_rows, mixed_inverse, master), (parts, mixed) = half.own, ctx.attention
+        (mixed_rows, mixed_inverse, master), (parts, mixed) = half.own, half.attention(ctx)
         batch, heads, tokens, size = mixed.shape
         dout8 = quantise(dout.flatten(0, 1), _largest(dout))
         dmixed = cublaslt.product8(dout8, _turned(weights.out)).view(batch, tokens, heads, size)
-        grads = torch.autograd.grad(mixed, parts, dmixed.transpose(1, 2))
-        ctx.attention = None
-        dq, dk, dv = grads
+        grads = dq, dk, dv = torch.autograd.grad(mixed, parts, dmixed.transpose(1, 2))
         gathered = gather(dq, dk, dv, _largest(*(g.transpose(1, 2) for g in grads)))
         dqkv, h = gathered.qkv8, Matrix8(half.h(), _constant(1.0 / H_SCALE, dout.device))
         dh = cublaslt.product8(dqkv, _turned(weights.qkv)).view_as(dout)

@@ -61,6 +61,17 @@ class Half:
         self.normed = Normed(stream, stream if h is None else h, mean, rstd)
         self.lean, self.dropout = h is None, ctx.dropout
 
+    @staticmethod
+    def attention(ctx: Any) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """q, k and v, and their mixture with the graph between, which goes with the first backward pass."""
+        kept, ctx.attention = ctx.attention, None
+        if kept is None:
+            raise RuntimeError(
+                "a fused DiT goes backward once for each forward pass: for Jacobians (retain_graph=True), do not "
+                "accelerate the network"
+            )
+        return kept
+
     def h(self) -> Float[Tensor, "rows width"]:
         again = (
             gate_norm(self.normed.stream, None, None, None, self.shift, self.scale, 0.0, None)
@@ -113,14 +124,13 @@ class _AttentionHalf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
         half = Half(ctx)
-        (qkv_half, out_half, master), (parts, mixed) = half.own, ctx.attention
+        (qkv_half, out_half, master), (parts, mixed) = half.own, half.attention(ctx)
         batch, heads, tokens, size = mixed.shape
         rows = dout.flatten(0, 1)
         dmixed = cublaslt.product(rows, out_half).view(batch, tokens, heads, size).transpose(1, 2)
         kept = mixed.detach().transpose(1, 2).reshape(batch * tokens, heads * size)
         dout_weight = cublaslt.weight_grad(rows, kept, master)
         dqkv = gather(*torch.autograd.grad(mixed, parts, dmixed))
-        ctx.attention = None
         dqkv_weight = cublaslt.weight_grad(dqkv.qkv, half.h(), master)
         dh = cublaslt.product(dqkv.qkv, qkv_half).view_as(dout)
         return *half.finish(dstream, dh), dqkv_weight, dqkv.bias, dout_weight, *NO_GRADIENT

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bsi.backbones.acceleration import accelerate
+from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.base import Backbone
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import BsiError, Preempted
@@ -224,6 +224,8 @@ def _model(
     model = build_model(recipe, data.spec, backbone)
     wanted = recipe.samples
     model.sampling_levels(wanted.steps, wanted.solver, wanted.grid)  # what cannot be drawn is refused now, not later
+    if recipe.precision == "fp8":
+        check_fp8(recipe.backbone, data.spec.shape)
     if init_from is not None:
         set_weights(model, read_trained(Path(init_from)), str(init_from))
     return _fast(recipe, model.to(world.device).train(), world)

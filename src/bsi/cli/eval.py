@@ -128,6 +128,10 @@ def check(args: Eval) -> None:
         )
     if args.paired and args.target_se is not None:
         raise UsageError("--target-se is for one run: with --paired, raise --measure instead")
+    if args.labels and not args.fid:
+        raise UsageError("--labels is for the samples of --fid: the bound is the unconditional one")
+    if args.guidance != 1 and not args.labels:
+        raise UsageError(f"--guidance needs --labels to follow: got --guidance {args.guidance} alone")
     for option in ("num", "steps", "batch_size", "limit", "finite_k"):
         value = getattr(args, option)
         if value is not None and value < 1:

@@ -185,7 +185,6 @@ class Floor:
     controlled: float
 
 
-@torch.no_grad()
 def floor(bench: Bench, plan: Plan) -> Floor:
     subject, control = bench.subject, plan.control
     assert control is not None
@@ -269,7 +268,8 @@ def main(words: Sequence[str] | None = None) -> None:
     speed_up(run, subject.count * args.seeds * sum(args.measure) * len(ESTIMATORS))
     bench = Bench(subject, describe(subject), args.batch or min(BATCH[world.device.type], subject.count), world)
     n = math.prod(subject.shape)
-    least = floor(bench, bench.plan("fitted", max(args.measure), 10**6))
+    with torch.no_grad():
+        least = floor(bench, bench.plan("fitted", max(args.measure), 10**6))
     print(f"{args.run}: {subject.count} samples, {world.device.type}, {run.precision}, weights {run.weights[:12]}")
     print(
         f"floor, levels integrated exactly: {least.plain:.3g} without a control, {least.controlled:.3g} with the fitted"

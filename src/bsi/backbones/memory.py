@@ -4,7 +4,8 @@ A training step in float32 weights holds, in bytes for P parameters,
 
     4 P  weights          8 P  Adam's two moments          4 P  for each moving average          4 P  gradients
 
-and, where it computes in 16 bits, 2 P of rounded weights. Beside that every image keeps for the backward pass what its
+and, where it computes in 16 bits, 2 P of rounded weights. (Muon has one moment for its matrices; what it takes to turn
+them is less than the activations that are gone by then.) Beside that every image keeps for the backward pass what its
 gradients need. In units of one pass over a block's stream (tokens x width for a DiT, pixels x width for a U-Net, width
 for an MLP), a block keeps
 

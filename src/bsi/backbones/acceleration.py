@@ -28,8 +28,8 @@ def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8
     """Change a network in place, before an optimiser sees it; its weights and their names stay the same.
 
     `lean` keeps less for the backward pass and computes pointwise work again: about a fifth less memory, a few per
-    cent slower. `fp8` takes 8-bit products, and keeps less already. A network in a fast form goes backward once for each
-    forward pass: what multiplies with its Jacobian (flow.py, conditioning.py) takes one that is left as it is.
+    cent slower. `fp8` takes 8-bit products, and keeps less already. A network in a fast form goes backward once for
+    each forward pass: what multiplies with its Jacobian (flow.py, conditioning.py) takes one that is left as it is.
     """
     if device.type != "cuda":
         return

@@ -46,7 +46,7 @@ def _recipe(**changes: object) -> Recipe:
 
 def test_the_stated_share_of_samples_is_seen_without_label_and_the_rest_with_its_own() -> None:
     recipe = _recipe()
-    stream = Stream(recipe, as_source(_points()), (2,), CPU, 0, LABELS.numpy())
+    stream = Stream(recipe, as_source(_points()), (2,), CPU, 0, LABELS.numpy(), 3)
     seen, expected = [], []
     for step in range(100):
         for batch in stream.step(step):
@@ -60,7 +60,7 @@ def test_the_stated_share_of_samples_is_seen_without_label_and_the_rest_with_its
     share, n = float(hidden.double().mean()), len(cond)
     assert abs(share - 0.25) < 4 * (0.25 * 0.75 / n) ** 0.5
     stream.close()
-    again = next(iter(Stream(recipe, as_source(_points()), (2,), CPU, 0, LABELS.numpy()).step(0)))
+    again = next(iter(Stream(recipe, as_source(_points()), (2,), CPU, 0, LABELS.numpy(), 3).step(0)))
     assert torch.equal(again.cond, seen[0])  # type: ignore[arg-type]
 
 

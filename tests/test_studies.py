@@ -223,7 +223,7 @@ def test_figures_without_matplotlib_say_what_to_install(folder, monkeypatch):
 
 def test_the_command_line_plans_runs_and_refuses(tmp_path, capsys, monkeypatch):
     assert main(["study", "comparison", "--plan", "--out", str(tmp_path)]) == 0
-    assert "train BSI, seed 0: 900 steps of 64" in capsys.readouterr().out
+    assert "train BSI, seed 0: 750 steps of 64" in capsys.readouterr().out
     assert main(["study", "illustration", "--out", str(tmp_path), "--publish", str(tmp_path / "docs")]) == 0
     assert (tmp_path / "docs" / "results" / "illustration-smoke.png").is_file()
     assert main(["study", "comparsion", "--out", str(tmp_path)]) == 2

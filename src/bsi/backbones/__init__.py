@@ -10,21 +10,20 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, resolve
+from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, Precision, UNetConfig, resolve
 from bsi.backbones.cost import Cost, cost
 
 if TYPE_CHECKING:
     from bsi.backbones.acceleration import accelerate, freeze
     from bsi.backbones.base import Backbone
     from bsi.backbones.compiled import compile_regions
-    from bsi.backbones.precision import Precision, compute_dtype
+    from bsi.backbones.precision import compute_dtype
     from bsi.backbones.registry import build
 
 _HOME = {
     "accelerate": "bsi.backbones.acceleration",
     "freeze": "bsi.backbones.acceleration",
     "Backbone": "bsi.backbones.base",
-    "Precision": "bsi.backbones.precision",
     "build": "bsi.backbones.registry",
     "compile_regions": "bsi.backbones.compiled",
     "compute_dtype": "bsi.backbones.precision",

@@ -6,13 +6,12 @@ attention in bfloat16 (or float16), and sums in float32; it converts each weight
 the products of a DiT's blocks in 8 bits (fp8.py): experimental, and only where a user asks for it.
 """
 
-from typing import Literal
-
 import torch
 
+from bsi.backbones.config import Precision
 from bsi.errors import UsageError
 
-Precision = Literal["auto", "bf16", "fp8", "float16", "float32"]
+__all__ = ["Precision", "compute_dtype"]
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from bsi.backbones.config import Precision
 from bsi.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Bench:
     """images at a time"""
     size: int = 32
     """height and width of the images, which have three channels"""
-    precision: Literal["auto", "bf16", "fp8", "float16", "float32"] = "auto"
+    precision: Precision = "auto"
     """inside the network; fp8, 8-bit products for the DiT, is experimental"""
     method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"
     """all three cost the same: see for yourself"""
@@ -66,6 +67,8 @@ def run(args: Bench) -> int:
 
     device = pick_device(None if args.device == "auto" else args.device, 0)
     compute_dtype(args.precision, device)
+    if args.precision == "fp8" and args.lean:
+        raise UsageError("fp8 keeps little already: leave --lean out")
     if args.precision == "fp8":
         check_fp8(backbone, shape)
     matmul, code = None, 0

@@ -158,7 +158,6 @@ def bound(args: Eval, world: World) -> Mapping[str, Any]:
 
 
 def paired(args: Eval, world: World) -> Mapping[str, Any]:
-    import torch
 
     from bsi.evaluation import runs
     from bsi.evaluation.bound import difference, evaluate
@@ -173,11 +172,10 @@ def paired(args: Eval, world: World) -> Mapping[str, Any]:
             f"dataset with --data"
         )
     subjects = [runs.subject_of(run, split, args.limit) for run, split in opened]
-    with torch.no_grad():
-        plans = [
-            make_plan(args.proposal, subject, args.measure, args.seed, args.batch_size, world, args.control)
-            for subject in subjects
-        ]
+    plans = [
+        make_plan(args.proposal, subject, args.measure, args.seed, args.batch_size, world, args.control)
+        for subject in subjects
+    ]
     both = zip(subjects, shared_plans(*plans), strict=True)
     found = [evaluate(subject, procedure, world, plan, show=True) for subject, plan in both]
     spent = sum(evaluation.evaluations for evaluation in found)

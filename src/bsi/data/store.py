@@ -35,6 +35,11 @@ class Labels:
     train: Integer[np.ndarray, " train"]
     test: Integer[np.ndarray, " test"]
 
+    @property
+    def classes(self) -> int:
+        """Labels are 0 .. classes - 1."""
+        return int(self.train.max()) + 1 if len(self.train) else 0
+
 
 @dataclass(frozen=True)
 class Dataset:

@@ -40,6 +40,7 @@ class Plan:
     pilot: int = 0
 
 
+@torch.no_grad()
 def make_plan(
     name: ProposalName,
     subject: Subject,

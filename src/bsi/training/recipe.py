@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bsi.backbones.config import BackboneConfig
+from bsi.backbones.config import BackboneConfig, Precision
 from bsi.data.order import SHARDS, check_batch
 from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.errors import UsageError
@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 MethodName = Literal["bsi", "bfn", "vdm"]
-Precision = Literal["auto", "bf16", "fp8", "float16", "float32"]
 
 FIRST_RATE = 1e-8  # the paper's warm-up starts here
 

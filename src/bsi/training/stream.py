@@ -99,9 +99,10 @@ class Stream:
         world: World,
         start: int,
         labels: Int64[np.ndarray, " count"] | None = None,
+        classes: int = 0,
     ) -> None:
         self.recipe, self.source, self.shape, self.world = recipe, source, shape, world
-        self.labels, self._classes = labels, 0 if labels is None else int(labels.max()) + 1
+        self.labels, self._classes = labels, classes
         self._noise_seed = derive(recipe.seed, "noise")
         self._normal = fused(standard_normal, world.device) if recipe.compile else standard_normal
         ids = (self._ids(piece) for step in range(start, recipe.steps) for piece in self._pieces(step))

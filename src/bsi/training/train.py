@@ -98,8 +98,8 @@ def train(
             engine.restore(resumed.checkpoint.step, files)
             _say(world, f"going on from {resumed.checkpoint.folder}")
         engine.share()
-        shape, done = training_data.spec.shape, engine.steps_done
-        stream = Stream(recipe, training_data.train, shape, world, done, training_data.labels)
+        spec, done = training_data.spec, engine.steps_done
+        stream = Stream(recipe, training_data.train, spec.shape, world, done, training_data.labels, spec.classes)
         saver = Saver(folder.checkpoints, recipe.keep, lease.check if lease is not None else _nothing)
         journal: list[Sink] = []
         if world.first:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from bsi import __version__
-from bsi.backbones import Backbone, Precision, accelerate, compute_dtype
+from bsi.backbones import Backbone, Precision, accelerate, compute_dtype, freeze
 from bsi.data.batches import as_source
 from bsi.data.store import Dataset, open_dataset
 from bsi.errors import DataError, UsageError
@@ -106,10 +106,11 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
 
 
 def speed_up(run: Run, work: int) -> None:
-    """Compile the network if `work`, the evaluations ahead on this rank, pays for it."""
+    """The network's fastest form, for good, if `work`, the evaluations ahead on this rank, pays for it."""
     network = run.model.denoiser.backbone
     if isinstance(network, Backbone) and work >= COMPILED:
         accelerate(network, run.model.device)
+        freeze(network)
 
 
 def weights_hash(model: Model) -> str:

@@ -17,7 +17,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 import bsi
-from bsi.backbones import Backbone, accelerate, compute_dtype
+from bsi.backbones import Backbone, accelerate, compute_dtype, freeze
 from bsi.data.batches import as_source
 from bsi.data.pixels import to_uint8
 from bsi.data.store import Dataset
@@ -79,6 +79,7 @@ class Laboratory:
         if isinstance(network, Backbone):
             network.compute_dtype = compute_dtype(recipe.precision, self.device)
             accelerate(network, self.device)
+            freeze(network)
         return model
 
     def _test(self, model: Model) -> Subject:

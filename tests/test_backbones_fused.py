@@ -111,12 +111,12 @@ def product8(a, b, epilogue=1, bias=None, aux=None, out_dtype=None, out_scale=No
     return out
 
 cublaslt.product8 = product8
-x = torch.randn(200, 96)
+x = torch.randn(200, 96, generator=torch.Generator().manual_seed(0))
 for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
     q = quantise(x, x.abs().amax(), kind)
     print(float((q.rows.float() - (x / q.inverse).to(kind).float()).abs().max()))
     print(float((turn(q.rows).float() - q.rows.float().t()).abs().max()))
-    print(float(q.rows.float().abs().max() <= torch.finfo(kind).max / 2))
+    print(float(q.rows.float().abs().max() < 0.9 * torch.finfo(kind).max / 2))  # rounded down, it may be half
 print(float(quantise(torch.zeros(4, 16), torch.zeros(())).inverse != 1))
 for p in (0.0, 0.25):
     print("out", *errors(fp8_trunk, p))

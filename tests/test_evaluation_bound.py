@@ -17,7 +17,8 @@ import bsi
 from bsi.data.batches import as_source
 from bsi.elbo import Elbo, elbo
 from bsi.errors import NonFinite, UsageError
-from bsi.evaluation.bound import Procedure, difference, evaluate
+from bsi.evaluation.bound import Procedure, evaluate
+from bsi.evaluation.paired import difference
 from bsi.evaluation.plan import make_plan, shared_plans
 from bsi.evaluation.subject import Subject
 from bsi.gaussian import over

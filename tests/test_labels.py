@@ -14,7 +14,8 @@ from bsi.cli import main
 from bsi.data.batches import as_source
 from bsi.errors import DataError, UsageError
 from bsi.training.distributed import Place, World
-from bsi.training.recipe import BSISpec, Data, Every, Objective, Optimiser, Recipe
+from bsi.training.method_specs import BSISpec
+from bsi.training.recipe import Data, Every, Objective, Optimiser, Recipe
 from bsi.training.stream import Stream
 
 CPU = World(Place(), torch.device("cpu"))

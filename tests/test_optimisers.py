@@ -10,8 +10,9 @@ from torch import nn
 import bsi
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, build
 from bsi.errors import UsageError
+from bsi.training.method_specs import BSISpec
 from bsi.training.optimisers import ADAMS_SIZE, Muon, Optimisers, polar
-from bsi.training.recipe import BSISpec, Data, Every, Optimiser, Recipe
+from bsi.training.recipe import Data, Every, Optimiser, Recipe
 
 YES, NO, ONE = torch.tensor(True), torch.tensor(False), torch.ones(())
 

@@ -15,8 +15,9 @@ from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
 from bsi.errors import UsageError
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.training.dataset import build_method
+from bsi.training.method_specs import METHODS, BFNSpec, BSISpec, VDMSpec
 from bsi.training.plain import KINDS, changes, flat, from_plain, to_plain
-from bsi.training.recipe import METHODS, BFNSpec, BSISpec, Data, Ema, Every, Optimiser, Recipe, VDMSpec
+from bsi.training.recipe import Data, Ema, Every, Optimiser, Recipe
 
 ALL = [(name, method) for name in RECIPES for method in METHODS]
 

@@ -19,7 +19,7 @@ import bsi.evaluation.parts
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.cli import main
 from bsi.errors import DataError, Preempted, UsageError
-from bsi.studies import runner
+from bsi.studies import measure, runner
 from bsi.studies.deadline import Deadline
 from bsi.studies.job import Bound, Profile, Quality, Train, name_of
 from bsi.studies.measure import Laboratory
@@ -175,17 +175,14 @@ def test_drawing_that_runs_out_of_time_goes_on_to_the_same_samples(folder, tmp_p
     model = bench._model(job, laboratory)
     with pytest.raises(Preempted, match="32 of 40 samples are drawn"):
         laboratory.measure(job, model, Passing(3))
-    seen = []
+    seen, draw = [], measure._draw
     monkeypatch.setattr(
-        "bsi.studies.measure._draw", lambda model, ids, how: seen.append(len(ids)) or DRAW(model, ids, how)
+        "bsi.studies.measure._draw", lambda model, ids, how: seen.append(len(ids)) or draw(model, ids, how)
     )
     found = laboratory.measure(job, model, Deadline())
     assert seen == [8]
     assert np.array_equal(found.arrays["images"], store.read(job).arrays["images"])
     assert found.values["distance"] == pytest.approx(store.read(job).values["distance"], rel=1e-4)
-
-
-from bsi.studies.measure import _draw as DRAW  # noqa: E402
 
 
 def test_a_study_out_of_time_says_what_is_left_and_leaves_with_75(tmp_path, capsys, monkeypatch):

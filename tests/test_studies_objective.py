@@ -14,8 +14,9 @@ from bsi.objective import edm_weight, finite_training_loss, sigmoid_weight, trai
 from bsi.training.dataset import build_method
 from bsi.training.distributed import Place, World
 from bsi.training.journal import read_journal
+from bsi.training.method_specs import BFNSpec, BSISpec, VDMSpec
 from bsi.training.plain import from_plain, to_plain
-from bsi.training.recipe import BFNSpec, BSISpec, Every, Objective, Recipe, VDMSpec
+from bsi.training.recipe import Every, Objective, Recipe
 from bsi.training.step import Engine
 from bsi.training.stream import Batch, Piece
 

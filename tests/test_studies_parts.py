@@ -33,7 +33,8 @@ from bsi.studies.scale import MINI, PAPER, SCALES, SMOKE
 from bsi.studies.standard import bounds
 from bsi.studies.store import Result, Store
 from bsi.training.dataset import build_method
-from bsi.training.recipe import BSISpec, Objective
+from bsi.training.method_specs import BSISpec
+from bsi.training.recipe import Objective
 
 PUBLISHED = "13c809cff5b50a068d8777d1946344f3e566c01df1caa164707bf67ad763149f"
 

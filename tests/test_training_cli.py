@@ -8,7 +8,7 @@ import pytest
 from bsi.cli import main
 from bsi.cli.train import parse
 from bsi.recipes import RECIPES
-from bsi.training.recipe import BFNSpec, VDMSpec
+from bsi.training.method_specs import BFNSpec, VDMSpec
 
 
 def test_keys_edit_the_recipe() -> None:

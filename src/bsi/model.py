@@ -10,6 +10,7 @@ Integer tensors are bin indices, floats are values. Float32 or wider outside the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -177,7 +178,7 @@ class Model(nn.Module):
                 t = torch.stack([_dealt(len(x), generator) for _ in range(measure)]).to(self.device)
                 draw = SeededNoise(seed, ids.to(self.device), self.shape, x.dtype)
                 predict = self.denoiser.given(_select(cond, ids.to(self.device)))
-                noise = lambda draw=draw: draw(0.0, 1.0)  # noqa: E731
+                noise = functools.partial(draw, 0.0, 1.0)
                 parts.append(elbo(self.method, predict, x, self.bins, t, noise, recon, log_determinant=log_determinant))
         return Elbo.join(parts)
 

@@ -160,7 +160,8 @@ def bound(args: Eval, world: World) -> Mapping[str, Any]:
 def paired(args: Eval, world: World) -> Mapping[str, Any]:
 
     from bsi.evaluation import runs
-    from bsi.evaluation.bound import difference, evaluate
+    from bsi.evaluation.bound import evaluate
+    from bsi.evaluation.paired import difference
     from bsi.evaluation.plan import make_plan, shared_plans
 
     procedure = _procedure(args)

@@ -22,8 +22,9 @@ from bsi.backbones.config import resolve
 from bsi.cli.options import quiet, wrapped
 from bsi.errors import DataError, UsageError
 from bsi.recipes import RECIPES, evidence, named_recipe
+from bsi.training.method_specs import MethodName
 from bsi.training.plain import changes, to_plain
-from bsi.training.recipe import MethodName, Recipe
+from bsi.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from bsi.data.store import Dataset

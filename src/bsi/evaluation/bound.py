@@ -33,7 +33,7 @@ from bsi.progress import Progress
 from bsi.sampling import evaluations
 from bsi.training.distributed import World
 
-__all__ = ["Difference", "Evaluation", "Procedure", "Replicates", "difference", "evaluate", "measure"]
+__all__ = ["Evaluation", "Procedure", "Replicates", "evaluate", "joined", "measure"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Replicates:
         return spread(self.values, self.sizes, self.block)
 
 
-def _elbo(
+def joined(
     measurement: Replicates,
     reconstruction: Replicates,
     prior: Float64[Tensor, " samples"],
@@ -122,7 +122,7 @@ class Evaluation:
     @property
     def elbo(self) -> Elbo:
         """The terms of each sample with their errors."""
-        return _elbo(self.measurement, self.reconstruction, self.prior, self.n, self.log_determinant)
+        return joined(self.measurement, self.reconstruction, self.prior, self.n, self.log_determinant)
 
     @property
     def degrees_of_freedom(self) -> float:
@@ -267,37 +267,3 @@ class _Job:
                 f"finite there"
             )
         return table
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The bound of one subject less that of another, in bits per dimension, with the error of the difference.
-
-    `unpaired_error` is what the Monte Carlo error would be with noise of their own.
-    """
-
-    bits_per_dim: float
-    monte_carlo_error: float
-    degrees_of_freedom: float
-    data_error: float
-    data_resolved: bool
-    unpaired_error: float
-
-
-def difference(a: Evaluation, b: Evaluation) -> Difference:
-    """a - b from common random numbers: both evaluated by one procedure, on the same samples."""
-    if a.procedure != b.procedure or a.n != b.n or len(a.prior) != len(b.prior) or a.rounds != b.rounds:
-        raise UsageError(
-            "a paired difference needs one procedure (its seed too, and no target error) on the same samples: got "
-            f"{a.procedure} on {len(a.prior)} samples and {b.procedure} on {len(b.prior)}"
-        )
-    measured, decoded = a.measurement.less(b.measurement), a.reconstruction.less(b.reconstruction)
-    elbo = _elbo(measured, decoded, a.prior - b.prior, a.n, a.log_determinant - b.log_determinant)
-    return Difference(
-        bits_per_dim=elbo.bits_per_dim,
-        monte_carlo_error=elbo.monte_carlo_error,
-        degrees_of_freedom=Spread.degrees_of_freedom(measured.spread, decoded.spread),
-        data_error=elbo.data_error,
-        data_resolved=elbo.data_resolved,
-        unpaired_error=math.hypot(a.elbo.monte_carlo_error, b.elbo.monte_carlo_error),
-    )

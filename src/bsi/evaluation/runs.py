@@ -25,7 +25,8 @@ from bsi.backbones import Backbone, Precision, accelerate, compute_dtype, freeze
 from bsi.data.batches import as_source
 from bsi.data.store import Dataset, open_dataset
 from bsi.errors import DataError, UsageError
-from bsi.evaluation.bound import Difference, Evaluation
+from bsi.evaluation.bound import Evaluation
+from bsi.evaluation.paired import Difference
 from bsi.evaluation.subject import Subject
 from bsi.model import Model
 from bsi.training.dataset import build_model

@@ -32,7 +32,8 @@ from bsi.noise import SeededNoise
 from bsi.sampling import evaluations, sample
 from bsi.training.dataset import build_method, build_model, open_training_data
 from bsi.training.distributed import Place, World
-from bsi.training.recipe import METHODS, Data, MethodName, Optimiser, Recipe
+from bsi.training.method_specs import METHODS, MethodName
+from bsi.training.recipe import Data, Optimiser, Recipe
 from bsi.training.step import Engine
 from bsi.training.stream import Stream
 from bsi.training.watchdog import watching

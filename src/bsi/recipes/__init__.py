@@ -19,7 +19,8 @@ from bsi.recipes.cifar10 import cifar10_dit_mini, cifar10_dit_s, cifar10_unet
 from bsi.recipes.digits import digits
 from bsi.recipes.imagenet import imagenet32_dit_l2, imagenet32_unet, imagenet64_dit_l4
 from bsi.recipes.own import arrays, folder, folder_mini
-from bsi.training.recipe import MethodName, Recipe
+from bsi.training.method_specs import MethodName
+from bsi.training.recipe import Recipe
 
 __all__ = [
     "RECIPES",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bsi.backbones.config import DIT_SIZES, UNetConfig
-from bsi.training.recipe import METHODS, Data, Ema, Evaluation, Every, Keep, MethodName, Optimiser, Recipe
+from bsi.training.method_specs import METHODS, MethodName
+from bsi.training.recipe import Data, Ema, Evaluation, Every, Keep, Optimiser, Recipe
 
 __all__ = ["cifar10_dit_mini", "cifar10_dit_s", "cifar10_unet"]
 

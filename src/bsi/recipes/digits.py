@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from bsi.backbones.config import DiTConfig
-from bsi.training.recipe import (
-    BFNSpec,
-    BSISpec,
-    Data,
-    Ema,
-    Evaluation,
-    Every,
-    MethodName,
-    MethodSpec,
-    Optimiser,
-    Recipe,
-    VDMSpec,
-)
+from bsi.training.method_specs import BFNSpec, BSISpec, MethodName, MethodSpec, VDMSpec
+from bsi.training.recipe import Data, Ema, Evaluation, Every, Optimiser, Recipe
 
 __all__ = ["digits"]
 

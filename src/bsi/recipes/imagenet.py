@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bsi.backbones.config import DIT_SIZES, UNetConfig
-from bsi.training.recipe import METHODS, Data, Ema, Every, Keep, MethodName, Optimiser, Recipe
+from bsi.training.method_specs import METHODS, MethodName
+from bsi.training.recipe import Data, Ema, Every, Keep, Optimiser, Recipe
 
 __all__ = ["imagenet32_dit_l2", "imagenet32_unet", "imagenet64_dit_l4"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bsi.backbones.config import DIT_SIZES, DiTConfig, MLPConfig
-from bsi.training.recipe import METHODS, Data, Ema, Evaluation, Every, MethodName, Optimiser, Recipe, Samples
+from bsi.training.method_specs import METHODS, MethodName
+from bsi.training.recipe import Data, Ema, Evaluation, Every, Optimiser, Recipe, Samples
 
 __all__ = ["arrays", "folder", "folder_mini"]
 

@@ -16,7 +16,8 @@ from bsi.studies.report import Cell, Claim, Report, Study, Table, equal, less
 from bsi.studies.scale import DATASETS, Comparison, Scale
 from bsi.studies.standard import OURS, bounds, default_quality, qualities, quality, seeded
 from bsi.studies.store import Store
-from bsi.training.recipe import MethodName, Recipe
+from bsi.training.method_specs import MethodName
+from bsi.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,7 +27,8 @@ from bsi.studies.report import Claim, Report, Study, Table, less
 from bsi.studies.scale import Scale
 from bsi.studies.standard import bounds, bsi_of, qualities, seeded
 from bsi.studies.store import Store
-from bsi.training.recipe import BSISpec, Recipe
+from bsi.training.method_specs import BSISpec
+from bsi.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from bsi.studies.report import Cell, Report, Study, Table, all_of, less
 from bsi.studies.scale import Scale
 from bsi.studies.standard import quality
 from bsi.studies.store import Store
-from bsi.training.recipe import MethodName
+from bsi.training.method_specs import MethodName
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,8 +20,9 @@ from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.backbones.cost import cost
 from bsi.studies.scale import DATASETS, MetricName, Scale
 from bsi.training.files import canonical_json
+from bsi.training.method_specs import BFNSpec, BSISpec, VDMSpec
 from bsi.training.plain import changes, to_plain
-from bsi.training.recipe import BFNSpec, BSISpec, Recipe, VDMSpec
+from bsi.training.recipe import Recipe
 from bsi.training.resume import SAFE
 
 __all__ = [

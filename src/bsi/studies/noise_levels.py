@@ -24,7 +24,7 @@ from bsi.studies.report import Claim, Report, Study, Table, Verdict
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
 from bsi.training.dataset import build_method
-from bsi.training.recipe import METHODS, MethodName
+from bsi.training.method_specs import METHODS, MethodName
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

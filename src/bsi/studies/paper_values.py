@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bsi.training.recipe import MethodName
+from bsi.training.method_specs import MethodName
 
 __all__ = ["ARCHITECTURE", "CIFAR10", "IMAGENET32", "IMAGENET64", "Printed"]
 

@@ -9,8 +9,9 @@ from bsi.studies.job import Train, title
 from bsi.studies.runner import Planned
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
+from bsi.training.method_specs import METHODS
 from bsi.training.plain import changes
-from bsi.training.recipe import METHODS, Recipe
+from bsi.training.recipe import Recipe
 
 __all__ = ["plan_text", "train_command"]
 

@@ -16,7 +16,7 @@ from bsi.studies.report import Report, Study, Table
 from bsi.studies.scale import Scale
 from bsi.studies.standard import quality
 from bsi.studies.store import Store
-from bsi.training.recipe import MethodName
+from bsi.training.method_specs import MethodName
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,8 @@ from bsi.recipes import (
     imagenet32_unet,
     imagenet64_dit_l4,
 )
-from bsi.training.recipe import Ema, Every, Keep, MethodName, Optimiser, Recipe
+from bsi.training.method_specs import MethodName
+from bsi.training.recipe import Ema, Every, Keep, Optimiser, Recipe
 
 __all__ = [
     "DATASETS",

@@ -8,7 +8,8 @@ from dataclasses import replace
 from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.studies.job import Bound, Quality
 from bsi.studies.scale import Scale
-from bsi.training.recipe import BSISpec, MethodName, Recipe
+from bsi.training.method_specs import BSISpec, MethodName
+from bsi.training.recipe import Recipe
 
 __all__ = ["OURS", "bound", "bounds", "bsi_of", "default_quality", "qualities", "quality", "seeded"]
 

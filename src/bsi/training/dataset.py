@@ -23,7 +23,8 @@ from bsi.errors import DataError, UsageError
 from bsi.likelihood import Bins, Standardise
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.model import Model
-from bsi.training.recipe import BFNSpec, BSISpec, MethodSpec, Recipe
+from bsi.training.method_specs import BFNSpec, BSISpec, MethodSpec
+from bsi.training.recipe import Recipe
 
 Labels = Int64[np.ndarray, " count"]
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
 from bsi.errors import UsageError
-from bsi.training.recipe import METHODS
+from bsi.training.method_specs import METHODS
 
 __all__ = ["KINDS", "Change", "changes", "flat", "from_plain", "to_plain"]
 

@@ -15,66 +15,23 @@ from bsi.backbones.config import BackboneConfig, Precision
 from bsi.data.order import SHARDS, check_batch
 from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.errors import UsageError
+from bsi.training.method_specs import MethodSpec
 
 __all__ = [
-    "METHODS",
-    "BFNSpec",
-    "BSISpec",
     "Data",
     "Due",
     "Ema",
     "Evaluation",
     "Every",
     "Keep",
-    "MethodName",
-    "MethodSpec",
     "Objective",
     "Optimiser",
     "Precision",
     "Recipe",
     "Samples",
-    "VDMSpec",
 ]
 
-MethodName = Literal["bsi", "bfn", "vdm"]
-
 FIRST_RATE = 1e-8  # the paper's warm-up starts here
-
-
-@dataclass(frozen=True)
-class BSISpec:
-    """`bsi.BSI` by its parameters; the defaults are the paper's."""
-
-    lambda_0: float = 1e-2
-    gamma_0: float | None = None
-    alpha_M: float = 1e6
-    alpha_R: float | None = None
-
-
-@dataclass(frozen=True)
-class BFNSpec:
-    """`bsi.BFN` by its parameters; the defaults are the paper's."""
-
-    sigma_1: float = 1e-3
-    clips: bool = True
-
-
-@dataclass(frozen=True)
-class VDMSpec:
-    """`bsi.VDM` by its parameters; the defaults are the paper's."""
-
-    nu_min: float = math.exp(-5)
-    nu_max: float = math.exp(13.3)
-    decoder: Literal["cdf", "softmax"] = "softmax"
-
-
-MethodSpec = BSISpec | BFNSpec | VDMSpec
-
-METHODS: dict[MethodName, type[BSISpec] | type[BFNSpec] | type[VDMSpec]] = {
-    "bsi": BSISpec,
-    "bfn": BFNSpec,
-    "vdm": VDMSpec,
-}
 
 
 @dataclass(frozen=True)

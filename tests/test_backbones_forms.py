@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
+import bsi
 from bsi.backbones import (
     Backbone,
     BackboneConfig,
@@ -27,6 +28,7 @@ from bsi.backbones import (
 from bsi.backbones.compiled import compile_like, is_compiled
 from bsi.backbones.dropout import draw_seeds, dropout
 from bsi.errors import UsageError
+from bsi.training.ema import EmaModel
 
 SMALL: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {
     "dit": (DiTConfig(width=32, depth=3, heads=2, patch=2, dropout=0.2), (3, 8, 8)),
@@ -297,3 +299,11 @@ def test_dropout_follows_torchs_seed() -> None:
         outputs.append(network(x, t))
     assert outputs[0].equal(outputs[1])
     assert not outputs[0].equal(outputs[2])
+
+
+def test_the_average_of_a_compiled_network_is_compiled_too():
+    network = build(UNetConfig(width=32, levels=2), (3, 8, 8), 256)
+    model = bsi.Model(network, bsi.BSI(), (3, 8, 8), bsi.Bins.uint8())
+    assert not is_compiled(EmaModel(model).model.denoiser.backbone)
+    compile_regions(network)  # nothing is compiled before the first call
+    assert is_compiled(EmaModel(model).model.denoiser.backbone)

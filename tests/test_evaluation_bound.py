@@ -23,7 +23,7 @@ from bsi.evaluation.plan import make_plan, shared_plans
 from bsi.evaluation.subject import Subject
 from bsi.gaussian import over
 from bsi.likelihood import Bins
-from bsi.methods import BFN, BSI, VDM
+from bsi.methods import BFN, BSI, VDM, Method
 from bsi.oracle import Mixture
 from bsi.training.distributed import Place, World, join
 
@@ -187,7 +187,7 @@ def test_the_bound_of_k_rounds_is_the_known_one(k, nats, proposal):
     assert float(spread.mean.sum()) / unit == pytest.approx(nats, abs=4 * math.sqrt(spread.sum_variance) / unit + 1e-5)
 
 
-def model(seed: int = 0) -> bsi.Model:
+def model(seed: int = 0, method: Method | None = None) -> bsi.Model:
     class Small(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -197,7 +197,7 @@ def model(seed: int = 0) -> bsi.Model:
             return torch.tanh(self.linear(x.flatten(1))).view_as(x) * t[:, None, None, None]
 
     torch.manual_seed(seed)
-    return bsi.Model(Small(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17)).eval()
+    return bsi.Model(Small(), method or bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17)).eval()
 
 
 def pixels(count: int = 50) -> torch.Tensor:
@@ -271,6 +271,14 @@ def test_common_random_numbers_make_a_difference_sharper():
     assert paired.monte_carlo_error < paired.unpaired_error / 5
     same = difference(found[0], found[0])
     assert (same.bits_per_dim, same.monte_carlo_error, same.data_error) == (0, 0, 0)
+
+
+def test_a_difference_has_all_terms_the_prior_s_too():
+    near, far = (model(0, bsi.VDM(nu_min=nu)) for nu in (math.exp(-5), math.exp(-3)))
+    found = [evaluate(Subject.of(each, as_source(pixels())), Procedure(), ALONE) for each in (near, far)]
+    assert float((found[0].prior - found[1].prior).abs().min()) > 1e-3
+    apart = found[0].elbo.bits_per_dim - found[1].elbo.bits_per_dim
+    assert difference(*found).bits_per_dim == pytest.approx(apart, abs=1e-12)
 
 
 def test_two_learned_plans_share_their_levels():

@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import bsi
-from bsi.backbones import MLPConfig
+from bsi.backbones import MLPConfig, build
 from bsi.cli import main
 from bsi.data.batches import as_source
 from bsi.errors import DataError, UsageError
+from bsi.evaluation.drawing import Drawing
+from bsi.evaluation.quality import drawn_images
 from bsi.training.distributed import Place, World
 from bsi.training.method_specs import BSISpec
 from bsi.training.recipe import Data, Every, Objective, Optimiser, Recipe
@@ -121,3 +124,24 @@ def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
     assert "--guidance needs --labels" in capsys.readouterr().err
     assert main(["eval", "digits", "--bpd", "--labels"]) == 2
     assert "the bound is the unconditional one" in capsys.readouterr().err
+
+
+def test_a_distance_asks_for_one_class_after_the_other_whatever_the_batch() -> None:
+    torch.manual_seed(0)
+    network = build(MLPConfig(width=16, depth=1), (1, 4, 4), 17, num_classes=3)
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    model = bsi.Model(network, bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17)).eval()
+    drawn = {classes: _pictures(model, Drawing(steps=4, classes=classes), batch=4) for classes in (0, 3)}
+    asked = model.sample(6, steps=4, cond=torch.arange(6) % 3)
+    free = model.sample(6, steps=4)
+    expected = {0: free, 3: asked}
+    for classes, pictures in drawn.items():
+        grey = expected[classes].double() * (255 / 16)
+        assert float((pictures[:, :1].double() - grey).abs().max()) <= 1
+    assert not torch.equal(asked, free)
+
+
+def _pictures(model: bsi.Model, how: Drawing, batch: int) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat(list(drawn_images(model, how, 6, CPU, batch)))

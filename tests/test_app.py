@@ -140,7 +140,7 @@ def test_denoising_starts_at_the_measurement(bench: Workbench, port: int) -> Non
 
 
 def test_denoising_takes_only_solvers_that_measure(bench: Workbench, port: int) -> None:
-    assert measuring_solvers(bench.model.method) == ("posterior", "sde2", "sde-root")
+    assert measuring_solvers(bench.model.method) == ("posterior", "sde2")
     answer = ask(port, kind="denoise", image=encoded(bench.images[0]), precision=4.0, solver="ode2")
     assert answer.status == 422
     assert "posterior or sde2" in answer.error

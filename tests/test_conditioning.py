@@ -89,7 +89,7 @@ def test_denoising_draws_from_the_exact_posterior(method):
 
 def test_only_steps_that_measure_draw_from_the_posterior():
     method, y = BSI(), torch.zeros(2, 2, dtype=torch.float64)
-    for solver in ("ode2", "ode-root", "churn"):
+    for solver in ("ode2", "churn"):
         with pytest.raises(UsageError, match="use posterior or sde2"):
             denoise(method, mixture().predictor(method), path(2), y, 1.0, solver=solver)
 
@@ -154,8 +154,8 @@ def inpainting_errors(method: Method, y: Tensor, count: int = 1500) -> tuple[flo
         torch.randn(count, 2, generator=generator, dtype=torch.float64),
     )
     predict, mask, known = data.predictor(method), at(0.0, 1.0).expand(count, 2), y.expand(count, 2)
-    matched = sample(method, inpainted(method, predict, known, mask), path(count), grid, "sde-root")
-    plain = sample(method, replaced(predict, known, mask), path(count), grid, "sde-root")
+    matched = sample(method, inpainted(method, predict, known, mask), path(count), grid, "sde2")
+    plain = sample(method, replaced(predict, known, mask), path(count), grid, "sde2")
     assert (matched[:, 1] - y[1]).abs().max() < 0.02
     return distance(matched, reference), distance(plain, reference)
 
@@ -191,7 +191,7 @@ def digits(count: int) -> tuple[bsi.Model, Tensor]:
     return model, model.values(torch.from_numpy(open_dataset("digits").test[:count].copy()))
 
 
-@pytest.mark.parametrize(("solver", "grid"), [(SOLVER, GRID), ("sde-root", "geometric")])
+@pytest.mark.parametrize(("solver", "grid"), [(SOLVER, GRID), ("sde2", "geometric")])
 def test_half_a_digit_is_finished_better_than_by_replacement(solver, grid):
     """Conjugate gradients reached errors of 10^9 here. Mean squared error of the lower half over 64 test digits:
 

@@ -56,8 +56,8 @@ def test_k_steps_yield_k_plus_1_and_cost_the_evaluations_that_are_stated(method,
 def test_with_one_path_more_steps_converge_to_one_sample(method):
     """Strong convergence of order one: additive noise, and a prediction that the noise moves."""
     predict, counts = mixture().predictor(method), [16, 32, 64, 128]
-    limit = sample(method, predict, path(), geometric_grid(method, 512), "sde-root")
-    for solver in ("posterior", "sde-root"):
+    limit = sample(method, predict, path(), geometric_grid(method, 512), "sde2")
+    for solver in ("posterior", "sde2"):
         found = [sample(method, predict, path(), geometric_grid(method, k), solver) for k in counts]
         errors = [float((x - limit).norm(dim=1).median()) for x in found]
         order = math.log(errors[0] / errors[-1]) / math.log(counts[-1] / counts[0])
@@ -82,11 +82,11 @@ def test_sample_i_depends_on_the_seed_and_i_alone(method, noise):
     weight = torch.randn(12, 12, generator=torch.Generator().manual_seed(0)) / 4
     predict = lambda latent, level: torch.tanh(latent @ weight)  # noqa: E731
     grid = paper_grid(method, 9)
-    whole = sample(method, predict, noise(7, torch.arange(20), (12,)), grid, "sde-root")
+    whole = sample(method, predict, noise(7, torch.arange(20), (12,)), grid, "sde2")
     for part in (torch.arange(20).flip(0), torch.tensor([13]), torch.arange(5, 12)):
-        found = sample(method, predict, noise(7, part, (12,)), grid, "sde-root")
+        found = sample(method, predict, noise(7, part, (12,)), grid, "sde2")
         torch.testing.assert_close(found, whole[part], rtol=0, atol=1e-5)
-    other = sample(method, predict, noise(8, torch.arange(20), (12,)), grid, "sde-root")
+    other = sample(method, predict, noise(8, torch.arange(20), (12,)), grid, "sde2")
     assert (other - whole).abs().min(dim=1).values.max() > 1e-3
 
 

@@ -33,8 +33,7 @@ from bsi.solvers import SOLVERS
 
 METHODS = {"bsi": BSI(), "bfn": BFN(), "vdm": VDM()}
 # Which converged sample a solver has: the posterior's path, the flow's point, or churn's own.
-LIMITS = {"posterior": "sde-root", "sde2": "sde-root", "sde-root": "sde-root", "ode2": "ode-root",
-          "ode-root": "ode-root", "churn": "churn"}  # fmt: skip
+LIMITS = {"posterior": "sde2", "sde2": "sde2", "ode2": "ode2", "churn": "churn"}
 ELSEWHERE = 0.05  # root mean square over the pixels
 
 

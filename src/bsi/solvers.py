@@ -6,21 +6,20 @@ dw = x_hat d rho, and from
 
     dw = [-zeta w + (1 + zeta) rho x_hat] d ln rho + sqrt(2 zeta) dW                          for any churn zeta >= 0.
 
-Given x_hat on a step these are linear, with exact solutions. `posterior` holds x_hat fixed in the first: the paper's
-sampler. The others draw a straight line through the last two predictions, over a position p that rises with the
-information: ln Lambda (ln rho for churn), or -Lambda^-bend / bend. With h = p' - p and D1 the divided difference of
-x_hat in p, a line's integral over a step is, by parts,
+Given x_hat on a step these are linear, with exact solutions: of first order, since predictions move on the way.
+`posterior` is the first of them, the paper's sampler. `midpoint` makes each of second order at no further evaluation:
+it predicts what the network would say in the middle of the step, in ln Lambda, by the line through the last two
+predictions,
 
-    int (x_hat + D1 (p - p_0)) dLambda = dLambda x_hat + (h Lambda' - int Lambda dp) D1
+    x_mid = x_hat + h / (2 h_before) (x_hat - x_hat_before),               h = ln Lambda' - ln Lambda.
 
-and so with rho for Lambda. At c = 0 and bend = 0 `sde2` and `ode2` are DPM-Solver++(2M), stochastic and not (Lu et
-al., 2022), which BFN-Solver (Xue et al., 2024) brought to BFN; c > 0 is the extension to BSI. Predictions of images
-level off towards the data, and a line in ln Lambda overshoots: `sde-root` and `ode-root` draw it over the root of
-sigma, bend = 1/4. The order is two for any bend; the error at few steps is not the same (docs/benchmarks/).
+At c = 0 `sde2` and `ode2` are DPM-Solver++(2M), stochastic and not, as published (Lu et al., 2022), which BFN-Solver
+(Xue et al., 2024) brought to BFN; c > 0 is the extension to BSI. Integrating the line exactly is of the same order and
+worse at few steps: it looks further ahead, and predictions level off towards the data (docs/benchmarks/solvers.md).
 
 So a solver is a table: for each step of a grid, what to multiply the latent, the prediction, the one before it and
-fresh noise by. Tables are computed in float64 (the second-order terms lose digits in float32), before the first
-evaluation of the network. A step without history takes the order it can have.
+fresh noise by. Tables are computed in float64, before the first evaluation of the network. A step without history takes
+the order it can have.
 """
 
 from __future__ import annotations
@@ -37,24 +36,20 @@ from bsi.errors import UsageError
 from bsi.methods.base import Method
 
 __all__ = [
-    "ROOT",
     "SOLVERS",
     "Path",
     "Solver",
     "Table",
     "churn",
+    "midpoint",
     "named_solver",
-    "ode",
     "ode2",
     "posterior",
-    "sde",
     "sde2",
 ]
 
 Steps = Float[Tensor, " steps"]
 Levels = Float[Tensor, " levels"]
-
-ROOT = 0.25  # the bend at which a line is straight in sqrt(sigma)
 
 
 @dataclass(frozen=True)
@@ -103,26 +98,6 @@ class Path:
         return torch.where(self.empty, 0.0, self.noise[1:] / torch.where(self.empty, 1.0, self.noise[:-1]))
 
 
-def _slope(position: Levels, end: Levels, integral: Steps) -> Steps:
-    """(h end' - integral) / h_before: what multiplies x_hat - x_hat_before; 0 on steps without history.
-
-    A prediction made at a position of -inf (BFN's first, for churn BSI's too) does not count as history.
-    """
-    h = torch.diff(position)
-    before = torch.cat([torch.full_like(h[:1], torch.inf), h[:-1]])
-    usable = torch.isfinite(before)
-    return torch.where(usable, h * end[1:] - integral, 0.0) / torch.where(usable, before, 1.0)
-
-
-def _position(base: Levels, bend: float) -> Levels:
-    return torch.log(base) if bend == 0 else -(base**-bend) / bend
-
-
-def _check_bend(bend: float) -> None:
-    if not 0 <= bend < 0.5:
-        raise UsageError(f"the bend is a number from 0 (lines in ln Lambda) to less than 1/2: got {bend}")
-
-
 def posterior(method: Method, grid: Levels) -> Table:
     """The paper's sampler: s' = s + dL x_hat + sqrt(dL) eps. Algorithm "Sampling with BSI"; BFN's and VDM's update."""
     path = Path.of(method, grid)
@@ -135,80 +110,65 @@ def posterior(method: Method, grid: Levels) -> Table:
     )
 
 
-def sde(bend: float) -> Solver:
-    """Second order, stochastic: s' = s + dL x_hat + (h Lambda' - int Lambda dp) D1 + sqrt(dL) eps."""
-    _check_bend(bend)
+def _flow(method: Method, grid: Levels) -> Table:
+    """The probability flow: w' = w + (rho' - rho) x_hat.
+
+    From no information at all it has no direction: BFN's first step is the posterior one, which is the flow's with
+    w := eps.
+    """
+    path = Path.of(method, grid)
+    moved = torch.diff(path.rho) * path.noise[1:]
+    eps = torch.where(path.empty, posterior(method, grid).eps, 0.0)
+    return Table(latent=path.shrinkage, x_hat=moved, previous=torch.zeros_like(moved), eps=eps)
+
+
+def _churned(zeta: float) -> Solver:
+    """w' = q w + (rho' - q rho) x_hat + sqrt(1 - q^2) eps, q = (rho / rho')^zeta."""
 
     def solver(method: Method, grid: Levels) -> Table:
-        path, first = Path.of(method, grid), posterior(method, grid)
-        information = path.information
-        integral = torch.diff(information ** (1 - bend) / (1 - bend))
-        slope = _slope(_position(information, bend), information, integral) / path.scale[1:]
+        path = Path.of(method, grid)
+        noise, rho = path.noise[1:], path.rho
+        q = torch.where(path.empty, 0.0, (rho[:-1] / rho[1:]) ** zeta)
+        return Table(
+            latent=q * path.shrinkage,
+            x_hat=noise * (rho[1:] - q * rho[:-1]),
+            previous=torch.zeros_like(q),
+            eps=noise * torch.sqrt(1 - q.square()),
+        )
+
+    return solver
+
+
+def midpoint(step: Solver) -> Solver:
+    """The same step with the prediction of its middle, extrapolated in ln Lambda: of second order.
+
+    A prediction made without any information, at ln Lambda = -inf (BFN's first), does not count as history.
+    """
+
+    def solver(method: Method, grid: Levels) -> Table:
+        first = step(method, grid)
+        h = torch.diff(torch.log(Path.of(method, grid).information))
+        before = torch.cat([torch.full_like(h[:1], torch.inf), h[:-1]])
+        usable = torch.isfinite(before)
+        slope = first.x_hat * torch.where(usable, h, 0.0) / torch.where(usable, 2 * before, 1.0)
         return Table(first.latent, first.x_hat + slope, -slope, first.eps)
 
     return solver
 
 
-def ode(bend: float) -> Solver:
-    """Second order, deterministic: w' = w + (rho' - rho) x_hat + (h rho' - int rho dp) D1.
-
-    From no information at all the flow has no direction: BFN's first step is the posterior one, which is the flow's
-    with w := eps.
-    """
-    _check_bend(bend)
-
-    def solver(method: Method, grid: Levels) -> Table:
-        path, first = Path.of(method, grid), posterior(method, grid)
-        information, noise = path.information, path.noise
-        integral = information ** (0.5 - bend) / (0.5 - bend)
-        if method.c > 0:  # and then Lambda is, everywhere
-            integral = integral + method.c * information ** (-0.5 - bend) / (0.5 + bend)
-        slope = _slope(_position(information, bend), path.rho, torch.diff(integral)) * noise[1:]
-        return Table(
-            latent=path.shrinkage,
-            x_hat=torch.diff(path.rho) * noise[1:] + slope,
-            previous=-slope,
-            eps=torch.where(path.empty, first.eps, 0.0),
-        )
-
-    return solver
-
-
-def churn(zeta: float, bend: float = 0.0) -> Solver:
-    """Between the flow (zeta = 0) and the samplers of BFN and VDM (zeta = 1), and beyond; lines are over ln rho.
-
-    w' = q w + (rho' - q rho) x_hat + (h rho' - int rho (rho / rho')^zeta dp) D1 + sqrt(1 - q^2) eps,
-    q = (rho / rho')^zeta
-    """
-    _check_bend(bend)
+def churn(zeta: float) -> Solver:
+    """Between the flow (zeta = 0) and the samplers of BFN and VDM (zeta = 1), and beyond; of second order."""
     if not 0 <= zeta < float("inf"):
         raise UsageError(f"churn is a finite number from 0 (the flow) upwards: got zeta={zeta}")
-
-    def solver(method: Method, grid: Levels) -> Table:
-        path = Path.of(method, grid)
-        noise, rho = path.noise, path.rho
-        q = torch.where(path.empty, 0.0, (rho[:-1] / rho[1:]) ** zeta)
-        power = 1 + zeta - 2 * bend
-        integral = rho[1:] ** -zeta * torch.diff(rho**power / power)
-        slope = _slope(_position(rho, 2 * bend), rho, integral)
-        return Table(
-            latent=q * path.shrinkage,
-            x_hat=noise[1:] * (rho[1:] - rho[:-1] * q + slope),
-            previous=-noise[1:] * slope,
-            eps=noise[1:] * torch.sqrt(1 - q.square()),
-        )
-
-    return solver
+    return midpoint(_churned(zeta))
 
 
-sde2, ode2 = sde(0.0), ode(0.0)
+sde2, ode2 = midpoint(posterior), midpoint(_flow)
 
 SOLVERS: dict[str, Solver] = {
     "posterior": posterior,
     "sde2": sde2,
     "ode2": ode2,
-    "sde-root": sde(ROOT),
-    "ode-root": ode(ROOT),
     "churn": churn(0.5),
 }
 

@@ -67,7 +67,7 @@ class Eval:
     steps: int = STEPS
     """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
     solver: str = SOLVER
-    """posterior (the paper's), sde2, ode2, sde-root, ode-root, churn or churn:ZETA."""
+    """posterior (the paper's), sde2, ode2, churn or churn:ZETA."""
     grid: str = GRID
     """Where the steps lie: paper, edm, geometric or asinh."""
     labels: bool = False

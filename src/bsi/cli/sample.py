@@ -47,7 +47,7 @@ class Sample:
     steps: int = STEPS
     """Steps k of the solver."""
     solver: str = SOLVER
-    """posterior (the paper's), sde2, ode2, sde-root, ode-root, churn or churn:ZETA."""
+    """posterior (the paper's), sde2, ode2, churn or churn:ZETA."""
     grid: str = GRID
     """Where the steps lie: paper, edm, geometric or asinh."""
     noise: Literal["path", "independent"] = "path"

@@ -11,7 +11,7 @@ const TASKS = {
   inpaint: { go: "Inpaint", task: "From a part: known pixels are measured, hidden ones are predicted from what they say." },
 };
 const HINTS = {
-  posterior: "the paper's", sde2: "noise", ode2: "flow", "sde-root": "noise, bent", "ode-root": "flow, bent", churn: "some noise",
+  posterior: "the paper's", sde2: "noise", ode2: "flow", churn: "some noise",
   paper: "even in t", edm: "as EDM's", geometric: "even in ln Λ", asinh: "even in asinh ρ",
 };
 const NAMES = ["mean", "x_hat", "y"];

@@ -28,8 +28,11 @@ def test_the_script_runs_whole_and_writes_as_it_goes(script, tmp_path, capsys):
         for other in script.TARGETS:
             got = record["measure 4"][f"{of}, than {other}"]
             assert got["times"] == pytest.approx(costs[other] / costs["fitted"])
-            assert got["optimum"] == pytest.approx(costs[other] / record["floor"]["controlled"])
+            assert got["optimum"] == pytest.approx(costs[other] / record["measure 4"]["floor"])
             assert got["error"] > 0
+        parts = record["measure 4"]["parts"][of]
+        assert sum(parts.values()) == pytest.approx(costs["fitted"])
+        assert parts["noise"] > record["measure 4"]["floor"]  # the best proposal's, which no other undercuts
     assert "times fewer evaluations" in capsys.readouterr().out
 
 

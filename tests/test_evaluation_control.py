@@ -7,6 +7,7 @@ import torch
 
 from bsi.elbo import finite_measurement_loss, measurement_loss
 from bsi.evaluation.basis import Basis, knots
+from bsi.evaluation.context import CONTEXTS, InContext, from_the_others
 from bsi.evaluation.control import Observations, fit_control, fit_proposal
 from bsi.evaluation.integral import Between, Finite, Infinite, integral
 from bsi.evaluation.plan import expected_error
@@ -137,6 +138,65 @@ def test_pixelwise_is_the_posterior_mean_of_each_value_alone(method):
             torch.testing.assert_close(found[:, side], alone.view(400, -1).sum(1), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 2)])
+def test_a_value_is_told_by_the_others_as_a_gaussian_is(shape):
+    """The conditional mean by its textbook formula, from the covariance itself; whatever the value is."""
+    x = torch.randn(300, *shape, generator=generator(), dtype=torch.float64).cumsum(-1)
+    wiener, rounding = Wiener.fit(BSI(), torch.exp(knots(BSI().levels, 3)), x), 0.01
+    axes = torch.ones(1, 1, dtype=torch.float64)
+    for matrix in wiener.axes:
+        axes = torch.kron(axes, matrix)
+    n = math.prod(shape)
+    covariance = axes @ torch.diag(wiener.variance + rounding) @ axes.T
+    offset = (x - wiener.mean).flatten(1)
+    told = from_the_others(wiener, rounding, x).flatten(1)
+    for i in range(n):
+        others = [j for j in range(n) if j != i]
+        weights = torch.linalg.solve(covariance[others][:, others], covariance[others, i])
+        torch.testing.assert_close(told[:, i], wiener.mean.flatten()[i] + offset[:, others] @ weights)
+    flat = x.flatten(1).clone()
+    flat[:, 0] += 1
+    torch.testing.assert_close(from_the_others(wiener, rounding, flat.view_as(x)).flatten(1)[:, 0], told[:, 0])
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_in_context_is_the_posterior_mean_under_the_context_s_histogram(method):
+    x = images(400)
+    levels = torch.exp(knots(method.levels, 9))
+    wiener = Wiener.fit(method, levels, x)
+    in_context = InContext.fit(wiener, x, BINS)
+    told = from_the_others(wiener, BINS.width**2 / 12, x).flatten()
+    context = Bins(-1.0, 1.0, CONTEXTS).indices(told)
+    assert len(context.unique()) > 5
+    index = BINS.indices(x).flatten().long()
+    overall = torch.bincount(index, minlength=5).double() / len(index)
+    centres = BINS.values(torch.arange(5), torch.float64)[:, None]
+    # in the middle of a cell the table is exact
+    eps = torch.full((400, 2, 3, 4), 0.125 * 3 + 0.0625, dtype=torch.float64)
+    for k in (0, 3, 5, 7):
+        expected = torch.zeros(len(index), dtype=torch.float64)
+        for c in context.unique():
+            here = context == c
+            weights = torch.bincount(index[here], minlength=5) + overall
+            predict = Mixture.isotropic(centres, 0.0, weights).predictor(method)
+            values, noise = x.flatten()[here][:, None], eps.flatten()[here][:, None]
+            expected[here] = integrand(method, predict, values, noise, levels[k])
+        found = in_context.expected(x)[:, k] + in_context.deviations(x, eps, torch.full((400,), k))[:, 0]
+        torch.testing.assert_close(found, expected.view(400, -1).sum(1), rtol=1e-6, atol=1e-9)
+
+
+def test_values_outside_what_the_data_showed_are_evaluated_all_the_same():
+    """A bin that never occurred, in a context that never did, seen almost without noise."""
+    x = BINS.values(torch.randint(0, 2, (30, 1, 4), generator=generator()), torch.float64)
+    method = BSI()
+    levels = torch.exp(knots(method.levels, 9))
+    in_context = InContext.fit(Wiener.fit(method, levels, x), x, BINS)
+    new = torch.ones(2, 1, 4, dtype=torch.float64)
+    eps = torch.randn(2, 1, 4, generator=generator(1), dtype=torch.float64)
+    assert bool(torch.isfinite(in_context.expected(new)).all())
+    assert bool(torch.isfinite(in_context.deviations(new, eps, torch.tensor([7, 7]))).all())
+
+
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_references_deviate_from_their_expectation_by_nothing_on_average(method):
     x = images(8)
@@ -154,7 +214,7 @@ def test_more_than_256_bins_have_no_grid_to_know_of():
     x = images(8)
     assert len(Basis.fit(BSI(), x, Bins(-1.0, 1.0, 65536)).references) == 1
     assert len(Basis.fit(BSI(), x, None).references) == 1
-    assert len(Basis.fit(BSI(), x, BINS).references) == 2
+    assert len(Basis.fit(BSI(), x, BINS).references) == 3
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 8), (1, 4, 4)])
@@ -199,6 +259,23 @@ def test_the_regression_finds_what_the_integrand_is_made_of():
     steady = basis.steady(x)
     exact = (40 + 8 * steady[..., 1] + 0.5 * steady[..., 4]) @ Infinite(BSI().levels).hats(basis.knots)
     torch.testing.assert_close(known, exact, rtol=0.01, atol=0.0)
+
+
+def test_a_small_pilot_learns_a_reference_that_is_right():
+    """Up to where its error is about to vanish, and is all but 0 in most draws."""
+    x = images(50)
+    basis = Basis.fit(BSI(), x, BINS)
+
+    def model(seen):
+        between = Between.of(basis.knots, seen.u)
+        share = torch.stack([1 - between.along, between.along], 1)
+        centre = basis.centre[torch.stack([between.left, between.left + 1], 1), 1]
+        return (share * (centre + seen.steady[..., 5] + seen.noisy[..., 1])).sum(1)
+
+    few, fresh = (observations(basis, x, seed, pairs, model) for seed, pairs in ((0, 128), (10, 2000)))
+    left_over = fresh.g - fit_control(basis, few).predict(fresh)
+    for there in (fresh.u < 4, (fresh.u > 4) & (fresh.u < 6)):
+        assert float(left_over[there].var()) < 0.006 * float(fresh.g[there].var())
 
 
 def test_the_fitted_proposal_follows_the_root_of_the_mean_square():

@@ -17,8 +17,10 @@ over seeds.
     fitted        `--proposal fitted`
 
 `floor` is the least that any choice of levels could cost: levels integrated exactly, evaluations where they are worth
-most, only noise left, (int sd du)^2 per evaluation; without a control and with the fitted one. `claimed` is the average
-variance that the estimator itself reports, over the true one: 1 is honest, more is careful.
+most, only noise left, (int sd du)^2 per evaluation; without a control, and with the fitted ones on average. `parts` is
+what the fitted estimator's cost is made of: noise under its own proposal, int var / p du; its pilot; and what is left,
+the levels. Noise is known from pairs of evaluations that share sample and level. `claimed` is the average variance that
+the estimator itself reports, over the true one: 1 is honest, more is careful.
 
 Seeds are the outer loop: figures are printed and written after each, and get sharper until the last or until --minutes
 are over.
@@ -31,7 +33,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from torch import Tensor
 
 from bsi.evaluation.basis import Basis
 from bsi.evaluation.bound import Procedure, measure
-from bsi.evaluation.control import Observations
+from bsi.evaluation.control import Control, Observations
 from bsi.evaluation.integral import Infinite
 from bsi.evaluation.plan import Plan, ProposalName, describe, make_plan
 from bsi.evaluation.points import Design, noise
@@ -48,18 +50,72 @@ from bsi.evaluation.runs import open_run, open_split, speed_up, subject_of
 from bsi.evaluation.subject import Subject
 from bsi.training.distributed import Place, World, pick_device
 
-FLOOR_LEVELS, FLOOR_IMAGES, FLOOR_PAIRS = 49, 64, 2
+PAIR_LEVELS, PAIR_IMAGES, PAIRS = 49, 64, 2
 TARGETS = {"stratified": 4, "independent": 10}  # times fewer evaluations that are asked for
 BATCH = {"cpu": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """L_M of every sample in nats, how many evaluations it took, and the variance that it claims for the sum."""
+    """L_M of every sample in nats, how many evaluations it took, and what is known of its variance: what it claims for
+    the sum, what noise alone makes of it under the plan's proposal, and under the best one.
+    """
 
     values: Tensor
     evaluations: int
     claimed: float | None = None
+    noise: float | None = None
+    floor: float | None = None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Evaluations at equally spaced u = ln(level), 2i and 2i + 1 of one sample at one level: they differ by noise."""
+
+    u: Tensor
+    seen: Observations
+
+    @classmethod
+    def of(cls, subject: Subject, basis: Basis, batch: int) -> Pairs:
+        levels = subject.method.levels
+        u = torch.linspace(math.log(levels.low), math.log(levels.high), PAIR_LEVELS, dtype=torch.float64)
+        count = min(PAIR_IMAGES, subject.count)
+        ids = torch.arange(count, device=subject.device) * subject.count // count
+        found = []
+        for i, at in enumerate(u.tolist()):
+            for part in ids.split(batch):
+                x, predict, steady = subject.x(part), subject.predict(part), basis.steady(subject.x(part))
+                level = torch.full((len(part),), math.exp(at), dtype=torch.float64, device=subject.device)
+                level = level.clamp(levels.low, levels.high)
+                for draw in range(2 * PAIRS):
+                    eps = noise(1, part, "pilot", i * 2 * PAIRS + draw + (1 << 20), subject.shape, x.dtype)
+                    g = subject.integrand(predict, x, level, eps)
+                    found.append(Observations.of(basis, steady, x, eps, torch.log(level), g))
+        return cls(u, Observations(*(_paired([getattr(each, f.name) for each in found]) for f in fields(Observations))))
+
+    @property
+    def bound(self) -> float:
+        return float(torch.trapezoid(self.seen.g.view(len(self.u), -1).mean(1).cpu(), self.u))
+
+    def variance(self, control: Control | None) -> Tensor:
+        """Of the noise, at each level, on average over the samples."""
+        left_over = self.seen.g if control is None else self.seen.g - control.predict(self.seen)
+        two = left_over.view(len(self.u), -1, 2).cpu()
+        return 0.5 * (two[..., 0] - two[..., 1]).square().mean(1)
+
+    def under(self, plan: Plan) -> float:
+        """What noise costs with levels from the plan's proposal."""
+        density = torch.exp(self.u) * plan.proposal.density(torch.exp(self.u))
+        return float(torch.trapezoid(self.variance(plan.control) / density, self.u)) / self.bound**2
+
+    def floor(self, control: Control | None) -> float:
+        """What it costs with levels from the best proposal."""
+        return (float(torch.trapezoid(torch.sqrt(self.variance(control)), self.u)) / self.bound) ** 2
+
+
+def _paired(rows: list[Tensor]) -> Tensor:
+    """Draws 2i and 2i + 1 of the same samples, next to each other."""
+    return torch.cat([torch.stack(two, 1).flatten(0, 1) for two in zip(rows[::2], rows[1::2], strict=True)])
 
 
 @dataclass(frozen=True)
@@ -68,6 +124,7 @@ class Bench:
 
     subject: Subject
     basis: Basis
+    pairs: Pairs
     batch: int
     world: World
 
@@ -115,7 +172,13 @@ def library(proposal: ProposalName, control: bool) -> Callable[[Bench, int, int]
         procedure = Procedure(measure=levels, proposal=proposal, control=control, seed=seed, batch=bench.batch)
         plan = bench.plan(proposal, levels, seed, control)
         spread = measure(bench.subject, procedure, plan, bench.world).spread
-        return Estimate(spread.mean, plan.pilot + bench.subject.count * levels, spread.sum_variance)
+        return Estimate(
+            spread.mean,
+            plan.pilot + bench.subject.count * levels,
+            claimed=spread.sum_variance,
+            noise=bench.pairs.under(plan),
+            floor=bench.pairs.floor(plan.control),
+        )
 
     return run
 
@@ -177,58 +240,33 @@ def saving(other: Sequence[Estimate], fitted: Sequence[Estimate], block: Tensor,
     return Saving(whole, whole * math.sqrt((count - 1) * float(logs.var(correction=0))))
 
 
-@dataclass(frozen=True)
-class Floor:
-    """(int sd du)^2 of the noise alone, relative to the squared bound: without a control, and with the fitted one."""
-
-    plain: float
-    controlled: float
+def average(values: Sequence[float | None]) -> float:
+    return math.fsum(value for value in values if value is not None) / len(values)
 
 
-def floor(bench: Bench, plan: Plan) -> Floor:
-    subject, control = bench.subject, plan.control
-    assert control is not None
-    levels = subject.method.levels
-    u = torch.linspace(math.log(levels.low), math.log(levels.high), FLOOR_LEVELS, dtype=torch.float64)
-    count = min(FLOOR_IMAGES, subject.count)
-    ids = torch.arange(count, device=subject.device) * subject.count // count
-    mean, plain, controlled = (torch.zeros(FLOOR_LEVELS, dtype=torch.float64) for _ in range(3))
-    for part in ids.split(bench.batch):
-        x, predict = subject.x(part), subject.predict(part)
-        steady = control.basis.steady(x)
-        for i, at in enumerate(u.tolist()):
-            level = torch.full((len(part),), math.exp(at), dtype=torch.float64, device=subject.device)
-            level = level.clamp(levels.low, levels.high)
-            for pair in range(FLOOR_PAIRS):
-                g, rest = [], []
-                for half in (0, 1):
-                    draw = (i * FLOOR_PAIRS + pair) * 2 + half
-                    eps = noise(1, part, "pilot", draw + (1 << 20), subject.shape, x.dtype)
-                    g.append(subject.integrand(predict, x, level, eps))
-                    seen = Observations.of(control.basis, steady, x, eps, torch.log(level), g[-1])
-                    rest.append(g[-1] - control.predict(seen))
-                mean[i] += float((g[0] + g[1]).sum() / 2)
-                plain[i] += float((g[0] - g[1]).square().sum() / 2)
-                controlled[i] += float((rest[0] - rest[1]).square().sum() / 2)
-    total = count * FLOOR_PAIRS
-    bound = torch.trapezoid(mean / total, u)
-    least = [float((torch.trapezoid(torch.sqrt(v / total), u) / bound) ** 2) for v in (plain, controlled)]
-    return Floor(*least)
-
-
-def figures(found: dict[str, list[Estimate]], block: Tensor, n: int, least: Floor) -> dict[str, Any]:
-    """Costs, savings, and how near the optimum the fitted estimator is."""
+def figures(found: dict[str, list[Estimate]], levels: int, block: Tensor, n: int) -> dict[str, Any]:
+    """Costs, savings, how near the optimum the fitted estimator is, and what is between."""
     costs = {name: Cost.of(estimates, block, n) for name, estimates in found.items()}
-    record: dict[str, Any] = {"seeds": len(found["fitted"]), "cost": {name: asdict(c) for name, c in costs.items()}}
+    fitted = found["fitted"]
+    floor, noise = average([each.floor for each in fitted]), average([each.noise for each in fitted])
+    record: dict[str, Any] = {
+        "seeds": len(fitted),
+        "cost": {name: asdict(c) for name, c in costs.items()},
+        "floor": floor,
+        "parts": {},
+    }
     for of in ("mean", "single"):
+        cost = asdict(costs["fitted"])[of]
+        pilot = cost * (1 - len(block) * levels / fitted[0].evaluations)
+        record["parts"][of] = {"noise": noise, "levels": cost - pilot - noise, "pilot": pilot}
         for name in TARGETS:
-            got = saving(found[name], found["fitted"], block, n, of)
-            optimum = asdict(costs[name])[of] / least.controlled
+            got = saving(found[name], fitted, block, n, of)
+            optimum = asdict(costs[name])[of] / floor
             record[f"{of}, than {name}"] = {**asdict(got), "target": TARGETS[name], "optimum": optimum}
     return record
 
 
-def shown(levels: int, record: dict[str, Any], least: Floor) -> str:
+def shown(levels: int, record: dict[str, Any]) -> str:
     best = record["cost"]["fitted"]
     lines = [
         f"\n{levels} evaluations of each sample, {record['seeds']} seeds; cost = variance x evaluations / bound^2",
@@ -244,8 +282,9 @@ def shown(levels: int, record: dict[str, Any], least: Floor) -> str:
             error = "" if got["error"] is None else f" ± {got['error']:.1f}"
             near = f"; the optimum with this control is {got['optimum']:.1f}" if got["times"] < got["target"] else ""
             lines.append(f"{what}: {got['times']:.1f}{error} times fewer evaluations (wanted: {got['target']}{near})")
-    share = [least.controlled / best[of] for of in ("mean", "single")]
-    lines.append(f"the floor is {share[0]:.2f} of what the fitted estimator costs for the mean, {share[1]:.2f} for one")
+    for of, parts in record["parts"].items():
+        made_of = ", ".join(f"{name} {value:.3g}" for name, value in parts.items())
+        lines.append(f"{of}, fitted: {made_of}; the floor is {record['floor'] / best[of]:.2f} of it")
     return "\n".join(lines)
 
 
@@ -266,18 +305,16 @@ def main(words: Sequence[str] | None = None) -> None:
     run = open_run(args.run, world)
     subject = subject_of(run, open_split(run, "test", args.data), args.images)
     speed_up(run, subject.count * args.seeds * sum(args.measure) * len(ESTIMATORS))
-    bench = Bench(subject, describe(subject), args.batch or min(BATCH[world.device.type], subject.count), world)
-    n = math.prod(subject.shape)
+    basis, batch = describe(subject), args.batch or min(BATCH[world.device.type], subject.count)
     with torch.no_grad():
-        least = floor(bench, bench.plan("fitted", max(args.measure), 10**6))
+        bench = Bench(subject, basis, Pairs.of(subject, basis, batch), batch, world)
+    n, plain = math.prod(subject.shape), bench.pairs.floor(None)
     print(f"{args.run}: {subject.count} samples, {world.device.type}, {run.precision}, weights {run.weights[:12]}")
-    print(
-        f"floor, levels integrated exactly: {least.plain:.3g} without a control, {least.controlled:.3g} with the fitted"
-    )
+    print(f"floor without a control, levels integrated exactly: {plain:.3g}")
     print(f"prepared after {time.monotonic() - started:.0f} s", flush=True)
     found: dict[int, dict[str, list[Estimate]]] = {levels: {name: [] for name in ESTIMATORS} for levels in args.measure}
     first, longest = args.measure[0], 0.0
-    about = {"run": run.record(), "images": subject.count, "batch": bench.batch, "floor": asdict(least)}
+    about = {"run": run.record(), "images": subject.count, "batch": bench.batch, "plain floor": plain}
     for seed in range(args.seeds):
         began = time.monotonic()
         if began - started + longest > 60 * args.minutes:
@@ -295,8 +332,8 @@ def main(words: Sequence[str] | None = None) -> None:
         records = {}
         for levels, each in found.items():
             block = Design(subject.count, levels).block(torch.arange(subject.count))
-            records[f"measure {levels}"] = figures(each, block, n, least)
-            print(shown(levels, records[f"measure {levels}"], least), flush=True)
+            records[f"measure {levels}"] = figures(each, levels, block, n)
+            print(shown(levels, records[f"measure {levels}"]), flush=True)
         if args.json is not None:
             seconds = round(time.monotonic() - started, 1)
             beside = args.json.with_name(f".{args.json.name}.part")

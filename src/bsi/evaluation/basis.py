@@ -6,6 +6,8 @@ At each knot,
              between neighbours, and the logarithm of their mean: rough images are harder than smooth ones, and at some
              levels more than at others), and what each reference expects for x, less its average over the data;
     noisy    of x and eps: how far each reference's error is from its expectation. Their mean over eps is 0.
+
+The references are those of references.py and, for data on a grid, the one of context.py.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from bsi.evaluation.context import InContext
 from bsi.evaluation.references import Reference, Wiener, references
 from bsi.levels import LogUniform
 from bsi.likelihood import Bins
@@ -82,9 +85,10 @@ class Basis:
     def fit(cls, method: Method, x: Float[Tensor, "batch *data"], bins: Bins | None) -> Basis:
         """For data like x."""
         at = knots(method.levels).to(x.device)
-        wiener, *others = references(method, torch.exp(at), x, bins)
+        wiener, *pixelwise = references(method, torch.exp(at), x, bins)
         assert isinstance(wiener, Wiener)
-        known = (wiener, *others)
+        in_context = [InContext.fit(wiener, x, bins)] if bins is not None and pixelwise else []
+        known = (wiener, *pixelwise, *in_context)
         centre = torch.stack([reference.expected(x).mean(0) for reference in known], 1)
         return cls(at, known, centre, Traits.fit(wiener, x))
 

@@ -104,42 +104,41 @@ def fit_control(basis: Basis, seen: Observations) -> Control:
     """The regression on a pilot's pairs: observations 2i and 2i + 1 share x and u."""
     knots, u = basis.knots, seen.u[::2]
     between = Between.of(knots, u)
-    curve = _smoothed(knots, seen.u, seen.g).clamp(min=1e-30)
-    at = between.at(curve)
-    scale = _scale(basis, curve)
-    means, halves = (_design(between, scale, seen, sign) / at[:, None, None] for sign in (1, -1))
-    pairs = seen.g.view(-1, 2) / at[:, None]
+    curve = _smoothed(knots, seen.u, seen.g)
+    units = _units(basis, curve)
+    means, halves = (_design(between, units, seen, sign) for sign in (1, -1))
+    pairs = seen.g.view(-1, 2)
     mean, half = 0.5 * (pairs[:, 0] + pairs[:, 1]), 0.5 * (pairs[:, 0] - pairs[:, 1])
-    left_over = mean - 1, half
+    left_over = mean - between.at(curve), half
+    smallest = 1e-12 * float(seen.g.square().mean()) + 1e-30  # a reference may be right to rounding
     for _ in range(TURNS):
-        weights = [1 / (between.at(_smoothed(knots, u, rest.square(), WIDE)) + 1e-12) for rest in left_over]
+        weights = [1 / (between.at(_smoothed(knots, u, rest.square(), WIDE)) + smallest) for rest in left_over]
         found = _regression(torch.cat([means, halves]), torch.cat([mean, half]), torch.cat(weights))
         left_over = mean - (means * found).sum((1, 2)), half - (halves * found).sum((1, 2))
-    found = found * scale
+    found = found * units
     return Control(basis, found[:, : basis.num_steady], found[:, basis.num_steady :])
 
 
-def _scale(basis: Basis, curve: Float64[Tensor, " knots"]) -> Float64[Tensor, "knots functions"]:
-    """Units in which coefficients are numbers around 1, or 0: those of g itself for 1 and the traits; for a reference
-    one nat for one nat, or less where it expects more than there is, as a poor denoiser does. Never more: what is next
-    to nothing on average may be large now and then.
+def _units(basis: Basis, curve: Float64[Tensor, " knots"]) -> Float64[Tensor, "knots functions"]:
+    """In which coefficients are numbers around 1, or 0: those of g for 1 and the traits, one nat for one nat for a
+    reference. That is too much where it expects more than there is, but what the pilot saw there is no better guide:
+    next to nothing on average may be large now and then.
     """
-    of_reference = (curve[:, None] / basis.centre.clamp(min=1e-30)).clamp(max=1.0)
     of_sample = curve[:, None].expand(-1, basis.num_steady - basis.num_noisy)
-    return torch.cat([of_sample, of_reference, of_reference], 1)
+    return torch.cat([of_sample, curve.new_ones(len(curve), 2 * basis.num_noisy)], 1)
 
 
 def _design(
-    between: Between, scale: Float64[Tensor, "knots functions"], seen: Observations, sign: int
+    between: Between, units: Float64[Tensor, "knots functions"], seen: Observations, sign: int
 ) -> Float64[Tensor, "pairs knots functions"]:
     """Half the sum or the difference of a pair's basis functions, dealt to their knots."""
     values = torch.cat([seen.steady, seen.noisy], 2).unflatten(0, (-1, 2))
     values = 0.5 * (values[:, 0] + sign * values[:, 1])
-    design = values.new_zeros(len(values), *scale.shape)
+    design = values.new_zeros(len(values), *units.shape)
     rows = torch.arange(len(values), device=values.device)
     for side, share in ((0, 1 - between.along), (1, between.along)):
         knot = between.left + side
-        design[rows, knot] = share[:, None] * scale[knot] * values[:, side]
+        design[rows, knot] = share[:, None] * units[knot] * values[:, side]
     return design
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bsi.elbo import finite_measurement_loss, measurement_loss
-from bsi.evaluation.basis import Basis, knots
+from bsi.evaluation.basis import Basis, Flat, knots
 from bsi.evaluation.context import CONTEXTS, InContext, from_the_others
 from bsi.evaluation.control import Observations, fit_control, fit_proposal
 from bsi.evaluation.integral import Between, Finite, Infinite, integral
@@ -136,6 +136,22 @@ def test_pixelwise_is_the_posterior_mean_of_each_value_alone(method):
             level = levels[k + side]
             alone = integrand(method, predict, x.reshape(-1, 1), eps.reshape(-1, 1), level)
             torch.testing.assert_close(found[:, side], alone.view(400, -1).sum(1), rtol=1e-6, atol=1e-9)
+
+
+def test_samples_enough_tell_the_whole_covariance():
+    """The linear reference is then the posterior mean under it, which no product over the data's axes is."""
+    x = torch.randn(64, 2, 2, generator=generator(), dtype=torch.float64)
+    x[:, 1, 1] += 2 * x[:, 0, 0]
+    method, left = BSI(), torch.full((64,), 12)
+    eps = torch.randn(64, 2, 2, generator=generator(1), dtype=torch.float64)
+    whole, product = Basis.fit(method, x, None), Basis.fit(method, x[:15], None)
+    assert isinstance(whole.references[0], Flat)
+    assert isinstance(product.references[0], Wiener)
+    flat = x.flatten(1)
+    predict = Mixture.gaussian(flat.mean(0), torch.cov(flat.T, correction=0)).predictor(method)
+    expected = integrand(method, predict, flat, eps.flatten(1), torch.exp(whole.knots[12]))
+    found = whole.references[0].expected(x)[:, 12] + whole.references[0].deviations(x, eps, left)[:, 0]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 2)])

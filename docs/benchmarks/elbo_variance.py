@@ -294,7 +294,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", help="another prepared dataset than the run's own")
     parser.add_argument("--images", type=int, help="the first so many test samples")
     parser.add_argument("--measure", type=int, nargs="+", default=[5])
-    parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=16, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no seed that would end later")
     parser.add_argument("--batch", type=int, help="samples at a time")
     parser.add_argument("--device", choices=["cuda", "cpu"])
@@ -314,11 +315,11 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"prepared after {time.monotonic() - started:.0f} s", flush=True)
     found: dict[int, dict[str, list[Estimate]]] = {levels: {name: [] for name in ESTIMATORS} for levels in args.measure}
     first, longest = args.measure[0], 0.0
-    about = {"run": run.record(), "images": subject.count, "batch": bench.batch, "plain floor": plain}
-    for seed in range(args.seeds):
+    about = {"run": run.record(), "images": subject.count, "first seed": args.first, "plain floor": plain}
+    for count, seed in enumerate(range(args.first, args.first + args.seeds)):
         began = time.monotonic()
         if began - started + longest > 60 * args.minutes:
-            print(f"stopped after {seed} of {args.seeds} seeds: {args.minutes:g} minutes", flush=True)
+            print(f"stopped after {count} of {args.seeds} seeds: {args.minutes:g} minutes", flush=True)
             break
         for levels, each in found.items():
             with torch.no_grad():
@@ -327,7 +328,7 @@ def main(words: Sequence[str] | None = None) -> None:
                     each[name].append(found[first][name][-1] if once else estimator(bench, levels, seed))
         longest = max(longest, time.monotonic() - began)
         print(f"seed {seed}: {time.monotonic() - began:.1f} s", flush=True)
-        if seed == 0:
+        if count == 0:
             continue
         records = {}
         for levels, each in found.items():

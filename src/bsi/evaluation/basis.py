@@ -7,7 +7,8 @@ At each knot,
              levels more than at others), and what each reference expects for x, less its average over the data;
     noisy    of x and eps: how far each reference's error is from its expectation. Their mean over eps is 0.
 
-The references are those of references.py and, for data on a grid, the one of context.py.
+The references are those of references.py, the linear one with the axes of the whole covariance where enough samples
+tell it, and for data on a grid the one of context.py.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from bsi.levels import LogUniform
 from bsi.likelihood import Bins
 from bsi.methods.base import Method
 
-__all__ = ["Basis", "Traits", "knots"]
+__all__ = ["Basis", "Flat", "Traits", "knots"]
 
 KNOTS = 33
+WHOLE = 4  # samples for each value from which a covariance is learned whole, not as a product over the data's axes
 TRAIT_SCALE = 0.25  # traits are given this standard deviation: about what a reference's relative expectation has
 SMALLEST = 1 / 256  # of the average: where logarithms of squares end
 
@@ -35,6 +37,21 @@ SMALLEST = 1 / 256  # of the average: where logarithms of squares end
 def knots(levels: LogUniform, count: int = KNOTS) -> Float64[Tensor, " {count}"]:
     """Equally spaced in u = ln(level)."""
     return torch.linspace(math.log(levels.low), math.log(levels.high), count, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The best linear denoiser of samples as vectors: its axes are those of their whole covariance."""
+
+    wiener: Wiener
+
+    def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
+        return self.wiener.expected(x.flatten(1))
+
+    def deviations(
+        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
+    ) -> Float64[Tensor, "batch 2"]:
+        return self.wiener.deviations(x.flatten(1), eps.flatten(1), left)
 
 
 @dataclass(frozen=True)
@@ -85,10 +102,12 @@ class Basis:
     def fit(cls, method: Method, x: Float[Tensor, "batch *data"], bins: Bins | None) -> Basis:
         """For data like x."""
         at = knots(method.levels).to(x.device)
-        wiener, *pixelwise = references(method, torch.exp(at), x, bins)
+        levels, enough = torch.exp(at), len(x) >= WHOLE * x[0].numel()
+        wiener, *pixelwise = references(method, levels, x, bins)
         assert isinstance(wiener, Wiener)
+        linear = Flat(Wiener.fit(method, levels, x.flatten(1))) if enough else wiener
         in_context = [InContext.fit(wiener, x, bins)] if bins is not None and pixelwise else []
-        known = (wiener, *pixelwise, *in_context)
+        known = (linear, *pixelwise, *in_context)
         centre = torch.stack([reference.expected(x).mean(0) for reference in known], 1)
         return cls(at, known, centre, Traits.fit(wiener, x))
 

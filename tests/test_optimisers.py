@@ -40,7 +40,7 @@ def test_a_step_has_the_size_of_adamws_whatever_the_size_of_the_gradient() -> No
     for rows, columns in ((64, 16), (16, 64), (32, 32)):
         matrix = nn.Parameter(torch.zeros(rows, columns))
         matrix.grad = 1e-6 * _normal(rows, columns)
-        Muon([matrix], beta=0.95, decay=0.0).step(0.01, ONE, YES)
+        Muon([matrix], beta=0.95, decay=0.0).step(torch.tensor(0.01), ONE, YES)
         size = float(matrix.detach().square().mean().sqrt())
         assert 0.7 * ADAMS_SIZE * 0.01 < size < 1.3 * ADAMS_SIZE * 0.01
 
@@ -51,12 +51,12 @@ def test_filters_of_a_convolution_are_turned_as_one_matrix_each_and_weights_deca
     gradient = _normal(8, 4, 3, 3, seed=1)
     filters.grad, flat.grad = gradient.clone(memory_format=torch.channels_last), gradient.reshape(8, 36).clone()
     for p in (filters, flat):
-        Muon([p], beta=0.9, decay=0.5).step(0.1, ONE, YES)
+        Muon([p], beta=0.9, decay=0.5).step(torch.tensor(0.1), ONE, YES)
     assert torch.allclose(filters.detach().reshape(8, 36), flat.detach(), atol=1e-5)
     still = nn.Parameter(_normal(4, 4))
     before = still.detach().clone()
     still.grad = torch.zeros(4, 4)
-    Muon([still], beta=0.9, decay=0.5).step(0.1, ONE, YES)
+    Muon([still], beta=0.9, decay=0.5).step(torch.tensor(0.1), ONE, YES)
     assert torch.allclose(still.detach(), 0.95 * before)
 
 
@@ -64,10 +64,10 @@ def test_a_step_that_does_not_count_moves_neither_weights_nor_momenta_even_from_
     matrix = nn.Parameter(_normal(8, 8))
     muon = Muon([matrix], beta=0.9, decay=0.1)
     matrix.grad = _normal(8, 8, seed=1)
-    muon.step(0.1, ONE, YES)
+    muon.step(torch.tensor(0.1), ONE, YES)
     before, momentum = matrix.detach().clone(), muon.momenta[0].clone()
     matrix.grad = torch.full((8, 8), float("nan"))
-    muon.step(0.1, ONE, NO)
+    muon.step(torch.tensor(0.1), ONE, NO)
     assert torch.equal(matrix.detach(), before)
     assert torch.equal(muon.momenta[0], momentum)
 

@@ -64,7 +64,7 @@ def test_the_average_of_a_straight_line_is_known() -> None:
     averages = PowerAverages(line, [0.1])
     for step in range(1, 2001):
         line.weight.data.fill_(float(step))
-        averages.update(torch.tensor(True), step)
+        averages.update(torch.tensor(True), [torch.tensor(1 - Profile(step, 0.1).beta)])
     gamma = exponent(0.1)
     assert float(averages.state()["0.1/weight"]) == pytest.approx((gamma + 1) / (gamma + 2) * 2000, rel=1e-3)
 
@@ -74,7 +74,7 @@ def test_a_step_that_does_not_count_does_not_count() -> None:
     averages = PowerAverages(line, [0.1])
     before = averages.state()["0.1/weight"].clone()
     line.weight.data.fill_(9.0)
-    averages.update(torch.tensor(False), 5)
+    averages.update(torch.tensor(False), [torch.tensor(0.5)])
     assert torch.equal(averages.state()["0.1/weight"], before)
 
 

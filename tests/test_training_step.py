@@ -290,7 +290,7 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
 
 
 def test_the_watchdog_names_who_is_furthest_behind() -> None:
-    text = verdict(0, {0: (7, "backward"), 1: (7, "data"), 2: (7, "backward")}, 4, 60.0)
+    text = verdict(0, {0: (7, "compute"), 1: (7, "data"), 2: (7, "compute")}, 4, 60.0)
     assert "rank 1 hangs in step 7 (data)" in text
     assert "rank 3 was never heard of" in text
-    assert "rank 0 in step 7 (backward)" in text
+    assert "rank 0 in step 7 (compute)" in text

@@ -104,7 +104,8 @@ def finite_measurement_loss(
     eps: Data,
 ) -> PerSample:
     """Theorem "ELBO": an estimate of L_M^k for the k steps of any grid, at the step i ~ U(0, k-1) of each sample."""
-    if not torch.compiler.is_compiling():  # reads the grid, which a compiled graph cannot
+    # Reads the grid, which a compiled graph cannot, and for which the host would wait for a GPU.
+    if not torch.compiler.is_compiling() and grid.device.type == "cpu":
         _check_schedule(method, grid)
     alpha = torch.diff(method.gain(grid))
     error = _squared_error(method, predict, x, grid.double()[i], eps)

@@ -44,6 +44,7 @@ Work = Literal["train", "sample", "elbo"]
 
 BINS = Bins.uint8()
 SAMPLING_STEPS = 8
+WARM_STEPS = {"cpu": 1, "cuda": 4}  # on a GPU the fourth training step is recorded (bsi.training.replay)
 TRAINING_COST = 3  # forward passes that a forward and a backward pass cost
 
 
@@ -131,7 +132,8 @@ def _wait(device: torch.device) -> None:
 
 def _times(step: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     """Seconds of a step, `repeats` times: each the mean over as many steps as fill about a third of a second."""
-    step()
+    for _ in range(WARM_STEPS[device.type]):
+        step()
     _wait(device)
     began = time.perf_counter()
     step()

@@ -26,7 +26,7 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor, nn
 
 from bsi.errors import UsageError
@@ -82,12 +82,11 @@ class PowerAverages:
         self._averages = {width: {n: p.detach().clone() for n, p in self._named.items()} for width in widths}
 
     @torch.no_grad()
-    def update(self, counts: Bool[Tensor, ""], step: int) -> None:
-        """Take in the weights after `step` updates, unless the step does not count."""
+    def update(self, counts: Bool[Tensor, ""], shares: Sequence[Float[Tensor, ""]]) -> None:
+        """Take in the weights, `1 - Profile.beta` of them for each width, unless the step does not count."""
         weights = [p.detach() for p in self._named.values()]
-        for width, averages in self._averages.items():
-            share = counts * (1 - Profile(step, width).beta)
-            torch._foreach_lerp_(list(averages.values()), weights, [share.to(w.dtype) for w in weights])
+        for averages, share in zip(self._averages.values(), shares, strict=True):
+            torch._foreach_lerp_(list(averages.values()), weights, [(counts * share).to(w.dtype) for w in weights])
 
     def state(self) -> dict[str, Tensor]:
         """The averages by width and name."""

@@ -66,7 +66,7 @@ class Muon:
             self._alike[(len(p), p[0].numel())].append(i)
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
+    def step(self, lr: Float[Tensor, ""], scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
         """One step on the gradients over `scale`, if it counts."""
         for (rows, columns), alike in self._alike.items():
             momenta = [self.momenta[i] for i in alike]
@@ -103,7 +103,12 @@ class Optimisers:
         self.muon = Muon(list(self._muon.values()), settings.momentum, settings.weight_decay)
         betas = (settings.beta_1, settings.beta_2)
         self.adam = GatedAdamW(
-            self._adam.values(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
+            self._adam.values(),
+            lr=settings.lr,
+            betas=betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+            capturable=True,  # its count of steps, too, is on the device
         )
         for p in self._adam.values():  # what AdamW would do at its first step; so a checkpoint is whole from the start
             self.adam.state[p] = {"step": torch.zeros((), device=p.device)} | {
@@ -114,7 +119,7 @@ class Optimisers:
         for p in (*self._adam.values(), *self._muon.values()):
             p.grad = None
 
-    def step(self, lr: float, scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
+    def step(self, lr: Float[Tensor, ""], scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
         """Move the weights by their gradients over `scale`, if the step counts."""
         for group in self.adam.param_groups:
             group["lr"] = lr

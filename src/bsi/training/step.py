@@ -6,12 +6,13 @@
 
 The flag is up while every loss and every gradient norm so far was finite. Once one was not, nothing moves any more, on
 any rank: the norm of the summed gradient and the summed loss are the same everywhere. The host finds out when it next
-looks, and until then the weights stay as they were before the bad step. So no step waits for the host.
+looks, and until then the weights stay as they were before the bad step. So no step waits for the host, and on one GPU
+a step is recorded and replayed (replay.py): all that it changes, it changes in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -28,10 +29,12 @@ from bsi.model import Model
 from bsi.objective import Weight, edm_weight, finite_training_loss, sigmoid_weight, training_loss
 from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
 from bsi.training.averages import PowerAverages
+from bsi.training.dials import Dials
 from bsi.training.distributed import World
 from bsi.training.ema import EmaModel
 from bsi.training.optimisers import Optimisers
 from bsi.training.recipe import Objective, Recipe
+from bsi.training.replay import Replay
 from bsi.training.stream import Batch, Stream
 from bsi.training.watchdog import Watchdog
 
@@ -60,6 +63,7 @@ class Engine:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimiser = Optimisers(model.denoiser.backbone, recipe.optimiser)
         self.steps_done = 0
+        self.dials = Dials.new(recipe, world.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=world.device)
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
         self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
@@ -69,6 +73,9 @@ class Engine:
         self.sums = torch.zeros(3 if self._weight is None else 4, dtype=torch.float64, device=world.device)
         k = recipe.objective.finite_k
         self._grid = None if k is None else paper_grid(model.method, k).to(world.device)
+        ours = isinstance(model.denoiser.backbone, Backbone)  # a network from elsewhere may ask the host
+        alone = world.device.type == "cuda" and world.size == 1 and recipe.accumulation == 1 and not recipe.audit
+        self._replay = Replay(world.device) if ours and alone and recipe.compile else None
 
     def begin(self, stream: Stream) -> None:
         """Let DDP sum the gradients, from weights that are in place and the same on all ranks.
@@ -84,20 +91,38 @@ class Engine:
         buffers = [name for name, _ in network.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
         self._network = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
-        self._losses(stream.first(self.steps_done)).sum().backward()
+        batch = stream.first(self.steps_done)
+        batch.seed_dropout(self.recipe.seed)
+        self._losses(batch).sum().backward()
         self.optimiser.zero_grad()
 
     def step(self, stream: Stream, watchdog: Watchdog) -> None:
         """One step; the device may still be busy with it when this returns."""
         watchdog.at(self.steps_done, "data")
-        self.optimiser.zero_grad()
-        losses = self._audited(stream, watchdog) if self.recipe.audit else self._summed(stream, watchdog)
-        watchdog.at(self.steps_done, "update")
-        self._update(losses)
+        self.dials.turn(self.recipe, self.steps_done)
+        batches = self._seeded(stream, watchdog)
+        if self._replay is not None:
+            self._replay(self._whole, next(batches))
+        else:
+            self.optimiser.zero_grad()
+            losses = self._audited(batches) if self.recipe.audit else self._summed(batches)
+            watchdog.at(self.steps_done, "update")
+            self._update(losses)
         self.steps_done += 1
 
+    def _seeded(self, stream: Stream, watchdog: Watchdog) -> Iterator[Batch]:
+        """The batches of a step, each with what dropout draws from set before it is computed."""
+        for batch in stream.step(self.steps_done):
+            watchdog.at(self.steps_done, "compute")
+            batch.seed_dropout(self.recipe.seed)
+            yield batch
+
+    def _whole(self, batch: Batch) -> None:
+        """A step of one batch: nothing in it depends on the host."""
+        self.optimiser.zero_grad()
+        self._update(self._summed([batch]))
+
     def _losses(self, batch: Batch) -> Float[Tensor, " batch"]:
-        batch.seed_dropout(self.recipe.seed)
         x = self.model.values(batch.data)
         # Our backbones set their own type inside; a network from elsewhere gets it from autocast.
         foreign = self.half is not None and not isinstance(self.model.denoiser.backbone, Backbone)
@@ -122,16 +147,14 @@ class Engine:
         network = cast(Predictor, self._network)
         return network if cond is None else lambda latent, level: self._network(latent, level, cond)
 
-    def _summed(self, stream: Stream, watchdog: Watchdog) -> Float[Tensor, " told"]:
+    def _summed(self, batches: Iterable[Batch]) -> Float[Tensor, " told"]:
         """Gradients summed over pieces and ranks; the loss of the global batch."""
         total = torch.zeros(len(self.sums) - 2, device=self.world.device)
         pieces = self.recipe.accumulation
-        for i, batch in enumerate(stream.step(self.steps_done)):
-            watchdog.at(self.steps_done, "forward")
+        for i, batch in enumerate(batches):
             with self._exchange(i == pieces - 1):
                 losses = self._losses(batch)
                 loss = losses.sum() / self.recipe.batch
-                watchdog.at(self.steps_done, "backward")
                 (loss * self.scale * self.world.size).backward()  # DDP divides by the number of ranks
             total += self._told(losses, batch)
         return self.world.sum(total)
@@ -142,15 +165,13 @@ class Engine:
             return self._network.no_sync()
         return nullcontext()
 
-    def _audited(self, stream: Stream, watchdog: Watchdog) -> Float[Tensor, " told"]:
+    def _audited(self, batches: Iterable[Batch]) -> Float[Tensor, " told"]:
         """The same, shard by shard, in an order that does not depend on the ranks."""
         mine, all_ranks = TreeSum(), TreeSum()
-        for batch in stream.step(self.steps_done):
-            watchdog.at(self.steps_done, "forward")
+        for batch in batches:
             losses = self._losses(batch)
             (losses.sum() / self.recipe.batch).backward()
             mine.add(flatten_gradients(self.parameters, self._told(losses, batch)))
-        watchdog.at(self.steps_done, "backward")
         for part in self.world.gather(mine.total()):
             all_ranks.add(part)
         return set_gradients(self.parameters, all_ranks.total())
@@ -164,23 +185,23 @@ class Engine:
         # A gradient that overflows float16 at a large scale is no fault: the step is left out, the scale halved.
         excused = torch.isfinite(loss) & (self.scale > 1)
         first_fault = ~finite & ~excused & (self.bad_step < 0)
-        self.bad_step = torch.where(first_fault, self.steps_done, self.bad_step)
+        self.bad_step.copy_(torch.where(first_fault, self.dials.step, self.bad_step))
         counts = finite & (self.bad_step < 0)
 
         scale = self.scale * torch.clamp(norm / self.recipe.optimiser.clip, min=1.0)
-        self.optimiser.step(self.recipe.rate(self.steps_done), scale, counts)
-        self.ema.update(counts * self.recipe.ema.weight(self.steps_done + 1))
-        self.powers.update(counts, self.steps_done + 1)
+        self.optimiser.step(self.dials.lr, scale, counts)
+        self.ema.update(counts * self.dials.ema)
+        self.powers.update(counts, self.dials.powers)
         seen = torch.cat([losses[:1], norm.reshape(1), torch.ones_like(losses[:1]), losses[1:]]).double()
         self.sums += torch.where(counts, seen, 0.0)
         if self.half == torch.float16:
             self._rescale(finite)
 
     def _rescale(self, finite: Tensor) -> None:
-        self.scale_age = torch.where(finite, self.scale_age + 1, 0)
-        grown = self.scale_age >= GROWTH_STEPS
-        self.scale = torch.where(finite, torch.where(grown, self.scale * 2, self.scale), self.scale * 0.5)
-        self.scale_age = torch.where(grown, 0, self.scale_age)
+        age = torch.where(finite, self.scale_age + 1, 0)
+        grown = age >= GROWTH_STEPS
+        self.scale.mul_(torch.where(finite, torch.where(grown, 2.0, 1.0), 0.5))
+        self.scale_age.copy_(torch.where(grown, 0, age))
 
     def first_fault(self) -> int | None:
         """The step whose loss or gradient was not finite, if there was one. Waits for the device."""

@@ -83,6 +83,19 @@ class Batch:
     cond: Int64[Tensor, " batch"] | None
     """Labels; the number of classes stands for none."""
 
+    def clone(self) -> Batch:
+        """The same in memory of its own."""
+        cond = None if self.cond is None else self.cond.clone()
+        return Batch(self.piece, self.data.clone(), self.t.clone(), self.eps.clone(), cond)
+
+    def copy_(self, other: Batch) -> None:
+        """Take another batch's tensors in, of the same shapes."""
+        self.data.copy_(other.data)
+        self.t.copy_(other.t)
+        self.eps.copy_(other.eps)
+        if self.cond is not None and other.cond is not None:
+            self.cond.copy_(other.cond)
+
     def seed_dropout(self, seed: int) -> None:
         """What the network draws from torch's generator becomes a function of the seed and the piece."""
         torch.manual_seed(derive(seed, "dropout", self.piece.step, self.piece.shard))

@@ -28,8 +28,8 @@ __all__ = ["HUNG", "Phase", "Watchdog", "watching"]
 
 HUNG = 1  # exit code
 
-Phase = Literal["start", "data", "forward", "backward", "update", "evaluate", "save"]
-ORDER: tuple[Phase, ...] = ("start", "data", "forward", "backward", "update", "evaluate", "save")
+Phase = Literal["start", "data", "compute", "update", "evaluate", "save"]
+ORDER: tuple[Phase, ...] = ("start", "data", "compute", "update", "evaluate", "save")
 
 
 class Watchdog:

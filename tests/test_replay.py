@@ -1,0 +1,145 @@
+"""A step can be recorded: it asks nothing of the host, and all that differs between two steps lies in tensors.
+
+On a GPU (which the last test needs) the step is recorded and replayed; what that asks of a step is checked everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bsi
+from bsi import recipes
+from bsi.backbones import DiTConfig, UNetConfig, accelerate, build, compute_dtype
+from bsi.data.batches import as_source
+from bsi.training.distributed import Place, World
+from bsi.training.recipe import Ema, Objective, Optimiser, Recipe
+from bsi.training.step import Engine
+from bsi.training.stream import Batch, Stream
+from bsi.training.watchdog import Watchdog, watching
+
+DIT = DiTConfig(width=64, depth=2, heads=1, patch=2, dropout=0.1)
+RECIPE = replace(
+    recipes.digits(),
+    backbone=DIT,
+    batch=16,
+    virtual_shards=1,
+    steps=40,
+    ema=Ema(0.9, 3, powers=(0.05, 0.1), snapshot=10),
+    optimiser=Optimiser(1e-2, warmup=4, schedule="cosine"),
+)
+VARIED = [
+    RECIPE,
+    replace(RECIPE, optimiser=replace(RECIPE.optimiser, kind="muon")),
+    replace(RECIPE, objective=Objective(weight="edm")),
+    replace(RECIPE, objective=Objective(finite_k=8)),
+    replace(RECIPE, backbone=UNetConfig(width=32, levels=2, dropout=0.1)),
+    replace(RECIPE, data=replace(RECIPE.data, labels=True)),
+]
+NAMES = ["adamw", "muon", "weighted", "finite-k", "unet", "labels"]
+# What reads a value on the host, makes a shape of one, or brings one from there.
+ASKS = ("_local_scalar_dense", "nonzero", "lift_fresh", "_unique", "masked_select", "repeat_interleave")
+
+
+def parts(recipe: Recipe, device: str) -> tuple[Engine, Stream]:
+    world = World(Place(), torch.device(device))
+    data = torch.randint(0, 17, (100, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    torch.manual_seed(0)
+    assert recipe.backbone is not None
+    network = build(recipe.backbone, (1, 8, 8), 17, 10 if recipe.data.labels else 0)
+    half = compute_dtype("auto", world.device)
+    network.compute_dtype = half
+    for p in network.parameters():  # so that gradients flow everywhere from the first step
+        torch.nn.init.normal_(p, std=0.05)
+    model = bsi.Model(network, bsi.BSI(), (1, 8, 8), bsi.Bins(-1.0, 1.0, 17)).to(world.device)
+    accelerate(network, world.device)
+    labels = (torch.arange(100) % 10).numpy() if recipe.data.labels else None
+    stream = Stream(recipe, as_source(data, world.device), (1, 8, 8), world, 0, labels, 10)
+    return Engine(recipe, model.train(), world, half), stream
+
+
+def state(engine: Engine) -> dict[str, torch.Tensor]:
+    return {f"{file}/{name}": t for file, group in engine.tensors().items() for name, t in group.items()}
+
+
+def assert_same(a: Engine, b: Engine) -> None:
+    mine, theirs = state(a), state(b)
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+
+
+@pytest.fixture
+def watchdog() -> Iterator[Watchdog]:
+    with watching(Place(), 600.0) as watchdog:
+        yield watchdog
+
+
+class Listening(TorchDispatchMode):
+    """Which operations would have the host wait or be asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in ASKS):
+            self.heard.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
+def test_a_step_asks_nothing_of_the_host(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bsi.elbo._check_schedule", lambda method, grid: None)  # which a GPU is not asked for
+    engine, stream = parts(recipe, "cpu")
+    (batch,) = stream.step(0)
+    with Listening() as listening:
+        engine._whole(batch)
+    assert listening.heard == set()
+
+
+class Held:
+    """What `Replay` does with a batch, without the recording."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+
+    def __call__(self, step: Callable[[Batch], None], batch: Batch) -> None:
+        if self.batch is None:
+            self.batch = batch.clone()
+        else:
+            self.batch.copy_(batch)
+        step(self.batch)
+
+
+@pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
+def test_all_that_differs_between_two_steps_is_in_the_held_batch_and_the_dials(
+    recipe: Recipe, watchdog: Watchdog
+) -> None:
+    (plain, stream), (held, again) = parts(recipe, "cpu"), parts(recipe, "cpu")
+    held._replay = Held()  # type: ignore[assignment]
+    pointers = {name: t.data_ptr() for group in held._state().values() for name, t in group.items()}
+    for _ in range(6):
+        plain.step(stream, watchdog)
+        held.step(again, watchdog)
+    assert_same(plain, held)
+    assert pointers == {name: t.data_ptr() for group in held._state().values() for name, t in group.items()}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="recording needs a CUDA device")
+@pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
+def test_a_replayed_step_is_the_step(recipe: Recipe, watchdog: Watchdog) -> None:
+    (plain, stream), (replayed, again) = parts(recipe, "cuda"), parts(recipe, "cuda")
+    plain._replay = None
+    for _ in range(9):
+        plain.step(stream, watchdog)
+        replayed.step(again, watchdog)
+    assert replayed._replay is not None
+    assert replayed._replay._graph is not None
+    mine, theirs = state(plain), state(replayed)
+    for name in mine:  # products may take another algorithm in another network
+        torch.testing.assert_close(theirs[name], mine[name], rtol=2e-2, atol=2e-3, msg=name)
+    assert replayed.first_fault() is None

@@ -119,7 +119,7 @@ class Results:
         pyplot.rcParams["svg.fonttype"] = "none"  # letters, not outlines: a tenth of the size
         names = self.networks()
         figure, panels = pyplot.subplots(1, len(names), figsize=(1.5 + 5.5 * len(names), 5), squeeze=False)
-        styles = dict(zip(GRIDS, ("-", "--", "-.", ":"), strict=True))
+        styles = dict(zip(GRIDS, ("-", "--", "-."), strict=True))
         colours = dict(zip(SOLVERS, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
         for axes, name in zip(panels[0], names, strict=True):
             for solver in SOLVERS:

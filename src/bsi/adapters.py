@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bsi.errors import UsageError
 from bsi.gaussian import over
-from bsi.grids import FIRST_SIGMA
+from bsi.grids import EDM_SIGMA
 from bsi.methods.base import Method, Predictor
 
 __all__ = ["GaussianDenoiser", "NoiseNetwork", "Schedule", "as_denoiser", "as_noise_prediction", "from_denoiser",
@@ -37,7 +37,7 @@ GaussianDenoiser = Callable[[Data, PerSample], Data]  # D(z, sigma), EDM's inter
 NoiseNetwork = Callable[[Data, PerSample], Data]  # eps(x_t, alpha_bar)
 
 
-def from_denoiser(method: Method, denoiser: GaussianDenoiser, sigma_max: float = FIRST_SIGMA) -> Predictor:
+def from_denoiser(method: Method, denoiser: GaussianDenoiser, sigma_max: float = EDM_SIGMA) -> Predictor:
     """D(z, sigma) as a predictor for BSI, BFN or VDM.
 
     Where a latent says less than D was trained for (sigma > sigma_max; BSI and BFN start at infinity), D is asked at
@@ -66,7 +66,7 @@ def as_denoiser(method: Method, predict: Predictor) -> GaussianDenoiser:
     return denoiser
 
 
-def from_noise_prediction(method: Method, network: NoiseNetwork, sigma_max: float = FIRST_SIGMA) -> Predictor:
+def from_noise_prediction(method: Method, network: NoiseNetwork, sigma_max: float = EDM_SIGMA) -> Predictor:
     """eps(x_t, alpha_bar) as a predictor: x_hat = (x_t - sqrt(1 - alpha_bar) eps) / sqrt(alpha_bar)."""
 
     def denoiser(z: Data, sigma: PerSample) -> Data:

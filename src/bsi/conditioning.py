@@ -41,7 +41,7 @@ from torch import Tensor
 from bsi.defaults import MEASURING_SOLVER, STEPS
 from bsi.errors import UsageError
 from bsi.gaussian import over
-from bsi.grids import FIRST_SIGMA, geometric_grid, onward_grid
+from bsi.grids import EDM_SIGMA, geometric_grid, onward_grid
 from bsi.methods.base import Method, Predictor
 from bsi.noise import Noise
 from bsi.sampling import sample
@@ -179,7 +179,7 @@ def _informed(method: Method, latent: Data, level: PerSample) -> tuple[Data, Per
 
     w = psi / noise is kept, as the flow would; at no information it is 0, its mean.
     """
-    c, rho = method.c, 1 / FIRST_SIGMA
+    c, rho = method.c, 1 / EDM_SIGMA
     gain = torch.tensor(0.5 * rho * (rho + math.sqrt(rho**2 + 4 * c)), dtype=torch.float64, device=level.device)
     later = torch.maximum(level.double(), method.level(gain))
     noise, wanted = method.encoder(level).noise, method.encoder(later).noise

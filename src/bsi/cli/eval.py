@@ -69,7 +69,7 @@ class Eval:
     solver: str = SOLVER
     """posterior (the paper's), sde2, ode2, churn or churn:ZETA."""
     grid: str = GRID
-    """Where the steps lie: paper, edm, geometric or asinh."""
+    """Where the steps lie: paper, edm or geometric."""
     labels: bool = False
     """With --fid, ask a network with labels for one class after the other."""
     guidance: float = 1.0

@@ -49,7 +49,7 @@ class Sample:
     solver: str = SOLVER
     """posterior (the paper's), sde2, ode2, churn or churn:ZETA."""
     grid: str = GRID
-    """Where the steps lie: paper, edm, geometric or asinh."""
+    """Where the steps lie: paper, edm or geometric."""
     noise: Literal["path", "independent"] = "path"
     """path: with one seed, more steps converge to one image; independent: fresh noise for each step."""
     seed: int = 0

@@ -12,7 +12,7 @@ const TASKS = {
 };
 const HINTS = {
   posterior: "the paper's", sde2: "noise", ode2: "flow", churn: "some noise",
-  paper: "even in t", edm: "as EDM's", geometric: "even in ln Λ", asinh: "even in asinh ρ",
+  paper: "even in t", edm: "as EDM's", geometric: "even in ln Λ",
 };
 const NAMES = ["mean", "x_hat", "y"];
 const PLAY_SECONDS = 4;

@@ -90,6 +90,17 @@ def test_cifar10_is_the_same_from_a_folder_and_from_any_archive(files: dict[str,
     assert len(versions) == 1
 
 
+def test_cifar10_has_the_names_of_its_classes_where_they_came_along(files: dict[str, bytes], tmp_path: Path) -> None:
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    assert Cifar10(layouts(tmp_path / "without", files)["tar.gz"]).plan().classes == ()
+    files["batches.meta.txt"] = ("\n".join(names) + "\n\n").encode()
+    for form, path in layouts(tmp_path / "with", files).items():
+        assert prepare(Cifar10(path).plan(), tmp_path / form).labels.names == tuple(names)
+    files["batches.meta.txt"] = b"airplane automobile"
+    with pytest.raises(DataError, match=r"batches\.meta\.txt holds 2 names of classes, expected 10"):
+        Cifar10(layouts(tmp_path / "cut", files)["zip"]).plan()
+
+
 def test_cifar10_blocks_can_begin_anywhere(files: dict[str, bytes], tmp_path: Path) -> None:
     plan = Cifar10(layouts(tmp_path, files)["tar.gz"]).plan()
     whole = np.concatenate([rows for block in plan.blocks(0) for rows in block.rows.values()])

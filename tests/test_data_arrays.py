@@ -110,6 +110,16 @@ def test_labels_follow_their_samples_through_a_split_by_hash(tmp_path: Path) -> 
     dataset = prepare(Arrays(tmp_path / "x.npz", test_fraction=0.3).plan(), tmp_path / "out")
     assert np.array_equal(dataset.train, dataset.labels.train)
     assert np.array_equal(dataset.test, dataset.labels.test)
+
+
+@pytest.mark.parametrize(("data", "labels"), [("train", "y"), ("images", "labels"), ("x", "y"), ("arr_0", "labels")])
+def test_the_labels_of_a_single_array_have_their_usual_names(tmp_path: Path, data: str, labels: str) -> None:
+    np.savez(tmp_path / "x.npz", **{labels: np.arange(500), data: np.arange(500.0)})
+    dataset = prepare(Arrays(tmp_path / "x.npz").plan(), tmp_path / "out")
+    assert np.array_equal(dataset.train, dataset.labels.train)
+    assert np.array_equal(dataset.test, dataset.labels.test)
+    np.savez(tmp_path / "alone.npz", **{labels: np.arange(500.0)})
+    assert prepare(Arrays(tmp_path / "alone.npz").plan(), tmp_path / "alone").labels is None
     assert len(dataset.test) > 50
 
 
@@ -224,6 +234,13 @@ def test_archives_that_leave_the_split_unclear_are_refused(tmp_path: Path) -> No
     refused("samples of shape", train=x, test=np.zeros((4, 3)))
     refused("labels for one split only", train=x, test=x, train_labels=np.arange(4))
     refused("one integer per train sample", train=x, train_labels=np.arange(3))
+    refused("one integer per train sample", x=x, y=x)
+    refused("name one of them `train`", a=x, b=x, y=np.arange(4))
+    refused("name one of them `train`", x=x, y=np.arange(4), labels=np.arange(4))
+    refused("not clear what y labels", train=x, test=x, y=np.arange(4))
+    refused("not clear what labels labels", train=x, train_labels=np.arange(4), labels=np.arange(4))
+    refused("row 2 is -1. Labels count from 0", x=x, y=np.array([0, 1, -1, 1]))
+    refused("row 1 is 2147483648. Labels count from 0", x=x, y=np.array([0, 2**31, 1, 1]))
     np.savez(tmp_path / "one.npz", whatever=rng.normal(size=(40, 2)))
     assert Arrays(tmp_path / "one.npz").plan().total == 40
     with NpzFile.at(tmp_path / "one.npz") as archive, pytest.raises(DataError, match="it holds whatever"):

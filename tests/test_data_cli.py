@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from bsi.cli import main
 from bsi.data.store import open_dataset
@@ -35,6 +36,32 @@ def test_arrays_are_prepared_listed_and_opened_by_name(
     assert "cifar10" in listed["sources"]
     assert main(["data", "--list"]) == 0
     assert "moons: " in capsys.readouterr().out
+
+
+def test_a_folder_of_classes_is_listed_with_their_names(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(60):
+        path = tmp_path / "photos" / f"class{i % 12:02}" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(path)
+    assert main(["data", "folder", "--from", str(tmp_path / "photos"), "--size", "4", "--labels"]) == 0
+    out, err = capsys.readouterr()
+    assert "12 classes (class00, class01, " in out
+    assert "class09, ...)" in out
+    assert "bsi train folder --data.labels --data.name photos" in err
+    assert main(["data", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert "class09, ...)" in out
+    assert "17 bins, 10 classes, version" in out  # the digits, whose labels are their names
+    assert main(["data", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["datasets"]
+    assert [dataset["classes"][-1:] for dataset in listed] == [[], ["class11"]]
+    Image.new("RGB", (4, 4)).save(tmp_path / "photos" / "stray.png")
+    assert main(["data", "folder", "--from", str(tmp_path / "photos"), "--to", str(root / "b"), "--labels"]) == 3
+    assert "stray.png lies in no folder" in capsys.readouterr().err
+    assert main(["data", "wav", "--from", str(tmp_path), "--labels"]) == 2
+    assert "wav has no --labels" in capsys.readouterr().err
 
 
 def test_options_reach_their_source_and_others_are_refused(

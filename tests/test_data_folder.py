@@ -1,10 +1,13 @@
 """Folders of images and of sound: what cannot be read faithfully is named, the rest is stored as the manifest says."""
 
 import hashlib
+import os
 import sys
 import types
 import wave
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from bsi.data.folder import Folder, for_testing, walk
 from bsi.data.huggingface import HuggingFace
 from bsi.data.images import read
 from bsi.data.prepare import prepare
+from bsi.data.store import open_dataset
 from bsi.data.wav import Wav
 from bsi.errors import DataError, UsageError
 
@@ -171,6 +175,47 @@ def test_a_folder_that_changed_is_not_taken_for_the_old_one(photos: Path, tmp_pa
     assert Folder(photos, size=8).plan().input != before
 
 
+def test_the_folder_below_the_root_is_an_images_class(photos: Path, tmp_path: Path) -> None:
+    (photos / "cats" / "000.png").write_text("damaged")
+    (photos / "ants").mkdir()  # no images, no class
+    dataset = prepare(Folder(photos, labels=True, size=8, skip=1).plan(), tmp_path / "out")
+    assert dataset.manifest.classes == ("cats", "dogs")
+    assert dataset.labels is not None
+    assert (dataset.labels.names, dataset.labels.classes) == (("cats", "dogs"), 2)
+    label_of = {noise(i, 8, 8).transpose(2, 0, 1).tobytes(): int(i % 3 == 0) for i in range(60)}
+    for images, labels in ((dataset.train, dataset.labels.train), (dataset.test, dataset.labels.test)):
+        assert [label_of[image.tobytes()] for image in images] == labels.tolist()
+    assert open_dataset(tmp_path / "out").labels.names == ("cats", "dogs")
+    assert prepare(Folder(photos, size=8, skip=1).plan(), tmp_path / "plain").labels is None
+    with pytest.raises(UsageError, match="labels: None there, 'the folder below the root' asked for"):
+        prepare(Folder(photos, labels=True, size=8, skip=1).plan(), tmp_path / "plain")
+
+
+def test_a_class_without_a_training_image_is_a_class_all_the_same(photos: Path, tmp_path: Path) -> None:
+    name = next(f"{i}.png" for i in range(1000) if for_testing(f"owls/{i}.png", 0.1))
+    (photos / "owls").mkdir()
+    Image.fromarray(noise(0, 8, 8)).save(photos / "owls" / name)
+    dataset = prepare(Folder(photos, labels=True, size=8).plan(), tmp_path / "out")
+    assert dataset.labels is not None
+    assert (dataset.labels.classes, int(dataset.labels.train.max()), int(dataset.labels.test.max())) == (3, 1, 2)
+
+
+def test_what_is_in_no_class_or_in_one_alone_or_cannot_be_named_is_refused(photos: Path) -> None:
+    stray = photos / "stray.png"
+    Image.fromarray(noise(0, 8, 8)).save(stray)
+    with pytest.raises(DataError, match=r"stray\.png lies in no folder of its own class.*leave --labels out"):
+        Folder(photos, labels=True).plan()
+    stray.unlink()
+    with pytest.raises(DataError, match="lie in old, which makes one class"):
+        Folder(photos / "dogs", labels=True).plan()
+    (photos / "cats").rename(photos / "ca\tts")
+    with pytest.raises(DataError, match=r"the name 'ca\\tts'.*rename it"):
+        Folder(photos, labels=True).plan()
+    os.rename(photos / "ca\tts", os.fsencode(photos) + b"/c\xff")
+    with pytest.raises(DataError, match=r"the name 'c\\udcff'.*rename it"):
+        Folder(photos, labels=True).plan()
+
+
 def test_impossible_options_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
     for options, why in (
         ({"size": 0}, "side of the images"),
@@ -224,15 +269,30 @@ def test_sound_that_does_not_fit_is_named(tmp_path: Path) -> None:
         Wav(tmp_path, length=10).plan()
 
 
+@dataclass(frozen=True)
+class ClassLabel:
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    dtype: str
+
+
 class Table(list):
     """As much of the hub's table as is used."""
 
     column_names = ("image", "label")
+    features: ClassVar[dict[str, ClassLabel | Value]] = {"label": Value("string")}
+
+    def __getitem__(self, key: Any) -> Any:
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, parts: dict[str, Table]) -> None:
     module = types.ModuleType("datasets")
     module.load_dataset = lambda path, revision: parts  # type: ignore[attr-defined]
+    module.ClassLabel, module.Value = ClassLabel, Value  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
 
 
@@ -254,6 +314,49 @@ def test_images_of_a_hub_dataset_are_prepared_like_those_of_a_folder(
     assert dataset.manifest.skipped == ("row 3 holds a str, not an image",)
     with pytest.raises(UsageError, match="it has image, label"):
         HuggingFace("someone/cats", column="picture").plan()
+
+
+@pytest.mark.parametrize("feature", [ClassLabel(("cat", "dog", "owl")), Value("int64")], ids=repr)
+def test_a_hub_datasets_labels_are_kept_and_its_classes_keep_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feature: ClassLabel | Value
+) -> None:
+    monkeypatch.setattr(Table, "features", {"label": feature})
+    rows = Table({"image": Image.fromarray(noise(i % 3, 8, 8)), "label": i % 3} for i in range(300))
+    rows[7] = {"image": None, "label": 1}
+    hub(monkeypatch, {"train": rows})
+    dataset = prepare(HuggingFace("someone/cats", size=8, skip=1).plan(), tmp_path / "out")
+    assert dataset.labels is not None
+    assert (len(dataset.labels.train) + len(dataset.labels.test), dataset.labels.classes) == (299, 3)
+    for images, labels in ((dataset.train, dataset.labels.train), (dataset.test, dataset.labels.test)):
+        for image, label in zip(images, labels, strict=True):
+            assert np.array_equal(image, noise(int(label), 8, 8).transpose(2, 0, 1))
+    assert dataset.labels.names == dataset.manifest.classes == (getattr(feature, "names", ()))
+
+
+def test_a_hub_datasets_labels_are_left_out_where_rows_have_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Table, "features", {"label": ClassLabel(("cat", "dog"))})
+    known = Table({"image": Image.fromarray(noise(i, 8, 8)), "label": i % 2} for i in range(4))
+    for name, marked in (("minus", -1), ("none", None), ("beyond", 2)):
+        hidden = Table({"image": Image.fromarray(noise(i, 8, 8)), "label": marked} for i in range(2))
+        hub(monkeypatch, {"train": known, "test": hidden})
+        dataset = prepare(HuggingFace("someone/cats", size=8).plan(), tmp_path / name)
+        assert (len(dataset.test), dataset.labels, dataset.manifest.classes) == (2, None, ())
+
+
+def test_a_dataset_of_the_real_package_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets", reason="read by the package itself: pip install datasets")
+    for i in range(6):
+        path = tmp_path / "photos" / "train" / ("cats" if i % 2 else "dogs") / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise(i % 2, 8, 8)).save(path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    dataset = prepare(HuggingFace(str(tmp_path / "photos"), size=8, test_fraction=0.0).plan(), tmp_path / "out")
+    assert dataset.labels is not None
+    assert dataset.labels.names == ("cats", "dogs")
+    for image, label in zip(dataset.train, dataset.labels.train, strict=True):
+        assert np.array_equal(image, noise(1 - int(label), 8, 8).transpose(2, 0, 1))
 
 
 def test_the_hub_without_its_package_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

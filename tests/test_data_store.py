@@ -52,6 +52,22 @@ def test_both_parts_of_the_digits_hold_all_classes_in_equal_shares() -> None:
     assert np.abs(train - test).max() < 4 * np.sqrt(0.1 * 0.9 / 299)
 
 
+def test_a_manifest_names_its_classes_or_none_and_nonsense_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.arange(50.0), y=np.arange(50) % 2)
+    folder = prepare(Arrays(tmp_path / "x.npz").plan(), tmp_path / "x").folder
+    assert folder is not None
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest.pop("classes") == []
+    for classes in (None, ["a", "b"]):  # manifests written before there were names have none
+        path.write_text(json.dumps(manifest if classes is None else {**manifest, "classes": classes}))
+        assert open_dataset(folder).labels.names == tuple(classes or ())
+    for classes in (3, None, ["a", 3], ["a", ""], ["a", " b"], ["a", "b\x1b[31m"], ["a", "a"]):
+        path.write_text(json.dumps({**manifest, "classes": classes}))
+        with pytest.raises(DataError):
+            open_dataset(folder)
+
+
 def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Did you mean 'digits'"):
         open_dataset("digit", root=tmp_path)

@@ -46,6 +46,8 @@ class Data:
     """Compare every file of the dataset with its hash."""
     json: bool = False
     """Write the result as JSON on stdout."""
+    labels: Annotated[bool | None, _shown("")] = None
+    """folder: the folder directly below PATH that an image lies in is its class."""
     size: Annotated[int | None, _shown("INT")] = None
     """folder, huggingface: the side of the images in pixels (64)."""
     channels: Annotated[int | None, _shown("INT")] = None
@@ -78,7 +80,8 @@ TRAINS = {
     "wav": "bsi train arrays --data.name NAME",
 }
 
-OPTIONS = ("size", "channels", "resampling", "test_fraction", "skip", "bins", "length", "column", "revision")
+OPTIONS = ("labels", "size", "channels", "resampling", "test_fraction", "skip", "bins", "length", "column", "revision")
+SHOWN = 10  # names of classes in a line
 
 
 def run(args: Data) -> int:
@@ -105,8 +108,10 @@ def run(args: Data) -> int:
 
 
 def _next(args: Data, dataset: Dataset) -> str:
-    """How to train on it; with large images the network looks at larger patches."""
+    """How to train on it; with large images the network looks at larger patches, and labels asked for are learned."""
     command = TRAINS[str(args.name)].replace("NAME", shlex.quote(str(args.to or dataset.name)))
+    if args.labels:
+        command = command.replace(" --data.name ", " --data.labels --data.name ", 1)
     large = command.startswith("bsi train folder") and dataset.shape[-1] >= 64
     return command.replace("bsi train folder", "bsi train folder --backbone dit-s/4", 1) if large else command
 
@@ -142,7 +147,17 @@ def _line(dataset: Dataset) -> str:
     where = "embedded" if dataset.folder is None else str(dataset.folder)
     shape = " x ".join(map(str, manifest.shape)) or "scalar"
     skipped = f", {len(manifest.skipped)} skipped" if manifest.skipped else ""
-    return f"{manifest.name}: {counts}{skipped}, {shape}, {kind}, version {manifest.version[:12]}, {where}"
+    classes = _classes(dataset)
+    return f"{manifest.name}: {counts}{skipped}, {shape}, {kind}{classes}, version {manifest.version[:12]}, {where}"
+
+
+def _classes(dataset: Dataset) -> str:
+    """How many there are and the first names, in a few words."""
+    labels = dataset.labels
+    if labels is None:
+        return ""
+    names = ", ".join([*labels.names[:SHOWN], *(["..."] if len(labels.names) > SHOWN else [])])
+    return f", {labels.classes} classes" + (f" ({names})" if names else "")
 
 
 def _record(dataset: Dataset) -> dict[str, Any]:

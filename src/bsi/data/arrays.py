@@ -3,30 +3,32 @@
 With bins, integers are bin indices and floats are values that are stored as the nearest bin's index. Without bins the
 data is continuous: it is stored as float32 in its own units, and the manifest carries mean and std of the training
 part, with which a model standardises it. An archive with arrays named `train` and `test` is split as it says; any other
-single array is split by a hash of the row's number. Labels may be given as `train_labels` and `test_labels`.
+single array is split by a hash of the row's number. Labels may be given as `train_labels` and `test_labels`; those of
+a single array also as `labels` or `y`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Integer, Shaped
 
 from bsi.data.manifest import digest_file
 from bsi.data.npy import ArrayFile, NpzFile
 from bsi.data.order import uniforms
 from bsi.data.pixels import BinRange
-from bsi.data.plan import BLOCK_BYTES, Block, Plan
+from bsi.data.plan import BLOCK_BYTES, MOST_CLASSES, Block, Plan
 from bsi.errors import DataError, UsageError
 
 __all__ = ["Arrays"]
 
 SPLIT_SEED = 0
+LABELS = ("labels", "y")  # what the labels of a single array may be called
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,29 @@ def _opened(path: Path, stack: ExitStack) -> dict[str, ArrayFile]:
     if path.suffix != ".npz":
         raise DataError(f"{path} is neither .npy nor .npz. Save arrays with numpy.save or numpy.savez.")
     archive = stack.enter_context(NpzFile.at(path))
-    known = [name for name in ("train", "test", "train_labels", "test_labels") if name in archive.names]
+    return {name: stack.enter_context(archive.array(theirs)) for name, theirs in _named(path, archive.names).items()}
+
+
+def _named(path: Path, names: Sequence[str]) -> dict[str, str]:
+    """Our names of the arrays in an archive, and theirs."""
+    known = {name: name for name in ("train", "test", "train_labels", "test_labels") if name in names}
+    labels = [name for name in LABELS if name in names]
     if "train" not in known:
-        if len(archive.names) != 1:
+        data = [name for name in names if name not in labels] or labels
+        if len(data) != 1 or len(labels) > 1:
             raise DataError(
-                f"{path} holds the arrays {', '.join(archive.names) or 'none'}: name one of them `train`, or keep "
-                f"only one."
+                f"{path} holds the arrays {', '.join(names) or 'none'}: name one of them `train`, or keep only one, "
+                f"with its labels as `labels`."
             )
-        return {"train": stack.enter_context(archive.array(archive.names[0]))}
+        known, labels = {"train": data[0]}, [name for name in labels if name != data[0]]
+    if labels and ("test" in known or "train_labels" in known or len(labels) > 1):
+        raise DataError(
+            f"{path} holds {', '.join([*known, *labels])}, and it is not clear what {labels[-1]} labels: name labels "
+            f"train_labels and test_labels."
+        )
     if ("train_labels" in known) != ("test_labels" in known) and "test" in known:
         raise DataError(f"{path} has labels for one split only: give both train_labels and test_labels, or neither.")
-    return {name: stack.enter_context(archive.array(name)) for name in known}
+    return {**known, **({"train_labels": labels[0]} if labels else {})}
 
 
 def _check(array: ArrayFile, first: ArrayFile, bins: BinRange | None) -> None:
@@ -117,6 +131,7 @@ def _check_labels(array: ArrayFile, data: dict[str, ArrayFile], split: str) -> N
             f"{array.name} has shape {array.header.shape} of {array.header.dtype}; expected one integer per {split} "
             f"sample."
         )
+    _numbers(array)
 
 
 def _blocks(path: Path, bins: BinRange | None, test_fraction: float, start: int) -> Iterator[Block]:
@@ -128,8 +143,7 @@ def _blocks(path: Path, bins: BinRange | None, test_fraction: float, start: int)
                 continue
             array, labels = arrays[split], arrays.get(f"{split}_labels")
             row = min(max(0, start - first), len(array))
-            # Labels take one number per sample: they are read whole.
-            numbers = None if labels is None else _whole(labels)
+            numbers = None if labels is None else _numbers(labels)
             for rows in array.blocks(row, BLOCK_BYTES):
                 stored = _stored(rows, bins, array.name, row)
                 is_test = np.full(len(rows), split == "test")
@@ -146,8 +160,13 @@ def _blocks(path: Path, bins: BinRange | None, test_fraction: float, start: int)
             first += len(array)
 
 
-def _whole(array: ArrayFile) -> Shaped[np.ndarray, "..."]:
-    return np.concatenate([np.empty((0, *array.header.shape[1:]), array.header.dtype), *array.blocks(0, BLOCK_BYTES)])
+def _numbers(labels: ArrayFile) -> Integer[np.ndarray, " rows"]:
+    """Labels take one number per sample: they are read whole."""
+    numbers = np.concatenate([np.empty(0, labels.header.dtype), *labels.blocks(0, BLOCK_BYTES)])
+    bad = np.flatnonzero((numbers < 0) | (numbers >= MOST_CLASSES))
+    if len(bad):
+        raise DataError(f"{labels.name}: row {bad[0]} is {numbers[bad[0]]}. Labels count from 0, below {MOST_CLASSES}.")
+    return numbers
 
 
 def _stored(

@@ -2,7 +2,7 @@
 
 A record is one label byte and 3072 pixels, channel by channel. The pickled version is never read: a pickle is a
 program. Every file is compared with its known SHA-256 before a record is used, so it does not matter where it came
-from.
+from. The classes have the names of `batches.meta.txt`, one in a line, where that is there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from bsi.data.archives import Member, members
 from bsi.data.download import download
-from bsi.data.manifest import digest, fingerprint
+from bsi.data.manifest import check_classes, digest, fingerprint
 from bsi.data.pixels import UINT8
 from bsi.data.plan import Block, Plan
 from bsi.data.store import data_folder
@@ -34,7 +34,9 @@ SHA256 = {
     "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
+NAMES = "batches.meta.txt"
 PICKLES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz")
+CLASSES = 10
 RECORD = 1 + 3 * 32 * 32
 ROWS = 1000
 MAX_BYTES = 1 << 30
@@ -50,8 +52,9 @@ class Cifar10:
 
     def plan(self) -> Plan:
         path = _located() if self.path is None else self.path.expanduser()
-        with members(path, {*SHA256, *PICKLES}, MAX_BYTES) as found:
+        with members(path, {*SHA256, *PICKLES, NAMES}, MAX_BYTES) as found:
             counts = {name: _checked(path, found, name) for name in SHA256}
+            classes = _names(path, found[NAMES]) if NAMES in found else ()
         total = sum(counts.values())
         return Plan(
             name="cifar10",
@@ -66,6 +69,7 @@ class Cifar10:
             unit="image",
             blocks=lambda start: _blocks(path, start),
             label_dtype=np.dtype("uint8"),
+            classes=classes,
         )
 
 
@@ -89,6 +93,14 @@ def _checked(path: Path, found: dict[str, Member], name: str) -> int:
     if sha256 != SHA256[name]:
         raise DataError(f"{path}: {name} is damaged: expected sha256 {SHA256[name]}, found {sha256}. Fetch it again.")
     return found[name].size // RECORD
+
+
+def _names(path: Path, member: Member) -> tuple[str, ...]:
+    with member.open() as file:
+        names = file.read(1024).decode("ascii", "backslashreplace").split()
+    if len(names) != CLASSES:
+        raise DataError(f"{path}: {NAMES} holds {len(names)} names of classes, expected {CLASSES}. Fetch it again.")
+    return check_classes(names)
 
 
 def _blocks(path: Path, start: int) -> Iterator[Block]:

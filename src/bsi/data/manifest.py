@@ -23,6 +23,7 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "Standardisation",
+    "check_classes",
     "digest",
     "digest_file",
     "fingerprint",
@@ -54,7 +55,8 @@ class Manifest:
     """A dataset described: `counts` per split, `shape` and `dtype` of a sample, `options` of its source, its files.
 
     `bins` gives stored integers their values; it is None for continuous data, which has a `standardisation` instead.
-    `input` names what the dataset was made from, `skipped` the input files that could not be read and why.
+    `input` names what the dataset was made from, `skipped` the input files that could not be read and why. `classes`
+    are the names of the labels 0, 1, ..., empty where there are no labels or they have no names.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Manifest:
     options: Mapping[str, Any]
     input: str
     skipped: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
 
     @property
     def version(self) -> str:
@@ -106,6 +109,7 @@ class Manifest:
                 options=dict(given["options"]),
                 input=str(given["input"]),
                 skipped=tuple(str(line) for line in given["skipped"]),
+                classes=check_classes([*given.get("classes", ())]),
             )
         except BsiError:
             raise
@@ -117,6 +121,21 @@ class Manifest:
                 f"dataset again."
             )
         return manifest
+
+
+def check_classes(given: Iterable[object]) -> tuple[str, ...]:
+    """The names of classes, refused if one could not be shown, asked for or told from another."""
+    names: list[str] = []
+    for name in given:
+        if not (isinstance(name, str) and name and name.strip() == name and name.isprintable()):
+            raise DataError(
+                f"a class has the name {name!r:.80}; names are printable, without spaces around: rename it."
+            )
+        names.append(name)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"two classes have the name {twice!r}: rename one.")
+    return tuple(names)
 
 
 def digest(chunks: Iterable[bytes]) -> str:

@@ -12,9 +12,10 @@ from jaxtyping import Integer, Shaped
 from bsi.data.manifest import FORMAT, fingerprint
 from bsi.data.pixels import BinRange
 
-__all__ = ["BLOCK_BYTES", "Block", "Plan", "Source"]
+__all__ = ["BLOCK_BYTES", "MOST_CLASSES", "Block", "Plan", "Source"]
 
 BLOCK_BYTES = 8 << 20
+MOST_CLASSES = 2**31  # labels from a source of any kind are stored as int32
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Plan:
     """What a source is going to write. `blocks(i)` yields the rows of the input items from i on, always the same ones.
 
     `input` is a hash that changes when the input does; `total` counts the input's items and `rows` bounds the number of
-    rows; `skip` says how many unreadable items are passed over before the preparation is given up.
+    rows; `skip` says how many unreadable items are passed over before the preparation is given up. `classes` are the
+    names of the labels 0, 1, ..., where they have names.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Plan:
     unit: str
     blocks: Callable[[int], Iterator[Block]]
     label_dtype: np.dtype | None = None
+    classes: tuple[str, ...] = ()
     skip: int = 0
 
     @property

@@ -226,6 +226,7 @@ class _Staging:
             options=plan.options,
             input=plan.input,
             skipped=self.done.skipped,
+            classes=plan.classes,
         )
         with (self.path / MANIFEST).open("wb") as file:
             file.write(manifest.to_json().encode())

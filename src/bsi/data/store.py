@@ -30,15 +30,16 @@ __all__ = ["Dataset", "Labels", "data_folder", "open_dataset", "prepared", "veri
 
 @dataclass(frozen=True)
 class Labels:
-    """Class indices of both splits."""
+    """Class indices of both splits, and the classes' names where they have any."""
 
     train: Integer[np.ndarray, " train"]
     test: Integer[np.ndarray, " test"]
+    names: tuple[str, ...] = ()
 
     @property
     def classes(self) -> int:
-        """Labels are 0 .. classes - 1."""
-        return int(self.train.max()) + 1 if len(self.train) else 0
+        """Labels are 0 .. classes - 1. A class with a name counts, even if chance left it no sample for training."""
+        return len(self.names) or (int(self.train.max()) + 1 if len(self.train) else 0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def open_dataset(name_or_path: str | Path, root: Path | None = None, check_hashe
         verify(folder, manifest)
     labels = None
     if "train_labels.npy" in arrays and "test_labels.npy" in arrays:
-        labels = Labels(arrays["train_labels.npy"], arrays["test_labels.npy"])
+        labels = Labels(arrays["train_labels.npy"], arrays["test_labels.npy"], manifest.classes)
     return Dataset(manifest, arrays["train.npy"], arrays["test.npy"], labels, folder)
 
 

@@ -7,11 +7,11 @@ import torch
 
 from bsi.elbo import finite_measurement_loss, measurement_loss
 from bsi.evaluation.basis import Basis, Flat, knots
-from bsi.evaluation.context import CONTEXTS, InContext, from_the_others
 from bsi.evaluation.control import Observations, fit_control, fit_proposal
 from bsi.evaluation.integral import Between, Finite, Infinite, integral
 from bsi.evaluation.plan import expected_error
-from bsi.evaluation.references import Pixelwise, Wiener
+from bsi.evaluation.references import Wiener
+from bsi.evaluation.valuewise import Valuewise, from_the_others
 from bsi.gaussian import squared_norm
 from bsi.grids import paper_grid
 from bsi.levels import Fitted
@@ -124,7 +124,7 @@ def test_wiener_is_the_posterior_mean_of_gaussian_data(method):
 def test_pixelwise_is_the_posterior_mean_of_each_value_alone(method):
     x = images(400)
     levels = torch.exp(knots(method.levels, 9))
-    pixelwise = Pixelwise.fit(method, levels, x, BINS)
+    pixelwise = Valuewise.fit(Wiener.fit(method, levels, x), x, BINS, contexts=1)
     centres = BINS.values(torch.arange(5), torch.float64)[:, None]
     weights = torch.bincount(BINS.indices(x).flatten().long(), minlength=5).double()
     predict = Mixture.isotropic(centres, 0.0, weights).predictor(method)
@@ -180,9 +180,9 @@ def test_in_context_is_the_posterior_mean_under_the_context_s_histogram(method):
     x = images(400)
     levels = torch.exp(knots(method.levels, 9))
     wiener = Wiener.fit(method, levels, x)
-    in_context = InContext.fit(wiener, x, BINS)
+    in_context = Valuewise.fit(wiener, x, BINS, contexts=17)
     told = from_the_others(wiener, BINS.width**2 / 12, x).flatten()
-    context = Bins(-1.0, 1.0, CONTEXTS).indices(told)
+    context = Bins(-1.0, 1.0, 17).indices(told)
     assert len(context.unique()) > 5
     index = BINS.indices(x).flatten().long()
     overall = torch.bincount(index, minlength=5).double() / len(index)
@@ -206,7 +206,7 @@ def test_values_outside_what_the_data_showed_are_evaluated_all_the_same():
     x = BINS.values(torch.randint(0, 2, (30, 1, 4), generator=generator()), torch.float64)
     method = BSI()
     levels = torch.exp(knots(method.levels, 9))
-    in_context = InContext.fit(Wiener.fit(method, levels, x), x, BINS)
+    in_context = Valuewise.fit(Wiener.fit(method, levels, x), x, BINS, contexts=17)
     new = torch.ones(2, 1, 4, dtype=torch.float64)
     eps = torch.randn(2, 1, 4, generator=generator(1), dtype=torch.float64)
     assert bool(torch.isfinite(in_context.expected(new)).all())

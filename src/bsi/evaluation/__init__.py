@@ -6,7 +6,7 @@ integral.py     L_M^inf and L_M^k as one integral over ln(level)
 plan.py         proposals over levels; what is learned from a pilot
 control.py      the control variate, and the proposal that suits it
 basis.py        what is known of an evaluation without the network
-references.py   denoisers whose expected error is known
+references.py   denoisers whose expected error is known; valuewise.py those that see each value by itself
 subject.py      a model on a set of samples, of which each rank evaluates a part
 runs.py         run folders, records, provenance
 quality.py      samples of a run against its dataset

@@ -7,8 +7,8 @@ At each knot,
              levels more than at others), and what each reference expects for x, less its average over the data;
     noisy    of x and eps: how far each reference's error is from its expectation. Their mean over eps is 0.
 
-The references are those of references.py, the linear one with the axes of the whole covariance where enough samples
-tell it, and for data on a grid the one of context.py.
+The references are the linear one of references.py, with the axes of the whole covariance where enough samples tell it,
+and for data on a grid two of valuewise.py: with one context and with many.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from bsi.evaluation.context import InContext
-from bsi.evaluation.references import Reference, Wiener, references
+from bsi.evaluation.references import Reference, Wiener
+from bsi.evaluation.valuewise import GRID_BINS, Valuewise
 from bsi.levels import LogUniform
 from bsi.likelihood import Bins
 from bsi.methods.base import Method
@@ -29,6 +29,7 @@ from bsi.methods.base import Method
 __all__ = ["Basis", "Flat", "Traits", "knots"]
 
 KNOTS = 33
+CONTEXTS = 1, 17  # odd: a sample of middle grey lies within one, not on the edge of two
 WHOLE = 4  # samples for each value from which a covariance is learned whole, not as a product over the data's axes
 TRAIT_SCALE = 0.25  # traits are given this standard deviation: about what a reference's relative expectation has
 SMALLEST = 1 / 256  # of the average: where logarithms of squares end
@@ -103,11 +104,11 @@ class Basis:
         """For data like x."""
         at = knots(method.levels).to(x.device)
         levels, enough = torch.exp(at), len(x) >= WHOLE * x[0].numel()
-        wiener, *pixelwise = references(method, levels, x, bins)
-        assert isinstance(wiener, Wiener)
+        wiener = Wiener.fit(method, levels, x)
         linear = Flat(Wiener.fit(method, levels, x.flatten(1))) if enough else wiener
-        in_context = [InContext.fit(wiener, x, bins)] if bins is not None and pixelwise else []
-        known = (linear, *pixelwise, *in_context)
+        known: tuple[Reference, ...] = (linear,)
+        if bins is not None and bins.count <= GRID_BINS:
+            known += tuple(Valuewise.fit(wiener, x, bins, count) for count in CONTEXTS)
         centre = torch.stack([reference.expected(x).mean(0) for reference in known], 1)
         return cls(at, known, centre, Traits.fit(wiener, x))
 

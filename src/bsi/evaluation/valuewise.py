@@ -1,13 +1,14 @@
-"""A reference denoiser of each value by itself that knows its context: what the sample's other values tell of it.
+"""Reference denoisers of each value by itself, which know that values lie on a grid: what counts at the last levels.
 
-Under the Gaussian of the linear reference, with precision P = A diag(1 / v) A^T along the data's axes A, they predict
+Each is the posterior mean of a value given its own noisy one, y_i = x_i + eps_i / rho, with a histogram for a prior.
+With one context that is the histogram of all values: most pixels may be black. With more, the data's values are counted
+by what the sample's other values tell of them. Under the Gaussian of the linear reference, with precision
+P = A diag(1 / v) A^T along the data's axes A, they predict
 
     E [x_i | the others] = x_i - (P (x - mean))_i / P_ii,
 
-whatever x_i is. The data's values are counted by this prediction, in a few contexts of equal width, and the denoiser
-is the posterior mean of each value given its own noisy one, y_i = x_i + eps_i / rho, with the histogram of its context
-for a prior. A network that sees the others with little noise does much the same: it knows that values lie on a grid,
-and which of them are likely just here.
+whatever x_i is, and contexts are intervals of this prediction, of equal width. A network that sees the others with
+little noise does much the same: it knows which values are likely just here.
 
 No real denoiser could know the context: it is read from x, not from y. A control variate may: given x, only eps is
 random. The error of each value is a function of (context, bin, eps_i) alone, tabulated over cells of eps_i, and its
@@ -22,12 +23,13 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from bsi.evaluation.references import CELL, REACH, Wiener
+from bsi.evaluation.references import Wiener
 from bsi.likelihood import Bins
 
-__all__ = ["InContext", "from_the_others"]
+__all__ = ["GRID_BINS", "Valuewise", "from_the_others"]
 
-CONTEXTS = 17  # odd: a sample of middle grey lies within one, not on the edge of two
+GRID_BINS = 256  # more bins than this lie closer than the last noise: there is no grid to know of
+CELL, REACH = 0.125, 6.0  # eps in cells of this width up to this far, and one cell for each tail
 
 
 def from_the_others(wiener: Wiener, rounding: float, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch *data"]:
@@ -47,7 +49,7 @@ def _back(z: Float64[Tensor, "batch n"], axes: tuple[Tensor, ...], like: Tensor)
 
 
 @dataclass(frozen=True)
-class InContext:
+class Valuewise:
     """The posterior mean of each value in its context: its error by (knot, kind, cell of eps), less the expectation.
 
     A value's kind is its context and its bin.
@@ -55,22 +57,23 @@ class InContext:
 
     wiener: Wiener
     bins: Bins
+    contexts: int
     deviation: Float64[Tensor, "knots kinds cells"]
     mean: Float64[Tensor, "knots kinds"]
 
     @classmethod
-    def fit(cls, wiener: Wiener, x: Float[Tensor, "batch *data"], bins: Bins) -> InContext:
+    def fit(cls, wiener: Wiener, x: Float[Tensor, "batch *data"], bins: Bins, contexts: int) -> Valuewise:
         """For data like x, at the wiener's knots."""
         centres = bins.values(torch.arange(bins.count, device=x.device), torch.float64)
-        counts = torch.bincount(_kinds(wiener, bins, x).flatten(), minlength=CONTEXTS * bins.count)
-        counts = counts.view(CONTEXTS, bins.count).double()
+        counts = torch.bincount(_kinds(wiener, bins, contexts, x).flatten(), minlength=contexts * bins.count)
+        counts = counts.view(contexts, bins.count).double()
         overall = counts.sum(0) / counts.sum()
         prior = counts + overall  # as if each context had seen one value more, of any kind
         occurs = torch.log((overall > 0).double())  # -inf for values that do not: they are never predicted
         edges = torch.arange(-REACH, REACH + CELL / 2, CELL, dtype=torch.float64, device=x.device)
         below = torch.cat([edges.new_zeros(1), torch.special.ndtr(edges), edges.new_ones(1)])
         middles = torch.cat([edges[:1] - CELL / 2, edges + CELL / 2])
-        table = centres.new_empty(len(wiener.rho), CONTEXTS, bins.count, len(middles))
+        table = centres.new_empty(len(wiener.rho), contexts, bins.count, len(middles))
         for knot, (rho, half_level) in enumerate(zip(wiener.rho, wiener.half_level, strict=True)):
             distance = rho * (centres[:, None] - centres)[:, None] + middles[:, None]  # bins, cells, bins
             exponent = occurs - 0.5 * distance.square()
@@ -79,11 +82,11 @@ class InContext:
             table[knot] = half_level * (centres[:, None, None] - x_hat).square().movedim(2, 0)
         table = table.flatten(1, 2)
         mean = table @ torch.diff(below)
-        return cls(wiener, bins, table.sub_(mean[..., None]), mean)
+        return cls(wiener, bins, contexts, table.sub_(mean[..., None]), mean)
 
     def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
         """E_eps of its integrand, for each sample and knot."""
-        kinds = _kinds(self.wiener, self.bins, x)
+        kinds = _kinds(self.wiener, self.bins, self.contexts, x)
         counts = self.mean.new_zeros(len(x), self.mean.shape[1])
         counts.scatter_add_(1, kinds, torch.ones_like(kinds, dtype=torch.float64))
         return counts @ self.mean.T
@@ -92,14 +95,16 @@ class InContext:
         self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
     ) -> Float64[Tensor, "batch 2"]:
         """Its integrand less the expectation, at the knots left and left + 1, for the eps of an evaluation."""
-        kinds = _kinds(self.wiener, self.bins, x)
+        kinds = _kinds(self.wiener, self.bins, self.contexts, x)
         cells = self.deviation.shape[-1]
         cell = (torch.floor((eps.double().flatten(1) + REACH) / CELL) + 1).clamp(0, cells - 1).long()
         return torch.stack([self.deviation[knot[:, None], kinds, cell].sum(1) for knot in (left, left + 1)], 1)
 
 
-def _kinds(wiener: Wiener, bins: Bins, x: Float[Tensor, "batch *data"]) -> Int[Tensor, "batch n"]:
+def _kinds(wiener: Wiener, bins: Bins, contexts: int, x: Float[Tensor, "batch *data"]) -> Int[Tensor, "batch n"]:
     """Context and bin of each value, as one number."""
-    told = from_the_others(wiener, bins.width**2 / 12, x)  # a bin hides the variance of a uniform distribution
-    context = Bins(bins.low, bins.high, CONTEXTS).indices(told)
-    return (context.long() * bins.count + bins.indices(x).long()).flatten(1)
+    index = bins.indices(x).long()
+    if contexts > 1:
+        told = from_the_others(wiener, bins.width**2 / 12, x)  # a bin hides the variance of a uniform distribution
+        index = index + bins.count * Bins(bins.low, bins.high, contexts).indices(told).long()
+    return index.flatten(1)

@@ -5,17 +5,20 @@ On a GPU (which the last test needs) the step is recorded and replayed; what tha
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bsi
 from bsi import recipes
-from bsi.backbones import DiTConfig, UNetConfig, accelerate, build, compute_dtype
+from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, accelerate, build, compute_dtype
 from bsi.data.batches import as_source
 from bsi.training.distributed import Place, World
 from bsi.training.recipe import Ema, Objective, Optimiser, Recipe
@@ -40,10 +43,19 @@ VARIED = [
     replace(RECIPE, objective=Objective(finite_k=8)),
     replace(RECIPE, backbone=UNetConfig(width=32, levels=2, dropout=0.1)),
     replace(RECIPE, data=replace(RECIPE.data, labels=True)),
+    replace(RECIPE, backbone=replace(DIT, checkpoint=True)),
+    replace(RECIPE, backbone=UNetConfig(width=32, levels=2, dropout=0.1, checkpoint=True)),
+    replace(RECIPE, backbone=MLPConfig(width=64, depth=2, dropout=0.1)),
+    replace(RECIPE, precision="float16"),
+    replace(RECIPE, objective=Objective(weight="sigmoid"), optimiser=replace(RECIPE.optimiser, kind="muon")),
 ]
-NAMES = ["adamw", "muon", "weighted", "finite-k", "unet", "labels"]
+NAMES = ["adamw", "muon", "weighted", "finite-k", "unet", "labels", "checkpointed", "checkpointed-unet", "mlp"]
+NAMES += ["float16", "weighted-muon"]
 # What reads a value on the host, makes a shape of one, or brings one from there.
 ASKS = ("_local_scalar_dense", "nonzero", "lift_fresh", "_unique", "masked_select", "repeat_interleave")
+ASKED = ("tolist", "numpy", "cpu", "item", "from_numpy", "tensor", "as_tensor", "pin_memory", "__bool__", "__float__")
+MADE = ("arange", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "linspace", "eye", "scalar_tensor")
+GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")
 
 
 def parts(recipe: Recipe, device: str) -> tuple[Engine, Stream]:
@@ -52,7 +64,7 @@ def parts(recipe: Recipe, device: str) -> tuple[Engine, Stream]:
     torch.manual_seed(0)
     assert recipe.backbone is not None
     network = build(recipe.backbone, (1, 8, 8), 17, 10 if recipe.data.labels else 0)
-    half = compute_dtype("auto", world.device)
+    half = torch.float16 if recipe.precision == "float16" else compute_dtype("auto", world.device)
     network.compute_dtype = half
     for p in network.parameters():  # so that gradients flow everywhere from the first step
         torch.nn.init.normal_(p, std=0.05)
@@ -91,14 +103,45 @@ class Listening(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Reading(TorchFunctionMode):
+    """What reaches the host without an operation, and tensors made there because nobody said where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, named = getattr(func, "__name__", ""), kwargs or {}
+        if name in ASKED or (name in MADE and named.get("device") is None):
+            self.heard.add(name)
+        return func(*args, **named)
+
+
 @pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
 def test_a_step_asks_nothing_of_the_host(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bsi.elbo._check_schedule", lambda method, grid: None)  # which a GPU is not asked for
     engine, stream = parts(recipe, "cpu")
     (batch,) = stream.step(0)
-    with Listening() as listening:
+    for name in GENERATORS:  # which may not be read while a step is recorded
+        monkeypatch.setattr(torch, name, lambda *_, asked=name: pytest.fail(f"{asked} inside a step"))
+    with Listening() as listening, Reading() as reading:
         engine._whole(batch)
-    assert listening.heard == set()
+    assert listening.heard | reading.heard == set()
+
+
+def test_an_engine_goes_with_its_last_reference_and_not_when_the_collector_comes(watchdog: Watchdog) -> None:
+    """A recording that the collector frees while another is made would spoil that one."""
+    engine, stream = parts(RECIPE, "cpu")
+    engine._replay = Held()  # type: ignore[assignment]
+    engine.step(stream, watchdog)
+    gone = weakref.ref(engine), weakref.ref(engine._replay)
+    gc.disable()
+    try:
+        stream.close()
+        del engine
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 class Held:
@@ -140,6 +183,7 @@ def test_a_replayed_step_is_the_step(recipe: Recipe, watchdog: Watchdog) -> None
     assert replayed._replay is not None
     assert replayed._replay._graph is not None
     mine, theirs = state(plain), state(replayed)
-    for name in mine:  # products may take another algorithm in another network
-        torch.testing.assert_close(theirs[name], mine[name], rtol=2e-2, atol=2e-3, msg=name)
+    for name in mine:  # attention adds up in no fixed order, and an optimiser makes a whole step of a tiny gradient
+        distance = torch.linalg.vector_norm((theirs[name] - mine[name]).double())
+        assert distance <= 2e-2 * torch.linalg.vector_norm(mine[name].double()) + 1e-6, name
     assert replayed.first_fault() is None

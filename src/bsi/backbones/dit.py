@@ -97,7 +97,8 @@ class DiT(Backbone):
         for i, (block, modulation) in enumerate(zip(self.blocks, modulations, strict=True)):
             seed = None if seeds is None else seeds[i]
             if self.config.checkpoint and self.training:
-                x = checkpoint(block, x, modulation, seed, use_reentrant=False)
+                # Nothing inside draws random numbers: generators, which a recorded step may not read, are left alone.
+                x = checkpoint(block, x, modulation, seed, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, modulation, seed)
         return x

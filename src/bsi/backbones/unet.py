@@ -83,7 +83,8 @@ class UNet(Backbone):
 
     def _run(self, block: nn.Module, x: Tensor, skip: Tensor | None, shift: Tensor, seed: Tensor | None) -> Tensor:
         if self.config.checkpoint and self.training:
-            return checkpoint(block, x, skip, shift, seed, use_reentrant=False)
+            # Nothing inside draws random numbers: generators, which a recorded step may not read, are left alone.
+            return checkpoint(block, x, skip, shift, seed, use_reentrant=False, preserve_rng_state=False)
         return block(x, skip, shift, seed)
 
     def regions(self) -> Iterator[nn.Module]:

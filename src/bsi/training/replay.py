@@ -5,23 +5,30 @@ H200, and launching them 38 ms. A recording holds every kernel of a step with it
 share: inputs that lie in one place (`held`), and nothing that the host decides on the way (dials.py). Random numbers
 that the network draws come from torch's generator, whose seed a replay reads anew.
 
-The first steps run as they are, on the stream that will record: they choose algorithms and compile. The memory of a
-recording is its own for good, and beside it evaluations need theirs: a step that takes much of the device's memory is
-not recorded. It would gain nothing, since the device is then the slower one.
+The first steps run as they are, on the stream that will record: they choose algorithms, compile, and make the work
+space of matrix products, which belongs to a stream. Each `Replay` has a stream of its own: torch frees a stream's work
+space with the first recording that ends there, whoever else uses it.
+
+The memory of a recording is its own for good, and beside it evaluations need theirs: a step that takes much of what
+this process can have is not recorded. It would gain nothing, since the device is then the slower one. Nor is a network
+from elsewhere, which may ask the host, nor a step of several ranks or pieces (step.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
+from bsi.training.room import room
 from bsi.training.stream import Batch
 
 __all__ = ["Replay"]
 
 PLAIN_STEPS = 3
-LARGEST_SHARE = 0.4  # of the device's memory
+LARGEST_SHARE = 0.4  # of the memory that this process has or could have
 
 
 class Replay:
@@ -39,7 +46,7 @@ class Replay:
             self._held = batch.clone()
         else:
             self._held.copy_(batch)
-        if self._graph is None and self._plain_steps >= PLAIN_STEPS and self._small():
+        if self._plain_steps == PLAIN_STEPS and self._graph is None and self._small():
             self._graph = self._record(step, self._held)
         if self._graph is not None:
             self._graph.replay()
@@ -52,18 +59,37 @@ class Replay:
         self._plain_steps += 1
 
     def _small(self) -> bool:
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        return torch.cuda.max_memory_allocated(self._device) < LARGEST_SHARE * total
+        return torch.cuda.max_memory_allocated(self._device) < LARGEST_SHARE * room(self._device)
 
     def _record(self, step: Callable[[Batch], None], held: Batch) -> torch.cuda.CUDAGraph:
         """All kernels of a step, without running them. Other threads, which fetch data, go on meanwhile."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                _without_collector(),
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 step(held)
         except RuntimeError as error:
+            first = error.__context__ or error  # ending a recording that went wrong is an error of its own
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
             raise RuntimeError(
-                f"the training step could not be recorded as a CUDA graph ({error}). Train with --no-compile, where "
+                f"the training step could not be recorded as a CUDA graph ({first}). Train with --no-compile, where "
                 "nothing is compiled or recorded."
             ) from error
+        torch.cuda.empty_cache()  # of the gradients that the last plain step had left
         return graph
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's collector may free another recording, or a kernel; while one is made, that would spoil it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

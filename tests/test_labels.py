@@ -7,16 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import bsi
 from bsi.backbones import MLPConfig, build
 from bsi.cli import main
+from bsi.data.arrays import Arrays
 from bsi.data.batches import as_source
+from bsi.data.folder import for_testing
+from bsi.data.prepare import prepare
 from bsi.errors import DataError, UsageError
 from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.quality import drawn_images
+from bsi.training.dataset import DataSpec
 from bsi.training.distributed import Place, World
+from bsi.training.export import export
 from bsi.training.method_specs import BSISpec
 from bsi.training.recipe import Data, Every, Objective, Optimiser, Recipe
 from bsi.training.stream import Stream
@@ -124,6 +130,44 @@ def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
     assert "--guidance needs --labels" in capsys.readouterr().err
     assert main(["eval", "digits", "--bpd", "--labels"]) == 2
     assert "the bound is the unconditional one" in capsys.readouterr().err
+
+
+def test_names_of_classes_go_from_a_folder_into_run_export_and_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
+    test_only = next(f"{i}.png" for i in range(1000) if for_testing(f"owl/{i}.png", 0.1))
+    names = [*(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(16)), f"owl/{test_only}"]
+    for name in names:
+        (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4), 90 if name.startswith("cat") else 200).save(tmp_path / "pets" / name)
+    shape = ["--size", "4", "--channels", "1"]
+    assert main(["data", "folder", "--from", str(tmp_path / "pets"), "--labels", *shape]) == 0
+    recipe = _recipe(data=Data("pets", labels=True), steps=2, optimiser=Optimiser(lr=1e-3), every=Every(evaluate=0))
+    run = bsi.train(recipe, out=tmp_path / "run")
+    for model in (bsi.load(run), bsi.load(export(run))):
+        assert (model.classes, model.class_names) == (3, ("cat", "dog", "owl"))
+    capsys.readouterr()
+    wanted = ["--num", "2", "--steps", "2", "--out", str(tmp_path / "x.png"), "--json"]
+    assert main(["sample", str(run), "--label", "dog", *wanted]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["label"], record["class"]) == (1, "dog")
+    assert main(["sample", str(run), "--label", "owls", *wanted]) == 2
+    assert "no label 'owls': did you mean 'owl'?" in capsys.readouterr().err
+    plain = bsi.train(replace(recipe, data=Data("pets")), out=tmp_path / "plain")
+    assert (bsi.load(plain).classes, bsi.load(plain).class_names) == (0, ())
+
+
+def test_names_that_do_not_fit_their_labels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="got 2 names for 3 labels"):
+        bsi.Model(build(MLPConfig(8, 1), (2,), None, 3), bsi.BSI(), (2,), class_names=("cat", "dog"))
+    with pytest.raises(DataError, match=r"a class has the name 'b\\x1b'"):
+        DataSpec("x", "0", 1, (2,), None, None, 2, ("a", "b\x1b"))
+    np.savez(tmp_path / "x.npz", x=np.arange(50.0), y=np.arange(50) % 3)
+    manifest = prepare(Arrays(tmp_path / "x.npz").plan(), tmp_path / "x").folder / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "classes": ["a", "b"]}))
+    with pytest.raises(DataError, match="has 3 classes and names for 2"):
+        bsi.train(_recipe(data=Data(str(tmp_path / "x"), labels=True)), out=tmp_path / "run")
 
 
 def test_a_distance_asks_for_one_class_after_the_other_whatever_the_batch() -> None:

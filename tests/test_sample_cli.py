@@ -29,12 +29,14 @@ from bsi.training.recipe import Samples
 SHAPE = (1, 4, 4)
 
 
-def model(method: bsi.BSI | bsi.BFN | bsi.VDM | None = None, num_classes: int = 0) -> bsi.Model:
+def model(
+    method: bsi.BSI | bsi.BFN | bsi.VDM | None = None, num_classes: int = 0, class_names: tuple[str, ...] = ()
+) -> bsi.Model:
     torch.manual_seed(0)
     network = build(MLPConfig(16, 1), SHAPE, 17, num_classes)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.2)  # what starts at 0 would hide everything behind it
-    return bsi.Model(network, method or bsi.BSI(), SHAPE, bsi.Bins(-1.0, 1.0, 17)).eval()
+    return bsi.Model(network, method or bsi.BSI(), SHAPE, bsi.Bins(-1.0, 1.0, 17), class_names=class_names).eval()
 
 
 def arguments(folder: Path, **changed: object) -> Sample:
@@ -163,7 +165,7 @@ def test_parts_of_other_samples_are_never_joined(tmp_path):
 def test_labels_and_guidance_reach_the_network(tmp_path):
     found = {}
     for name, changed in {
-        "none": {}, "two": {"label": 2}, "one": {"label": 1}, "guided": {"label": 1, "guidance": 3.0},
+        "none": {}, "two": {"label": "2"}, "one": {"label": "1"}, "guided": {"label": "1", "guidance": 3.0},
     }.items():  # fmt: skip
         args = arguments(tmp_path, npz=tmp_path / f"{name}.npz", **changed)
         write_samples(model(num_classes=3), args)
@@ -172,23 +174,42 @@ def test_labels_and_guidance_reach_the_network(tmp_path):
     assert all(not np.array_equal(found[a], found[b]) for a in names for b in names if a < b)
 
 
+def test_a_class_is_asked_for_by_its_name_or_number(tmp_path):
+    named = model(num_classes=3, class_names=("cat", "dog", "0"))
+    found = {}
+    for label, number in {"dog": 1, "1": 1, "2": 2, "0": 2}.items():  # a name comes before a number
+        args = arguments(tmp_path, npz=tmp_path / f"{label}.npz", label=label)
+        record = write_samples(named, args)
+        assert (record["label"], record["class"]) == (number, named.class_names[number])
+        assert f"of class {record['class']}," in command.text(record)
+        found[label] = array(args.npz)
+    assert np.array_equal(found["dog"], found["1"])
+    assert np.array_equal(found["0"], found["2"])
+    assert not np.array_equal(found["0"], found["1"])
+
+
 def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, monkeypatch):
     def never(*arguments: object) -> None:
         raise AssertionError("evaluated")
 
     images, vectors = model(num_classes=3), bsi.Model(torch.nn.Identity(), bsi.BSI(), (5,))
-    plain = model()
-    for each in (images, vectors, plain):
+    plain, named = model(), model(num_classes=3, class_names=("cat", "dog", "0"))
+    for each in (images, vectors, plain, named):
         monkeypatch.setattr(each.denoiser, "forward", never)
     for network, changed, message in (
         (images, {"solver": "sde22"}, "did you mean 'sde2'"),
         (images, {"grid": "papers"}, "did you mean 'paper'"),
         (images, {"solver": "sde2", "steps": 9000}, "Take fewer steps, or independent noise"),
-        (images, {"label": 3}, "labels are 0 to 2"),
-        (images, {"label": -1}, "labels are 0 to 2"),
-        (plain, {"label": 0}, "without labels"),
+        (images, {"label": "3"}, "labels are 0 to 2"),
+        (images, {"label": "-1"}, "labels are 0 to 2"),
+        (images, {"label": "cat"}, "no label 'cat': its labels are numbers, they have no names"),
+        (plain, {"label": "0"}, "without labels"),
+        (plain, {"label": "cat"}, "without labels"),
+        (named, {"label": "CATS"}, "did you mean 'cat'"),
+        (named, {"label": "zebra"}, "there are cat, dog, 0"),
+        (named, {"label": "3"}, "labels are 0 to 2"),
         (images, {"guidance": 2.0}, "needs a --label"),
-        (images, {"label": 1, "guidance": -1.0}, "guidance"),
+        (images, {"label": "1", "guidance": -1.0}, "guidance"),
         (images, {"out": tmp_path / "grid.jpg"}, "should end in .png"),
         (images, {"npz": tmp_path / "grid.zip"}, "should end in .npz"),
         (images, {"animate": tmp_path / "belief.mp4"}, r"\.gif or \.webp"),

@@ -40,7 +40,7 @@ class Model(nn.Module):
 
     `backbone(input, t)` sees latents scaled to unit variance and t in [0, 1], 0 at the noisy end; it is called as
     `backbone(input, t, cond)` when a condition is given. `bins` describes data stored as integers; without it data is
-    continuous, in the units of `standardise`.
+    continuous, in the units of `standardise`. `class_names` are those of the labels 0, 1, ..., where they have names.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Model(nn.Module):
         standardise: Standardise | None = None,
         parametrisation: Parametrisation | None = None,
         sigma_data: float = 1.0,
+        class_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         if bins is not None and standardise is not None:
@@ -59,6 +60,9 @@ class Model(nn.Module):
         self.method, self.shape, self.bins, self.standardise = method, tuple(shape), bins, standardise
         clip = (bins.low, bins.high) if method.clips and bins is not None else None
         self.denoiser = Denoiser(backbone, method, parametrisation, sigma_data, clip)
+        self.class_names = class_names
+        if class_names and self.classes not in (None, len(class_names)):
+            raise UsageError(f"one name for each label: got {len(class_names)} names for {self.classes} labels")
 
     @property
     def device(self) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -29,6 +30,7 @@ __all__ = ["Sample", "run", "write_samples"]
 
 SHOWN = 400  # images that a picture shows at most
 ANIMATED = 16
+SHOWN_NAMES = 12  # of classes, in a message
 COMPILED = 1000  # samples from which on it pays to wait for a compiler
 
 
@@ -54,8 +56,8 @@ class Sample:
     """path: with one seed, more steps converge to one image; independent: fresh noise for each step."""
     seed: int = 0
     """Another seed, other samples."""
-    label: int | None = None
-    """Samples of this class, for a network with labels; by default of none in particular."""
+    label: str | None = None
+    """Samples of this class, by its name or number, for a network with labels; by default of none in particular."""
     guidance: float = 1.0
     """How strongly to follow the label: 1 is what was learned, 2 exaggerates."""
     out: Path | None = None
@@ -113,12 +115,12 @@ def write_samples(model: Model, args: Sample) -> dict[str, Any]:
 
     how = Drawing(args.steps, args.seed, args.solver, args.grid, args.noise, args.guidance)
     how.check(model.method)
-    check_label(model, args)
+    label = label_of(model, args)
     picture = args.out or (Path("samples.png") if args.npz is None and args.animate is None else None)
     check_files(model, args, picture)
     started = time.perf_counter()
     with torch.no_grad():
-        samples = drawn(model, args, how)
+        samples = drawn(model, args, how, label)
         seconds = time.perf_counter() - started
         if picture is not None:
             from bsi import pictures
@@ -126,13 +128,14 @@ def write_samples(model: Model, args: Sample) -> dict[str, Any]:
             low, high = picture_range(model, samples)
             pictures.grid(samples[:SHOWN], low=low, high=high).save(picture)
         if args.animate is not None:
-            animation(model, args, how, args.animate)
+            animation(model, args, how, label, args.animate)
     return {
         "run": str(args.run),
         "num": args.num,
         "evaluations": evaluations(model.method, args.steps),
         **asdict(how),
-        "label": args.label,
+        "label": label,
+        "class": model.class_names[label] if label is not None and model.class_names else None,
         "seconds": round(seconds, 3),
         "files": [str(path) for path in (picture, args.npz, args.animate) if path is not None],
     }
@@ -141,14 +144,15 @@ def write_samples(model: Model, args: Sample) -> dict[str, Any]:
 def text(record: dict[str, Any]) -> str:
     """The record for people."""
     rate = record["num"] / max(record["seconds"], 1e-9)
+    kind = "" if record["label"] is None else f" of class {record['class'] or record['label']}"
     first = (
-        f"{record['num']} samples, {record['evaluations']} evaluations each ({record['solver']}, {record['grid']}), "
-        f"seed {record['seed']}: {record['seconds']:.1f} s, {rate:.3g}/s"
+        f"{record['num']} samples{kind}, {record['evaluations']} evaluations each "
+        f"({record['solver']}, {record['grid']}), seed {record['seed']}: {record['seconds']:.1f} s, {rate:.3g}/s"
     )
     return "\n".join([first, *record["files"]])
 
 
-def drawn(model: Model, args: Sample, how: Drawing) -> np.ndarray:
+def drawn(model: Model, args: Sample, how: Drawing, label: int | None) -> np.ndarray:
     """The samples as bin indices or values: from memory, or part by part into --npz."""
     import numpy as np
 
@@ -157,18 +161,20 @@ def drawn(model: Model, args: Sample, how: Drawing) -> np.ndarray:
     each = args.steps + 1
     if args.npz is None:
         with Progress("sample", args.num * each, "evaluation") as progress:
-            return np.concatenate(list(batches(model, args, how, range(args.num), progress)))
-    about = {**asdict(how), "label": args.label, "precision": args.precision, "weights": digest(model)}
+            return np.concatenate(list(batches(model, args, how, label, range(args.num), progress)))
+    about = {**asdict(how), "label": label, "precision": args.precision, "weights": digest(model)}
     parts = Parts(args.npz, args.num, about)
     missing = parts.missing()
     done = args.num - sum(map(len, missing))
     with Progress("sample", args.num * each, "evaluation", done * each) as progress:
         for ids in missing:
-            parts.write(ids, np.concatenate(list(batches(model, args, how, ids, progress))))
+            parts.write(ids, np.concatenate(list(batches(model, args, how, label, ids, progress))))
     return parts.join()
 
 
-def batches(model: Model, args: Sample, how: Drawing, ids: range, progress: Progress) -> Iterator[np.ndarray]:
+def batches(
+    model: Model, args: Sample, how: Drawing, label: int | None, ids: range, progress: Progress
+) -> Iterator[np.ndarray]:
     """The samples `ids`, a batch at a time."""
     import torch
 
@@ -176,7 +182,7 @@ def batches(model: Model, args: Sample, how: Drawing, ids: range, progress: Prog
 
     for part in torch.arange(ids.start, ids.stop, device=model.device).split(args.batch_size):
         x_hat = torch.empty(0)
-        for step in draw(model.denoiser, model.shape, part, how, condition(args, part)):
+        for step in draw(model.denoiser, model.shape, part, how, condition(label, part)):
             x_hat = step.x_hat
             progress.advance(len(part))
         if not bool(torch.isfinite(x_hat).all()):
@@ -184,20 +190,41 @@ def batches(model: Model, args: Sample, how: Drawing, ids: range, progress: Prog
         yield model.data(x_hat).cpu().numpy()
 
 
-def condition(args: Sample, ids: Tensor) -> Tensor | None:
+def condition(label: int | None, ids: Tensor) -> Tensor | None:
     import torch
 
-    return None if args.label is None else torch.full_like(ids, args.label)
+    return None if label is None else torch.full_like(ids, label)
 
 
-def check_label(model: Model, args: Sample) -> None:
+def label_of(model: Model, args: Sample) -> int | None:
+    """The number of the class that is asked for. A name comes first: classes may be called 1, 2, 3."""
     if args.label is None:
         if args.guidance != 1:
             raise UsageError(f"--guidance needs a --label to follow: got --guidance {args.guidance} alone")
-        return
-    if model.classes is not None and not 0 <= args.label < model.classes:
-        known = f"its labels are 0 to {model.classes - 1}" if model.classes else "it was trained without labels"
-        raise UsageError(f"this network has no label {args.label}: {known}")
+        return None
+    if model.classes == 0:
+        raise UsageError(f"this network has no label {args.label!r}: it was trained without labels")
+    names = model.class_names
+    if args.label in names:
+        return names.index(args.label)
+    try:
+        number = int(args.label)
+    except ValueError:
+        raise UsageError(f"this network has no label {args.label!r}: {_near(args.label, names)}") from None
+    if number < 0 or (model.classes is not None and number >= model.classes):
+        known = "from 0 on" if model.classes is None else f"0 to {model.classes - 1}"
+        raise UsageError(f"this network has no label {number}: its labels are {known}")
+    return number
+
+
+def _near(label: str, names: tuple[str, ...]) -> str:
+    """What may have been meant by a name that is none."""
+    if not names:
+        return "its labels are numbers, they have no names"
+    folded = {name.casefold(): name for name in names}
+    near = difflib.get_close_matches(label.casefold(), folded, 1)
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"did you mean {folded[near[0]]!r}?" if near else f"there are {', '.join(names[:SHOWN_NAMES])}{more}"
 
 
 def check_files(model: Model, args: Sample, picture: Path | None) -> None:
@@ -236,7 +263,7 @@ def picture_range(model: Model, samples: np.ndarray) -> tuple[float, float]:
     return low, high if high > low else low + 1
 
 
-def animation(model: Model, args: Sample, how: Drawing, path: Path) -> None:
+def animation(model: Model, args: Sample, how: Drawing, label: int | None, path: Path) -> None:
     """The first beliefs, step by step, as values; drawn anew, since a picture needs none of the others."""
     import torch
 
@@ -245,7 +272,7 @@ def animation(model: Model, args: Sample, how: Drawing, path: Path) -> None:
     from bsi.sampling import measurement
 
     ids = torch.arange(min(args.num, ANIMATED), device=model.device)
-    steps = list(draw(model.denoiser, model.shape, ids, how, condition(args, ids)))
+    steps = list(draw(model.denoiser, model.shape, ids, how, condition(label, ids)))
     measured = [measurement(model.method, a, b).cpu().numpy() for a, b in itertools.pairwise(steps)]
     moments = [
         Moment(step.latent.cpu().numpy(), step.x_hat.cpu().numpy(), y, float(step.level))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bsi.backbones.registry import build
 from bsi.data.batches import BatchSource, as_source
-from bsi.data.manifest import digest, fingerprint
+from bsi.data.manifest import check_classes, digest, fingerprint
 from bsi.data.order import sample_ids
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
@@ -63,6 +63,11 @@ class DataSpec:
     standard: Standard | None
     classes: int = 0
     """Labels 0 .. classes - 1 are learned; 0: none are."""
+    class_names: tuple[str, ...] = ()
+    """Of the labels that are learned, where the data names them."""
+
+    def __post_init__(self) -> None:
+        check_classes(self.class_names)  # they may come from a file
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,9 @@ def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
     bins, standard = dataset.bins, dataset.standardisation
     given = None if dataset.labels is None else dataset.labels.train
     known = _labels(given, len(dataset.train), dataset.name) if recipe.data.labels else None
+    names = () if known is None or dataset.labels is None else dataset.labels.names
+    if names and _classes(known) > len(names):
+        raise DataError(f"{dataset.name} has {_classes(known)} classes and names for {len(names)}: prepare it again")
     spec = DataSpec(
         name=dataset.name,
         version=dataset.version,
@@ -122,7 +130,8 @@ def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
         shape=dataset.shape,
         bins=None if bins is None else BinSpec(bins.low, bins.high, bins.count),
         standard=None if standard is None else Standard(standard.mean, standard.std),
-        classes=_classes(known),
+        classes=len(names) or _classes(known),
+        class_names=names,
     )
     test = as_source(dataset.test) if len(dataset.test) else None
     return TrainingData(as_source(dataset.split("train"), device), test, spec, known)
@@ -131,7 +140,10 @@ def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
 def _labels(given: object, count: int, name: str) -> Labels:
     """Whole numbers from 0 on, one for each sample."""
     if given is None:
-        raise DataError(f"{name} has no labels to learn: leave data.labels out, or give them with the data")
+        raise DataError(
+            f"{name} has no labels to learn: leave data.labels out, or give them with the data (of a folder's images: "
+            f"`bsi data folder --labels`)"
+        )
     labels = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
     if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer) or int(labels.min(initial=0)) < 0:
         raise DataError(
@@ -193,4 +205,5 @@ def build_model(recipe: Recipe, data: DataSpec, backbone: torch.nn.Module | None
         standardise=None if data.standard is None else Standardise(data.standard.mean, data.standard.std),
         parametrisation=recipe.parametrisation,
         sigma_data=recipe.sigma_data,
+        class_names=data.class_names,
     )

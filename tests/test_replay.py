@@ -8,8 +8,11 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,8 +25,9 @@ from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, accelerate, build, c
 from bsi.data.batches import as_source
 from bsi.training.distributed import Place, World
 from bsi.training.recipe import Ema, Objective, Optimiser, Recipe
+from bsi.training.replay import Replay
 from bsi.training.step import Engine
-from bsi.training.stream import Batch, Stream
+from bsi.training.stream import Batch, Piece, Stream
 from bsi.training.watchdog import Watchdog, watching
 
 DIT = DiTConfig(width=64, depth=2, heads=1, patch=2, dropout=0.1)
@@ -170,6 +174,85 @@ def test_all_that_differs_between_two_steps_is_in_the_held_batch_and_the_dials(
         held.step(again, watchdog)
     assert_same(plain, held)
     assert pointers == {name: t.data_ptr() for group in held._state().values() for name, t in group.items()}
+
+
+NOWHERE = torch.device("cuda", 99)
+
+
+class Device:
+    """What `Replay` asks of CUDA, on the host: a recording notes that it was made, and a replay that it ran."""
+
+    def __init__(self, used: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.breaks: Exception | None = None  # the error of ending a recording in which something went wrong
+        recorded = Mock(spec=torch.cuda.CUDAGraph)
+        recorded.replay.side_effect = lambda: self.events.append("replay")
+        fakes = {
+            "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+            "current_stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+            "stream": lambda stream: nullcontext(),
+            "CUDAGraph": lambda: recorded,
+            "graph": self.recording,
+            "empty_cache": lambda: None,
+            "max_memory_allocated": lambda device: used,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr("bsi.training.replay.room", lambda device: 1.0)
+
+    @contextmanager
+    def recording(self, graph: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        self.events.append(f"record {'with' if gc.isenabled() else 'without'} collector")
+        try:
+            yield
+        except RuntimeError:
+            if self.breaks is not None:
+                raise self.breaks  # noqa: B904  # as torch does: the first error is the context of the second
+            raise
+
+    def run(self, steps: int, step: Callable[[Batch], None] | None = None) -> list[str]:
+        replay = Replay(NOWHERE)
+        batch = Batch(Piece(0, 0, 0, 2), torch.zeros(2, 1), torch.zeros(2), torch.zeros(2, 1), None)
+        for _ in range(steps):
+            replay(step or (lambda batch: self.events.append("step")), batch)
+        return self.events
+
+
+def test_three_plain_steps_then_one_recording_that_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(0.3, monkeypatch)
+    assert device.run(6) == [*["step"] * 3, "record without collector", "step", *["replay"] * 3]
+    assert gc.isenabled()
+
+
+def test_a_stream_belongs_to_one_recording_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(0.3, monkeypatch)
+    first, second = Replay(NOWHERE), Replay(NOWHERE)
+    assert first._stream is not second._stream
+    left = first._stream
+    del first
+    assert Replay(NOWHERE)._stream is left
+
+
+def test_a_step_that_takes_much_of_the_memory_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Device(0.5, monkeypatch).run(6) == ["step"] * 6
+
+
+@pytest.mark.parametrize("ends", [None, RuntimeError("ended badly")])
+@pytest.mark.parametrize("error", [RuntimeError("the first cause"), torch.OutOfMemoryError("the first cause")])
+def test_a_recording_that_fails_says_why(
+    error: RuntimeError, ends: RuntimeError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(0.3, monkeypatch)
+    device.breaks = ends
+
+    def step(batch: Batch) -> None:
+        if "record without collector" in device.events:
+            raise error
+
+    said = "^the first cause$" if isinstance(error, torch.OutOfMemoryError) else "first cause.*--accumulation"
+    with pytest.raises(type(error), match=said):
+        device.run(6, step)
+    assert gc.isenabled()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="recording needs a CUDA device")

@@ -6,8 +6,8 @@ share: inputs that lie in one place (`held`), and nothing that the host decides 
 that the network draws come from torch's generator, whose seed a replay reads anew.
 
 The first steps run as they are, on the stream that will record: they choose algorithms, compile, and make the work
-space of matrix products, which belongs to a stream. Each `Replay` has a stream of its own: torch frees a stream's work
-space with the first recording that ends there, whoever else uses it.
+space of matrix products, which belongs to a stream. No two recordings share one: when a recording goes, torch frees the
+work space of its stream, whoever else uses it. The next one may have the stream, and few work spaces are made.
 
 The memory of a recording is its own for good, and beside it evaluations need theirs: a step that takes much of what
 this process can have is not recorded. It would gain nothing, since the device is then the slower one. Nor is a network
@@ -16,7 +16,9 @@ from elsewhere, which may ask the host, nor a step of several ranks or pieces (s
 
 from __future__ import annotations
 
+import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -35,7 +37,9 @@ class Replay:
     """`step(batch)` for batches of one shape. Beside the batch it may use tensors that are changed in place."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        idle = _idle(device)
+        self._device, self._stream = device, idle.pop() if idle else torch.cuda.Stream(device)
+        weakref.finalize(self, idle.append, self._stream)
         self._held: Batch | None = None
         self._plain_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -75,11 +79,17 @@ class Replay:
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None
             raise RuntimeError(
-                f"the training step could not be recorded as a CUDA graph ({first}). Train with --no-compile, where "
-                "nothing is compiled or recorded."
+                f"the training step could not be recorded as a CUDA graph ({first}). Run it again with --accumulation "
+                "2, whose steps are not recorded: the same --out goes on."
             ) from error
         torch.cuda.empty_cache()  # of the gradients that the last plain step had left
         return graph
+
+
+@functools.cache
+def _idle(device: torch.device) -> list[torch.cuda.Stream]:
+    """Streams whose `Replay` is gone."""
+    return []
 
 
 @contextmanager

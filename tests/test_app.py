@@ -22,16 +22,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from bsi import BFN, BSI, VDM, Bins, Model, pretrained
+from bsi import BFN, BSI, VDM, Bins, Model, pretrained, train
 from bsi.app.asks import Denoise, Draw, Inpaint, Limits
 from bsi.app.server import create_app, listen, server_of
 from bsi.app.workbench import About, Frame, Workbench, belief, open_workbench
+from bsi.backbones import MLPConfig
 from bsi.conditioning import measuring_solvers, start_of
+from bsi.data.folder import Folder
+from bsi.data.prepare import prepare
 from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.gaussian import over
 from bsi.sampling import evaluations
+from bsi.training.method_specs import BSISpec
+from bsi.training.recipe import Data, Optimiser, Recipe
 
 TOKEN = "a-token-for-tests"
 DRAW: dict[str, Any] = {"kind": "draw", "seed": 3, "num": 2, "evaluations": 5, "solver": "sde2", "grid": "geometric"}
@@ -53,6 +59,27 @@ def serving(bench: Any, jobs: int = 3) -> Iterator[int]:
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+def labelled_bench(folder: Path) -> Workbench:
+    """A tiny network, trained for a few steps on dark cats and bright dogs."""
+    for kind, grey in (("cat", 40), ("dog", 220)):
+        (folder / "pets" / kind).mkdir(parents=True)
+        for i in range(16):
+            Image.new("L", (8, 8), grey + i).save(folder / "pets" / kind / f"{i}.png")
+    prepare(Folder(folder / "pets", labels=True, size=8, channels=1).plan(), folder / "data")
+    recipe = Recipe(
+        name="pets",
+        method=BSISpec(),
+        backbone=MLPConfig(width=16, depth=1),
+        data=Data(str(folder / "data"), labels=True, unlabelled=0.3),
+        steps=150,
+        batch=16,
+        optimiser=Optimiser(lr=1e-2),
+        virtual_shards=4,
+        threads=1,
+    )
+    return open_workbench(train(recipe, out=folder / "run"), "pets", torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +188,51 @@ def test_more_evaluations_converge_to_the_same_image(port: int) -> None:
         for changes in ({"evaluations": 17}, {"evaluations": 65}, {"evaluations": 65, "seed": 4})
     )
     assert np.abs(rough - fine).mean() < 0.5 * np.abs(fine - other).mean()
+
+
+def test_a_class_that_is_asked_for_is_drawn_and_followed_as_much_as_asked(tmp_path: Path) -> None:
+    bench = labelled_bench(tmp_path)
+    assert bench.about.classes == ("cat", "dog")
+    image, hidden = np.zeros((1, 8, 8), np.float32), np.ones((8, 8), np.uint8)
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"kind": "denoise", "image": encoded(image), "precision": 1.0},
+        {"kind": "inpaint", "image": encoded(image), "hidden": encoded(hidden)},
+    )
+    with serving(bench) as port:
+        assert request(port, f"/{TOKEN}/about").lines[0]["classes"] == ["cat", "dog"]
+        for label, guidance in ((0, 1.0), (1, 1.0), (1, 2.5)):
+            how = Drawing(steps=4, seed=3, solver="sde2", grid="geometric", guidance=guidance)
+            with torch.no_grad():
+                cond = torch.full((2,), label)
+                ours = list(draw(bench.model.denoiser, bench.model.shape, torch.arange(2), how, cond))
+            drawn = decoded(ask(port, label=label, guidance=guidance).lines[-1]["x_hat"])
+            np.testing.assert_allclose(drawn, ours[-1].x_hat.numpy(), atol=1e-5)
+        for kind in kinds:
+            dark, free, bright, brighter = (
+                float(decoded(ask(port, **kind, **asked).lines[-1]["x_hat"]).mean())
+                for asked in ({"label": 0}, {}, {"label": 1}, {"label": 1, "guidance": 2.5})
+            )
+            assert dark < bright < brighter, kind
+            assert len({dark, free, bright}) == 3
+        for wrong, why in (
+            ({"label": 2}, "no label 2: its labels are 0 to 1"),
+            ({"label": -1}, "no label -1"),
+            ({"guidance": 2.0}, "needs a label"),
+            ({"label": 0, "guidance": 11}, "guidance"),
+            ({"label": 0, "guidance": -1}, "guidance"),
+            ({"label": "cat"}, "label"),
+        ):
+            answer = ask(port, **wrong)
+            assert answer.status == 422
+            assert why in answer.error
+
+
+def test_a_network_without_labels_offers_none_and_takes_none(bench: Workbench, port: int) -> None:
+    assert bench.about.classes == ()
+    answer = ask(port, label=0)
+    assert answer.status == 422
+    assert "it was trained without labels" in answer.error
 
 
 @pytest.mark.parametrize("method", [BSI(), BFN(), VDM()], ids=lambda m: type(m).__name__)

@@ -2,6 +2,8 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from bsi import pretrained
 from bsi.app.workbench import Workbench, open_workbench
 from bsi.evaluation.drawing import Drawing, draw
-from test_app import TOKEN, serving
+from test_app import TOKEN, labelled_bench, serving
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="the page is tested with playwright: pip install playwright"
@@ -46,7 +48,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, address: str) -> Iterator[Any]:
-    """The page after its first draw; it may say nothing on the console and ask nothing of anyone else."""
+    """The page after its first draw."""
+    with opened(browser, address) as page:
+        yield page
+
+
+@contextmanager
+def opened(browser: Any, address: str) -> Iterator[Any]:
+    """A page after its first draw; it may say nothing on the console and ask nothing of anyone else."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000}, reduced_motion="reduce", color_scheme="light")
     said: list[str] = []
     asked: list[str] = []
@@ -211,6 +220,39 @@ def test_an_image_that_was_drawn_is_denoised(page: Any) -> None:
     np.testing.assert_allclose(guess, np.broadcast_to(guess[:1], guess.shape), atol=1e-5)  # one start for all
     assert page.inner_text("#precision-value") == page.inner_text("#precision-value").strip() != ""
     assert np.abs(values(page, "x_hat", state(page, "last")) - drawn).mean() < 10**-0.75  # closer than it was measured
+
+
+def test_a_network_without_labels_shows_no_classes(page: Any) -> None:
+    assert not page.locator("#label").is_visible()
+    assert not page.locator("#guidance").is_visible()
+    assert "label" not in state(page, "asked")
+
+
+def test_a_class_is_chosen_and_followed(browser: Any, tmp_path: Path) -> None:
+    bench = labelled_bench(tmp_path)
+    with serving(bench) as port, opened(browser, f"http://127.0.0.1:{port}/{TOKEN}/") as page:
+        assert page.locator("#label option").all_inner_texts() == ["any", "cat", "dog"]
+        assert page.locator("#guidance").is_disabled()
+        assert "label" not in state(page, "asked")
+        free = values(page, "x_hat", state(page, "last"))
+        page.select_option("#label", label="dog")
+        done(page)
+        assert state(page, "asked")["label"] == 1
+        bright = values(page, "x_hat", state(page, "last"))
+        page.fill("#guidance", "2.5")
+        done(page)
+        assert page.inner_text("#guidance-value") == "2.5"
+        assert free.mean() < bright.mean()
+        with torch.no_grad():
+            how, cond = Drawing(guidance=2.5), torch.ones(9, dtype=torch.long)
+            *_, last = draw(bench.model.denoiser, bench.model.shape, torch.arange(9), how, cond)
+        np.testing.assert_allclose(values(page, "x_hat", state(page, "last")), last.x_hat.numpy(), atol=1e-4)
+        for width in (420, 800, 1280):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.select_option("#label", label="any")
+        done(page)
+        np.testing.assert_allclose(values(page, "x_hat", state(page, "last")), free, atol=1e-5)
 
 
 def test_what_goes_wrong_is_told_in_words(page: Any) -> None:

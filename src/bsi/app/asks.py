@@ -18,6 +18,7 @@ __all__ = ["Ask", "Denoise", "Draw", "Inpaint", "Limits"]
 
 MOST_SAMPLES = 64
 MOST_VALUES = 1 << 16  # samples times dimensions of one step: a quarter of a megabyte for each of its three images
+MOST_GUIDANCE = 10.0
 MOST_EVALUATIONS = 128  # so that a history of all steps stays near 100 megabytes in the browser
 
 
@@ -52,6 +53,8 @@ class _Sampling(BaseModel):
     evaluations: int
     solver: str = Field(max_length=32)
     grid: str = Field(max_length=32)
+    label: int | None = None
+    guidance: float = Field(default=1.0, ge=0, le=MOST_GUIDANCE)
 
 
 class Draw(_Sampling):

@@ -22,13 +22,14 @@ from torch import Tensor
 from bsi.app.asks import Ask, Denoise, Inpaint, Limits, mask, values
 from bsi.app.finishing import Finisher
 from bsi.brownian import BrownianPath
-from bsi.conditioning import measuring_solvers
+from bsi.conditioning import guided, measuring_solvers
 from bsi.data.store import open_dataset
 from bsi.defaults import GRID, MEASURING_SOLVER, SOLVER, STEPS
 from bsi.errors import BsiError, UsageError
 from bsi.gaussian import over
 from bsi.grids import GRIDS, named_grid
 from bsi.methods import VDM, Method
+from bsi.methods.base import Predictor
 from bsi.model import Model
 from bsi.noise import standard_normal
 from bsi.sampling import Step, evaluations, measurement
@@ -65,6 +66,8 @@ class About:
     grid: str
     evaluations: int
     limits: Limits
+    classes: tuple[str, ...] = ()
+    """Names, or numbers, of the labels 0, 1, ... that may be asked for; empty for a network without labels."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -110,7 +113,7 @@ class Workbench:
         k = ask.evaluations - evaluations(method, 0)
         ids = torch.arange(ask.num, device=model.device)
         noise = BrownianPath(ask.seed, ids, model.shape)
-        finisher = Finisher(method, model.denoiser.given(None), noise, k, ask.solver, ask.grid)
+        finisher = Finisher(method, self._predictor(ask), noise, k, ask.solver, ask.grid)
         match ask:
             case Denoise():
                 eps = standard_normal(ask.seed, ids[:1], MEASURING, model.shape)
@@ -123,6 +126,19 @@ class Workbench:
                 return _frames(method, finisher.inpaint(x, hidden), k)
             case _:
                 return _frames(method, finisher.draw(), k)
+
+    def _predictor(self, ask: Ask) -> Predictor:
+        """The network, told the label that is asked for and made to follow it as much as is asked for."""
+        given, classes = self.model.denoiser.given, self.about.classes
+        if ask.label is None:
+            if ask.guidance != 1:
+                raise UsageError(f"guidance needs a label to follow: got guidance {ask.guidance:g} alone")
+            return given(None)
+        if not 0 <= ask.label < len(classes):
+            known = f"its labels are 0 to {len(classes) - 1}" if classes else "it was trained without labels"
+            raise UsageError(f"this network has no label {ask.label}: {known}")
+        told = given(torch.full((ask.num,), ask.label, device=self.model.device))
+        return told if ask.guidance == 1 else guided(told, given(None), ask.guidance)
 
     def _given(self, image: str, num: int) -> Float[Tensor, "num channels height width"]:
         x = torch.from_numpy(values(image, self.model.shape).copy()).to(self.model.device)
@@ -185,6 +201,7 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         grid=GRID,
         evaluations=evaluations(model.method, STEPS),
         limits=Limits.of(model.shape),
+        classes=model.class_names or tuple(map(str, range(model.classes or 0))),
     )
     bench = Workbench(model, about, _test_images(model, trained.data.name))
     _warm_up(bench)

@@ -27,12 +27,18 @@ const easel = new Easel(about, decode(images.values), () => { if (page.history?.
 function ask() {
   const common = {
     kind: page.kind, seed: Number($("#seed").value), num: Number($("#num").value), evaluations: Number($("#evaluations").value),
-    solver: $("#solver").value, grid: $("#grid").value,
+    solver: $("#solver").value, grid: $("#grid").value, ...asked(),
   };
   if (page.kind === "draw") return common;
   const image = encode(easel.values);
   if (page.kind === "denoise") return { ...common, image, precision: precision() };
   return { ...common, image, hidden: encode(easel.hidden) };
+}
+
+// The class that is asked for, by its number, and how much to follow it.
+function asked() {
+  const label = $("#label").value;
+  return label === "" ? {} : { label: Number(label), guidance: Number($("#guidance").value) };
 }
 
 function precision() { return 10 ** Number($("#precision").value); }
@@ -175,6 +181,8 @@ function adopt() {
 function labels() {
   $("#num-value").textContent = $("#num").value;
   $("#evaluations-value").textContent = $("#evaluations").value;
+  $("#guidance-value").textContent = Number($("#guidance").value).toFixed(1);
+  $("#guidance").disabled = $("#label").value === "";
   $("#precision-value").textContent = tidy(precision());
   $("#precision-std").textContent = tidy(precision() ** -0.5);
 }
@@ -242,7 +250,7 @@ $("#theme").addEventListener("click", () => theme(document.documentElement.datas
 $("#ask").addEventListener("submit", event => { event.preventDefault(); go(); });
 $("#ask").addEventListener("input", labels);
 for (const radio of document.querySelectorAll('input[name="kind"]')) radio.addEventListener("change", () => choose(radio.value));
-for (const id of ["seed", "num", "evaluations", "solver", "grid", "precision"]) $(`#${id}`).addEventListener("change", () => { if (page.history && page.history.ask.kind === page.kind) go(); });
+for (const id of ["seed", "num", "evaluations", "solver", "grid", "label", "guidance", "precision"]) $(`#${id}`).addEventListener("change", () => { if (page.history && page.history.ask.kind === page.kind) go(); });
 $("#adopt").addEventListener("click", adopt);
 
 const KEYS = {
@@ -262,6 +270,9 @@ document.addEventListener("keydown", event => {
 
 for (const name of about.solvers) $("#solver").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === about.solver, name === about.solver));
 for (const name of about.grids) $("#grid").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === about.grid, name === about.grid));
+about.classes.forEach((name, number) => $("#label").add(new Option(name, number)));
+for (const element of document.querySelectorAll("[data-labelled]")) element.hidden = !about.classes.length;
+$(".settings").classList.toggle("labelled", about.classes.length > 0);
 for (const element of document.querySelectorAll("[data-symbol]")) element.textContent = about.symbol;
 Object.assign($("#num"), { max: Math.min(about.limits.num, 36), value: Math.min(about.limits.num, 9) });
 Object.assign($("#evaluations"), { max: about.limits.evaluations, value: about.evaluations });
@@ -282,7 +293,7 @@ window.bsi = {
   state: () => ({
     kind: page.kind, position: Math.floor(page.position), playing: page.playing, steps: page.history?.steps.length ?? 0, last: page.history?.last ?? 0,
     done: page.history?.done ?? false, pixel: page.pixel, firstStep: page.firstStep, hidden: [...easel.hidden], image: [...easel.values],
-    seed: Number($("#seed").value), solver: $("#solver").value,
+    seed: Number($("#seed").value), solver: $("#solver").value, asked: page.history?.ask ?? null,
   }),
   values: (name, step) => [...(page.history.steps[step][name] ?? [])],
 };

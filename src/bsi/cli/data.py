@@ -47,7 +47,7 @@ class Data:
     json: bool = False
     """Write the result as JSON on stdout."""
     labels: Annotated[bool | None, _shown("")] = None
-    """folder: the folder directly below PATH that an image lies in is its class."""
+    """folder: the folder directly below PATH that an image lies in is its class. Other sources keep what they have."""
     size: Annotated[int | None, _shown("INT")] = None
     """folder, huggingface: the side of the images in pixels (64)."""
     channels: Annotated[int | None, _shown("INT")] = None

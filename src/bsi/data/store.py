@@ -3,7 +3,7 @@
     cifar10/
       manifest.json                          name, source, counts, shape, bins, options, SHA-256 of each file, version
       train.npy  test.npy                    (n, *shape): integers are bin indices, floats are values in their own units
-      train_labels.npy  test_labels.npy      where the source has labels
+      train_labels.npy  test_labels.npy      where the source has labels; the manifest names the classes if it can
 
 A dataset is opened by its name in the data folder ($BSI_DATA, by default ~/.cache/bsi-data) or by the path of its
 folder. Sizes and headers are checked each time, hashes on request: they detect damage, not tampering.

@@ -26,7 +26,7 @@ from bsi.data.batches import as_source
 from bsi.training.distributed import Place, World
 from bsi.training.recipe import Ema, Objective, Optimiser, Recipe
 from bsi.training.replay import Replay
-from bsi.training.step import Engine
+from bsi.training.step import Engine, replayable
 from bsi.training.stream import Batch, Piece, Stream
 from bsi.training.watchdog import Watchdog, watching
 
@@ -34,6 +34,7 @@ DIT = DiTConfig(width=64, depth=2, heads=1, patch=2, dropout=0.1)
 RECIPE = replace(
     recipes.digits(),
     backbone=DIT,
+    compile=True,
     batch=16,
     virtual_shards=1,
     steps=40,
@@ -174,6 +175,24 @@ def test_all_that_differs_between_two_steps_is_in_the_held_batch_and_the_dials(
         held.step(again, watchdog)
     assert_same(plain, held)
     assert pointers == {name: t.data_ptr() for group in held._state().values() for name, t in group.items()}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (RECIPE, True),
+        (replace(RECIPE, compile=False), False),
+        (replace(RECIPE, audit=True), False),
+        (replace(RECIPE, virtual_shards=2, accumulation=2), False),
+        (replace(RECIPE, batch=3072, data=replace(RECIPE.data, labels=True)), True),
+        (replace(RECIPE, batch=3073, data=replace(RECIPE.data, labels=True)), False),
+    ],
+)
+def test_only_a_step_that_never_asks_the_host_is_recorded(recipe: Recipe, expected: bool) -> None:
+    engine, _ = parts(RECIPE, "cpu")
+    assert replayable(recipe, engine.model, engine.world) is expected
+    foreign = bsi.Model(torch.nn.Linear(8, 8), bsi.BSI(), (1, 8, 8))
+    assert not replayable(recipe, foreign, engine.world)
 
 
 NOWHERE = torch.device("cuda", 99)

@@ -10,8 +10,8 @@ space of matrix products, which belongs to a stream. No two recordings share one
 work space of its stream, whoever else uses it. The next one may have the stream, and few work spaces are made.
 
 The memory of a recording is its own for good, and beside it evaluations need theirs: a step that takes much of what
-this process can have is not recorded. It would gain nothing, since the device is then the slower one. Nor is a network
-from elsewhere, which may ask the host, nor a step of several ranks or pieces (step.py).
+this process can have is not recorded. It would gain nothing, since the device is then the slower one. Nor is a step
+that might ask the host, nor one of several ranks or pieces (`replayable` in step.py).
 """
 
 from __future__ import annotations

@@ -38,10 +38,11 @@ from bsi.training.replay import Replay
 from bsi.training.stream import Batch, Stream
 from bsi.training.watchdog import Watchdog
 
-__all__ = ["Engine", "Means"]
+__all__ = ["Engine", "Means", "replayable"]
 
 # The loss's scale in float16, as in torch.amp.GradScaler: halved when a gradient overflows, doubled after good steps.
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
+MOST_LABELS = 3072  # beyond that the gradient of torch's embedding sorts them, and has the host count
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,8 @@ class Engine:
         self.sums = torch.zeros(3 if self._weight is None else 4, dtype=torch.float64, device=world.device)
         k = recipe.objective.finite_k
         self._grid = None if k is None else paper_grid(model.method, k).to(world.device)
-        ours = isinstance(model.denoiser.backbone, Backbone)  # a network from elsewhere may ask the host
-        alone = world.device.type == "cuda" and world.size == 1 and recipe.accumulation == 1 and not recipe.audit
-        self._replay = Replay(world.device) if ours and alone and recipe.compile else None
+        recorded = world.device.type == "cuda" and replayable(recipe, model, world)
+        self._replay = Replay(world.device) if recorded else None
 
     def begin(self, stream: Stream) -> None:
         """Let DDP sum the gradients, from weights that are in place and the same on all ranks.
@@ -248,6 +248,13 @@ class Engine:
     def files(self) -> tuple[str, ...]:
         """The files that `tensors` and `restore` speak of."""
         return tuple(self._state())
+
+
+def replayable(recipe: Recipe, model: Model, world: World) -> bool:
+    """Whether a step is one batch that never asks the host, as a network from elsewhere might, or many labels do."""
+    alone = world.size == 1 and recipe.accumulation == 1 and not recipe.audit
+    few = not recipe.data.labels or recipe.batch <= MOST_LABELS
+    return recipe.compile and alone and few and isinstance(model.denoiser.backbone, Backbone)
 
 
 def _weight(objective: Objective, method: Method) -> Weight | None:

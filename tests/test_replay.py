@@ -14,18 +14,22 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import jaxtyping
 import pytest
 import torch
+import torch._dynamo
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bsi
 from bsi import recipes
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, accelerate, build, compute_dtype
+from bsi.backbones.base import Backbone
+from bsi.backbones.compiled import compile_like, compile_regions
 from bsi.data.batches import as_source
 from bsi.training.distributed import Place, World
 from bsi.training.recipe import Ema, Objective, Optimiser, Recipe
-from bsi.training.replay import Replay
+from bsi.training.replay import PLAIN_STEPS, Replay
 from bsi.training.step import Engine, replayable
 from bsi.training.stream import Batch, Piece, Stream
 from bsi.training.watchdog import Watchdog, watching
@@ -60,6 +64,7 @@ NAMES += ["float16", "weighted-muon"]
 ASKS = ("_local_scalar_dense", "nonzero", "lift_fresh", "_unique", "masked_select", "repeat_interleave")
 ASKED = ("tolist", "numpy", "cpu", "item", "from_numpy", "tensor", "as_tensor", "pin_memory", "__bool__", "__float__")
 MADE = ("arange", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "linspace", "eye", "scalar_tensor")
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own access
 GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")
 
 
@@ -132,6 +137,33 @@ def test_a_step_asks_nothing_of_the_host(recipe: Recipe, monkeypatch: pytest.Mon
     with Listening() as listening, Reading() as reading:
         engine._whole(batch)
     assert listening.heard | reading.heard == set()
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """No shape checks, into which the compiler cannot look."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+    torch._dynamo.reset()
+
+
+@compiles
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["unet", "checkpointed", "mlp"])
+def test_a_compiled_step_compiles_nothing_more_after_the_plain_ones(name: str, watchdog: Watchdog) -> None:
+    """Not even after a look at the average, in batches of another size: a recording could not wait for a compiler."""
+    engine, stream = parts(VARIED[NAMES.index(name)], "cpu")
+    network = engine.model.denoiser.backbone
+    assert isinstance(network, Backbone)
+    compile_regions(network, backend="aot_eager")
+    compile_like(engine.ema.model, engine.model, backend="aot_eager")
+    for _ in range(PLAIN_STEPS):
+        engine.step(stream, watchdog)
+    engine.ema.model.sample(3, steps=2)
+    engine.ema.model.sample(5, steps=2)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        engine.step(stream, watchdog)
 
 
 def test_an_engine_goes_with_its_last_reference_and_not_when_the_collector_comes(watchdog: Watchdog) -> None:
@@ -274,6 +306,8 @@ def test_a_recording_that_fails_says_why(
     assert gc.isenabled()
 
 
+@compiles
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="recording needs a CUDA device")
 @pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
 def test_a_replayed_step_is_the_step(recipe: Recipe, watchdog: Watchdog) -> None:

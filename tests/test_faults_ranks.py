@@ -97,7 +97,7 @@ def test_a_rank_that_hangs_is_named_with_its_step(chains: Chains) -> None:
     (ended,) = chains["hang"]
     assert all(code == 1 for code in ended.codes)
     assert "rank 1 hangs in step 9 (data)" in ended.stderr
-    assert "rank 0 in step 9 (backward)" in ended.stderr
+    assert "rank 0 in step 9 (compute)" in ended.stderr
 
 
 def test_ranks_that_cannot_share_the_virtual_shards_are_refused_with_numbers_that_can(

@@ -161,7 +161,7 @@ def test_the_answer_to_too_little_memory_is_an_option_that_works(tmp_path):
         bsi.train(recipe(), data=IMAGES, backbone=Hungry(20, after=2), out=out, device="cpu")
     said = str(refused.value)
     assert refused.value.code == 2
-    assert "in step 2 (forward), with 64 samples at a time: --batch 64 on 1 rank, --accumulation 1" in said
+    assert "in step 2 (compute), with 64 samples at a time: --batch 64 on 1 rank, --accumulation 1" in said
     assert '"failed"' in (out / "status.json").read_text()
     while found := re.search(r"add --accumulation (\d+), which computes the same batch of 64", said):
         pieces = int(found[1])

@@ -200,6 +200,19 @@ def test_a_class_without_a_training_image_is_a_class_all_the_same(photos: Path, 
     assert (dataset.labels.classes, int(dataset.labels.train.max()), int(dataset.labels.test.max())) == (3, 1, 2)
 
 
+def test_a_class_that_comes_while_the_folder_is_read_is_an_error(photos: Path, tmp_path: Path) -> None:
+    plan = Folder(photos, labels=True, size=8).plan()
+    (photos / "owls").mkdir()
+    Image.fromarray(noise(0, 8, 8)).save(photos / "owls" / "late.png")
+    with pytest.raises(DataError, match=r"late\.png is of a class that came while .* run the same command again"):
+        prepare(plan, tmp_path / "out")
+    assert prepare(Folder(photos, labels=True, size=8).plan(), tmp_path / "out").manifest.classes == (
+        "cats",
+        "dogs",
+        "owls",
+    )
+
+
 def test_what_is_in_no_class_or_in_one_alone_or_cannot_be_named_is_refused(photos: Path) -> None:
     stray = photos / "stray.png"
     Image.fromarray(noise(0, 8, 8)).save(stray)

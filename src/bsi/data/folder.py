@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -108,7 +108,7 @@ class Folder:
                         split = "test" if for_testing(name, self.test_fraction) else "train"
                         rows[split].append(result)
                         if self.labels:
-                            labels[split].append(numbers[_class_of(path, name)])
+                            labels[split].append(_number(numbers, path, name))
                 yield Block(
                     items=len(batch),
                     rows={split: np.stack(images) for split, images in rows.items() if images},
@@ -132,6 +132,14 @@ def _class_of(root: Path, name: str) -> str:
             f"it into one, or leave --labels out."
         )
     return folder
+
+
+def _number(numbers: Mapping[str, int], root: Path, name: str) -> int:
+    """The label of an image."""
+    folder = _class_of(root, name)
+    if folder not in numbers:
+        raise DataError(f"{root / name} is of a class that came while {root} was read: run the same command again.")
+    return numbers[folder]
 
 
 def _size(path: Path) -> int:

@@ -19,9 +19,9 @@ import pytest
 from bsi.data import cifar10
 from bsi.data.archives import members
 from bsi.data.cifar10 import Cifar10
-from bsi.data.download import download
 from bsi.data.prepare import prepare
 from bsi.data.store import data_folder
+from bsi.download import download
 from bsi.errors import DataError
 
 RECORDS = 20
@@ -271,12 +271,12 @@ def test_an_interrupted_download_goes_on(server: tuple[type[Server], str], tmp_p
     sha = hashlib.sha256(handler.content).hexdigest()
     handler.limit = 300_000
     with pytest.raises(DataError, match="again"):
-        download(url, tmp_path / "x", sha)
+        download(url, tmp_path / "x", sha, "give it")
     assert not (tmp_path / "x").exists()
     handler.limit = None
-    assert download(url, tmp_path / "x", sha).read_bytes() == handler.content
+    assert download(url, tmp_path / "x", sha, "give it").read_bytes() == handler.content
     assert handler.asked == [None, "bytes=300000-"]
-    download(url, tmp_path / "x", sha)
+    download(url, tmp_path / "x", sha, "give it")
     assert len(handler.asked) == 2
     assert not (tmp_path / "x.part").exists()
 
@@ -286,7 +286,7 @@ def test_a_download_from_a_server_without_ranges_starts_over(server: tuple[type[
     handler.ranges = False
     (tmp_path / "x.part").write_bytes(b"old")
     sha = hashlib.sha256(handler.content).hexdigest()
-    assert download(url, tmp_path / "x", sha).read_bytes() == handler.content
+    assert download(url, tmp_path / "x", sha, "give it").read_bytes() == handler.content
 
 
 def test_a_download_with_another_hash_is_deleted_and_refused(server: tuple[type[Server], str], tmp_path: Path) -> None:
@@ -294,10 +294,10 @@ def test_a_download_with_another_hash_is_deleted_and_refused(server: tuple[type[
     with pytest.raises(
         DataError, match=f"expected sha256 {'0' * 64}, found {hashlib.sha256(handler.content).hexdigest()}"
     ):
-        download(url, tmp_path / "x", "0" * 64)
+        download(url, tmp_path / "x", "0" * 64, "give it")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_being_offline_is_said_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"give it with --from"):
-        download("http://127.0.0.1:9/file", tmp_path / "x", "0" * 64)
+        download("http://127.0.0.1:9/file", tmp_path / "x", "0" * 64, "give it with --from")

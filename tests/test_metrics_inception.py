@@ -1,6 +1,11 @@
 """The FID network: its resize, its folded weights, and its features against those of the original graph."""
 
-from collections.abc import Callable, Mapping
+import hashlib
+import io
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bsi.errors import DataError, UsageError
-from bsi.metrics import resize
+from bsi.metrics import inception, resize
 from bsi.metrics.cache import data_folder
 from bsi.metrics.extractor import Extractor, QualityWarning, require_images
 from bsi.metrics.inception import (
@@ -19,6 +24,7 @@ from bsi.metrics.inception import (
     NAME,
     PUBLISHED_HASH,
     Inception,
+    cached_weights,
     expected_shapes,
     folded,
     read_weights,
@@ -164,6 +170,63 @@ def test_hash_is_of_the_values_alone() -> None:
 def test_absent_weights_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not at .*absent.*bsi fid A B --weights PATH"):
         Inception(tmp_path / "absent.safetensors")
+
+
+class Published(BaseHTTPRequestHandler):
+    """A server of pytorch-fid's file: a pickled state dict, with layers that we do not need."""
+
+    content: bytes
+    asked: int
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(self.content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Published]]:
+    state = {name: torch.full(shape, 0.5) for name, shape in expected_shapes().items()}
+    file = io.BytesIO()
+    torch.save({**state, "fc.bias": torch.zeros(1008)}, file)
+    handler = type("Handler", (Published,), {"content": file.getvalue(), "asked": 0})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
+        monkeypatch.setattr(inception, "URL", f"http://127.0.0.1:{http.server_port}/pt_inception.pth")
+        monkeypatch.setattr(inception, "SHA256", hashlib.sha256(handler.content).hexdigest())
+        yield handler
+        http.shutdown()
+        thread.join()
+
+
+def test_weights_that_are_not_there_are_fetched_once_however_many_ask(published: type[Published]) -> None:
+    with ThreadPoolExecutor(3) as ranks:
+        paths = list(ranks.map(lambda _: cached_weights(), range(3)))
+    assert paths == [weights_path()] * 3
+    assert published.asked == 1
+    found = read_weights(weights_path())
+    assert found.keys() == expected_shapes().keys()
+    assert all(bool((tensor == 0.5).all()) for tensor in found.values())
+    assert not list(weights_path().parent.glob("*.pth*"))
+
+
+def test_fetched_weights_have_the_pinned_hash_or_are_deleted(
+    published: type[Published], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inception, "SHA256", "0" * 64)
+    with pytest.raises(DataError, match=f"expected sha256 {'0' * 64}"):
+        Inception()
+    assert not [path for path in weights_path().parent.iterdir() if path.suffix != ".lock"]
+    monkeypatch.setattr(inception, "URL", "http://127.0.0.1:9/pt_inception.pth")
+    with pytest.raises(DataError, match=r"cannot download .*bsi fid A B --weights PATH"):
+        Inception()
 
 
 def test_damaged_or_foreign_weights_are_refused(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from typing import ClassVar
 import numpy as np
 
 from bsi.data.archives import Member, members
-from bsi.data.download import download
 from bsi.data.manifest import check_classes, digest, fingerprint
 from bsi.data.pixels import UINT8
 from bsi.data.plan import Block, Plan
 from bsi.data.store import data_folder
+from bsi.download import download
 from bsi.errors import DataError
 
 __all__ = ["Cifar10"]
@@ -76,7 +76,8 @@ class Cifar10:
 def _located() -> Path:
     """The unpacked folder or the archive in the data folder, or else a download of the archive."""
     folder = data_folder() / "cifar-10-batches-bin"
-    return folder if folder.is_dir() else download(URL, data_folder() / "cifar-10-binary.tar.gz", ARCHIVE_SHA256)
+    archive = data_folder() / "cifar-10-binary.tar.gz"
+    return folder if folder.is_dir() else download(URL, archive, ARCHIVE_SHA256, "give it with --from")
 
 
 def _checked(path: Path, found: dict[str, Member], name: str) -> int:

@@ -1,7 +1,10 @@
 """Where weights and references are kept, and how a file gets there: whole, or not at all."""
 
+import fcntl
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -23,3 +26,12 @@ def replace_file(path: Path, data: bytes) -> None:
     except BaseException:
         os.unlink(beside)
         raise
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Until no other process is making `path`: ranks that all need a file wait for the one that fetches it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # closing lets go
+        yield

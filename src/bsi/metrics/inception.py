@@ -1,8 +1,9 @@
 """The FID extractor: published weights into the network, 8-bit images of any size into 2048 features.
 
 An image is resized to 299 x 299 by TensorFlow 1's bilinear rule (`bsi.metrics.resize`) and scaled to (x - 128) / 128.
-Weights are safetensors in the key names of pytorch-fid (`Mixed_5b.branch1x1.conv.weight`, `...bn.running_mean`). Each
-batch norm (eps = 0.001) is folded into its convolution, in float64:
+Weights are safetensors in the key names of pytorch-fid (`Mixed_5b.branch1x1.conv.weight`, `...bn.running_mean`), by
+path or from the data cache; where it has none, the file that pytorch-fid published is fetched and turned into them.
+Each batch norm (eps = 0.001) is folded into its convolution, in float64:
 
     weight' = weight * gamma / sqrt(var + eps),    bias' = beta - mean * gamma / sqrt(var + eps)
 """
@@ -20,12 +21,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from bsi.download import download
 from bsi.errors import DataError, UsageError
 from bsi.metrics import resize
-from bsi.metrics.cache import data_folder
+from bsi.metrics.cache import alone, data_folder, replace_file
 from bsi.metrics.extractor import QualityWarning, require_images
 from bsi.metrics.inception_network import Conv, Network
 
@@ -33,6 +35,10 @@ NAME = "inception-2015-12-05"
 OTHER_NAME = "inception-other"
 SIZE = 299
 BATCH_NORM_EPS = 0.001
+
+URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
+SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+GIVEN = "name a safetensors file of its tensors: bsi fid A B --weights PATH, bsi eval RUN --fid --inception PATH"
 
 PUBLISHED_HASH = "f52412653ee45bed604b0f4fa0d3942ce5f50784fece9766dfa6cbecddbe4555"
 """`weights_hash` of the published weights: a distance is called FID with these alone."""
@@ -66,7 +72,7 @@ class Inception:
             raise UsageError(f"precision must be one of {', '.join(get_args(Precision))}: got {self.precision!r}")
         if self.precision == "tf32" and self.device.type != "cuda":
             raise UsageError(f"precision 'tf32' exists on NVIDIA GPUs only: got device {self.device}. Use 'float32'.")
-        published = read_weights(weights or weights_path())
+        published = read_weights(weights or cached_weights())
         self.hash = weights_hash(published)
         self.name = NAME if self.hash == PUBLISHED_HASH else OTHER_NAME
         if self.hash != PUBLISHED_HASH:
@@ -118,13 +124,26 @@ def weights_path() -> Path:
     return data_folder() / f"{NAME}.safetensors"
 
 
+def cached_weights() -> Path:
+    """The weights in the data cache, fetched when they are not there."""
+    path = weights_path()
+    if path.is_file():
+        return path
+    with alone(path):
+        if not path.is_file():
+            fetched = download(URL, path.with_name(URL.rpartition("/")[2]), SHA256, GIVEN)
+            state = torch.load(fetched, map_location="cpu", weights_only=True)  # tensors: nothing in the file is run
+            replace_file(path, save({name: state[name].contiguous() for name in expected_shapes()}))
+            fetched.unlink()
+    return path
+
+
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors the network needs, in pytorch-fid's names, checked; others (its last layer) are left out."""
     if not path.is_file():
         raise DataError(
             f"the weights of the FID network are not at {path}. They are the state dict of pytorch-fid's published "
-            f"network (pt_{NAME}), saved with safetensors.torch.save_file: put them there, or name the file: "
-            "bsi fid A B --weights PATH, bsi eval RUN --fid --inception PATH."
+            f"network (pt_{NAME}), saved with safetensors.torch.save_file: put them there, or {GIVEN}."
         )
     try:
         found = load_file(path)

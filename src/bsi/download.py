@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import urllib.error
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 
-from bsi.data.manifest import digest_file
 from bsi.errors import DataError
 from bsi.progress import Progress
 
@@ -17,8 +17,11 @@ __all__ = ["download"]
 CHUNK = 1 << 18
 
 
-def download(url: str, to: Path, sha256: str, timeout_s: float = 30.0) -> Path:
-    """The file at `url` as `to`, which is only ever whole; the part fetched so far lies beside it."""
+def download(url: str, to: Path, sha256: str, instead: str, timeout_s: float = 30.0) -> Path:
+    """The file at `url` as `to`, which is only ever whole; the part fetched so far lies beside it.
+
+    `instead` is how to go on with the file where it cannot be downloaded, as an error says it.
+    """
     if to.is_file():
         return to
     part = to.with_name(to.name + ".part")
@@ -43,15 +46,13 @@ def download(url: str, to: Path, sha256: str, timeout_s: float = 30.0) -> Path:
             raise DataError(f"the download of {url} ended early. Run the same command again: it goes on.")
     except urllib.error.HTTPError as error:
         if error.code != 416:  # 416: nothing is left to send; the hash decides
-            raise DataError(
-                f"cannot download {url}: {error}. Fetch it by other means and give it with --from."
-            ) from error
+            raise DataError(f"cannot download {url}: {error}. Fetch it by other means and {instead}.") from error
     except (OSError, HTTPException) as error:
         raise DataError(
-            f"cannot download {url}: {error}. Fetch it by other means and give it with --from, or run the same "
-            f"command again."
+            f"cannot download {url}: {error}. Fetch it by other means and {instead}, or run the same command again."
         ) from error
-    found = digest_file(part)
+    with part.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         part.unlink()
         raise DataError(f"{url} is not the file it was: expected sha256 {sha256}, found {found}. It was deleted.")

@@ -166,67 +166,6 @@ def test_a_compiled_step_compiles_nothing_more_after_the_plain_ones(name: str, w
         engine.step(stream, watchdog)
 
 
-def test_an_engine_goes_with_its_last_reference_and_not_when_the_collector_comes(watchdog: Watchdog) -> None:
-    """A recording that the collector frees while another is made would spoil that one."""
-    engine, stream = parts(RECIPE, "cpu")
-    engine._replay = Held()  # type: ignore[assignment]
-    engine.step(stream, watchdog)
-    gone = weakref.ref(engine), weakref.ref(engine._replay)
-    gc.disable()
-    try:
-        stream.close()
-        del engine
-        assert [ref() for ref in gone] == [None, None]
-    finally:
-        gc.enable()
-
-
-class Held:
-    """What `Replay` does with a batch, without the recording."""
-
-    def __init__(self) -> None:
-        self.batch: Batch | None = None
-
-    def __call__(self, step: Callable[[Batch], None], batch: Batch) -> None:
-        if self.batch is None:
-            self.batch = batch.clone()
-        else:
-            self.batch.copy_(batch)
-        step(self.batch)
-
-
-@pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
-def test_all_that_differs_between_two_steps_is_in_the_held_batch_and_the_dials(
-    recipe: Recipe, watchdog: Watchdog
-) -> None:
-    (plain, stream), (held, again) = parts(recipe, "cpu"), parts(recipe, "cpu")
-    held._replay = Held()  # type: ignore[assignment]
-    pointers = {name: t.data_ptr() for group in held._state().values() for name, t in group.items()}
-    for _ in range(6):
-        plain.step(stream, watchdog)
-        held.step(again, watchdog)
-    assert_same(plain, held)
-    assert pointers == {name: t.data_ptr() for group in held._state().values() for name, t in group.items()}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "expected"),
-    [
-        (RECIPE, True),
-        (replace(RECIPE, compile=False), False),
-        (replace(RECIPE, audit=True), False),
-        (replace(RECIPE, virtual_shards=2, accumulation=2), False),
-        (replace(RECIPE, batch=3072, data=replace(RECIPE.data, labels=True)), True),
-        (replace(RECIPE, batch=3073, data=replace(RECIPE.data, labels=True)), False),
-    ],
-)
-def test_only_a_step_that_never_asks_the_host_is_recorded(recipe: Recipe, expected: bool) -> None:
-    engine, _ = parts(RECIPE, "cpu")
-    assert replayable(recipe, engine.model, engine.world) is expected
-    foreign = bsi.Model(torch.nn.Linear(8, 8), bsi.BSI(), (1, 8, 8))
-    assert not replayable(recipe, foreign, engine.world)
-
-
 NOWHERE = torch.device("cuda", 99)
 
 
@@ -267,6 +206,57 @@ class Device:
         for _ in range(steps):
             replay(step or (lambda batch: self.events.append("step")), batch)
         return self.events
+
+
+def test_an_engine_goes_with_its_last_reference_and_not_when_the_collector_comes(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording that the collector frees while another is made would spoil that one."""
+    engine, stream = parts(RECIPE, "cpu")
+    Device(0.5, monkeypatch)
+    engine._replay = Replay(NOWHERE)
+    engine.step(stream, watchdog)
+    gone = weakref.ref(engine), weakref.ref(engine._replay)
+    gc.disable()
+    try:
+        stream.close()
+        del engine
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
+def test_all_that_differs_between_two_steps_is_in_the_held_batch_and_the_dials(
+    recipe: Recipe, watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plain, stream), (held, again) = parts(recipe, "cpu"), parts(recipe, "cpu")
+    Device(0.5, monkeypatch)  # too full to record: every step runs as it is, on the held batch
+    held._replay = Replay(NOWHERE)
+    pointers = {name: t.data_ptr() for group in held._state().values() for name, t in group.items()}
+    for _ in range(6):
+        plain.step(stream, watchdog)
+        held.step(again, watchdog)
+    assert_same(plain, held)
+    assert pointers == {name: t.data_ptr() for group in held._state().values() for name, t in group.items()}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (RECIPE, True),
+        (replace(RECIPE, compile=False), False),
+        (replace(RECIPE, audit=True), False),
+        (replace(RECIPE, virtual_shards=2, accumulation=2), False),
+        (replace(RECIPE, batch=3072, data=replace(RECIPE.data, labels=True)), True),
+        (replace(RECIPE, batch=3073, data=replace(RECIPE.data, labels=True)), False),
+    ],
+)
+def test_only_a_step_that_never_asks_the_host_is_recorded(recipe: Recipe, expected: bool) -> None:
+    engine, _ = parts(RECIPE, "cpu")
+    assert replayable(recipe, engine.model, engine.world) is expected
+    foreign = bsi.Model(torch.nn.Linear(8, 8), bsi.BSI(), (1, 8, 8))
+    assert not replayable(recipe, foreign, engine.world)
 
 
 def test_three_plain_steps_then_one_recording_that_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

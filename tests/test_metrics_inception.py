@@ -225,8 +225,15 @@ def test_fetched_weights_have_the_pinned_hash_or_are_deleted(
         Inception()
     assert not [path for path in weights_path().parent.iterdir() if path.suffix != ".lock"]
     monkeypatch.setattr(inception, "URL", "http://127.0.0.1:9/pt_inception.pth")
-    with pytest.raises(DataError, match=r"cannot download .*bsi fid A B --weights PATH"):
+    with pytest.raises(DataError, match=rf"cannot download .*put it into {weights_path().parent}"):
         Inception()
+    by_hand = weights_path().with_name("pt_inception.pth")
+    by_hand.write_bytes(b"half of it")
+    with pytest.raises(DataError, match=r"pt_inception\.pth is not the file of .* Delete it"):
+        Inception()
+    monkeypatch.setattr(inception, "SHA256", hashlib.sha256(published.content).hexdigest())
+    by_hand.write_bytes(published.content)
+    assert cached_weights() == weights_path()
 
 
 def test_damaged_or_foreign_weights_are_refused(tmp_path: Path) -> None:

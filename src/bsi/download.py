@@ -23,6 +23,9 @@ def download(url: str, to: Path, sha256: str, instead: str, timeout_s: float = 3
     `instead` is how to go on with the file where it cannot be downloaded, as an error says it.
     """
     if to.is_file():
+        found = _sha256(to)
+        if found != sha256:
+            raise DataError(f"{to} is not the file of {url}: expected sha256 {sha256}, found {found}. Delete it.")
         return to
     part = to.with_name(to.name + ".part")
     have = part.stat().st_size if part.is_file() else 0
@@ -51,10 +54,14 @@ def download(url: str, to: Path, sha256: str, instead: str, timeout_s: float = 3
         raise DataError(
             f"cannot download {url}: {error}. Fetch it by other means and {instead}, or run the same command again."
         ) from error
-    with part.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = _sha256(part)
     if found != sha256:
         part.unlink()
         raise DataError(f"{url} is not the file it was: expected sha256 {sha256}, found {found}. It was deleted.")
     os.replace(part, to)
     return to
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -175,7 +175,7 @@ def _data() -> Iterator[Check]:
     weights = root / "inception-2015-12-05.safetensors"
     yield Check("inception", "ok" if weights.is_file() else "missing",
                 f"{weights.stat().st_size >> 20} MiB" if weights.is_file() else "not here yet: `bsi fid` fetches them",
-                fix=f"without internet, put pytorch-fid's weights as {_short(weights)}")  # fmt: skip
+                fix=f"without internet, put pytorch-fid's weights into {_short(root)}")  # fmt: skip
     bundled = {name: pretrained.find(name) for name in pretrained.BUNDLED}
     lost = [name for name, path in bundled.items() if not path.is_file()]
     found = f"lost: {', '.join(lost)}" if lost else f"bundled: {', '.join(bundled)}"

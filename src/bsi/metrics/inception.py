@@ -38,7 +38,6 @@ BATCH_NORM_EPS = 0.001
 
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-GIVEN = "name a safetensors file of its tensors: bsi fid A B --weights PATH, bsi eval RUN --fid --inception PATH"
 
 PUBLISHED_HASH = "f52412653ee45bed604b0f4fa0d3942ce5f50784fece9766dfa6cbecddbe4555"
 """`weights_hash` of the published weights: a distance is called FID with these alone."""
@@ -131,7 +130,7 @@ def cached_weights() -> Path:
         return path
     with alone(path):
         if not path.is_file():
-            fetched = download(URL, path.with_name(URL.rpartition("/")[2]), SHA256, GIVEN)
+            fetched = download(URL, path.with_name(URL.rpartition("/")[2]), SHA256, f"put it into {path.parent}")
             state = torch.load(fetched, map_location="cpu", weights_only=True)  # tensors: nothing in the file is run
             replace_file(path, save({name: state[name].contiguous() for name in expected_shapes()}))
             fetched.unlink()
@@ -143,7 +142,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise DataError(
             f"the weights of the FID network are not at {path}. They are the state dict of pytorch-fid's published "
-            f"network (pt_{NAME}), saved with safetensors.torch.save_file: put them there, or {GIVEN}."
+            f"network (pt_{NAME}), saved with safetensors.torch.save_file: put them there, or name the file: "
+            "bsi fid A B --weights PATH, bsi eval RUN --fid --inception PATH."
         )
     try:
         found = load_file(path)

@@ -61,7 +61,9 @@ def test_a_folder_of_classes_is_listed_with_their_names(
     assert main(["data", "folder", "--from", str(tmp_path / "photos"), "--to", str(root / "b"), "--labels"]) == 3
     assert "stray.png lies in no folder" in capsys.readouterr().err
     assert main(["data", "wav", "--from", str(tmp_path), "--labels"]) == 2
-    assert "wav has no --labels" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("wav has no --labels; it takes --length, --test-fraction.\n")
+    assert main(["data", "cifar10", "--labels"]) == 2
+    assert "Labels that the data has are kept in any case." in capsys.readouterr().err
 
 
 def test_options_reach_their_source_and_others_are_refused(

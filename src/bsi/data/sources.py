@@ -44,7 +44,8 @@ def make_source(name: str, path: str | None, options: Mapping[str, object]) -> S
     unknown = [option for option in options if option not in known]
     if unknown:
         takes = ", ".join(_flag(option) for option in known if option != "path") or "no options"
-        raise UsageError(f"{name} has no {', '.join(map(_flag, unknown))}; it takes {takes}.")
+        kept = " Labels that the data has are kept in any case." if "labels" in unknown and kind is not Wav else ""
+        raise UsageError(f"{name} has no {', '.join(map(_flag, unknown))}; it takes {takes}.{kept}")
     if path is None:
         if "path" in known and known["path"].default is MISSING:
             raise UsageError(f"{name} needs to know where the data is: bsi data {name} --from PATH")

@@ -77,6 +77,11 @@ class Engine:
         recorded = world.device.type == "cuda" and replayable(recipe, model, world)
         self._replay = Replay(world.device) if recorded else None
 
+    @property
+    def recorded(self) -> bool:
+        """Whether a step is one launch by now (replay.py)."""
+        return self._replay is not None and self._replay.recorded
+
     def begin(self, stream: Stream) -> None:
         """Let DDP sum the gradients, from weights that are in place and the same on all ranks.
 

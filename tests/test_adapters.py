@@ -65,10 +65,12 @@ def test_our_predictors_are_the_denoisers_they_should_be(method):
     torch.testing.assert_close(found, exact_noise(x_t, alpha_bar), rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_there_and_back_is_the_same_network(method):
+def test_there_and_back_is_the_same_network(method, dtype, rounding):
+    """At every level, the sharpest too, where 1 - alpha_bar is 1e-6 and float32 has one digit of it."""
     torch.manual_seed(0)
-    network = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.SiLU(), torch.nn.Linear(8, 2)).double()
+    network = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.SiLU(), torch.nn.Linear(8, 2)).to(dtype)
 
     class Net(torch.nn.Module):
         def forward(self, x: Tensor, t: Tensor) -> Tensor:
@@ -76,11 +78,12 @@ def test_there_and_back_is_the_same_network(method):
 
     predict = Denoiser(Net(), method)
     latent, level = latents(method)
+    latent = latent.to(dtype)
     with torch.no_grad():
         expected = predict(latent, level)
         for there, back in ((as_denoiser, from_denoiser), (as_noise_prediction, from_noise_prediction)):
             found = back(method, there(method, predict), sigma_max=1e4)(latent, level)
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("method", [BSI(), BFN()], ids=repr)
@@ -104,13 +107,13 @@ def test_noise_outside_the_models_range_is_refused():
 
 def test_a_schedule_tells_the_time():
     schedule = Schedule.ddpm()
-    times = torch.tensor([0.0, 1.0, 500.0, 999.0], dtype=torch.float64)
+    times = torch.tensor([0.0, 1.0, 500.0, 999.0])
     table = torch.tensor(schedule.alpha_bar, dtype=torch.float64)
-    torch.testing.assert_close(schedule.time(table[times.long()]), times, rtol=0, atol=1e-6)
+    torch.testing.assert_close(schedule.time(table[times.long()]), times, rtol=0, atol=1e-4)
     between = schedule.time(torch.sqrt(table[500] * table[501])[None])
     assert 500 < float(between) < 501
     beyond = schedule.time(torch.tensor([1 - 1e-9, 1e-12], dtype=torch.float64))
-    torch.testing.assert_close(beyond, torch.tensor([0.0, 999.0], dtype=torch.float64))
+    torch.testing.assert_close(beyond, torch.tensor([0.0, 999.0]))
     assert schedule.sigma_max == pytest.approx(math.sqrt(1 / schedule.alpha_bar[-1] - 1))
     for wrong in ((0.9,), (0.5, 0.9), (1.0, 0.5), (0.5, 0.0)):
         with pytest.raises(UsageError, match="alpha_bar"):

@@ -69,7 +69,7 @@ def test_a_measurement_is_a_latent_at_the_level_of_its_precision(method):
     for precision in (0.1, 1.0, 300.0):
         encoder = method.encoder(at(start_of(method, precision)))
         assert (encoder.signal / encoder.noise).square().item() == pytest.approx(precision, rel=1e-9)
-    for wrong in (0.0, -1.0, math.inf, 1e9):
+    for wrong in (0.0, -1.0, -0.01, math.nan, math.inf, 1e9):
         with pytest.raises(UsageError, match="precision"):
             start_of(method, wrong)
 

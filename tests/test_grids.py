@@ -8,6 +8,7 @@ import torch
 from bsi.errors import UsageError
 from bsi.grids import GRIDS, check_grid, edm_grid, geometric_grid, named_grid, paper_grid
 from bsi.methods import BFN, BSI, VDM
+from bsi.methods.base import level_at, rho_at
 
 METHODS = [BSI(), BFN(), VDM(), BSI(gamma_0=0.1), BSI(gamma_0=math.inf)]
 
@@ -52,6 +53,16 @@ def test_edm_steps_are_equal_in_the_seventh_root_of_sigma(method):
     nothing_known = method.c == 0 and not isinstance(method, VDM)
     expected = 20.0 if nothing_known else math.exp(2.5) if isinstance(method, VDM) else 80.0
     assert first == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_the_level_of_a_signal_to_noise_ratio_is_where_the_encoder_has_it(method):
+    levels = geometric_grid(method, 12)
+    encoder, rho = method.encoder(levels[1:]), rho_at(method, levels)
+    torch.testing.assert_close(rho[1:], encoder.signal / encoder.noise, rtol=1e-12, atol=0)
+    torch.testing.assert_close(level_at(method, rho), levels, rtol=1e-9, atol=0)
+    if not isinstance(method, VDM):
+        assert rho[0] == 0  # at first nothing is known
 
 
 def test_what_is_no_grid_is_refused():

@@ -8,13 +8,12 @@ denoiser D(z, sigma) = E[x | z] is a predictor, and a predictor is such a denois
 A network that predicts the noise of x_t = sqrt(alpha_bar) x + sqrt(1 - alpha_bar) eps (DDPM and most that followed it)
 is one as well, with 1 / sigma^2 = alpha_bar / (1 - alpha_bar). Everything here is exact up to rounding.
 
-    predict = from_noise_prediction(BSI(), lambda x_t, alpha_bar: unet(x_t, schedule.time(alpha_bar)))
+    predict = from_noise_prediction(BSI(), lambda x_t, a: unet(x_t, schedule.time(a)), schedule.sigma_max)
     images = sample(BSI(), predict, noise, edm_grid(BSI(), 15), "ode2")
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from bsi.errors import UsageError
 from bsi.gaussian import over
 from bsi.grids import EDM_SIGMA
-from bsi.methods.base import Method, Predictor
+from bsi.methods.base import Method, Predictor, level_at, rho_at
 
 __all__ = ["GaussianDenoiser", "NoiseNetwork", "Schedule", "as_denoiser", "as_noise_prediction", "from_denoiser",
            "from_noise_prediction"]  # fmt: skip
@@ -34,7 +33,8 @@ Data = Float[Tensor, "batch *data"]
 PerSample = Float[Tensor, " batch"]
 
 GaussianDenoiser = Callable[[Data, PerSample], Data]  # D(z, sigma), EDM's interface
-NoiseNetwork = Callable[[Data, PerSample], Data]  # eps(x_t, alpha_bar)
+# eps(x_t, alpha_bar), with alpha_bar in float64: float32 has few digits of the 1 - alpha_bar of little noise
+NoiseNetwork = Callable[[Data, PerSample], Data]
 
 
 def from_denoiser(method: Method, denoiser: GaussianDenoiser, sigma_max: float = EDM_SIGMA) -> Predictor:
@@ -72,7 +72,7 @@ def from_noise_prediction(method: Method, network: NoiseNetwork, sigma_max: floa
     def denoiser(z: Data, sigma: PerSample) -> Data:
         alpha_bar = 1 / (1 + sigma.double().square())
         x_t = over(torch.sqrt(alpha_bar), z) * z
-        return z - over(sigma.double(), z) * network(x_t, alpha_bar.to(z.dtype))
+        return z - over(sigma.double(), z) * network(x_t, alpha_bar)
 
     return from_denoiser(method, denoiser, sigma_max)
 
@@ -112,21 +112,21 @@ class Schedule:
         return ((1 - self.alpha_bar[-1]) / self.alpha_bar[-1]) ** 0.5
 
     def time(self, alpha_bar: PerSample) -> PerSample:
-        """The time at which alpha_bar is reached, between two steps by its log-odds; the ends beyond them."""
+        """The time at which alpha_bar is reached, in float32, for networks: between two steps by the log-odds of
+        alpha_bar, and one of the ends beyond them.
+        """
         table = torch.logit(torch.tensor(self.alpha_bar, dtype=torch.float64, device=alpha_bar.device)).flip(0)
         place = torch.logit(alpha_bar.double()).clamp(table[0], table[-1])
         right = torch.searchsorted(table, place.contiguous()).clamp(1, len(table) - 1)
         inside = (place - table[right - 1]) / (table[right] - table[right - 1])
-        return (len(table) - 1 - (right - 1 + inside)).to(alpha_bar.dtype)
+        return (len(table) - 1 - (right - 1 + inside)).float()
 
 
 def _level(method: Method, sigma: PerSample) -> PerSample:
     """The level whose latents carry noise of this sigma; refused outside the levels that the model knows."""
-    gain = (1 + torch.sqrt(1 + 4 * method.c * sigma.square())) / (2 * sigma.square())
-    level, low, high = method.level(gain), method.levels.low, method.levels.high
+    level, low, high = level_at(method, 1 / sigma), method.levels.low, method.levels.high
     if not bool(((level >= low * (1 - 1e-6)) & (level <= high * (1 + 1e-6))).all()):
-        ends = method.encoder(torch.tensor([low, high], dtype=torch.float64))
-        most, least = (float(n / s) if s > 0 else math.inf for n, s in zip(ends.noise, ends.signal, strict=True))
+        most, least = (1 / rho_at(method, torch.tensor([low, high], dtype=torch.float64))).tolist()
         raise UsageError(
             f"this model knows noise of sigma from {least:.3g} to {most:.3g}: got {float(sigma.min()):.3g} to "
             f"{float(sigma.max()):.3g}"

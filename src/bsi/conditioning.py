@@ -42,7 +42,7 @@ from bsi.defaults import MEASURING_SOLVER, STEPS
 from bsi.errors import UsageError
 from bsi.gaussian import over
 from bsi.grids import EDM_SIGMA, geometric_grid, onward_grid
-from bsi.methods.base import Method, Predictor
+from bsi.methods.base import Method, Predictor, level_at, rho_at
 from bsi.noise import Noise
 from bsi.sampling import sample
 from bsi.solvers import SOLVERS, Solver, named_solver, posterior
@@ -56,12 +56,10 @@ PerSample = Float[Tensor, " batch"]
 
 def start_of(method: Method, precision: float) -> float:
     """The level at which a latent knows as much as a measurement of this precision says."""
-    gain = 0.5 * (precision + math.sqrt(precision**2 + 4 * method.c * precision))
-    level = float(method.level(torch.tensor(gain, dtype=torch.float64)))
     low, high = method.levels.low, method.levels.high
-    if not (0 < precision < math.inf and low < level < high):
-        gains = method.gain(torch.tensor([low, high], dtype=torch.float64))
-        first, last = (gains * gains / torch.clamp(gains + method.c, min=1e-300)).tolist()
+    level = float(level_at(method, torch.tensor(precision, dtype=torch.float64).sqrt()))
+    if not low < level < high:  # nor is NaN, of which a negative precision makes one
+        first, last = rho_at(method, torch.tensor([low, high], dtype=torch.float64)).square().tolist()
         raise UsageError(
             f"a measurement's precision, 1 / noise^2, must lie in the model's range, {first:.3g} to {last:.3g}: "
             f"got {precision:g}"
@@ -179,9 +177,8 @@ def _informed(method: Method, latent: Data, level: PerSample) -> tuple[Data, Per
 
     w = psi / noise is kept, as the flow would; at no information it is 0, its mean.
     """
-    c, rho = method.c, 1 / EDM_SIGMA
-    gain = torch.tensor(0.5 * rho * (rho + math.sqrt(rho**2 + 4 * c)), dtype=torch.float64, device=level.device)
-    later = torch.maximum(level.double(), method.level(gain))
+    enough = level_at(method, torch.tensor(1 / EDM_SIGMA, dtype=torch.float64, device=level.device))
+    later = torch.maximum(level.double(), enough)
     noise, wanted = method.encoder(level).noise, method.encoder(later).noise
     factor = torch.where(later > level, wanted / torch.where(noise > 0, noise, 1.0), 1.0)
     return over(factor, latent) * latent, later

@@ -33,7 +33,7 @@ from torch import Tensor
 from bsi.errors import NonFinite, UsageError
 from bsi.gaussian import over
 from bsi.likelihood import Bins
-from bsi.methods.base import Method, Predictor
+from bsi.methods.base import Method, Predictor, level_at, rho_at
 from bsi.noise import standard_normal
 
 __all__ = ["Divergence", "Flow", "binned_flow", "exact_divergence", "flow_density", "hutchinson"]
@@ -94,7 +94,9 @@ class Flow:
 
     @property
     def error(self) -> float:
-        """Standard error of `bits_per_dim` over the samples, with the noise that each drew."""
+        """Standard error of `bits_per_dim` over the samples, with the noise that each drew; NaN for one sample."""
+        if len(self.log_density) < 2:
+            return math.nan
         return float(self.log_density.std()) / (math.sqrt(len(self.log_density)) * self.n * math.log(2))
 
 
@@ -109,12 +111,12 @@ def flow_density(
     """ln p(z), z the sample with the last level's noise. `tolerance` bounds each step's error, in nats for ln p."""
     if not 0 < tolerance < 1:
         raise UsageError(f"the tolerance is a small positive number of nats: got {tolerance}")
-    ends = _rho(method, torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64))
-    first, last = (float(end) for end in ends)
+    low, high = method.levels.low, method.levels.high
+    first, last = rho_at(method, torch.tensor([low, high], dtype=torch.float64)).tolist()
     samples = torch.arange(len(z), device=z.device) if samples is None else samples
 
     def slope(u: PerSample, state: State, which: Int[Tensor, " batch"]) -> State:
-        level, stretch = _level(method, torch.sinh(u)), torch.cosh(u)
+        level, stretch = level_at(method, torch.sinh(u)).clamp(low, high), torch.cosh(u)
         with torch.enable_grad():
             v = state.v.detach().requires_grad_()
             x_hat = predict((over(method.encoder(level).noise * stretch, v) * v).to(z.dtype), level)
@@ -142,7 +144,7 @@ def binned_flow(
     tolerance: float = 1e-4,
 ) -> Flow:
     """A lower bound on ln P(x) for data in bins, one draw for each: `uniform` numbers in (0, 1) choose it."""
-    sigma = 1 / float(_rho(method, torch.tensor(method.levels.high, dtype=torch.float64)))
+    sigma = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
     reach = 0.5 * bins.width / sigma
     mass = math.erf(reach / math.sqrt(2))
     eps = torch.special.ndtri(0.5 * (1 - mass) + uniform.double() * mass).clamp(-reach, reach)
@@ -150,17 +152,6 @@ def binned_flow(
     log_q = (-0.5 * eps.square() - 0.5 * math.log(2 * math.pi) - math.log(sigma * mass)).flatten(1).sum(1)
     flow = flow_density(method, predict, z.to(uniform.dtype), divergence, samples, tolerance)
     return Flow(flow.log_density - log_q, flow.w, flow.evaluations, flow.n)
-
-
-def _rho(method: Method, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    gain = method.gain(level)
-    return gain / torch.sqrt(torch.where(gain + method.c > 0, gain + method.c, 1.0))
-
-
-def _level(method: Method, rho: PerSample) -> PerSample:
-    """The level where signal / noise is rho: alpha^2 / (alpha + c) = rho^2."""
-    level = method.level(0.5 * rho * (rho + torch.sqrt(rho.square() + 4 * method.c)))
-    return level.clamp(method.levels.low, method.levels.high)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.methods.base import Method
+from bsi.methods.base import Method, level_at, rho_at
 
 __all__ = [
     "GRIDS",
@@ -71,36 +71,27 @@ def paper_grid(method: Method, k: int) -> Levels:
 
 def _ended(method: Method, levels: Float[Tensor, " steps"]) -> Levels:
     """A grid from the levels that its steps reach; the ends are the method's own, free of rounding."""
-    ends = torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)
+    ends = _ends(method)
     return torch.cat([ends[:1], levels[:-1], ends[1:]])
 
 
-def _rho(method: Method) -> tuple[float, float]:
-    """signal / noise = gain / sqrt(gain + c) at the first and the last level."""
-    gains = method.gain(torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)).tolist()
-    first, last = (gain / math.sqrt(gain + method.c) if gain > 0 else 0.0 for gain in gains)
-    return first, last
-
-
-def _at_rho(method: Method, rho: Float[Tensor, " steps"]) -> Float[Tensor, " steps"]:
-    """The levels where signal / noise is rho: alpha^2 / (alpha + c) = rho^2."""
-    return method.level(0.5 * rho * (rho + torch.sqrt(rho.square() + 4 * method.c)))
+def _ends(method: Method) -> Float[Tensor, "2"]:
+    return torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)
 
 
 def edm_grid(method: Method, k: int, power: float = 7.0) -> Levels:
     """sigma^(1 / power) uniform from the noisiest sigma (80 at most; 20 if at first nothing is known) to the last."""
     _check_steps(k)
-    first, last = _rho(method)
+    first, last = rho_at(method, _ends(method)).tolist()
     noisiest = min(EDM_SIGMA, 1 / first) if first > 0 else (FIRST_SIGMA if method.c == 0 else EDM_SIGMA)
     roots = torch.linspace(noisiest ** (1 / power), (1 / last) ** (1 / power), k + 1, dtype=torch.float64)
-    return _ended(method, _at_rho(method, roots[1:] ** -power))
+    return _ended(method, level_at(method, roots[1:] ** -power))
 
 
 def geometric_grid(method: Method, k: int) -> Levels:
     """ln Lambda uniform. Where Lambda starts at 0 (BFN), its first step is to sigma = 80 if there is more than one."""
     _check_steps(k)
-    ends = method.gain(torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)) + method.c
-    low, high = (float(end) for end in ends)
+    low, high = (method.gain(_ends(method)) + method.c).tolist()
     if low > 0:
         informations = torch.logspace(math.log(low), math.log(high), k + 1, base=math.e, dtype=torch.float64)[1:]
     else:

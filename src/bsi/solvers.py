@@ -33,7 +33,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.methods.base import Method
+from bsi.methods.base import Method, rho_at
 
 __all__ = [
     "SOLVERS",
@@ -75,11 +75,7 @@ class Path:
 
     @classmethod
     def of(cls, method: Method, grid: Levels) -> Path:
-        gain = method.gain(grid)
-        information = gain + method.c
-        # gain / root is the difference without its cancellation at the start, where BSI's rho is exactly 0
-        root = torch.where(information > 0, torch.sqrt(information), 1.0)
-        return cls(information, method.encoder(grid).noise, torch.where(information > 0, gain / root, 0.0))
+        return cls(method.gain(grid) + method.c, method.encoder(grid).noise, rho_at(method, grid))
 
     @property
     def empty(self) -> Bool[Tensor, " steps"]:

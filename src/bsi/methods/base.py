@@ -11,7 +11,8 @@ generation is
 
     ds = x_hat dLambda + dW,
 
-of which the paper's update is the exact solution for a prediction held fixed.
+of which the paper's update is the exact solution for a prediction held fixed. What a latent says about x by itself
+is a measurement of the precision rho^2, rho = signal / noise: `rho_at` a level, and the `level_at` which it is found.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from bsi.gaussian import Encoder
 from bsi.levels import LogUniform
 
-__all__ = ["Decoder", "Method", "Parametrisation", "Predictor"]
+__all__ = ["Decoder", "Method", "Parametrisation", "Predictor", "level_at", "rho_at"]
 
 # f_theta(latent, level): a Denoiser, its DDP or compiled form, the EMA, or an oracle.
 Predictor = Callable[[Float[Tensor, "batch *data"], Float[Tensor, " batch"]], Float[Tensor, "batch *data"]]
@@ -99,3 +101,16 @@ class Method(Protocol):
     def prior_kl(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
         """KL of the encoder at the first level from the prior, in nats; 0 where they agree."""
         ...
+
+
+def rho_at(method: Method, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """rho = signal / noise = gain / sqrt(Lambda), in float64, and 0 where Lambda is."""
+    gain = method.gain(level)
+    # not sqrt(Lambda) - c / sqrt(Lambda): that cancels at the start, where BSI's rho is exactly 0
+    return gain / torch.sqrt(torch.where(gain + method.c > 0, gain + method.c, 1.0))
+
+
+def level_at(method: Method, rho: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """The level where signal / noise is rho, in float64: the gain solves alpha^2 / (alpha + c) = rho^2."""
+    rho = rho.double()
+    return method.level(0.5 * rho * (rho + torch.sqrt(rho.square() + 4 * method.c)))

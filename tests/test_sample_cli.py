@@ -59,6 +59,7 @@ def test_everything_that_was_asked_for_is_written(tmp_path, method):
     assert len(np.unique(samples)) > 3
     assert record["files"] == [str(tmp_path / name) for name in ("grid.png", "samples.npz", "belief.gif")]
     assert record["evaluations"] == (4 if isinstance(method, bsi.VDM) else 5)
+    assert record["drawn"] == record["num"] == 10
     assert json.loads(json.dumps(record)) == record
     with Image.open(args.animate) as opened:
         assert opened.n_frames == 5
@@ -113,6 +114,19 @@ def test_a_sample_depends_on_the_seed_and_its_number_alone(tmp_path):
     assert (array(args.npz) != array(whole.npz)).mean() > 0.2
 
 
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("method", [bsi.BSI(), bsi.BFN(), bsi.VDM()], ids=repr)
+def test_every_evaluation_of_the_network_is_counted_and_no_other(tmp_path, capsys, method, guidance):
+    """k + 1 for BSI and BFN, k for VDM, and both twice where a label is exaggerated: in the record and on the way."""
+    network, seen = model(method, num_classes=3), []
+    network.denoiser.backbone.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    record = write_samples(network, arguments(tmp_path, label="1", guidance=guidance, batch_size=4))
+    expected = (4 if isinstance(method, bsi.VDM) else 5) * (1 if guidance == 1 else 2)
+    assert record["evaluations"] == expected
+    assert sum(seen) == 10 * expected
+    assert f"sample {sum(seen)}/{sum(seen)} evaluations" in capsys.readouterr().err
+
+
 def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path, monkeypatch):
     whole = arguments(tmp_path, num=2 * PART + 5, steps=1)
     write_samples(model(), whole)
@@ -134,13 +148,15 @@ def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path, monkeypatch):
         write_samples(model(), cut)
     assert not cut.npz.exists()
     monkeypatch.setattr(Parts, "write", remember)
-    write_samples(model(), cut)
+    record = write_samples(model(), cut)
+    assert f": 1024 were there, {PART + 5} in " in command.text(record)
     assert written == [range(PART, 2 * PART), range(2 * PART, 2 * PART + 5)]
     assert np.array_equal(array(cut.npz), array(whole.npz))
     assert not list(tmp_path.glob("*.parts"))
     written.clear()
-    write_samples(model(), cut)  # whole already
+    record = write_samples(model(), cut)  # whole already
     assert not written
+    assert command.text(record).splitlines()[0].endswith(": all were there")
 
 
 def test_parts_of_other_samples_are_never_joined(tmp_path):
@@ -199,11 +215,11 @@ def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, mo
     for network, changed, message in (
         (images, {"solver": "sde22"}, "did you mean 'sde2'"),
         (images, {"grid": "papers"}, "did you mean 'paper'"),
-        (images, {"solver": "sde2", "steps": 9000}, "Take fewer steps, or independent noise"),
+        (images, {"solver": "sde2", "steps": 9000}, "Take fewer steps, or independent noise .--noise independent"),
         (images, {"label": "3"}, "labels are 0 to 2"),
         (images, {"label": "-1"}, "labels are 0 to 2"),
         (images, {"label": "cat"}, "no label 'cat': its labels are numbers, they have no names"),
-        (plain, {"label": "0"}, "without labels"),
+        (plain, {"label": "0"}, "without labels.*bsi train RECIPE --data.labels"),
         (plain, {"label": "cat"}, "without labels"),
         (named, {"label": "CATS"}, "did you mean 'cat'"),
         (named, {"label": "zebra"}, "there are cat, dog, 0"),
@@ -232,3 +248,11 @@ def test_the_command_writes_a_picture_and_says_what_it_did(tmp_path, capsys, mon
     assert f"4 samples, 3 evaluations each ({defaults.SOLVER}, {defaults.GRID})" in capsys.readouterr().out
     assert command.run(Sample(tmp_path / "run", num=4, steps=2, device="cpu", json=True)) == 0
     assert json.loads(capsys.readouterr().out)["num"] == 4
+
+
+def test_memory_that_files_are_cached_in_can_be_had(monkeypatch):
+    told = "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 700 kB\nCached: 690 kB\n"
+    monkeypatch.setattr(command.Path, "read_text", lambda path, encoding: told)
+    assert command.available_memory() == 700 * 1024
+    monkeypatch.setattr(command.Path, "read_text", lambda path, encoding: "")
+    assert command.available_memory() == 2 << 30  # another system

@@ -91,7 +91,7 @@ def check_resolved(steps: Iterable[tuple[float, float]]) -> None:
         if start > 0 and expansion(start).leaf == expansion(end).leaf:
             raise UsageError(
                 f"a Brownian path resolves steps of {RESOLUTION:.2g} in ln Lambda: got a step from {start:g} to "
-                f"{end:g}. Take fewer steps, or independent noise."
+                f"{end:g}. Take fewer steps, or independent noise (--noise independent; SeededNoise)."
             )
 
 

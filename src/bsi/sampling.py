@@ -110,8 +110,11 @@ def noisy_steps(
     return [(start, end) for start, end, noisy in ends if noisy]
 
 
-def evaluations(method: Method, k: int) -> int:
-    """How often k steps evaluate the network: k, and once more where the sample is a last prediction (BSI and BFN)."""
+def evaluations(method: Method, k: int, guided: bool = False) -> int:
+    """How often k steps evaluate the network: k, and once more where the sample is a last prediction (BSI and BFN).
+
+    Twice as often where they are guided: each prediction is made with the condition and without.
+    """
     count = 0
 
     def counting(latent: Tensor, level: Tensor) -> Tensor:
@@ -121,7 +124,7 @@ def evaluations(method: Method, k: int) -> int:
 
     level = torch.tensor([method.levels.high], dtype=torch.float64)
     method.decode(torch.zeros(1, 1), level, counting)
-    return k + count
+    return (k + count) * (2 if guided else 1)
 
 
 def measurement(method: Method, before: Step, after: Step) -> Float[Tensor, "batch *data"]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from bsi.cli.labels import label_of
 from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.errors import NonFinite, UsageError
 from bsi.progress import Progress
@@ -30,7 +29,6 @@ __all__ = ["Sample", "run", "write_samples"]
 
 SHOWN = 400  # images that a picture shows at most
 ANIMATED = 16
-SHOWN_NAMES = 12  # of classes, in a message
 COMPILED = 1000  # samples from which on it pays to wait for a compiler
 
 
@@ -39,7 +37,8 @@ class Sample:
     """Draw samples from a trained model. Sample i depends on (seed, i) alone, whatever the batch or their number.
 
     With --npz a large number is drawn part by part: interrupted, the same command goes on. A sample of k steps costs
-    k + 1 evaluations of the network with BSI and BFN, where it is a last prediction, and k with VDM.
+    k + 1 evaluations of the network with BSI and BFN, where it is a last prediction, and k with VDM; twice as many with
+    guidance.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -59,7 +58,7 @@ class Sample:
     label: str | None = None
     """Samples of this class, by its name or number, for a network with labels; by default of none in particular."""
     guidance: float = 1.0
-    """How strongly to follow the label: 1 is what was learned, 2 exaggerates."""
+    """How strongly to follow the label: 1 is what was learned, 2 exaggerates, at twice the evaluations."""
     out: Path | None = None
     """The picture, a grid of the first 400; samples.png unless --npz or --animate is given."""
     npz: Path | None = None
@@ -115,25 +114,26 @@ def write_samples(model: Model, args: Sample) -> dict[str, Any]:
 
     how = Drawing(args.steps, args.seed, args.solver, args.grid, args.noise, args.guidance)
     how.check(model.method)
-    label = label_of(model, args)
+    label = label_of(model, args.label, args.guidance)
     picture = args.out or (Path("samples.png") if args.npz is None and args.animate is None else None)
     check_files(model, args, picture)
     started = time.perf_counter()
     with torch.no_grad():
-        samples = drawn(model, args, how, label)
+        found = drawn(model, args, how, label)
         seconds = time.perf_counter() - started
         if picture is not None:
             from bsi import pictures
 
-            low, high = picture_range(model, samples)
-            pictures.grid(samples[:SHOWN], low=low, high=high).save(picture)
+            low, high = picture_range(model, found.samples)
+            pictures.grid(found.samples[:SHOWN], low=low, high=high).save(picture)
         if args.animate is not None:
             animation(model, args, how, label, args.animate)
     return {
         "run": str(args.run),
         "num": args.num,
-        "evaluations": evaluations(model.method, args.steps),
-        **asdict(how),
+        "drawn": found.fresh,  # the others were in --npz already
+        "evaluations": evaluations(model.method, args.steps, args.guidance != 1),
+        **{name: value for name, value in asdict(how).items() if name != "classes"},  # here all are of one
         "label": label,
         "class": model.class_names[label] if label is not None and model.class_names else None,
         "seconds": round(seconds, 3),
@@ -143,25 +143,35 @@ def write_samples(model: Model, args: Sample) -> dict[str, Any]:
 
 def text(record: dict[str, Any]) -> str:
     """The record for people."""
-    rate = record["num"] / max(record["seconds"], 1e-9)
+    num, fresh = record["num"], record["drawn"]
     kind = "" if record["label"] is None else f" of class {record['class'] or record['label']}"
+    rate = f"{record['seconds']:.1f} s, {fresh / max(record['seconds'], 1e-3):.3g}/s"
+    took = "all were there" if fresh == 0 else rate if fresh == num else f"{num - fresh} were there, {fresh} in {rate}"
     first = (
-        f"{record['num']} samples{kind}, {record['evaluations']} evaluations each "
-        f"({record['solver']}, {record['grid']}), seed {record['seed']}: {record['seconds']:.1f} s, {rate:.3g}/s"
+        f"{num} samples{kind}, {record['evaluations']} evaluations each "
+        f"({record['solver']}, {record['grid']}), seed {record['seed']}: {took}"
     )
     return "\n".join([first, *record["files"]])
 
 
-def drawn(model: Model, args: Sample, how: Drawing, label: int | None) -> np.ndarray:
-    """The samples as bin indices or values: from memory, or part by part into --npz."""
+@dataclass(frozen=True)
+class Drawn:
+    """Samples as bin indices or values, and how many of them were not in --npz before."""
+
+    samples: np.ndarray
+    fresh: int
+
+
+def drawn(model: Model, args: Sample, how: Drawing, label: int | None) -> Drawn:
+    """All samples, in memory or part by part into --npz."""
     import numpy as np
 
     from bsi.evaluation.parts import Parts
 
-    each = args.steps + 1
+    each = sum(evaluations_by_step(model, how))
     if args.npz is None:
         with Progress("sample", args.num * each, "evaluation") as progress:
-            return np.concatenate(list(batches(model, args, how, label, range(args.num), progress)))
+            return Drawn(np.concatenate(list(batches(model, args, how, label, range(args.num), progress))), args.num)
     about = {**asdict(how), "label": label, "precision": args.precision, "weights": digest(model)}
     parts = Parts(args.npz, args.num, about)
     missing = parts.missing()
@@ -169,7 +179,16 @@ def drawn(model: Model, args: Sample, how: Drawing, label: int | None) -> np.nda
     with Progress("sample", args.num * each, "evaluation", done * each) as progress:
         for ids in missing:
             parts.write(ids, np.concatenate(list(batches(model, args, how, label, ids, progress))))
-    return parts.join()
+    return Drawn(parts.join(), args.num - done)
+
+
+def evaluations_by_step(model: Model, how: Drawing) -> list[int]:
+    """How often a sample's network is evaluated for each step of its trajectory; VDM's last takes none."""
+    from bsi.sampling import evaluations
+
+    guided = how.guidance != 1
+    last = evaluations(model.method, 0, guided)
+    return [evaluations(model.method, 1, guided) - last] * how.steps + [last]
 
 
 def batches(
@@ -181,10 +200,10 @@ def batches(
     from bsi.evaluation.drawing import draw
 
     for part in torch.arange(ids.start, ids.stop, device=model.device).split(args.batch_size):
-        x_hat = torch.empty(0)
-        for step in draw(model.denoiser, model.shape, part, how, condition(label, part)):
+        x_hat, steps = torch.empty(0), draw(model.denoiser, model.shape, part, how, condition(label, part))
+        for step, count in zip(steps, evaluations_by_step(model, how), strict=True):
             x_hat = step.x_hat
-            progress.advance(len(part))
+            progress.advance(count * len(part))
         if not bool(torch.isfinite(x_hat).all()):
             raise NonFinite(f"samples {int(part[0])} to {int(part[-1])} hold NaN or infinity: so do the predictions")
         yield model.data(x_hat).cpu().numpy()
@@ -194,37 +213,6 @@ def condition(label: int | None, ids: Tensor) -> Tensor | None:
     import torch
 
     return None if label is None else torch.full_like(ids, label)
-
-
-def label_of(model: Model, args: Sample) -> int | None:
-    """The number of the class that is asked for. A name comes first: classes may be called 1, 2, 3."""
-    if args.label is None:
-        if args.guidance != 1:
-            raise UsageError(f"--guidance needs a --label to follow: got --guidance {args.guidance} alone")
-        return None
-    if model.classes == 0:
-        raise UsageError(f"this network has no label {args.label!r}: it was trained without labels")
-    names = model.class_names
-    if args.label in names:
-        return names.index(args.label)
-    try:
-        number = int(args.label)
-    except ValueError:
-        raise UsageError(f"this network has no label {args.label!r}: {_near(args.label, names)}") from None
-    if number < 0 or (model.classes is not None and number >= model.classes):
-        known = "from 0 on" if model.classes is None else f"0 to {model.classes - 1}"
-        raise UsageError(f"this network has no label {number}: its labels are {known}")
-    return number
-
-
-def _near(label: str, names: tuple[str, ...]) -> str:
-    """What may have been meant by a name that is none."""
-    if not names:
-        return "its labels are numbers, they have no names"
-    folded = {name.casefold(): name for name in names}
-    near = difflib.get_close_matches(label.casefold(), folded, 1)
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return f"did you mean {folded[near[0]]!r}?" if near else f"there are {', '.join(names[:SHOWN_NAMES])}{more}"
 
 
 def check_files(model: Model, args: Sample, picture: Path | None) -> None:
@@ -248,10 +236,11 @@ def check_files(model: Model, args: Sample, picture: Path | None) -> None:
 
 
 def available_memory() -> int:
-    """Bytes of memory that are free; 2 GiB where the system does not say."""
+    """Bytes of memory that can be had, what files are cached in included; 2 GiB where the system does not say."""
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
         return 2 << 30
 
 

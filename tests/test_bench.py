@@ -9,7 +9,9 @@ import torch
 from bsi.backbones import DiTConfig, UNetConfig, cost
 from bsi.cli.bench import Bench, run
 from bsi.errors import UsageError
-from bsi.evaluation.speed import Case, check, measure
+from bsi.evaluation.agreement import check
+from bsi.evaluation.speed import Case, measure
+from bsi.evaluation.start import Start, since_process_start
 
 SMALL = DiTConfig(width=32, depth=1, heads=2, patch=4)
 CPU = torch.device("cpu")
@@ -27,8 +29,28 @@ def test_a_speed_is_the_cost_of_the_work_over_its_time(work: str, evaluations: i
     flops = cost(SMALL, (3, 16, 16), 256).flops
     assert found.tflops == pytest.approx(passes * 4 * evaluations * flops / seconds / 1e12)
     assert found.fraction == pytest.approx(found.tflops / 0.01)
-    assert found.first_step_s > 0
     assert math.isnan(found.peak_gib)  # a CPU's memory is not the network's alone
+
+
+def test_the_time_to_the_first_step_is_the_sum_of_its_parts() -> None:
+    before = since_process_start()
+    cold = measure(case("train"), repeats=1, matmul_tflops=1.0)
+    assert list(cold.first_step_parts_s) == ["imports", "build", "noise", "step"]
+    assert before < cold.first_step_s == pytest.approx(sum(cold.first_step_parts_s.values()))
+    again = since_process_start()
+    warm = measure(case("elbo"), repeats=1, matmul_tflops=1.0, start=Start(again))
+    assert list(warm.first_step_parts_s) == ["build", "step"]
+    assert 0 < warm.first_step_s <= since_process_start() - again
+    assert not cold.recorded  # that needs a GPU
+
+
+def test_a_host_that_is_full_says_which_batch_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "randint", full)
+    with pytest.raises(UsageError, match=r"out of memory on cpu .* with 4096 samples at a time. Use --batch \d+\.$"):
+        run(Bench("train", backbone="dit-mini/8", batch=4096, size=16, device="cpu"))
 
 
 def test_vdm_evaluates_once_less_for_a_sample() -> None:
@@ -46,9 +68,11 @@ def test_the_fast_form_agrees_with_float32(backbone) -> None:
 def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFixture[str]) -> None:
     args = Bench("elbo", backbone="dit-mini/8", batch=1, size=16, method="all", repeats=1, device="cpu", json=True)
     assert run(args) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    records = [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
     assert [record["method"] for record in records] == ["bsi", "bfn", "vdm"]
     assert all(record["images_per_s"] > 0 and record["parameters"] > 9e6 for record in records)
+    assert all(record["peak_gib"] is None for record in records)  # NaN is no JSON
+    assert [next(iter(record["first_step_parts_s"])) for record in records] == ["imports", "build", "build"]
 
 
 @pytest.mark.parametrize(

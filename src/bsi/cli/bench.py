@@ -54,23 +54,29 @@ class Bench:
 
 def run(args: Bench) -> int:
     from bsi.backbones import compute_dtype, cost, resolve
+    from bsi.evaluation.start import Start, since_process_start
 
+    start = Start()
     if args.batch < 1 or args.repeats < 1 or args.size < 1:
         raise UsageError(f"batch, repeats and size are at least 1: got {args.batch}, {args.repeats}, {args.size}")
     backbone, shape = resolve(args.backbone), (3, args.size, args.size)
     cost(backbone, shape, 256)  # refuses what cannot be built, before torch allocates anything
 
     from bsi.backbones.acceleration import check_fp8
-    from bsi.evaluation.speed import Case, check, measure
+    from bsi.evaluation.agreement import check
+    from bsi.evaluation.speed import Case, measure
     from bsi.training.distributed import pick_device
     from bsi.training.room import enough_for_batch
 
+    start.lap("imports")
     device = pick_device(None if args.device == "auto" else args.device, 0)
     compute_dtype(args.precision, device)
     if args.precision == "fp8" and args.lean:
         raise UsageError("fp8 keeps little already: leave --lean out")
     if args.precision == "fp8":
         check_fp8(backbone, shape)
+    _wake(device)
+    start.lap("device")
     matmul, code = None, 0
     for method in ("bsi", "bfn", "vdm") if args.method == "all" else (args.method,):
         case = Case(args.work, backbone, shape, args.batch, method, args.precision, args.lean, device)
@@ -80,17 +86,34 @@ def run(args: Bench) -> int:
         }  # fmt: skip
         if args.check:
             agreement = check(case)
+            start.lap("check")
             record["check"] = asdict(agreement) | {"holds": agreement.holds}
             code = code if agreement.holds else 1
             verdict = "holds" if agreement.holds else "BROKEN"
             print(f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
                   f"{agreement.tolerance:.0e}: {verdict}", file=sys.stderr)  # fmt: skip
         with enough_for_batch(args.batch, "--batch", device, _memory(args, backbone, shape, device)):
-            speed = measure(case, args.repeats, matmul)
+            speed = measure(case, args.repeats, matmul, start)
         matmul = speed.matmul_tflops
         record |= asdict(speed)
-        print(json.dumps(record) if args.json else _line(record), flush=True)
+        print(json.dumps(_known(record), allow_nan=False) if args.json else _line(record), flush=True)
+        start = Start(since_process_start())
     return code
+
+
+def _wake(device: torch.device) -> None:
+    """A GPU makes what it needs for this process when it is first used."""
+    import torch
+
+    torch.zeros((), device=device).item()
+
+
+def _known(record: dict[str, Any]) -> dict[str, Any]:
+    """What is not known, NaN, as JSON has it."""
+    return {
+        key: _known(value) if isinstance(value, dict) else None if value != value else value
+        for key, value in record.items()
+    }
 
 
 def _memory(args: Bench, backbone: BackboneConfig, shape: tuple[int, ...], device: torch.device) -> Memory:
@@ -114,10 +137,11 @@ def _name(device: object) -> str:
 
 
 def _line(r: dict[str, Any]) -> str:
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in r["first_step_parts_s"].items())
     memory = f", peak {r['peak_gib']:.1f} GiB" if r["peak_gib"] == r["peak_gib"] else ""
     return (
         f"{r['work']} {r['backbone']} {r['method']} batch {r['batch']} on {r['device']}: "
         f"{r['images_per_s']:.4g} images/s ({r['milliseconds']:.1f} ms ± {100 * r['spread']:.0f} %), "
         f"{r['tflops']:.4g} TFLOP/s = {r['fraction']:.2f} of {r['matmul_tflops']:.4g} in plain products{memory}, "
-        f"first step after {r['first_step_s']:.1f} s"
+        f"{'recorded, ' if r['recorded'] else ''}first step after {r['first_step_s']:.1f} s ({parts})"
     )

@@ -2,15 +2,14 @@
 
 The training step is the trainer's own (`Engine.step`): noise, levels, loss, backward, clipping, AdamW, EMA. Sampling
 and the bound count images times network evaluations. Times are the median of repeats after a warm-up, by device events
-on a GPU and by the wall clock on a CPU. `check` compares the fast form with float32, eager, on fresh random inputs.
+on a GPU and by the wall clock on a CPU. Weights are drawn on the device itself: on a host, those of a large network
+take seconds before the first step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +18,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
 
 from bsi.backbones import Backbone, BackboneConfig, Precision, build, compute_dtype, cost
 from bsi.backbones.acceleration import accelerate, freeze
 from bsi.elbo import measurement_loss
+from bsi.evaluation.start import Start
 from bsi.grids import paper_grid
 from bsi.levels import low_discrepancy
 from bsi.likelihood import Bins
@@ -38,7 +37,7 @@ from bsi.training.step import Engine
 from bsi.training.stream import Stream
 from bsi.training.watchdog import watching
 
-__all__ = ["Agreement", "Case", "Speed", "Work", "check", "measure"]
+__all__ = ["BINS", "Case", "Speed", "Work", "measure"]
 
 Work = Literal["train", "sample", "elbo"]
 
@@ -64,7 +63,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Speed:
-    """What was found. `fraction` is of the machine's own matrix products, measured in the same process."""
+    """What was found. `fraction` is of the machine's own matrix products, measured in the same process.
+
+    `first_step_s` is from the process's start to the end of the first step, and `first_step_parts_s` where it went;
+    of a later case in the same process, from that case's beginning. `recorded`: a step is one launch (replay.py).
+    """
 
     images_per_s: float
     milliseconds: float
@@ -74,6 +77,8 @@ class Speed:
     fraction: float
     peak_gib: float
     first_step_s: float
+    first_step_parts_s: dict[str, float]
+    recorded: bool
     parameters: int
     repeats: int
 
@@ -84,20 +89,34 @@ class Running:
 
     step: Callable[[], object]
     evaluations: int
+    prepare: Callable[[], object] | None = None
+    """Compiles what draws a step's noise."""
+    recorded: Callable[[], bool] = lambda: False
 
 
-def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None) -> Speed:
-    """Time one case; `matmul_tflops` from an earlier case of the same process need not be measured again."""
+def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, start: Start | None = None) -> Speed:
+    """Time one case. `matmul_tflops` from an earlier case of the same process need not be measured again; `start` has
+    what was done before this."""
+    if start is None:
+        start = Start()
+        start.lap("imports")
     torch.manual_seed(0)
     if case.device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(case.device)
-    with _WORK[case.work](case) as running:
+    with _full_host_told(), _WORK[case.work](case) as running:
+        _wait(case.device)
+        start.lap("build")
+        if running.prepare is not None:
+            running.prepare()
+            _wait(case.device)
+            start.lap("noise")
         running.step()
         _wait(case.device)
-        first = since_process_start()
+        start.lap("step")
         times = _times(running.step, case.device, repeats)
+        recorded = running.recorded()
     seconds = statistics.median(times)
     work = case.batch * running.evaluations * cost(case.backbone, case.shape, BINS.count).flops
     tflops = work * (TRAINING_COST if case.work == "train" else 1) / seconds / 1e12
@@ -111,7 +130,9 @@ def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None) ->
         matmul_tflops=reachable,
         fraction=tflops / reachable,
         peak_gib=peak,
-        first_step_s=first,
+        first_step_s=start.seconds,
+        first_step_parts_s=dict(start.parts_s),
+        recorded=recorded,
         parameters=cost(case.backbone, case.shape, BINS.count).parameters,
         repeats=repeats,
     )
@@ -157,14 +178,15 @@ def _times(step: Callable[[], object], device: torch.device, repeats: int) -> li
     return found
 
 
-def since_process_start() -> float:
-    """Seconds since this process began, imports included; NaN where the system does not say."""
+@contextmanager
+def _full_host_told() -> Iterator[None]:
+    """A host that is out of memory as torch's own error: a GPU's already is."""
     try:
-        with open("/proc/self/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return float("nan")
+        yield
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
 
 
 def _recipe(case: Case) -> Recipe:
@@ -187,11 +209,14 @@ def _train(case: Case) -> Iterator[Running]:
     recipe, world = _recipe(case), World(Place(), case.device)
     images = torch.randint(BINS.count, (4 * case.batch, *case.shape), dtype=torch.uint8)
     data = open_training_data(recipe, case.device, images)
-    model = _fast(build_model(recipe, data.spec, None).to(case.device).train(), case)
+    with case.device:
+        model = build_model(recipe, data.spec, None)
+    model = _fast(model.to(case.device).train(), case)
     engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device))
     stream = Stream(recipe, data.train, data.spec.shape, world, 0)
     with watching(world.place, limit_s=600.0) as watchdog, contextlib.closing(stream):
-        yield Running(lambda: engine.step(stream, watchdog), 1)
+        prepare, recorded = (lambda: stream.first(0)), (lambda: engine.recorded)
+        yield Running(lambda: engine.step(stream, watchdog), 1, prepare, recorded)
 
 
 @contextmanager
@@ -230,11 +255,11 @@ _WORK: dict[Work, Callable[[Case], AbstractContextManager[Running]]] = {
 
 def _trained(case: Case) -> Model:
     """A model as it is used after training: its weights in the type of the computation, since nothing changes them."""
-    model = Model(build(case.backbone, case.shape, BINS.count), build_method(METHODS[case.method]()), case.shape, BINS)
+    with case.device:
+        network = build(case.backbone, case.shape, BINS.count)
+    model = Model(network, build_method(METHODS[case.method]()), case.shape, BINS)
     model = _fast(model.to(case.device).eval(), case)
-    network = model.denoiser.backbone
-    if isinstance(network, Backbone):
-        freeze(network)
+    freeze(network)
     return model
 
 
@@ -244,49 +269,3 @@ def _fast(model: Model, case: Case) -> Model:
     network.compute_dtype = compute_dtype(case.precision, case.device)
     accelerate(network, case.device, case.lean, fp8=case.precision == "fp8")
     return model
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Relative distance |fast - reference| / |reference| of outputs and of gradients, and what is tolerated."""
-
-    output: float
-    gradient: float
-    tolerance: float
-
-    @property
-    def holds(self) -> bool:
-        return self.output <= self.tolerance and self.gradient <= self.tolerance
-
-
-# Eight bits of mantissa, rounded at every operation of a deep network; float32 differs only in the order of its sums;
-# fp8 has four bits for weights and activations, three for gradients.
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, None: 1e-4}
-TOLERANCE_FP8 = 0.2
-
-
-def check(case: Case, batch: int = 8) -> Agreement:
-    """The fast form of a network beside float32, eager: outputs and gradients, dropout included."""
-    torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
-    reference = build(case.backbone, case.shape, BINS.count).to(case.device).train()
-    for parameter in reference.parameters():
-        if not bool(parameter.any()):
-            nn.init.normal_(parameter, std=0.02)  # what starts at 0 would hide everything behind it
-    fast = copy.deepcopy(reference)
-    fast.compute_dtype = compute_dtype(case.precision, case.device)
-    accelerate(fast, case.device, case.lean, fp8=case.precision == "fp8")
-    x, direction = (torch.randn(batch, *case.shape, device=case.device) for _ in range(2))
-    t = torch.rand(batch, device=case.device)
-
-    def run(network: nn.Module) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(0)
-        output = network(x, t)
-        gradients = torch.autograd.grad((output * direction).sum(), list(network.parameters()))
-        return output.detach(), torch.cat([g.flatten() for g in gradients])
-
-    (expected, expected_gradient), (found, found_gradient) = run(reference), run(fast)
-    return Agreement(
-        output=float((found - expected).norm() / expected.norm()),
-        gradient=float((found_gradient - expected_gradient).norm() / expected_gradient.norm()),
-        tolerance=TOLERANCE_FP8 if case.precision == "fp8" else TOLERANCE[fast.compute_dtype],
-    )

@@ -231,7 +231,25 @@ def test_a_blurred_and_noisy_digit_is_sharpened_and_stays_near_what_was_measured
     assert (mean - x).square().mean() < 0.8 * (smooth - x).square().mean()
 
 
+def test_what_is_not_known_may_be_anything():
+    predict, latent = mixture().predictor(BSI()), torch.zeros(4, 2, dtype=torch.float64)
+    for precision in (100.0, math.inf):
+        found = []
+        for missing in (0.0, 5.0, math.nan):
+            y, mask = at(0.7, missing).expand(4, 2), at(1.0, 0.0).expand(4, 2)
+            found.append(inpainted(BSI(), predict, y, mask, precision)(latent, at(3.0).expand(4)))
+        assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 def test_impossible_measurements_are_refused():
+    def never(latent: Tensor, level: Tensor) -> Tensor:
+        raise AssertionError("evaluated")
+
+    y, level = torch.zeros(3, 2), torch.full((3,), 4.0, dtype=torch.float64)
+    with pytest.raises(UsageError, match=r"y of \(3, 2\), and the operator makes \(3, 1\) of \(3, 4\)"):
+        measured(BSI(), never, lambda x: x[:, :1], y, 1.0)(torch.zeros(3, 4), level)
+    with pytest.raises(UsageError, match="mask is 1 where"):
+        inpainted(BSI(), never, y, torch.full((3, 2), 0.5))
     for precision, iterations in ((0.0, 3), (-1.0, 3), (1.0, 1)):
         with pytest.raises(UsageError, match="precision"):
             measured(BSI(), mixture().predictor(BSI()), lambda x: x, torch.zeros(1, 2), precision, iterations)

@@ -31,7 +31,7 @@ taken for an error of which nothing but the size is known, V a multiple of the i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +44,10 @@ from bsi.gaussian import over
 from bsi.grids import EDM_SIGMA, geometric_grid, onward_grid
 from bsi.methods.base import Method, Predictor, level_at, rho_at
 from bsi.noise import Noise
-from bsi.sampling import sample
+from bsi.sampling import Step, end_of, trajectory
 from bsi.solvers import SOLVERS, Solver, named_solver, posterior
 
-__all__ = ["denoise", "guided", "inpainted", "measured", "measuring_solvers", "replaced", "start_of"]
+__all__ = ["denoise", "denoising", "guided", "inpainted", "measured", "measuring_solvers", "replaced", "start_of"]
 
 Data = Float[Tensor, "batch *data"]
 Measured = Float[Tensor, "batch *measured"]
@@ -87,6 +87,19 @@ def denoise(
     solver: Solver | str = MEASURING_SOLVER,
 ) -> Data:
     """A draw from p(x | y) for each row of y ~ N(x, 1 / precision): generation, gone on with from y."""
+    return end_of(denoising(method, predict, noise, y, precision, k, solver))
+
+
+def denoising(
+    method: Method,
+    predict: Predictor,
+    noise: Noise,
+    y: Data,
+    precision: float,
+    k: int = STEPS,
+    solver: Solver | str = MEASURING_SOLVER,
+) -> Iterator[Step]:
+    """Every step on the way from y to what `denoise` returns."""
     level = start_of(method, precision)
     grid = onward_grid(method, level, k)
     solve = named_solver(solver) if isinstance(solver, str) else solver
@@ -97,7 +110,7 @@ def denoise(
             f"churn turn the prior into samples of the data, but not y into samples of x given y."
         )
     start = over(method.encoder(grid[:1]).signal.to(y.device), y) * y
-    return sample(method, predict, noise, grid, solve, start)
+    return trajectory(method, predict, noise, grid, solve, start)
 
 
 def measured(
@@ -124,8 +137,13 @@ def measured(
         scale = over(encoder.noise.square() / encoder.signal, latent)
         with torch.enable_grad():
             psi = latent.detach().requires_grad_()
+            made, transposed = torch.func.vjp(operator, torch.zeros_like(psi))[:2]
+            if made.shape != y.shape:
+                raise UsageError(
+                    f"y is what the operator makes of the samples, one row for each: got y of {tuple(y.shape)}, and "
+                    f"the operator makes {tuple(made.shape)} of {tuple(psi.shape)}"
+                )
             x_hat = predict(psi, level)
-            transposed = torch.func.vjp(operator, torch.zeros_like(psi))[1]
 
         def spread(u: Measured) -> Data:
             """V A^T u."""
@@ -149,8 +167,11 @@ def inpainted(
     precision: float = math.inf,
     iterations: int = 5,
 ) -> Predictor:
-    """A predictor that knows x where the mask is 1, up to noise of this precision."""
-    informed = measured(method, predict, lambda x: mask * x, mask * y, precision, iterations)
+    """A predictor that knows x where the mask is 1, up to noise of this precision; y may be anything where it is 0."""
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise UsageError("a mask is 1 where x is known and 0 where it is not: got values between or beyond")
+    known = torch.where(mask.bool(), y, 0.0)  # not mask * y: what is missing may be NaN
+    informed = measured(method, predict, lambda x: mask * x, known, precision, iterations)
     return replaced(informed, y, mask) if precision == math.inf else informed  # what is known exactly, to the last bit
 
 

@@ -20,7 +20,7 @@ from bsi.methods.base import Method, Predictor
 from bsi.noise import Noise
 from bsi.solvers import Path, Solver, Table, named_solver
 
-__all__ = ["Step", "advance", "evaluations", "measurement", "noisy_steps", "sample", "trajectory"]
+__all__ = ["Step", "advance", "end_of", "evaluations", "measurement", "noisy_steps", "sample", "trajectory"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,12 @@ def sample(
     start: Float[Tensor, "batch *data"] | None = None,
 ) -> Float[Tensor, "batch *data"]:
     """The end of a trajectory: one sample for each row of noise, as values (not bins)."""
-    (last,) = deque(trajectory(method, predict, noise, grid, solver, start), maxlen=1)
+    return end_of(trajectory(method, predict, noise, grid, solver, start))
+
+
+def end_of(steps: Iterator[Step]) -> Float[Tensor, "batch *data"]:
+    """What a trajectory leads to; only its last step is kept."""
+    (last,) = deque(steps, maxlen=1)
     return last.x_hat
 
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from bsi.conditioning import inpainted, measuring_solvers, start_of
-from bsi.errors import UsageError
-from bsi.gaussian import over
-from bsi.grids import named_grid, onward_grid
+from bsi.conditioning import denoising, inpainted
+from bsi.grids import named_grid
 from bsi.methods.base import Method, Predictor
 from bsi.noise import Noise
 from bsi.sampling import Step, trajectory
@@ -43,12 +41,7 @@ class Finisher:
 
     def denoise(self, y: Float[Tensor, "batch *data"], precision: float) -> Iterator[Step]:
         """From y ~ N(x, 1 / precision), to draws from p(x | y)."""
-        if self.solver not in measuring_solvers(self.method):
-            allowed = " or ".join(measuring_solvers(self.method))
-            raise UsageError(f"denoising takes a solver with the noise of measurements, {allowed}: got {self.solver}")
-        levels = onward_grid(self.method, start_of(self.method, precision), self.k)
-        start = over(self.method.encoder(levels[:1]).signal.to(y.device), y) * y
-        return trajectory(self.method, self.predict, self.noise, levels, self.solver, start)
+        return denoising(self.method, self.predict, self.noise, y, precision, self.k, self.solver)
 
     def inpaint(self, x: Float[Tensor, "batch *data"], hidden: Bool[Tensor, "batch *data"]) -> Iterator[Step]:
         """From the part of x that is not hidden."""

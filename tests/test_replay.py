@@ -363,9 +363,21 @@ def test_a_recording_that_fails_leaves_no_trace_in_the_steps_after_it(
     assert_same(plain, failed)
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="recording needs a CUDA device")
+
+
+def assert_near(a: Engine, b: Engine) -> None:
+    """Attention adds up in no fixed order, and an optimiser makes a whole step of a tiny gradient."""
+    mine, theirs = state(a), state(b)
+    for name in mine:
+        distance = torch.linalg.vector_norm((theirs[name] - mine[name]).double())
+        assert distance <= 2e-2 * torch.linalg.vector_norm(mine[name].double()) + 1e-6, name
+    assert b.first_fault() is None
+
+
 @compiles
+@needs_gpu
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="recording needs a CUDA device")
 @pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
 def test_a_replayed_step_is_the_step(recipe: Recipe, watchdog: Watchdog) -> None:
     (plain, stream), (replayed, again) = parts(recipe, "cuda"), parts(recipe, "cuda")
@@ -374,8 +386,52 @@ def test_a_replayed_step_is_the_step(recipe: Recipe, watchdog: Watchdog) -> None
         plain.step(stream, watchdog)
         replayed.step(again, watchdog)
     assert replayed.recorded
-    mine, theirs = state(plain), state(replayed)
-    for name in mine:  # attention adds up in no fixed order, and an optimiser makes a whole step of a tiny gradient
-        distance = torch.linalg.vector_norm((theirs[name] - mine[name]).double())
-        assert distance <= 2e-2 * torch.linalg.vector_norm(mine[name].double()) + 1e-6, name
-    assert replayed.first_fault() is None
+    assert_near(plain, replayed)
+
+
+@compiles
+@needs_gpu
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("recipe", [RECIPE, VARIED[NAMES.index("unet")]], ids=["adamw", "unet"])
+def test_neither_a_look_nor_a_restored_state_disturbs_a_recording(recipe: Recipe, watchdog: Watchdog) -> None:
+    (plain, stream), (replayed, again) = parts(recipe, "cuda"), parts(recipe, "cuda")
+    plain._replay = None
+    for step in range(9):
+        plain.step(stream, watchdog)
+        replayed.step(again, watchdog)
+        if step in (1, 5):  # before and after the recording
+            replayed.ema.model.sample(3, steps=2)
+            torch.cuda.empty_cache()
+        if step == 6:
+            replayed.restore(replayed.steps_done, plain.tensors())
+    assert replayed.recorded
+    assert_near(plain, replayed)
+
+
+@compiles
+@needs_gpu
+@pytest.mark.usefixtures("unchecked")
+def test_a_step_that_asks_the_host_after_all_goes_on_unrecorded(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plain, stream), (failed, again) = parts(RECIPE, "cuda"), parts(RECIPE, "cuda")
+    plain._replay = None
+    update = failed._update
+
+    def asks(losses: torch.Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            losses.sum().item()
+        update(losses)
+
+    monkeypatch.setattr(failed, "_update", asks)
+    for step in range(9):
+        plain.step(stream, watchdog)
+        with pytest.warns(RuntimeWarning, match="unrecorded") if step == PLAIN_STEPS else nullcontext():
+            failed.step(again, watchdog)
+    assert not failed.recorded
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert_near(plain, failed)
+    (other, last), _ = parts(RECIPE, "cuda"), torch.cuda.empty_cache()  # and the next one is recorded
+    for _ in range(PLAIN_STEPS + 1):
+        other.step(last, watchdog)
+    assert other.recorded

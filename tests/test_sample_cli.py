@@ -19,7 +19,7 @@ from bsi.cli import sample as command
 from bsi.cli.eval import Eval
 from bsi.cli.sample import Sample, write_samples
 from bsi.conditioning import denoise, measuring_solvers
-from bsi.errors import DataError, UsageError
+from bsi.errors import DataError, NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.parts import PART, Parts
 from bsi.grids import GRIDS
@@ -248,6 +248,24 @@ def test_the_command_writes_a_picture_and_says_what_it_did(tmp_path, capsys, mon
     assert f"4 samples, 3 evaluations each ({defaults.SOLVER}, {defaults.GRID})" in capsys.readouterr().out
     assert command.run(Sample(tmp_path / "run", num=4, steps=2, device="cpu", json=True)) == 0
     assert json.loads(capsys.readouterr().out)["num"] == 4
+
+
+def test_an_animation_alone_draws_no_more_than_it_shows(tmp_path):
+    network, seen = model(), []
+    network.denoiser.backbone.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    record = write_samples(network, arguments(tmp_path, num=40, npz=None, animate=tmp_path / "belief.webp"))
+    assert sum(seen) == 16 * 5
+    assert (record["num"], record["drawn"]) == (16, 16)
+    assert record["files"] == [str(tmp_path / "belief.webp")]
+
+
+def test_values_that_are_not_finite_are_not_drawn(tmp_path):
+    network = model()
+    torch.nn.init.constant_(next(network.denoiser.backbone.parameters()), float("nan"))
+    for changed in ({}, {"npz": None, "animate": tmp_path / "belief.gif"}):
+        with pytest.raises(NonFinite, match="samples 0 to 9 hold NaN"):
+            write_samples(network, arguments(tmp_path, **changed))
+    assert not list(tmp_path.glob("*.gif"))
 
 
 def test_memory_that_files_are_cached_in_can_be_had(monkeypatch):

@@ -64,7 +64,7 @@ class Sample:
     npz: Path | None = None
     """All samples as one array, arr_0: bin indices (uint8 for 8-bit images) or values."""
     animate: Path | None = None
-    """A .gif or .webp of the first 16 beliefs as they sharpen."""
+    """A .gif or .webp of the first 16 beliefs as they sharpen: belief mean, prediction, measurement, precision."""
     batch_size: int = 256
     """Samples at a time."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -117,21 +117,25 @@ def write_samples(model: Model, args: Sample) -> dict[str, Any]:
     label = label_of(model, args.label, args.guidance)
     picture = args.out or (Path("samples.png") if args.npz is None and args.animate is None else None)
     check_files(model, args, picture)
+    num = fresh = min(args.num, ANIMATED)  # if nothing but an animation is asked for
     started = time.perf_counter()
     with torch.no_grad():
-        found = drawn(model, args, how, label)
-        seconds = time.perf_counter() - started
-        if picture is not None:
-            from bsi import pictures
-
-            low, high = picture_range(model, found.samples)
-            pictures.grid(found.samples[:SHOWN], low=low, high=high).save(picture)
         if args.animate is not None:
-            animation(model, args, how, label, args.animate)
+            animation(model, how, label, min(args.num, ANIMATED), args.animate)
+        if picture is not None or args.npz is not None:
+            started = time.perf_counter()
+            found = drawn(model, args, how, label)
+            num, fresh = args.num, found.fresh
+        seconds = time.perf_counter() - started
+    if picture is not None:
+        from bsi import pictures
+
+        low, high = picture_range(model, found.samples)
+        pictures.grid(found.samples[:SHOWN], low=low, high=high).save(picture)
     return {
         "run": str(args.run),
-        "num": args.num,
-        "drawn": found.fresh,  # the others were in --npz already
+        "num": num,
+        "drawn": fresh,  # the others were in --npz already
         "evaluations": evaluations(model.method, args.steps, args.guidance != 1),
         **{name: value for name, value in asdict(how).items() if name != "classes"},  # here all are of one
         "label": label,
@@ -204,9 +208,13 @@ def batches(
         for step, count in zip(steps, evaluations_by_step(model, how), strict=True):
             x_hat = step.x_hat
             progress.advance(count * len(part))
-        if not bool(torch.isfinite(x_hat).all()):
-            raise NonFinite(f"samples {int(part[0])} to {int(part[-1])} hold NaN or infinity: so do the predictions")
+        check_finite(x_hat, part)
         yield model.data(x_hat).cpu().numpy()
+
+
+def check_finite(x_hat: Tensor, ids: Tensor) -> None:
+    if not bool(x_hat.isfinite().all()):
+        raise NonFinite(f"samples {int(ids[0])} to {int(ids[-1])} hold NaN or infinity: so do the predictions")
 
 
 def condition(label: int | None, ids: Tensor) -> Tensor | None:
@@ -248,27 +256,32 @@ def picture_range(model: Model, samples: np.ndarray) -> tuple[float, float]:
     """What is black and what is white: the first and the last bin, or the samples' own extremes."""
     if model.bins is not None:
         return 0.0, float(model.bins.count - 1)
-    low, high = float(samples.min()), float(samples.max())
+    return extremes(samples)
+
+
+def extremes(values: np.ndarray) -> tuple[float, float]:
+    low, high = float(values.min()), float(values.max())
     return low, high if high > low else low + 1
 
 
-def animation(model: Model, args: Sample, how: Drawing, label: int | None, path: Path) -> None:
-    """The first beliefs, step by step, as values; drawn anew, since a picture needs none of the others."""
+def animation(model: Model, how: Drawing, label: int | None, num: int, path: Path) -> None:
+    """The first `num` beliefs, step by step, as values; drawn by themselves, since samples in --npz have no history."""
     import torch
 
     from bsi.evaluation.drawing import draw
     from bsi.pictures import SMALLEST, Moment, animate, belief_frames
     from bsi.sampling import measurement
 
-    ids = torch.arange(min(args.num, ANIMATED), device=model.device)
+    ids = torch.arange(num, device=model.device)
     steps = list(draw(model.denoiser, model.shape, ids, how, condition(label, ids)))
+    check_finite(steps[-1].x_hat, ids)
     measured = [measurement(model.method, a, b).cpu().numpy() for a, b in itertools.pairwise(steps)]
     moments = [
         Moment(step.latent.cpu().numpy(), step.x_hat.cpu().numpy(), y, float(step.level))
         for step, y in zip(steps, [*measured, None], strict=True)
     ]
     final, bins = moments[-1].prediction, model.bins
-    low, high = (bins.low, bins.high) if bins is not None else (float(final.min()), float(final.max()))
+    low, high = (bins.low, bins.high) if bins is not None else extremes(final)
     animate(belief_frames(moments, low, high), path, lossless=min(model.shape[1:]) < SMALLEST)
 
 

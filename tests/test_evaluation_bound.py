@@ -20,6 +20,7 @@ from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.bound import Procedure, evaluate
 from bsi.evaluation.paired import difference
 from bsi.evaluation.plan import make_plan, shared_plans
+from bsi.evaluation.points import Design
 from bsi.evaluation.subject import Subject
 from bsi.gaussian import over
 from bsi.likelihood import Bins
@@ -260,6 +261,43 @@ def test_a_pilot_never_enters_the_estimate():
     assert float(torch.cdist(pilot, main).min()) > 0
 
 
+def test_a_part_learns_from_the_parts_before_and_from_none_after():
+    """The network changes for some samples: their own estimates change, and those of later stages, and no others."""
+    method, x = BSI(), rough(200)
+    plan = make_plan("fitted", Subject.plain(method, squash(method), x, BINS), 5, 0, 256, ALONE)
+    stages = Design(200, 5).stages(plan.pilot)
+    assert len(stages) > 4
+    changed = stages[2]
+
+    def predict(ids):
+        scale = 1 - 0.1 * torch.isin(ids, changed).double()[:, None, None]
+        return lambda latent, level: scale * squash(method)(latent, level)
+
+    subject = Subject.plain(method, squash(method), x, BINS)
+    before, after = (
+        evaluate(each, LEARNED, ALONE, plan).measurement.values for each in (subject, replace(subject, predict=predict))
+    )
+    same = (before == after).all(0)
+    assert bool(same[torch.cat(stages[:2])].all())
+    assert not bool(same[torch.cat(stages[2:])].any())
+    again = evaluate(subject, LEARNED, ALONE, plan).measurement.values
+    assert torch.equal(again, before)  # the plan itself has learned nothing
+
+
+def test_what_was_learned_lowers_the_variance():
+    """The same pilot, with and without learning on the way."""
+    method, x = BSI(), rough(400)
+    subject = Subject.plain(method, squash(method), x, BINS)
+    true = exact_measurement(method, squash(method), x)
+    plan = make_plan("fitted", subject, 2, 0, 256, ALONE)
+    found = torch.stack(
+        [evaluate(subject, replace(LEARNED, measure=4, seed=s), ALONE, plan).elbo.measurement for s in range(6)]
+    )
+    stages = Design(400, 4).stages(plan.pilot)
+    first, last = ((found[:, part] - true[part]).square().mean() for part in (stages[0], torch.cat(stages[-2:])))
+    assert float(last) < float(first)
+
+
 def test_common_random_numbers_make_a_difference_sharper():
     x = as_source(pixels())
     a, b = model(0), model(0)
@@ -308,6 +346,19 @@ def test_predictions_that_are_not_finite_are_named():
     subject = Subject.plain(BSI(), lambda latent, level: latent * math.nan, rough(), BINS)
     with pytest.raises(NonFinite, match="40 of 40"):
         evaluate(subject, Procedure(), ALONE)
+
+
+def test_a_sample_that_is_not_finite_spoils_no_other():
+    method, x = BSI(), rough()
+    subject = Subject.plain(method, squash(method), x, BINS)
+    plan = make_plan("fitted", subject, 5, 0, 256, ALONE)
+
+    def predict(ids):
+        scale = torch.where(ids == 1, math.nan, 1.0)[:, None, None]
+        return lambda latent, level: scale * squash(method)(latent, level)
+
+    with pytest.raises(NonFinite, match="1 of 40"):
+        evaluate(replace(subject, predict=predict), LEARNED, ALONE, plan)
 
 
 def summary(world: World) -> dict[str, float]:

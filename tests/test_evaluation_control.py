@@ -7,7 +7,7 @@ import torch
 
 from bsi.elbo import finite_measurement_loss, measurement_loss
 from bsi.evaluation.basis import Basis, Flat, knots
-from bsi.evaluation.control import Observations, fit_control, fit_proposal
+from bsi.evaluation.control import Control, Observations, fit_control, fit_proposal
 from bsi.evaluation.integral import Between, Finite, Infinite, integral
 from bsi.evaluation.plan import expected_error
 from bsi.evaluation.references import Wiener
@@ -292,6 +292,51 @@ def test_a_small_pilot_learns_a_reference_that_is_right():
     left_over = fresh.g - fit_control(basis, few).predict(fresh)
     for there in (fresh.u < 4, (fresh.u > 4) & (fresh.u < 6)):
         assert float(left_over[there].var()) < 0.006 * float(fresh.g[there].var())
+
+
+def test_a_control_learns_from_evaluations_by_themselves_too():
+    """What samples differ by is noise to a small pilot: singles tell as much of it as pairs do, and there are more."""
+    x = images(50)
+    basis = Basis.fit(BSI(), x, BINS)
+
+    def model(seen):
+        between = Between.of(basis.knots, seen.u)
+        share = torch.stack([1 - between.along, between.along], 1)
+        value = 40 + 8 * seen.steady[..., 1] + 0.5 * seen.steady[..., 4] + 0.6 * seen.noisy[..., 0]
+        own = torch.sin(1e3 * seen.steady[:, 0, 2] + seen.u / 3)  # of the sample, and of no trait of it
+        return (share * value).sum(1) + 4 * own
+
+    pilot, more, fresh = (
+        observations(basis, x, seed, pairs, model) for seed, pairs in ((0, 128), (5, 1000), (10, 500))
+    )
+    first = fit_control(basis, pilot)
+    singles = [Observations(*(value[half::2] for value in vars(more).values())) for half in (0, 1)]
+    later = first.after(singles[0])
+    assert (first.learned, later.learned, later.after(singles[1]).learned) == (256, 1256, 2256)
+    exact = Control(basis, *_coefficients(basis), pilot)
+    error = [float((exact.predict(fresh) - each.predict(fresh)).square().mean()) for each in (first, later)]
+    assert error[1] < error[0] / 2
+    torch.testing.assert_close(
+        later.after(singles[1]).of_steady, fit_control(basis, pilot, singles[0].and_also(singles[1])).of_steady
+    )
+
+
+def _coefficients(basis):
+    """Of the model above, without what no trait tells."""
+    steady, noisy = torch.zeros(2, len(basis.knots), basis.num_steady, dtype=torch.float64)
+    steady[:, [0, 1, 4]] = torch.tensor([40.0, 8.0, 0.5], dtype=torch.float64)
+    noisy[:, 0] = 0.6
+    return steady, noisy[:, : basis.num_noisy]
+
+
+def test_observations_survive_as_rows_of_a_table():
+    x = images(10)
+    basis = Basis.fit(BSI(), x, BINS)
+    seen = observations(basis, x, 0, 6, lambda seen: seen.u)
+    table = Observations.table(basis, 6, 2)
+    table[:] = seen.rows.view_as(table)
+    back = Observations.from_rows(basis, table.flatten(0, 1))
+    assert all(torch.equal(value, getattr(seen, name)) for name, value in vars(back).items())
 
 
 def test_the_fitted_proposal_follows_the_root_of_the_mean_square():

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from bsi.errors import UsageError
-from bsi.evaluation.points import Design, Pilot, Spread, noise, spread
+from bsi.evaluation.points import ENOUGH, Design, Pilot, Spread, noise, spread
 
 IDS = torch.arange(60)
 
@@ -37,6 +37,27 @@ def test_levels_are_equally_spaced_over_each_block():
     for b in range(design.blocks):
         t = torch.sort(design.t(ids[block == b], 0).flatten()).values
         torch.testing.assert_close(torch.diff(t), torch.full_like(t[1:], 1 / len(t)))
+
+
+def test_stages_are_whole_blocks_and_grow_with_what_was_learned():
+    design = Design(1000, 5)
+    parts = design.stages(256)
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(1000))
+    blocks = [set(design.block(part).tolist()) for part in parts]
+    assert sum(len(each) for each in blocks) == design.blocks
+    learned = 256
+    for part, each in zip(parts[:-1], blocks, strict=False):
+        assert len(each) == 1 or len(part) * 5 <= learned / 4 + 5 * len(each)
+        learned += 5 * len(part)
+    assert len(parts[-2]) > 2 * len(parts[0])
+
+
+def test_who_has_learned_enough_or_nothing_to_learn_goes_in_one_stage():
+    (part,) = Design(61, 5).stages(ENOUGH)
+    assert torch.equal(part, torch.arange(61))
+    parts = Design(100_000, 5).stages(2048)
+    assert len(parts) == 2
+    assert 5 * len(parts[0]) > ENOUGH - 2048
 
 
 def test_each_level_is_uniform():

@@ -18,9 +18,10 @@ over seeds.
 
 `floor` is the least that any choice of levels could cost: levels integrated exactly, evaluations where they are worth
 most, only noise left, (int sd du)^2 per evaluation; without a control, and with the fitted ones on average. `parts` is
-what the fitted estimator's cost is made of: noise under its own proposal, int var / p du; its pilot; and what is left,
-the levels. Noise is known from pairs of evaluations that share sample and level. `claimed` is the average variance that
-the estimator itself reports, over the true one: 1 is honest, more is careful.
+what the fitted estimator's cost is made of: noise under its own proposal, int var / p du, with the control that the
+pilot left; its pilot; and what is left, the levels. Noise is known from pairs of evaluations that share sample and
+level. `claimed` is the average variance that the estimator itself reports, over the true one: 1 is honest, more is
+careful.
 
 Seeds are the outer loop: figures are printed and written after each, and get sharper until the last or until --minutes
 are over.

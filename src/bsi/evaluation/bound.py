@@ -3,9 +3,10 @@
     -ln p(x) <= L_R + L_M + L_prior        for each sample, averaged over the set
 
 Each sample's L_M is estimated at `measure` levels and its L_R with `recon` draws of noise in a round (points.py says
-where and why, control.py how fewer evaluations do). A round gives independent replicates of every sample's estimate;
-more rounds give more of them, until `target_error` is met. Two errors are kept apart: that of the Monte Carlo estimate
-of this set's bound, from the replicates, and that of having this set of samples and not another.
+where and why, control.py how fewer evaluations do, learning from one part of the set for the next). A round gives
+independent replicates of every sample's estimate; more rounds give more of them, until `target_error` is met. Two
+errors are kept apart: that of the Monte Carlo estimate of this set's bound, from the replicates, and that of having
+this set of samples and not another.
 
 Each rank evaluates its part of the samples and puts the results into a table that is zero elsewhere; their sum is the
 table that one rank would have made, and everything after that is computed from the whole table by every rank.
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from bsi.elbo import Elbo, between_samples, reconstruction_loss
 from bsi.errors import NonFinite, UsageError
-from bsi.evaluation.control import Observations
+from bsi.evaluation.control import Control, Observations
 from bsi.evaluation.integral import integral
 from bsi.evaluation.plan import Plan, ProposalName, make_plan
-from bsi.evaluation.points import Design, Spread, noise, spread
+from bsi.evaluation.points import ENOUGH, Design, Spread, noise, spread
 from bsi.evaluation.subject import Subject
 from bsi.progress import Progress
 from bsi.sampling import evaluations
@@ -148,13 +149,12 @@ def evaluate(
         plan = make_plan(
             procedure.proposal, subject, procedure.measure, procedure.seed, procedure.batch, world, procedure.control
         )
-    design = Design(subject.count, procedure.measure, procedure.seed)
-    job = _Job(subject, procedure, plan, design, world, show)
+    job = _Job(subject, procedure, plan, world, show)
     terms = {
-        "measurement": _Term(job.measure, design.sizes, procedure.measure),
+        "measurement": _Term(job.measure, job.design.sizes, procedure.measure),
         "reconstruction": _Term(job.decode, (1,) * procedure.recon, procedure.recon * evaluations(subject.method, 0)),
     }
-    block = design.block(torch.arange(subject.count))
+    block = job.design.block(torch.arange(subject.count))
     found = {name: Replicates(term.run(0), torch.tensor(term.sizes), block) for name, term in terms.items()}
     turns = dict.fromkeys(terms, 1)
     n = math.prod(subject.shape)
@@ -183,54 +183,74 @@ def evaluate(
 @torch.no_grad()
 def measure(subject: Subject, procedure: Procedure, plan: Plan, world: World) -> Replicates:
     """A round of the measurement term alone: what is left to study of an estimator once the rest is known."""
-    design = Design(subject.count, procedure.measure, procedure.seed)
-    job = _Job(subject, procedure, plan, design, world, show=False)
-    return Replicates(job.measure(0), torch.tensor(design.sizes), design.block(torch.arange(subject.count)))
+    job = _Job(subject, procedure, plan, world, show=False)
+    return Replicates(job.measure(0), torch.tensor(job.design.sizes), job.design.block(torch.arange(subject.count)))
 
 
-@dataclass(frozen=True)
 class _Job:
-    """One evaluation: all that its rounds have in common."""
+    """One evaluation: all that its rounds have in common, and the control that learns from each for the next."""
 
-    subject: Subject
-    procedure: Procedure
-    plan: Plan
-    design: Design
-    world: World
-    show: bool
+    control: Control | None
+
+    def __init__(self, subject: Subject, procedure: Procedure, plan: Plan, world: World, show: bool) -> None:
+        self.subject, self.procedure, self.plan, self.world, self.show = subject, procedure, plan, world, show
+        self.design = Design(subject.count, procedure.measure, procedure.seed)
+        self.control = plan.control
 
     def measure(self, turn: int) -> Float64[Tensor, "replicates samples"]:
         """A round of L_M: for each replicate, the average over its levels."""
-        subject, control = self.subject, self.plan.control
-        rule = integral(subject.method, self.plan.proposal, self.procedure.finite_k)
         table = self._table(len(self.design.sizes))
-        with self._progress("levels", self.procedure.measure, turn) as progress:
-            for ids in self._batches():
-                x, predict = subject.x(ids), subject.predict(ids)
-                if control is not None:
-                    steady = control.basis.steady(x)
-                    known = control.known(steady, rule)
-                draw = turn * self.procedure.measure
-                for replicate, size in enumerate(self.design.sizes):
-                    total = torch.zeros(len(ids), dtype=torch.float64, device=subject.device)
-                    for t in self.design.t(ids, replicate, turn):
-                        points = rule.at(t)
-                        eps = noise(self.design.seed, ids, "measure", draw, subject.shape, x.dtype)
-                        g = subject.integrand(predict, x, points.level, eps)
-                        if control is not None:
-                            u = torch.log(points.level)
-                            g = g - control.predict(Observations.of(control.basis, steady, x, eps, u, g))
-                        total += points.weight * g
-                        draw += 1
-                        progress.advance(len(ids))
-                    table[replicate, ids] = total / size if control is None else total / size + known
+        stages = self.design.stages(ENOUGH if self.control is None else self.control.learned)
+        with self._progress("levels", stages, self.procedure.measure, turn) as progress:
+            for samples in stages:
+                self._stage(table, samples.to(self.subject.device), turn, progress)
         return self._whole(table)
+
+    def _stage(
+        self,
+        table: Float64[Tensor, "replicates all"],
+        samples: Int[Tensor, " samples"],
+        turn: int,
+        progress: Progress,
+    ) -> None:
+        """These samples' part of the table, and what there is to learn from them for those that come after."""
+        subject, measure, control = self.subject, self.procedure.measure, self.control
+        rule = integral(subject.method, self.plan.proposal, self.procedure.finite_k)
+        seen = None
+        if control is not None and control.learned < ENOUGH:
+            seen = Observations.table(control.basis, len(samples), measure)
+        for members in subject.batches(len(samples), self.procedure.batch, self.world):
+            ids = samples[members]
+            x, predict = subject.x(ids), subject.predict(ids)
+            if control is not None:
+                steady = control.basis.steady(x)
+                known = control.known(steady, rule)
+            draw = 0
+            for replicate, size in enumerate(self.design.sizes):
+                total = torch.zeros(len(ids), dtype=torch.float64, device=subject.device)
+                for t in self.design.t(ids, replicate, turn):
+                    points = rule.at(t)
+                    eps = noise(self.design.seed, ids, "measure", turn * measure + draw, subject.shape, x.dtype)
+                    g = subject.integrand(predict, x, points.level, eps)
+                    if control is not None:
+                        here = Observations.of(control.basis, steady, x, eps, torch.log(points.level), g)
+                        g = g - control.predict(here)
+                        if seen is not None:
+                            seen[members, draw] = here.rows
+                    total += points.weight * g
+                    draw += 1
+                    progress.advance(len(ids))
+                table[replicate, ids] = total / size if control is None else total / size + known
+        if control is not None and seen is not None:
+            rows = self.world.sum(seen)[:: -(-len(samples) * measure // ENOUGH)].flatten(0, 1)  # a block may be large
+            finite = torch.isfinite(rows).all(1)  # the others are reported at the end
+            self.control = control.after(Observations.from_rows(control.basis, rows[finite]))
 
     def decode(self, turn: int) -> Float64[Tensor, "replicates samples"]:
         """A round of L_R."""
         subject, recon = self.subject, self.procedure.recon
         table = self._table(recon)
-        with self._progress("reconstructions", recon, turn) as progress:
+        with self._progress("reconstructions", [torch.arange(subject.count)], recon, turn) as progress:
             for ids in self._batches():
                 x, predict = subject.x(ids), subject.predict(ids)
                 for row in range(recon):
@@ -252,8 +272,9 @@ class _Job:
     def _table(self, rows: int) -> Float64[Tensor, "replicates samples"]:
         return torch.zeros(rows, self.subject.count, dtype=torch.float64, device=self.subject.device)
 
-    def _progress(self, what: str, rows: int, turn: int) -> Progress:
-        part = sum(len(ids) for ids in self._batches())  # this rank's own: the others are as far, within a batch
+    def _progress(self, what: str, stages: list[Int[Tensor, " _"]], rows: int, turn: int) -> Progress:
+        # This rank's own: the others are as far, within a batch.
+        part = sum(len(ids) for each in stages for ids in self.subject.batches(len(each), len(each), self.world))
         stream = None if self.show and self.world.first else io.StringIO()
         return Progress(what if turn == 0 else f"{what}, round {turn + 1}", part * rows, "evaluation", stream=stream)
 

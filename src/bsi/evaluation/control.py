@@ -11,11 +11,15 @@ and only the difference is left to chance. C is linear in u between knots, and a
 
 in functions that basis.py describes: the noisy ones have mean 0, so that the integral is that of the steady ones.
 
-The coefficients come from a regression on a pilot: evaluations of their own that never enter the estimate, so that it
-stays unbiased whatever they said. The pilot evaluates every (x, u) twice. Samples differ from each other far more than
-one sample does between two draws of eps: the differences within a pair tell the coefficients b of the noise, free of
-the samples' differences, and the averages tell the rest, each weighted by its own residual variance. The prior is a
-random walk over the knots, so that a few hundred evaluations are enough.
+The coefficients come from a regression, at first on a pilot: evaluations of their own that never enter the estimate,
+so that it stays unbiased whatever they said. The pilot evaluates every (x, u) twice. Samples differ from each other far
+more than one sample does between two draws of eps: the differences within a pair tell the coefficients b of the noise,
+free of the samples' differences, and the averages tell the rest, each weighted by its own residual variance. The prior
+is a random walk over the knots, so that a few hundred evaluations are enough to begin with.
+
+They do not tell how one sample differs from another as well as one would like, and the evaluations that make up the
+estimate tell more: each part of the set is evaluated with a control learned from the pilot and from all parts before,
+never from itself. So its error has mean 0 whatever came before: no bias, and the errors of two parts are uncorrelated.
 
 The proposal follows what is left: the variance of the estimate, int E (g - C)^2 / p du less a constant, is least for
 
@@ -26,7 +30,7 @@ which without a control is the sqrt(E |x - x_hat|^4) of importance sampling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float, Float64
@@ -68,14 +72,46 @@ class Observations:
         rows = torch.arange(len(u), device=u.device)[:, None]
         return cls(u, g, steady[rows, torch.stack([left, left + 1], 1)], basis.noisy(x, eps, left))
 
+    @staticmethod
+    def table(basis: Basis, samples: int, draws: int) -> Float64[Tensor, "samples draws columns"]:
+        """Zeros, into which ranks put the `rows` that are theirs: the sum of their tables is exact."""
+        columns = 2 + 2 * (basis.num_steady + basis.num_noisy)
+        return torch.zeros(samples, draws, columns, dtype=torch.float64, device=basis.knots.device)
+
+    @property
+    def rows(self) -> Float64[Tensor, "batch columns"]:
+        return torch.cat([self.u[:, None], self.g[:, None], self.steady.flatten(1), self.noisy.flatten(1)], 1)
+
+    @classmethod
+    def from_rows(cls, basis: Basis, rows: Float64[Tensor, "batch columns"]) -> Observations:
+        steady, noisy = rows[:, 2:].split([2 * basis.num_steady, 2 * basis.num_noisy], 1)
+        return cls(rows[:, 0], rows[:, 1], steady.unflatten(1, (2, -1)), noisy.unflatten(1, (2, -1)))
+
+    def and_also(self, more: Observations) -> Observations:
+        return Observations(*(torch.cat([getattr(each, f.name) for each in (self, more)]) for f in fields(self)))
+
 
 @dataclass(frozen=True)
 class Control:
-    """C(x, u, eps): coefficients at each knot."""
+    """C(x, u, eps): coefficients at each knot, and what they were learned from.
+
+    Of the `pairs`, 2i and 2i + 1 share x and u; the `singles` share nothing.
+    """
 
     basis: Basis
     of_steady: Float64[Tensor, "knots steady"]
     of_noisy: Float64[Tensor, "knots noisy"]
+    pairs: Observations
+    singles: Observations | None = None
+
+    @property
+    def learned(self) -> int:
+        """From how many evaluations."""
+        return len(self.pairs.u) + (0 if self.singles is None else len(self.singles.u))
+
+    def after(self, more: Observations) -> Control:
+        """Learned from these evaluations too."""
+        return fit_control(self.basis, self.pairs, more if self.singles is None else self.singles.and_also(more))
 
     def known(self, steady: Float64[Tensor, "batch knots steady"], integral: Integral) -> Float64[Tensor, " batch"]:
         """The integral of E C for each sample."""
@@ -100,23 +136,32 @@ def _smoothed(
     return sums[0] / sums[1]
 
 
-def fit_control(basis: Basis, seen: Observations) -> Control:
-    """The regression on a pilot's pairs: observations 2i and 2i + 1 share x and u."""
-    knots, u = basis.knots, seen.u[::2]
-    between = Between.of(knots, u)
-    curve = _smoothed(knots, seen.u, seen.g)
+def fit_control(basis: Basis, pairs: Observations, singles: Observations | None = None) -> Control:
+    """The regression on the means and half differences of a pilot's pairs, and on what else was seen."""
+    knots, u, two = basis.knots, pairs.u[::2], pairs.g.view(-1, 2)
+    every = pairs if singles is None else pairs.and_also(singles)
+    curve = _smoothed(knots, every.u, every.g)
     units = _units(basis, curve)
-    means, halves = (_design(between, units, seen, sign) for sign in (1, -1))
-    pairs = seen.g.view(-1, 2)
-    mean, half = 0.5 * (pairs[:, 0] + pairs[:, 1]), 0.5 * (pairs[:, 0] - pairs[:, 1])
+    between = Between.of(knots, u)
+    values = torch.cat([pairs.steady, pairs.noisy], 2).unflatten(0, (-1, 2))
+    means, halves = (_design(between, units, 0.5 * (values[:, 0] + sign * values[:, 1])) for sign in (1, -1))
+    mean, half = 0.5 * (two[:, 0] + two[:, 1]), 0.5 * (two[:, 0] - two[:, 1])
+    designs, targets, places = [means, halves], [mean, half], [between, between]
+    if singles is not None:
+        places.append(Between.of(knots, singles.u))
+        designs.append(_design(places[2], units, torch.cat([singles.steady, singles.noisy], 2)))
+        targets.append(singles.g)
     left_over = mean - between.at(curve), half
-    smallest = 1e-12 * float(seen.g.square().mean()) + 1e-30  # a reference may be right to rounding
+    smallest = 1e-12 * float(every.g.square().mean()) + 1e-30  # a reference may be right to rounding
     for _ in range(TURNS):
-        weights = [1 / (between.at(_smoothed(knots, u, rest.square(), WIDE)) + smallest) for rest in left_over]
-        found = _regression(torch.cat([means, halves]), torch.cat([mean, half]), torch.cat(weights))
+        of_mean, of_half = (_smoothed(knots, u, rest.square(), WIDE) for rest in left_over)
+        # Noise counts by half in a pair's mean, and the other half is the difference's: a single evaluation has both.
+        variances = zip(places, (of_mean, of_half, of_mean + of_half), strict=False)
+        weights = [1 / (place.at(variance) + smallest) for place, variance in variances]
+        found = _regression(torch.cat(designs), torch.cat(targets), torch.cat(weights))
         left_over = mean - (means * found).sum((1, 2)), half - (halves * found).sum((1, 2))
     found = found * units
-    return Control(basis, found[:, : basis.num_steady], found[:, basis.num_steady :])
+    return Control(basis, found[:, : basis.num_steady], found[:, basis.num_steady :], pairs, singles)
 
 
 def _units(basis: Basis, curve: Float64[Tensor, " knots"]) -> Float64[Tensor, "knots functions"]:
@@ -129,11 +174,9 @@ def _units(basis: Basis, curve: Float64[Tensor, " knots"]) -> Float64[Tensor, "k
 
 
 def _design(
-    between: Between, units: Float64[Tensor, "knots functions"], seen: Observations, sign: int
-) -> Float64[Tensor, "pairs knots functions"]:
-    """Half the sum or the difference of a pair's basis functions, dealt to their knots."""
-    values = torch.cat([seen.steady, seen.noisy], 2).unflatten(0, (-1, 2))
-    values = 0.5 * (values[:, 0] + sign * values[:, 1])
+    between: Between, units: Float64[Tensor, "knots functions"], values: Float64[Tensor, "rows 2 functions"]
+) -> Float64[Tensor, "rows knots functions"]:
+    """The basis functions at the knots to the left and to the right, dealt to their knots."""
     design = values.new_zeros(len(values), *units.shape)
     rows = torch.arange(len(values), device=values.device)
     for side, share in ((0, 1 - between.along), (1, between.along)):

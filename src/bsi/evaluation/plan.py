@@ -2,7 +2,8 @@
 
 loguniform    the paper's
 exact         Equation "expected-h", of which the log-uniform is the simplification
-fitted        learned, with a control variate, from a pilot whose evaluations never enter the estimate
+fitted        learned, with a control variate, from a pilot whose evaluations never enter the estimate; the control
+              goes on learning, each part of the set from those before (control.py)
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Float64
-from torch import Tensor
 
 from bsi.evaluation.basis import Basis
 from bsi.evaluation.control import Control, Observations, fit_control, fit_proposal
@@ -33,7 +32,7 @@ DESCRIBED = 2048  # samples that describe the data to the reference denoisers
 
 @dataclass(frozen=True)
 class Plan:
-    """A proposal and a control variate; `pilot` counts the evaluations that they were learned from."""
+    """A proposal and a control variate; `pilot` counts the evaluations that were made to learn them alone."""
 
     proposal: Proposal
     control: Control | None = None
@@ -75,8 +74,7 @@ def expected_error(method: Method) -> ExpectedError:
 def _fitted(subject: Subject, measure: int, seed: int, batch: int, world: World, control: bool, basis: Basis) -> Plan:
     pairs = min(MOST, max(FEWEST, subject.count * measure // PILOT_PART)) // 2
     pilot = Pilot(subject.count, pairs, seed)
-    columns = 2 + 2 * (basis.num_steady + basis.num_noisy)
-    table = torch.zeros(pilot.samples, 2 * pilot.draws, columns, dtype=torch.float64, device=subject.device)
+    table = Observations.table(basis, pilot.samples, 2 * pilot.draws)
     for members in subject.batches(pilot.samples, batch, world):
         ids = pilot.ids(members)
         x, predict = subject.x(ids), subject.predict(ids)
@@ -85,23 +83,14 @@ def _fitted(subject: Subject, measure: int, seed: int, batch: int, world: World,
             level = subject.method.levels.icdf(pilot.t(members, draw // 2))
             eps = noise(seed, ids, "pilot", draw, subject.shape, x.dtype)
             g = subject.integrand(predict, x, level, eps)
-            table[members, draw] = _as_rows(Observations.of(basis, steady, x, eps, torch.log(level), g))
-    seen = _from_rows(world.sum(table).flatten(0, 1), basis)  # the other ranks' rows are 0: the sum is exact
+            table[members, draw] = Observations.of(basis, steady, x, eps, torch.log(level), g).rows
+    seen = Observations.from_rows(basis, world.sum(table).flatten(0, 1))
     levels = subject.method.levels
     if not control:
         return Plan(fit_proposal(levels, basis.knots, seen.u, seen.g), None, pilot.evaluations)
     fitted = fit_control(basis, seen)
     left_over = seen.g - fitted.predict(seen)
     return Plan(fit_proposal(levels, basis.knots, seen.u, left_over), fitted, pilot.evaluations)
-
-
-def _as_rows(seen: Observations) -> Float64[Tensor, "batch columns"]:
-    return torch.cat([seen.u[:, None], seen.g[:, None], seen.steady.flatten(1), seen.noisy.flatten(1)], 1)
-
-
-def _from_rows(rows: Float64[Tensor, "batch columns"], basis: Basis) -> Observations:
-    steady, noisy = rows[:, 2:].split([2 * basis.num_steady, 2 * basis.num_noisy], 1)
-    return Observations(rows[:, 0], rows[:, 1], steady.unflatten(1, (2, -1)), noisy.unflatten(1, (2, -1)))
 
 
 def shared_plans(a: Plan, b: Plan) -> tuple[Plan, Plan]:

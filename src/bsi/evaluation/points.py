@@ -23,6 +23,10 @@ estimate of the variance of their average, whatever the dependence inside. Block
 variances add, and with them the degrees of freedom, one for each block and replicate but the first. With 32 blocks, two
 replicates are enough for a Student interval that is hardly wider than a Normal one.
 
+Blocks are evaluated in stages, so that a control variate can learn from the blocks before (control.py). Given those, a
+block's replicates are independent and unbiased as ever: its error has mean 0 and its variance is estimated without
+bias, whatever came before. So errors of different blocks, or rounds, are uncorrelated, and variances still add.
+
 Replicates may differ in size (5 levels are 3 + 2). They are averaged by size, A = sum_r m_r A_r / M, and
 
     Var A  ~  sum_r m_r (A_r - A)^2 / ((R - 1) M)
@@ -48,6 +52,8 @@ __all__ = ["BLOCKS", "Design", "Pilot", "Spread", "noise", "spread"]
 
 BLOCKS = 32  # as many variances are averaged: the error is known to about 1 / sqrt(2 * 32) of itself
 FREEDOM = 24  # degrees of freedom that a set too small for so many blocks gets by more replicates
+GROWTH = 0.25  # a stage adds this much to what was learned from
+ENOUGH = 8192  # evaluations: more would hardly be learned from
 
 # What the noise is for: the kinds never share a draw.
 KINDS = {"measure": 1, "recon": 2, "pilot": 3}
@@ -102,15 +108,28 @@ class Design:
         return tuple(self.measure // replicates + (r < self.measure % replicates) for r in range(replicates))
 
     def block(self, ids: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        """The block of each sample: neighbours, in blocks of equal size up to one."""
-        return ids * self.blocks // self.count
+        """The block of each sample: every so many-th, so that each block is like the set, in whatever order it lies."""
+        return ids % self.blocks
+
+    def stages(self, learned: int) -> list[Int[Tensor, " _"]]:
+        """All samples, in parts of whole blocks for who has learned from so many evaluations and learns from each part
+        for the next: each adds a quarter, or a block, until that is enough, and the last is what remains.
+        """
+        block = self.block(torch.arange(self.count))
+        first, parts = 0, []
+        while first < self.blocks:
+            more = max(1, int(GROWTH * learned * self.blocks / (self.count * self.measure)))
+            end = first + more if learned < ENOUGH else self.blocks
+            parts.append(torch.nonzero((first <= block) & (block < end))[:, 0])
+            learned += len(parts[-1]) * self.measure
+            first = end
+        return parts
 
     def t(self, ids: Int[Tensor, " batch"], replicate: int, turn: int = 0) -> Float64[Tensor, "levels batch"]:
         """The places of these samples' levels in one replicate of a round."""
         block = self.block(ids)
-        start = -(-block * self.count // self.blocks)
-        end = -(-(block + 1) * self.count // self.blocks)
-        shift = ((ids - start).double() / (end - start) + _uniform(self.seed, block, replicate, turn)) % 1
+        size = (self.count - 1 - block) // self.blocks + 1
+        shift = ((ids // self.blocks).double() / size + _uniform(self.seed, block, replicate, turn)) % 1
         m = self.sizes[replicate]
         return (torch.arange(m, device=ids.device)[:, None] + shift) / m
 

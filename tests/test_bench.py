@@ -81,6 +81,7 @@ def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFix
         ({"backbone": "dit-k/2"}, "dit-[a-z]/2"),
         ({"size": 15}, "patch"),
         ({"batch": 0}, "at least 1"),
+        ({"backbone": "unet-128x32", "lean": True}, "leave --lean out"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_it_is_built(options: dict, message: str) -> None:

@@ -68,7 +68,7 @@ compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor") 
 GENERATORS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")
 
 
-def parts(recipe: Recipe, device: str) -> tuple[Engine, Stream]:
+def parts(recipe: Recipe, device: str, record: bool = True) -> tuple[Engine, Stream]:
     world = World(Place(), torch.device(device))
     data = torch.randint(0, 17, (100, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def parts(recipe: Recipe, device: str) -> tuple[Engine, Stream]:
     accelerate(network, world.device)
     labels = (torch.arange(100) % 10).numpy() if recipe.data.labels else None
     stream = Stream(recipe, as_source(data, world.device), (1, 8, 8), world, 0, labels, 10)
-    return Engine(recipe, model.train(), world, half), stream
+    return Engine(recipe, model.train(), world, half, record), stream
 
 
 def state(engine: Engine) -> dict[str, torch.Tensor]:
@@ -380,8 +380,7 @@ def assert_near(a: Engine, b: Engine) -> None:
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
 def test_a_replayed_step_is_the_step(recipe: Recipe, watchdog: Watchdog) -> None:
-    (plain, stream), (replayed, again) = parts(recipe, "cuda"), parts(recipe, "cuda")
-    plain._replay = None
+    (plain, stream), (replayed, again) = parts(recipe, "cuda", record=False), parts(recipe, "cuda")
     for _ in range(9):
         plain.step(stream, watchdog)
         replayed.step(again, watchdog)
@@ -394,8 +393,7 @@ def test_a_replayed_step_is_the_step(recipe: Recipe, watchdog: Watchdog) -> None
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("recipe", [RECIPE, VARIED[NAMES.index("unet")]], ids=["adamw", "unet"])
 def test_neither_a_look_nor_a_restored_state_disturbs_a_recording(recipe: Recipe, watchdog: Watchdog) -> None:
-    (plain, stream), (replayed, again) = parts(recipe, "cuda"), parts(recipe, "cuda")
-    plain._replay = None
+    (plain, stream), (replayed, again) = parts(recipe, "cuda", record=False), parts(recipe, "cuda")
     for step in range(9):
         plain.step(stream, watchdog)
         replayed.step(again, watchdog)
@@ -414,8 +412,7 @@ def test_neither_a_look_nor_a_restored_state_disturbs_a_recording(recipe: Recipe
 def test_a_step_that_asks_the_host_after_all_goes_on_unrecorded(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (plain, stream), (failed, again) = parts(RECIPE, "cuda"), parts(RECIPE, "cuda")
-    plain._replay = None
+    (plain, stream), (failed, again) = parts(RECIPE, "cuda", record=False), parts(RECIPE, "cuda")
     update = failed._update
 
     def asks(losses: torch.Tensor) -> None:

@@ -41,7 +41,9 @@ class Bench:
     method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"
     """all three cost the same: see for yourself"""
     lean: bool = False
-    """keep less for the backward pass"""
+    """keep less for the backward pass (of a DiT; other networks do so already)"""
+    record: bool = True
+    """record a training step and replay it, where that is done: on one GPU"""
     repeats: int = 5
     """how often it is timed"""
     check: bool = False
@@ -53,7 +55,7 @@ class Bench:
 
 
 def run(args: Bench) -> int:
-    from bsi.backbones import compute_dtype, cost, resolve
+    from bsi.backbones import DiTConfig, compute_dtype, cost, resolve
     from bsi.evaluation.start import Start, since_process_start
 
     start = Start()
@@ -61,6 +63,8 @@ def run(args: Bench) -> int:
         raise UsageError(f"batch, repeats and size are at least 1: got {args.batch}, {args.repeats}, {args.size}")
     backbone, shape = resolve(args.backbone), (3, args.size, args.size)
     cost(backbone, shape, 256)  # refuses what cannot be built, before torch allocates anything
+    if args.lean and not isinstance(backbone, DiTConfig):
+        raise UsageError(f"lean is a form of the DiT, and {args.backbone} keeps as little already: leave --lean out")
 
     from bsi.backbones.acceleration import check_fp8
     from bsi.evaluation.agreement import check
@@ -79,7 +83,7 @@ def run(args: Bench) -> int:
     start.lap("device")
     matmul, code = None, 0
     for method in ("bsi", "bfn", "vdm") if args.method == "all" else (args.method,):
-        case = Case(args.work, backbone, shape, args.batch, method, args.precision, args.lean, device)
+        case = Case(args.work, backbone, shape, args.batch, method, args.precision, args.lean, device, args.record)
         record: dict[str, Any] = {
             "work": args.work, "backbone": args.backbone, "shape": shape, "batch": args.batch, "method": method,
             "precision": args.precision, "lean": args.lean, "device": _name(device),

@@ -59,6 +59,8 @@ class Case:
     precision: Precision
     lean: bool
     device: torch.device
+    record: bool = True
+    """Whether a training step may be recorded and replayed."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def _train(case: Case) -> Iterator[Running]:
     with case.device:
         model = build_model(recipe, data.spec, None)
     model = _fast(model.to(case.device).train(), case)
-    engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device))
+    engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device), case.record)
     stream = Stream(recipe, data.train, data.spec.shape, world, 0)
     with watching(world.place, limit_s=600.0) as watchdog, contextlib.closing(stream):
         prepare, recorded = (lambda: stream.first(0)), (lambda: engine.recorded)

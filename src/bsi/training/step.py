@@ -57,7 +57,9 @@ class Means:
 class Engine:
     """The model, its optimiser, its average, and the counters on the device. `step` advances all of them."""
 
-    def __init__(self, recipe: Recipe, model: Model, world: World, half: torch.dtype | None) -> None:
+    def __init__(
+        self, recipe: Recipe, model: Model, world: World, half: torch.dtype | None, record: bool = True
+    ) -> None:
         self.recipe, self.model, self.world, self.half = recipe, model, world, half
         self.ema = EmaModel(model)
         self.powers = PowerAverages(model.denoiser.backbone, recipe.ema.powers)
@@ -74,8 +76,8 @@ class Engine:
         self.sums = torch.zeros(3 if self._weight is None else 4, dtype=torch.float64, device=world.device)
         k = recipe.objective.finite_k
         self._grid = None if k is None else paper_grid(model.method, k).to(world.device)
-        recorded = world.device.type == "cuda" and replayable(recipe, model, world)
-        self._replay = Replay(world.device) if recorded else None
+        record = record and world.device.type == "cuda" and replayable(recipe, model, world)
+        self._replay = Replay(world.device) if record else None
 
     @property
     def recorded(self) -> bool:

@@ -27,14 +27,13 @@ from PIL import Image
 from bsi import BFN, BSI, VDM, Bins, Model, pretrained, train
 from bsi.app.asks import Denoise, Draw, Inpaint, Limits
 from bsi.app.server import create_app, listen, server_of
-from bsi.app.workbench import About, Frame, Workbench, belief, open_workbench
+from bsi.app.workbench import About, Frame, Workbench, open_workbench
 from bsi.backbones import MLPConfig
 from bsi.conditioning import measuring_solvers, start_of
 from bsi.data.folder import Folder
 from bsi.data.prepare import prepare
 from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing, draw
-from bsi.gaussian import over
 from bsi.sampling import evaluations
 from bsi.training.method_specs import BSISpec
 from bsi.training.recipe import Data, Optimiser, Recipe
@@ -261,16 +260,6 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return self.scale * torch.tanh(x)
-
-
-def test_the_vdm_belief_is_what_its_measurements_said() -> None:
-    method, level = VDM(), torch.tensor(2.0, dtype=torch.float64)
-    z = torch.randn(3, 1, 2, 2, generator=torch.Generator().manual_seed(0))
-    from bsi.sampling import Step
-
-    mean, precision = belief(method, Step(z, level, z))
-    assert precision == 2.0
-    torch.testing.assert_close(mean * over(method.encoder(level).signal, z), z)
 
 
 def test_about_says_what_may_be_asked(bench: Workbench, port: int) -> None:

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from bsi.brownian import BrownianPath
 from bsi.errors import UsageError
-from bsi.gaussian import Belief
 from bsi.grids import geometric_grid, paper_grid
 from bsi.methods import BFN, BSI, VDM
 from bsi.noise import SeededNoise
 from bsi.oracle import Mixture
-from bsi.sampling import evaluations, measurement, sample, trajectory
+from bsi.sampling import belief, evaluations, measurement, sample, trajectory
 from bsi.solvers import SOLVERS
 
 METHODS = [BSI(), BFN(), VDM()]
@@ -107,15 +106,23 @@ def test_solvers_that_add_no_noise_draw_none(method):
     assert [end for _, end in drawn[:-1]] == [start for start, _ in drawn[1:]]
 
 
-@pytest.mark.parametrize("method", [BSI(), BFN()], ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, BSI(gamma_0=0.1)], ids=repr)
 def test_measurements_lead_from_belief_to_belief(method):
     """Lemma "Posterior Update", backwards: whatever the solver, each step is the measurement it amounts to."""
     for solver in SOLVERS:
         steps = list(trajectory(method, Counting(), path(count=4), geometric_grid(method, 6), solver))
         for before, after in itertools.pairwise(steps):
-            y, alpha = measurement(method, before, after), (after.level - before.level).expand(4)
-            updated = Belief(before.latent, before.level.expand(4)).update(y, alpha)
-            torch.testing.assert_close(updated.mean, after.latent, rtol=1e-9, atol=1e-9)
+            y, alpha = measurement(method, before, after), after.level - before.level
+            updated, expected = belief(method, before).update(y, alpha), belief(method, after)
+            torch.testing.assert_close(updated.mean, expected.mean, rtol=1e-9, atol=1e-9)
+            assert float(updated.precision) == pytest.approx(float(expected.precision), rel=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_the_mean_of_a_belief_is_the_latent_and_what_a_vdms_latent_says_of_x(method):
+    for step in trajectory(method, Counting(), path(count=4), geometric_grid(method, 6), "posterior"):
+        scale = method.encoder(step.level).signal if isinstance(method, VDM) else 1.0
+        torch.testing.assert_close(scale * belief(method, step).mean, step.latent, rtol=1e-12, atol=1e-12)
 
 
 def test_the_papers_measurements_scatter_around_the_prediction_with_the_precision_gained():

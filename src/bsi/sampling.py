@@ -14,13 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bsi.fused import fused
-from bsi.gaussian import over
+from bsi.gaussian import Belief, over
 from bsi.grids import check_grid
 from bsi.methods.base import Method, Predictor
 from bsi.noise import Noise
 from bsi.solvers import Path, Solver, Table, named_solver
 
-__all__ = ["Step", "advance", "end_of", "evaluations", "measurement", "noisy_steps", "sample", "trajectory"]
+__all__ = ["Step", "advance", "belief", "end_of", "evaluations", "measurement", "noisy_steps", "sample", "trajectory"]
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,12 @@ def evaluations(method: Method, k: int, guided: bool = False) -> int:
     level = torch.tensor([method.levels.high], dtype=torch.float64)
     method.decode(torch.zeros(1, 1), level, counting)
     return (k + count) * (2 if guided else 1)
+
+
+def belief(method: Method, step: Step) -> Belief:
+    """What is known about the sample at a step: N(s / level, 1 / level), whose mean is the latent for BSI and BFN."""
+    scale = Path.of(method, step.level[None].cpu()).scale[0].to(step.latent.device)
+    return Belief(over(scale / step.level, step.latent) * step.latent, step.level)
 
 
 def measurement(method: Method, before: Step, after: Step) -> Float[Tensor, "batch *data"]:

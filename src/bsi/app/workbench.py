@@ -26,13 +26,12 @@ from bsi.conditioning import guided, measuring_solvers
 from bsi.data.store import open_dataset
 from bsi.defaults import GRID, MEASURING_SOLVER, SOLVER, STEPS
 from bsi.errors import BsiError, UsageError
-from bsi.gaussian import over
 from bsi.grids import GRIDS, named_grid
 from bsi.methods import VDM, Method
 from bsi.methods.base import Predictor
 from bsi.model import Model
 from bsi.noise import standard_normal
-from bsi.sampling import Step, evaluations, measurement
+from bsi.sampling import Step, belief, evaluations, measurement
 from bsi.solvers import SOLVERS, named_solver
 from bsi.training.export import load, read_trained
 
@@ -153,17 +152,11 @@ def _frames(
     for i in range(last + 1):
         with torch.no_grad():  # around each step: what is suspended in between must not switch gradients off for others
             step = next(steps)
-            mean, precision = belief(method, step)
+            known = belief(method, step)
             y = given if before is None else measurement(method, before, step)
-        yield Frame(i, last, precision, _array(mean), _array(step.x_hat), None if y is None else _array(y))
+        measured = None if y is None else _array(y)
+        yield Frame(i, last, float(known.precision), _array(known.mean), _array(step.x_hat), measured)
         before = step
-
-
-def belief(method: Method, step: Step) -> tuple[Float[Tensor, "batch *data"], float]:
-    """Mean and precision of what is known about the sample at a step."""
-    if isinstance(method, VDM):
-        return step.latent / over(method.encoder(step.level).signal, step.latent), float(step.level)
-    return step.latent, float(step.level)
 
 
 def _array(x: Float[Tensor, "num channels height width"]) -> Float32[np.ndarray, "num channels height width"]:

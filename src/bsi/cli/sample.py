@@ -270,14 +270,14 @@ def animation(model: Model, how: Drawing, label: int | None, num: int, path: Pat
 
     from bsi.evaluation.drawing import draw
     from bsi.pictures import SMALLEST, Moment, animate, belief_frames
-    from bsi.sampling import measurement
+    from bsi.sampling import belief, measurement
 
     ids = torch.arange(num, device=model.device)
     steps = list(draw(model.denoiser, model.shape, ids, how, condition(label, ids)))
     check_finite(steps[-1].x_hat, ids)
     measured = [measurement(model.method, a, b).cpu().numpy() for a, b in itertools.pairwise(steps)]
     moments = [
-        Moment(step.latent.cpu().numpy(), step.x_hat.cpu().numpy(), y, float(step.level))
+        Moment(belief(model.method, step).mean.cpu().numpy(), step.x_hat.cpu().numpy(), y, float(step.level))
         for step, y in zip(steps, [*measured, None], strict=True)
     ]
     final, bins = moments[-1].prediction, model.bins

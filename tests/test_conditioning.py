@@ -16,22 +16,9 @@ from bsi.grids import geometric_grid, named_grid, onward_grid
 from bsi.methods import BFN, BSI, VDM, Method, Predictor
 from bsi.oracle import Mixture
 from bsi.sampling import sample
+from mixtures import at, mixture
 
 METHODS = [BSI(), BFN(), VDM()]
-
-
-def at(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def mixture() -> Mixture:
-    return Mixture.general(
-        at(0.3, 0.4, 0.3),
-        torch.stack([at(-1.0, 0.5), at(0.8, 0.9), at(0.2, -1.0)]),
-        torch.stack(
-            [torch.diag(at(0.05, 0.2)), torch.stack([at(0.1, 0.06), at(0.06, 0.1)]), torch.diag(at(0.04, 0.02))]
-        ),
-    )
 
 
 def covariances(data: Mixture) -> Tensor:

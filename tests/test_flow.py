@@ -14,23 +14,10 @@ from bsi.likelihood import Bins
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.oracle import Mixture
 from bsi.sampling import sample
+from mixtures import at, mixture
 
 # VDM's own prior is not its encoder at e^-5; with less signal there, it is.
 METHODS = [BSI(), BFN(), VDM(nu_min=1e-13), BSI(gamma_0=0.1)]
-
-
-def at(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def mixture() -> Mixture:
-    return Mixture.general(
-        at(0.3, 0.4, 0.3),
-        torch.stack([at(-1.0, 0.5), at(0.8, 0.9), at(0.2, -1.0)]),
-        torch.stack(
-            [torch.diag(at(0.05, 0.2)), torch.stack([at(0.1, 0.06), at(0.06, 0.1)]), torch.diag(at(0.04, 0.02))]
-        ),
-    )
 
 
 def noisy(data: Mixture, method: Method) -> Mixture:

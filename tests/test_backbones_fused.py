@@ -162,6 +162,23 @@ def test_the_8_bit_trunk_is_the_plain_one_up_to_the_rounding_of_its_formats() ->
         assert max(gradients) < 0.2, "three digits, in each gradient on the way"
 
 
+@needs_triton
+@pytest.mark.parametrize("times", [[3.0, 1.0, 2.0, 1.02, 9.0, 0.99], [float("inf"), 2.0, 1.0], [1.0], [2e-5, 1e-5]])
+def test_the_fastest_product_is_found_and_slow_ones_run_once(times: list[float]) -> None:
+    from bsi.backbones.cublaslt import TIMED_RUNS, quickest
+
+    runs = dict.fromkeys(range(len(times)), 0)
+
+    def seconds(i: int, count: int) -> float:
+        runs[i] += count
+        return times[i] * (1.04 if count == 1 else 1.0)  # a single run is told less exactly
+
+    assert quickest(len(times), seconds) == times.index(min(times))
+    clearly = [i for i, time in enumerate(times) if time > 1.5 * min(times[: i + 1]) + 1e-4]
+    assert all(runs[i] == 1 for i in clearly)
+    assert max(runs.values()) == 1 + TIMED_RUNS
+
+
 def test_fp8_is_refused_with_the_reason_where_it_cannot_be_had() -> None:
     with pytest.raises(UsageError, match="the cpu does not compute in fp8"):
         compute_dtype("fp8", torch.device("cpu"))

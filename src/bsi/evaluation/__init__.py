@@ -10,4 +10,6 @@ references.py   denoisers whose expected error is known; valuewise.py those that
 subject.py      a model on a set of samples, of which each rank evaluates a part
 runs.py         run folders, records, provenance
 quality.py      samples of a run against its dataset
+speed.py        how fast a network trains, samples and measures; start.py: what the first step waits for
+agreement.py    how far its fast form is from float32
 """

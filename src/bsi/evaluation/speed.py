@@ -33,6 +33,7 @@ from bsi.training.dataset import build_method, build_model, open_training_data
 from bsi.training.distributed import Place, World
 from bsi.training.method_specs import METHODS, MethodName
 from bsi.training.recipe import Data, Optimiser, Recipe
+from bsi.training.replay import PLAIN_STEPS
 from bsi.training.step import Engine
 from bsi.training.stream import Stream
 from bsi.training.watchdog import watching
@@ -43,7 +44,7 @@ Work = Literal["train", "sample", "elbo"]
 
 BINS = Bins.uint8()
 SAMPLING_STEPS = 8
-WARM_STEPS = {"cpu": 1, "cuda": 4}  # on a GPU the fourth training step is recorded (bsi.training.replay)
+WARM_STEPS = {"cpu": 1, "cuda": PLAIN_STEPS + 1}  # until a training step is recorded, and replayed once
 TRAINING_COST = 3  # forward passes that a forward and a backward pass cost
 
 

@@ -109,9 +109,10 @@ class Replay:
 
     def _give_up(self, error: RuntimeError) -> None:
         self._failed, self._held = True, None
-        first = error.__context__ or error  # ending a recording that went wrong is an error of its own
+        # Ending a recording that went wrong is an error of its own; and CUDA's go on with advice.
+        cause = str(error.__context__ or error).partition("\n")[0]
         warnings.warn(
-            f"the training step could not be recorded as a CUDA graph ({first}). It goes on unrecorded: the same "
+            f"the training step could not be recorded as a CUDA graph ({cause}). It goes on unrecorded: the same "
             "computation, slower where the network is small.",
             RuntimeWarning,
             stacklevel=3,

@@ -79,7 +79,7 @@ def parts(recipe: Recipe, device: str, record: bool = True) -> tuple[Engine, Str
     for p in network.parameters():  # so that gradients flow everywhere from the first step
         torch.nn.init.normal_(p, std=0.05)
     model = bsi.Model(network, bsi.BSI(), (1, 8, 8), bsi.Bins(-1.0, 1.0, 17)).to(world.device)
-    accelerate(network, world.device)
+    accelerate(network, world.device, fp8=recipe.precision == "fp8")
     labels = (torch.arange(100) % 10).numpy() if recipe.data.labels else None
     stream = Stream(recipe, as_source(data, world.device), (1, 8, 8), world, 0, labels, 10)
     return Engine(recipe, model.train(), world, half, record), stream
@@ -380,8 +380,10 @@ def assert_near(a: Engine, b: Engine) -> None:
 @compiles
 @needs_gpu
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
+@pytest.mark.parametrize("recipe", [*VARIED, replace(RECIPE, precision="fp8")], ids=[*NAMES, "fp8"])
 def test_a_replayed_step_is_the_step(recipe: Recipe, watchdog: Watchdog) -> None:
+    if recipe.precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU does not compute in fp8")
     (plain, stream), (replayed, again) = parts(recipe, "cuda", record=False), parts(recipe, "cuda")
     for _ in range(9):
         plain.step(stream, watchdog)

@@ -11,7 +11,7 @@ from bsi.brownian import BrownianPath
 from bsi.conditioning import denoise, guided, inpainted, measured, replaced, start_of
 from bsi.data.store import open_dataset
 from bsi.defaults import GRID, SOLVER, STEPS
-from bsi.errors import UsageError
+from bsi.errors import NonFinite, UsageError
 from bsi.grids import geometric_grid, named_grid, onward_grid
 from bsi.methods import BFN, BSI, VDM, Method, Predictor
 from bsi.oracle import Mixture
@@ -235,6 +235,8 @@ def test_impossible_measurements_are_refused():
     y, level = torch.zeros(3, 2), torch.full((3,), 4.0, dtype=torch.float64)
     with pytest.raises(UsageError, match=r"y of \(3, 2\), and the operator makes \(3, 1\) of \(3, 4\)"):
         measured(BSI(), never, lambda x: x[:, :1], y, 1.0)(torch.zeros(3, 4), level)
+    with pytest.raises(NonFinite, match="predictions are not finite"):
+        measured(BSI(), lambda latent, level: latent * math.nan, lambda x: x, y, 1.0)(torch.zeros(3, 2), level)
     with pytest.raises(UsageError, match="mask is 1 where"):
         inpainted(BSI(), never, y, torch.full((3, 2), 0.5))
     for precision, iterations in ((0.0, 3), (-1.0, 3), (1.0, 1)):

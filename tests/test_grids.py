@@ -70,9 +70,9 @@ def test_what_is_no_grid_is_refused():
     low, high = method.levels.low, method.levels.high
     for levels, message in (
         ([low], "at least two levels"),
-        ([low, 1.0, 1.0, high], "rise strictly"),
-        ([low, 5.0, 1.0, high], "rise strictly"),
-        ([low, math.nan, high], "rise strictly"),
+        ([low, 1.0, 1.0, high], "rise strictly: level 2 is 1, after 1"),
+        ([low, 5.0, 1.0, high], "rise strictly: level 2 is 1, after 5"),
+        ([low, math.nan, high], "rise strictly: level 1 is nan"),
         ([2 * low, high], "starts at the prior"),
         ([low / 2, high], "in range"),
         ([low, 2 * high], "in range"),

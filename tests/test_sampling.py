@@ -53,10 +53,12 @@ def test_k_steps_yield_k_plus_1_and_cost_the_evaluations_that_are_stated(method,
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_with_one_path_more_steps_converge_to_one_sample(method):
-    """Strong convergence of order one: additive noise, and a prediction that the noise moves."""
+    """Strong convergence of order one: additive noise, and a prediction that the noise moves. Another churn has another
+    limit.
+    """
     predict, counts = mixture().predictor(method), [16, 32, 64, 128]
-    limit = sample(method, predict, path(), geometric_grid(method, 512), "sde2")
-    for solver in ("posterior", "sde2"):
+    for solver, finest in (("posterior", "sde2"), ("sde2", "sde2"), ("churn", "churn")):
+        limit = sample(method, predict, path(), geometric_grid(method, 512), finest)
         found = [sample(method, predict, path(), geometric_grid(method, k), solver) for k in counts]
         errors = [float((x - limit).norm(dim=1).median()) for x in found]
         order = math.log(errors[0] / errors[-1]) / math.log(counts[-1] / counts[0])

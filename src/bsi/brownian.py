@@ -90,8 +90,9 @@ def check_resolved(steps: Iterable[tuple[float, float]]) -> None:
     for start, end in steps:
         if start > 0 and expansion(start).leaf == expansion(end).leaf:
             raise UsageError(
-                f"a Brownian path resolves steps of {RESOLUTION:.2g} in ln Lambda: got a step from {start:g} to "
-                f"{end:g}. Take fewer steps, or independent noise (--noise independent; SeededNoise)."
+                f"a Brownian path resolves steps of {RESOLUTION:.2g} in ln Lambda, for Lambda from {LOW:.2g} to "
+                f"{HIGH:.2g}: got a step from {start:g} to {end:g}. Take fewer steps, or independent noise "
+                f"(--noise independent; SeededNoise)."
             )
 
 

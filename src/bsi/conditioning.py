@@ -39,7 +39,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bsi.defaults import MEASURING_SOLVER, STEPS
-from bsi.errors import UsageError
+from bsi.errors import NonFinite, UsageError
 from bsi.gaussian import over
 from bsi.grids import EDM_SIGMA, geometric_grid, onward_grid
 from bsi.methods.base import Method, Predictor, level_at, rho_at
@@ -151,6 +151,8 @@ def measured(
             return scale * product
 
         guess = x_hat.detach()
+        if not bool(torch.isfinite(guess).all()):
+            raise NonFinite("there is nothing to correct: the network's predictions are not finite")
         known = _Krylov(spread, operator, precision, y - operator(guess), iterations).solve()
         scaled = over(_variance(known.rest, transposed(known.rest)[0], precision), latent)
         plain = _Krylov(lambda u: scaled * transposed(u)[0], operator, precision, known.rest, iterations).solve()

@@ -53,8 +53,12 @@ def check_grid(method: Method, grid: Levels, from_prior: bool = True) -> Levels:
     grid, levels = grid.double(), method.levels
     if len(grid) < 2:
         raise UsageError(f"a grid has at least two levels, the prior's and the last: got {grid.tolist()}")
-    if not bool((torch.diff(grid) > 0).all()):
-        raise UsageError(f"a grid's levels must rise strictly: got {grid.tolist()}")
+    rises = torch.diff(grid) > 0
+    if not bool(rises.all()):
+        i = int((~rises).nonzero()[0])
+        raise UsageError(
+            f"a grid's levels must rise strictly: level {i + 1} is {float(grid[i + 1]):g}, after {float(grid[i]):g}"
+        )
     first, last = float(grid[0]), float(grid[-1])
     if first < levels.low * (1 - 1e-9) or last > levels.high * (1 + 1e-9):
         raise UsageError(f"a grid stays in range, {levels.low:g} to {levels.high:g}: got {first:g} to {last:g}")

@@ -5,6 +5,7 @@ import math
 import pytest
 import scipy.stats
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from bsi.noise import SeededNoise, philox, standard_normal
 
@@ -85,3 +86,16 @@ def test_seeded_noise_draws_one_after_the_other():
     assert torch.equal(first, standard_normal(4, torch.arange(3), 0, (2,)))
     assert torch.equal(second, standard_normal(4, torch.arange(3), 1, (2,)))
     assert not torch.equal(first, second)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_seed_in_a_tensor_gives_the_same_noise_and_one_kernel_for_all_seeds() -> None:
+    """A second training with another seed, in one process, once asked the compiler for what it cannot make."""
+    kernels = CompileCounter()
+    compiled = torch.compile(standard_normal, backend=kernels)
+    samples = torch.arange(5)
+    for seed in (3, 2**62 + 1):
+        torch.testing.assert_close(
+            compiled(torch.tensor(seed), samples, 0, (6,)), standard_normal(seed, samples, 0, (6,)), rtol=0, atol=0
+        )
+    assert kernels.frame_count == 1

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import jaxtyping
 import pytest
 import torch
 import torch._dynamo
@@ -137,15 +136,6 @@ def test_a_step_asks_nothing_of_the_host(recipe: Recipe, monkeypatch: pytest.Mon
     with Listening() as listening, Reading() as reading:
         engine._whole(batch)
     assert listening.heard | reading.heard == set()
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """No shape checks, into which the compiler cannot look."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-    torch._dynamo.reset()
 
 
 @compiles

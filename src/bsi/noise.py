@@ -67,13 +67,16 @@ def normals(
 
 
 def standard_normal(
-    seed: int,
+    seed: Key,
     samples: Int[Tensor, " batch"],
     draw: int,
     shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "batch *data"]:
-    """N(0, 1) noise of `shape` for each of `samples`: the `draw`-th that sample takes under this seed."""
+    """N(0, 1) noise of `shape` for each of `samples`: the `draw`-th that sample takes under this seed.
+
+    Compiled, it wants the seed as a tensor: numbers are written into a kernel, each new one into a new kernel.
+    """
     n = math.prod(shape)
     block, sample = torch.broadcast_tensors(
         torch.arange((n + 3) // 4, device=samples.device)[None, :], samples[:, None]

@@ -116,7 +116,7 @@ class Stream:
     ) -> None:
         self.recipe, self.source, self.shape, self.world = recipe, source, shape, world
         self.labels, self._classes = labels, classes
-        self._noise_seed = derive(recipe.seed, "noise")
+        self._noise_seed = torch.tensor(derive(recipe.seed, "noise"), device=world.device)
         self._normal = fused(standard_normal, world.device) if recipe.compile else standard_normal
         ids = (self._ids(piece) for step in range(start, recipe.steps) for piece in self._pieces(step))
         self._data = ahead(source, ids)

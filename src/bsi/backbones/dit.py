@@ -73,14 +73,16 @@ class DiT(Backbone):
         last: Float[Tensor, "batch 2 width"],
         seeds: Int32[Tensor, "depth 2 2"] | None,
     ) -> Float[Tensor, "batch tokens width"]:
-        heads, dropout, blocks = self.config.heads, self.config.dropout, [cast(Block, block) for block in self.blocks]
-        if self.trunk == "fp8":  # both need Triton, which only some machines have
-            from bsi.backbones.fp8 import fp8_trunk
+        from bsi.backbones.fused import bf16, fused_trunk  # which need Triton, and only some machines have it
 
-            return fp8_trunk(x, blocks, modulations, last, heads, dropout, seeds, self._frozen)
-        from bsi.backbones.fused import fused_trunk
+        blocks = [cast(Block, block) for block in self.blocks]
+        if self.trunk == "fp8":
+            from bsi.backbones.fp8 import fp8_forms
 
-        return fused_trunk(x, blocks, modulations, last, heads, dropout, seeds, lean=self.trunk == "lean")
+            forms = fp8_forms(blocks, self._frozen)
+        else:
+            forms = [bf16(lean=self.trunk == "lean")] * len(blocks)
+        return fused_trunk(x, blocks, modulations, last, self.config.heads, self.config.dropout, seeds, forms)
 
     def freeze_fp8(self) -> None:
         """Keep the blocks' weights in 8 bits, for evaluations without gradients: they will not change any more."""

@@ -18,6 +18,7 @@ attention is repeated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ from bsi.backbones.norm_kernels import Normed, gate_norm, gate_norm_backward
 if TYPE_CHECKING:
     from bsi.backbones.dit import Block
 
-__all__ = ["fused_trunk"]
+__all__ = ["Form", "bf16", "fused_trunk"]
 
 Stream = Float[Tensor, "batch tokens width"]
 PerSample = Float[Tensor, "batch width"]
@@ -103,7 +104,7 @@ class _AttentionHalf(torch.autograd.Function):
     def forward(
         ctx: Any, x: Stream, branch: Stream | None, bias: Tensor | None, gate: PerSample | None, shift: PerSample,
         scale: PerSample, qkv_weight: Tensor, qkv_bias: Tensor, out_weight: Tensor,
-        heads: int, dropout: float, seed: Tensor | None, lean: bool, keep: bool,
+        lean: bool, heads: int, dropout: float, seed: Tensor | None, keep: bool,
     ) -> tuple[Stream, Stream]:  # fmt: skip
         normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed)
         batch, tokens, width = x.shape
@@ -143,7 +144,7 @@ class _MlpHalf(torch.autograd.Function):
     def forward(
         ctx: Any, x: Stream, branch: Stream, bias: Tensor, gate: PerSample, shift: PerSample, scale: PerSample,
         expand_weight: Tensor, expand_bias: Tensor, contract_weight: Tensor,
-        dropout: float, seed: Tensor | None, lean: bool, keep: bool,
+        lean: bool, dropout: float, seed: Tensor | None, keep: bool,
     ) -> tuple[Stream, Stream]:  # fmt: skip
         normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed)
         rows = normed.h.flatten(0, 1)
@@ -187,6 +188,19 @@ class LastNorm(torch.autograd.Function):
         return *Half(ctx).finish(torch.zeros_like(dh), dh.contiguous()), *NO_GRADIENT[:3]
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a block is computed: its two half-blocks, and the setting that both of them take."""
+
+    attention: type[torch.autograd.Function]
+    mlp: type[torch.autograd.Function]
+    setting: Any
+
+
+def bf16(lean: bool = False) -> Form:
+    return Form(_AttentionHalf, _MlpHalf, lean)
+
+
 def fused_trunk(
     x: Stream,
     blocks: Sequence[Block],
@@ -195,7 +209,7 @@ def fused_trunk(
     heads: int,
     dropout: float,
     seeds: Int32[Tensor, "depth 2 2"] | None,
-    lean: bool = False,
+    forms: Sequence[Form],
 ) -> Stream:
     """All blocks and the head's norm: what the head's linear layer sees. x is bfloat16, on a CUDA device.
 
@@ -205,16 +219,16 @@ def fused_trunk(
     pairs = [(None, None)] * len(blocks) if seeds is None else [tuple(pair.unbind()) for pair in seeds]
     keep = torch.is_grad_enabled()
     branch = bias = gate = seed = None
-    for block, modulation, (seed_a, seed_m) in zip(blocks, modulations, pairs, strict=True):
+    for block, form, modulation, (seed_a, seed_m) in zip(blocks, forms, modulations, pairs, strict=True):
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.unbind(1)
         attention, mlp = block.attention, block.mlp
-        x, branch = _AttentionHalf.apply(
+        x, branch = form.attention.apply(
             x, branch, bias, gate, shift_a, scale_a, attention.qkv.weight, attention.qkv.bias, attention.out.weight,
-            heads, dropout, seed, lean, keep,
+            form.setting, heads, dropout, seed, keep,
         )  # fmt: skip
-        x, branch = _MlpHalf.apply(
+        x, branch = form.mlp.apply(
             x, branch, attention.out.bias, gate_a, shift_m, scale_m, mlp.expand.weight, mlp.expand.bias,
-            mlp.contract.weight, dropout, seed_a, lean, keep,
+            mlp.contract.weight, form.setting, dropout, seed_a, keep,
         )  # fmt: skip
         bias, gate, seed = mlp.contract.bias, gate_m, seed_m
     return LastNorm.apply(x, branch, bias, gate, *last.unbind(1), dropout, seed, keep)

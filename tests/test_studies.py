@@ -48,10 +48,19 @@ TINY = replace(
     SMOKE,
     comparisons=(Comparison(tiny, seeds=(0, 1)),),
     architecture=Comparison(tiny_unet, seeds=(0,)),
+    convergence=Comparison(tiny, seeds=(0,)),
+    profiled=tiny,
     parameter_recipe=tiny,
     drawn=Drawn(num=40, batch=40, steps=(2, 4), long=6, convergence=(2, 4, 16)),
     measured=Measured(levels=4, recon=2, finite_levels=4, ks=(2, 8), profile_levels=17, profile_images=8, batch=299),
-    varied=Varied(lambda_0=(1e-2, 1.0), gamma_0=(1e-2, math.inf), trained_k=(4,), evaluated_k=(2, 4), bias=(2.0,)),
+    varied=Varied(
+        lambda_0=(1e-2, 1.0),
+        steps=(2, 4),
+        gamma_0=(1e-2, math.inf),
+        trained_k=(4,),
+        evaluated_k=(2, 4),
+        bias=(2.0,),
+    ),
 )
 
 

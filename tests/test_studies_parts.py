@@ -17,7 +17,7 @@ from bsi.data.pixels import to_uint8
 from bsi.errors import DataError
 from bsi.levels import LogUniform
 from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
-from bsi.studies import comparison, disentangle, illustration, noise_levels
+from bsi.studies import comparison, disentangle, illustration, initial_precision, noise_levels, proposal
 from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
 from bsi.studies.elbo_convergence import gaussian_gap
 from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_seeds
@@ -30,7 +30,7 @@ from bsi.studies.registry import STUDIES
 from bsi.studies.report import Table, all_of, equal, less
 from bsi.studies.runner import plan
 from bsi.studies.scale import MINI, PAPER, SCALES, SMOKE
-from bsi.studies.standard import bounds
+from bsi.studies.standard import bounds, qualities
 from bsi.studies.store import Result, Store
 from bsi.training.dataset import build_method
 from bsi.training.method_specs import BSISpec
@@ -116,6 +116,8 @@ class TestEstimates:
             (Estimate(12.345, 1.234), "12.3 ± 1.2"),
             (Estimate(123.4, 25.0), "123 ± 25"),
             (Estimate(0.08178, 0.0), "0.08178"),
+            (Estimate(-5.036e-10, 7.6e-12), "(-5.036 ± 0.076)e-10"),
+            (Estimate(0.0, 2.5e-9), "(0.0 ± 2.5)e-9"),
         ],
     )
     def test_an_estimate_has_two_digits_of_its_error(self, estimate, text):
@@ -199,6 +201,25 @@ class TestClaims:
         assert table.csv() == "table,name,value,value error\nt,a,1.0,0.1\nt,b,,\n"
         assert table.markdown() == "| name | value |\n|---|---|\n| a | 1.00 ± 0.10 |\n| b | – |"
 
+    def test_bars_do_not_end_a_cell(self):
+        assert Table("t", ("|mu|",), (("a|b",),)).markdown() == "| \\|mu\\| |\n|---|\n| a\\|b |"
+
+    @pytest.mark.parametrize(
+        ("distances", "verdict"),
+        [
+            ((5.0, 1.0, 4.0), "held"),
+            ((5.0, 3.9, 4.0), "undecided"),
+            ((3.9, 4.0, 5.0), "undecided"),
+            ((1.0, 4.0, 5.0), "not held"),
+        ],
+    )
+    def test_an_intermediate_precision_is_best_or_not_beyond_two_standard_errors(self, distances, verdict, tmp_path):
+        store = Store(tmp_path)
+        for lambda_0, distance in zip(SMOKE.varied.lambda_0, distances, strict=True):
+            (job,) = qualities(SMOKE, initial_precision.networks(SMOKE, lambda_0), min(SMOKE.varied.steps))
+            store.write(job, Result({"distance": distance, "error": 0.1}), {})
+        assert initial_precision._intermediate(SMOKE, store).verdict == verdict
+
 
 class TestJobs:
     def test_a_network_is_named_by_what_decides_its_weights(self):
@@ -270,6 +291,17 @@ class TestJobs:
                 assert network_name(args.recipe) == network_name(p.job.network)
                 assert args.options.out == store.network(p.job.network)
 
+    def test_figures_of_the_paper_have_its_datasets_and_steps(self):
+        def data(name):
+            return {job.network.data.name for job in STUDIES[name].measures(PAPER)}
+
+        assert data("fid-convergence") == {"imagenet64"}
+        assert data("importance-sampling") == {"cifar10"}
+        assert data("elbo-convergence") == data("proposal") == data("initial-precision") == {"imagenet32"}
+        assert {job.steps for job in STUDIES["initial-precision"].measures(PAPER) if isinstance(job, Quality)} == {
+            16, 64, 256, 1024,
+        }  # fmt: skip
+
     def test_the_paper_has_three_seeds_and_both_budgets_of_cifar10(self, tmp_path):
         trained = [
             p.job.network for p in plan([STUDIES["comparison"]], PAPER, Store(tmp_path)) if isinstance(p.job, Train)
@@ -325,6 +357,14 @@ class TestNumbers:
         store.write(job, Result({"bits_per_dim": 2.641, "monte_carlo_error": 0.001}), {})
         table = comparison.table_of(PAPER, store, group, (1024,), comparison.printed(group.recipe("bsi")), 1024)
         assert table.rows == (("VDM", None, None, "2.65"), ("BSI", 1, Estimate(2.641, 0.001), "2.64"))
+
+    def test_distances_are_told_only_where_there_are_levels(self, tmp_path):
+        """The digits' levels end at 1e4."""
+        store, level = Store(tmp_path), np.geomspace(1e-2, 1e4, 33)
+        distance = np.repeat(1 / (1 + level)[:, None], 3, axis=1) * np.array([0.9, 1.0, 1.1])
+        store.write(proposal.profile(SMOKE), Result({}, {"level": level, "distance": distance}), {})
+        (table,) = proposal.STUDY.report(SMOKE, store).tables
+        assert [row[0] for row in table.rows] == [1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3, 1e4]
 
     @pytest.mark.parametrize("study", [noise_levels.STUDY, illustration.STUDY], ids=lambda study: study.name)
     def test_what_needs_no_training_holds(self, study, tmp_path):

@@ -45,7 +45,7 @@ def report(scale: Scale, store: Store) -> Report:
     gaps = gaps_of(scale, store, scale.architecture, steps)
     table = table_of(scale, store, scale.architecture, (steps,), paper_values.ARCHITECTURE)
     return Report(
-        tables=(table, gap_table(scale, gaps, steps)),
+        tables=(table, gap_table(scale, scale.architecture, gaps, steps)),
         claims=claims_of(scale, store, scale.architecture, gaps, steps),
         draw=lambda: _draw(scale, store),
         notes=("The paper's values are for ImageNet32, a U-Net of width 256 and 100k steps.",)

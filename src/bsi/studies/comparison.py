@@ -124,22 +124,28 @@ def gaps_of(scale: Scale, store: Store, comparison: Comparison, steps: int) -> l
     return found
 
 
-def gap_table(scale: Scale, gaps: Sequence[Gap], steps: int) -> Table:
+def _on(scale: Scale, comparison: Comparison) -> str:
+    """Says which dataset where a scale has several."""
+    return f" on {DATASETS[comparison.recipe('bsi').data.name].title}" if len(scale.comparisons) > 1 else ""
+
+
+def gap_table(scale: Scale, comparison: Comparison, gaps: Sequence[Gap], steps: int) -> Table:
     rows = tuple((gap.name, gap.bits, gap.distance) for gap in gaps)
-    return Table("paired differences", ("", "bits/dim", f"{scale.metric} at {steps}"), rows)
+    return Table(f"paired differences{_on(scale, comparison)}", ("", "bits/dim", f"{scale.metric} at {steps}"), rows)
 
 
 def claims_of(scale: Scale, store: Store, comparison: Comparison, gaps: Sequence[Gap], steps: int) -> tuple[Claim, ...]:
     """Equal bits per dimension; FID of BSI < VDM < BFN."""
+    on = _on(scale, comparison)
 
     def quality_of(method: MethodName) -> Estimate:
         return distance(store, qualities(scale, networks(comparison, method), steps))
 
     return (
-        equal("Equal bits/dim", [(gap.name, gap.bits) for gap in gaps], EQUAL_BITS),
+        equal(f"Equal bits/dim{on}", [(gap.name, gap.bits) for gap in gaps], EQUAL_BITS),
         *(
             less(
-                f"{scale.metric} of {figures.NAMES[gap.a]} below {figures.NAMES[gap.b]}'s at {steps} steps",
+                f"{scale.metric} of {figures.NAMES[gap.a]} below {figures.NAMES[gap.b]}'s at {steps} steps{on}",
                 quality_of(gap.a),
                 quality_of(gap.b),
                 gap.distance,
@@ -175,6 +181,9 @@ def _draw(scale: Scale, store: Store) -> Figure:
         figures.error_line(right, scale.drawn.steps, [e.value for e in found], [e.error for e in found], colour)
         ends.append(figures.End(scale.drawn.steps[-1], found[-1].value, figures.NAMES[method], colour))
     right.set_xscale("log", base=2)
+    right.set_yscale("log")
+    right.yaxis.set_major_formatter("{x:g}")
+    right.yaxis.set_minor_formatter("{x:g}")
     right.set_xticks(scale.drawn.steps, [str(k) for k in scale.drawn.steps])
     right.set_xlabel("steps of the paper's sampler")
     right.set_ylabel(scale.metric)
@@ -187,10 +196,10 @@ def _draw(scale: Scale, store: Store) -> Figure:
 def report(scale: Scale, store: Store) -> Report:
     steps, long, most = scale.drawn.steps, scale.drawn.long, max(scale.drawn.steps)
     tables = [table_of(scale, store, c, steps, printed(c.recipe("bsi")), long) for c in scale.comparisons]
-    gaps = gaps_of(scale, store, scale.comparisons[0], most)
+    whole = {c: gaps_of(scale, store, c, most) for c in scale.comparisons if c.samples}  # all methods, all measures
     return Report(
-        tables=(*tables, gap_table(scale, gaps, most)),
-        claims=claims_of(scale, store, scale.comparisons[0], gaps, most),
+        tables=(*tables, *(gap_table(scale, c, gaps, most) for c, gaps in whole.items())),
+        claims=tuple(claim for c, gaps in whole.items() for claim in claims_of(scale, store, c, gaps, most)),
         draw=lambda: _draw(scale, store),
         notes=("The paper's values are for ImageNet32, DiT-L/2 and 2M steps.",) if scale.name != "paper" else (),
     )

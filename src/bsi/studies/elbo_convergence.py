@@ -123,6 +123,8 @@ def _draw(scale: Scale, store: Store) -> Figure:
     left.set_title("The finite bound")
     values = store.read(_reconstruction(scale)).values
     right.plot(values["factors"], values["reconstruction"], "-o", color=colour)
+    if max(values["reconstruction"]) > 100 * min(values["reconstruction"]):
+        right.set_yscale("log")
     right.axvline(2.0, color=figures.GREY, linewidth=0.8, linestyle=":")
     right.set_xscale("log", base=2)
     right.set_xticks(FACTORS, [f"{factor:g}" for factor in FACTORS])

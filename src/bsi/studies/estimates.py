@@ -37,7 +37,12 @@ class Estimate:
         """As many digits as the error allows: two of its own."""
         if not self.error > 0 or not math.isfinite(self.error):
             return f"{self.value:.4g}"
-        places = max(0, 1 - math.floor(math.log10(self.error)))
+        exponent = math.floor(math.log10(self.error))
+        if exponent < -6:  # not to be told from 0 in a row of zeros
+            unit = math.floor(math.log10(max(abs(self.value), self.error)))
+            scaled = Estimate(self.value / 10.0**unit, self.error / 10.0**unit)
+            return f"({scaled})e{unit}" if scaled.error > 1e-6 else f"{self.value:.4g}"
+        places = max(0, 1 - exponent)
         return f"{self.value:.{places}f} ± {self.error:.{places}f}"
 
     def __sub__(self, other: Estimate) -> Estimate:

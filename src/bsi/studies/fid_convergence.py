@@ -30,7 +30,7 @@ FROM = 16  # steps, in the paper's claim
 
 
 def _paper_line(scale: Scale, method: MethodName) -> list[Quality]:
-    network = networks(scale.comparisons[0], method)[0]
+    network = networks(scale.convergence, method)[0]
     return [quality(scale, network, k) for k in scale.drawn.convergence]
 
 
@@ -40,7 +40,7 @@ def _our_steps(scale: Scale) -> list[int]:
 
 
 def _our_line(scale: Scale, method: MethodName, solver: str) -> list[Quality]:
-    network = networks(scale.comparisons[0], method)[0]
+    network = networks(scale.convergence, method)[0]
     return [quality(scale, network, k, solver, GRID) for k in _our_steps(scale)]
 
 

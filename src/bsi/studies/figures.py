@@ -141,6 +141,7 @@ def label_ends(axes: Axes, ends: Sequence[End], apart: float = 11.0) -> None:
     for end in order:
         taken.append(max(wanted[end], taken[-1] + apart) if taken else wanted[end])
     excess = sum(y - wanted[end] for y, end in zip(taken, order, strict=True)) / len(order)
+    excess = min(excess, taken[0] - apart / 2)  # above the axis
     for y, end in zip(taken, order, strict=True):
         label(axes, end.x, end.y, end.words, end.colour, dy=y - wanted[end] - excess)
 

@@ -16,7 +16,6 @@ from jaxtyping import Float64
 
 from bsi.levels import ExpectedError, Fitted, LogUniform, Proposal, Uniform
 from bsi.studies import figures
-from bsi.studies.comparison import networks
 from bsi.studies.estimates import Estimate
 from bsi.studies.job import Measure, Profile
 from bsi.studies.report import Report, Study, Table, less
@@ -28,10 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["STUDY", "profile", "proposals", "relative_spread"]
 
-COLOURS = dict(
-    zip(("uniform", "log-uniform", "exact", "fitted"), figures.PALETTE[1::-1] + figures.PALETTE[2:4], strict=True)
-)
-LABELS = {"uniform": (0.28, 3, 9), "log-uniform": (0.4, 0, 9), "exact": (0.12, 8, -8), "fitted": (0.86, 3, -10)}
+COLOURS = {
+    "uniform": figures.PALETTE[1],
+    "log-uniform": figures.PALETTE[0],
+    "exact": figures.PALETTE[4],
+    "fitted": figures.PALETTE[3],
+}
+LINES = {"log-uniform": ("-", 3.5), "exact": ("--", 1.2)}  # where one lies on the other, both are seen
 RESAMPLED = 200  # bootstrap samples of the images
 KNOTS = 33
 
@@ -40,9 +42,7 @@ Curve = Float64[np.ndarray, " levels"]
 
 
 def profile(scale: Scale) -> Profile:
-    """The errors of the first BSI network; the study `proposal` looks at them too."""
-    network = networks(scale.comparisons[0], "bsi")[0]
-    return Profile(network, scale.measured.profile_levels, scale.measured.profile_images)
+    return Profile(scale.profiled("bsi"), scale.measured.profile_levels, scale.measured.profile_images)
 
 
 def measures(scale: Scale) -> list[Measure]:
@@ -109,14 +109,13 @@ def _draw(scale: Scale, store: Store) -> Figure:
     for name, proposal in all_proposals.items():
         ratio = errors.mean(1) / _density(proposal, level)
         mean = _integral(errors.mean(1), level)
-        axes.plot(level, ratio / mean, color=COLOURS[name], linestyle="--" if name == "exact" else "-")
-        place, dx, dy = LABELS[name]
-        i = round(place * (len(level) - 1))
-        figures.label(axes, level[i], ratio[i] / mean, name, COLOURS[name], dx, dy)
+        line, width = LINES.get(name, ("-", 1.6))
+        axes.plot(level, ratio / mean, color=COLOURS[name], linestyle=line, linewidth=width, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel(r"$\lambda$")
     axes.set_ylabel(r"$h(\lambda) / p(\lambda)$ over its mean")
+    axes.legend(loc="best")
     axes.set_title("Flat is good: what a draw of the bound can be")
     return figure
 

@@ -6,13 +6,14 @@ with few steps an intermediate one does.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate, bits, bits_difference, distance
 from bsi.studies.job import Measure
-from bsi.studies.report import Cell, Claim, Report, Study, Table, Verdict, less
+from bsi.studies.report import Cell, Claim, Report, Study, Table, Verdict, all_of, less
 from bsi.studies.scale import Scale
 from bsi.studies.standard import bounds, bsi_of, qualities, quality, seeded
 from bsi.studies.store import Store
@@ -33,7 +34,7 @@ def measures(scale: Scale) -> list[Measure]:
     found: list[Measure] = []
     for lambda_0 in scale.varied.lambda_0:
         for network in networks(scale, lambda_0):
-            found += [*bounds(scale, [network]), *(quality(scale, network, k) for k in scale.drawn.steps)]
+            found += [*bounds(scale, [network]), *(quality(scale, network, k) for k in scale.varied.steps)]
     return found
 
 
@@ -49,7 +50,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
     left.set_ylabel("bits per dimension")
     left.set_title("Likelihood")
     ends = []
-    for steps, colour in zip(scale.drawn.steps, figures.PALETTE, strict=False):
+    for steps, colour in zip(scale.varied.steps, figures.PALETTE, strict=False):
         each = _distances(scale, store, steps)
         figures.error_line(right, precisions, [e.value for e in each], [e.error for e in each], colour)
         ends.append(figures.End(precisions[-1], each[-1].value, f"{steps} steps", colour))
@@ -64,27 +65,51 @@ def _draw(scale: Scale, store: Store) -> Figure:
 
 
 def _intermediate(scale: Scale, store: Store) -> Claim:
-    """The best lambda_0 at the fewest steps is neither the smallest nor the largest, beyond two standard errors."""
-    found = _distances(scale, store, min(scale.drawn.steps))
+    """Some lambda_0 in between is better than both ends; not so if an end is better than all in between. Both beyond
+    two standard errors."""
+    few, precisions = min(scale.varied.steps), scale.varied.lambda_0
+    found = _distances(scale, store, few)
+    ends, between = (found[0], found[-1]), found[1:-1]
+
+    def better(a: Estimate, b: Estimate) -> bool:
+        return (b - a).value > 2 * (b - a).error
+
+    verdict: Verdict = "undecided"
+    if any(all(better(each, end) for end in ends) for each in between):
+        verdict = "held"
+    elif any(all(better(end, each) for each in between) for end in ends):
+        verdict = "not held"
     best = min(range(len(found)), key=lambda i: found[i].value)
-    ends = [found[i] - found[best] for i in (0, len(found) - 1)]
-    sure = all(gap.value > 2 * gap.error for gap in ends)
-    verdict: Verdict = "held" if sure else "undecided" if 0 < best < len(found) - 1 else "not held"
     return Claim(
-        f"With few steps ({min(scale.drawn.steps)}) an intermediate lambda_0 samples best",
+        f"With few steps ({few}) an intermediate lambda_0 samples best",
         verdict,
-        f"best at lambda_0 = {scale.varied.lambda_0[best]:g}: {found[best]}; at the ends {found[0]} and {found[-1]}",
+        f"best at lambda_0 = {precisions[best]:g}: {found[best]}; at the ends {found[0]} and {found[-1]}",
     )
 
 
+def _falling(scale: Scale, store: Store) -> Claim:
+    """Every lambda_0 against the next larger one."""
+    measured = {l: bounds(scale, networks(scale, l)) for l in scale.varied.lambda_0}
+    gaps = [
+        less(
+            f"{a:g} against {b:g}",
+            bits(store, measured[a]),
+            bits(store, measured[b]),
+            bits_difference(store, measured[a], measured[b]),
+        )
+        for a, b in itertools.pairwise(scale.varied.lambda_0)
+    ]
+    return all_of("Likelihood improves with falling lambda_0, at each step of it", gaps)
+
+
 def report(scale: Scale, store: Store) -> Report:
-    precisions, few, many = scale.varied.lambda_0, min(scale.drawn.steps), max(scale.drawn.steps)
+    precisions, few, many = scale.varied.lambda_0, min(scale.varied.steps), max(scale.varied.steps)
     measured = {l: bounds(scale, networks(scale, l)) for l in precisions}
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (
             float(l),
             bits(store, measured[l]),
-            *(distance(store, qualities(scale, networks(scale, l), k)) for k in scale.drawn.steps),
+            *(distance(store, qualities(scale, networks(scale, l), k)) for k in scale.varied.steps),
         )
         for l in precisions
     )
@@ -92,15 +117,10 @@ def report(scale: Scale, store: Store) -> Report:
     at_many = _distances(scale, store, many)
     return Report(
         tables=(
-            Table("lambda_0", ("lambda_0", "bits/dim", *(f"{scale.metric} at {k}" for k in scale.drawn.steps)), rows),
+            Table("lambda_0", ("lambda_0", "bits/dim", *(f"{scale.metric} at {k}" for k in scale.varied.steps)), rows),
         ),
         claims=(
-            less(
-                f"Likelihood improves with falling lambda_0: {lowest:g} against {highest:g}",
-                bits(store, measured[lowest]),
-                bits(store, measured[highest]),
-                bits_difference(store, measured[lowest], measured[highest]),
-            ),
+            _falling(scale, store),
             less(
                 f"With many steps ({many}) larger lambda_0 sample better: {highest:g} against {lowest:g}",
                 at_many[-1],

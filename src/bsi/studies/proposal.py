@@ -16,7 +16,7 @@ import torch
 from bsi.denoiser import edm
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate
-from bsi.studies.importance_sampling import measures, profile
+from bsi.studies.job import Measure, Profile
 from bsi.studies.report import Report, Study, Table, less
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["STUDY"]
 
 LEVELS = (1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)
+
+
+def profile(scale: Scale) -> Profile:
+    """Below the paper's scale, the one of the study `importance-sampling`."""
+    return Profile(scale.parameter_recipe("bsi"), scale.measured.profile_levels, scale.measured.profile_images)
+
+
+def measures(scale: Scale) -> list[Measure]:
+    return [profile(scale)]
 
 
 def _skip(scale: Scale, level: np.ndarray) -> np.ndarray:
@@ -70,7 +79,8 @@ def report(scale: Scale, store: Store) -> Report:
         values = np.exp(distance[int(np.abs(level - math.log(wanted)).argmin())])
         return Estimate(float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values)))
 
-    found = {wanted: at(wanted) for wanted in LEVELS}
+    inside = (wanted for wanted in LEVELS if level[0] - 1e-6 <= math.log(wanted) <= level[-1] + 1e-6)
+    found = {wanted: at(wanted) for wanted in inside}
     return Report(
         tables=(
             Table(

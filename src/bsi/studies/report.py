@@ -52,8 +52,8 @@ class Table:
         return found
 
     def markdown(self) -> str:
-        lines = ["| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
-        lines += ["| " + " | ".join(text(cell) for cell in row) + " |" for row in self.rows]
+        lines = [_markdown_row(self.columns), "|" + "---|" * len(self.columns)]
+        lines += [_markdown_row([text(cell) for cell in row]) for row in self.rows]
         return "\n".join(lines)
 
     def csv(self) -> str:
@@ -64,6 +64,11 @@ class Table:
         writer.writeheader()
         writer.writerows({"table": self.name, **record} for record in records)
         return out.getvalue()
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    """A bar inside a cell would end it."""
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def text(cell: Cell) -> str:
@@ -117,11 +122,11 @@ def all_of(statement: str, claims: Sequence[Claim]) -> Claim:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a study at one scale."""
+    """The outcome of a study at one scale; one that is not finished has no figure and claims nothing."""
 
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
-    draw: Callable[[], Figure]
+    draw: Callable[[], Figure] | None
     notes: tuple[str, ...] = ()
 
 

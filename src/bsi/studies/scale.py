@@ -125,6 +125,8 @@ class Varied:
     """The values that parameter studies vary over."""
 
     lambda_0: tuple[float, ...]
+    steps: tuple[int, ...]
+    """Of the paper's sampler, for each lambda_0: few to many."""
     gamma_0: tuple[float, ...]
     trained_k: tuple[int, ...]
     evaluated_k: tuple[int, ...]
@@ -142,6 +144,10 @@ class Scale:
     """The first is the one that figures show."""
     architecture: Comparison
     """The same with the U-Net."""
+    convergence: Comparison
+    """Whose samples are drawn in few and many steps: on ImageNet64 in the paper."""
+    profiled: Callable[[MethodName], Recipe]
+    """The network whose range of h/p is looked at: on CIFAR-10 in the paper."""
     parameter_recipe: Callable[[MethodName], Recipe]
     """The networks of parameter studies: at the paper's scale, of a shorter training."""
     parameter_seeds: tuple[int, ...]
@@ -163,7 +169,7 @@ def _plain(recipe: Recipe, steps: int, checkpoint: int = 1000) -> Recipe:
 def _smoke(method: MethodName) -> Recipe:
     """750 steps of a DiT of 95k parameters: about 25 s on two cores."""
     return replace(
-        _plain(digits(method), steps=750),
+        _plain(digits(method), steps=750, checkpoint=250),
         backbone=DiTConfig(width=48, depth=2, heads=4, patch=2, dropout=0.0),
         optimiser=Optimiser(lr=4e-3, beta_2=0.99, weight_decay=1e-2, warmup=50, schedule="cosine", final_lr=1e-5),
         ema=Ema(beta=0.98, start=50),
@@ -203,6 +209,8 @@ SMOKE = Scale(
     summary="8x8 digits, a CPU with two cores",
     comparisons=(Comparison(_smoke, seeds=(0, 1)),),
     architecture=Comparison(_smoke_unet, seeds=(0,)),
+    convergence=Comparison(_smoke, seeds=(0,)),
+    profiled=_smoke,
     parameter_recipe=_smoke,
     parameter_seeds=(0,),
     metric="fd-digits",
@@ -212,6 +220,7 @@ SMOKE = Scale(
     ),
     varied=Varied(
         lambda_0=(1e-4, 1e-2, 1.0),
+        steps=(8, 32),
         gamma_0=(1e-2, 1.0, math.inf),
         trained_k=(16, 256),
         evaluated_k=(8, 32, 128),
@@ -226,6 +235,8 @@ MINI = Scale(
     summary="CIFAR-10, one H200",
     comparisons=(Comparison(_mini, seeds=(0, 1)),),
     architecture=Comparison(_mini_unet, seeds=(0,)),
+    convergence=Comparison(_mini, seeds=(0,)),
+    profiled=_mini,
     parameter_recipe=_mini,
     parameter_seeds=(0,),
     metric="FID",
@@ -241,6 +252,7 @@ MINI = Scale(
     ),
     varied=Varied(
         lambda_0=(1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+        steps=(16, 64, 256),
         gamma_0=(1e-2, 1e-1, 1.0, math.inf),
         trained_k=(16, 64, 256),
         evaluated_k=(16, 64, 256),
@@ -261,6 +273,8 @@ PAPER = Scale(
         Comparison(cifar10_unet, seeds=(0,), methods=("bsi",), samples=False),
     ),
     architecture=Comparison(imagenet32_unet, seeds=(0, 1, 2)),
+    convergence=Comparison(imagenet64_dit_l4, seeds=(0,)),
+    profiled=cifar10_unet,
     parameter_recipe=_paper_parameter,
     parameter_seeds=(0,),
     metric="FID",
@@ -276,6 +290,7 @@ PAPER = Scale(
     ),
     varied=Varied(
         lambda_0=(1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+        steps=(16, 64, 256, 1024),
         gamma_0=(1e-2, 1e-1, 1.0, math.inf),
         trained_k=(16, 64, 256, 1024),
         evaluated_k=(16, 64, 256, 1024),

@@ -61,12 +61,13 @@ def _draw(scale: Scale, store: Store) -> Figure:
     level = method.levels.icdf(torch.linspace(0.05, 1, 400, dtype=torch.float64))
     gain = method.gain(level)
     log_snr = 2 * torch.log(gain) - torch.log(gain + method.c)
+    points = []
     for (name, objective), colour in zip(objectives(scale).items(), figures.PALETTE, strict=False):
         likelihood, quality = _measured(scale, store, objective)
         left.errorbar(
             [likelihood.value], [quality.value], xerr=[likelihood.error], yerr=[quality.error], fmt="o", color=colour
         )
-        figures.label(left, likelihood.value, quality.value, name, colour, dy=7)
+        points.append(figures.End(likelihood.value, quality.value, name, colour))
         if objective.weight == "elbo":
             weight = torch.ones_like(level)
         elif objective.weight == "sigmoid":
@@ -78,6 +79,12 @@ def _draw(scale: Scale, store: Store) -> Figure:
     left.set_xlabel("bits per dimension")
     left.set_ylabel(f"{scale.metric}, {max(scale.drawn.steps)} steps")
     left.margins(x=0.3, y=0.2)
+    middle = sum(left.get_xlim()) / 2
+    for point in points:  # towards the middle, where there is room
+        if point.x < middle:
+            figures.label(left, point.x, point.y, point.words, point.colour, dx=6, dy=7)
+        else:
+            figures.label(left, point.x, point.y, point.words, point.colour, dx=-6, dy=7, side="right")
     left.set_title("Likelihood against quality")
     right.set_xlabel("ln SNR")
     right.set_ylabel("factor on the ELBO's weight")

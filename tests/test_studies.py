@@ -7,6 +7,7 @@ finite, not what it says.
 import csv
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -24,8 +25,10 @@ from bsi.studies.deadline import Deadline
 from bsi.studies.job import Bound, Profile, Quality, Train, name_of
 from bsi.studies.measure import Laboratory
 from bsi.studies.networks import train_network
+from bsi.studies.plan_text import plan_text
+from bsi.studies.publish import page, publish
 from bsi.studies.registry import STUDIES, named_studies
-from bsi.studies.runner import plan, run
+from bsi.studies.runner import plan, report_so_far, run
 from bsi.studies.scale import SMOKE, Comparison, Drawn, Measured, Varied
 from bsi.studies.store import Store
 from bsi.training.recipe import Every, Recipe
@@ -129,8 +132,6 @@ def test_networks_are_shared_between_studies(folder):
 
 
 def test_published_pages_are_made_of_what_was_written(folder, tmp_path):
-    from bsi.studies.publish import page, publish
-
     written = publish([folder / f"{name}-smoke" for name in ("comparison", "noise-levels")], tmp_path)
     assert written.read_text() == page(tmp_path / "results")
     text = written.read_text()
@@ -138,6 +139,51 @@ def test_published_pages_are_made_of_what_was_written(folder, tmp_path):
     assert (tmp_path / "results" / "comparison-smoke.png").stat().st_size < 150_000
     assert text.count("Not yet run") == 3 * (len(STUDIES) - 1) + 1 - 2  # the illustration is the same at every scale
     assert "3.448 ± 0.006" in text
+
+
+def some_of(folder, out, keep) -> Store:
+    """A store with the measurements that `keep` wants."""
+    (out / "measurements").mkdir(parents=True)
+    for path in (folder / "measurements").glob("*.json"):
+        if keep(json.loads(path.read_text())["job"]):
+            for each in (path, path.with_suffix(".npz")):
+                shutil.copy(each, out / "measurements")
+    return Store(out)
+
+
+def test_an_unfinished_study_shows_what_there_is_and_concludes_nothing(folder, tmp_path):
+    store = some_of(folder, tmp_path / "some", lambda job: job["recipe"]["seed"] == 0 and job["kind"] == "bound")
+    written = report_so_far([STUDIES["comparison"], STUDIES["samples"]], TINY, store.folder, "cpu")
+    assert written == [store.results("comparison", "smoke")]  # of samples there is nothing
+    found = json.loads((written[0] / "numbers.json").read_text())
+    assert found["claims"] == []
+    assert found["left"] == 3 * 2 * 4 + 3 - 3
+    (table,) = found["tables"]
+    assert [row["network"] for row in table["rows"]] == ["BSI, seed 0", "BFN, seed 0", "VDM, seed 0"]
+    whole = Store(folder).read(Bound(tiny("bsi"), 4, 2)).values
+    assert table["rows"][0]["bits/dim"] == whole["bits_per_dim"]
+    assert table["rows"][0]["bits/dim error"] == whole["monte_carlo_error"]
+    assert not (written[0] / "figure.png").exists()
+    text = publish(written, tmp_path / "docs").read_text()
+    assert "Unfinished: 3 of 27 measurements are there, and nothing is concluded." in text
+    assert "comparison-smoke.png" not in text
+
+
+def test_a_finished_study_is_not_replaced_by_an_unfinished_one(folder, tmp_path):
+    finished = publish([folder / "comparison-smoke"], tmp_path / "docs").read_text()
+    store = some_of(folder, tmp_path / "some", lambda job: job["kind"] == "bound")
+    written = report_so_far([STUDIES["comparison"]], TINY, store.folder, "cpu")
+    assert publish(written, tmp_path / "docs").read_text() == finished
+
+
+def test_the_plan_shows_what_was_measured(folder, tmp_path):
+    store = some_of(folder, tmp_path, lambda job: job["kind"] == "bound")
+    text = plan_text(plan([STUDIES["comparison"]], TINY, store), TINY, store)
+    value = Store(folder).read(Bound(tiny("bsi"), 4, 2)).values["bits_per_dim"]
+    (shown,) = [line for line in text.splitlines() if "bits/dim of BSI, seed 0" in line]
+    assert shown.split()[0] == "done"
+    assert float(shown.split(" = ")[1].split()[0]) == pytest.approx(value, rel=1e-2)
+    assert text.splitlines()[-1].startswith(f"{6 + 21} of 33 jobs left")
 
 
 def test_the_first_samples_are_kept_for_pictures(folder):
@@ -194,11 +240,17 @@ def test_drawing_that_runs_out_of_time_goes_on_to_the_same_samples(folder, tmp_p
     assert found.values["distance"] == pytest.approx(store.read(job).values["distance"], rel=1e-4)
 
 
-def test_a_study_out_of_time_says_what_is_left_and_leaves_with_75(tmp_path, capsys, monkeypatch):
+def test_a_study_out_of_time_says_what_is_left_writes_what_there_is_and_leaves_with_75(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(runner.__dict__, "Deadline", type("Over", (), {"after": staticmethod(lambda m: Deadline(0.0))}))
     with pytest.raises(Preempted, match="left, next train BSI, seed 0") as caught:
-        run([STUDIES["comparison"]], TINY, tmp_path, minutes=1.0)
+        run([STUDIES["comparison"]], TINY, tmp_path / "none", minutes=1.0)
     assert caught.value.code == 75
+    assert not (tmp_path / "none").exists()
+    store = some_of(folder, tmp_path / "some", lambda job: job["kind"] == "bound")
+    with pytest.raises(Preempted):
+        run([STUDIES["comparison"]], TINY, store.folder, minutes=1.0)
+    found = json.loads((store.results("comparison", "smoke") / "numbers.json").read_text())
+    assert found["left"] == 21
 
 
 def test_a_damaged_measurement_is_named(tmp_path):
@@ -235,6 +287,10 @@ def test_the_command_line_plans_runs_and_refuses(tmp_path, capsys, monkeypatch):
     assert main(["study", "comparsion", "--out", str(tmp_path)]) == 2
     assert "Did you mean 'comparison'?" in capsys.readouterr().err
     assert main(["study", "all", "--minutes", "0"]) == 2
+    assert main(["study", "all", "--so-far", "--json", "--out", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["studies"] == [
+        str(tmp_path / f"{name}-smoke") for name in ("illustration", "noise-levels")
+    ]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["study", "illustration", "--out", str(tmp_path)]) == 2

@@ -31,9 +31,11 @@ class StudyOptions:
     out: Path = Path("runs/studies")
     """folder of networks, measurements and results"""
     plan: bool = False
-    """show the jobs with their estimated minutes, and stop"""
+    """show the jobs with their estimated minutes, or what they measured where they are done, and stop"""
+    so_far: bool = False
+    """run nothing: write, and with --publish publish, what there is; a study that is not finished is marked so"""
     minutes: float | None = None
-    """stop in time: save what is there and leave with exit code 75, to go on later"""
+    """stop in time: save and write what there is and leave with exit code 75, to go on later"""
     device: Literal["cuda", "cpu"] | None = None
     """by default a GPU if there is one"""
     publish: Path | None = None
@@ -45,11 +47,11 @@ class StudyOptions:
 def run(args: StudyOptions) -> int:
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes is a time to run for, positive: got {args.minutes}")
-    from bsi.studies.job import title
+    from bsi.studies.job import Train, title
     from bsi.studies.plan_text import plan_text
     from bsi.studies.publish import publish
     from bsi.studies.registry import named_studies
-    from bsi.studies.runner import plan
+    from bsi.studies.runner import plan, report_so_far
     from bsi.studies.runner import run as run_studies
     from bsi.studies.scale import SCALES
     from bsi.studies.store import Store
@@ -58,10 +60,22 @@ def run(args: StudyOptions) -> int:
     if args.plan:
         store = Store(args.out)
         planned = plan(studies, scale, store)
-        jobs = [{"study": p.study, "job": title(p.job), "minutes": p.seconds / 60, "done": p.done} for p in planned]
+        jobs = [
+            {
+                "study": p.study,
+                "job": title(p.job),
+                "minutes": p.seconds / 60,
+                "done": p.done,
+                "values": dict(store.read(p.job).values) if p.done and not isinstance(p.job, Train) else None,
+            }
+            for p in planned
+        ]
         print(json.dumps(jobs) if args.json else plan_text(planned, scale, store))
         return 0
-    folders = run_studies(studies, scale, args.out, args.minutes, args.device)
+    if args.so_far:
+        folders = report_so_far(studies, scale, args.out, args.device)
+    else:
+        folders = run_studies(studies, scale, args.out, args.minutes, args.device)
     published = None if args.publish is None else publish(folders, args.publish)
     if args.json:
         found = {
@@ -71,5 +85,6 @@ def run(args: StudyOptions) -> int:
         print(json.dumps(found))
     elif published is not None:
         print(published)
-    print(f"{len(folders)} {'study' if len(folders) == 1 else 'studies'} done: {args.out}", file=sys.stderr)
+    done = "with results so far" if args.so_far else "done"
+    print(f"{len(folders)} {'study' if len(folders) == 1 else 'studies'} {done}: {args.out}", file=sys.stderr)
     return 0

@@ -37,6 +37,7 @@ __all__ = [
     "estimate_s",
     "name_of",
     "network_name",
+    "quantity",
     "same_network",
     "settings",
     "title",
@@ -179,6 +180,19 @@ def title(job: Job) -> str:
             return f"errors of {network}: {images} images at {levels} levels"
         case Quality(metric=metric, num=num, steps=steps, solver=solver, grid=grid):
             return f"{metric} of {network}: {num} samples, {steps} steps of {solver} on {grid}"
+
+
+def quantity(job: Measure) -> str:
+    """What is measured, whatever the network: a column of a table."""
+    match job:
+        case Bound(finite_k=k):
+            return "bits/dim" if k is None else f"bits/dim at k={k}"
+        case Reconstruction():
+            return "L_R"
+        case Profile():
+            return "errors"
+        case Quality(metric=metric, steps=steps, solver=solver, grid=grid):
+            return f"{metric}, {steps} steps of {solver} on {grid}"
 
 
 def estimate_s(job: Job, scale: Scale) -> float:

@@ -1,16 +1,30 @@
-"""A finished study as files: figure.png, figure.svg, numbers.json and numbers.csv, with the command and the commit."""
+"""A study as files: figure.png, figure.svg, numbers.json and numbers.csv, with the command and the commit.
+
+A study of which some measurements are missing has what there is so far: one table, without a figure or a verdict.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate
-from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, describe, name_of, network_name, title
-from bsi.studies.report import Report, Study
+from bsi.studies.job import (
+    Bound,
+    Measure,
+    Profile,
+    Quality,
+    Reconstruction,
+    describe,
+    name_of,
+    network_name,
+    quantity,
+    title,
+)
+from bsi.studies.report import Cell, Report, Study, Table
 from bsi.studies.scale import Scale
 from bsi.studies.store import Result, Store
 from bsi.training.files import write_json, write_text
@@ -20,32 +34,60 @@ __all__ = ["line", "write_outcome"]
 
 def line(job: Measure, result: Result) -> str:
     """What was measured, in a few words."""
+    match job:
+        case Bound():
+            return f"{measured(job, result)} bits/dim"
+        case Quality():
+            return f"{result.values['metric']} {measured(job, result)}"
+        case _:
+            return str(measured(job, result))
+
+
+def measured(job: Measure, result: Result) -> Estimate | str:
+    """A number with its error, where what was measured is one."""
     values = result.values
     match job:
         case Bound():
-            return f"{Estimate(values['bits_per_dim'], values['monte_carlo_error'])} bits/dim"
+            return Estimate(values["bits_per_dim"], values["monte_carlo_error"])
+        case Quality():
+            return Estimate(values["distance"], values["error"])
         case Reconstruction():
             both = zip(values["factors"], values["reconstruction"], strict=True)
             return ", ".join(f"{bits:.5f} bits/dim at {factor:g} alpha_M" for factor, bits in both)
         case Profile():
             error = result.arrays["error"].mean(1)
-            return f"|x - x_hat|^2 from {error[0]:.3g} to {error[-1]:.3g}"
-        case Quality():
-            return f"{values['metric']} {Estimate(values['distance'], values['error'])}"
+            return f"mean squared error from {error[0]:.3g} to {error[-1]:.3g}"
 
 
-def write_outcome(study: Study, scale: Scale, store: Store, about: Mapping[str, Any]) -> Path:
-    """Report on a study whose measurements are all there, and write everything that is to be seen of it."""
-    report, measures = study.report(scale, store), study.measures(scale)
+def so_far(jobs: Sequence[Measure], store: Store) -> Table:
+    """What there is of a study that is not finished: networks by quantities."""
+    columns = list(dict.fromkeys(quantity(job) for job in jobs))
+    rows: dict[str, list[Cell]] = {}
+    for job in jobs:
+        row = rows.setdefault(network_name(job.network), [describe(job.network), *(None for _ in columns)])
+        row[1 + columns.index(quantity(job))] = measured(job, store.read(job))
+    return Table("measured so far", ("network", *columns), tuple(tuple(row) for row in rows.values()))
+
+
+def write_outcome(study: Study, scale: Scale, store: Store, about: Mapping[str, Any]) -> Path | None:
+    """Report on a study, or on what there is of it, and write what is to be seen; None if there is nothing."""
+    wanted = study.measures(scale)
+    jobs = [job for job in wanted if store.done(job)]
+    if wanted and not jobs:
+        return None
+    finished = len(jobs) == len(wanted)
+    report = study.report(scale, store) if finished else Report((so_far(jobs, store),), claims=(), draw=None)
     folder = store.results(study.name, scale.name)
     folder.mkdir(parents=True, exist_ok=True)
-    with figures.style():
-        figures.save(report.draw(), folder)
+    if report.draw is not None:
+        with figures.style():
+            figures.save(report.draw(), folder)
     write_text(folder / "numbers.csv", "\n".join(table.csv() for table in report.tables))
-    write_json(folder / "numbers.json", record(study, scale, report, measures, store, about))
+    left = len(wanted) - len(jobs)
+    write_json(folder / "numbers.json", {**record(study, scale, report, jobs, store, about), "left": left})
     for claim in report.claims:
         print(f"{study.name}: {claim}", flush=True)
-    print(folder, flush=True)
+    print(folder if finished else f"{folder}: {len(jobs)} of {len(wanted)} measurements so far", flush=True)
     return folder
 
 

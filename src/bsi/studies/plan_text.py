@@ -1,4 +1,5 @@
-"""The plan of a study as text: its jobs with estimated minutes, and the commands that train its networks elsewhere."""
+"""The plan of a study as text: its jobs with estimated minutes, or with what they measured where they are done, and the
+commands that train its networks elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 
 from bsi.recipes import named_recipe
 from bsi.studies.job import Train, title
+from bsi.studies.outcome import line
 from bsi.studies.runner import Planned
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
@@ -20,7 +22,8 @@ def plan_text(planned: Sequence[Planned], scale: Scale, store: Store) -> str:
     """One line for each job; at the paper's scale, below each network the command that trains it on many GPUs."""
     lines = [f"{scale.name}: {scale.summary}"]
     for p in planned:
-        lines += [f"{'done' if p.done else f'{p.seconds / 60:8.2f} min':>12}  {p.study:<19} {title(p.job)}"]
+        found = f" = {line(p.job, store.read(p.job))}" if p.done and not isinstance(p.job, Train) else ""
+        lines += [f"{'done' if p.done else f'{p.seconds / 60:8.2f} min':>12}  {p.study:<19} {title(p.job)}{found}"]
         if scale.name == "paper" and isinstance(p.job, Train) and not p.done:
             lines += [f"{'':12}  {'':19} {train_command(p.job.network, store)}"]
     left = [p for p in planned if not p.done]

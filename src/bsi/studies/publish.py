@@ -23,8 +23,9 @@ __all__ = ["page", "publish"]
 INTRODUCTION = """# Results
 
 Every table and figure of the paper, redone by `bsi study NAME --scale SCALE --out FOLDER`; `--plan` shows the jobs of a
-study with their estimated minutes. This page is written by `--publish docs` from what the studies measured, and says
-what they found, also where that is not what the paper found.
+study with their estimated minutes, and `--so-far` writes what there is of one that is not finished. This page is
+written by `--publish docs` from what the studies measured, and says what they found, also where that is not what the
+paper found.
 
 | scale | what | what it can show |
 |---|---|---|
@@ -33,9 +34,9 @@ what they found, also where that is not what the paper found.
 | paper | {paper}; the paper's networks, budgets and three seeds | the claims themselves |
 
 "Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are
-several, else the Monte Carlo error of a bound, or that of having drawn these samples; "for one seed" says that what
-training anew would change is in no error. `fd-digits` is a Fréchet distance in the features of a small classifier of
-digits, and is comparable to no FID.
+several (with two seeds a rough one: their spread has one degree of freedom), else the Monte Carlo error of a bound, or
+that of having drawn these samples; "for one seed" says that what training anew would change is in no error.
+`fd-digits` is a Fréchet distance in the features of a small classifier of digits, and is comparable to no FID.
 """
 
 
@@ -46,7 +47,10 @@ def publish(folders: Sequence[Path], docs: Path) -> Path:
     for folder in folders:
         found = json.loads((folder / "numbers.json").read_text("utf-8"))
         stem = f"{found['study']}-{found['scale']}"
-        shutil.copyfile(folder / "figure.png", target / f"{stem}.png")
+        if found["left"] == 0:
+            shutil.copyfile(folder / "figure.png", target / f"{stem}.png")
+        elif (target / f"{stem}.png").is_file():  # what is finished is not replaced by what is not
+            continue
         found["about"].pop("command", None)  # with the folders of one machine; `command` has it without
         write_json(target / f"{stem}.json", found)
     write_text(docs / "results.md", page(target))
@@ -80,12 +84,12 @@ def _command(study: Study, scale: Scale) -> str:
 
 
 def _outcome(study: Study, scale: Scale, found: Mapping[str, Any]) -> str:
-    lines = [
-        f"### {study.name}, {scale.name}",
-        "",
-        f"![{study.name} at the scale {scale.name}](results/{study.name}-{scale.name}.png)",
-        "",
-    ]
+    lines = [f"### {study.name}, {scale.name}", ""]
+    if left := found.get("left"):  # results of before had to be finished
+        done = len(found["measurements"])
+        lines += [f"Unfinished: {done} of {done + left} measurements are there, and nothing is concluded.", ""]
+    else:
+        lines += [f"![{study.name} at the scale {scale.name}](results/{study.name}-{scale.name}.png)", ""]
     seeds = ", for one seed" if found["one_seed"] else ""
     for claim in found["claims"]:
         lines += [f"- {claim['statement']}: **{claim['verdict']}{seeds}** ({claim['because']})."]

@@ -33,7 +33,7 @@ from bsi.studies.store import Store
 from bsi.training.distributed import find_place, pick_device
 from bsi.training.export import read_trained
 
-__all__ = ["Planned", "plan", "run"]
+__all__ = ["Planned", "plan", "report_so_far", "run"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def run(
     device: str | None = None,
 ) -> list[Path]:
     """Do what is left of the studies and write their outcomes; the folders of the results. Raises Preempted when out
-    of time."""
+    of time, and writes what there is so far."""
     if find_place(os.environ).size > 1:
         raise UsageError(
             "a study runs in one process. Train its networks on many GPUs with the commands that --plan shows, then "
@@ -81,17 +81,33 @@ def run(
     deadline, store = Deadline.after(minutes), Store(folder)
     at_work = _Bench(scale, store, deadline, device)
     for study in studies:
-        todo = plan([study], scale, store)
-        for i, planned in enumerate(todo):
-            if store.done(planned.job):
-                continue
-            _begin(planned, deadline, sum(not store.done(p.job) for p in todo))
-            print(f"{study.name} {i + 1}/{len(todo)}: {title(planned.job)}", file=sys.stderr, flush=True)
-            started = time.monotonic()
-            shown = at_work.do(planned.job)
-            print(f"{title(planned.job)}: {shown} ({time.monotonic() - started:.0f} s)", flush=True)
-        write_outcome(study, scale, store, at_work.about())
+        try:
+            _finish(study, at_work)
+        finally:
+            write_outcome(study, scale, store, at_work.about())
     return [store.results(study.name, scale.name) for study in studies]
+
+
+def _finish(study: Study, at_work: _Bench) -> None:
+    """The jobs of a study that are left, one after the other."""
+    store, deadline = at_work.store, at_work.deadline
+    todo = plan([study], at_work.scale, store)
+    for i, planned in enumerate(todo):
+        if store.done(planned.job):
+            continue
+        _begin(planned, deadline, sum(not store.done(p.job) for p in todo))
+        print(f"{study.name} {i + 1}/{len(todo)}: {title(planned.job)}", file=sys.stderr, flush=True)
+        started = time.monotonic()
+        shown = at_work.do(planned.job)
+        print(f"{title(planned.job)}: {shown} ({time.monotonic() - started:.0f} s)", flush=True)
+
+
+def report_so_far(studies: Sequence[Study], scale: Scale, folder: Path, device: str | None = None) -> list[Path]:
+    """Do nothing more: write the outcomes of what there is. The folders of the studies that have something."""
+    store = Store(folder)
+    about = _Bench(scale, store, Deadline(), device).about()
+    found = [write_outcome(study, scale, store, about) for study in studies]
+    return [path for path in found if path is not None]
 
 
 def _begin(planned: Planned, deadline: Deadline, left: int) -> None:

@@ -23,6 +23,7 @@ from bsi.errors import DataError, NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.parts import PART, Parts
 from bsi.grids import GRIDS
+from bsi.sampling import default_solver
 from bsi.solvers import SOLVERS
 from bsi.training.recipe import Samples
 
@@ -68,6 +69,16 @@ def test_everything_that_was_asked_for_is_written(tmp_path, method):
     assert not list(tmp_path.glob("*.parts"))
 
 
+def test_a_prior_that_is_not_the_latents_law_gets_a_solver_with_noise(tmp_path):
+    assert [default_solver(method) for method in (bsi.BSI(), bsi.BFN(), bsi.VDM())] == ["ode2", "ode2", "sde2"]
+    assert default_solver(bsi.BSI(gamma_0=1.0)) == "ode2"
+    here = model(bsi.VDM())
+    args = Sample(tmp_path, num=3, npz=tmp_path / "samples.npz")
+    assert write_samples(here, args)["solver"] == "sde2"
+    np.testing.assert_array_equal(here.sample(3, solver="sde2").numpy(), array(args.npz))
+    np.testing.assert_array_equal(here.sample(3).numpy(), array(args.npz))
+
+
 @pytest.mark.parametrize("changed", [{}, {"solver": "sde2", "grid": "geometric", "steps": 6}], ids=str)
 def test_one_seed_draws_the_same_samples_from_python_and_the_command_line(tmp_path, changed):
     here = model()
@@ -78,15 +89,15 @@ def test_one_seed_draws_the_same_samples_from_python_and_the_command_line(tmp_pa
 
 def test_there_is_one_default(tmp_path):
     """defaults.py, wherever samples are drawn without a word about how."""
-    expected = (defaults.STEPS, defaults.SOLVER, defaults.GRID)
+    expected = (defaults.STEPS, None, defaults.GRID)
     python = inspect.signature(bsi.Model.sample).parameters
     assert tuple(python[name].default for name in ("steps", "solver", "grid")) == expected
     for record in (Sample(tmp_path), Eval((tmp_path,)), Drawing(), Samples()):
         assert (record.steps, record.solver, record.grid) == expected, record
-    assert {recipe().samples.solver for recipe in bsi.recipes.RECIPES.values()} == {defaults.SOLVER}
-    assert inspect.signature(denoise).parameters["solver"].default == defaults.MEASURING_SOLVER
+    assert {recipe().samples.solver for recipe in bsi.recipes.RECIPES.values()} == {None}
+    assert inspect.signature(denoise).parameters["solver"].default == defaults.NOISY_SOLVER
     for method in (bsi.BSI(), bsi.BFN(), bsi.VDM()):
-        assert defaults.MEASURING_SOLVER in measuring_solvers(method)
+        assert defaults.NOISY_SOLVER in measuring_solvers(method)
 
 
 @pytest.mark.parametrize("verb", ["sample", "eval"])

@@ -33,9 +33,9 @@ import bsi
 from bsi.backbones import Backbone, accelerate, compute_dtype, freeze
 from bsi.brownian import BrownianPath
 from bsi.cli.sample import digest
-from bsi.defaults import GRID, SOLVER
+from bsi.defaults import GRID
 from bsi.metrics import Extractor, Inception, collect
-from bsi.sampling import evaluations, sample
+from bsi.sampling import default_solver, evaluations, sample
 from bsi.studies.frechet_error import Yardstick
 
 STAGES = ("default", "sixteen", "paper", "few", "more", "between")
@@ -74,7 +74,7 @@ def stage_cases(stage: str, network: Network, solvers: list[str], grids: list[st
     many = [evaluations(network.model.method, k) for k in {"paper": PAPER, "between": (128, 512)}.get(stage, ())]
     seeds = SEEDS if stage == "default" else ()
     return [
-        *(Case(name, SOLVER, GRID, FEW, seed) for seed in seeds),
+        *(Case(name, default_solver(network.model.method), GRID, FEW, seed) for seed in seeds),
         *(Case(name, solver, grid, count) for count in counts for solver, grid in all_pairs),
         *(Case(name, "posterior", "paper", count) for count in many),
     ]
@@ -183,15 +183,15 @@ class Measuring:
             row["ratio"], row["ratio_error"] = ratio, float(spread / math.sqrt(len(own)) / base["fid"])
         self.results.write()
 
-    def verdicts(self) -> Iterator[str]:
+    def verdicts(self, networks: list[Network]) -> Iterator[str]:
         """For each network our default, and the fewest evaluations whose FID is within 2 % of the paper's longest.
 
         Seeds are averaged, not chosen from: the best of three would flatter itself. Their ratios share the paper's
         samples, so that the error of the mean is at most the mean of the errors.
         """
-        for name in self.results.networks():
+        for name, solver in ((n.name, default_solver(n.model.method)) for n in networks):
             rows = [row for row in self.results.rows if row["network"] == name and "ratio" in row]
-            ours = [row for row in rows if (row["solver"], row["grid"], row["evaluations"]) == (SOLVER, GRID, FEW)]
+            ours = [row for row in rows if (row["solver"], row["grid"], row["evaluations"]) == (solver, GRID, FEW)]
             if ours:
                 ratio, error = (sum(row[key] for row in ours) / len(ours) for key in ("ratio", "ratio_error"))
                 yield f"{name}: our default, {FEW} evaluations, {len(ours)} seeds: {ratio:.4f} ± {error:.4f} {LONGEST}"
@@ -236,5 +236,5 @@ def run_fid(measuring: Measuring, networks: list[Network], args: argparse.Namesp
         print(f"stopping: {reason}. Run the same command to go on.", flush=True)
     measuring.compare()
     measuring.results.publish()
-    for line in measuring.verdicts():
+    for line in measuring.verdicts(networks):
         print(line, flush=True)

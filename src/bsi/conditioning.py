@@ -38,7 +38,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bsi.defaults import MEASURING_SOLVER, STEPS
+from bsi.defaults import NOISY_SOLVER, STEPS
 from bsi.errors import NonFinite, UsageError
 from bsi.gaussian import over
 from bsi.grids import EDM_SIGMA, geometric_grid, onward_grid
@@ -84,7 +84,7 @@ def denoise(
     y: Data,
     precision: float,
     k: int = STEPS,
-    solver: Solver | str = MEASURING_SOLVER,
+    solver: Solver | str = NOISY_SOLVER,
 ) -> Data:
     """A draw from p(x | y) for each row of y ~ N(x, 1 / precision): generation, gone on with from y."""
     return end_of(denoising(method, predict, noise, y, precision, k, solver))
@@ -97,7 +97,7 @@ def denoising(
     y: Data,
     precision: float,
     k: int = STEPS,
-    solver: Solver | str = MEASURING_SOLVER,
+    solver: Solver | str = NOISY_SOLVER,
 ) -> Iterator[Step]:
     """Every step on the way from y to what `denoise` returns."""
     level = start_of(method, precision)

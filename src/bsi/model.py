@@ -20,7 +20,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from bsi.brownian import BrownianPath, check_resolved
-from bsi.defaults import GRID, SOLVER, STEPS
+from bsi.defaults import GRID, STEPS
 from bsi.denoiser import Condition, Denoiser
 from bsi.elbo import Elbo, elbo
 from bsi.errors import DataError, NonFinite, UsageError
@@ -30,7 +30,7 @@ from bsi.likelihood import Bins, Standardise
 from bsi.methods.base import Method, Parametrisation
 from bsi.noise import SeededNoise
 from bsi.objective import Weight, training_loss
-from bsi.sampling import noisy_steps, sample
+from bsi.sampling import default_solver, noisy_steps, sample
 
 __all__ = ["Model"]
 
@@ -121,18 +121,19 @@ class Model(nn.Module):
         num: int,
         steps: int = STEPS,
         seed: int = 0,
-        solver: str = SOLVER,
+        solver: str | None = None,
         grid: str = GRID,
         cond: Condition | None = None,
         batch_size: int = 256,
     ) -> Tensor:
         """`num` samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone.
 
-        `bsi sample` with the same seed draws the same ones.
+        `bsi sample` with the same seed draws the same ones. Without a solver it is `default_solver(method)`.
         """
         if num < 1 or batch_size < 1:
             raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch_size={batch_size}")
         _check_condition(cond, num)
+        solver = solver or default_solver(self.method)
         levels = self.sampling_levels(steps, solver, grid)
         drawn = []
         with _evaluating(self):
@@ -146,10 +147,12 @@ class Model(nn.Module):
             raise NonFinite(f"{bad} of {num} samples hold NaN or infinity: the network's predictions are not finite")
         return self.data(x)
 
-    def sampling_levels(self, steps: int = STEPS, solver: str = SOLVER, grid: str = GRID) -> Float[Tensor, " levels"]:
+    def sampling_levels(
+        self, steps: int = STEPS, solver: str | None = None, grid: str = GRID
+    ) -> Float[Tensor, " levels"]:
         """The levels that `sample` visits. Raises what cannot be sampled so: for what wants to know long before."""
         levels = named_grid(grid)(self.method, steps)
-        check_resolved(noisy_steps(self.method, levels, solver))
+        check_resolved(noisy_steps(self.method, levels, solver or default_solver(self.method)))
         return levels
 
     def data(self, x: Float[Tensor, "batch *data"]) -> Tensor:

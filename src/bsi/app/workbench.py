@@ -24,14 +24,14 @@ from bsi.app.finishing import Finisher
 from bsi.brownian import BrownianPath
 from bsi.conditioning import guided, measuring_solvers
 from bsi.data.store import open_dataset
-from bsi.defaults import GRID, MEASURING_SOLVER, SOLVER, STEPS
+from bsi.defaults import GRID, NOISY_SOLVER, STEPS
 from bsi.errors import BsiError, UsageError
 from bsi.grids import GRIDS, named_grid
 from bsi.methods import VDM, Method
 from bsi.methods.base import Predictor
 from bsi.model import Model
 from bsi.noise import standard_normal
-from bsi.sampling import Step, belief, evaluations, measurement
+from bsi.sampling import Step, belief, default_solver, evaluations, measurement
 from bsi.solvers import SOLVERS, named_solver
 from bsi.training.export import load, read_trained
 
@@ -188,9 +188,9 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         highest=levels.high,
         solvers=tuple(SOLVERS),
         measuring_solvers=measuring_solvers(model.method),
-        measuring_solver=MEASURING_SOLVER,
+        measuring_solver=NOISY_SOLVER,
         grids=tuple(GRIDS),
-        solver=SOLVER,
+        solver=default_solver(model.method),
         grid=GRID,
         evaluations=evaluations(model.method, STEPS),
         limits=Limits.of(model.shape),

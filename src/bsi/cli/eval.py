@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bsi.defaults import GRID, SOLVER, STEPS
+from bsi.defaults import GRID, STEPS
 from bsi.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Eval:
     """What --fid compares with; the paper compares with the test set."""
     steps: int = STEPS
     """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
-    solver: str = SOLVER
-    """posterior (the paper's), sde2, ode2, churn or churn:ZETA."""
+    solver: str | None = None
+    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI and BFN, sde2 with VDM."""
     grid: str = GRID
     """Where the steps lie: paper, edm or geometric."""
     labels: bool = False
@@ -197,6 +197,7 @@ def quality(args: Eval, world: World) -> Mapping[str, Any]:
     if args.labels and not classes:
         raise UsageError(f"{run.path} was trained without labels: leave --labels out, or train it with --data.labels")
     how = Drawing(args.steps, args.seed, args.solver, args.grid, guidance=args.guidance, classes=classes)
+    how = how.by(run.model.method)
     how.check(run.model.method)
     split = runs.open_split(run, args.reference, args.data)
     runs.speed_up(run, args.num * args.steps // world.size)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from bsi.cli.labels import label_of
-from bsi.defaults import GRID, SOLVER, STEPS
+from bsi.defaults import GRID, STEPS
 from bsi.errors import NonFinite, UsageError
 from bsi.progress import Progress
 
@@ -47,8 +47,8 @@ class Sample:
     """How many samples."""
     steps: int = STEPS
     """Steps k of the solver."""
-    solver: str = SOLVER
-    """posterior (the paper's), sde2, ode2, churn or churn:ZETA."""
+    solver: str | None = None
+    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI and BFN, sde2 with VDM."""
     grid: str = GRID
     """Where the steps lie: paper, edm or geometric."""
     noise: Literal["path", "independent"] = "path"
@@ -112,7 +112,7 @@ def write_samples(model: Model, args: Sample) -> dict[str, Any]:
     from bsi.evaluation.drawing import Drawing
     from bsi.sampling import evaluations
 
-    how = Drawing(args.steps, args.seed, args.solver, args.grid, args.noise, args.guidance)
+    how = Drawing(args.steps, args.seed, args.solver, args.grid, args.noise, args.guidance).by(model.method)
     how.check(model.method)
     label = label_of(model, args.label, args.guidance)
     picture = args.out or (Path("samples.png") if args.npz is None and args.animate is None else None)

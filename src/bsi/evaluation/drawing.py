@@ -8,7 +8,7 @@ batch, which moves values by about 1e-5 and, now and then, a pixel by one bin.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxtyping import Float, Int
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from bsi.brownian import BrownianPath, check_resolved
 from bsi.conditioning import guided
-from bsi.defaults import GRID, SOLVER, STEPS
+from bsi.defaults import GRID, STEPS
 from bsi.denoiser import Condition, Denoiser
 from bsi.errors import UsageError
 from bsi.grids import named_grid
 from bsi.methods.base import Method
 from bsi.noise import Noise, SeededNoise
-from bsi.sampling import Step, noisy_steps, trajectory
+from bsi.sampling import Step, default_solver, noisy_steps, trajectory
 
 __all__ = ["Drawing", "NoiseKind", "draw"]
 
@@ -36,19 +36,27 @@ class Drawing:
 
     steps: int = STEPS
     seed: int = 0
-    solver: str = SOLVER
+    solver: str | None = None
+    """By its name, or the method's default one."""
     grid: str = GRID
     noise: NoiseKind = "path"
     guidance: float = 1.0
     classes: int = 0
     """Sample i is of class i modulo this many; 0: of none in particular."""
 
+    def by(self, method: Method) -> Drawing:
+        """The same with its solver's name, which records want."""
+        return replace(self, solver=self.solver_for(method))
+
+    def solver_for(self, method: Method) -> str:
+        return self.solver or default_solver(method)
+
     def levels(self, method: Method) -> Float[Tensor, " levels"]:
         return named_grid(self.grid)(method, self.steps)
 
     def check(self, method: Method) -> None:
         """Raise what drawing would raise, before anything is computed."""
-        drawn = noisy_steps(method, self.levels(method), self.solver)
+        drawn = noisy_steps(method, self.levels(method), self.solver_for(method))
         if self.noise not in ("path", "independent"):
             raise UsageError(f"noise is either path or independent: got {self.noise!r}")
         if self.noise == "path":
@@ -76,4 +84,4 @@ def draw(
             raise UsageError(f"guidance needs a condition to follow, such as a label: got guidance={how.guidance}")
         predict = guided(predict, denoiser.given(None), how.guidance)
     method = denoiser.method
-    return trajectory(method, predict, how.noise_of(samples, shape), how.levels(method), how.solver)
+    return trajectory(method, predict, how.noise_of(samples, shape), how.levels(method), how.solver_for(method))

@@ -67,7 +67,7 @@ def measure_quality(
         extractor,
         keep,
     )
-    generation = Generation(how.solver, evaluations(model.method, how.steps), how.seed)
+    generation = Generation(how.solver_for(model.method), evaluations(model.method, how.steps), how.seed)
     found = sample_quality(samples, known, extractor, kid, precision_and_recall, generation)
     height, width = model.shape[1:]
     if extractor.resize == "none" or min(height, width) >= SMALL:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from bsi.defaults import GRID, SOLVER, STEPS
+from bsi.defaults import GRID, STEPS
 from bsi.studies.job import Bound, Quality
 from bsi.studies.scale import Scale
 from bsi.training.method_specs import BSISpec, MethodName
 from bsi.training.recipe import Recipe
 
-__all__ = ["OURS", "bound", "bounds", "bsi_of", "default_quality", "qualities", "quality", "seeded"]
+__all__ = ["OURS", "bound", "bounds", "bsi_of", "default_quality", "our_solver", "qualities", "quality", "seeded"]
 
 
-OURS = f"{SOLVER} on {GRID} in {STEPS}"  # our default sampler, by name: it may be another when the table is read
+# Our default sampler, by name: it may be another when the table is read.
+OURS = f"our solver on {GRID} in {STEPS}"
 
 
 def seeded(recipe: Callable[[MethodName], Recipe], method: MethodName, seeds: Sequence[int]) -> list[Recipe]:
@@ -47,4 +48,12 @@ def qualities(scale: Scale, networks: Sequence[Recipe], steps: int) -> list[Qual
 
 def default_quality(scale: Scale, network: Recipe) -> Quality:
     """With our default sampler."""
-    return quality(scale, network, STEPS, SOLVER, GRID)
+    return quality(scale, network, STEPS, our_solver(network), GRID)
+
+
+def our_solver(network: Recipe) -> str:
+    """That of its method."""
+    from bsi.sampling import default_solver  # with torch, which a plan does without
+    from bsi.training.dataset import build_method
+
+    return default_solver(build_method(network.method))

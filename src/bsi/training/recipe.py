@@ -13,7 +13,7 @@ from typing import Literal
 
 from bsi.backbones.config import BackboneConfig, Precision
 from bsi.data.order import SHARDS, check_batch
-from bsi.defaults import GRID, SOLVER, STEPS
+from bsi.defaults import GRID, STEPS
 from bsi.errors import UsageError
 from bsi.training.method_specs import MethodSpec
 
@@ -201,7 +201,8 @@ class Samples:
 
     count: int = 64
     steps: int = STEPS
-    solver: str = SOLVER
+    solver: str | None = None
+    """By its name, or the method's default one."""
     grid: str = GRID
 
     def __post_init__(self) -> None:

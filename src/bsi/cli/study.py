@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -72,10 +73,11 @@ def run(args: StudyOptions) -> int:
         ]
         print(json.dumps(jobs) if args.json else plan_text(planned, scale, store))
         return 0
-    if args.so_far:
-        folders = report_so_far(studies, scale, args.out, args.device)
-    else:
-        folders = run_studies(studies, scale, args.out, args.minutes, args.device)
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # JSON is alone on stdout
+        if args.so_far:
+            folders = report_so_far(studies, scale, args.out, args.device)
+        else:
+            folders = run_studies(studies, scale, args.out, args.minutes, args.device)
     published = None if args.publish is None else publish(folders, args.publish)
     if args.json:
         found = {

@@ -41,13 +41,13 @@ cublaslt.product = lambda a, b, transpose_a=False, transpose_b=False: (
 cublaslt.linear, cublaslt.linear_gelu = linear, linear_gelu
 cublaslt.weight_grad = lambda dy, x, weight: dy.t() @ x
 
-def errors(trunk, p, depth=2):
+def errors(trunk, p):
     torch.manual_seed(0)
-    network = build(DiTConfig(width=48, depth=depth, heads=4, dropout=p), (3, 8, 8), 256)
+    network = build(DiTConfig(width=48, depth=2, heads=4, dropout=p), (3, 8, 8), 256)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     x, condition = torch.randn(2, 16, 48, requires_grad=True), torch.randn(2, 48, requires_grad=True)
-    seeds = draw_seeds(2 * depth, x.device).view(-1, 2, 2) if p else None
+    seeds = draw_seeds(4, x.device).view(-1, 2, 2) if p else None
     direction = torch.randn(2, 16, 48)
     inputs = [x, condition, *network.blocks.parameters(), *network.modulation.parameters()]
     results = []
@@ -100,7 +100,7 @@ interpreter._convert_float = convert
 
 from bsi.backbones.branch_kernels import quantise, turn
 from bsi.backbones.fp8 import fp8_forms, quantise_weights
-from bsi.backbones.fused import bf16, fused_trunk
+from bsi.backbones.fused import fused_trunk
 
 def product8(a, b, epilogue=1, bias=None, aux=None, out_dtype=None, out_scale=None, fast=True):
     out = (a.rows.float() * a.inverse) @ (b.rows.float() * b.inverse).t()
@@ -120,15 +120,13 @@ for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
     print(float(q.rows.float().abs().max() < 0.9 * torch.finfo(kind).max / 2))  # rounded down, it may be half
 print(float(quantise(torch.zeros(4, 16), torch.zeros(())).inverse != 1))
 for p in (0.0, 0.25):
-    print("out", *errors(lambda *inputs: fused_trunk(*inputs, fp8_forms(inputs[1])), p, depth=4))
+    print("out", *errors(lambda *inputs: fused_trunk(*inputs, fp8_forms(inputs[1])), p))
 
-blocks = list(build(DiTConfig(width=48, depth=4, heads=4), (3, 8, 8), 256).blocks)
-print(float([form == bf16() for form in fp8_forms(blocks)] != [False, False, False, True]))
-inputs = torch.randn(2, 16, 48), blocks, [torch.randn(2, 6, 48)] * 4, torch.randn(2, 2, 48), 4, 0.0, None
+blocks = list(build(DiTConfig(width=48, depth=2, heads=4), (3, 8, 8), 256).blocks)
+inputs = torch.randn(2, 16, 48), blocks, [torch.randn(2, 6, 48)] * 2, torch.randn(2, 2, 48), 4, 0.0, None
 with torch.no_grad():
-    frozen = fp8_forms(blocks, quantise_weights(blocks, for_training=False))
-    print(float(bf16() in frozen))
-    print(float((fused_trunk(*inputs, frozen) - fused_trunk(*inputs, fp8_forms(blocks))).abs().max()))
+    again = fused_trunk(*inputs, fp8_forms(blocks, quantise_weights(blocks, for_training=False)))
+print(float((again - fused_trunk(*inputs, fp8_forms(blocks))).abs().max()))
 """
 
 needs_triton = pytest.mark.skipif(
@@ -157,8 +155,8 @@ def test_the_fused_trunk_is_the_plain_one_with_and_without_dropout_lean_or_not()
 def test_the_8_bit_trunk_is_the_plain_one_up_to_the_rounding_of_its_formats() -> None:
     lines = _interpreted(EIGHT)
     exact, errors = [float(line) for line in lines if not line.startswith("out")], lines[7:9]
-    assert len(exact) == 10
-    assert max(exact) == 0, "scaling, rounding, turning, who stays in bf16, and weights that were quantised before"
+    assert len(exact) == 8
+    assert max(exact) == 0, "scaling, rounding, turning, and the weights that were quantised before"
     for line in errors:
         output, *gradients = map(float, line.split()[1:])
         assert output < 0.06, "four digits, in four products"

@@ -6,6 +6,9 @@
 The loss compared is the mean over the last fifth of the steps. The runs of the first and of the third precision share
 data, noise and initial weights; two seeds share nothing. fp8 passes if it lies within twice the gap of the two seeds. A
 run that is there already is read, not repeated.
+
+A training loss in 8 bits holds the noise of their rounding. What the weights learned is told apart from it: their bound
+on test images, evaluated in the device's usual precision whatever they were trained in, from the same noise.
 """
 
 import argparse
@@ -14,8 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+import torch
+
 import bsi
-from bsi.backbones import resolve
+from bsi.backbones import Backbone, accelerate, compute_dtype, resolve
+from bsi.data import open_dataset
 from bsi.recipes import named_recipe
 from bsi.training.recipe import Every, Optimiser, Precision
 
@@ -26,6 +32,17 @@ def last_fifth(run: Path, steps: int) -> float:
     return sum(losses) / len(losses)
 
 
+def bound(run: Path, images: int) -> float:
+    """Bits per dimension of the weights themselves, not of their average."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = bsi.load(run, ema=False).to(device)
+    network = model.denoiser.backbone
+    assert isinstance(network, Backbone)
+    network.compute_dtype = compute_dtype("auto", device)
+    accelerate(network, device)
+    return model.elbo(torch.tensor(open_dataset("cifar10").test[:images]).to(device), measure=4).bits_per_dim
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/fp8-loss"))
@@ -34,6 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--first", choices=get_args(Precision), default="bf16")
+    parser.add_argument("--images", type=int, default=2048)
     parser.add_argument("--third", choices=get_args(Precision), default="fp8")
     args = parser.parse_args()
     every = Every(journal=max(1, args.steps // 100), evaluate=0, sample=0, checkpoint=args.steps)
@@ -42,15 +60,17 @@ def main() -> None:
         named_recipe("cifar10-dit-s"), backbone=resolve(args.backbone), batch=args.batch, steps=args.steps, every=every,
         optimiser=optimiser, virtual_shards=1,
     )  # fmt: skip
-    found = []
+    found, learned = [], []
     for precision, seed in ((args.first, 0), (args.first, 1), (args.third, 0)):
         run = args.out / f"{precision}-{seed}"
         bsi.train(replace(base, precision=precision, seed=seed), out=run)
         found.append(last_fifth(run, args.steps))
-        print(f"{precision}, seed {seed}: {found[-1]:.5f}", flush=True)
-    gap, distance = abs(found[0] - found[1]), abs(found[0] - found[2])
-    verdict = "within" if distance <= 2 * gap else "NOT within"
-    print(f"seeds differ by {gap:.5f}, {args.third} by {distance:.5f}: {verdict} twice the gap")
+        learned.append(bound(run, args.images))
+        print(f"{precision}, seed {seed}: loss {found[-1]:.5f}; weights {learned[-1]:.5f} bits/dim", flush=True)
+    for name, (one, other, third) in (("loss", found), ("weights", learned)):
+        gap, distance = abs(one - other), abs(one - third)
+        verdict = "within" if distance <= 2 * gap else "NOT within"
+        print(f"{name}: seeds differ by {gap:.5f}, {args.third} by {distance:.5f}: {verdict} twice the gap")
 
 
 if __name__ == "__main__":

@@ -348,6 +348,30 @@ def test_predictions_that_are_not_finite_are_named():
         evaluate(subject, Procedure(), ALONE)
 
 
+def test_a_pilot_that_is_not_finite_is_told_before_the_rest_is_evaluated():
+    method = BSI()
+
+    def predict(ids):
+        scale = torch.where(ids == 1, math.nan, 1.0)[:, None, None]
+        return lambda latent, level: scale * squash(method)(latent, level)
+
+    subject = replace(Subject.plain(method, squash(method), rough(), BINS), predict=predict)
+    with pytest.raises(NonFinite, match=r"8 of the pilot's 320 evaluations"):
+        evaluate(subject, LEARNED, ALONE)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_smallest_sets_have_a_bound_whatever_the_seed(count):
+    """Also without noise in the answer: a sample of one value, predicted exactly."""
+    method, x = BSI(), rough(count, 4)
+    true = exact_measurement(method, squash(method), x)
+    subject = Subject.plain(method, squash(method), x, BINS)
+    found = measurements(subject, LEARNED, range(12))
+    assert abs(float((found - true).mean())) < 4.5 * float(found.mean(1).std()) / math.sqrt(12)
+    constant = Subject.plain(method, lambda latent, level: torch.zeros_like(latent), torch.zeros_like(x), BINS)
+    assert float(evaluate(constant, LEARNED, ALONE).elbo.measurement.abs().max()) < 1e-9
+
+
 def test_a_sample_that_is_not_finite_spoils_no_other():
     method, x = BSI(), rough()
     subject = Subject.plain(method, squash(method), x, BINS)

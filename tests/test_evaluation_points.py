@@ -7,6 +7,8 @@ import torch
 from scipy import stats
 
 from bsi.errors import UsageError
+from bsi.evaluation.basis import KNOTS
+from bsi.evaluation.plan import FEWEST
 from bsi.evaluation.points import ENOUGH, Design, Pilot, Spread, noise, spread
 
 IDS = torch.arange(60)
@@ -127,7 +129,17 @@ def test_a_pilot_covers_samples_and_levels():
         assert 256 <= pilot.evaluations <= 2 * (128 + count)
         assert int(pilot.ids(members).max()) < count
         assert len(set(pilot.ids(members).tolist())) == pilot.samples
-        assert float(torch.diff(torch.sort(t).values).max()) < 8 / len(t)
+        assert float(torch.diff(torch.sort(t).values).max()) < 3 / len(t)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 31, 127])
+def test_a_pilot_of_few_samples_leaves_no_knot_unseen(count):
+    """Each knot is told of by what lies between its neighbours, and the regression asks for the average there."""
+    for seed in range(50):
+        pilot = Pilot(count, FEWEST // 2, seed)
+        members = torch.arange(pilot.samples)
+        t = torch.cat([pilot.t(members, draw) for draw in range(pilot.draws)])
+        assert len(set((t * (KNOTS - 1)).long().tolist())) == KNOTS - 1
 
 
 def test_a_design_needs_samples_and_levels():

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from bsi.errors import NonFinite
 from bsi.evaluation.basis import Basis
 from bsi.evaluation.control import Control, Observations, fit_control, fit_proposal
 from bsi.evaluation.points import Pilot, noise
@@ -85,6 +86,11 @@ def _fitted(subject: Subject, measure: int, seed: int, batch: int, world: World,
             g = subject.integrand(predict, x, level, eps)
             table[members, draw] = Observations.of(basis, steady, x, eps, torch.log(level), g).rows
     seen = Observations.from_rows(basis, world.sum(table).flatten(0, 1))
+    bad = int((~torch.isfinite(seen.g)).sum())
+    if bad:  # nothing can be learned from them, and the bound would not be finite either
+        raise NonFinite(
+            f"{bad} of the pilot's {len(seen.g)} evaluations are NaN or infinite: so are the network's predictions"
+        )
     levels = subject.method.levels
     if not control:
         return Plan(fit_proposal(levels, basis.knots, seen.u, seen.g), None, pilot.evaluations)

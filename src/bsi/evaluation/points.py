@@ -164,8 +164,10 @@ class Pilot:
         return members * self.count // self.samples
 
     def t(self, members: Int[Tensor, " batch"], draw: int) -> Float64[Tensor, " batch"]:
-        """Multiples of the golden ratio: any stretch of them covers [0, 1] evenly."""
-        shift = _uniform(self.seed, torch.zeros_like(members), 1 << 16, draw)
+        """Multiples of the golden ratio with one shift: any stretch of them covers [0, 1] evenly, and all members and
+        draws together are one.
+        """
+        shift = _uniform(self.seed, torch.zeros_like(members), 1 << 16, 0)
         return ((members * self.draws + draw).double() * GOLDEN + shift) % 1
 
 

@@ -87,8 +87,9 @@ def train(how: Rounding | None, seed: int, steps: int) -> tuple[float, float]:
         for name, layer in part.named_children()
         if isinstance(layer, nn.Linear)
     ]
-    for layer, scale in layers if how is not None else []:
-        layer.forward = rounding(layer, scale, how)  # type: ignore[method-assign]
+    if how is not None:
+        for layer, scale in layers:
+            layer.forward = rounding(layer, scale, how)  # type: ignore[method-assign, assignment]
     data, order = torch.tensor(open_dataset("digits").train), torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99))
     losses = []

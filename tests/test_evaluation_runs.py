@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bsi
+from bsi.backbones import build
 from bsi.backbones.config import MLPConfig
 from bsi.cli import main
 from bsi.errors import DataError, UsageError
@@ -85,9 +86,12 @@ def test_a_pair_of_runs_is_compared_with_common_noise(runs, capsys):
     assert record["difference"] == pytest.approx(alone[0] - alone[1], abs=1e-9)
     assert record["monte_carlo_error"] < record["unpaired_error"]
     assert (record["a"]["run"], record["b"]["run"]) == ("a", "b")
+    assert (record["images"], record["evaluations"], record["seed"], record["rounds"]) == (24, 2 * 24 * 7, 0, 1)
+    assert (record["measure"], record["recon"], record["proposal"], record["finite_k"]) == (5, 2, "loguniform", None)
     assert list((runs[0] / "evaluations").glob("*-paired-test-*.json"))
     fitted = answer(capsys, *runs, "--paired", "--limit", 24, "--proposal", "fitted")
     error = 4 * (fitted["monte_carlo_error"] + record["monte_carlo_error"])
+    assert fitted["pilot_evaluations"] == fitted["evaluations"] - record["evaluations"]
     assert fitted["difference"] == pytest.approx(record["difference"], abs=error)
 
 
@@ -110,6 +114,9 @@ def test_people_are_told_in_words(runs, capsys):
         (["RUN", "--fid", "--solver", "odr2"], "odr2"),
         (["nowhere", "--bpd"], "nowhere"),
         (["RUN", "--bpd", "--per-sample", "no/such/folder/x.npz"], "no folder"),
+        (["RUN", "RUN", "--paired", "--per-sample", "x.npz"], "--per-sample"),
+        (["RUN", "--bpd", "--kid"], "--fid"),
+        (["RUN", "--bpd", "--precision-recall"], "--fid"),
     ],
 )
 def test_what_cannot_be_done_is_said_with_exit_code_2(runs, capsys, words, message):
@@ -177,9 +184,36 @@ def test_sample_quality_names_all_that_it_depends_on(runs, tmp_path, monkeypatch
     assert (record["reference_split"], record["resize"], record["extractor_hash"]) == ("test", "none", "0" * 64)
     assert record["generation"] == {"solver": "ode2", "evaluations": 4, "seed": 5}
     assert record["weights_sha256"] == run.weights
+    assert (record["precision"], record["extractor_precision"]) == (run.precision, "float32")
+    other = quality_record(replace(run, precision="bfloat16"), how, replace(found, precision="tf32"))
+    assert (other["precision"], other["extractor_precision"]) == ("bfloat16", "tf32")
     again = measure_quality(run.model, split, how, 20, Averages(), ALONE, batch=20)
     assert again is not None
     assert again.value == pytest.approx(found.value, rel=1e-3)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_the_record_counts_the_evaluations_of_guidance_too(guidance, tmp_path, monkeypatch):
+    monkeypatch.setenv("BSI_DATA", str(tmp_path))
+    run = open_run(Path("digits"), ALONE)
+    network = build("mlp-16x1", shape=(1, 8, 8), num_classes=10)
+    labelled = bsi.Model(network, run.model.method, shape=(1, 8, 8), bins=run.model.bins).eval()
+    seen: list[int] = []
+    network.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    how = Drawing(steps=3, guidance=guidance, classes=10)
+    found = measure_quality(labelled, open_split(run, "test"), how, 20, Averages(), ALONE, batch=8)
+    assert found is not None
+    assert found.generation is not None
+    assert sum(seen) == 20 * found.generation.evaluations
+    assert found.generation.evaluations == (4 if guidance == 1 else 8)
+
+
+def test_a_reference_without_images_is_refused_before_samples_are_drawn(runs):
+    run = open_run(runs[0], ALONE)
+    split = open_split(run, "test")
+    empty = replace(split, dataset=replace(split.dataset, test=split.dataset.test[:1]))
+    with pytest.raises(DataError, match="has 1 in its test part"):
+        measure_quality(run.model, empty, Drawing(steps=2), 8, Averages(), ALONE)
 
 
 def test_ranks_draw_the_samples_of_one_in_turns(runs):

@@ -170,6 +170,25 @@ def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert command.text(record).splitlines()[0].endswith(": all were there")
 
 
+def test_parts_of_another_precision_are_never_joined(tmp_path, monkeypatch):
+    """`auto` is bfloat16 on a GPU and float32 on a CPU: what it came to is kept, not the word."""
+
+    def interrupted(self: Parts, ids: range, rows: np.ndarray) -> None:
+        raise KeyboardInterrupt
+
+    args = arguments(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Parts, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_samples(model(), args)
+    assert json.loads((tmp_path / "samples.npz.parts" / "about.json").read_text())["precision"] == "float32"
+    half = model()
+    half.denoiser.backbone.compute_dtype = torch.bfloat16
+    with pytest.raises(UsageError, match="precision 'float32' there, 'bfloat16' here"):
+        write_samples(half, args)
+    write_samples(model(), replace(args, precision="float32"))
+
+
 def test_parts_of_other_samples_are_never_joined(tmp_path):
     about = {"seed": 0}
     parts = Parts(tmp_path / "a.npz", 3, about)

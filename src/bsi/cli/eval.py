@@ -128,6 +128,10 @@ def check(args: Eval) -> None:
         )
     if args.paired and args.target_se is not None:
         raise UsageError("--target-se is for one run: with --paired, raise --measure instead")
+    if args.per_sample is not None and not args.bpd:
+        raise UsageError("--per-sample writes the bounds of --bpd, and is for nothing else")
+    if (args.kid or args.precision_recall) and not args.fid:
+        raise UsageError("--kid and --precision-recall come with --fid: ask for that too")
     if args.labels and not args.fid:
         raise UsageError("--labels is for the samples of --fid: the bound is the unconditional one")
     if args.guidance != 1 and not args.labels:
@@ -158,7 +162,6 @@ def bound(args: Eval, world: World) -> Mapping[str, Any]:
 
 
 def paired(args: Eval, world: World) -> Mapping[str, Any]:
-
     from bsi.evaluation import runs
     from bsi.evaluation.bound import evaluate
     from bsi.evaluation.paired import difference
@@ -178,9 +181,8 @@ def paired(args: Eval, world: World) -> Mapping[str, Any]:
         for subject in subjects
     ]
     both = zip(subjects, shared_plans(*plans), strict=True)
-    found = [evaluate(subject, procedure, world, plan, show=True) for subject, plan in both]
-    spent = sum(evaluation.evaluations for evaluation in found)
-    record = runs.difference_record(a, b, split, difference(*found), spent)
+    first, second = (evaluate(subject, procedure, world, plan, show=True) for subject, plan in both)
+    record = runs.difference_record(a, b, split, difference(first, second), (first, second))
     if world.first:
         runs.store(a, f"paired-{args.split}", record)
     return record

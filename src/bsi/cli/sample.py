@@ -171,12 +171,14 @@ def drawn(model: Model, args: Sample, how: Drawing, label: int | None) -> Drawn:
     import numpy as np
 
     from bsi.evaluation.parts import Parts
+    from bsi.evaluation.runs import inner_precision
 
     each = sum(evaluations_by_step(model, how))
     if args.npz is None:
         with Progress("sample", args.num * each, "evaluation") as progress:
             return Drawn(np.concatenate(list(batches(model, args, how, label, range(args.num), progress))), args.num)
-    about = {**asdict(how), "label": label, "precision": args.precision, "weights": digest(model)}
+    # The precision that `auto` came to: parts from a GPU and from a CPU are no one set of samples.
+    about = {**asdict(how), "label": label, "precision": inner_precision(model), "weights": digest(model)}
     parts = Parts(args.npz, args.num, about)
     missing = parts.missing()
     done = args.num - sum(map(len, missing))

@@ -53,6 +53,11 @@ def measure_quality(
     bins = split.dataset.bins
     if bins is None:
         raise DataError(f"{split.dataset.name} is continuous data: a distance between images needs 8-bit ones")
+    if len(split.rows) < 2:  # told before samples are drawn, which may take hours
+        raise DataError(
+            f"a distance needs at least 2 images of each set: {split.dataset.name} has {len(split.rows)} in its "
+            f"{split.name} part"
+        )
     keep = kid or precision_and_recall
     samples = collect(drawn_images(model, how, num, world, batch, show), extractor, keep).over_ranks()
     if not world.first:
@@ -67,7 +72,8 @@ def measure_quality(
         extractor,
         keep,
     )
-    generation = Generation(how.solver_for(model.method), evaluations(model.method, how.steps), how.seed)
+    spent = evaluations(model.method, how.steps, how.guidance != 1)
+    generation = Generation(how.solver_for(model.method), spent, how.seed)
     found = sample_quality(samples, known, extractor, kid, precision_and_recall, generation)
     height, width = model.shape[1:]
     if extractor.resize == "none" or min(height, width) >= SMALL:
@@ -114,5 +120,7 @@ def _shown(batches: Iterator[Tensor], count: int, show: bool) -> Iterator[Tensor
 
 
 def quality_record(run: Run, how: Drawing, found: SampleQuality) -> dict[str, Any]:
-    """The metric's own record, with how the samples were drawn and from which weights."""
-    return {**found.record(), "drawing": asdict(how), **run.record()}
+    """The metric's own record, with how the samples were drawn and from which weights. There `precision` is that of the
+    network that draws, as in the record of a bound, and the extractor's has a name of its own.
+    """
+    return {**found.record(), "extractor_precision": found.precision, "drawing": asdict(how), **run.record()}

@@ -39,6 +39,7 @@ __all__ = [
     "Split",
     "bound_record",
     "difference_record",
+    "inner_precision",
     "open_run",
     "open_split",
     "save_samples",
@@ -90,9 +91,8 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
     model = model.to(world.device).eval()
     found = weights_hash(model)
     network = model.denoiser.backbone
-    dtype = compute_dtype(precision, world.device)
     if isinstance(network, Backbone):
-        network.compute_dtype = dtype
+        network.compute_dtype = compute_dtype(precision, world.device)
     return Run(
         path=path,
         model=model,
@@ -102,8 +102,15 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
         dataset_version=trained.data.version,
         weights=found,
         ema=ema,
-        precision="float32" if dtype is None else str(dtype).removeprefix("torch."),
+        precision=inner_precision(model),
     )
+
+
+def inner_precision(model: Model) -> str:
+    """The type inside the model's network, by its name: what `auto` came to on its device."""
+    network = model.denoiser.backbone
+    dtype = network.compute_dtype if isinstance(network, Backbone) else None
+    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def speed_up(run: Run, work: int) -> None:
@@ -172,20 +179,17 @@ def bound_record(run: Run, split: Split, found: Evaluation) -> dict[str, Any]:
         "measurement": float(elbo.measurement.mean()) / unit,
         "reconstruction": float(elbo.reconstruction.mean()) / unit,
         "prior": float(elbo.prior.mean()) / unit,
-        "images": len(elbo.nats),
-        "evaluations": found.evaluations,
-        "pilot_evaluations": found.plan.pilot,
-        "rounds": found.rounds,
-        "control": found.plan.control is not None,
-        **{name: value for name, value in asdict(found.procedure).items() if name not in ("control", "batch")},
+        **_effort(found),
         **split.record(),
         **run.record(),
     }
     return {name: _finite(value) for name, value in record.items()}
 
 
-def difference_record(a: Run, b: Run, split: Split, found: Difference, evaluations: int) -> dict[str, Any]:
-    """`difference` is a's bound less b's; it is stored with a."""
+def difference_record(
+    a: Run, b: Run, split: Split, found: Difference, of: tuple[Evaluation, Evaluation]
+) -> dict[str, Any]:
+    """`difference` is a's bound less b's, `of` both; it is stored with a."""
     record = {
         "difference": found.bits_per_dim,
         "monte_carlo_error": found.monte_carlo_error,
@@ -193,12 +197,25 @@ def difference_record(a: Run, b: Run, split: Split, found: Difference, evaluatio
         "data_error": found.data_error,
         "data_resolved": found.data_resolved,
         "unpaired_error": found.unpaired_error,
-        "evaluations": evaluations,
+        **_effort(*of),
         **split.record(),
         "a": a.record(),
         "b": b.record(),
     }
     return {name: _finite(value) for name, value in record.items()}
+
+
+def _effort(first: Evaluation, *others: Evaluation) -> dict[str, Any]:
+    """What was evaluated and how: once, or several times by one procedure on the same samples."""
+    found = (first, *others)
+    return {
+        "images": len(first.prior),
+        "evaluations": sum(each.evaluations for each in found),
+        "pilot_evaluations": sum(each.plan.pilot for each in found),
+        "rounds": first.rounds,
+        "control": first.plan.control is not None,
+        **{name: value for name, value in asdict(first.procedure).items() if name not in ("control", "batch")},
+    }
 
 
 def _finite(value: Any) -> Any:

@@ -47,8 +47,19 @@ def test_kid_does_not_depend_on_the_block_size_but_in_noise() -> None:
 
 
 def test_unequal_sets_are_cut_to_whole_blocks_of_the_smaller() -> None:
-    x, y = normal(25, 3, seed=4), normal(99, 3, seed=5)
-    assert kernel_distance(x, y, block_size=10) == kernel_distance(x[:20], y[:20], block_size=10)
+    kid = kernel_distance(normal(25, 3, seed=4), normal(99, 3, seed=5), block_size=10)
+    assert (kid.blocks, kid.block_size) == (2, 10)
+
+
+@pytest.mark.parametrize("n", [400, 90])
+def test_sorted_images_have_the_kid_of_shuffled_ones(n: int) -> None:
+    """By class, as folders of images are: neither blocks of one class, nor the first classes of the larger set alone."""
+    offset = torch.arange(4).repeat_interleave(100)[:, None].float()
+    shuffled = offset[torch.randperm(400, generator=torch.Generator().manual_seed(7))]
+    real, drawn = normal(400, 8, seed=8) + offset, normal(400, 8, seed=9) + shuffled
+    kid = kernel_distance(drawn[:n], real, block_size=100)
+    spread = kernel_distance(drawn, real, block_size=50).standard_error
+    assert abs(kid.value) < 4 * spread * math.sqrt(8)
 
 
 def test_kid_needs_two_finite_samples() -> None:

@@ -6,8 +6,9 @@ With the kernel k(x, y) = (x . y / dim + 1)^3, the unbiased estimate over m samp
 
 Both sets are cut into disjoint blocks of m samples, each block gives one estimate, and the value is their mean. The
 blocks are independent, so that their spread over sqrt(blocks) is the standard error of that mean: unlike the usual
-overlapping subsets, whose spread says nothing about it. Unbiased, KID may be negative, and needs fewer samples than
-FID.
+overlapping subsets, whose spread says nothing about it. They are drawn at random, from a fixed seed: images often lie
+sorted, by class or by folder, and a block of neighbours would be a block of one class. Unbiased, KID may be negative,
+and needs fewer samples than FID.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Kid:
 def kernel_distance(a: Float[Tensor, "n dim"], b: Float[Tensor, "m dim"], block_size: int = 1000) -> Kid:
     """KID of two sets of features. Sets smaller than `block_size` make one block of the smaller set's size.
 
-    Samples beyond the last whole block are left out. The order must not carry information: shuffle sorted data first.
+    Samples beyond the last whole block are left out.
     """
     smaller = min(len(a), len(b))
     if smaller < 2 or block_size < 2:
@@ -41,12 +42,17 @@ def kernel_distance(a: Float[Tensor, "n dim"], b: Float[Tensor, "m dim"], block_
         )
     size = min(block_size, smaller)
     blocks = smaller // size
-    pairs = zip(a[: blocks * size].split(size), b[: blocks * size].split(size), strict=True)
+    generator = torch.Generator().manual_seed(0)  # each set has an order of its own
+    pairs = zip(*(_shuffled(each, generator)[: blocks * size].split(size) for each in (a, b)), strict=True)
     estimates = torch.stack([_mmd2(x.double(), y.double()) for x, y in pairs])
     if not estimates.isfinite().all():
         raise NonFinite("the features hold NaN or infinity, so that no KID exists. Check the extractor's weights.")
     error = estimates.std().item() / blocks**0.5 if blocks > 1 else None
     return Kid(estimates.mean().item(), error, blocks, size)
+
+
+def _shuffled(x: Float[Tensor, "n dim"], generator: torch.Generator) -> Float[Tensor, "n dim"]:
+    return x[torch.randperm(len(x), generator=generator).to(x.device)]
 
 
 def _mmd2(x: Float64[Tensor, "m dim"], y: Float64[Tensor, "m dim"]) -> Float64[Tensor, ""]:

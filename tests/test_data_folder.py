@@ -268,6 +268,8 @@ def test_sound_is_cut_into_pieces_whose_indices_give_it_back(tmp_path: Path, mon
 
 
 def test_sound_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no WAV file\. Give the folder"):
+        Wav(tmp_path, length=1000).plan()
     write_wav(tmp_path / "a.wav", np.zeros((100, 1), np.int16))
     with pytest.raises(DataError, match="smaller --length"):
         Wav(tmp_path, length=1000).plan()

@@ -53,7 +53,7 @@ def test_unequal_sets_are_cut_to_whole_blocks_of_the_smaller() -> None:
 
 @pytest.mark.parametrize("n", [400, 90])
 def test_sorted_images_have_the_kid_of_shuffled_ones(n: int) -> None:
-    """By class, as folders of images are: neither blocks of one class, nor the first classes of the larger set alone."""
+    """By class, as in folders: neither blocks of one class, nor the first classes of the larger set alone."""
     offset = torch.arange(4).repeat_interleave(100)[:, None].float()
     shuffled = offset[torch.randperm(400, generator=torch.Generator().manual_seed(7))]
     real, drawn = normal(400, 8, seed=8) + offset, normal(400, 8, seed=9) + shuffled

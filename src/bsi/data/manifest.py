@@ -114,7 +114,9 @@ class Manifest:
         except BsiError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{where} is not a dataset's manifest: {error!r}. Prepare the dataset again.") from error
+            raise DataError(
+                f"{where} is not a dataset's manifest: {error!r}. Delete its folder and prepare the dataset again."
+            ) from error
         if manifest.version != given["version"]:
             raise DataError(
                 f"{where} is damaged: expected version {given['version']}, found {manifest.version}. Prepare the "

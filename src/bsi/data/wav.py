@@ -56,6 +56,8 @@ class Wav:
                 )
             rows += frames // self.length
             listing.update(f"{name}\0{frames}\n".encode("utf-8", "surrogateescape"))
+        if first is None:
+            raise DataError(f"{path} holds no WAV file. Give the folder with --from.")
         if not rows:
             raise DataError(f"{path} holds no WAV file of at least {self.length} samples. Choose a smaller --length.")
         return Plan(

@@ -93,7 +93,8 @@ def frechet_distance(a: Moments, b: Moments) -> float:
     if len(a.mean) != len(b.mean):
         raise DataError(f"features must have one dimension: got {len(a.mean)} and {len(b.mean)}. Use one extractor.")
     m_1, S_1, m_2, S_2 = a.mean, a.covariance, b.mean, b.covariance
-    return ((m_1 - m_2).square().sum() + S_1.trace() + S_2.trace() - 2 * trace_sqrt(S_1, S_2)).item()
+    distance = (m_1 - m_2).square().sum() + S_1.trace() + S_2.trace() - 2 * trace_sqrt(S_1, S_2)
+    return max(0.0, distance.item())  # of a set to itself, rounding leaves as much below 0 as above
 
 
 def trace_sqrt(a: Float64[Tensor, "dim dim"], b: Float64[Tensor, "dim dim"]) -> Float64[Tensor, ""]:

@@ -6,7 +6,8 @@ Each sample's L_M is estimated at `measure` levels and its L_R with `recon` draw
 where and why, control.py how fewer evaluations do, learning from one part of the set for the next). A round gives
 independent replicates of every sample's estimate; more rounds give more of them, until `target_error` is met. Two
 errors are kept apart: that of the Monte Carlo estimate of this set's bound, from the replicates, and that of having
-this set of samples and not another.
+this set of samples and not another. To stop at the first round whose error looks small enough is to prefer errors that
+are underestimated: in a simulation by at most 6 % with 32 blocks, by 10 % with 12.
 
 Each rank evaluates its part of the samples and puts the results into a table that is zero elsewhere; their sum is the
 table that one rank would have made, and everything after that is computed from the whole table by every rank.

@@ -10,7 +10,7 @@ from bsi.studies.estimates import distance
 from bsi.studies.job import Measure
 from bsi.studies.report import Report, Study
 from bsi.studies.scale import Scale
-from bsi.studies.standard import qualities
+from bsi.studies.standard import qualities, solvers_said
 from bsi.studies.store import Store
 
 if TYPE_CHECKING:
@@ -48,9 +48,14 @@ def report(scale: Scale, store: Store) -> Report:
         tables=(table, gap_table(scale, scale.architecture, gaps, steps)),
         claims=claims_of(scale, store, scale.architecture, gaps, steps),
         draw=lambda: _draw(scale, store),
-        notes=("The paper's values are for ImageNet32, a U-Net of width 256 and 100k steps.",)
-        if scale.name != "paper"
-        else (),
+        notes=(
+            solvers_said(scale.architecture.recipe, ORDER),
+            *(
+                ("The paper's values are for ImageNet32, a U-Net of width 256 and 100k steps.",)
+                if scale.name != "paper"
+                else ()
+            ),
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from bsi.studies.estimates import Estimate, bits, bits_difference, distance, dis
 from bsi.studies.job import Measure
 from bsi.studies.report import Cell, Claim, Report, Study, Table, equal, less
 from bsi.studies.scale import DATASETS, Comparison, Scale
-from bsi.studies.standard import OURS, bounds, default_quality, qualities, quality, seeded
+from bsi.studies.standard import OURS, bounds, default_quality, qualities, quality, seeded, solvers_said
 from bsi.studies.store import Store
 from bsi.training.method_specs import MethodName
 from bsi.training.recipe import Recipe
@@ -201,7 +201,10 @@ def report(scale: Scale, store: Store) -> Report:
         tables=(*tables, *(gap_table(scale, c, gaps, most) for c, gaps in whole.items())),
         claims=tuple(claim for c, gaps in whole.items() for claim in claims_of(scale, store, c, gaps, most)),
         draw=lambda: _draw(scale, store),
-        notes=("The paper's values are for ImageNet32, DiT-L/2 and 2M steps.",) if scale.name != "paper" else (),
+        notes=(
+            solvers_said(scale.comparisons[0].recipe, ORDER),
+            *(("The paper's values are for ImageNet32, DiT-L/2 and 2M steps.",) if scale.name != "paper" else ()),
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from bsi.studies.estimates import distance
 from bsi.studies.job import Measure, Quality
 from bsi.studies.report import Cell, Report, Study, Table, all_of, less
 from bsi.studies.scale import Scale
-from bsi.studies.standard import our_solver, quality
+from bsi.studies.standard import our_solver, quality, solvers_said
 from bsi.studies.store import Store
 from bsi.training.method_specs import MethodName
 
@@ -109,6 +109,7 @@ def report(scale: Scale, store: Store) -> Report:
             ),
         ),
         draw=lambda: _draw(scale, store),
+        notes=(solvers_said(scale.convergence.recipe, ORDER),),
     )
 
 

@@ -11,10 +11,21 @@ from bsi.studies.scale import Scale
 from bsi.training.method_specs import BSISpec, MethodName
 from bsi.training.recipe import Recipe
 
-__all__ = ["OURS", "bound", "bounds", "bsi_of", "default_quality", "our_solver", "qualities", "quality", "seeded"]
+__all__ = [
+    "OURS",
+    "bound",
+    "bounds",
+    "bsi_of",
+    "default_quality",
+    "our_solver",
+    "qualities",
+    "quality",
+    "seeded",
+    "solvers_said",
+]
 
 
-# Our default sampler, by name: it may be another when the table is read.
+# Our default sampler; `solvers_said` has the solver's name.
 OURS = f"our solver on {GRID} in {STEPS}"
 
 
@@ -57,3 +68,8 @@ def our_solver(network: Recipe) -> str:
     from bsi.training.dataset import build_method
 
     return default_solver(build_method(network.method))
+
+
+def solvers_said(recipe: Callable[[MethodName], Recipe], methods: Sequence[MethodName]) -> str:
+    """Our solvers by name, below a table: they may be others when it is read."""
+    return f"Our solver is {', '.join(f'{our_solver(recipe(method))} for {method.upper()}' for method in methods)}."

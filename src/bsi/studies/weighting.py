@@ -17,7 +17,7 @@ from bsi.studies.estimates import Estimate, bits, bits_difference, distance, dis
 from bsi.studies.job import Measure
 from bsi.studies.report import Claim, Report, Study, Table, less
 from bsi.studies.scale import Scale
-from bsi.studies.standard import OURS, bounds, default_quality, qualities, seeded
+from bsi.studies.standard import OURS, bounds, default_quality, qualities, seeded, solvers_said
 from bsi.studies.store import Store
 from bsi.training.dataset import build_method
 from bsi.training.recipe import Objective, Recipe
@@ -126,6 +126,7 @@ def report(scale: Scale, store: Store) -> Report:
             for claim in _claims(scale, store, name, objective)
         ),
         draw=lambda: _draw(scale, store),
+        notes=(solvers_said(scale.parameter_recipe, ("bsi",)),),
     )
 
 

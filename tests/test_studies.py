@@ -230,6 +230,10 @@ def test_drawing_that_runs_out_of_time_goes_on_to_the_same_samples(folder, tmp_p
     model = bench._model(job, laboratory)
     with pytest.raises(Preempted, match="32 of 40 samples are drawn"):
         laboratory.measure(job, model, Passing(3))
+    with monkeypatch.context() as elsewhere:  # where networks compute in another type
+        elsewhere.setattr(measure, "inner_precision", lambda model: "bfloat16")
+        with pytest.raises(UsageError, match="precision"):
+            laboratory.measure(job, model, Deadline())
     seen, draw = [], measure._draw
     monkeypatch.setattr(
         "bsi.studies.measure._draw", lambda model, ids, how: seen.append(len(ids)) or draw(model, ids, how)

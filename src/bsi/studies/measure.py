@@ -26,6 +26,7 @@ from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.bound import Evaluation, Procedure, evaluate
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.evaluation.parts import Parts
+from bsi.evaluation.runs import inner_precision
 from bsi.evaluation.subject import Subject
 from bsi.gaussian import squared_norm
 from bsi.methods import BSI
@@ -178,7 +179,7 @@ class Laboratory:
         how = Drawing(job.steps, job.seed, job.solver, job.grid)
         path = self.folder / "measurements" / f"{name_of(job)}-samples.npz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        parts = Parts(path, job.num, {"job": name_of(job)})
+        parts = Parts(path, job.num, {"job": name_of(job), "precision": inner_precision(model)})
         for rows in parts.missing():
             deadline.check(f"{rows.start} of {job.num} samples are drawn")
             batches = torch.arange(rows.start, rows.stop, device=self.device).split(self.scale.drawn.batch)

@@ -223,3 +223,5 @@ def test_any_other_work_names_its_own_option():
         raise torch.OutOfMemoryError("CUDA out of memory.")
     with pytest.raises(UsageError, match="Not even one fits"), enough_for_batch(1, "--batch-size", device):
         raise torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(UsageError, match="out of memory on cpu"), enough_for_batch(8, "--batch-size", device):
+        torch.empty(1 << 60, dtype=torch.uint8)  # what no host has

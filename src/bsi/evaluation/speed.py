@@ -108,7 +108,7 @@ def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, st
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(case.device)
-    with _full_host_told(), _WORK[case.work](case) as running:
+    with _WORK[case.work](case) as running:
         _wait(case.device)
         start.lap("build")
         if running.prepare is not None:
@@ -179,17 +179,6 @@ def _times(step: Callable[[], object], device: torch.device, repeats: int) -> li
                 step()
             found.append((time.perf_counter() - began) / inner)
     return found
-
-
-@contextmanager
-def _full_host_told() -> Iterator[None]:
-    """A host that is out of memory as torch's own error: a GPU's already is."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" in str(error):
-            raise torch.OutOfMemoryError(str(error)) from error
-        raise
 
 
 def _recipe(case: Case) -> Recipe:

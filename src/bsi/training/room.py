@@ -36,7 +36,8 @@ def room(device: torch.device) -> int:
 def enough_to_train(recipe: Recipe, data: DataSpec, world: World, watchdog: Watchdog) -> Iterator[None]:
     """Turn running out of memory while training, or while looking at the model on the way, into what to do about it."""
     try:
-        yield
+        with _host_too():
+            yield
     except torch.OutOfMemoryError as error:
         step, phase = watchdog.where
         if phase == "evaluate":
@@ -49,11 +50,23 @@ def enough_to_train(recipe: Recipe, data: DataSpec, world: World, watchdog: Watc
 def enough_for_batch(batch: int, option: str, device: torch.device, memory: Memory | None = None) -> Iterator[None]:
     """The same for any other work on `batch` samples at a time, which `option` sets and `memory` accounts for."""
     try:
-        yield
+        with _host_too():
+            yield
     except torch.OutOfMemoryError as error:
         fits = _fitting(memory, batch, device)
         fix = f"Use {option} {fits}." if fits else "Not even one fits: take a larger device, or a smaller network."
         raise UsageError(f"{_full(device)} with {batch} samples at a time. {fix}") from error
+
+
+@contextmanager
+def _host_too() -> Iterator[None]:
+    """A host that is out of memory as torch's own error, which a GPU's already is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
 
 
 def _full(device: torch.device) -> str:

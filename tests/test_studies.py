@@ -29,7 +29,8 @@ from bsi.studies.plan_text import plan_text
 from bsi.studies.publish import page, publish
 from bsi.studies.registry import STUDIES, named_studies
 from bsi.studies.runner import plan, report_so_far, run
-from bsi.studies.scale import SMOKE, Comparison, Drawn, Measured, Varied
+from bsi.studies.scale import Comparison, Drawn, Measured, Varied
+from bsi.studies.scales import SMOKE
 from bsi.studies.store import Store
 from bsi.training.recipe import Every, Recipe
 

@@ -29,7 +29,7 @@ from bsi.studies.publish import page
 from bsi.studies.registry import STUDIES
 from bsi.studies.report import Table, all_of, equal, less
 from bsi.studies.runner import plan
-from bsi.studies.scale import MINI, PAPER, SCALES, SMOKE
+from bsi.studies.scales import MINI, PAPER, SCALES, SMOKE
 from bsi.studies.standard import bounds, qualities
 from bsi.studies.store import Result, Store
 from bsi.training.dataset import build_method

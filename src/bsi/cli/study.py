@@ -54,7 +54,7 @@ def run(args: StudyOptions) -> int:
     from bsi.studies.registry import named_studies
     from bsi.studies.runner import plan, report_so_far
     from bsi.studies.runner import run as run_studies
-    from bsi.studies.scale import SCALES
+    from bsi.studies.scales import SCALES
     from bsi.studies.store import Store
 
     studies, scale = named_studies(args.name), SCALES[args.scale]

@@ -15,7 +15,8 @@ from typing import Any
 
 from bsi.studies.registry import STUDIES
 from bsi.studies.report import Study
-from bsi.studies.scale import SCALES, Scale
+from bsi.studies.scale import Scale
+from bsi.studies.scales import SCALES
 from bsi.training.files import write_json, write_text
 
 __all__ = ["page", "publish"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -87,6 +88,8 @@ class Faults:
 def patch(faults: Faults) -> None:
     """Put the faults' points around the package's own functions."""
     import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
     from bsi.training import checkpoint
     from bsi.training.step import Engine
@@ -155,6 +158,17 @@ def patch(faults: Faults) -> None:
 
     StopFlag.__call__ = listening  # type: ignore[method-assign]
     checkpoint.save = faulty_save
+
+    leave = dist.destroy_process_group
+
+    def alone() -> None:
+        """A reducer that outlives its group destroys it with Python's lock held, and gloo's threads may want that."""
+        left = [type(kept).__name__ for kept in gc.get_objects() if isinstance(kept, DistributedDataParallel)]
+        leave()
+        if left:
+            raise RuntimeError(f"the process group is left while {left} holds on to it")
+
+    dist.destroy_process_group = alone
 
     usage = shutil.disk_usage
     Full = namedtuple("Full", "total used free")

@@ -103,6 +103,14 @@ class Engine:
         self._losses(batch).sum().backward()
         self.optimiser.zero_grad()
 
+    def close(self) -> None:
+        """Let go of DDP, and with it of the process group, which must not go while Python's lock is held.
+
+        DDP's reducer holds the group too. Were it the last to do so, its end would wait under the lock for gloo's thread,
+        and that thread may be waiting for the lock to end a tensor: a run would be finished and never exit.
+        """
+        self._network = self.model.denoiser
+
     def step(self, stream: Stream, watchdog: Watchdog) -> None:
         """One step; the device may still be busy with it when this returns."""
         watchdog.at(self.steps_done, "data")

@@ -108,6 +108,7 @@ def train(
         with (
             _progress(recipe, engine, world) as progress,
             _status(folder, engine, world),
+            contextlib.closing(engine),
             contextlib.closing(stream),
             enough_to_train(recipe, training_data.spec, world, watchdog),
         ):

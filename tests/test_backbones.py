@@ -22,6 +22,9 @@ TINY: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {
     "unet-1d": (UNetConfig(width=8, levels=2), (2, 6)),
     "unet-2d": (UNetConfig(width=8, levels=2), (3, 4, 6)),
     "unet-3d": (UNetConfig(width=8, levels=1), (1, 3, 3, 3)),
+    "unet-coarser-1d": (UNetConfig(width=8, levels=2, coarser=(12,)), (2, 6)),
+    "unet-coarser-2d": (UNetConfig(width=8, levels=2, heads=2, coarser=(12, 16)), (3, 4, 8)),
+    "unet-coarser-3d": (UNetConfig(width=8, levels=1, coarser=(8,)), (1, 4, 2, 2)),
     "mlp": (MLPConfig(width=16, depth=2), (5,)),
     "mlp-2d": (MLPConfig(width=16, depth=2), (2, 3)),
 }
@@ -218,8 +221,34 @@ def test_unet_reads_the_skips_in_reverse_order() -> None:
     assert all(a is b for a, b in zip(outputs, reversed(skips), strict=True))
 
 
-def test_unet_keeps_its_input_in_scale_on_the_way_up() -> None:
-    network = build(UNetConfig(width=32, levels=32), (3, 4, 4)).eval()
+def test_a_unet_at_several_resolutions_answers_every_image_with_one_of_its_size() -> None:
+    """Skips meet the stream where they were taken: two levels and what came before them, at each resolution."""
+    network = awake(tiny("unet-coarser-2d")).eval()
+    met: list[tuple[int, ...]] = []
+    for block in network.up:
+        block.register_forward_hook(lambda _, args, out: met.append(tuple(out.shape[1:])) if len(args) > 1 else None)
+    network(*batch(network))
+    assert met == [(16, 1, 2)] * 3 + [(12, 2, 4)] * 3 + [(8, 4, 8)] * 3
+    attending = [hasattr(layer, "attention") and layer.attention is not None for layer in (*network.down, *network.up)]
+    assert sum(attending) == 2 * (2 + 3), "attention follows every block at a coarser resolution"
+
+
+def test_coarser_resolutions_see_the_whole_image() -> None:
+    """A pixel moves every pixel of the output, and each differently."""
+    network = awake(tiny("unet-coarser-2d", bins_count=None)).eval()
+    x, t = batch(network, 1)
+    moved = x.clone()
+    moved[..., 0, 0] += 1
+    difference = (network(moved, t) - network(x, t)).abs()
+    assert difference.min() > 0
+    assert len(difference.unique()) == difference.numel()
+
+
+@pytest.mark.parametrize(
+    "config", [UNetConfig(width=32, levels=32), UNetConfig(width=32, levels=4, coarser=(48, 64))], ids=str
+)
+def test_unet_keeps_its_input_in_scale_on_the_way_up(config: UNetConfig) -> None:
+    network = build(config, (3, 4, 4)).eval()
     seen = []
     network.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].std().item()))
     network(*batch(network))
@@ -276,6 +305,7 @@ def test_cost_counts_every_flop_of_a_forward_pass(kind: str) -> None:
         ("dit-l/2", 457),
         ("dit-xl/2", 673),
         ("unet-128x32", 30.5),
+        ("unet-128-256-256x2", 27.4),
     ],
 )
 def test_named_sizes_have_about_the_published_parameters(name: str, millions: float) -> None:
@@ -291,6 +321,7 @@ def test_the_papers_networks_have_the_papers_sizes() -> None:
     assert resolve("DiT-L/4") == DiTConfig(width=1024, depth=24, heads=16, patch=4, dropout=0.05)
     assert resolve("unet-128x32") == UNetConfig(width=128, levels=32, heads=1, dropout=0.1)
     assert resolve("unet-256x32") == UNetConfig(width=256, levels=32, heads=1, dropout=0.1)
+    assert resolve("unet-64-96-128x3") == UNetConfig(width=64, levels=3, coarser=(96, 128))
     assert resolve("mlp-64x3") == MLPConfig(width=64, depth=3)
     assert {name: (c.width, c.depth, c.heads) for name, c in DIT_SIZES.items() if name != "mini"} == {
         "s": (384, 12, 6),
@@ -326,6 +357,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_one(typo: str, meant: str)
         (DiTConfig(16, 1, 2, patch=4), (3, 32, 30), r"multiple of 4: got 32x30\. Use a patch of 1 or 2"),
         (DiTConfig(16, 1, 2, patch=2), (3,), "Use an MLP"),
         (UNetConfig(8, 1), (3,), "Use an MLP"),
+        (UNetConfig(8, 1, coarser=(8, 8)), (3, 12, 6), "got 12x6. Use at most 1, or crop"),
         (UNetConfig(8, 1), (3, 2, 2, 2, 2), "1 to 3 spatial axes"),
         (MLPConfig(8, 1), (), "got \\(\\)"),
         (MLPConfig(8, 1), (0,), "at least 1"),
@@ -346,6 +378,8 @@ def test_impossible_sizes_are_refused() -> None:
         DiTConfig(width=100, depth=1, heads=3)
     with pytest.raises(UsageError, match="heads must divide width"):
         UNetConfig(width=10, heads=4)
+    with pytest.raises(UsageError, match="got width=10, heads=4"):
+        UNetConfig(width=8, heads=4, coarser=(10,))
     with pytest.raises(UsageError, match="depth must be at least 1: got 0"):
         DiTConfig(width=8, depth=0, heads=1)
     with pytest.raises(UsageError, match=r"\[0, 1\): got 1"):

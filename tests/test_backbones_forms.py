@@ -33,6 +33,7 @@ from bsi.training.ema import EmaModel
 SMALL: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {
     "dit": (DiTConfig(width=32, depth=3, heads=2, patch=2, dropout=0.2), (3, 8, 8)),
     "unet": (UNetConfig(width=16, levels=3, dropout=0.2), (3, 8, 8)),
+    "unet-coarser": (UNetConfig(width=16, levels=2, heads=2, dropout=0.2, coarser=(24,)), (3, 8, 8)),
     "mlp": (MLPConfig(width=32, depth=3, dropout=0.2), (6,)),
 }
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own access
@@ -88,7 +89,7 @@ def compiler() -> Iterator[None]:
 def as_it_runs(kind: str) -> Backbone:
     """In the order in memory that the compiled form is used with: otherwise blocks see images of different strides."""
     network = small(kind)
-    return network.to(memory_format=torch.channels_last) if kind == "unet" else network
+    return network.to(memory_format=torch.channels_last) if kind.startswith("unet") else network
 
 
 @every_kind
@@ -98,7 +99,9 @@ def test_compiled_form_agrees_and_each_kind_of_region_is_compiled_once(kind: str
     network = as_it_runs(kind)
     compile_regions(network, backend="aot_eager")
     assert_agree(network, small(kind), ROUNDING)
-    kinds = {"dit": 2, "unet": 4, "mlp": 2}  # blocks and head; blocks down, attention, blocks up and head
+    # Blocks and head; blocks down, attention, blocks up and head; with one coarser resolution, blocks there and in the
+    # middle, and what halves and doubles.
+    kinds = {"dit": 2, "unet": 4, "unet-coarser": 9, "mlp": 2}
     assert counters["stats"]["unique_graphs"] == kinds[kind]
     other = as_it_runs(kind)
     compile_regions(other, backend="aot_eager")
@@ -170,7 +173,7 @@ def test_a_compiled_block_keeps_eleven_passes_for_the_backward() -> None:
     assert 11 <= passes < 11.5  # and a few numbers per token
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
+@pytest.mark.parametrize("kind", ["dit", "unet", "unet-coarser"])
 def test_checkpointing_changes_what_is_kept_and_nothing_else(kind: str) -> None:
     assert_agree(small(kind, checkpoint=True), small(kind), EXACT)
     assert _bytes_kept(small(kind, checkpoint=True)) < 0.4 * _bytes_kept(small(kind))

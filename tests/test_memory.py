@@ -59,9 +59,10 @@ def kept_per_image(network: Backbone) -> float:
     [
         (DiTConfig(64, 2, 2), DiTConfig(64, 4, 2)),
         (UNetConfig(32, 2), UNetConfig(32, 4)),
+        (UNetConfig(32, 2, coarser=(64,)), UNetConfig(32, 4, coarser=(64,))),
         (MLPConfig(64, 2), MLPConfig(64, 4)),
     ],
-    ids=["dit", "unet", "mlp"],
+    ids=["dit", "unet", "unet-coarser", "mlp"],
 )
 @pytest.mark.parametrize(("form", "half"), [("plain", False), ("plain", True), ("compiled", True)])
 @compiles
@@ -76,8 +77,9 @@ def test_the_account_is_what_autograd_keeps(small: BackboneConfig, large: Backbo
     [
         (DiTConfig(64, 2, 2, checkpoint=True), DiTConfig(64, 4, 2, checkpoint=True)),
         (UNetConfig(32, 2, checkpoint=True), UNetConfig(32, 4, checkpoint=True)),
+        (UNetConfig(32, 2, checkpoint=True, coarser=(64,)), UNetConfig(32, 4, checkpoint=True, coarser=(64,))),
     ],
-    ids=["dit", "unet"],
+    ids=["dit", "unet", "unet-coarser"],
 )
 @pytest.mark.parametrize("half", [False, True])
 def test_the_account_is_what_checkpointing_keeps(small: BackboneConfig, large: BackboneConfig, half: bool):
@@ -104,7 +106,7 @@ def test_the_account_meets_what_was_measured_on_an_h200(form: Form, batch: int, 
     assert 0.98 < account / GIB / gib < 1.06
 
 
-@pytest.mark.parametrize("name", ["dit-mini/2", "dit-l/2", "unet-128x32", "mlp-256x4"])
+@pytest.mark.parametrize("name", ["dit-mini/2", "dit-l/2", "unet-128x32", "unet-128-256-256x2", "mlp-256x4"])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_the_largest_batch_is_the_largest(name: str, ranks: int):
     for memory in (

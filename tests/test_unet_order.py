@@ -21,13 +21,20 @@ from bsi.backbones import Backbone, UNetConfig, build, compile_regions
 from bsi.backbones.norms import GroupNorm
 
 CONFIG = UNetConfig(width=8, levels=2, dropout=0.1)
-CONVOLUTIONS = 2 + 2 * (2 * CONFIG.levels + 3)  # of one pass: stem and head, and two for each block
+COARSER = UNetConfig(width=8, levels=2, dropout=0.1, coarser=(16,))
+every_config = pytest.mark.parametrize("config", [CONFIG, COARSER], ids=["one", "coarser"])
 FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 
 
-def unet(dtype: torch.dtype | None = None) -> Backbone:
+def convolutions(config: UNetConfig) -> int:
+    """Of one pass: stem and head, two for each block, and two between resolutions."""
+    blocks = 2 + (2 * config.levels + 1) * len(config.widths)
+    return 2 + 2 * blocks + 2 * len(config.coarser)
+
+
+def unet(dtype: torch.dtype | None = None, config: UNetConfig = CONFIG) -> Backbone:
     torch.manual_seed(0)
-    network = build(CONFIG, (3, 6, 10), bins_count=16).train().to(memory_format=torch.channels_last)
+    network = build(config, (3, 6, 10), bins_count=16).train().to(memory_format=torch.channels_last)
     for parameter in network.parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)
@@ -61,20 +68,25 @@ class Orders(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_no_convolution_meets_an_image_or_a_gradient_in_another_order(dtype: torch.dtype | None) -> None:
-    network = unet(dtype)
+@every_config
+def test_no_convolution_meets_an_image_or_a_gradient_in_another_order(
+    config: UNetConfig, dtype: torch.dtype | None
+) -> None:
+    network = unet(dtype, config)
     with Orders() as orders:
         step(network)
-    assert orders.found == {FORWARD: [True] * CONVOLUTIONS, BACKWARD: [True] * CONVOLUTIONS}
+    count = convolutions(config)
+    assert orders.found == {FORWARD: [True] * count, BACKWARD: [True] * count}
 
 
-def test_images_are_channels_last_whatever_the_order_of_the_weights() -> None:
-    network = unet().to(memory_format=torch.contiguous_format)
+@every_config
+def test_images_are_channels_last_whatever_the_order_of_the_weights(config: UNetConfig) -> None:
+    network = unet(config=config).to(memory_format=torch.contiguous_format)
     seen: list[Tensor] = []
     for block in (*network.down, *network.up):
         block.register_forward_hook(lambda _, __, out: seen.append(out))
     network(torch.randn(2, *network.shape), torch.rand(2))
-    assert len(seen) == 2 * CONFIG.levels + 1
+    assert len(seen) == len(network.down) + len(network.up)
     assert all(map(in_order, seen))
 
 
@@ -89,7 +101,14 @@ def compiler() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own access
 @pytest.mark.usefixtures("compiler")
-def test_no_convolution_of_a_compiled_region_meets_another_order() -> None:
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    # Two convolutions of a block down, two of a block up, the head's; blocks down, in the middle and up twice over, two
+    # between resolutions, and the head's.
+    [(CONFIG, 5), (COARSER, 13)],
+    ids=["one", "coarser"],
+)
+def test_no_convolution_of_a_compiled_region_meets_another_order(config: UNetConfig, kinds: int) -> None:
     """In the graphs that the compiler gets: it keeps the orders that it finds there at every convolution."""
     found: dict[Any, list[bool]] = {FORWARD: [], BACKWARD: []}
 
@@ -102,11 +121,10 @@ def test_no_convolution_of_a_compiled_region_meets_another_order() -> None:
         return make_boxed_func(graph.forward)
 
     noting = aot_autograd(fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
-    torch._dynamo.register_backend(noting, name="noting")
-    network = unet()
-    compile_regions(network, backend="noting")
+    torch._dynamo.register_backend(noting, name=f"noting-{kinds}")
+    network = unet(config=config)
+    compile_regions(network, backend=f"noting-{kinds}")
     step(network)
-    kinds = 5  # two convolutions of a block down, two of a block up, the head's
     assert found == {FORWARD: [True] * kinds, BACKWARD: [True] * kinds}
 
 

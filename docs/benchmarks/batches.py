@@ -19,7 +19,7 @@ ROOM = (8, 16, 24, 40, 80, 141)
 CASES: tuple[tuple[str, Form], ...] = (
     ("dit-mini/2", "fused"), ("dit-s/2", "fused"), ("dit-b/2", "fused"), ("dit-l/4", "fused"), ("dit-l/2", "fused"),
     ("dit-l/2", "lean"), ("dit-l/2", "compiled"), ("dit-xl/2", "fused"), ("unet-128x32", "compiled"),
-    ("unet-256x32", "compiled"), ("mlp-256x4", "compiled"),
+    ("unet-256x32", "compiled"), ("unet-128-256-256x2", "compiled"), ("mlp-256x4", "compiled"),
 )  # fmt: skip
 
 

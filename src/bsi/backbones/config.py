@@ -8,6 +8,7 @@ number of bins (which sets the Fourier features) and the number of classes are g
 |---|---|
 | `dit-l/2` | DiT of size s, b, l, xl or mini with patches of 2 (4, 8, ...) per axis; L/2 and L/4 are the paper's |
 | `unet-128x32` | VDM's U-Net of width 128 with 32 levels (CIFAR-10 in the paper; 256 wide for ImageNet32) |
+| `unet-128-256-256x2` | the same at three resolutions, each half of the one before, with 2 levels at each |
 | `mlp-256x4` | residual MLP of width 256 with 4 blocks, for vectors |
 """
 
@@ -102,6 +103,8 @@ class DiTConfig:
 class UNetConfig:
     """VDM's U-Net: `levels` blocks down, as many and one up, all at full resolution. Paper: 128 or 256 wide, 32 levels.
 
+    `coarser` are the widths at further resolutions, each half of the one before and with as many levels: there every
+    block is followed by attention. Far cheaper, good for samples; the paper has none, which is better for likelihoods.
     `checkpoint` keeps only each block's input for the backward and computes the block again there.
     """
 
@@ -110,15 +113,34 @@ class UNetConfig:
     heads: int = 1
     dropout: float = 0.1
     checkpoint: bool = False
+    coarser: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _at_least_one({"width": self.width, "levels": self.levels, "heads": self.heads})
-        _heads_divide(self.width, self.heads)
+        _at_least_one({"levels": self.levels, "heads": self.heads})
+        for width in self.widths:
+            _at_least_one({"width": width})
+            _heads_divide(width, self.heads)
         _probability(self.dropout)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of all resolutions, the data's own first."""
+        return (self.width, *self.coarser)
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Refuse data that this network cannot take."""
         _spatial("a U-Net", shape, most=3)
+        halvings = len(self.coarser)
+        if any(size % 2**halvings for size in shape[1:]):
+            most = min((size & -size).bit_length() - 1 for size in shape[1:])
+            raise UsageError(
+                f"a U-Net with {halvings} coarser resolutions halves every spatial size {halvings} times: got "
+                f"{_sizes(shape)}. Use at most {most}, or crop or pad the data."
+            )
+
+    def spaces(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The spatial sizes at all resolutions."""
+        return tuple(tuple(size >> i for size in shape[1:]) for i in range(len(self.widths)))
 
 
 @dataclass(frozen=True)
@@ -155,6 +177,7 @@ KNOWN_NAMES = (
     *(f"dit-{size}/{patch}" for size in DIT_SIZES for patch in (2, 4, 8)),
     "unet-128x32",
     "unet-256x32",
+    "unet-128-256-256x2",
     "mlp-256x4",
 )
 
@@ -168,8 +191,9 @@ def resolve(name: str) -> BackboneConfig:
     lowered = name.lower()
     if (match := re.fullmatch(r"dit-([a-z]+)/(\d+)", lowered)) and match[1] in DIT_SIZES:
         return replace(DIT_SIZES[match[1]], patch=int(match[2]))
-    if match := re.fullmatch(r"unet-(\d+)x(\d+)", lowered):
-        return UNetConfig(width=int(match[1]), levels=int(match[2]))
+    if match := re.fullmatch(r"unet-(\d+)((?:-\d+)*)x(\d+)", lowered):
+        coarser = tuple(int(width) for width in match[2].split("-")[1:])
+        return UNetConfig(width=int(match[1]), levels=int(match[3]), coarser=coarser)
     if match := re.fullmatch(r"mlp-(\d+)x(\d+)", lowered):
         return MLPConfig(width=int(match[1]), depth=int(match[2]))
     nearest = get_close_matches(lowered, KNOWN_NAMES, n=1, cutoff=0.0)[0]

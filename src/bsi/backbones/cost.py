@@ -5,10 +5,12 @@ like are left out, as everywhere. A training step without checkpointing costs th
 
     DiT block, T tokens of width W:  2 T W^2 (3 + 1 + 2 mlp_ratio) + 4 T^2 W
     U-Net block, P pixels, k = 3^dim: 2 P k (in W + W^2), and 2 P in W for the shortcut of an up block (in = 2W)
+    attention over P pixels:         8 P W^2 + 4 P^2 W; after every block at the coarser resolutions of a U-Net
 """
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bsi.backbones.config import PRECISION_DIM, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, input_channels
 
@@ -56,23 +58,26 @@ def cost(config: BackboneConfig, shape: tuple[int, ...], bins_count: int | None 
                 _feed_forward(width, config.mlp_ratio) * config.depth,
                 _linear(width, outputs),
             )
-        case UNetConfig(width=width):
-            pixels, kernel, blocks = math.prod(space), 3 ** len(space), 2 * config.levels + 3
-            attention = _total(
-                _norm(width),
-                _linear(width, 3 * width, pixels),
-                Cost(0, 4 * pixels**2 * width),
-                _linear(width, width, pixels),
+        case UNetConfig(width=width, levels=levels):
+            pixels, kernel = [math.prod(sizes) for sizes in config.spaces(shape)], 3 ** len(space)
+            *_, (deepest, fewest) = rooms = list(zip(config.widths, pixels, strict=True))
+            blocks = (
+                _residual(w, w, kernel, p) * levels + _residual(2 * w, w, kernel, p) * (levels + 1) for w, p in rooms
+            )
+            between = (
+                _convolution(w, v, kernel, q) + _convolution(v, w, kernel, p) + _attention(v, q) * (2 * levels + 1)
+                for (w, p), (v, q) in pairwise(rooms)
             )
             return _total(
                 _condition(4 * width, num_classes),
-                _linear(4 * width, blocks * width, bias=False),
-                _convolution(channels, width, kernel, pixels),
-                _residual(width, width, kernel, pixels) * (config.levels + 2),
-                attention,
-                _residual(2 * width, width, kernel, pixels) * (config.levels + 1),
+                _linear(4 * width, (2 * levels + 1) * sum(config.widths) + 2 * deepest, bias=False),
+                _convolution(channels, width, kernel, pixels[0]),
+                *blocks,
+                *between,
+                _residual(deepest, deepest, kernel, fewest) * 2,
+                _attention(deepest, fewest),
                 _norm(width),
-                _convolution(width, shape[0], kernel, pixels),
+                _convolution(width, shape[0], kernel, pixels[0]),
             )
 
 
@@ -86,6 +91,11 @@ def _linear(inputs: int, outputs: int, times: int = 1, bias: bool = True) -> Cos
 
 def _convolution(inputs: int, outputs: int, kernel: int, pixels: int) -> Cost:
     return Cost(kernel * inputs * outputs + outputs, 2 * kernel * inputs * outputs * pixels)
+
+
+def _attention(width: int, pixels: int) -> Cost:
+    projections = _linear(width, 3 * width, pixels) + _linear(width, width, pixels)
+    return _norm(width) + projections + Cost(0, 4 * pixels**2 * width)
 
 
 def _norm(channels: int) -> Cost:

@@ -8,6 +8,10 @@ input convolution's). As published, the second convolution of each block, the pr
 attention's output and the last convolution start at 0. The paper adds zero padding (VDM's too), a 32-dimensional
 precision embedding and dropout 0.1. The projections of the condition for all blocks are one product.
 
+Coarser resolutions are not VDM's, but those of Ho et al., "Denoising Diffusion Probabilistic Models": a convolution
+halves the image before their blocks and another doubles it after, the halved image is one more skip, and attention
+follows every block.
+
 Images go through it channels-last, from the first convolution to the last and back. Give the weights the same order,
 `network.to(memory_format=torch.channels_last)`, on a GPU: otherwise every convolution copies its weights first.
 """
@@ -17,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, conv2d, conv3d, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import conv1d, conv2d, conv3d, interpolate, linear, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from bsi.backbones.base import Backbone
@@ -45,16 +49,18 @@ class UNet(Backbone):
         config.check(shape)
         super().__init__(shape, bins_count)
         self.config = config
-        width, dim = config.width, len(shape) - 1
+        width, deepest, dim = config.width, config.widths[-1], len(shape) - 1
         self.condition = ConditionEmbedding(4 * width, num_classes)
-        self.project = nn.Linear(4 * width, (2 * config.levels + 3) * width, bias=False)
         self.stem = CONVOLUTIONS[dim](input_channels(shape[0], bins_count), width, 3, padding=1)
-        self.down = nn.ModuleList(Block(width, config, dim) for _ in range(config.levels))
-        self.before = Block(width, config, dim)
-        self.attention = Attention(config)
-        self.after = Block(width, config, dim)
-        self.up = nn.ModuleList(Block(2 * width, config, dim) for _ in range(config.levels + 1))
+        self.down = nn.ModuleList(_down(config, dim))
+        self.before = Block(deepest, config, dim)
+        self.attention = Attention(deepest, config.heads)
+        self.after = Block(deepest, config, dim)
+        self.up = nn.ModuleList(_up(config, dim))
         self.head = Head(width, shape[0], dim)
+        blocks = [layer for layer in (*self.down, self.before, self.after, *self.up) if isinstance(layer, Block)]
+        self.widths = [block.width for block in blocks]
+        self.project = nn.Linear(4 * width, sum(self.widths), bias=False)
         lecun_(self.stem)
         zero_(self.project)
 
@@ -64,21 +70,21 @@ class UNet(Backbone):
         t: Float[Tensor, " batch"],
         cond: Int[Tensor, " batch"] | None,
     ) -> Float[Tensor, "batch channels *space"]:
-        shifts = self.project(self.condition(t, cond)).unflatten(1, (-1, self.config.width)).unbind(1)
+        shifts = self.project(self.condition(t, cond)).split(self.widths, dim=1)
         drops = self.training and self.config.dropout > 0
         # Two numbers of every four: kernels expect their inputs at multiples of 16 bytes, and copy others first.
         seeds = draw_seeds(2 * len(shifts), t.device)[::2] if drops else [None] * len(shifts)
         inputs = zip(shifts, seeds, strict=True)
         x = self.stem(on_pixels(pixels(features).contiguous(), features))
         skips = [x]
-        for block in self.down:
-            x = self._run(block, x, None, *next(inputs))
+        for layer in self.down:
+            x = self._run(layer, x, None, *next(inputs)) if isinstance(layer, Block) else layer(x)
             skips.append(x)
         x = self._run(self.before, x, None, *next(inputs))
         x = self.attention(x)
         x = self._run(self.after, x, None, *next(inputs))
-        for block in self.up:
-            x = self._run(block, x, skips.pop(), *next(inputs))
+        for layer in self.up:
+            x = self._run(layer, x, skips.pop(), *next(inputs)) if isinstance(layer, Block) else layer(x)
         return self.head(x)
 
     def _run(self, block: nn.Module, x: Tensor, skip: Tensor | None, shift: Tensor, seed: Tensor | None) -> Tensor:
@@ -94,6 +100,22 @@ class UNet(Backbone):
         yield self.head
 
 
+def _down(config: UNetConfig, dim: int) -> Iterator[nn.Module]:
+    for i, width in enumerate(config.widths):
+        if i > 0:
+            yield Halve(config.widths[i - 1], width, dim)
+        for _ in range(config.levels):
+            yield Block(width, config, dim, attends=i > 0)
+
+
+def _up(config: UNetConfig, dim: int) -> Iterator[nn.Module]:
+    for i, width in reversed(list(enumerate(config.widths))):
+        for _ in range(config.levels + 1):
+            yield Block(width, config, dim, joins=True, attends=i > 0)
+        if i > 0:
+            yield Double(width, config.widths[i - 1], dim)
+
+
 class Block(nn.Module):
     """Two convolutions with the condition added between them, and a shortcut; on the way up, `skip` joins the input.
 
@@ -101,15 +123,16 @@ class Block(nn.Module):
     fall apart between them. Concatenating them first would give gradients that are slices, and copies of them.
     """
 
-    def __init__(self, inputs: int, config: UNetConfig, dim: int) -> None:
+    def __init__(self, width: int, config: UNetConfig, dim: int, joins: bool = False, attends: bool = False) -> None:
         super().__init__()
-        self.dropout = config.dropout
-        convolution = CONVOLUTIONS[dim]
-        self.norm_in = group_norm(inputs, parts=inputs // config.width)
-        self.conv_in = convolution(inputs, config.width, 3, padding=1)
-        self.norm_out = group_norm(config.width)
-        self.conv_out = convolution(config.width, config.width, 3, padding=1)
-        self.shortcut = convolution(inputs, config.width, 1) if inputs != config.width else None
+        self.width, self.dropout = width, config.dropout
+        convolution, inputs = CONVOLUTIONS[dim], 2 * width if joins else width
+        self.norm_in = group_norm(inputs, parts=inputs // width)
+        self.conv_in = convolution(inputs, width, 3, padding=1)
+        self.norm_out = group_norm(width)
+        self.conv_out = convolution(width, width, 3, padding=1)
+        self.shortcut = convolution(inputs, width, 1) if joins else None
+        self.attention = Attention(width, config.heads) if attends else None
         lecun_(self.conv_in)
         zero_(self.conv_out)
         if self.shortcut is not None:
@@ -133,7 +156,8 @@ class Block(nn.Module):
             weights = self.shortcut.weight.flatten(1).split(x.shape[1], dim=1)
             x = on_pixels(linear(pixels(x), weights[0]) + linear(pixels(skip), weights[1]), x)
             bias = bias + bias_of(self.shortcut, h.dtype)
-        return x + on_pixels(pixels(h) + bias, h)
+        x = x + on_pixels(pixels(h) + bias, h)
+        return x if self.attention is None else self.attention(x)
 
 
 def weigh(conv: Convolution, x: Float[Tensor, "batch inputs *space"]) -> Float[Tensor, "batch outputs *space"]:
@@ -149,12 +173,12 @@ def bias_of(conv: Convolution, dtype: torch.dtype) -> Float[Tensor, " outputs"]:
 class Attention(nn.Module):
     """Self-attention over all pixels, added to its input."""
 
-    def __init__(self, config: UNetConfig) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.norm = group_norm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        self.heads = heads
+        self.norm = group_norm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         lecun_(self.qkv)
         zero_(self.out)
 
@@ -165,6 +189,30 @@ class Attention(nn.Module):
         q, k, v = qkv.transpose(1, 3).unbind(2)
         mixed = scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, count, width)
         return x + on_pixels(self.out(mixed), x)
+
+
+class Halve(nn.Module):
+    """A convolution that reads every second place along each axis."""
+
+    def __init__(self, width: int, coarser: int, dim: int) -> None:
+        super().__init__()
+        self.conv = CONVOLUTIONS[dim](width, coarser, 3, stride=2, padding=1)
+        lecun_(self.conv)
+
+    def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch coarser *half"]:
+        return self.conv(x)
+
+
+class Double(nn.Module):
+    """Every pixel twice along each axis, and a convolution."""
+
+    def __init__(self, coarser: int, width: int, dim: int) -> None:
+        super().__init__()
+        self.conv = CONVOLUTIONS[dim](coarser, width, 3, padding=1)
+        lecun_(self.conv)
+
+    def forward(self, x: Float[Tensor, "batch coarser *space"]) -> Float[Tensor, "batch width *double"]:
+        return self.conv(interpolate(x, scale_factor=2, mode="nearest"))
 
 
 class Head(nn.Module):

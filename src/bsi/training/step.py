@@ -106,8 +106,8 @@ class Engine:
     def close(self) -> None:
         """Let go of DDP, and with it of the process group, which must not go while Python's lock is held.
 
-        DDP's reducer holds the group too. Were it the last to do so, its end would wait under the lock for gloo's thread,
-        and that thread may be waiting for the lock to end a tensor: a run would be finished and never exit.
+        DDP's reducer holds the group too. Were it the last to do so, its end would wait under the lock for gloo's
+        thread, and that may be waiting for the lock to end a tensor: a run would be finished and never exit.
         """
         self._network = self.model.denoiser
 

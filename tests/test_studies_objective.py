@@ -10,7 +10,7 @@ import bsi
 from bsi.backbones.config import MLPConfig
 from bsi.errors import UsageError
 from bsi.grids import paper_grid
-from bsi.objective import edm_weight, finite_training_loss, sigmoid_weight, training_loss
+from bsi.objective import edm_weight, finite_training_loss, sigmoid_weight, training_loss, where_it_weighs
 from bsi.training.dataset import build_method
 from bsi.training.distributed import Place, World
 from bsi.training.journal import read_journal
@@ -85,20 +85,59 @@ def test_the_trainer_minimises_the_finite_bound_when_told(spec):
 
 
 def test_the_trainer_weighs_levels_when_told():
-    plain, weighed, given = engine(Objective()), engine(Objective(weight="sigmoid", bias=1.0)), batch()
-    method = plain.model.method
-    factor = sigmoid_weight(method, 1.0)(method.levels.icdf(given.t)).float()
-    assert torch.allclose(weighed._losses(given), plain._losses(given) * factor)
-    expected = training_loss(
-        method, plain.model.denoiser, plain.model.values(given.data), given.t, given.eps, edm_weight(method)
-    )
-    assert torch.equal(engine(Objective(weight="edm"))._losses(given), expected)
+    plain, given = engine(Objective()), batch()
+    method, x = plain.model.method, plain.model.values(given.data)
+    for objective, weight in (
+        (Objective(weight="sigmoid", bias=1.0), sigmoid_weight(method, 1.0)),
+        (Objective(weight="edm"), edm_weight(method)),
+    ):
+        drawn = where_it_weighs(method, weight)
+        expected = training_loss(method, plain.model.denoiser, x, given.t, given.eps, weight, drawn)
+        assert torch.equal(engine(objective)._losses(given), expected)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "edm"])
+@pytest.mark.parametrize("method", METHODS)
+def test_levels_drawn_where_a_loss_weighs_give_the_same_loss_with_less_variance(method, name):
+    """On Gaussian data, whose best guess is linear: the noise of one draw of the level falls to less than a half."""
+    weight = edm_weight(method) if name == "edm" else sigmoid_weight(method, 2.0)
+    count, n, std = 4096, 48, 0.5
+    noise = torch.randn(2, count, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x, eps = std * noise[0], noise[1]
+    t = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+
+    def best(latent, level):
+        encoder = method.encoder(level)
+        gain, spread = encoder.signal[:, None], encoder.noise[:, None]
+        return gain * std**2 / (gain**2 * std**2 + spread**2) * latent
+
+    even = training_loss(method, best, x, t, eps, weight)
+    drawn = training_loss(method, best, x, t, eps, weight, where_it_weighs(method, weight))
+    assert drawn.mean().item() == pytest.approx(even.mean().item(), rel=0.02)
+    assert drawn.var() < 0.2 * even.var()
+    assert drawn.square().mean() < 0.5 * even.square().mean()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_edms_levels_are_its_normal_distribution_and_one_in_twenty_anywhere(method):
+    drawn = where_it_weighs(method, edm_weight(method))
+    level = method.levels.icdf(torch.linspace(0.2, 0.9, 200, dtype=torch.float64))
+    assert bool((drawn.density(level) > 0.0499 * method.levels.density(level)).all())
+    excess = drawn.density(level) / method.levels.density(level) - 0.05
+    normal = torch.exp(-0.5 * ((log_snr(method, level) - 2.4) / 2.4) ** 2)
+    gain, c = method.gain(level), method.c
+    slope = level * (gain + 2 * c) / (gain * (gain + c))  # of l along ln(level)
+    ratio = (excess / normal / slope)[(normal > 0.01) & (gain > 20 * c)]
+    assert len(ratio) > 50
+    assert torch.allclose(ratio, ratio[-1].expand_as(ratio), rtol=0.01)
 
 
 @pytest.mark.parametrize("weight", ["elbo", "sigmoid", "edm"])
 def test_the_journal_has_the_unweighed_loss_in_bits_whatever_the_weight(weight):
     weighed, given = engine(Objective(weight=weight)), batch()
-    plain = engine(Objective())._losses(given).sum() / weighed.recipe.batch
+    x, method = weighed.model.values(given.data), weighed.model.method
+    plain = training_loss(method, weighed.model.denoiser, x, given.t, given.eps, None, weighed._levels)
+    plain = plain.sum() / weighed.recipe.batch
     told = weighed._told(weighed._losses(given), given)
     assert told[-1].item() == pytest.approx(plain.item(), rel=1e-5)
     assert len(told) == (1 if weight == "elbo" else 2)
@@ -107,9 +146,9 @@ def test_the_journal_has_the_unweighed_loss_in_bits_whatever_the_weight(weight):
 
 
 def test_a_weighted_run_has_its_bits_and_a_finite_one_its_own_name(tmp_path):
-    """Trained not at all (rate 1e-12), with one seed: the bits of the journal are those of the plain objective."""
+    """Trained not at all (rate 1e-12): the bits of the journal are those of the plain objective, of other levels."""
     small = replace(
-        bsi.recipes.digits(), backbone=MLPConfig(width=16, depth=1), steps=3, batch=64, every=Every(journal=3)
+        bsi.recipes.digits(), backbone=MLPConfig(width=16, depth=1), steps=3, batch=512, every=Every(journal=3)
     )
     small = replace(small, optimiser=replace(small.optimiser, lr=1e-12, final_lr=0.0))
 
@@ -120,7 +159,7 @@ def test_a_weighted_run_has_its_bits_and_a_finite_one_its_own_name(tmp_path):
     plain = last("plain")
     for audit in (False, True):
         weighed = last(f"edm-{audit}", objective=Objective(weight="edm"), audit=audit)
-        assert weighed["bits_per_dim"] == pytest.approx(plain["bits_per_dim"], rel=1e-4)
+        assert weighed["bits_per_dim"] == pytest.approx(plain["bits_per_dim"], rel=0.08)
         assert weighed["loss"] != pytest.approx(plain["loss"], rel=0.1)
     finite = last("finite", objective=Objective(finite_k=16))
     assert "bits_per_dim" not in finite

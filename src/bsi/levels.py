@@ -13,6 +13,7 @@ A proposal maps t in [0, 1] to a level by its inverse CDF; levels are float64 wh
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -160,14 +161,8 @@ class Fitted:
     def log_range(self) -> float:
         return math.log(self.high) - math.log(self.low)
 
-    def _heights(self, like: Tensor) -> Float[Tensor, " points"]:
-        """The weights, scaled so that the cells between them hold a mass of 1 when each is 1 long."""
-        weights = self.weights * 2 if len(self.weights) == 1 else self.weights
-        heights = torch.tensor(weights, dtype=torch.float64, device=like.device)
-        return heights / (0.5 * (heights[1:] + heights[:-1])).sum()
-
     def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        heights = self._heights(t)
+        heights = _heights(self.weights, t.device)
         count = len(heights) - 1
         below = torch.cat([heights.new_zeros(1), torch.cumsum(0.5 * (heights[1:] + heights[:-1]), 0)])
         j = torch.searchsorted(below, t.double().contiguous(), right=True).clamp(1, count) - 1
@@ -177,9 +172,16 @@ class Fitted:
         return (self.low * torch.exp((j + inside) / count * self.log_range)).clamp(self.low, self.high)
 
     def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        heights = self._heights(level)
+        heights = _heights(self.weights, level.device)
         count = len(heights) - 1
         place = torch.log(level.double() / self.low) / self.log_range * count
         j = place.floor().long().clamp(0, count - 1)
         height = heights[j] + (place - j) * (heights[j + 1] - heights[j])
         return height * count / (self.log_range * level.double())
+
+
+@functools.lru_cache(maxsize=8)  # copied to the device once: a step that is recorded there may not ask the host
+def _heights(weights: tuple[float, ...], device: torch.device) -> Float[Tensor, " points"]:
+    """The weights, scaled so that the cells between them hold a mass of 1 when each is 1 long."""
+    heights = torch.tensor(weights * 2 if len(weights) == 1 else weights, dtype=torch.float64, device=device)
+    return heights / (0.5 * (heights[1:] + heights[:-1])).sum()

@@ -26,7 +26,14 @@ from bsi.backbones.base import Backbone
 from bsi.grids import paper_grid
 from bsi.methods.base import Method, Predictor
 from bsi.model import Model
-from bsi.objective import Weight, edm_weight, finite_training_loss, sigmoid_weight, training_loss
+from bsi.objective import (
+    Weight,
+    edm_weight,
+    finite_training_loss,
+    sigmoid_weight,
+    training_loss,
+    where_it_weighs,
+)
 from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
 from bsi.training.averages import PowerAverages
 from bsi.training.dials import Dials
@@ -72,6 +79,7 @@ class Engine:
         self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
         self._network: nn.Module = model.denoiser
         self._weight = _weight(recipe.objective, model.method)
+        self._levels = model.method.levels if self._weight is None else where_it_weighs(model.method, self._weight)
         # Of losses, of norms, of steps; and of the losses before they are weighed, if they are.
         self.sums = torch.zeros(3 if self._weight is None else 4, dtype=torch.float64, device=world.device)
         k = recipe.objective.finite_k
@@ -144,7 +152,7 @@ class Engine:
         with torch.autocast(self.world.device.type, self.half, enabled=foreign):
             predict = self._given(batch.cond)
             if self._grid is None:
-                return training_loss(self.model.method, predict, x, batch.t, batch.eps, self._weight)
+                return training_loss(self.model.method, predict, x, batch.t, batch.eps, self._weight, self._levels)
             k = len(self._grid) - 1
             i = (batch.t * k).long().clamp(max=k - 1)  # t in [0, 1) is stratified over the batch, and so is i
             return finite_training_loss(self.model.method, predict, x, self._grid, i, batch.eps)
@@ -154,7 +162,7 @@ class Engine:
         losses = losses.detach()
         if self._weight is None:
             return losses.sum().reshape(1) / self.recipe.batch
-        weight = self._weight(self.model.method.levels.icdf(batch.t)).clamp(min=1e-300)  # EDM's vanishes at level 0
+        weight = self._weight(self._levels.icdf(batch.t)).clamp(min=1e-300)  # EDM's vanishes at level 0
         return torch.stack([losses.sum(), (losses / weight).sum().to(losses.dtype)]) / self.recipe.batch
 
     def _given(self, cond: Tensor | None) -> Predictor:

@@ -10,9 +10,9 @@ so that they mean the same for all three methods (Kingma and Gao, 2023):
     sigmoid(b - l)                              less for levels where only invisible digits are left to learn
     N(l; 2.4, 2.4^2) (e^-l + 1/4)               what EDM's choices of noise levels and loss amount to
 
-Where a weight w leaves little to learn, little is looked at: levels are drawn in proportion to w / (e^l + 4), the
-weighted loss of the best linear guess at data of standard deviation 1/2. For EDM's weight that is, where c is small
-beside alpha, the normal distribution that EDM draws from. The loss is the same in expectation, and less noisy.
+Where little is lost, little is looked at: levels can be drawn in proportion to w / (e^l + 4), the weighted loss of the
+best linear guess at data of standard deviation 1/2. For EDM's weight that is, where c is small beside alpha, the normal
+distribution that EDM draws from. The loss is the same in expectation, and less noisy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bsi.elbo import finite_measurement_loss, measurement_loss
 from bsi.levels import Fitted, Proposal
 from bsi.methods.base import Method, Predictor
 
-__all__ = ["Weight", "edm_weight", "finite_training_loss", "sigmoid_weight", "training_loss", "where_it_weighs"]
+__all__ = ["Weight", "edm_weight", "expected_levels", "finite_training_loss", "sigmoid_weight", "training_loss"]
 
 # A factor on the loss at each level (float64 in, float64 out).
 Weight = Callable[[Float[Tensor, " batch"]], Float[Tensor, " batch"]]
@@ -59,13 +59,13 @@ def edm_weight(method: Method, mean: float = 2.4, std: float = 2.4) -> Weight:
     return weight
 
 
-def where_it_weighs(method: Method, weight: Weight) -> Fitted:
-    """The levels to draw for a weighted loss: where that of the best linear guess lies, and 5 % of them evenly."""
+def expected_levels(method: Method, weight: Weight | None = None) -> Fitted:
+    """Levels in proportion to the weighted loss of the best linear guess, and 5 % of them log-uniform."""
     levels = method.levels
     u = torch.linspace(math.log(levels.low), math.log(levels.high), POINTS, dtype=torch.float64)
     level = torch.exp(u).clamp(levels.low, levels.high)
     error = 1 / (torch.exp(_log_snr(method, level)) + SIGMA_DATA**-2)
-    mass = weight(level) * error * level  # of d ln(level)
+    mass = error * level * (1.0 if weight is None else weight(level))  # of d ln(level)
     density = (1 - EVEN) * mass / mass.mean() + EVEN
     return Fitted(levels.low, levels.high, tuple(density.tolist()))
 

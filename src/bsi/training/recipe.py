@@ -64,15 +64,19 @@ class Objective:
     """A factor on the ELBO's weight of each level, by its signal-to-noise ratio: see `bsi.objective`."""
     bias: float = 2.0
     """ln SNR at which the sigmoid weight is one half."""
+    levels: Literal["paper", "expected"] = "paper"
+    """Levels are drawn log-uniformly, or in proportion to what is expected to be lost there: see `bsi.objective`. Where
+    the weight is not the ELBO's, they always are drawn so."""
 
     def __post_init__(self) -> None:
         if self.finite_k is not None:
             _at_least("objective.finite_k", self.finite_k, 1)
-            if self.weight != "elbo":
-                raise UsageError(
-                    f"L_M^k is weighed as the ELBO does: got objective.weight={self.weight} with "
-                    f"finite_k={self.finite_k}. Leave one of them out."
-                )
+            for name, value, only in (("weight", self.weight, "elbo"), ("levels", self.levels, "paper")):
+                if value != only:
+                    raise UsageError(
+                        f"L_M^k has the ELBO's weights and the levels of its grid: got objective.{name}={value} with "
+                        f"finite_k={self.finite_k}. Leave one of them out."
+                    )
 
 
 @dataclass(frozen=True)

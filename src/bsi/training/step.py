@@ -29,10 +29,10 @@ from bsi.model import Model
 from bsi.objective import (
     Weight,
     edm_weight,
+    expected_levels,
     finite_training_loss,
     sigmoid_weight,
     training_loss,
-    where_it_weighs,
 )
 from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
 from bsi.training.averages import PowerAverages
@@ -79,7 +79,8 @@ class Engine:
         self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
         self._network: nn.Module = model.denoiser
         self._weight = _weight(recipe.objective, model.method)
-        self._levels = model.method.levels if self._weight is None else where_it_weighs(model.method, self._weight)
+        paper = self._weight is None and recipe.objective.levels == "paper"
+        self._levels = model.method.levels if paper else expected_levels(model.method, self._weight)
         # Of losses, of norms, of steps; and of the losses before they are weighed, if they are.
         self.sums = torch.zeros(3 if self._weight is None else 4, dtype=torch.float64, device=world.device)
         k = recipe.objective.finite_k

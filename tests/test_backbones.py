@@ -221,6 +221,12 @@ def test_unet_reads_the_skips_in_reverse_order() -> None:
     assert all(a is b for a, b in zip(outputs, reversed(skips), strict=True))
 
 
+def test_a_unets_parts_are_made_in_one_order() -> None:
+    """In which a seed's numbers are drawn: with another, a recipe would begin as another network than it did."""
+    parts = dict.fromkeys(name.partition(".")[0] for name in tiny("unet-2d").state_dict())
+    assert list(parts) == ["condition", "project", "stem", "down", "before", "attention", "after", "up", "head"]
+
+
 def test_a_unet_at_several_resolutions_answers_every_image_with_one_of_its_size() -> None:
     """Skips meet the stream where they were taken: two levels and what came before them, at each resolution."""
     network = awake(tiny("unet-coarser-2d")).eval()

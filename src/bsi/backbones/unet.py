@@ -51,6 +51,8 @@ class UNet(Backbone):
         self.config = config
         width, deepest, dim = config.width, config.widths[-1], len(shape) - 1
         self.condition = ConditionEmbedding(4 * width, num_classes)
+        self.widths = _widths(config)
+        self.project = nn.Linear(4 * width, sum(self.widths), bias=False)
         self.stem = CONVOLUTIONS[dim](input_channels(shape[0], bins_count), width, 3, padding=1)
         self.down = nn.ModuleList(_down(config, dim))
         self.before = Block(deepest, config, dim)
@@ -58,9 +60,6 @@ class UNet(Backbone):
         self.after = Block(deepest, config, dim)
         self.up = nn.ModuleList(_up(config, dim))
         self.head = Head(width, shape[0], dim)
-        blocks = [layer for layer in (*self.down, self.before, self.after, *self.up) if isinstance(layer, Block)]
-        self.widths = [block.width for block in blocks]
-        self.project = nn.Linear(4 * width, sum(self.widths), bias=False)
         lecun_(self.stem)
         zero_(self.project)
 
@@ -100,6 +99,13 @@ class UNet(Backbone):
         yield self.head
 
 
+def _widths(config: UNetConfig) -> list[int]:
+    """Of all blocks, in the order in which they run."""
+    down = [width for width in config.widths for _ in range(config.levels)]
+    up = [width for width in reversed(config.widths) for _ in range(config.levels + 1)]
+    return [*down, *2 * [config.widths[-1]], *up]
+
+
 def _down(config: UNetConfig, dim: int) -> Iterator[nn.Module]:
     for i, width in enumerate(config.widths):
         if i > 0:
@@ -125,7 +131,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, config: UNetConfig, dim: int, joins: bool = False, attends: bool = False) -> None:
         super().__init__()
-        self.width, self.dropout = width, config.dropout
+        self.dropout = config.dropout
         convolution, inputs = CONVOLUTIONS[dim], 2 * width if joins else width
         self.norm_in = group_norm(inputs, parts=inputs // width)
         self.conv_in = convolution(inputs, width, 3, padding=1)

@@ -4,8 +4,9 @@ The tolerances are relative: |a - b| / |b| over the whole output, and over all g
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -108,6 +109,31 @@ def test_compiled_form_agrees_and_each_kind_of_region_is_compiled_once(kind: str
     assert_agree(other, network, EXACT)
     assert counters["stats"]["unique_graphs"] == kinds[kind], "a second network did not find the first one's code"
     assert set(network.state_dict()) == set(small(kind).state_dict())
+
+
+@every_kind
+@compiles
+@pytest.mark.usefixtures("compiler")
+def test_only_the_size_of_a_batch_becomes_a_variable_of_compiled_code(kind: str) -> None:
+    """Blocks at another resolution share their code, and would otherwise share kernels for any height and width."""
+    batches, others = set(), set()
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        values = (node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder"))
+        for shape in (value.shape for value in values if isinstance(value, torch.Tensor)):
+            batches.update(map(type, shape[:1]))
+            others.update(map(type, shape[1:]))
+        return graph.forward
+
+    torch._dynamo.register_backend(note, name=f"note-{kind}")
+    network = as_it_runs(kind)
+    compile_regions(network, backend=f"note-{kind}")
+    for count in (4, 3):
+        network(torch.randn(count, *network.shape), torch.rand(count)).sum().backward()
+    assert torch.SymInt in batches
+    assert others == {int}
+    with torch.compiler.set_stance("fail_on_recompile"):
+        network(torch.randn(5, *network.shape), torch.rand(5))
 
 
 @pytest.mark.slow

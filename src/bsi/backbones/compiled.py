@@ -1,7 +1,9 @@
 """Each kind of block compiled once and reused by its siblings: a cold start costs one block, not the network.
 
 Modules are compiled in place, so that the names in the state dict do not change. Blocks of one class share their
-code, their parameters are inputs of the graph, and every further block finds the first one's kernels.
+code, their parameters are inputs of the graph, and every further block finds the first one's kernels. Only the size of
+a batch may become a variable of the kernels. Left to itself the compiler would make variables of all sizes that differ
+between two blocks, as between two resolutions of a U-Net, and its kernels for any size are slower than those for one.
 
 The compiler splits a block into forward and backward. By default it keeps everything that the backward would have to
 write to memory again before a matrix product can read it. Here it may compute anything again that is neither a matrix
@@ -21,7 +23,7 @@ from typing import Any
 
 import torch._dynamo
 import torch._functorch.config
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from bsi.backbones.base import Backbone
 
@@ -42,8 +44,8 @@ WRITE_NO_POINTWISE = {
 }
 
 
-# Forms of one block's code: down and up, training and not, each batch size once and then any. Beyond torch's limit of 8
-# a region could not be compiled at all, and the run would stop.
+# Forms of one block's code: down and up, at each resolution, training and not, each batch size once and then any.
+# Beyond torch's limit of 8 a region could not be compiled at all, and the run would stop.
 FORMS = 64
 
 
@@ -54,7 +56,20 @@ def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FORMS)
     for region in backbone.regions():
-        region.compile(backend=_lean(backend), fullgraph=True)
+        region._compiled_call_impl = _compiled(region, backend)  # as `region.compile` sets it
+
+
+def _compiled(region: nn.Module, backend: str) -> Callable[..., Any]:
+    """The region, compiled for inputs of fixed sizes but for the batch's."""
+    run = torch.compile(region._call_impl, backend=_lean(backend), fullgraph=True)
+
+    def call(*inputs: Any) -> Any:
+        for tensor in inputs:
+            if isinstance(tensor, Tensor):
+                torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
+        return run(*inputs)
+
+    return call
 
 
 def compile_like(copied: nn.Module, original: nn.Module, backend: str = "inductor") -> None:

@@ -17,7 +17,7 @@ from bsi.levels import ExpectedError
 from bsi.likelihood import Bins
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.model import Model
-from bsi.objective import training_loss
+from bsi.objective import edm_weight, expected_levels, training_loss
 from bsi.sampling import advance
 from bsi.solvers import sde2
 
@@ -35,6 +35,8 @@ def functions(method: Method) -> dict[str, Callable[[Tensor, Tensor, Tensor], Te
     """Functions of (x, t, eps) that are to be one graph."""
     denoiser, grid, bins = Denoiser(Net(), method), paper_grid(method, 4), Bins(-1.0, 1.0, 17)
     proposal = ExpectedError(method.levels.low, method.levels.high, offset=0.1)
+    weight = edm_weight(method)
+    drawn = expected_levels(method, weight)
     model = Model(Net(), method, shape=(6,), bins=bins)
     table = sde2(method, grid)
     row = torch.stack([table.latent, table.x_hat, table.previous, table.eps], dim=1)[2].float()
@@ -45,6 +47,7 @@ def functions(method: Method) -> dict[str, Callable[[Tensor, Tensor, Tensor], Te
 
     return {
         "training_loss": lambda x, t, eps: training_loss(method, denoiser, x, t, eps),
+        "weighted_training_loss": lambda x, t, eps: training_loss(method, denoiser, x, t, eps, weight, drawn),
         "measurement_loss": lambda x, t, eps: measurement_loss(method, denoiser, x, t, eps, proposal),
         "finite_measurement_loss": lambda x, t, eps: finite_measurement_loss(
             method, denoiser, x, grid, (t * 4).long(), eps

@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "compile_whole.py"
 FUNCTIONS = [
     "training_loss",
+    "weighted_training_loss",
     "measurement_loss",
     "finite_measurement_loss",
     "reconstruction_loss",

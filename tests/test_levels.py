@@ -1,11 +1,13 @@
 """Distributions over the level, the precision encoding, the default schedule and low-discrepancy t."""
 
 import math
+from typing import Any
 
 import mpmath
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bsi.grids import paper_grid
 from bsi.levels import ExpectedError, Fitted, LogUniform, Proposal, Uniform, low_discrepancy
@@ -19,6 +21,18 @@ PROPOSALS = [
     ExpectedError(LOW, HIGH, offset=1.0),
     Fitted(LOW, HIGH, weights=(5.0, 1.0, 0.25, 2.0)),
 ]
+
+
+class Operations(TorchDispatchMode):
+    """Which operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def mass(proposal: Proposal, low: float, high: float, count: int = 40_000) -> float:
@@ -45,6 +59,27 @@ def test_a_fitted_density_of_one_weight_is_log_uniform():
     fitted, plain = Fitted(LOW, HIGH, weights=(3.0,)), LogUniform(LOW, HIGH)
     torch.testing.assert_close(fitted.icdf(t), plain.icdf(t), rtol=1e-12, atol=0)
     torch.testing.assert_close(fitted.density(plain.icdf(t)), plain.density(plain.icdf(t)), rtol=1e-12, atol=0)
+
+
+def test_a_fitted_proposal_takes_its_table_to_a_device_and_sums_nothing_there():
+    fitted = Fitted(LOW, HIGH, weights=(5.0, 1.0, 0.25, 2.0))
+    elsewhere = fitted.to(torch.device("meta"))
+    assert elsewhere == fitted
+    assert (elsewhere._heights.device.type, elsewhere._below.device.type) == ("meta", "meta")
+    t = torch.linspace(0, 1, 11, dtype=torch.float64)
+    with Operations() as used:
+        fitted.density(fitted.icdf(t))
+    assert {"searchsorted", "index"} <= used.names
+    assert not used.names & {"cumsum", "lift_fresh"}
+
+
+def test_a_fitted_proposal_made_without_gradients_can_be_trained_with():
+    with torch.inference_mode():
+        fitted = Fitted(LOW, HIGH, weights=(5.0, 1.0, 0.25, 2.0))
+    x = torch.ones(4, requires_grad=True)
+    t = torch.linspace(0, 1, 4)
+    (x / fitted.density(fitted.icdf(t))).sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("proposal", [p for p in PROPOSALS if not isinstance(p, Uniform | Fitted)], ids=repr)

@@ -56,9 +56,11 @@ VARIED = [
     replace(RECIPE, backbone=MLPConfig(width=64, depth=2, dropout=0.1)),
     replace(RECIPE, precision="float16"),
     replace(RECIPE, objective=Objective(weight="sigmoid"), optimiser=replace(RECIPE.optimiser, kind="muon")),
+    replace(RECIPE, objective=Objective(levels="expected")),
+    replace(RECIPE, backbone=UNetConfig(width=32, levels=1, dropout=0.1, coarser=(48,))),
 ]
 NAMES = ["adamw", "muon", "weighted", "finite-k", "unet", "labels", "checkpointed", "checkpointed-unet", "mlp"]
-NAMES += ["float16", "weighted-muon"]
+NAMES += ["float16", "weighted-muon", "expected-levels", "unet-coarser"]
 # What reads a value on the host, makes a shape of one, or brings one from there.
 ASKS = ("_local_scalar_dense", "nonzero", "lift_fresh", "_unique", "masked_select", "repeat_interleave")
 ASKED = ("tolist", "numpy", "cpu", "item", "from_numpy", "tensor", "as_tensor", "pin_memory", "__bool__", "__float__")
@@ -140,7 +142,7 @@ def test_a_step_asks_nothing_of_the_host(recipe: Recipe, monkeypatch: pytest.Mon
 
 @compiles
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", ["unet", "checkpointed", "mlp"])
+@pytest.mark.parametrize("name", ["unet", "unet-coarser", "checkpointed", "mlp"])
 def test_a_compiled_step_compiles_nothing_more_after_the_plain_ones(name: str, watchdog: Watchdog) -> None:
     """Not even after a look at the average, in batches of another size: a recording could not wait for a compiler."""
     engine, stream = parts(VARIED[NAMES.index(name)], "cpu")

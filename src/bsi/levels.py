@@ -13,9 +13,9 @@ A proposal maps t in [0, 1] to a level by its inverse CDF; levels are float64 wh
 
 from __future__ import annotations
 
-import functools
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -148,6 +148,10 @@ class Fitted:
     low: float
     high: float
     weights: tuple[float, ...]
+    # The weights, scaled so that the cells between them hold a mass of 1 when each is 1 long, and the mass below each.
+    # Summed on the host, once: a GPU's running sum is not deterministic, and the audit mode would refuse it.
+    _heights: Float[Tensor, " points"] = field(init=False, repr=False, compare=False)
+    _below: Float[Tensor, " points"] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_range("a fitted proposal", self.low, self.high)
@@ -156,15 +160,27 @@ class Fitted:
                 f"a fitted proposal needs positive finite weights (a level of density 0 is never seen, "
                 f"and the estimate would be biased): got {self.weights}"
             )
+        heights = torch.tensor(self.weights * 2 if len(self.weights) == 1 else self.weights, dtype=torch.float64)
+        below = torch.nn.functional.pad(torch.cumsum(0.5 * (heights[1:] + heights[:-1]), 0), (1, 0))
+        self._hold(heights / below[-1], below / below[-1])
+
+    def _hold(self, heights: Float[Tensor, " points"], below: Float[Tensor, " points"]) -> None:
+        object.__setattr__(self, "_heights", heights)
+        object.__setattr__(self, "_below", below)
+
+    def to(self, device: torch.device) -> Fitted:
+        """The same, with its table on a device: a step that is recorded there may not fetch it from the host."""
+        moved = copy.copy(self)
+        moved._hold(self._heights.to(device), self._below.to(device))
+        return moved
 
     @property
     def log_range(self) -> float:
         return math.log(self.high) - math.log(self.low)
 
     def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        heights = _heights(self.weights, t.device)
+        heights, below = self._heights.to(t.device), self._below.to(t.device)
         count = len(heights) - 1
-        below = torch.cat([heights.new_zeros(1), torch.cumsum(0.5 * (heights[1:] + heights[:-1]), 0)])
         j = torch.searchsorted(below, t.double().contiguous(), right=True).clamp(1, count) - 1
         left, slope, mass = heights[j], heights[j + 1] - heights[j], t.double() - below[j]
         # The root of left x + slope x^2 / 2 = mass in the form that does not cancel for a small slope.
@@ -172,16 +188,9 @@ class Fitted:
         return (self.low * torch.exp((j + inside) / count * self.log_range)).clamp(self.low, self.high)
 
     def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        heights = _heights(self.weights, level.device)
+        heights = self._heights.to(level.device)
         count = len(heights) - 1
         place = torch.log(level.double() / self.low) / self.log_range * count
         j = place.floor().long().clamp(0, count - 1)
         height = heights[j] + (place - j) * (heights[j + 1] - heights[j])
         return height * count / (self.log_range * level.double())
-
-
-@functools.lru_cache(maxsize=8)  # copied to the device once: a step that is recorded there may not ask the host
-def _heights(weights: tuple[float, ...], device: torch.device) -> Float[Tensor, " points"]:
-    """The weights, scaled so that the cells between them hold a mass of 1 when each is 1 long."""
-    heights = torch.tensor(weights * 2 if len(weights) == 1 else weights, dtype=torch.float64, device=device)
-    return heights / (0.5 * (heights[1:] + heights[:-1])).sum()

@@ -24,16 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bsi.backbones.base import Backbone
 from bsi.grids import paper_grid
+from bsi.levels import Proposal
 from bsi.methods.base import Method, Predictor
 from bsi.model import Model
-from bsi.objective import (
-    Weight,
-    edm_weight,
-    expected_levels,
-    finite_training_loss,
-    sigmoid_weight,
-    training_loss,
-)
+from bsi.objective import Weight, edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
 from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
 from bsi.training.averages import PowerAverages
 from bsi.training.dials import Dials
@@ -79,8 +73,9 @@ class Engine:
         self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
         self._network: nn.Module = model.denoiser
         self._weight = _weight(recipe.objective, model.method)
-        paper = self._weight is None and recipe.objective.levels == "paper"
-        self._levels = model.method.levels if paper else expected_levels(model.method, self._weight)
+        self._levels: Proposal = model.method.levels
+        if self._weight is not None or recipe.objective.levels == "expected":
+            self._levels = expected_levels(model.method, self._weight).to(world.device)
         # Of losses, of norms, of steps; and of the losses before they are weighed, if they are.
         self.sums = torch.zeros(3 if self._weight is None else 4, dtype=torch.float64, device=world.device)
         k = recipe.objective.finite_k

@@ -23,7 +23,7 @@ from bsi.studies.elbo_convergence import gaussian_gap
 from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_seeds
 from bsi.studies.frechet_error import Yardstick, frechet_error
 from bsi.studies.importance_sampling import proposals, relative_spread
-from bsi.studies.job import Bound, Quality, Train, name_of, network_name
+from bsi.studies.job import Bound, Quality, Train, name_of, network_name, title
 from bsi.studies.plan_text import plan_text, train_command
 from bsi.studies.publish import page
 from bsi.studies.registry import STUDIES
@@ -231,9 +231,22 @@ class TestJobs:
             replace(recipe, steps=recipe.steps + 1),
             replace(recipe, parametrisation="epsilon"),
             replace(recipe, objective=Objective(weight="edm")),
+            replace(recipe, objective=Objective(levels="expected")),
             replace(recipe, data=replace(recipe.data, flips=True)),
         ]
         assert len({network_name(other) for other in (recipe, *others)}) == len(others) + 1
+
+    def test_networks_of_other_objectives_have_other_titles(self):
+        objectives = [
+            Objective(),
+            Objective(levels="expected"),
+            Objective(finite_k=4),
+            Objective(weight="edm"),
+            Objective(weight="sigmoid"),
+            Objective(weight="sigmoid", bias=1.0),
+        ]
+        titles = {title(Train(replace(bsi.recipes.digits(), objective=objective))) for objective in objectives}
+        assert len(titles) == len(objectives)
 
     def test_a_record_of_other_settings_is_refused_even_under_the_right_name(self, tmp_path):
         """A name leaves out defaults; the record does not, and tells when a default has changed since."""

@@ -363,7 +363,11 @@ def test_an_unknown_name_is_answered_with_the_nearest_one(typo: str, meant: str)
         (DiTConfig(16, 1, 2, patch=4), (3, 32, 30), r"multiple of 4: got 32x30\. Use a patch of 1 or 2"),
         (DiTConfig(16, 1, 2, patch=2), (3,), "Use an MLP"),
         (UNetConfig(8, 1), (3,), "Use an MLP"),
-        (UNetConfig(8, 1, coarser=(8, 8)), (3, 12, 6), "got 12x6. Use at most 1, or crop"),
+        (
+            UNetConfig(8, 1, coarser=(8, 8)),
+            (3, 12, 6),
+            r"3 resolutions .* multiple of 4: got 12x6\. Use at most 2, or crop",
+        ),
         (UNetConfig(8, 1), (3, 2, 2, 2, 2), "1 to 3 spatial axes"),
         (MLPConfig(8, 1), (), "got \\(\\)"),
         (MLPConfig(8, 1), (0,), "at least 1"),

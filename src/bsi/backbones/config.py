@@ -134,8 +134,8 @@ class UNetConfig:
         if any(size % 2**halvings for size in shape[1:]):
             most = min((size & -size).bit_length() - 1 for size in shape[1:])
             raise UsageError(
-                f"a U-Net with {halvings} coarser resolutions halves every spatial size {halvings} times: got "
-                f"{_sizes(shape)}. Use at most {most}, or crop or pad the data."
+                f"a U-Net at {halvings + 1} resolutions needs every spatial size to be a multiple of {2**halvings}: "
+                f"got {_sizes(shape)}. Use at most {most + 1}, or crop or pad the data."
             )
 
     def spaces(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

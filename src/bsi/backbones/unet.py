@@ -10,7 +10,7 @@ precision embedding and dropout 0.1. The projections of the condition for all bl
 
 Coarser resolutions are not VDM's, but those of Ho et al., "Denoising Diffusion Probabilistic Models": a convolution
 halves the image before their blocks and another doubles it after, the halved image is one more skip, and attention
-follows every block.
+follows every block (theirs: at 16 x 16 alone).
 
 Images go through it channels-last, from the first convolution to the last and back. Give the weights the same order,
 `network.to(memory_format=torch.channels_last)`, on a GPU: otherwise every convolution copies its weights first.

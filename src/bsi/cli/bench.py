@@ -31,7 +31,7 @@ class Bench:
     work: Annotated[Literal["train", "sample", "elbo"], tyro.conf.Positional]
     """what to time"""
     backbone: str = "dit-l/2"
-    """its name, e.g. dit-s/2, dit-mini/2, dit-l/2, unet-128x32"""
+    """its name, e.g. dit-s/2, dit-mini/2, dit-l/2, unet-128x32, unet-128-256-256x2"""
     batch: int = 128
     """images at a time"""
     size: int = 32

@@ -39,8 +39,8 @@ The same --out goes on with an interrupted run. `bsi train RECIPE --help` shows 
 recipes: {recipes}"""
 
 CHOICES = (
-    "--method bsi|bfn|vdm and --backbone NAME (dit-s/2, unet-128x32, mlp-256x4, ...) choose another method or network, "
-    "whose keys are then shown here."
+    "--method bsi|bfn|vdm and --backbone NAME (dit-s/2, unet-128x32, unet-128-256-256x2, mlp-256x4, ...) choose "
+    "another method or network, whose keys are then shown here."
 )
 
 PATIENCE_H = 12.0  # of training on a CPU without a word of caution

@@ -73,6 +73,16 @@ def test_a_fitted_proposal_takes_its_table_to_a_device_and_sums_nothing_there():
     assert not used.names & {"cumsum", "lift_fresh"}
 
 
+def test_a_fitted_proposals_table_stays_where_it_is_however_many_there_are():
+    """A recorded step reads it by its address."""
+    fitted = Fitted(LOW, HIGH, weights=(5.0, 1.0))
+    address, t = fitted._heights.data_ptr(), torch.rand(3)
+    for i in range(1, 30):
+        Fitted(LOW, HIGH, weights=(5.0, float(i))).icdf(t)
+    fitted.icdf(t)
+    assert fitted._heights.data_ptr() == address
+
+
 def test_a_fitted_proposal_made_without_gradients_can_be_trained_with():
     with torch.inference_mode():
         fitted = Fitted(LOW, HIGH, weights=(5.0, 1.0, 0.25, 2.0))

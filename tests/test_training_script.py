@@ -19,9 +19,10 @@ from torch import nn
 import bsi
 from bsi import recipes
 from bsi.errors import DataError, NonFinite, Preempted, UsageError
+from bsi.training.dataset import build_method
 from bsi.training.export import export, read_trained
 from bsi.training.journal import Value, read_journal, tensorboard
-from bsi.training.recipe import Ema, Evaluation, Every, Keep, Recipe
+from bsi.training.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe
 from bsi.training.stream import Piece, piece_ids
 
 IMAGES = torch.randint(0, 256, (200, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -242,9 +243,12 @@ def test_data_that_cannot_be_trained_on_is_refused(data, error, message: str, tm
         bsi.train(recipe(), data=data, backbone=MyNet(), out=tmp_path / "run")
 
 
-def test_a_nan_in_the_data_ends_with_a_replay_of_the_step(tmp_path: Path) -> None:
-    """A Dataset is too large to be looked through beforehand: here sample 4711 is bad, and step 3 sees it."""
-    n, whole = 100_000, recipe(every=Every(journal=50, checkpoint=500))
+@pytest.mark.parametrize(
+    "objective", [Objective(), Objective(levels="expected"), Objective(weight="edm"), Objective(finite_k=5)], ids=str
+)
+def test_a_nan_in_the_data_ends_with_a_replay_of_the_step(objective: Objective, tmp_path: Path) -> None:
+    """A Dataset is too large to be looked through beforehand: here one sample is bad, and step 3 sees it."""
+    n, whole = 100_000, recipe(every=Every(journal=50, checkpoint=500), objective=objective)
     bad = int(piece_ids(whole, n, Piece(3, 0, 0, whole.batch))[5])
 
     class Large(torch.utils.data.Dataset):
@@ -255,11 +259,14 @@ def test_a_nan_in_the_data_ends_with_a_replay_of_the_step(tmp_path: Path) -> Non
             x = torch.linspace(-1, 1, 16).view(1, 4, 4) * (index % 7)
             return x * float("nan") if index == bad else x
 
+    network, seen = MyNet(), []
+    network.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
     with pytest.raises(NonFinite, match="step 3 was not finite"):
-        bsi.train(whole, data=Large(), backbone=MyNet(), out=tmp_path / "run")
+        bsi.train(whole, data=Large(), backbone=network, out=tmp_path / "run")
     replay = json.loads((tmp_path / "run" / "replay-00000003.json").read_text())
     assert bad in replay["ids"]
-    assert len(replay["levels"]) == whole.batch
+    levels = torch.tensor(replay["levels"], dtype=torch.float64)
+    assert torch.allclose(build_method(whole.method).levels.cdf(levels).float(), seen[3], atol=1e-6)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
 

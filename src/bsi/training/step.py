@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -149,9 +149,14 @@ class Engine:
             predict = self._given(batch.cond)
             if self._grid is None:
                 return training_loss(self.model.method, predict, x, batch.t, batch.eps, self._weight, self._levels)
-            k = len(self._grid) - 1
-            i = (batch.t * k).long().clamp(max=k - 1)  # t in [0, 1) is stratified over the batch, and so is i
+            i = _measurement(self._grid, batch.t)
             return finite_training_loss(self.model.method, predict, x, self._grid, i, batch.eps)
+
+    def level(self, t: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+        """Where a step looks for each t of its batch."""
+        if self._grid is None:
+            return self._levels.icdf(t)
+        return self._grid[_measurement(self._grid, t)]
 
     def _told(self, losses: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, " told"]:
         """The batch's part of the loss; and of the loss before it is weighed, if it is."""
@@ -274,6 +279,12 @@ def replayable(recipe: Recipe, model: Model, world: World) -> bool:
     alone = world.size == 1 and recipe.accumulation == 1 and not recipe.audit
     few = not recipe.data.labels or recipe.batch <= MOST_LABELS
     return recipe.compile and alone and few and isinstance(model.denoiser.backbone, Backbone)
+
+
+def _measurement(grid: Float[Tensor, " levels"], t: Float[Tensor, " batch"]) -> Int64[Tensor, " batch"]:
+    """Which of the measurements on a grid: t in [0, 1) is stratified over the batch, and so is the answer."""
+    k = len(grid) - 1
+    return (t * k).long().clamp(max=k - 1)
 
 
 def _weight(objective: Objective, method: Method) -> Weight | None:

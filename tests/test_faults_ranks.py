@@ -46,6 +46,7 @@ def chains(base: Path) -> Chains:
         ],
         "nan": [out("nan", 2, fault("loss", "nan", 13, rank=1)), out("nan", 2)],
         "hang": [out("hang", 2, fault("data", "hang", 9, rank=1), words="--hang-after-s 8")],
+        "full": [out("full", 2, *(fault("network", "no memory", 4, rank=rank) for rank in (0, 1)))],
         "three": [out("three", 3)],
         "srun": [Entry(base / "srun", ranks=2, slurm=True)],
     }
@@ -98,6 +99,12 @@ def test_a_rank_that_hangs_is_named_with_its_step(chains: Chains) -> None:
     assert all(code == 1 for code in ended.codes)
     assert "rank 1 hangs in step 9 (data)" in ended.stderr
     assert "rank 0 in step 9 (compute)" in ended.stderr
+
+
+def test_ranks_that_run_out_of_memory_let_go_of_ddp_and_leave_with_an_answer(chains: Chains) -> None:
+    """The error holds what the step was computing with, DDP among it, when the process group ends."""
+    assert codes(chains["full"]) == [[2, 2]], chains["full"][0].stderr
+    assert "out of memory on cpu" in chains["full"][0].stderr
 
 
 def test_ranks_that_cannot_share_the_virtual_shards_are_refused_with_numbers_that_can(

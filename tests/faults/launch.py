@@ -7,7 +7,8 @@ A fault is {"point", "do", "step", "rank"}; it happens once, for which it leaves
 torchrun starts again must not die again). Points:
 
     step      before a step                    loss      in the middle of one, with its losses at hand
-    data      while a batch is fetched         save:X    in a save: space, write, half, publish, latest, prune
+    data      while a batch is fetched         network   when the network is called
+    save:X    in a save: space, write, half, publish, latest, prune
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
         elif do == "no space":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif do == "no memory":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return do
 
     def advance(self, step: int) -> None:
@@ -91,6 +94,7 @@ def patch(faults: Faults) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
+    from bsi.backbones.base import Backbone
     from bsi.training import checkpoint
     from bsi.training.step import Engine
     from bsi.training.stop import StopFlag
@@ -115,6 +119,7 @@ def patch(faults: Faults) -> None:
     around(checkpoint, "publish", "save:publish")
     around(checkpoint, "move_latest", "save:latest")
     around(checkpoint, "prune", "save:prune")
+    around(Backbone, "forward", "network")
 
     save, step, losses, batch_of = checkpoint.save, Engine.step, Engine._losses, Stream._batch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -147,8 +148,18 @@ def join(device: str | None, timeout_s: float) -> Iterator[World]:
     )
     try:
         yield replace(world, meeting=meeting)
+    except BaseException as error:
+        _forget(error)
+        raise
     finally:
         dist.destroy_process_group()
+
+
+def _forget(error: BaseException | None) -> None:
+    """Let go of what a step that failed was computing with: of DDP too, which must not outlive the process group."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def pick_device(device: str | None, local_rank: int) -> torch.device:

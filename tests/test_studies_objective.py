@@ -174,6 +174,14 @@ def test_an_objective_is_part_of_the_recipe_and_of_its_record():
     assert from_plain(Recipe, without) == bsi.recipes.digits()  # what was written before there was a choice
 
 
+def test_levels_are_the_papers_for_the_elbo_and_expected_for_other_weights_unless_asked_for():
+    assert not Objective().expected_levels
+    assert Objective(weight="edm").expected_levels
+    asked = engine(Objective(weight="edm", levels="paper"))
+    assert asked._levels == asked.model.method.levels
+    assert engine(Objective(levels="expected"))._levels != asked._levels
+
+
 def test_a_weighted_finite_bound_is_refused():
     with pytest.raises(UsageError, match="finite_k=4"):
         Objective(finite_k=4, weight="edm")

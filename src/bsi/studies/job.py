@@ -161,7 +161,7 @@ def describe(recipe: Recipe) -> str:
     words += [f"trained on k={objective.finite_k}"] if objective.finite_k is not None else []
     words += [f"weight {objective.weight}"] if objective.weight != "elbo" else []
     words += [f"bias {objective.bias:g}"] if objective.weight == "sigmoid" else []
-    words += ["expected levels"] if objective.levels == "expected" else []
+    words += [f"{objective.levels} levels"] if objective.levels is not None else []
     return f"{' '.join(words)}, seed {recipe.seed}"
 
 

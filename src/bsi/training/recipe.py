@@ -64,19 +64,23 @@ class Objective:
     """A factor on the ELBO's weight of each level, by its signal-to-noise ratio: see `bsi.objective`."""
     bias: float = 2.0
     """ln SNR at which the sigmoid weight is one half."""
-    levels: Literal["paper", "expected"] = "paper"
-    """Levels are drawn log-uniformly, or in proportion to what is expected to be lost there: see `bsi.objective`. Where
-    the weight is not the ELBO's, they always are drawn so."""
+    levels: Literal["paper", "expected"] | None = None
+    """Levels are drawn log-uniformly as in the paper, or in proportion to what is expected to be lost there: see
+    `bsi.objective`. None is the paper's under the ELBO's weight, and expected under others."""
 
     def __post_init__(self) -> None:
         if self.finite_k is not None:
             _at_least("objective.finite_k", self.finite_k, 1)
-            for name, value, only in (("weight", self.weight, "elbo"), ("levels", self.levels, "paper")):
+            for name, value, only in (("weight", self.weight, "elbo"), ("levels", self.levels, None)):
                 if value != only:
                     raise UsageError(
                         f"L_M^k has the ELBO's weights and the levels of its grid: got objective.{name}={value} with "
                         f"finite_k={self.finite_k}. Leave one of them out."
                     )
+
+    @property
+    def expected_levels(self) -> bool:
+        return self.levels == "expected" or (self.levels is None and self.weight != "elbo")
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Engine:
         self._network: nn.Module = model.denoiser
         self._weight = _weight(recipe.objective, model.method)
         self._levels: Proposal = model.method.levels
-        if self._weight is not None or recipe.objective.levels == "expected":
+        if recipe.objective.expected_levels:
             self._levels = expected_levels(model.method, self._weight).to(world.device)
         # Of losses, of norms, of steps; and of the losses before they are weighed, if they are.
         self.sums = torch.zeros(3 if self._weight is None else 4, dtype=torch.float64, device=world.device)

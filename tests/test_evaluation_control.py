@@ -243,6 +243,12 @@ def test_a_basis_takes_data_of_any_shape(shape):
     assert float(steady[..., 1:].mean(0).abs().max()) < 1e-6 * float(steady.abs().max())
 
 
+def along(basis, u, value):
+    """Values at the knots to the left and the right of u, interpolated."""
+    between = Between.of(basis.knots, u)
+    return (torch.stack([1 - between.along, between.along], 1) * value).sum(1)
+
+
 def observations(basis, x, seed, pairs, model):
     """Pairs of evaluations of an integrand that the control could know exactly."""
     u = torch.linspace(float(basis.knots[0]), float(basis.knots[-1]), pairs, dtype=torch.float64)
@@ -262,10 +268,8 @@ def test_the_regression_finds_what_the_integrand_is_made_of():
     basis = Basis.fit(BSI(), x, BINS)
 
     def model(seen):
-        between = Between.of(basis.knots, seen.u)
-        share = torch.stack([1 - between.along, between.along], 1)
         value = 40 + 8 * seen.steady[..., 1] + 0.5 * seen.steady[..., 4] + 0.6 * seen.noisy[..., 0]
-        return (share * value).sum(1)
+        return along(basis, seen.u, value)
 
     control = fit_control(basis, observations(basis, x, 0, 2000, model))
     fresh = observations(basis, x, 10, 500, model)
@@ -283,10 +287,9 @@ def test_a_small_pilot_learns_a_reference_that_is_right():
     basis = Basis.fit(BSI(), x, BINS)
 
     def model(seen):
-        between = Between.of(basis.knots, seen.u)
-        share = torch.stack([1 - between.along, between.along], 1)
-        centre = basis.centre[torch.stack([between.left, between.left + 1], 1), 1]
-        return (share * (centre + seen.steady[..., 5] + seen.noisy[..., 1])).sum(1)
+        left = Between.of(basis.knots, seen.u).left
+        centre = basis.centre[torch.stack([left, left + 1], 1), 1]
+        return along(basis, seen.u, centre + seen.steady[..., 5] + seen.noisy[..., 1])
 
     few, fresh = (observations(basis, x, seed, pairs, model) for seed, pairs in ((0, 128), (10, 2000)))
     left_over = fresh.g - fit_control(basis, few).predict(fresh)
@@ -300,11 +303,9 @@ def test_a_control_learns_from_evaluations_by_themselves_too():
     basis = Basis.fit(BSI(), x, BINS)
 
     def model(seen):
-        between = Between.of(basis.knots, seen.u)
-        share = torch.stack([1 - between.along, between.along], 1)
         value = 40 + 8 * seen.steady[..., 1] + 0.5 * seen.steady[..., 4] + 0.6 * seen.noisy[..., 0]
         own = torch.sin(1e3 * seen.steady[:, 0, 2] + seen.u / 3)  # of the sample, and of no trait of it
-        return (share * value).sum(1) + 4 * own
+        return along(basis, seen.u, value) + 4 * own
 
     pilot, more, fresh = (
         observations(basis, x, seed, pairs, model) for seed, pairs in ((0, 128), (5, 1000), (10, 500))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bsi.backbones.adaln import FeedForward, Head, Modulation, gated_residual, modulated_norm
+from bsi.backbones.attention import attend
 from bsi.backbones.base import Backbone
 from bsi.backbones.config import DiTConfig, input_channels
 from bsi.backbones.dropout import draw_seeds
@@ -132,7 +133,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; queries, keys and values come from one product and are read in place."""
+    """Multi-head self-attention; queries, keys and values come from one product."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -143,11 +144,7 @@ class Attention(nn.Module):
         xavier_(self.out)
 
     def forward(self, h: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        batch, tokens, width = h.shape
-        qkv = self.qkv(h).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # each (batch, heads, tokens, width / heads), without a copy
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return self.out(attend(self.qkv(h), self.heads))
 
 
 def patchify(x: Float[Tensor, "batch channels *space"], patch: int) -> Float[Tensor, "batch tokens inputs"]:

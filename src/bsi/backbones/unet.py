@@ -21,9 +21,10 @@ from collections.abc import Iterator
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, conv2d, conv3d, interpolate, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import conv1d, conv2d, conv3d, interpolate, linear, silu
 from torch.utils.checkpoint import checkpoint
 
+from bsi.backbones.attention import attend
 from bsi.backbones.base import Backbone
 from bsi.backbones.config import UNetConfig, input_channels
 from bsi.backbones.dropout import draw_seeds, dropout
@@ -189,12 +190,7 @@ class Attention(nn.Module):
         zero_(self.out)
 
     def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch width *space"]:
-        h = pixels(self.norm(x))
-        batch, count, width = h.shape
-        qkv = self.qkv(h).view(batch, count, 3, self.heads, width // self.heads)
-        q, k, v = qkv.transpose(1, 3).unbind(2)
-        mixed = scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, count, width)
-        return x + on_pixels(self.out(mixed), x)
+        return x + on_pixels(self.out(attend(self.qkv(pixels(self.norm(x))), self.heads)), x)
 
 
 class Halve(nn.Module):

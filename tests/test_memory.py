@@ -1,8 +1,12 @@
 """How much memory a network takes: the closed form against what autograd keeps, and an answer where it runs out."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -15,8 +19,11 @@ from bsi.backbones.memory import CONTEXT, Form, evaluation_memory, training_memo
 from bsi.cli import main
 from bsi.cli.train import parse
 from bsi.errors import UsageError
+from bsi.training.dataset import BinSpec, DataSpec
+from bsi.training.distributed import Place, World
+from bsi.training.host import host_memory
 from bsi.training.recipe import Evaluation, Every, Recipe
-from bsi.training.room import enough_for_batch
+from bsi.training.room import LEAST, MOST, check_host, enough_for_batch
 
 GIB = 2**30
 SHAPE = (3, 16, 16)
@@ -227,3 +234,136 @@ def test_any_other_work_names_its_own_option():
         raise torch.OutOfMemoryError("CUDA out of memory.")
     with pytest.raises(UsageError, match="out of memory on cpu"), enough_for_batch(8, "--batch-size", device):
         torch.empty(1 << 60, dtype=torch.uint8)  # what no host has
+
+
+def small_steps(name: str) -> tuple[Recipe, int]:
+    """A run of two steps with one network, and the bytes that its account says of a step on a CPU."""
+    every = Every(journal=1, evaluate=0, sample=0, checkpoint=1)
+    config = resolve(name)
+    account = training_memory(config, SHAPE, 256, form="plain", half=False).bytes(64) - CONTEXT
+    return replace(bsi.recipes.digits(), backbone=config, steps=2, batch=64, every=every), account
+
+
+# VmHWM is this program's own peak; getrusage's ru_maxrss begins with that of the process which started it.
+MEASURE = """
+import re, sys
+from pathlib import Path
+import torch
+import bsi, bsi.training.train
+from test_memory import SHAPE, small_steps
+
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+recipe, _ = small_steps(sys.argv[1])
+images = torch.randint(0, 256, (64, *SHAPE), dtype=torch.uint8)
+before = peak()
+bsi.train(recipe, data=images, out=sys.argv[2], device="cpu")
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process's peak is read from /proc")
+@pytest.mark.parametrize("name", ["dit-mini/4", "unet-32x2"])
+def test_a_step_on_a_cpu_takes_what_the_account_says_within_its_margins(name: str, tmp_path: Path):
+    """At least what a run is refused for, at most what it is warned of, in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", MEASURE, name, str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    needed, apart = small_steps(name)[1], 192 * 2**20  # threads, libraries that load on first use
+    assert LEAST * needed < int(done.stdout.splitlines()[-1]) < MOST * needed + apart
+
+
+CIFAR = DataSpec("cifar10", "v", 50000, (3, 32, 32), BinSpec(-1.0, 1.0, 256), None)
+
+
+def has(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    monkeypatch.setattr("bsi.training.room.host_memory", lambda sharing=1: round(gib * GIB) // sharing)
+
+
+def test_a_step_that_the_kernel_would_kill_is_refused_before_it_begins(monkeypatch):
+    """CIFAR-10 with DiT-S/2 in batches of 512 on a host of 24 GB; the option that is named fits, without a word."""
+    has(monkeypatch, 22)
+    cifar, host, said = bsi.recipes.cifar10_dit_s(), World(Place(), torch.device("cpu")), []
+    with pytest.raises(UsageError, match=r"not enough memory: .* this process can have 22\.0 GiB") as refused:
+        check_host(cifar, CIFAR, host, said.append)
+    assert refused.value.code == 2
+    assert "with 512 samples at a time: --batch 512 on 1 rank, --accumulation 1" in str(refused.value)
+    (pieces,) = re.findall(r"add --accumulation (\d+), which computes the same batch of 512", str(refused.value))
+    check_host(replace(cifar, accumulation=int(pieces)), CIFAR, host, said.append)
+    assert said == []
+
+
+def test_ranks_on_one_host_share_its_memory(monkeypatch):
+    has(monkeypatch, 40)
+    cifar, cpu, said = replace(bsi.recipes.cifar10_dit_s(), accumulation=4), torch.device("cpu"), []
+    check_host(cifar, CIFAR, World(Place(), cpu), said.append)
+    check_host(cifar, CIFAR, World(Place(local_size=2), cpu), said.append)
+    assert len(said) == 1, "half of it may be too little"
+    with pytest.raises(UsageError, match=r"this process can have 10\.0 GiB"):
+        check_host(cifar, CIFAR, World(Place(local_size=4), cpu), said.append)
+
+
+def test_a_step_that_may_be_killed_is_told_and_goes_on(monkeypatch):
+    needed = small_steps("dit-mini/4")[1]
+    spec, said = replace(CIFAR, shape=SHAPE), []
+    for share, told in ((0.8, None), (1.2, 1), (1.7, 0)):
+        has(monkeypatch, share * needed / GIB)
+        said.clear()
+        if told is None:
+            with pytest.raises(UsageError, match="not enough memory"):
+                check_host(small_steps("dit-mini/4")[0], spec, World(Place(), torch.device("cpu")), said.append)
+            continue
+        check_host(small_steps("dit-mini/4")[0], spec, World(Place(), torch.device("cpu")), said.append)
+        assert len(said) == told
+        assert all("this may run out of memory, and be killed" in line and "--accumulation" in line for line in said)
+
+
+def test_too_little_memory_on_a_cpu_is_exit_code_2_before_the_first_step(tmp_path, monkeypatch, capsys):
+    has(monkeypatch, 0.01)
+    words = ["train", "digits", "--out", str(tmp_path / "run"), "--steps", "1", "--device", "cpu"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "not enough memory" in said
+    assert "by the account of bsi.backbones.memory" in said.replace("By the", "by the")
+    assert not (tmp_path / "run" / "journal.jsonl").exists()
+
+
+def files(root: Path, contents: dict[str, str]) -> None:
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_a_host_has_what_is_available_and_what_the_process_holds(tmp_path):
+    page = os.sysconf("SC_PAGE_SIZE")
+    files(tmp_path, {
+        "meminfo": "MemTotal: 9000 kB\nMemAvailable: 4000 kB\nSwapFree: 1000 kB\n", "self/statm": "900 300 20\n",
+    })  # fmt: skip
+    assert host_memory(1, tmp_path, tmp_path / "none") == 5000 * 1024 + 300 * page
+    assert host_memory(2, tmp_path, tmp_path / "none") == 2500 * 1024 + 300 * page
+
+
+@pytest.mark.parametrize(
+    ("own", "group", "names"),
+    [
+        ("0::/job/step\n", "job", ("memory.max", "memory.current", "inactive_file")),
+        ("1:cpu:/\n4:memory:/job/step\n0::/\n", "memory/job",
+         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+    ids=["v2", "v1"],
+)  # fmt: skip
+def test_a_control_group_above_the_process_limits_it_and_cached_files_do_not_count(tmp_path, own, group, names):
+    limit, used, cached = names
+    files(tmp_path / "proc", {"meminfo": "MemAvailable: 9000 kB\n", "self/statm": "9 0 2\n", "self/cgroup": own})
+    files(
+        tmp_path / "cgroup" / group, {limit: "700000\n", used: "500000\n", "memory.stat": f"anon 7\n{cached} 100000\n"}
+    )
+    unlimited = str(2**63 - 4096) if limit != "memory.max" else "max"
+    files(tmp_path / "cgroup" / group / "step", {limit: unlimited, used: "1", "memory.stat": "anon 7\n"})
+    assert host_memory(1, tmp_path / "proc", tmp_path / "cgroup") == 300_000
+
+
+def test_a_system_that_does_not_say_is_taken_to_be_free(tmp_path):
+    assert host_memory(1, tmp_path, tmp_path) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -272,11 +272,13 @@ def test_a_tree_adds_alike_however_it_is_cut() -> None:
 def test_places_come_from_torchrun_from_slurm_or_from_nowhere() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "77"}
     assert find_place(torchrun) == Place(3, 8, 1, "a", 77)
+    assert find_place({**torchrun, "LOCAL_WORLD_SIZE": "4"}) == Place(3, 8, 1, "a", 77, local_size=4)
     step = {
         "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "40007",
         "SLURM_STEP_NODELIST": "gpu[003-004]",
     }  # fmt: skip
     assert find_place(step) == Place(5, 8, 1, "gpu003", 20007)
+    assert find_place({**step, "SLURM_STEP_NUM_NODES": "3"}) == Place(5, 8, 1, "gpu003", 20007, local_size=3)
     assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == Place(), "sbatch's own shell"
     assert find_place({}) == Place()
 

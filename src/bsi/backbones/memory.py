@@ -128,7 +128,7 @@ def _kept(config: BackboneConfig, shape: tuple[int, ...], form: Form, half: bool
             blocks = depth * (1.1 if config.checkpoint else DIT[form])
             return _Kept(blocks, 3.3 if plain else 1.3, 11.0 if form in ("fused", "lean") else DIT["plain"])
         case UNetConfig(levels=levels):
-            pair, ends = (28.1 if half else 14.6, 51 if half else 30) if plain else (6.1, 14.9)
+            pair, ends = (28.1 if half else 14.6, 51.0 if half else 30.0) if plain else (6.1, 14.9)
             attention = (7.1 if half else 6.1) if plain else 5.1
             if config.checkpoint:  # every block's input and skip; the middle's attention is not computed again
                 pair, ends, attention = 2.0, 15.9, 0.0

@@ -7,6 +7,7 @@ checkpoint.py, saver.py, files.py   folders that are whole or not there, written
 folder.py, journal.py, lease.py     a run's folder, its journal, and who may write in it
 distributed.py, rendezvous.py       ranks, and how they meet
 stop.py, watchdog.py                signals, and ranks that hang
+room.py, host.py                    the option that makes it fit, where memory runs out
 dataset.py, evaluate.py             what is trained on; the bound and samples along the way
 train.py, export.py                 `bsi.train`; `bsi.load` and `bsi export`
 """

@@ -34,6 +34,8 @@ class Place:
     local_rank: int = 0
     host: str = "localhost"
     port: int = 0
+    local_size: int = 1
+    """Ranks on this host, which share its memory."""
 
 
 def find_place(env: Mapping[str, str]) -> Place:
@@ -42,14 +44,15 @@ def find_place(env: Mapping[str, str]) -> Place:
         return Place(
             int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)),
             env.get("MASTER_ADDR", "localhost"), int(env.get("MASTER_PORT", 29500)),
+            int(env.get("LOCAL_WORLD_SIZE", 1)),
         )  # fmt: skip
     # SLURM_STEP_NUM_TASKS is srun's; sbatch's own shell has only the job's variables, and is one process.
     if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
         port = int(env.get("MASTER_PORT") or 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000)
-        return Place(
-            int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", 0)), host, port
-        )
+        tasks = int(env["SLURM_STEP_NUM_TASKS"])
+        on_a_node = -(-tasks // int(env.get("SLURM_STEP_NUM_NODES", tasks)))
+        return Place(int(env["SLURM_PROCID"]), tasks, int(env.get("SLURM_LOCALID", 0)), host, port, on_a_node)
     return Place()
 
 

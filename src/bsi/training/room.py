@@ -3,33 +3,58 @@
 A batch is computed in pieces (`--accumulation`), and but for rounding and dropout's masks the run is the same: so the
 answer keeps the batch, and cuts it finer. How many images fit is the closed form of `bsi.backbones.memory`; of a
 network that is not ours nothing is known, and half as many are tried.
+
+A GPU says when it is full. A host does not: its kernel ends the process (host.py). There the account is compared with
+what there is before the first step. It is no exact one: a step on a CPU took 0.85 of it where tensors are large, and
+up to 1.6 times it where they are smaller than 32 MiB, which the C library keeps on a heap with holes (measured with
+DiT-mini/2, DiT-S/2, U-Net-32x2 and U-Net-64x4 at 8 to 128 images). So what does not fit by the smaller figure is
+refused, and what may not by the larger one is told.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from bsi.backbones.config import DiTConfig, MLPConfig
-from bsi.backbones.memory import Form, Memory, training_memory
+from bsi.backbones.memory import CONTEXT, Form, Memory, training_memory
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import UsageError
 from bsi.training.dataset import DataSpec
 from bsi.training.distributed import World
+from bsi.training.host import host_memory
 from bsi.training.recipe import Recipe
 from bsi.training.watchdog import Watchdog
 
-__all__ = ["enough_for_batch", "enough_to_train", "room"]
+__all__ = ["check_host", "enough_for_batch", "enough_to_train", "room"]
+
+LEAST, MOST = 0.85, 1.6  # of the account, on a CPU
 
 
-def room(device: torch.device) -> int:
-    """Bytes that this process has or could have: on a GPU, what is free and what it holds already."""
+def room(device: torch.device, sharing: int = 1) -> int:
+    """Bytes that this process has or could have: what it holds, and what is free, on a host for so many ranks."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host_memory(sharing)
+
+
+def check_host(recipe: Recipe, data: DataSpec, world: World, say: Callable[[str], None]) -> None:
+    """On a CPU, refuse what would be killed in the first step; every rank calls it, and all refuse together."""
+    memory = _account(recipe, data, world)
+    if world.device.type != "cpu" or memory is None:
+        return
+    needed = memory.bytes(_at_a_time(recipe, world), world.size) - CONTEXT
+    there = room(world.device, world.place.local_size)
+    refused = None
+    if LEAST * needed > there:
+        what = f"not enough memory: a step takes at least {LEAST * needed / 2**30:.1f} GiB, and this process can have "
+        refused = UsageError(_training(recipe, data, world, f"{what}{there / 2**30:.1f} GiB"))
+    elif MOST * needed > there:
+        what = f"this may run out of memory, and be killed: a step can take {MOST * needed / 2**30:.1f} GiB, and this "
+        say(_training(recipe, data, world, f"{what}process can have {there / 2**30:.1f} GiB"))
+    world.agree(refused)
 
 
 @contextmanager
@@ -43,7 +68,8 @@ def enough_to_train(recipe: Recipe, data: DataSpec, world: World, watchdog: Watc
         if phase == "evaluate":
             raise UsageError(_evaluation(recipe, step, world.device)) from error
         where = "before the first step" if phase == "start" else f"in step {step} ({phase})"
-        raise UsageError(_training(recipe, data, world, where)) from error
+        full = _full(world.device, world.place.local_size)
+        raise UsageError(_training(recipe, data, world, f"{full} {where}")) from error
 
 
 @contextmanager
@@ -53,7 +79,7 @@ def enough_for_batch(batch: int, option: str, device: torch.device, memory: Memo
         with _host_too():
             yield
     except torch.OutOfMemoryError as error:
-        fits = _fitting(memory, batch, device)
+        fits = _fitting(memory, batch, room(device))
         fix = f"Use {option} {fits}." if fits else "Not even one fits: take a larger device, or a smaller network."
         raise UsageError(f"{_full(device)} with {batch} samples at a time. {fix}") from error
 
@@ -69,23 +95,35 @@ def _host_too() -> Iterator[None]:
         raise
 
 
-def _full(device: torch.device) -> str:
-    return f"out of memory on {device} ({room(device) / 2**30:.1f} GiB for this process)"
+def _full(device: torch.device, sharing: int = 1) -> str:
+    return f"out of memory on {device} ({room(device, sharing) / 2**30:.1f} GiB for this process)"
 
 
-def _fitting(memory: Memory | None, had: int, device: torch.device, ranks: int = 1) -> int:
-    """How many images fit at a time, by the closed form; fewer than did not, whatever it says."""
-    account = had // 2 if memory is None else memory.largest(room(device), ranks)
+def _fitting(memory: Memory | None, had: int, there: int, ranks: int = 1) -> int:
+    """How many images fit at a time into so many bytes, by the closed form; fewer than did not, whatever it says."""
+    account = had // 2 if memory is None else memory.largest(there, ranks)
     return max(0, min(account, had - 1))
 
 
-def _training(recipe: Recipe, data: DataSpec, world: World, where: str) -> str:
-    pieces = recipe.virtual_shards // world.size if recipe.audit else recipe.accumulation
-    had = recipe.batch // (world.size * pieces)
+def _pieces(recipe: Recipe, world: World) -> int:
+    """In how many pieces a rank computes its part of a batch."""
+    return recipe.virtual_shards // world.size if recipe.audit else recipe.accumulation
+
+
+def _at_a_time(recipe: Recipe, world: World) -> int:
+    return recipe.batch // (world.size * _pieces(recipe, world))
+
+
+def _training(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
+    """What is wrong, with how many samples at a time, and the option that computes fewer."""
+    pieces, had = _pieces(recipe, world), _at_a_time(recipe, world)
     memory = _account(recipe, data, world)
-    fits = _fitting(memory, had, world.device, world.size)
+    there = room(world.device, world.place.local_size)
+    if world.device.type == "cpu":
+        there = CONTEXT + round(there / MOST)  # nothing of a driver's, and holes in the heap
+    fits = _fitting(memory, had, there, world.size)
     said = (
-        f"{_full(world.device)} {where}, with {had} samples at a time: --batch {recipe.batch} on {world.size} "
+        f"{what}, with {had} samples at a time: --batch {recipe.batch} on {world.size} "
         f"rank{'s' if world.size > 1 else ''}, --accumulation {recipe.accumulation}. "
     )
     by = "half of that may fit" if memory is None else f"by the account of bsi.backbones.memory {fits} fit"

@@ -9,6 +9,7 @@ The same `out` goes on where it was; a finished run is returned as it is. The co
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ from bsi.training.loop import Job, run
 from bsi.training.plain import from_plain, to_plain
 from bsi.training.recipe import Recipe
 from bsi.training.resume import check_changes
-from bsi.training.room import enough_to_train
+from bsi.training.room import check_host, enough_to_train
 from bsi.training.saver import Saver
 from bsi.training.step import Engine
 from bsi.training.stop import listening
@@ -90,6 +91,7 @@ def train(
         if resumed.finished:
             _say(world, f"{folder.path} is finished: {recipe.steps} steps. Use another --out, or more --steps.")
             return folder.path
+        check_host(recipe, training_data.spec, world, functools.partial(_say, world))
         with enough_to_train(recipe, training_data.spec, world, watchdog):
             model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
             engine = Engine(recipe, model, world, _half(recipe, world))

@@ -137,6 +137,24 @@ def test_a_network_that_is_not_ours_is_asked_for_by_its_class(whole: Path) -> No
     assert model.sample(2, steps=2).shape == (2, 1, 4, 4)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [torch.as_tensor, np.asarray, lambda x: torch.utils.data.Subset(x, range(len(x)))],
+    ids=["tensor", "array", "Dataset"],
+)
+def test_uint8_data_of_few_levels_is_not_silently_taken_as_8_bit_images(kind, tmp_path: Path, capsys) -> None:
+    """Refused where it is hardly 8-bit images, told where it may not be, taken where it has all their values."""
+    few, most, all_levels = IMAGES % 17, IMAGES.clamp(max=200), IMAGES
+    with pytest.raises(UsageError, match=r"no value exceeds 16: pass bins=bsi.Bins\(-1.0, 1.0, 17\)"):
+        bsi.train(recipe(steps=1), data=kind(few), backbone=MyNet(), out=tmp_path / "few")
+    bsi.train(recipe(steps=1), data=kind(few), bins=bsi.Bins(-1.0, 1.0, 17), backbone=MyNet(), out=tmp_path / "said")
+    assert "8-bit" not in capsys.readouterr().err
+    bsi.train(recipe(steps=1), data=kind(most), backbone=MyNet(), out=tmp_path / "most")
+    assert "taken as 8-bit images with 256 levels, though no value exceeds 200: pass bins=" in capsys.readouterr().err
+    bsi.train(recipe(steps=1), data=kind(all_levels), backbone=MyNet(), out=tmp_path / "all")
+    assert "8-bit" not in capsys.readouterr().err
+
+
 def test_another_network_cannot_go_on_with_a_run(whole: Path, tmp_path: Path) -> None:
     class Other(MyNet):
         pass

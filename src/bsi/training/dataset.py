@@ -31,7 +31,8 @@ Labels = Int64[np.ndarray, " count"]
 __all__ = ["BinSpec", "DataSpec", "Standard", "TrainingData", "build_method", "build_model", "open_training_data"]
 
 SPOT_CHECK = 64  # samples of a Dataset whose content is hashed
-FIT_SAMPLES = 4096  # samples of a Dataset that its mean and standard deviation are taken from
+FIT_SAMPLES = 4096  # samples of a Dataset that its mean and standard deviation, or its largest value, are taken from
+DARKEST = 64  # 8-bit images reach at least this value somewhere; what never does has fewer levels
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class TrainingData:
     test: BatchSource | None
     spec: DataSpec
     labels: Labels | None = None
+    note: str = ""
+    """What was assumed of the data and should be told."""
 
 
 def open_training_data(
@@ -94,12 +97,13 @@ def open_training_data(
     train = as_source(data, device, recipe.data.workers)
     first = train.take(np.zeros(1, np.int64))
     shape = tuple(first.shape[1:])
-    standard = None
+    standard, note = None, ""
     if first.is_floating_point():
         standard = None if bins is not None else _fit(data, train)
     elif bins is None:
         if first.dtype != torch.uint8:
             raise UsageError(f"integer data other than uint8 needs bins: got {first.dtype}. Pass bins=bsi.Bins(...).")
+        note = _as_images(_largest(data, train))
         bins = Bins.uint8()
     known = _labels(labels, len(train), "the data") if recipe.data.labels else None
     version = _version(data, train)
@@ -112,7 +116,8 @@ def open_training_data(
         standard=standard,
         classes=_classes(known),
     )
-    return TrainingData(train, None if test is None else as_source(test, device, recipe.data.workers), spec, known)
+    tested = None if test is None else as_source(test, device, recipe.data.workers)
+    return TrainingData(train, tested, spec, known, note)
 
 
 def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
@@ -164,6 +169,28 @@ def _fit(data: object, source: BatchSource) -> Standard:
     if not (np.isfinite(mean) and np.isfinite(std) and std > 0):
         raise DataError(f"data has mean {mean} and standard deviation {std}: remove NaN and infinity, or constant data")
     return Standard(mean, std)
+
+
+def _largest(data: object, source: BatchSource) -> int:
+    """The largest value in all of a tensor or array, or in samples spread through anything else."""
+    values = data if isinstance(data, Tensor | np.ndarray) else source.take(_spread(source, FIT_SAMPLES))
+    return int(values.max())
+
+
+def _as_images(largest: int) -> str:
+    """What to tell of uint8 data that came without bins: nothing where it has all the values of 8-bit images."""
+    if largest < DARKEST:
+        raise UsageError(
+            f"uint8 data without bins is taken as 8-bit images, 0 to 255, but no value exceeds {largest}: pass "
+            f"bins=bsi.Bins(-1.0, 1.0, {max(largest, 1) + 1}) for values 0 to {max(largest, 1)}, or "
+            f"bins=bsi.Bins.uint8() if they are 8-bit images"
+        )
+    if largest == 255:
+        return ""
+    return (
+        f"the data is taken as 8-bit images with 256 levels, though no value exceeds {largest}: pass "
+        f"bins=bsi.Bins(low, high, count) if it has fewer levels, bins=bsi.Bins.uint8() if not"
+    )
 
 
 def _version(data: object, source: BatchSource) -> str:

@@ -86,6 +86,8 @@ def train(
         watching(world.place, hang_after_s, world.meeting) as watchdog,
     ):
         training_data = open_training_data(recipe, world.device, data, test, bins, labels)
+        if training_data.note:
+            _say(world, training_data.note)
         record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
         resumed = _find_checkpoint(folder, record, training_data, world, allow)
         if resumed.finished:

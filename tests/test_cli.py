@@ -96,6 +96,7 @@ WRONG: list[tuple[str, int, str]] = [
     ("export digits --out nowhere/d.safetensors", 2, "nowhere"),
     ("fid nowhere elsewhere", 3, "`bsi data"),
     ("train cifar10-dit-s --out x --device cpu", 3, "`bsi data NAME` prepares one"),
+    ("train folder-mini --out x --device cpu", 3, "`bsi data folder --from IMAGES` prepares one"),
     # offline
     ("data cifar10", 3, "with --from, or run the same command again"),
 ]

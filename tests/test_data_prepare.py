@@ -19,7 +19,7 @@ from bsi.data.pixels import UINT8
 from bsi.data.plan import Block, Plan
 from bsi.data.prepare import prepare
 from bsi.data.store import Dataset, open_dataset, prepared
-from bsi.errors import DataError, UsageError
+from bsi.errors import BsiError, DataError, UsageError
 
 BLOCKS, ROWS = 12, 10
 
@@ -168,8 +168,15 @@ def test_the_same_command_again_opens_what_is_there_and_other_options_are_refuse
     assert prepare(plan(), folder).version == whole.version
     with pytest.raises(UsageError, match="size: 4 there, 8 asked for"):
         prepare(plan(options={"size": 8}), folder)
-    with pytest.raises(UsageError, match="other input"):
-        prepare(plan(input="other seeds"), folder)
+    with pytest.raises(UsageError, match="'noise', whose files have changed since, made with other options"):
+        prepare(plan(options={"size": 8}, input="other seeds"), folder)
+
+
+def test_files_that_have_changed_are_said_to_have_without_a_hash(whole: Dataset) -> None:
+    with pytest.raises(UsageError) as caught:
+        prepare(plan(input=64 * "a"), whole.folder)
+    told = "already holds dataset 'noise', whose files have changed since. Give another folder with --to, or delete"
+    assert str(caught.value) == f"{whole.folder} {told} that one."
 
 
 def test_a_folder_that_is_not_a_dataset_is_left_alone(tmp_path: Path) -> None:
@@ -181,8 +188,9 @@ def test_a_folder_that_is_not_a_dataset_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="GiB free"):
+    with pytest.raises(BsiError, match=r"needs 14901161\.2 GiB, but .* free") as caught:
         prepare(plan(rows=10**15), tmp_path / "noise")
+    assert caught.value.code == 1
     assert not (tmp_path / ".noise.partial").exists()
 
 
@@ -193,8 +201,9 @@ def test_a_full_disk_is_reported_and_the_preparation_goes_on_later(whole: Datase
                 raise OSError(28, "No space left on device")
             yield block
 
-    with pytest.raises(DataError, match=r"is full\. Make room and run the same command again"):
+    with pytest.raises(BsiError, match=r"noise: No space.*\. Make room and run the same command again") as caught:
         prepare(plan(blocks=blocks), tmp_path / "noise")
+    assert caught.value.code == 1
     note = json.loads((tmp_path / ".noise.partial" / "state.json").read_text())
     assert note["items"] == 40
     assert prepare(plan(), tmp_path / "noise").version == whole.version

@@ -42,6 +42,11 @@ def test_everything_of_the_core_is_looked_at(empty: Path) -> None:
     assert all(check.state == "ok" for check in checks.values() if check.required)
 
 
+def test_no_other_package_is_named_for_hub_datasets_than_is_asked_for() -> None:
+    assert "bsi data" not in doctor.EXTRAS["huggingface_hub"]  # it wants `datasets`, and says so
+    assert "dataset" not in doctor.EXTRAS["huggingface_hub"]
+
+
 def test_required_versions_are_those_of_the_package() -> None:
     declared = {
         part.split(";")[0].strip() for part in importlib.metadata.requires("bsi") or () if "extra ==" not in part

@@ -1,6 +1,7 @@
 """`bsi eval`: from a run folder to a stored record that names everything its numbers depend on."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,6 +112,7 @@ def test_people_are_told_in_words(runs, capsys):
         (["RUN", "RUN", "--paired", "--target-se", "0.1"], "--target-se"),
         (["RUN", "--bpd", "--measure", "1"], "at least 2"),
         (["RUN", "--bpd", "--limit", "0"], "--limit"),
+        (["RUN", "--bpd", "--target-se", "0"], "--target-se is a standard error"),
         (["RUN", "--fid", "--solver", "odr2"], "odr2"),
         (["nowhere", "--bpd"], "nowhere"),
         (["RUN", "--bpd", "--per-sample", "no/such/folder/x.npz"], "no folder"),
@@ -122,6 +124,31 @@ def test_people_are_told_in_words(runs, capsys):
 def test_what_cannot_be_done_is_said_with_exit_code_2(runs, capsys, words, message):
     assert main(["eval", *[str(runs[0]) if word == "RUN" else word for word in words]]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_stored_is_printed_with_exit_code_0(runs, capsys, tmp_path):
+    """Row 33."""
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    shutil.rmtree(copy / "evaluations", ignore_errors=True)
+    (copy / "evaluations").write_text("a file where a folder is needed")
+    words = ["eval", str(copy), "--bpd", "--limit", "8", "--device", "cpu", "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["images"] == 8
+    (caution,) = [line for line in err.splitlines() if "caution" in line]
+    assert caution.endswith(f"the result is printed and not stored: cannot write {copy}/evaluations: Not a directory.")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_bound_is_told_though_the_evaluation_after_it_fails(runs, capsys, monkeypatch, flags):
+    def offline(*arguments: object) -> None:
+        raise DataError("no weights of the FID network")
+
+    monkeypatch.setattr("bsi.cli.eval.quality", offline)
+    assert main(["eval", str(runs[0]), "--bpd", "--fid", "--limit", "8", "--device", "cpu", *flags]) == 3
+    out, err = capsys.readouterr()
+    assert "bits_per_dim" in json.loads(out) if flags else "bits/dim" in out
+    assert "no weights of the FID network" in err
 
 
 def test_other_data_than_the_run_s_own_must_be_named(runs):

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "bsi"
 
 # What everything may import; it imports nothing of the package.
-FLOOR = {"defaults", "download", "errors", "progress"}
+FLOOR = {"defaults", "download", "errors", "progress", "writing"}
 
 # From the mathematics up to the faces. A module may import its own layer and those below.
 LAYERS = [

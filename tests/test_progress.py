@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 
 from bsi import progress
-from bsi.progress import Progress, amount, readable_seconds
+from bsi.progress import Progress, amount, readable_bytes, readable_seconds
 
 
 class Terminal(StringIO):
@@ -69,6 +69,7 @@ def test_a_live_line_never_wraps(columns: int, clock: list[float], monkeypatch: 
 def test_units_are_words(clock: list[float]) -> None:
     assert (amount(3, "step"), amount(2, "batch"), amount(12_345_678, "B")) == ("3 steps", "2 batches", "12.3 MB")
     assert (readable_seconds(75.0), readable_seconds(3700.0)) == ("1:15", "1:01:40")
+    assert [readable_bytes(n) for n in (3 << 30, 12 << 20, 3000)] == ["3.0 GiB", "12.0 MiB", "2.9 KiB"]
     stream = StringIO()
     with Progress("download", 170_000_000, "B", stream=stream) as shown:
         clock[0] += 11

@@ -25,6 +25,7 @@ from bsi.evaluation.parts import PART, Parts
 from bsi.grids import GRIDS
 from bsi.sampling import default_solver
 from bsi.solvers import SOLVERS
+from bsi.training.export import read_trained
 from bsi.training.recipe import Samples
 
 SHAPE = (1, 4, 4)
@@ -271,13 +272,37 @@ def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, mo
 
 
 def test_the_command_writes_a_picture_and_says_what_it_did(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bsi, "load", lambda run, ema: model(), raising=False)
     monkeypatch.chdir(tmp_path)
-    assert command.run(Sample(tmp_path / "run", num=4, steps=2, device="cpu")) == 0
+    assert command.run(Sample(Path("digits"), num=4, steps=2, device="cpu")) == 0
     assert (tmp_path / "samples.png").exists()
-    assert f"4 samples, 3 evaluations each ({defaults.SOLVER}, {defaults.GRID})" in capsys.readouterr().out
-    assert command.run(Sample(tmp_path / "run", num=4, steps=2, device="cpu", json=True)) == 0
+    out, err = capsys.readouterr()
+    assert f"4 samples, 3 evaluations each ({defaults.SOLVER}, {defaults.GRID})" in out
+    assert "trained to its end" not in err
+    assert command.run(Sample(Path("digits"), num=4, steps=2, device="cpu", json=True)) == 0
     assert json.loads(capsys.readouterr().out)["num"] == 4
+
+
+def test_samples_of_a_run_that_is_not_finished_are_told_from_those_of_one_that_is(tmp_path, capsys, monkeypatch):
+    finished = read_trained(Path("digits"))
+    monkeypatch.setattr("bsi.training.export.read_trained", lambda path, ema: replace(finished, step=500))
+    assert command.run(Sample(Path("digits"), num=1, steps=1, device="cpu", out=tmp_path / "one.png")) == 0
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("bsi sample: ")]
+    assert told == "bsi sample: digits is not trained to its end: step 500 of 8000"
+
+
+def test_an_interrupted_command_says_what_is_kept_and_that_it_goes_on(tmp_path, capsys, monkeypatch):
+    kept = Parts.write
+
+    def stop_at_second(self: Parts, ids: range, rows: np.ndarray) -> None:
+        if ids.start == PART:
+            raise KeyboardInterrupt
+        kept(self, ids, rows)
+
+    monkeypatch.setattr(Parts, "write", stop_at_second)
+    words = f"sample digits --num {PART + 1} --steps 1 --batch-size {PART} --device cpu --npz {tmp_path / 'cut.npz'}"
+    assert main(words.split()) == 130
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == "bsi sample: interrupted: 1024 of 1025 samples are kept, in parts of 1024; the same command goes on"
 
 
 def test_an_animation_alone_draws_no_more_than_it_shows(tmp_path):

@@ -28,6 +28,12 @@ def readable_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def readable_bytes(count: int) -> str:
+    """`3.1 GiB`, `12.0 MiB`, `2.9 KiB`: in the largest unit of which there is one."""
+    unit, size = next(((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20)) if count >= s), ("KiB", 2**10))
+    return f"{count / size:.1f} {unit}"
+
+
 def amount(count: float | int, unit: str) -> str:
     """`3 steps`, `2 batches`; bytes as `12.3 MB`."""
     if unit == "B":

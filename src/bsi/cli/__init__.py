@@ -7,14 +7,18 @@ dataclass, whose fields are the options and whose docstring is the help, and `ru
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import sys
 from dataclasses import dataclass
 
 from bsi.errors import BsiError, UsageError
+from bsi.writing import FULL, cannot_write, system_error
 
 __all__ = ["COMMANDS", "Command", "main"]
+
+REFUSALS = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -62,17 +66,35 @@ def main(argv: list[str] | None = None) -> int:
             return _run(argv)
         finally:
             sys.stdout.flush()  # so that a reader who has left is noticed here, not at the interpreter's end
-    except BsiError as error:
-        if debug:
-            raise
-        print(f"{_red(who)}: {error}", file=sys.stderr)
-        return error.code
     except BrokenPipeError:  # whoever read our output has left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()
         return 0
-    except KeyboardInterrupt:
-        print(f"\n{who}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as left:  # with what is kept, where something is
+        print(f"\n{who}: interrupted{f': {left}' if str(left) else ''}", file=sys.stderr)
         return 130
+    except Exception as error:
+        told = error if isinstance(error, BsiError) else _refused(error)
+        if debug or told is None:
+            raise
+        print(f"{_red(who)}: {told}", file=sys.stderr)
+        return told.code
+
+
+def _refused(error: Exception) -> BsiError | None:
+    """The message of a full or read-only disk, wherever it was met. Other errors of the system have a cause in here."""
+    refused = system_error(error)
+    if refused is None or refused.errno not in REFUSALS:
+        return None
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_stdout()
+    return cannot_write(refused.filename or "the output", refused, "place")
+
+
+def _forget_stdout() -> None:
+    """What is left in its buffer goes nowhere, and the interpreter's end does not stumble over it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _red(text: str) -> str:

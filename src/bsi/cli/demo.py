@@ -52,7 +52,8 @@ def run(args: Demo) -> int:
     # What `bsi eval` does, record included, so that the report tells the same number.
     asked = evaluation.Eval(runs=(folder,), bpd=True, measure=20, recon=4, device="cpu")
     with join("cpu", evaluation.TIMEOUT_S) as world:
-        bound = evaluation.bound(asked, world)
+        found = evaluation.bound(asked, world)
+    evaluation.keep(found)
     digits = open_dataset("digits")
     assert digits.bins is not None
     levels = digits.bins.count
@@ -63,11 +64,11 @@ def run(args: Demo) -> int:
     report = write_report(folder)
 
     if args.json:
-        told = {name: bound[name] for name in ("bits_per_dim", "monte_carlo_error", "data_error")}
+        told = {name: found.record[name] for name in ("bits_per_dim", "monte_carlo_error", "data_error")}
         files = {"run": str(folder), "samples": str(picture), "report": str(report)}
         print(json.dumps({**files, **told, "histogram": histogram}))
     else:
-        print(f"test set    {evaluation.bound_line(bound)}")
+        print(f"test set    {evaluation.bound_line(found.record)}")
         print(f"histogram   {histogram:.4f} bits/dim, each pixel by itself")
         print(f"samples     {picture}")
         print(f"report      {report}, opens in a browser")

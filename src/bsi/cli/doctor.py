@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from bsi.progress import readable_bytes
+
 __all__ = ["Check", "Doctor", "examine", "run"]
 
 State = Literal["ok", "missing", "broken"]
@@ -41,7 +43,7 @@ CORE = {
 EXTRAS = {
     "matplotlib": "figures of the studies",
     "tensorboard": "`bsi train --tensorboard`",
-    "huggingface_hub": "datasets from the Hugging Face hub, and `bsi export --upload`",
+    "huggingface_hub": "`bsi export --upload`",
 }
 
 
@@ -189,7 +191,7 @@ def _disk() -> Iterator[Check]:
     for name, place in places.items():
         there = next(path for path in (place, *place.parents) if path.exists())
         free = shutil.disk_usage(there).free
-        yield Check(name, "ok" if free > ROOMY else "missing", f"{free / 2**30:.1f} GiB free in {_short(there)}",
+        yield Check(name, "ok" if free > ROOMY else "missing", f"{readable_bytes(free)} free in {_short(there)}",
                     fix="free some, or set BSI_DATA and --out to another disk")  # fmt: skip
 
 

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from bsi.defaults import GRID, STEPS
-from bsi.errors import UsageError
+from bsi.errors import BsiError, UsageError
+from bsi.writing import check_writable
 
 if TYPE_CHECKING:
+    from bsi.evaluation.bound import Evaluation
     from bsi.evaluation.runs import Run, Split
     from bsi.training.distributed import World
 
@@ -31,7 +33,8 @@ class Eval:
     By default --bpd follows the paper: 5 levels and 2 reconstructions of every test sample. Two errors are told apart:
     that of the Monte Carlo estimate, and that of having these samples and not others. With --proposal fitted the
     same error takes several times fewer evaluations. `torchrun -m -- bsi eval ...` shares the work, for the same
-    numbers; its -- keeps torchrun from reading --num as an option of its own.
+    numbers; its -- keeps torchrun from reading --num as an option of its own. In a run folder that cannot be written,
+    the result is printed all the same, with a word of caution.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help_behavior_hint="")]
@@ -100,20 +103,44 @@ class Eval:
 
 def run(args: Eval) -> int:
     check(args)
+    from bsi.evaluation.runs import save_samples
     from bsi.training.distributed import join
     from bsi.training.room import enough_for_batch
 
     with join(args.device, TIMEOUT_S) as world, enough_for_batch(args.batch_size, "--batch-size", world.device):
-        records = []
-        if args.paired:
-            records.append(paired(args, world))
-        if args.bpd:
-            records.append(bound(args, world))
-        if args.fid:
-            records.append(quality(args, world))
-        if world.first:
-            print(json.dumps(records[0] if len(records) == 1 else records) if args.json else text(records))
+        asked = ((args.paired, paired), (args.bpd, bound), (args.fid, quality))
+        records: list[Mapping[str, Any]] = []
+        try:
+            for found in (measure(args, world) for wanted, measure in asked if wanted):
+                if world.first and found is not None:
+                    records.append(found.record)
+                    keep(found)
+                    if args.per_sample is not None and found.samples is not None:
+                        save_samples(args.per_sample, found.samples)
+        finally:  # what was found is told, whatever befalls its file or the next evaluation
+            if records:
+                print(json.dumps(records[0] if len(records) == 1 else records) if args.json else text(records))
     return 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The record of one evaluation, the run that it is kept with and the name there, and the bounds of all samples."""
+
+    record: Mapping[str, Any]
+    run: Run
+    what: str
+    samples: Evaluation | None = None
+
+
+def keep(found: Found) -> None:
+    """Store a record with its run. Where that cannot be, as in someone else's folder, the result still counts."""
+    from bsi.evaluation.runs import store
+
+    try:
+        store(found.run, found.what, found.record)
+    except BsiError as error:
+        print(f"bsi eval: caution: the result is printed and not stored: {error}", file=sys.stderr)
 
 
 def check(args: Eval) -> None:
@@ -140,11 +167,13 @@ def check(args: Eval) -> None:
         value = getattr(args, option)
         if value is not None and value < 1:
             raise UsageError(f"--{option.replace('_', '-')} must be at least 1: got {value}")
-    if args.per_sample is not None and not args.per_sample.parent.is_dir():
-        raise UsageError(f"there is no folder {args.per_sample.parent} to write {args.per_sample.name} into")
+    if args.target_se is not None and not args.target_se > 0:
+        raise UsageError(f"--target-se is a standard error in bits per dimension, positive: got {args.target_se}")
+    if args.per_sample is not None:
+        check_writable(args.per_sample, "--per-sample")
 
 
-def bound(args: Eval, world: World) -> Mapping[str, Any]:
+def bound(args: Eval, world: World) -> Found:
     from bsi.evaluation import runs
     from bsi.evaluation.bound import evaluate
 
@@ -153,15 +182,10 @@ def bound(args: Eval, world: World) -> Mapping[str, Any]:
     subject = runs.subject_of(run, split, args.limit)
     runs.speed_up(run, subject.count * (args.measure + args.recon) // world.size)
     found = evaluate(subject, procedure, world, show=True)
-    record = runs.bound_record(run, split, found)
-    if world.first:
-        if args.per_sample is not None:
-            runs.save_samples(args.per_sample, found)
-        runs.store(run, f"bpd-{args.split}", record)
-    return record
+    return Found(runs.bound_record(run, split, found), run, f"bpd-{args.split}", found)
 
 
-def paired(args: Eval, world: World) -> Mapping[str, Any]:
+def paired(args: Eval, world: World) -> Found:
     from bsi.evaluation import runs
     from bsi.evaluation.bound import evaluate
     from bsi.evaluation.paired import difference
@@ -183,12 +207,10 @@ def paired(args: Eval, world: World) -> Mapping[str, Any]:
     both = zip(subjects, shared_plans(*plans), strict=True)
     first, second = (evaluate(subject, procedure, world, plan, show=True) for subject, plan in both)
     record = runs.difference_record(a, b, split, difference(first, second), (first, second))
-    if world.first:
-        runs.store(a, f"paired-{args.split}", record)
-    return record
+    return Found(record, a, f"paired-{args.split}")
 
 
-def quality(args: Eval, world: World) -> Mapping[str, Any]:
+def quality(args: Eval, world: World) -> Found | None:
     from bsi.evaluation import runs
     from bsi.evaluation.drawing import Drawing
     from bsi.evaluation.quality import measure_quality, quality_record
@@ -214,11 +236,7 @@ def quality(args: Eval, world: World) -> Mapping[str, Any]:
         finally:
             for message in dict.fromkeys(str(warning.message) for warning in caught) if world.first else ():
                 print(f"bsi eval: caution: {message}", file=sys.stderr)
-    if found is None:
-        return {}
-    record = quality_record(run, how, found)
-    runs.store(run, f"fid-{args.reference}", record)
-    return record
+    return None if found is None else Found(quality_record(run, how, found), run, f"fid-{args.reference}")
 
 
 def _procedure(args: Eval) -> Any:

@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from bsi.errors import UsageError
+from bsi.writing import check_writable, make_folder
 
 __all__ = ["Export", "run"]
 
@@ -22,9 +23,9 @@ class Export:
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run folder."""
+    """The run folder; or a bundled network (digits), to have it as a file of its own."""
     out: Path | None = None
-    """The file, by default RECIPE-STEP.safetensors in the run folder."""
+    """The file, by default RECIPE-STEP.safetensors in the run folder, or in the current one for a bundled network."""
     step: int | None = None
     """An earlier checkpoint, by its step."""
     weights: bool = False
@@ -44,8 +45,8 @@ def run(args: Export) -> int:
         return _hub(args, args.hub_folder)
     if args.upload is not None:
         raise UsageError("--upload puts a folder on the hub: say where to write it with --hub-folder")
-    if args.out is not None and not args.out.parent.is_dir():
-        raise UsageError(f"there is no folder {args.out.parent} to write {args.out.name} into")
+    if args.out is not None:
+        check_writable(args.out, "--out")
     from bsi.training.export import export
 
     path = export(args.run, args.out, not args.weights, args.step, args.sigma_rel)
@@ -58,6 +59,7 @@ def _hub(args: Export, folder: Path) -> int:
         raise UsageError("--hub-folder writes the EMA or the weights into a folder: leave --out and --sigma-rel out")
     from bsi.training.hub import upload, write_hub_folder
 
+    make_folder(folder, "--hub-folder")
     write_hub_folder(args.run, folder, not args.weights, args.step)
     address = None if args.upload is None else upload(folder, args.upload)
     print(json.dumps({"folder": str(folder), "address": address}) if args.json else address or folder)

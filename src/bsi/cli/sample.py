@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,7 +17,8 @@ import tyro
 from bsi.cli.labels import label_of
 from bsi.defaults import GRID, STEPS
 from bsi.errors import NonFinite, UsageError
-from bsi.progress import Progress
+from bsi.progress import Progress, readable_bytes
+from bsi.writing import check_writable, whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,10 +83,14 @@ def run(args: Sample) -> int:
     for name, value in (("num", args.num), ("steps", args.steps), ("batch-size", args.batch_size)):
         if value < 1:
             raise UsageError(f"--{name} must be at least 1: got {value}")
-    import bsi
+    from bsi.training.export import model_of, read_trained
     from bsi.training.room import enough_for_batch
 
-    model = prepared(bsi.load(args.run, ema=not args.weights), args)
+    trained = read_trained(args.run, not args.weights)
+    if trained.step < trained.recipe.steps:
+        unfinished = f"{args.run} is not trained to its end: step {trained.step} of {trained.recipe.steps}"
+        print(f"bsi sample: {unfinished}", file=sys.stderr)
+    model = prepared(model_of(trained, str(args.run)), args)
     with enough_for_batch(args.batch_size, "--batch-size", model.device):
         record = write_samples(model, args)
     print(json.dumps(record) if args.json else text(record))
@@ -131,7 +137,8 @@ def write_samples(model: Model, args: Sample) -> dict[str, Any]:
         from bsi import pictures
 
         low, high = picture_range(model, found.samples)
-        pictures.grid(found.samples[:SHOWN], low=low, high=high).save(picture)
+        with whole(picture, "--out") as beside:
+            pictures.grid(found.samples[:SHOWN], low=low, high=high).save(beside)
     return {
         "run": str(args.run),
         "num": num,
@@ -170,7 +177,7 @@ def drawn(model: Model, args: Sample, how: Drawing, label: int | None) -> Drawn:
     """All samples, in memory or part by part into --npz."""
     import numpy as np
 
-    from bsi.evaluation.parts import Parts
+    from bsi.evaluation.parts import PART, Parts
     from bsi.evaluation.runs import inner_precision
 
     each = sum(evaluations_by_step(model, how))
@@ -182,10 +189,16 @@ def drawn(model: Model, args: Sample, how: Drawing, label: int | None) -> Drawn:
     parts = Parts(args.npz, args.num, about)
     missing = parts.missing()
     done = args.num - sum(map(len, missing))
-    with Progress("sample", args.num * each, "evaluation", done * each) as progress:
-        for ids in missing:
-            parts.write(ids, np.concatenate(list(batches(model, args, how, label, ids, progress))))
-    return Drawn(parts.join(), args.num - done)
+    try:
+        with Progress("sample", args.num * each, "evaluation", done * each) as progress:
+            for ids in missing:
+                parts.write(ids, np.concatenate(list(batches(model, args, how, label, ids, progress))))
+        return Drawn(parts.join(), args.num - done)
+    except KeyboardInterrupt:
+        kept = args.num - sum(map(len, parts.missing()))
+        raise KeyboardInterrupt(
+            f"{kept} of {args.num} samples are kept, in parts of {PART}; the same command goes on"
+        ) from None
 
 
 def evaluations_by_step(model: Model, how: Drawing) -> list[int]:
@@ -231,17 +244,21 @@ def check_files(model: Model, args: Sample, picture: Path | None) -> None:
     is_image = len(model.shape) == 3 and model.shape[0] in (1, 3)
     if not is_image and (picture or args.animate):
         raise UsageError(f"data of shape {model.shape} has no picture: save it with --npz FILE")
-    for path, suffixes in ((picture, (".png",)), (args.npz, (".npz",)), (args.animate, ANIMATIONS)):
+    for option, path, suffixes in (
+        ("--out", picture, (".png",)),
+        ("--npz", args.npz, (".npz",)),
+        ("--animate", args.animate, ANIMATIONS),
+    ):
         if path is not None and path.suffix.lower() not in suffixes:
             raise UsageError(f"{path} should end in {' or '.join(suffixes)}")
-        if path is not None and not path.parent.is_dir():
-            raise UsageError(f"there is no folder {path.parent} to write {path.name} into")
+        if path is not None:
+            check_writable(path, option)
     if args.animate is not None:
         needed, there = animation_bytes(model.shape, min(args.num, ANIMATED), args.steps + 1), available_memory()
         if needed > there:
             raise UsageError(
-                f"an animation of {args.steps} steps needs {needed / 2**30:.1f} GiB of memory, and {there / 2**30:.1f} "
-                f"are free: take fewer steps"
+                f"an animation of {args.steps} steps needs {readable_bytes(needed)} of memory, and "
+                f"{readable_bytes(there)} are free: take fewer steps"
             )
 
 
@@ -284,7 +301,8 @@ def animation(model: Model, how: Drawing, label: int | None, num: int, path: Pat
     ]
     final, bins = moments[-1].prediction, model.bins
     low, high = (bins.low, bins.high) if bins is not None else extremes(final)
-    animate(belief_frames(moments, low, high), path, lossless=min(model.shape[1:]) < SMALLEST)
+    with whole(path, "--animate") as beside:
+        animate(belief_frames(moments, low, high), beside, lossless=min(model.shape[1:]) < SMALLEST)
 
 
 def digest(model: Model) -> str:

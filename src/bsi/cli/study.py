@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from bsi.errors import UsageError
+from bsi.writing import make_folder
 
 __all__ = ["StudyOptions", "run"]
 
@@ -73,6 +74,9 @@ def run(args: StudyOptions) -> int:
         ]
         print(json.dumps(jobs) if args.json else plan_text(planned, scale, store))
         return 0
+    make_folder(args.out, "--out")
+    if args.publish is not None:
+        make_folder(args.publish, "--publish")
     with redirect_stdout(sys.stderr) if args.json else nullcontext():  # JSON is alone on stdout
         if args.so_far:
             folders = report_so_far(studies, scale, args.out, args.device)

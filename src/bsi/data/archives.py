@@ -22,6 +22,7 @@ from typing import IO, cast
 
 from bsi.data.npy import check_zip
 from bsi.errors import DataError
+from bsi.progress import readable_bytes
 
 __all__ = ["Member", "members"]
 
@@ -159,6 +160,6 @@ def _check(archive: Path, name: str, regular: bool, count: int, total: int, max_
         raise DataError(f"{archive} holds {name!r}, a link or a device. The archive is refused.")
     if total > max_bytes or count >= MAX_MEMBERS:
         raise DataError(
-            f"{archive} unpacks to more than {max_bytes / 2**30:.3g} GiB or {MAX_MEMBERS} files (at {name!r}), more "
+            f"{archive} unpacks to more than {readable_bytes(max_bytes)} or {MAX_MEMBERS} files (at {name!r}), more "
             f"than this dataset can have. The archive is refused."
         )

@@ -9,7 +9,6 @@ written last; then the folder is renamed.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -27,8 +26,9 @@ from bsi.data.manifest import MANIFEST, FileRecord, Manifest, Standardisation, d
 from bsi.data.npy import HEADER_BYTES, ArrayFile, header_bytes
 from bsi.data.plan import BLOCK_BYTES, Block, Plan
 from bsi.data.store import Dataset, open_dataset
-from bsi.errors import DataError, UsageError
-from bsi.progress import Progress
+from bsi.errors import BsiError, DataError, UsageError
+from bsi.progress import Progress, readable_bytes
+from bsi.writing import FULL, cannot_write, make_folder
 
 __all__ = ["prepare"]
 
@@ -53,34 +53,33 @@ def prepare(plan: Plan, folder: Path) -> Dataset:
         return _already_there(plan, folder)
     if folder.exists():
         raise UsageError(f"{folder} exists and is not a prepared dataset: give another folder with --to.")
+    make_folder(folder.parent, "--to")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             if not (folder / MANIFEST).is_file():  # another process may have finished it meanwhile
                 _write(plan, folder)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise DataError(
-                f"the disk of {folder} is full. Make room and run the same command again: it goes on."
-            ) from error
+        if error.errno in FULL:
+            raise cannot_write(folder, error, "--to") from error
         raise DataError(f"cannot prepare {folder}: {error}") from error
     return open_dataset(folder)
 
 
 def _already_there(plan: Plan, folder: Path) -> Dataset:
     there = open_dataset(folder)
-    asked, found = {**plan.options, "input": plan.input}, {**there.manifest.options, "input": there.manifest.input}
     # Through JSON, as the stored ones went: tuples become lists.
-    asked = json.loads(json.dumps(asked))
+    asked, found = json.loads(json.dumps(plan.options)), there.manifest.options
     different = [
         f"{key}: {found.get(key)!r} there, {asked.get(key)!r} asked for"
         for key in asked
         if asked[key] != found.get(key)
     ]
-    if different or there.name != plan.name:
+    why = [", whose files have changed since"] if plan.input != there.manifest.input else []
+    why += [f", made with other options ({'; '.join(different[:5])})"] if different else []
+    if why or there.name != plan.name:
         raise UsageError(
-            f"{folder} already holds dataset {there.name!r}, made from other input or options "
-            f"({'; '.join(different[:5])}). Give another folder with --to, or delete that one."
+            f"{folder} already holds dataset {there.name!r}{''.join(why)}. Give another folder with --to, or delete "
+            f"that one."
         )
     return there
 
@@ -90,9 +89,9 @@ def _write(plan: Plan, folder: Path) -> None:
     row_bytes = int(np.prod(plan.shape, dtype=np.int64)) * plan.dtype.itemsize
     free = shutil.disk_usage(folder.parent).free + sum(path.stat().st_size for path in partial.glob("*.npy"))
     if plan.rows * row_bytes > free:
-        raise DataError(
-            f"{plan.name} needs {plan.rows * row_bytes / 2**30:.1f} GiB, but the disk of {folder} has "
-            f"{free / 2**30:.1f} GiB free. Make room, or give another folder with --to."
+        raise BsiError(
+            f"{plan.name} needs {readable_bytes(plan.rows * row_bytes)}, but the disk of {folder} has "
+            f"{readable_bytes(free)} free. Make room, or give another folder with --to."
         )
     staging = _Staging(partial, plan)
     try:

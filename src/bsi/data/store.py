@@ -27,6 +27,8 @@ from bsi.errors import DataError, UsageError
 
 __all__ = ["Dataset", "Labels", "data_folder", "open_dataset", "prepared", "verify"]
 
+OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER"}  # sources of one's own data, and what they are given
+
 
 @dataclass(frozen=True)
 class Labels:
@@ -155,9 +157,10 @@ def _not_found(wanted: str, folder: Path, root: Path) -> str:
     names = ["digits", *(path.name for path in prepared(root))]
     near = difflib.get_close_matches(wanted, names, 1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
+    command = f"bsi data {wanted} --from {OWN[wanted]}" if wanted in OWN else "bsi data NAME"
     return (
         f"no prepared dataset {wanted!r} ({folder / MANIFEST} does not exist). {hint}`bsi data --list` shows what is "
-        f"there; `bsi data NAME` prepares one."
+        f"there; `{command}` prepares one."
     )
 
 

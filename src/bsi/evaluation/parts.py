@@ -9,17 +9,16 @@ samples.npz                   when all parts are there: arr_0, and `about` as JS
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
 
 from bsi.errors import DataError, UsageError
+from bsi.writing import make_folder, whole
 
 __all__ = ["PART", "Parts"]
 
@@ -47,13 +46,15 @@ class Parts:
         if about.exists():
             self._check(json.loads(about.read_text(encoding="utf-8")), str(self.folder))
         else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _write(about, lambda file: file.write(json.dumps(self.about, indent=2).encode()))
+            make_folder(self.folder, "--npz")
+            with whole(about, "--npz") as beside:
+                beside.write_text(json.dumps(self.about, indent=2), "utf-8")
         return [ids for ids in self._ranges() if not self._is_there(ids)]
 
     def write(self, ids: range, rows: Shaped[np.ndarray, "rows ..."]) -> None:
         """Keep a part. It is whole or not there."""
-        _write(self._file(ids), lambda file: np.save(file, rows, allow_pickle=False))
+        with whole(self._file(ids), "--npz") as beside:
+            np.save(beside, rows, allow_pickle=False)
 
     def join(self) -> Shaped[np.ndarray, "num ..."]:
         """All rows; the parts become the file."""
@@ -62,7 +63,8 @@ class Parts:
                 return arrays["arr_0"]
         rows = np.concatenate([np.load(self._file(ids), allow_pickle=False) for ids in self._ranges()])
         about = np.array(json.dumps({**self.about, "num": self.num}))
-        _write(self.path, lambda file: np.savez(file, arr_0=rows, about=about))
+        with whole(self.path, "--npz") as beside, beside.open("wb") as file:
+            np.savez(file, arr_0=rows, about=about)
         shutil.rmtree(self.folder)
         return rows
 
@@ -95,13 +97,3 @@ class Parts:
         ]
         if differing:
             raise UsageError(f"{where} holds other samples ({'; '.join(differing)}): remove it, or choose another name")
-
-
-def _write(path: Path, content: Callable[[IO[bytes]], object]) -> None:
-    """Beside, synced, renamed."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("wb") as file:
-        content(file)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)

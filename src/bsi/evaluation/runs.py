@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -32,7 +31,8 @@ from bsi.model import Model
 from bsi.training.dataset import build_model
 from bsi.training.distributed import World
 from bsi.training.export import read_trained, set_weights
-from bsi.training.files import write_json
+from bsi.training.files import canonical_json
+from bsi.writing import make_folder, whole
 
 __all__ = [
     "Run",
@@ -228,23 +228,23 @@ def store(run: Run, what: str, record: Mapping[str, Any]) -> Path | None:
     if not run.path.is_dir():
         return None
     folder = run.path / "evaluations"
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:8]
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{what}-{digest}.json"
-    write_json(path, record)
+    with whole(path) as beside:
+        beside.write_text(canonical_json(record), "utf-8")
     return path
 
 
 def save_samples(path: Path, found: Evaluation) -> None:
     """The bound of every sample, in nats, with its Monte Carlo variance, as one .npz."""
     elbo = found.elbo
-    beside = path.with_name(f".{path.name}.{os.getpid()}.npz")
-    np.savez(
-        beside,
-        nats=elbo.nats.numpy(),
-        measurement=elbo.measurement.numpy(),
-        reconstruction=elbo.reconstruction.numpy(),
-        prior=elbo.prior.numpy(),
-        variance=elbo.sample_variance.numpy(),
-    )
-    beside.replace(path)
+    with whole(path, "--per-sample") as beside, beside.open("wb") as file:
+        np.savez(
+            file,
+            nats=elbo.nats.numpy(),
+            measurement=elbo.measurement.numpy(),
+            reconstruction=elbo.reconstruction.numpy(),
+            prior=elbo.prior.numpy(),
+            variance=elbo.sample_variance.numpy(),
+        )

@@ -14,14 +14,13 @@ from statistics import median
 from torch import nn
 
 from bsi import __version__
-from bsi.errors import UsageError
 from bsi.progress import readable_seconds
 from bsi.report import sections
 from bsi.report.folder import Run, read_run
 from bsi.report.measured import Measured, measure
 from bsi.training.distributed import pick_device
-from bsi.training.files import write_text
 from bsi.training.plain import to_plain
+from bsi.writing import check_writable, whole
 
 __all__ = ["write_report"]
 
@@ -40,15 +39,15 @@ def write_report(
     path = Path(run)
     found = read_run(path)
     target = path / "report.html" if out is None else Path(out)
-    if not target.parent.is_dir():
-        raise UsageError(f"there is no folder {target.parent} to write {target.name} into")
+    check_writable(target, "--out")
     known = any(record.get("step") == found.status.get("step") for record in found.bounds)
     asked = (
         measure(path, found.recipe, pick_device(device, 0), backbone, bound_known=known)
         if ask_model
         else Measured(None, None, None, (), ["the model was not asked, as was wished"])
     )
-    write_text(target, document(found, asked))
+    with whole(target, "--out") as beside:
+        beside.write_text(document(found, asked), "utf-8")
     return target
 
 

@@ -31,8 +31,9 @@ from bsi.training.files import readable_as_folder
 from bsi.training.folder import RunFolder
 from bsi.training.plain import from_plain, to_plain
 from bsi.training.recipe import Recipe
+from bsi.writing import check_writable, whole
 
-__all__ = ["Trained", "class_name", "export", "load", "read_trained"]
+__all__ = ["Trained", "class_name", "export", "load", "model_of", "read_trained"]
 
 EXPORT_FORMAT = 1
 MODEL_FILE = "model.safetensors"  # in a folder as the Hugging Face hub holds it
@@ -61,16 +62,20 @@ def load(path: str | Path, ema: bool = True, backbone: nn.Module | None = None, 
     `ema=False` takes the weights themselves, `step` an earlier checkpoint; `backbone` is your own network, if the run
     was trained with it.
     """
-    trained = read_trained(Path(path), ema, step)
+    return model_of(read_trained(Path(path), ema, step), str(path), backbone)
+
+
+def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) -> Model:
+    """The model that weights belong to, as `load` returns it; `where` they were read from is for its messages."""
     if trained.recipe.backbone is None and backbone is None:
         raise UsageError(
-            f"{path} was trained with a network of yours, {trained.network}, which is not one of bsi's: pass "
+            f"{where} was trained with a network of yours, {trained.network}, which is not one of bsi's: pass "
             f"backbone={trained.network.rpartition('.')[2]}(...)"
         )
     if backbone is not None and trained.recipe.backbone is not None:
-        raise UsageError(f"{path} has a network of its own ({trained.network}): leave backbone out")
+        raise UsageError(f"{where} has a network of its own ({trained.network}): leave backbone out")
     model = build_model(trained.recipe, trained.data, backbone)
-    set_weights(model, trained, str(path))
+    set_weights(model, trained, where)
     return model.eval()
 
 
@@ -148,7 +153,7 @@ def export(
     sigma_rel: float | None = None,
 ) -> Path:
     """Write a run's EMA (or its weights, or an average of relative width `sigma_rel`) as one file, by default in its
-    folder.
+    folder; what has none, a bundled network or an exported file, in the current one.
     """
     trained = read_trained(Path(run), ema, None if sigma_rel is not None else step)
     kind = "" if ema else "-weights"
@@ -156,7 +161,9 @@ def export(
         end, weights = reconstruct(Path(run), sigma_rel, step)
         trained, kind = replace(trained, step=end, weights={**trained.weights, **weights}), f"-{sigma_rel:g}"
     name = f"{trained.recipe.name}-{trained.step}{kind}.safetensors"
-    target = Path(run) / name if out is None else Path(out)
+    folder = Path(run) if Path(run).is_dir() else Path()
+    target = folder / name if out is None else Path(out)
+    check_writable(target, "--out")
     about = {
         "format": EXPORT_FORMAT,
         "recipe": to_plain(trained.recipe),
@@ -166,8 +173,7 @@ def export(
         "ema": ema,
         "sigma_rel": sigma_rel,
     }
-    beside = target.with_name(f".{target.name}.part")
-    safetensors.torch.save_file(dict(trained.weights), beside, {METADATA: json.dumps(about)})
-    readable_as_folder(beside)
-    beside.replace(target)
+    with whole(target, "--out") as beside:
+        safetensors.torch.save_file(dict(trained.weights), beside, {METADATA: json.dumps(about)})
+        readable_as_folder(beside)
     return target

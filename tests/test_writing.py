@@ -1,0 +1,201 @@
+"""What a command was asked to write: whole or not there, one message where it cannot be, and no result is lost.
+
+A disk that is full is played by the system itself: a process that may write no file longer than some bytes gets an
+error from the same calls at the same places, and needs no rights for it.
+"""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bsi.cli import main
+from bsi.denoiser import Denoiser
+from bsi.errors import BsiError, UsageError
+from bsi.writing import check_writable, make_folder, system_error, whole
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RuntimeError(), KeyboardInterrupt()])
+def test_a_file_is_the_new_one_whole_or_the_old_one(elsewhere: Path, error: BaseException) -> None:
+    file = elsewhere / "x.txt"
+    with whole(file) as beside:
+        beside.write_text("old")
+    with pytest.raises((BsiError, RuntimeError, KeyboardInterrupt)), whole(file) as beside:  # noqa: PT012
+        beside.write_text("ne")
+        raise error
+    assert file.read_text() == "old"
+    with whole(file) as beside:
+        beside.write_text("new")
+    assert file.read_text() == "new"
+    assert os.listdir(elsewhere) == ["x.txt"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EFBIG, 1), (errno.EROFS, 2), (errno.EACCES, 2), (errno.EISDIR, 2)],
+)
+@pytest.mark.parametrize("kind", ["OSError", "SafetensorError"])
+def test_a_full_disk_is_exit_code_1_and_another_place_exit_code_2(number: int, code: int, kind: str) -> None:
+    from safetensors import SafetensorError
+
+    told = os.strerror(number)
+    error = OSError(number, told) if kind == "OSError" else SafetensorError(f"I/O error: {told} (os error {number})")
+    with pytest.raises(BsiError) as caught, whole(Path("x.npz"), "--npz"):
+        raise error
+    assert caught.value.code == code
+    again = "Make room and run the same command again, or give" if code == 1 else "Give"
+    assert str(caught.value) == f"cannot write x.npz: {told}. {again} another --npz."
+    assert system_error(ValueError("something else")) is None
+
+
+def test_a_place_is_tried_and_nothing_is_left_there(elsewhere: Path) -> None:
+    (elsewhere / "file").touch()
+    check_writable(elsewhere / "new.png", "--out")
+    make_folder(elsewhere / "a" / "b", "--out")
+    assert sorted(os.listdir(elsewhere)) == ["a", "file"]
+    with pytest.raises(UsageError, match=r"Not a directory\. Give another --out"):
+        make_folder(elsewhere / "file", "--out")
+    with pytest.raises(UsageError, match=r"there is no folder .*file\. Make it, or give another --out"):
+        check_writable(elsewhere / "file" / "x.png", "--out")
+    with pytest.raises(UsageError, match="Is a directory"):
+        check_writable(elsewhere / "a", "--out")
+    if os.path.isdir("/proc/self"):  # a folder that not even root can write into
+        with pytest.raises(UsageError, match=r"cannot write /proc/self/x\.png: "):
+            check_writable(Path("/proc/self/x.png"), "--out")
+
+
+PLACES = [
+    ("sample digits --out taken.png", "cannot write taken.png: Is a directory. Give another --out."),
+    ("sample digits --npz taken.npz", "cannot write taken.npz: Is a directory. Give another --npz."),
+    ("sample digits --animate taken.gif", "cannot write taken.gif: Is a directory. Give another --animate."),
+    ("sample digits --npz file/x.npz", "cannot write file/x.npz: there is no folder file."),
+    ("eval digits --bpd --per-sample taken.npz", "cannot write taken.npz: Is a directory. Give another --per-sample."),
+    ("export digits --out taken.png", "cannot write taken.png: Is a directory. Give another --out."),
+    ("export digits --hub-folder file", "cannot write file: Not a directory. Give another --hub-folder."),
+    ("study finite-k --out file", "cannot write file: Not a directory. Give another --out."),
+    ("study finite-k --publish file/docs", "cannot write file/docs: Not a directory. Give another --publish."),
+    ("data digits --to file/digits", "file: Not a directory. Give another --to."),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), PLACES, ids=[words for words, _ in PLACES])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    words: str, told: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("evaluated")
+
+    monkeypatch.setattr(Denoiser, "forward", never)
+    for name in ("taken.png", "taken.npz", "taken.gif"):
+        (elsewhere / name).mkdir()
+    (elsewhere / "file").touch()
+    before = sorted(os.listdir(elsewhere))
+    assert main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert len(err.splitlines()) == 1
+    assert sorted(set(os.listdir(elsewhere)) - {"runs"}) == before
+
+
+def test_a_bundled_network_is_exported_into_the_current_folder(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "digits"]) == 0
+    (file,) = os.listdir(elsewhere)
+    assert capsys.readouterr().out.strip() == file
+    assert file.endswith(".safetensors")
+
+
+# ---- A disk that is full, in a process of its own ------------------------------------------------------------------
+
+FULL = """
+import contextlib, io, json, os, resource, sys
+from dataclasses import replace
+from pathlib import Path
+import bsi
+from bsi.backbones.config import MLPConfig
+from bsi.cli import main
+recipe = replace(bsi.recipes.digits(), backbone=MLPConfig(width=16, depth=1), steps=1, batch=32)
+bsi.train(recipe, out="run", device="cpu")
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+there = lambda: sorted(str(path) for path in Path().rglob("*"))
+found = {}
+for words in sys.argv[1:]:
+    before = there()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(words.split())
+    left = [path for path in there() if path not in before]
+    found[words] = {"code": code, "out": out.getvalue(), "err": err.getvalue(), "left": left}
+print(json.dumps(found))
+"""
+
+FEW = "--num 2 --steps 2 --device cpu"
+WRITING = {
+    f"sample run --out a.png {FEW}": ["a.png", "another --out"],
+    f"sample run --npz a.npz {FEW}": ["a.npz", "another --npz"],
+    f"sample run --animate a.gif {FEW}": ["a.gif", "another --animate"],
+    "eval run --bpd --limit 8 --device cpu --per-sample a.npz": ["a.npz", "another --per-sample"],
+    "report run --device cpu --no-model": ["report.html", "another --out"],
+    "export run": ["run/digits-1.safetensors", "another --out"],
+    "data digits --to a": ["a", "another --to"],
+    "train digits --out other --steps 1": ["the output", "another place"],
+}
+# What is left is what the same command goes on with, or a folder.
+GOES_ON = ("a.npz.parts", ".a.partial", ".a.lock", "run/evaluations", "other")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, *WRITING],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path_factory.mktemp("full"),
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("words", WRITING)
+def test_a_full_disk_is_one_message_and_leaves_nothing(full: dict[str, dict], words: str) -> None:
+    """Row 32."""
+    found = full[words]
+    assert found["code"] == 1
+    (told,) = [line for line in found["err"].splitlines() if "cannot write" in line and "caution" not in line]
+    for part in (*WRITING[words], "File too large", "Make room and run the same command again"):
+        assert part in told
+    assert not [path for path in found["left"] if not path.startswith(GOES_ON)]
+
+
+def test_the_result_is_printed_though_it_cannot_be_stored_nor_its_samples(full: dict[str, dict]) -> None:
+    """Row 33."""
+    found = next(found for words, found in full.items() if words.startswith("eval"))
+    assert "bits/dim ±" in found["out"]
+    (caution,) = [line for line in found["err"].splitlines() if "caution" in line]
+    assert "printed and not stored: cannot write run/evaluations/" in caution
+    assert found["left"] == ["run/evaluations"]
+
+
+def test_output_that_cannot_be_written_is_said_and_not_taken_for_done() -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full here")
+    with open("/dev/full", "w") as nowhere:
+        done = subprocess.run([sys.executable, "-m", "bsi", "--version"], stdout=nowhere, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr.decode() == (
+        "bsi --version: cannot write the output: No space left on device. "
+        "Make room and run the same command again, or give another place.\n"
+    )

@@ -57,6 +57,7 @@ def test_the_paper_s_protocol_is_the_default_and_the_record_says_all(runs, capsy
     assert record["bits_per_dim"] == pytest.approx(
         record["measurement"] + record["reconstruction"] + record["prior"], abs=1e-12
     )
+    assert record["change_of_units"] == 0.0, "of data in bins"
     digits = bsi.load(runs[0])
     assert record["weights_sha256"] == weights_hash(digits)
     assert (record["dataset"], record["split"], record["step"], record["seed"]) == ("digits", "test", 2, 0)

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import bsi
-from bsi.backbones.config import DiTConfig
+from bsi.backbones.config import DiTConfig, MLPConfig
 from bsi.cli import main
 from bsi.errors import UsageError
 from bsi.report import write_report
@@ -223,6 +223,43 @@ def test_an_old_bound_gives_way_to_the_models_own_and_a_limit_is_told_as_one(run
     told = write_report(copy, ask_model=False).read_text("utf-8")  # nothing newer is known
     assert "<b>9.8765</b>" in told
     assert "at most 0.2500" in told
+
+
+@pytest.fixture(scope="module")
+def continuous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on vectors of floats, whose units are not those that the network sees; the trainer looked at it."""
+    recipe = replace(
+        bsi.recipes.arrays(),
+        backbone=MLPConfig(width=8, depth=1),
+        steps=2,
+        batch=64,
+        every=Every(journal=1, evaluate=2, sample=0, checkpoint=2),
+        evaluation=Evaluation(images=8, measure=2, recon=2),
+    )
+    data = 5 + 20 * torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    return bsi.train(recipe, data=data, test=data[:8], out=tmp_path_factory.mktemp("runs") / "vectors", device="cpu")
+
+
+@pytest.mark.parametrize("written", ["journal", "by bsi eval", "by bsi eval, before units were stored"])
+def test_the_terms_of_continuous_data_add_up_with_the_change_of_units(
+    continuous: Path, tmp_path: Path, written: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(continuous, copy)
+    look = next(json.loads(s) for s in (copy / "journal.jsonl").read_text().splitlines() if '"evaluate"' in s)
+    assert look["change_of_units"] == pytest.approx(math.log2(20), abs=0.3)
+    names = ("reconstruction", "measurement", "prior", "change_of_units")
+    assert look["bits_per_dim"] == pytest.approx(sum(look[name] for name in names))
+    if written != "journal":
+        record = {name: look[name] for name in (*names, "bits_per_dim", "step")} | {"split": "test", "images": 8}
+        if "before" in written:
+            del record["change_of_units"]
+        (copy / "evaluations").mkdir()
+        (copy / "evaluations" / "1-bpd-test.json").write_text(json.dumps(record))
+    told = write_report(copy, ask_model=False).read_text("utf-8")
+    rows = dict(re.findall(r"<tr><th>(?:<b>)?([^<]+)(?:</b>)?</th><td>(?:<b>)?([-\d.]+)(?:</b>)?</td></tr>", told))
+    terms = [float(rows[name]) for name in ("reconstruction", "measurement", "prior", "change of units")]
+    assert float(rows["bits per dimension"]) == pytest.approx(sum(terms), abs=3e-4)
 
 
 def test_training_and_test_are_compared_by_the_same_term(run: Path, tmp_path: Path) -> None:

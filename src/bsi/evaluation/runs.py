@@ -179,6 +179,7 @@ def bound_record(run: Run, split: Split, found: Evaluation) -> dict[str, Any]:
         "measurement": float(elbo.measurement.mean()) / unit,
         "reconstruction": float(elbo.reconstruction.mean()) / unit,
         "prior": float(elbo.prior.mean()) / unit,
+        "change_of_units": elbo.log_determinant / math.log(2),  # of continuous data, which was standardised
         **_effort(found),
         **split.record(),
         **run.record(),

@@ -21,6 +21,7 @@ from bsi.training.plain import flat
 __all__ = ["Terms", "animation", "curves", "environment", "likelihood", "pictures", "quality", "recipe"]
 
 MOST_PICTURES = 6
+TERMS = ("reconstruction", "measurement", "prior")
 EVALUATED = ("bits_per_dim", "monte_carlo_error", "data_error", "split", "images", "finite_k", "proposal", "step")
 COMPARED = ("metric", "value", "n", "reference", "reference_split", "reference_n", "step")
 
@@ -72,11 +73,17 @@ class Terms:
 
     @classmethod
     def _of(cls, record: Mapping[str, Any], errors: tuple[str, str], about: str) -> Terms:
-        known = {name: record.get(name) for name in ("reconstruction", "measurement", "prior")}
+        known = {name: record.get(name) for name in TERMS}
         parts = {name: value for name, value in known.items() if isinstance(value, float)}
+        total = float(record["bits_per_dim"])
+        units = record.get("change_of_units")
+        if not isinstance(units, float):  # a record from before it was stored: what the terms lack, if all are there
+            units = total - sum(parts.values()) if len(parts) == len(TERMS) else 0.0
+        if abs(units) > 1e-6:
+            parts["change of units"] = units
         found = [value if isinstance(value, float) else None for value in (record.get(name) for name in errors)]
         resolved = record.get("data_resolved") is not False
-        return cls(parts, float(record["bits_per_dim"]), found[0], found[1], resolved, about)
+        return cls(parts, total, found[0], found[1], resolved, about)
 
     @classmethod
     def _measured(cls, bound: Elbo) -> Terms:

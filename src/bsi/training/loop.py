@@ -140,7 +140,8 @@ def _observe(job: Job) -> float:
             "event": "evaluate", "step": step, "bits_per_dim": found.bits_per_dim, "error": found.monte_carlo_error,
             "data_error": found.data_error, "data_resolved": found.data_resolved,
             "reconstruction": float(found.reconstruction.mean()) / unit,
-            "measurement": float(found.measurement.mean()) / unit, "time": time.time(),
+            "measurement": float(found.measurement.mean()) / unit, "prior": float(found.prior.mean()) / unit,
+            "change_of_units": found.log_determinant / math.log(2), "time": time.time(),
         })  # fmt: skip
     if due.sample and job.world.first:
         path = draw_samples(job.engine.ema.model, recipe, job.folder.path / "samples" / f"step-{step:08d}")

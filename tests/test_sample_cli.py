@@ -1,5 +1,6 @@
 """`bsi sample`: what it writes, what a sample depends on, how it goes on, what it refuses."""
 
+import errno
 import inspect
 import json
 import re
@@ -19,7 +20,7 @@ from bsi.cli import sample as command
 from bsi.cli.eval import Eval
 from bsi.cli.sample import Sample, write_samples
 from bsi.conditioning import denoise, measuring_solvers
-from bsi.errors import DataError, NonFinite, UsageError
+from bsi.errors import BsiError, DataError, NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.parts import PART, Parts
 from bsi.grids import GRIDS
@@ -288,6 +289,16 @@ def test_samples_of_a_run_that_is_not_finished_are_told_from_those_of_one_that_i
     assert command.run(Sample(Path("digits"), num=1, steps=1, device="cpu", out=tmp_path / "one.png")) == 0
     (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("bsi sample: ")]
     assert told == "bsi sample: digits is not trained to its end: step 500 of 8000"
+
+
+def test_parts_that_cannot_be_begun_leave_no_folder(tmp_path, monkeypatch):
+    def full(self: Path, *arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(BsiError, match=r"about\.json: No space left"):
+        write_samples(model(), arguments(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_command_says_what_is_kept_and_that_it_goes_on(tmp_path, capsys, monkeypatch):

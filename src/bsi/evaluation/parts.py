@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from bsi.errors import DataError, UsageError
+from bsi.errors import BsiError, DataError, UsageError
 from bsi.writing import make_folder, whole
 
 __all__ = ["PART", "Parts"]
@@ -47,8 +47,12 @@ class Parts:
             self._check(json.loads(about.read_text(encoding="utf-8")), str(self.folder))
         else:
             make_folder(self.folder, "--npz")
-            with whole(about, "--npz") as beside:
-                beside.write_text(json.dumps(self.about, indent=2), "utf-8")
+            try:
+                with whole(about, "--npz") as beside:
+                    beside.write_text(json.dumps(self.about, indent=2), "utf-8")
+            except BsiError:
+                self.folder.rmdir()  # nothing is in it yet
+                raise
         return [ids for ids in self._ranges() if not self._is_there(ids)]
 
     def write(self, ids: range, rows: Shaped[np.ndarray, "rows ..."]) -> None:

@@ -6,6 +6,7 @@ The checks of shapes that pytest switches on are switched off here: what is test
 import math
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 
@@ -283,6 +284,45 @@ def test_decoders_refuse_impossible_precisions_and_shapes(decoder):
         refused(lambda p=precision: normal(zeros(2, 3), zeros(2, 3), p), "precision", str(precision))
     refused(lambda: decoder(bins, index, zeros(2, 1), 1.0), "(2, 3)", "(2, 1)")
     refused(lambda: normal(zeros(2, 3), zeros(2, 1), 1.0), "(2, 3)", "(2, 1)")
+
+
+# What a newcomer passes
+
+
+def test_data_that_is_no_tensor_is_told_how_to_become_one():
+    model = bsi.Model(Identity(), bsi.BSI(), (2,))
+    for given in (np.zeros((3, 2), np.float32), [[0.0, 1.0]]):
+        for call in (model, model.elbo, model.values, model.check, model.bits_per_dim):
+            refused(lambda call=call, given=given: call(given), type(given).__name__, "torch.as_tensor(data)")
+
+
+def test_a_class_in_place_of_an_object_is_told_to_be_called():
+    refused(lambda: bsi.Model(Identity(), bsi.BFN, (2,)), "got BFN. Pass BFN().")
+    refused(lambda: bsi.Model(Identity(), "bsi", (2,)), "'bsi'", "bsi.BSI()")
+    refused(lambda: bsi.Model(Identity, bsi.BSI(), (2,)), "got Identity. Pass Identity(...).")
+    refused(lambda: bsi.Model("dit-s/2", bsi.BSI(), (2,)), "'dit-s/2'", "bsi.backbones.build")
+
+
+def test_a_network_that_takes_no_t_is_told_what_it_will_be_given():
+    class Timeless(torch.nn.Module):
+        def forward(self, mu):
+            return mu
+
+    class Conditioned(torch.nn.Module):
+        def forward(self, mu, t, cond):
+            return mu
+
+    message = ("network(input, t)", "got Timeless, whose forward is (mu)", "forward(self, input, t)")
+    refused(lambda: bsi.Model(Timeless(), bsi.BSI(), (2,)), *message)
+    refused(lambda: bsi.Model(torch.nn.Sequential(Timeless()), bsi.BSI(), (2,)), "got Sequential")
+    for network in (Identity(), Conditioned(), torch.nn.DataParallel(Identity()), torch.compile(Identity())):
+        bsi.Model(network, bsi.BSI(), (2,))
+
+
+def test_a_recipe_by_name_is_told_as_a_call():
+    refused(lambda: bsi.train("cifar10-dit-s"), "got 'cifar10-dit-s'", "bsi.recipes.cifar10_dit_s()")
+    refused(lambda: bsi.train(bsi.recipes.digits), "bsi.recipes.digits()")
+    refused(lambda: bsi.train(None), "got None", "bsi.recipes.digits()")
 
 
 # Bounds and samples

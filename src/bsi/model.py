@@ -11,6 +11,7 @@ Integer tensors are bin indices, floats are values. Float32 or wider outside the
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -55,6 +56,8 @@ class Model(nn.Module):
         class_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
+        _check_method(method)
+        _check_backbone(backbone)
         if bins is not None and standardise is not None:
             raise UsageError("data is either binned or standardised, not both: drop bins or standardise")
         self.method, self.shape, self.bins, self.standardise = method, tuple(shape), bins, standardise
@@ -75,6 +78,7 @@ class Model(nn.Module):
 
     def values(self, data: Tensor) -> Float[Tensor, "batch *data"]:
         """Data as the method sees it: bin centres for integers, standardised for continuous data."""
+        _check_tensor(data)
         if data.shape[1:] != self.shape:
             raise UsageError(
                 f"data of shape (batch, {', '.join(map(str, self.shape))}) expected: got {tuple(data.shape)}"
@@ -91,6 +95,7 @@ class Model(nn.Module):
 
     def check(self, data: Tensor) -> None:
         """Raise if data is not finite or lies outside its bins. Reads the data: `forward` does so on the CPU only."""
+        _check_tensor(data)
         if len(data) < 1:
             raise UsageError("there is no loss and no bound of no data at all: pass at least one sample")
         if not data.is_floating_point():
@@ -109,6 +114,7 @@ class Model(nn.Module):
         self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None
     ) -> Float[Tensor, " batch"]:
         """The training loss 2 L_M / n of each sample, at levels stratified over the global batch."""
+        _check_tensor(data)
         if data.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check(data)
         _check_condition(cond, len(data))
@@ -192,6 +198,46 @@ class Model(nn.Module):
     def bits_per_dim(self, data: Tensor, cond: Condition | None = None, measure: int = 5, recon: int = 2) -> Elbo:
         """`elbo`, under the name people look for; prints as bound ± Monte Carlo error ± data-set error."""
         return self.elbo(data, cond, measure, recon)
+
+
+def _check_method(method: object) -> None:
+    if isinstance(method, type):
+        raise UsageError(f"a method is an object, not its class: got {method.__name__}. Pass {method.__name__}().")
+    if not isinstance(method, Method):
+        raise UsageError(f"a method is bsi.BSI(), bsi.BFN() or bsi.VDM(): got {method!r}")
+
+
+def _check_backbone(backbone: object) -> None:
+    """What can be told of a network before it is called: that it is one, and takes what it will be given."""
+    if isinstance(backbone, type):
+        name = backbone.__name__
+        raise UsageError(f"a network is an object, not its class: got {name}. Pass {name}(...).")
+    if not callable(backbone):
+        raise UsageError(f"a network is a torch module: got {backbone!r}. bsi.backbones.build(name, shape) makes ours.")
+    call = backbone.forward if isinstance(backbone, nn.Module) else backbone
+    try:
+        takes = inspect.signature(call)
+    except (TypeError, ValueError):  # not written in Python
+        return
+    if not (_binds(takes, "input", "t") or _binds(takes, "input", "t", "cond")):
+        raise UsageError(
+            f"a network is called as network(input, t), or network(input, t, cond) with a condition: got "
+            f"{type(backbone).__name__}, whose forward is {takes}. Give it a forward(self, input, t), t the time in "
+            f"[0, 1] of each sample; one that needs no t may ignore it."
+        )
+
+
+def _binds(signature: inspect.Signature, *arguments: str) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _check_tensor(data: object) -> None:
+    if not isinstance(data, Tensor):
+        raise UsageError(f"data is a torch.Tensor: got a {type(data).__name__}. Pass torch.as_tensor(data).")
 
 
 def _check_condition(cond: Condition | None, num: int) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.base import Backbone
 from bsi.backbones.precision import compute_dtype
-from bsi.errors import BsiError, Preempted
+from bsi.errors import BsiError, Preempted, UsageError
 from bsi.likelihood import Bins
 from bsi.model import Model
 from bsi.progress import Progress
@@ -73,6 +73,7 @@ def train(
     from the interrupted run's; `sinks` get every journal record. `named` is the recipe that this one was edited from,
     for the record.
     """
+    _check_recipe(recipe)
     recipe.check(find_place(os.environ).size)
     if backbone is not None:
         recipe = replace(recipe, backbone=None)
@@ -137,6 +138,15 @@ def train(
             )
         saver.close()
     return folder.path
+
+
+def _check_recipe(recipe: object) -> None:
+    """What a newcomer passes instead: a recipe's name, or its function."""
+    if isinstance(recipe, Recipe):
+        return
+    name = recipe if isinstance(recipe, str) else getattr(recipe, "__name__", "")
+    call = name.replace("-", "_") if name.replace("-", "_").isidentifier() else "digits"
+    raise UsageError(f"bsi.train takes a bsi.Recipe: got {recipe!r}. Pass one, as bsi.recipes.{call}() returns it.")
 
 
 def _say(world: World, line: str) -> None:

@@ -240,7 +240,7 @@ def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, mo
     def never(*arguments: object) -> None:
         raise AssertionError("evaluated")
 
-    images, vectors = model(num_classes=3), bsi.Model(torch.nn.Identity(), bsi.BSI(), (5,))
+    images, vectors = model(num_classes=3), bsi.Model(build(MLPConfig(16, 1), (5,)), bsi.BSI(), (5,))
     plain, named = model(), model(num_classes=3, class_names=("cat", "dog", "0"))
     for each in (images, vectors, plain, named):
         monkeypatch.setattr(each.denoiser, "forward", never)

@@ -197,7 +197,7 @@ def test_fp8_never_becomes_something_else_silently(monkeypatch: pytest.MonkeyPat
     network = build(DiTConfig(width=64, depth=1, heads=4, patch=2), (3, 8, 8), 256)
     with pytest.raises(UsageError, match="fp8 needs Triton"):
         accelerate(network, torch.device("cuda"), fp8=True)
-    own, recipe = torch.nn.Linear(3, 3), replace(digits(), precision="fp8", compile=True)
+    own, recipe = torch.nn.Bilinear(3, 1, 3), replace(digits(), precision="fp8", compile=True)
     with pytest.raises(UsageError, match="fp8 exists for the DiT alone"):
         bsi.train(recipe, data=torch.randn(8, 3), backbone=own, out=tmp_path / "run", device="cpu")
 

@@ -164,7 +164,7 @@ def test_a_run_of_ones_own_network_is_asked_when_it_is_passed(tmp_path: Path) ->
     recipe = replace(bsi.recipes.digits(), steps=2, every=Every(journal=1, checkpoint=2))
     images = torch.randint(0, 256, (128, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     folder = bsi.train(recipe, images, Net(), tmp_path / "own", device="cpu")
-    assert "which is not one of bsi" in write_report(folder, device="cpu").read_text()
+    assert "and holds its weights alone" in write_report(folder, device="cpu").read_text()
     text = write_report(folder, backbone=Net(), device="cpu").read_text()
     read(text)
     assert "image/webp" in text

@@ -18,8 +18,10 @@ from torch import nn
 
 import bsi
 from bsi import recipes
+from bsi.backbones import DiTConfig, MLPConfig, build, resolve
+from bsi.backbones.mlp import MLP
 from bsi.errors import DataError, NonFinite, Preempted, UsageError
-from bsi.training.dataset import build_method
+from bsi.training.dataset import build_method, config_of, open_training_data
 from bsi.training.export import export, read_trained
 from bsi.training.journal import Value, read_journal, tensorboard
 from bsi.training.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe
@@ -128,13 +130,58 @@ def test_the_callers_random_numbers_go_on_as_if_nothing_had_been(whole: Path, tm
 
 
 def test_a_network_that_is_not_ours_is_asked_for_by_its_class(whole: Path) -> None:
-    with pytest.raises(UsageError, match=r"MyNet, which is not one of bsi's: pass backbone=MyNet\(\.\.\.\)"):
+    with pytest.raises(UsageError, match=r"MyNet, .*: pass one like it again, backbone=MyNet\(\.\.\.\)"):
         bsi.load(whole)
     with pytest.raises(UsageError, match=r"inner.weight: \(8, 17\) there, \(9, 17\) here"):
         bsi.load(whole, backbone=MyNet(9))
     model = bsi.load(whole, backbone=MyNet())
     assert not model.training
     assert model.sample(2, steps=2).shape == (2, 1, 4, 4)
+
+
+@pytest.mark.parametrize("name", ["dit-mini/4", "unet-4x1", "mlp-16x1"])
+def test_a_network_of_ours_that_was_passed_is_built_again_by_load(name: str, tmp_path: Path) -> None:
+    config = replace(resolve(name), dropout=0.25)
+    if isinstance(config, DiTConfig):
+        config = replace(config, width=8, depth=1, heads=2)
+    passed = build(config, (1, 4, 4), 256)
+    run = bsi.train(recipe(steps=1), data=IMAGES, backbone=passed, out=tmp_path / "run")
+    model = bsi.load(run, ema=False)
+    assert model.denoiser.backbone.config == config
+    theirs = passed.state_dict()
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in model.denoiser.backbone.state_dict().items())
+    exported = bsi.load(export(run, ema=False))
+    assert torch.equal(model.sample(2, steps=2), exported.sample(2, steps=2))
+
+
+def test_a_network_that_a_config_would_not_make_again_is_asked_for(tmp_path: Path) -> None:
+    """A subclass; other Fourier features than the data's; labels that the data has not; a part replaced."""
+
+    class Changed(MLP):
+        pass
+
+    config, shape = MLPConfig(width=16, depth=1), (1, 4, 4)
+    replaced = build(config, shape, 256)
+    replaced.head = nn.Sequential(replaced.head)
+    other = [Changed(config, shape, 256), build(config, shape), build(config, shape, 256, num_classes=3), replaced]
+    data = open_training_data(recipe(), torch.device("cpu"), IMAGES)
+    assert [config_of(network, data.spec) for network in other] == [None] * 4
+    assert config_of(build(config, shape, 256), data.spec) == config
+    bsi.train(recipe(steps=1), data=IMAGES, backbone=other[1], out=tmp_path / "run")
+    with pytest.raises(UsageError, match=r"bsi.backbones.mlp.MLP, and holds its weights alone: pass one like it again"):
+        bsi.load(tmp_path / "run")
+    bsi.load(tmp_path / "run", backbone=other[1])
+
+
+def test_a_run_from_before_its_network_was_described_goes_on(tmp_path: Path) -> None:
+    config, out = MLPConfig(width=16, depth=1), tmp_path / "run"
+    with pytest.raises(Preempted):
+        bsi.train(recipe(), data=IMAGES, backbone=build(config, (1, 4, 4), 256), out=out, sinks=[stop_at(3)])
+    record = json.loads((out / "run.json").read_text())
+    record["recipe"]["backbone"] = None
+    (out / "run.json").write_text(json.dumps(record))
+    bsi.train(recipe(), data=IMAGES, backbone=build(config, (1, 4, 4), 256), out=out)
+    assert bsi.load(out).sample(1, steps=2).shape == (1, 1, 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,18 @@ and of 64 samples: a spot check.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from bsi.backbones.config import BackboneConfig
+from bsi.backbones.dit import DiT
+from bsi.backbones.mlp import MLP
 from bsi.backbones.registry import build
+from bsi.backbones.unet import UNet
 from bsi.data.batches import BatchSource, as_source
 from bsi.data.manifest import check_classes, digest, fingerprint
 from bsi.data.order import sample_ids
@@ -28,7 +33,9 @@ from bsi.training.recipe import Recipe
 
 Labels = Int64[np.ndarray, " count"]
 
-__all__ = ["BinSpec", "DataSpec", "Standard", "TrainingData", "build_method", "build_model", "open_training_data"]
+__all__ = [
+    "BinSpec", "DataSpec", "Standard", "TrainingData", "build_method", "build_model", "config_of", "open_training_data",
+]  # fmt: skip
 
 SPOT_CHECK = 64  # samples of a Dataset whose content is hashed
 FIT_SAMPLES = 4096  # samples of a Dataset that its mean and standard deviation, or its largest value, are taken from
@@ -216,6 +223,22 @@ def build_method(spec: MethodSpec) -> Method:
             return BFN(spec.sigma_1, spec.clips)
         case _:
             return VDM(spec.nu_min, spec.nu_max, spec.decoder)
+
+
+def config_of(backbone: torch.nn.Module, data: DataSpec) -> BackboneConfig | None:
+    """The config that `build_model` would make this network of for this data; None for any other network."""
+    if type(backbone) not in (DiT, UNet, MLP):  # a subclass may compute anything
+        return None
+    ours = cast(DiT | UNet | MLP, backbone)
+    with torch.device("meta"):
+        again = build(ours.config, ours.shape, None if data.bins is None else data.bins.count, data.classes)
+    alike = ours.shape == data.shape and again.fourier.exponents == ours.fourier.exponents
+    return ours.config if alike and _described(again) == _described(ours) else None
+
+
+def _described(network: torch.nn.Module) -> tuple[str, dict[str, torch.Size]]:
+    """Its parts, and the shapes of its weights."""
+    return repr(network), {name: tensor.shape for name, tensor in network.state_dict().items()}
 
 
 def build_model(recipe: Recipe, data: DataSpec, backbone: torch.nn.Module | None = None) -> Model:

@@ -69,8 +69,8 @@ def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) ->
     """The model that weights belong to, as `load` returns it; `where` they were read from is for its messages."""
     if trained.recipe.backbone is None and backbone is None:
         raise UsageError(
-            f"{where} was trained with a network of yours, {trained.network}, which is not one of bsi's: pass "
-            f"backbone={trained.network.rpartition('.')[2]}(...)"
+            f"{where} was trained with a network that you passed, {trained.network}, and holds its weights alone: pass "
+            f"one like it again, backbone={trained.network.rpartition('.')[2]}(...)"
         )
     if backbone is not None and trained.recipe.backbone is not None:
         raise UsageError(f"{where} has a network of its own ({trained.network}): leave backbone out")

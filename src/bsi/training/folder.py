@@ -41,7 +41,7 @@ VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURM_J
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What run.json says: the recipe, and the class of the network if it is not one of ours."""
+    """What run.json says: the recipe, and the class of the network if the caller brought one."""
 
     recipe: Recipe
     network: str

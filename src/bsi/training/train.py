@@ -29,7 +29,7 @@ from bsi.progress import Progress
 from bsi.training import checkpoint
 from bsi.training.audit import numerics
 from bsi.training.checkpoint import Checkpoint
-from bsi.training.dataset import TrainingData, build_model, open_training_data
+from bsi.training.dataset import TrainingData, build_model, config_of, open_training_data
 from bsi.training.distributed import World, find_place, join
 from bsi.training.export import class_name, read_trained, set_weights
 from bsi.training.folder import RunFolder, RunRecord, State
@@ -75,8 +75,6 @@ def train(
     """
     _check_recipe(recipe)
     recipe.check(find_place(os.environ).size)
-    if backbone is not None:
-        recipe = replace(recipe, backbone=None)
     folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
     with (
         listening() as stop,
@@ -89,6 +87,8 @@ def train(
         training_data = open_training_data(recipe, world.device, data, test, bins, labels)
         if training_data.note:
             _say(world, training_data.note)
+        if backbone is not None:
+            recipe = replace(recipe, backbone=config_of(backbone, training_data.spec))
         record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
         resumed = _find_checkpoint(folder, record, training_data, world, allow)
         if resumed.finished:
@@ -216,6 +216,8 @@ def _compare(
 ) -> None:
     state = found.state
     before = folder.read_record() or RunRecord(from_plain(Recipe, state["recipe"]), str(state["network"]))
+    if before.recipe.backbone is None and before.network == record.network:  # a network of ours, not described then
+        before = replace(before, recipe=replace(before.recipe, backbone=record.recipe.backbone))
     changed = check_changes(
         before.recipe, record.recipe, (before.network, record.network),
         (state["data"]["version"], data.spec.version), found.step, allow,

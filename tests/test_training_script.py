@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import types
@@ -182,6 +183,19 @@ def test_a_run_from_before_its_network_was_described_goes_on(tmp_path: Path) -> 
     (out / "run.json").write_text(json.dumps(record))
     bsi.train(recipe(), data=IMAGES, backbone=build(config, (1, 4, 4), 256), out=out)
     assert bsi.load(out).sample(1, steps=2).shape == (1, 1, 4, 4)
+
+
+def test_progress_names_the_term_that_continuous_data_is_trained_on(tmp_path: Path, capsys) -> None:
+    """It is not to be compared with the bound beside it; and vectors are no images."""
+    vectors = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    small = recipe(steps=1, backbone=MLPConfig(width=16, depth=1))
+    bsi.train(small, data=vectors, out=tmp_path / "vectors")
+    said = capsys.readouterr().err
+    assert re.search(r"measurement term [\d.]+ bits/dim · [\d.e+]+ samples/s", said)
+    assert "loss" not in said
+    assert "images" not in said
+    bsi.train(small, data=IMAGES, out=tmp_path / "images")
+    assert re.search(r"loss [\d.]+ bits/dim · [\d.e+]+ images/s", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,11 @@ def _journal(job: Job, steps: int, seconds: float) -> None:
     })  # fmt: skip
     saved = f"saved {readable_seconds(job.saver.age_s)} ago"
     rounds = "" if k is None else f" in {k} rounds"
-    job.progress.note = f"loss {bits:.3f} bits/dim{rounds} · {rate:.4g} images/s · lr {lr:.1e} · {saved}"
+    spec = job.data.spec
+    # Of binned data the loss is nearly all of the bound; of continuous data the two are not to be compared.
+    what = "loss" if spec.bins is not None else "measurement term"
+    each = "images" if len(spec.shape) == 3 else "samples"
+    job.progress.note = f"{what} {bits:.3f} bits/dim{rounds} · {rate:.4g} {each}/s · lr {lr:.1e} · {saved}"
 
 
 def _tell(job: Job, record: Mapping[str, Value]) -> None:

@@ -280,7 +280,7 @@ def test_all_that_differs_between_two_steps_is_in_the_held_batch_and_the_dials(
 def test_only_a_step_that_never_asks_the_host_is_recorded(recipe: Recipe, expected: bool) -> None:
     engine, _ = parts(RECIPE, "cpu")
     assert replayable(recipe, engine.model, engine.world) is expected
-    foreign = bsi.Model(torch.nn.Linear(8, 8), bsi.BSI(), (1, 8, 8))
+    foreign = bsi.Model(torch.nn.Bilinear(8, 1, 8), bsi.BSI(), (1, 8, 8))
     assert not replayable(recipe, foreign, engine.world)
 
 

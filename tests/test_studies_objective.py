@@ -59,10 +59,9 @@ def test_weights_are_finite_from_the_first_level_to_the_last(method):
 def engine(objective: Objective, spec=None) -> Engine:
     recipe = replace(bsi.recipes.digits(), method=spec or BSISpec(), objective=objective)
     torch.manual_seed(0)
-    model = bsi.Model(
-        torch.nn.Conv2d(1, 1, 3, padding=1), build_method(recipe.method), (1, 8, 8), bsi.Bins(-1.0, 1.0, 17)
-    )
-    model.denoiser.backbone.forward = lambda x, t: torch.tanh(x)
+    network = torch.nn.Conv2d(1, 1, 3, padding=1)
+    network.forward = lambda x, t: torch.tanh(x)
+    model = bsi.Model(network, build_method(recipe.method), (1, 8, 8), bsi.Bins(-1.0, 1.0, 17))
     return Engine(recipe, model, World(Place(), torch.device("cpu")), None)
 
 

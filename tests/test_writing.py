@@ -149,7 +149,7 @@ WRITING = {
     "report run --device cpu --no-model": ["report.html", "another --out"],
     "export run": ["run/digits-1.safetensors", "another --out"],
     "data digits --to a": ["a", "another --to"],
-    "train digits --out other --steps 1": ["the output", "another place"],
+    "train digits --out other --steps 1": ["other/run.json", "another place"],
 }
 # What is left is what the same command goes on with, or a folder.
 GOES_ON = ("a.npz.parts", ".a.partial", ".a.lock", "run/evaluations", "other")

@@ -6,6 +6,7 @@ what a crash leaves behind.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -48,13 +49,20 @@ def readable_as_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by a whole one."""
+    """Replace a file by a whole one; where that fails, nothing is left beside it, and the error names the file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # of a full disk, the system tells the number alone
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -22,6 +22,7 @@ from bsi.backbones.config import DiTConfig, MLPConfig
 from bsi.backbones.memory import CONTEXT, Form, Memory, training_memory
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import UsageError
+from bsi.progress import readable_bytes
 from bsi.training.dataset import DataSpec
 from bsi.training.distributed import World
 from bsi.training.host import host_memory
@@ -47,13 +48,14 @@ def check_host(recipe: Recipe, data: DataSpec, world: World, say: Callable[[str]
         return
     needed = memory.bytes(_at_a_time(recipe, world), world.size) - CONTEXT
     there = room(world.device, world.place.local_size)
+    least, most, has = (readable_bytes(round(count)) for count in (LEAST * needed, MOST * needed, there))
     refused = None
     if LEAST * needed > there:
-        what = f"not enough memory: a step takes at least {LEAST * needed / 2**30:.1f} GiB, and this process can have "
-        refused = UsageError(_training(recipe, data, world, f"{what}{there / 2**30:.1f} GiB"))
+        what = f"not enough memory: a step takes at least {least}, and this process can have {has}"
+        refused = UsageError(_training(recipe, data, world, what))
     elif MOST * needed > there:
-        what = f"this may run out of memory, and be killed: a step can take {MOST * needed / 2**30:.1f} GiB, and this "
-        say(_training(recipe, data, world, f"{what}process can have {there / 2**30:.1f} GiB"))
+        what = f"this may run out of memory, and be killed: a step can take {most}, and this process can have {has}"
+        say(_training(recipe, data, world, what))
     world.agree(refused)
 
 
@@ -96,7 +98,7 @@ def _host_too() -> Iterator[None]:
 
 
 def _full(device: torch.device, sharing: int = 1) -> str:
-    return f"out of memory on {device} ({room(device, sharing) / 2**30:.1f} GiB for this process)"
+    return f"out of memory on {device} ({readable_bytes(room(device, sharing))} for this process)"
 
 
 def _fitting(memory: Memory | None, had: int, there: int, ranks: int = 1) -> int:

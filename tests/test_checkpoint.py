@@ -107,6 +107,36 @@ def test_a_saver_reports_a_failed_save_at_the_next(tmp_path: Path, monkeypatch: 
     saver.close()
 
 
+FULL = """
+import resource, sys
+from pathlib import Path
+import torch
+from bsi.errors import BsiError
+from bsi.training import averages, checkpoint
+from bsi.training.recipe import Keep
+root, weights = Path(sys.argv[1]), {"w": torch.zeros(1000)}
+save = lambda step: checkpoint.save(root / "checkpoints", checkpoint.Snapshot(step, {"model": weights}, {}), Keep())
+save(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+for write in (lambda: save(2), lambda: averages.write_snapshot(root, 2, weights)):
+    try:
+        write()
+    except BsiError as error:
+        print(type(error).__name__, error.code)
+"""
+
+
+def test_a_disk_that_fills_while_tensors_are_written_is_told_as_one(tmp_path: Path) -> None:
+    """By the system itself, through the library that writes them: it has errors of its own."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["DiskFull 1", "BsiError 1"]
+    found = checkpoint.find(tmp_path / "checkpoints", pytest.fail)
+    assert found is not None
+    assert found.step == 1
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-00000001"]
+    assert list((tmp_path / "averages").iterdir()) == []
+
+
 def test_a_save_in_the_background_keeps_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The saver writes while training goes on; until it has moved `latest`, the old checkpoint is the one."""
     checkpoint.save(tmp_path, snapshot(1), Keep())

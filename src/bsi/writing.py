@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bsi.errors import BsiError, UsageError
 
-__all__ = ["cannot_write", "check_writable", "make_folder", "system_error", "whole"]
+__all__ = ["cannot_write", "check_writable", "is_full", "make_folder", "system_error", "whole"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -40,6 +40,12 @@ def system_error(error: Exception) -> OSError | None:
         return error
     number = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
+
+
+def is_full(error: Exception) -> bool:
+    """Whether there was no room left, on the disk or in what we may use of it."""
+    refused = system_error(error)
+    return refused is not None and refused.errno in FULL
 
 
 def check_writable(path: Path, option: str) -> None:

@@ -30,7 +30,8 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor, nn
 
 from bsi.errors import UsageError
-from bsi.training.files import sync_file, sync_folder
+from bsi.training.files import sync_folder
+from bsi.writing import whole
 
 __all__ = ["PowerAverages", "Profile", "coefficients", "exponent", "reconstruct", "write_snapshot"]
 
@@ -97,10 +98,8 @@ def write_snapshot(run: Path, step: int, state: Mapping[str, Tensor]) -> None:
     """Keep the averages of a step for good."""
     folder = run / "averages"
     folder.mkdir(exist_ok=True)
-    beside, final = folder / f".step-{step:08d}", folder / f"step-{step:08d}.safetensors"
-    safetensors.torch.save_file({n: t.detach().to("cpu", copy=True).contiguous() for n, t in state.items()}, beside)
-    sync_file(beside)
-    beside.replace(final)
+    with whole(folder / f"step-{step:08d}.safetensors") as beside:
+        safetensors.torch.save_file({n: t.detach().to("cpu", copy=True).contiguous() for n, t in state.items()}, beside)
     sync_folder(folder)
 
 

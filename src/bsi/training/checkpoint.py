@@ -14,7 +14,6 @@ damage, not tampering: whoever can change a file can change its hash. Nothing is
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -32,6 +31,7 @@ from bsi.data.manifest import digest_file, fingerprint
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
 from bsi.training.files import canonical_json, readable_as_folder, sync_file, sync_folder, write_text
 from bsi.training.recipe import Keep
+from bsi.writing import is_full
 
 __all__ = ["FORMAT", "Checkpoint", "DiskFull", "Snapshot", "find", "read_tensors", "save", "verify"]
 
@@ -78,9 +78,9 @@ def save(root: Path, snapshot: Snapshot, keep: Keep, still_ours: Callable[[], No
         still_ours()
         publish(beside, final)
         move_latest(root, final.name)
-    except OSError as error:
+    except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(beside, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             raise _disk_full(root, snapshot.bytes) from error
         raise
     prune(root, keep, snapshot.step)

@@ -276,9 +276,8 @@ def _paragraph(record: Mapping[str, Any]) -> str:
         )
     bound = "infinitely many" if record["finite_k"] is None else record["finite_k"]
     terms = {name: record[name] for name in ("measurement", "reconstruction", "prior")}
-    units = record["bits_per_dim"] - sum(terms.values())  # of continuous data, which was standardised
-    if abs(units) > 1e-6:
-        terms["change of units"] = units
+    if record["change_of_units"]:
+        terms["change of units"] = record["change_of_units"]
     return (
         f"{bound_line(record)}\n"
         f"  {', '.join(f'{name} {value:.5f}' for name, value in terms.items())}; {bound} rounds of measurement\n"

@@ -59,7 +59,7 @@ def test_the_paper_s_protocol_is_the_default_and_the_record_says_all(runs, capsy
     )
     assert record["change_of_units"] == 0.0, "of data in bins"
     digits = bsi.load(runs[0])
-    assert record["weights_sha256"] == weights_hash(digits)
+    assert record["weights_sha256"] == weights_hash(digits.denoiser.backbone)
     assert (record["dataset"], record["split"], record["step"], record["seed"]) == ("digits", "test", 2, 0)
     assert len(record["dataset_version"]) == 64
     stored = [json.loads(path.read_text()) for path in (runs[0] / "evaluations").glob("*-bpd-test-*.json")]
@@ -171,7 +171,7 @@ def test_an_exported_file_is_evaluated_like_its_run(runs, capsys, tmp_path):
 def test_a_bundled_network_is_evaluated_by_its_name(capsys):
     record = answer(capsys, "digits", "--bpd", "--limit", 16)
     assert (record["run"], record["dataset"], record["recipe"]) == ("digits", "digits", "digits")
-    assert record["weights_sha256"] == weights_hash(bsi.load("digits"))
+    assert record["weights_sha256"] == weights_hash(bsi.load("digits").denoiser.backbone)
     assert not Path("evaluations").exists()  # a file has no folder of its own
     paired = answer(capsys, "digits", "digits", "--paired", "--limit", 16)
     assert paired["difference"] == 0

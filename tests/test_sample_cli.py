@@ -332,11 +332,3 @@ def test_values_that_are_not_finite_are_not_drawn(tmp_path):
         with pytest.raises(NonFinite, match="samples 0 to 9 hold NaN"):
             write_samples(network, arguments(tmp_path, **changed))
     assert not list(tmp_path.glob("*.gif"))
-
-
-def test_memory_that_files_are_cached_in_can_be_had(monkeypatch):
-    told = "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 700 kB\nCached: 690 kB\n"
-    monkeypatch.setattr(command.Path, "read_text", lambda path, encoding: told)
-    assert command.available_memory() == 700 * 1024
-    monkeypatch.setattr(command.Path, "read_text", lambda path, encoding: "")
-    assert command.available_memory() == 2 << 30  # another system

@@ -32,8 +32,8 @@ from torch import Tensor
 import bsi
 from bsi.backbones import Backbone, accelerate, compute_dtype, freeze
 from bsi.brownian import BrownianPath
-from bsi.cli.sample import digest
 from bsi.defaults import GRID
+from bsi.evaluation.runs import weights_hash
 from bsi.metrics import Extractor, Inception, collect
 from bsi.sampling import default_solver, evaluations, sample
 from bsi.studies.frechet_error import Yardstick
@@ -60,7 +60,7 @@ class Network:
         model = bsi.load(run).to(device).eval()
         if model.shape != (3, 32, 32) or model.bins is None:
             raise SystemExit(f"{run} models data of shape {model.shape}: this compares with CIFAR-10's test images")
-        weights, network = digest(model), model.denoiser.backbone
+        weights, network = weights_hash(model.denoiser.backbone), model.denoiser.backbone
         if isinstance(network, Backbone):
             network.compute_dtype = compute_dtype("auto", device)
             accelerate(network, device)

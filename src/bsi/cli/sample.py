@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import sys
@@ -178,14 +177,14 @@ def drawn(model: Model, args: Sample, how: Drawing, label: int | None) -> Drawn:
     import numpy as np
 
     from bsi.evaluation.parts import PART, Parts
-    from bsi.evaluation.runs import inner_precision
+    from bsi.evaluation.runs import inner_precision, weights_hash
 
     each = sum(evaluations_by_step(model, how))
     if args.npz is None:
         with Progress("sample", args.num * each, "evaluation") as progress:
             return Drawn(np.concatenate(list(batches(model, args, how, label, range(args.num), progress))), args.num)
     # The precision that `auto` came to: parts from a GPU and from a CPU are no one set of samples.
-    about = {**asdict(how), "label": label, "precision": inner_precision(model), "weights": digest(model)}
+    about = {**asdict(how), "label": label, "precision": inner_precision(model), "weights": weights_hash(model)}
     parts = Parts(args.npz, args.num, about)
     missing = parts.missing()
     done = args.num - sum(map(len, missing))
@@ -240,6 +239,7 @@ def condition(label: int | None, ids: Tensor) -> Tensor | None:
 
 def check_files(model: Model, args: Sample, picture: Path | None) -> None:
     from bsi.pictures import ANIMATIONS, animation_bytes
+    from bsi.training.host import host_memory
 
     is_image = len(model.shape) == 3 and model.shape[0] in (1, 3)
     if not is_image and (picture or args.animate):
@@ -254,21 +254,12 @@ def check_files(model: Model, args: Sample, picture: Path | None) -> None:
         if path is not None:
             check_writable(path, option)
     if args.animate is not None:
-        needed, there = animation_bytes(model.shape, min(args.num, ANIMATED), args.steps + 1), available_memory()
+        needed, there = animation_bytes(model.shape, min(args.num, ANIMATED), args.steps + 1), host_memory()
         if needed > there:
             raise UsageError(
                 f"an animation of {args.steps} steps needs {readable_bytes(needed)} of memory, and "
                 f"{readable_bytes(there)} are free: take fewer steps"
             )
-
-
-def available_memory() -> int:
-    """Bytes of memory that can be had, what files are cached in included; 2 GiB where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return 2 << 30
 
 
 def picture_range(model: Model, samples: np.ndarray) -> tuple[float, float]:
@@ -303,14 +294,3 @@ def animation(model: Model, how: Drawing, label: int | None, num: int, path: Pat
     low, high = (bins.low, bins.high) if bins is not None else extremes(final)
     with whole(path, "--animate") as beside:
         animate(belief_frames(moments, low, high), beside, lossless=min(model.shape[1:]) < SMALLEST)
-
-
-def digest(model: Model) -> str:
-    """Which weights these are, so that parts of two models are never joined."""
-    import torch
-
-    found = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]

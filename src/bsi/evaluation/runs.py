@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from bsi import __version__
 from bsi.backbones import Backbone, Precision, accelerate, compute_dtype, freeze
@@ -89,7 +90,7 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
     model = build_model(trained.recipe, trained.data)
     set_weights(model, trained, str(path))
     model = model.to(world.device).eval()
-    found = weights_hash(model)
+    found = weights_hash(model.denoiser.backbone)
     network = model.denoiser.backbone
     if isinstance(network, Backbone):
         network.compute_dtype = compute_dtype(precision, world.device)
@@ -121,10 +122,10 @@ def speed_up(run: Run, work: int) -> None:
         freeze(network)
 
 
-def weights_hash(model: Model) -> str:
-    """SHA-256 over the names, types, shapes and bytes of a model's weights: the same wherever they are stored."""
+def weights_hash(module: nn.Module) -> str:
+    """SHA-256 over the names, types, shapes and bytes of a module's weights: the same wherever they are stored."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.denoiser.backbone.state_dict().items()):
+    for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -47,6 +47,22 @@ def answer(capsys, *words: object) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+def test_a_hash_of_weights_tells_names_types_shapes_and_values_apart():
+    def holding(**tensors: torch.Tensor) -> torch.nn.Module:
+        return torch.nn.ParameterDict({n: torch.nn.Parameter(t, requires_grad=False) for n, t in tensors.items()})
+
+    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
+    variants = [
+        holding(a=zeros, b=ones),
+        holding(a=ones, b=zeros),
+        holding(a=zeros, c=ones),
+        holding(a=zeros.view(3, 2), b=ones),
+        holding(a=zeros.view(torch.int32), b=ones),
+    ]
+    assert len({weights_hash(each) for each in variants}) == len(variants)
+    assert weights_hash(holding(b=ones, a=zeros)) == weights_hash(variants[0])
+
+
 def test_the_paper_s_protocol_is_the_default_and_the_record_says_all(runs, capsys, tmp_path):
     record = answer(capsys, runs[0], "--bpd", "--limit", 24, "--per-sample", tmp_path / "each.npz")
     assert (record["measure"], record["recon"], record["proposal"], record["finite_k"]) == (5, 2, "loguniform", None)

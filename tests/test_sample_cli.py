@@ -191,6 +191,14 @@ def test_parts_of_another_precision_are_never_joined(tmp_path, monkeypatch):
     write_samples(model(), replace(args, precision="float32"))
 
 
+def test_samples_of_other_weights_are_never_taken_for_these(tmp_path):
+    write_samples(model(), arguments(tmp_path))
+    other = model()
+    torch.nn.init.constant_(next(other.denoiser.backbone.parameters()), 0.5)
+    with pytest.raises(UsageError, match=r"weights '[0-9a-f]{64}' there, '[0-9a-f]{64}' here"):
+        write_samples(other, arguments(tmp_path))
+
+
 def test_parts_of_other_samples_are_never_joined(tmp_path):
     about = {"seed": 0}
     parts = Parts(tmp_path / "a.npz", 3, about)

@@ -11,6 +11,8 @@ from bsi.backbones.config import MLPConfig
 from bsi.errors import UsageError
 from bsi.grids import paper_grid
 from bsi.objective import edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
+from bsi.studies import weighting
+from bsi.studies.scales import SMOKE
 from bsi.training.dataset import build_method
 from bsi.training.distributed import Place, World
 from bsi.training.journal import read_journal
@@ -179,6 +181,13 @@ def test_levels_are_the_papers_for_the_elbo_and_expected_for_other_weights_unles
     asked = engine(Objective(weight="edm", levels="paper"))
     assert asked._levels == asked.model.method.levels
     assert engine(Objective(levels="expected"))._levels != asked._levels
+
+
+def test_weights_are_compared_between_networks_trained_at_the_same_kind_of_levels():
+    *weighed, papers = weighting.objectives(SMOKE).values()
+    assert {objective.weight for objective in weighed} == {"elbo", "sigmoid", "edm"}
+    assert all(objective.levels == "expected" for objective in weighed)
+    assert papers == Objective(), "the network of the other studies"
 
 
 def test_a_weighted_finite_bound_is_refused():

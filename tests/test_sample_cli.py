@@ -3,6 +3,7 @@
 import errno
 import inspect
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -71,9 +72,9 @@ def test_everything_that_was_asked_for_is_written(tmp_path, method):
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_a_prior_that_is_not_the_latents_law_gets_a_solver_with_noise(tmp_path):
-    assert [default_solver(method) for method in (bsi.BSI(), bsi.BFN(), bsi.VDM())] == ["ode2", "ode2", "sde2"]
-    assert default_solver(bsi.BSI(gamma_0=1.0)) == "ode2"
+def test_a_start_that_is_not_quite_right_gets_a_solver_with_noise(tmp_path):
+    assert [default_solver(method) for method in (bsi.BSI(), bsi.BFN(), bsi.VDM())] == ["ode2", "sde2", "sde2"]
+    assert [default_solver(bsi.BSI(gamma_0=gamma_0)) for gamma_0 in (1.0, math.inf)] == ["ode2", "sde2"]
     here = model(bsi.VDM())
     args = Sample(tmp_path, num=3, npz=tmp_path / "samples.npz")
     assert write_samples(here, args)["solver"] == "sde2"

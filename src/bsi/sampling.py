@@ -45,12 +45,12 @@ class Step:
 
 
 def default_solver(method: Method) -> str:
-    """A flow carries its start to the end; noise on the way forgets it. So a flow is for priors that are exact.
+    """A flow carries its start to the end; noise on the way forgets it. So a flow is for starts that are right.
 
-    VDM's is not: the latent at its first level keeps 8 % of the signal, and the prior none of it.
+    BSI's is: a random belief whose c > 0 is part of the information. With c = 0 it is not: VDM's first latent keeps 8 %
+    of the signal, and its prior none of it; BFN starts from nothing, where its network knows nothing.
     """
-    first = torch.tensor([method.levels.low], dtype=torch.float64)
-    return SOLVER if float(method.encoder(first).signal) == 0 else NOISY_SOLVER
+    return SOLVER if method.c > 0 else NOISY_SOLVER
 
 
 def advance(

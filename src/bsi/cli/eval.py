@@ -70,7 +70,7 @@ class Eval:
     steps: int = STEPS
     """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
     solver: str | None = None
-    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI and BFN, sde2 with VDM."""
+    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI, sde2 with BFN and VDM."""
     grid: str = GRID
     """Where the steps lie: paper, edm or geometric."""
     labels: bool = False

@@ -193,16 +193,10 @@ def test_fp8_is_refused_with_the_reason_where_it_cannot_be_had() -> None:
 
 
 def test_fp8_never_becomes_something_else_silently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(acceleration, "can_fuse", lambda backbone, device: False)
+    monkeypatch.setattr(acceleration, "form_of", lambda *_: "compiled")
     network = build(DiTConfig(width=64, depth=1, heads=4, patch=2), (3, 8, 8), 256)
     with pytest.raises(UsageError, match="fp8 needs Triton"):
         accelerate(network, torch.device("cuda"), fp8=True)
     own, recipe = torch.nn.Bilinear(3, 1, 3), replace(digits(), precision="fp8", compile=True)
     with pytest.raises(UsageError, match="fp8 exists for the DiT alone"):
         bsi.train(recipe, data=torch.randn(8, 3), backbone=own, out=tmp_path / "run", device="cpu")
-
-
-def test_on_a_cpu_accelerating_changes_nothing() -> None:
-    network = build(DiTConfig(width=48, depth=1, heads=4), (3, 8, 8), 256)
-    accelerate(network, torch.device("cpu"))
-    assert network.trunk == "plain"

@@ -17,9 +17,14 @@ R = TypeVar("R")
 
 @functools.cache
 def _compiled(function: Callable[P, R]) -> Callable[P, R]:
-    return torch.compile(function) if importlib.util.find_spec("triton") else function
+    return torch.compile(function)
 
 
 def fused(function: Callable[P, R], device: torch.device) -> Callable[P, R]:
-    """The function itself on a CPU; on CUDA its compiled form, if Triton is installed. Compiles when first called."""
-    return _compiled(function) if device.type == "cuda" else function
+    """The function's compiled form on CUDA, else the function itself. Compiles when first called.
+
+    The kernels are written by Triton: without it, or on a GPU too old for it, the function is left as it is.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return function
+    return _compiled(function) if torch.cuda.get_device_capability(device) >= (7, 0) else function

@@ -2,14 +2,16 @@
 
 A DiT in bfloat16 on an NVIDIA GPU that has Triton takes the fused trunk (fused.py); everything else is compiled region
 by region (compiled.py), convolutions in channels-last order. Either computes what the plain form computes, dropout
-included, up to rounding. On a CPU nothing changes: there a compiler would cost more than it saves. With 8-bit products
-(fp8.py) the rounding is coarse; a network takes that form only where it is asked for.
+included, up to rounding. Where there is no Triton, or none for a GPU so old, a network runs plainly, and on a CPU too:
+there a compiler would cost more than it saves. With 8-bit products (fp8.py) the rounding is coarse; a network takes
+that form only where it is asked for.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 
 import torch
 
@@ -18,10 +20,11 @@ from bsi.backbones.compiled import compile_regions
 from bsi.backbones.config import BackboneConfig, DiTConfig
 from bsi.backbones.dit import DiT
 from bsi.backbones.embeddings import ConditionEmbedding
+from bsi.backbones.memory import Form
 from bsi.backbones.unet import UNet
 from bsi.errors import UsageError
 
-__all__ = ["accelerate", "check_fp8", "freeze"]
+__all__ = ["accelerate", "check_fp8", "form_of", "freeze"]
 
 
 def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8: bool = False) -> None:
@@ -36,22 +39,30 @@ def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8
     if isinstance(backbone, UNet):
         backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs leave it out
     if fp8:
-        config = backbone.config if isinstance(backbone, DiT) else None
-        check_fp8(config, backbone.shape)
-    if isinstance(backbone, DiT) and can_fuse(backbone, device):
-        backbone.trunk = "fp8" if fp8 else "lean" if lean else "fused"
+        check_fp8(backbone.config, backbone.shape)
+    form = form_of(backbone.config, backbone.compute_dtype, device, lean)
+    if isinstance(backbone, DiT) and form in ("fused", "lean"):
+        backbone.trunk = "fp8" if fp8 else form
     elif fp8:
         raise UsageError("fp8 needs Triton, and a network that computes in bfloat16. Use --precision bf16.")
-    else:
+    elif form == "compiled":
         compile_regions(backbone)
 
 
-def can_fuse(backbone: DiT, device: torch.device) -> bool:
-    """Whether the fused trunk has what it needs: bfloat16 hardware, Triton, and rows of whole 16-byte words."""
-    modern = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    whole = backbone.config.width % 8 == 0
-    plain = not backbone.config.checkpoint and backbone.compute_dtype == torch.bfloat16
-    return modern and whole and plain and importlib.util.find_spec("triton") is not None
+def form_of(
+    config: BackboneConfig, compute_dtype: torch.dtype | None, device: torch.device, lean: bool = False
+) -> Form:
+    """The form that `accelerate` gives such a network on this device, for the account of its memory (memory.py)."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return "plain"
+    generation = torch.cuda.get_device_capability(device)
+    if generation < (7, 0):  # Triton's first, and so that of the compiler's kernels
+        return "plain"
+    # cuBLASLt (cublaslt.py) is NVIDIA's, and called by the name that it has on Linux; rows are whole 16-byte words.
+    ours = generation >= (8, 0) and torch.version.cuda is not None and sys.platform == "linux"
+    if ours and isinstance(config, DiTConfig) and compute_dtype == torch.bfloat16 and config.width % 8 == 0:
+        return "compiled" if config.checkpoint else "lean" if lean else "fused"
+    return "compiled"
 
 
 def check_fp8(config: BackboneConfig | None, shape: tuple[int, ...]) -> None:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from bsi.backbones.config import BackboneConfig
 from bsi.backbones.embeddings import ConditionEmbedding, FourierFeatures
 from bsi.errors import UsageError
 
@@ -22,6 +23,7 @@ class Backbone(nn.Module, ABC):
 
     compute_dtype: torch.dtype | None = None
     condition: ConditionEmbedding
+    config: BackboneConfig
 
     def __init__(self, shape: tuple[int, ...], bins_count: int | None) -> None:
         super().__init__()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class DiT(Backbone):
     """A DiT for data of one shape (channels, *space). `trunk` is the form of its blocks: acceleration.py chooses it."""
 
+    config: DiTConfig
     trunk: Literal["plain", "fused", "lean", "fp8"] = "plain"
     _frozen: "list[Weights8] | None" = None
 

@@ -20,6 +20,8 @@ from bsi.backbones.starts import xavier_
 class MLP(Backbone):
     """A residual MLP for data of one shape."""
 
+    config: MLPConfig
+
     def __init__(
         self, config: MLPConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
     ) -> None:

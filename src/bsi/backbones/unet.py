@@ -44,6 +44,8 @@ CONVOLVE = {1: conv1d, 2: conv2d, 3: conv3d}
 class UNet(Backbone):
     """The U-Net for data of one shape (channels, *space) with one to three spatial axes."""
 
+    config: UNetConfig
+
     def __init__(
         self, config: UNetConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
     ) -> None:

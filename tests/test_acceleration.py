@@ -1,0 +1,90 @@
+"""Which form a network takes on which machine: the GPUs are pretended, and no kernel runs."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bsi.backbones import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, accelerate, build
+from bsi.backbones.acceleration import form_of
+from bsi.backbones.compiled import is_compiled
+from bsi.errors import UsageError
+from bsi.fused import fused
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+PASCAL, VOLTA, AMPERE = (6, 0), (7, 0), (8, 0)
+DIT, UNET = DiTConfig(width=32, depth=1, heads=2), UNetConfig(width=8, levels=1)
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    generation: tuple[int, int],
+    triton: bool = True,
+    platform: str = "linux",
+    cuda: str | None = "13.0",
+) -> None:
+    find = importlib.util.find_spec
+    found = importlib.util.find_spec("math") if triton else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "triton" else find(name))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(sys, "platform", platform)
+
+
+def forms(config: BackboneConfig, half: torch.dtype | None = torch.bfloat16) -> tuple[str, str]:
+    """Usual, and lean."""
+    return form_of(config, half, CUDA), form_of(config, half, CUDA, lean=True)
+
+
+def test_a_dit_in_bfloat16_is_fused_and_all_else_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, AMPERE)
+    assert forms(DIT) == ("fused", "lean")
+    assert forms(DIT, torch.float16) == forms(DIT, None) == ("compiled", "compiled")
+    assert forms(replace(DIT, checkpoint=True)) == forms(replace(DIT, width=36)) == ("compiled", "compiled")
+    assert forms(UNET) == forms(MLPConfig()) == ("compiled", "compiled")
+    assert form_of(DIT, torch.bfloat16, CPU) == "plain"
+
+
+@pytest.mark.parametrize("elsewhere", [{"platform": "win32"}, {"cuda": None}], ids=["windows", "amd"])
+def test_a_dit_is_compiled_where_cublaslt_is_not_linuxs_or_not_there(
+    monkeypatch: pytest.MonkeyPatch, elsewhere: dict
+) -> None:
+    pretend(monkeypatch, AMPERE, **elsewhere)
+    assert forms(DIT) == ("compiled", "compiled")
+
+
+@pytest.mark.parametrize(("generation", "triton"), [(PASCAL, True), (AMPERE, False)], ids=["old", "no-triton"])
+def test_where_nothing_can_be_compiled_networks_run_plainly(
+    monkeypatch: pytest.MonkeyPatch, generation: tuple[int, int], triton: bool
+) -> None:
+    """The compiler writes its kernels in Triton, and ends a run with an error where it cannot."""
+    networks = [build(config, (3, 4, 4)) for config in (DIT, UNET, MLPConfig(8, 1))]
+    pretend(monkeypatch, generation, triton)
+    for network in networks:
+        network.compute_dtype = torch.float16
+        accelerate(network, CUDA)
+        assert not is_compiled(network)
+    assert networks[0].trunk == "plain"
+    with pytest.raises(UsageError, match="fp8 needs Triton"):
+        accelerate(build(replace(DIT, patch=1), (3, 4, 4)), CUDA, fp8=True)
+    assert fused(forms, CUDA) is forms
+
+
+def test_volta_and_later_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = build(DIT, (3, 4, 4))
+    pretend(monkeypatch, VOLTA)
+    network.compute_dtype = torch.float16
+    accelerate(network, CUDA)
+    assert is_compiled(network)
+    assert network.trunk == "plain"
+    assert fused(forms, CUDA) is not forms
+    assert fused(forms, CPU) is forms
+
+
+def test_on_a_cpu_accelerating_changes_nothing() -> None:
+    network = build(DIT, (3, 4, 4))
+    accelerate(network, CPU)
+    assert network.trunk == "plain"
+    assert not is_compiled(network)

@@ -277,6 +277,12 @@ def test_precision_on_a_cpu_is_float32() -> None:
         compute_dtype("float16", torch.device("cpu"))
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_a_precision_with_another_name_is_not_taken_for_float32() -> None:
+    with pytest.raises(UsageError, match=r"unknown precision 'fp16'\. Use one of auto, bf16, fp8, float16, float32"):
+        compute_dtype("fp16", torch.device("cpu"))
+
+
 def test_precision_on_a_gpu_is_what_its_hardware_has(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)

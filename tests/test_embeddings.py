@@ -82,7 +82,8 @@ def test_similarity_depends_on_the_difference_alone() -> None:
     )
 
 
-def test_positions_on_two_axes_are_those_of_the_published_dit() -> None:
+def test_positions_on_two_axes_are_those_of_the_published_dit_with_rows_before_columns() -> None:
+    """Its code says `np.meshgrid(grid_w, grid_h)`: the first half of its channels is the column's."""
     width, grid = 16, (3, 5)
     omega = 1 / 10000 ** (torch.arange(4, dtype=torch.float64) / 4)
     table = positions(grid, width)
@@ -98,11 +99,6 @@ def test_positions_tell_all_points_of_a_grid_apart(grid: tuple[int, ...]) -> Non
     table = positions(grid, 20)
     assert table.shape == (math.prod(grid), 20)
     assert torch.cdist(table, table)[~torch.eye(len(table), dtype=torch.bool)].min() > 0.1
-
-
-def test_positions_need_two_channels_per_axis() -> None:
-    with pytest.raises(UsageError, match="at least 6"):
-        positions((2, 2, 2), 5)
 
 
 def test_without_labels_every_sample_is_of_the_null_class() -> None:

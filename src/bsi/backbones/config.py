@@ -46,11 +46,13 @@ def _probability(dropout: float) -> None:
 
 
 def _spatial(network: str, shape: tuple[int, ...], most: int | None) -> None:
-    if len(shape) < 2 or min(shape) < 1 or (most is not None and len(shape) > most + 1):
+    many = most is not None and len(shape) > most + 1
+    if len(shape) < 2 or min(shape) < 1 or many:
         axes = "at least one spatial axis" if most is None else f"1 to {most} spatial axes"
+        instead = "a DiT (dit-s/2) for more axes" if many else "an MLP (mlp-256x4) for vectors"
         raise UsageError(
             f"{network} takes data of shape (channels, *space) with {axes}, all sizes at least 1: got {shape}. "
-            "Use an MLP (mlp-256x4) for vectors."
+            f"Use {instead}."
         )
 
 
@@ -92,6 +94,12 @@ class DiTConfig:
             raise UsageError(
                 f"a DiT with patch {self.patch} needs every spatial size to be a multiple of {self.patch}: "
                 f"got {_sizes(shape)}. Use a patch of {_listed(fits)}, or crop or pad the data."
+            )
+        axes = len(shape) - 1
+        if self.width < 2 * axes:
+            raise UsageError(
+                f"positions on {axes} axes need a width of at least {2 * axes}, a sine and a cosine each: "
+                f"got width={self.width}."
             )
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,7 +7,8 @@
   to f^(-1/2). Then e(t) . e(s) = sum_i w_i cos(2 pi f_i (t - s)) with weights w ~ 1/f depends on t - s alone, and its
   spectral density is 1/f^2, that of exp(-|t - s| / l): similarity falls steadily with the distance, and has a cusp at
   0, so that near values differ clearly. With equal amplitudes, the usual choice, it would rise again by up to 0.7.
-- Positions: fixed sines and cosines, an equal share of the width for each spatial axis; two axes are exactly the DiT's.
+- Positions: fixed sines and cosines, an equal share of the width for each spatial axis. On two axes they are the DiT's
+  but for the order: there the column's channels come before the row's, which the weights that read them make up for.
 """
 
 import math
@@ -100,11 +101,6 @@ def positions(grid: tuple[int, ...], width: int) -> Float[Tensor, "tokens width"
     that are left over when the width does not divide stay 0.
     """
     count = width // (2 * len(grid))
-    if count == 0:
-        raise UsageError(
-            f"positions on {len(grid)} axes need a width of at least {2 * len(grid)}, a sine and a cosine each: "
-            f"got {width}. Use a wider network."
-        )
     omega = 10000.0 ** (-torch.arange(count, dtype=torch.float64) / count)
     coordinates = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
     phases = [axis.reshape(-1, 1) * omega for axis in coordinates]

@@ -18,11 +18,11 @@ import triton.language as tl
 from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
+from bsi.backbones.adaln import NORM_EPS
 from bsi.backbones.dropout import WEYL
 
 __all__ = ["CHUNK", "Gradients", "Normed", "block_of", "gate_norm", "gate_norm_backward", "warps_of"]
 
-NORM_EPS = 1e-6
 CHUNK = 64  # tokens whose contributions to a sum are added before they leave the chip
 
 

@@ -6,6 +6,8 @@ attention in bfloat16 (or float16), and sums in float32; it converts each weight
 the products of a DiT's blocks in 8 bits (fp8.py): experimental, and only where a user asks for it.
 """
 
+from typing import get_args
+
 import torch
 
 from bsi.backbones.config import Precision
@@ -38,3 +40,5 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype | N
             raise UsageError(f"float16 needs a CUDA device: got {device.type}. Use auto or float32.")
         case "float16":
             return torch.float16
+        case _:
+            raise UsageError(f"unknown precision {precision!r}. Use one of {', '.join(get_args(Precision))}.")

@@ -2,16 +2,19 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 
-from bsi.backbones import DiTConfig, UNetConfig, cost
+from bsi.backbones import DiTConfig, UNetConfig, cost, resolve
+from bsi.backbones.memory import CONTEXT, training_memory
 from bsi.cli.bench import Bench, run
 from bsi.errors import UsageError
 from bsi.evaluation.agreement import check
 from bsi.evaluation.speed import Case, measure
 from bsi.evaluation.start import Start, since_process_start
+from bsi.training.room import MOST
 
 SMALL = DiTConfig(width=32, depth=1, heads=2, patch=4)
 CPU = torch.device("cpu")
@@ -53,6 +56,29 @@ def test_a_host_that_is_full_says_which_batch_fits(monkeypatch: pytest.MonkeyPat
         run(Bench("train", backbone="dit-mini/8", batch=4096, size=16, device="cpu"))
 
 
+@pytest.mark.parametrize(("gib", "answer"), [(22, r"Use --batch (\d+)\.$"), (1, "Not even one fits")])
+def test_a_step_that_a_host_cannot_hold_is_refused_before_it_is_built(
+    gib: int, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `bsi bench train` times where nothing is said: DiT-L/2 at 128 images, by autograd in float32."""
+    monkeypatch.setattr("bsi.training.room.host_memory", lambda sharing=1: gib * 2**30)
+    monkeypatch.setattr("bsi.evaluation.speed.measure", lambda *_: pytest.fail("it was timed"))
+    with pytest.raises(UsageError, match=rf"at least .* GiB, and this process can have {gib}.0 GiB\. {answer}") as said:
+        run(Bench("train", device="cpu"))
+    if fits := re.findall(r"--batch (\d+)", str(said.value)):
+        account = training_memory(resolve("dit-l/2"), (3, 32, 32), 256, form="plain", half=False)
+        assert MOST * (account.bytes(int(fits[0])) - CONTEXT) <= gib * 2**30
+
+
+def test_a_check_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(case: Case) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("bsi.evaluation.agreement.check", full)
+    with pytest.raises(UsageError, match="leave --check out"):
+        run(Bench("train", backbone="dit-mini/8", batch=1, size=16, device="cpu", check=True))
+
+
 def test_vdm_evaluates_once_less_for_a_sample() -> None:
     found = measure(case("sample", "vdm"), repeats=1, matmul_tflops=1.0)
     assert found.images_per_s * found.milliseconds / 1e3 == pytest.approx(4 * 8)
@@ -82,6 +108,7 @@ def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFix
         ({"size": 15}, "patch"),
         ({"batch": 0}, "at least 1"),
         ({"backbone": "unet-128x32", "lean": True}, "leave --lean out"),
+        ({"precision": "fp8"}, "the cpu does not compute in fp8"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_it_is_built(options: dict, message: str) -> None:

@@ -15,8 +15,9 @@ from bsi.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from bsi.backbones import BackboneConfig
     from bsi.backbones.memory import Memory
+    from bsi.evaluation.agreement import Agreement
+    from bsi.evaluation.speed import Case
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,6 @@ def run(args: Bench) -> int:
         raise UsageError(f"lean is a form of the DiT, and {args.backbone} keeps as little already: leave --lean out")
 
     from bsi.backbones.acceleration import check_fp8
-    from bsi.evaluation.agreement import check
     from bsi.evaluation.speed import Case, measure
     from bsi.training.distributed import pick_device
     from bsi.training.room import enough_for_batch
@@ -88,15 +88,17 @@ def run(args: Bench) -> int:
             "work": args.work, "backbone": args.backbone, "shape": shape, "batch": args.batch, "method": method,
             "precision": args.precision, "lean": args.lean, "device": _name(device),
         }  # fmt: skip
+        memory = _memory(case)
+        _check_host(case, memory)
         if args.check:
-            agreement = check(case)
+            agreement = _check(case)
             start.lap("check")
             record["check"] = asdict(agreement) | {"holds": agreement.holds}
             code = code if agreement.holds else 1
             verdict = "holds" if agreement.holds else "BROKEN"
             print(f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
                   f"{agreement.tolerance:.0e}: {verdict}", file=sys.stderr)  # fmt: skip
-        with enough_for_batch(args.batch, "--batch", device, _memory(args, backbone, shape, device)):
+        with enough_for_batch(args.batch, "--batch", device, memory):
             speed = measure(case, args.repeats, matmul, start)
         matmul = speed.matmul_tflops
         record |= asdict(speed)
@@ -120,18 +122,47 @@ def _known(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memory(args: Bench, backbone: BackboneConfig, shape: tuple[int, ...], device: torch.device) -> Memory:
+def _memory(case: Case) -> Memory:
     """The account of what is timed, for the case that it does not fit."""
     from bsi.backbones import compute_dtype
+    from bsi.backbones.acceleration import form_of
     from bsi.backbones.memory import evaluation_memory, training_memory
 
-    half = compute_dtype(args.precision, device) is not None
-    if args.work != "train":
-        return evaluation_memory(backbone, shape, 256, half=half)
-    fused = device.type == "cuda" and half and args.backbone.startswith("dit")
-    return training_memory(
-        backbone, shape, 256, form="lean" if args.lean else "fused" if fused else "compiled", half=half
-    )
+    half = compute_dtype(case.precision, case.device)
+    if case.work != "train":
+        return evaluation_memory(case.backbone, case.shape, 256, half=half is not None)
+    form = form_of(case.backbone, half, case.device, case.lean)
+    return training_memory(case.backbone, case.shape, 256, form=form, half=half is not None)
+
+
+def _check_host(case: Case, memory: Memory) -> None:
+    """Refuse a training step that a host cannot hold: its kernel would end the process without a word."""
+    from bsi.backbones.memory import CONTEXT
+    from bsi.progress import readable_bytes
+    from bsi.training.room import LEAST, MOST, room
+
+    needed, there = round(LEAST * (memory.bytes(case.batch) - CONTEXT)), room(case.device)
+    if case.work == "train" and case.device.type == "cpu" and needed > there:
+        fits = memory.largest(CONTEXT + round(there / MOST))
+        raise UsageError(
+            f"not enough memory: a training step with {case.batch} images at a time takes at least "
+            f"{readable_bytes(needed)}, and this process can have {readable_bytes(there)}. "
+            + (f"Use --batch {fits}." if fits else "Not even one fits: use a smaller --backbone.")
+        )
+
+
+def _check(case: Case) -> Agreement:
+    import torch
+
+    from bsi.evaluation.agreement import check
+
+    try:
+        return check(case)
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            "out of memory while checking, which takes the network twice, once in float32: leave --check out, or use a "
+            "smaller --backbone"
+        ) from error
 
 
 def _name(device: object) -> str:

@@ -142,7 +142,7 @@ def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, st
 
 
 def measure_matmul(device: torch.device, precision: Precision) -> float:
-    """TFLOP/s of a large square matrix product in the type that is used inside the network."""
+    """TFLOP/s of a large square matrix product in the type that is used inside the network; for fp8, in bfloat16."""
     n = 8192 if device.type == "cuda" else 1024
     dtype = compute_dtype(precision, device) or torch.float32
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))

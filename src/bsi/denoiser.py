@@ -1,10 +1,10 @@
 """From a network to a prediction of the sample: preconditioning, Section "Model Design".
 
-    f(psi, level) = c_skip psi + c_out f'(c_in psi, t),        t = F(level) in [0, 1]           (Equation
-    "preconditioned model")
+    f(psi, level) = c_skip psi + c_out f'(c_in psi, t),        t = F(level) in [0, 1]
 
-The coefficients need only the encoder N(signal x, noise^2) and the data's standard deviation. EDM's conditions (unit
-variance of the network's input and of its target, least c_out) give, with d = signal^2 sigma_data^2 + noise^2,
+(Equation "preconditioned model"). The coefficients need only the encoder N(signal x, noise^2) and the data's standard
+deviation. EDM's conditions (unit variance of the network's input and of its target, least c_out) give, with
+d = signal^2 sigma_data^2 + noise^2,
 
     c_skip = signal sigma_data^2 / d,    c_out = noise sigma_data / sqrt(d),    c_in = 1 / sqrt(d),
 

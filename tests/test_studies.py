@@ -32,6 +32,7 @@ from bsi.studies.runner import plan, report_so_far, run
 from bsi.studies.scale import Comparison, Drawn, Measured, Varied
 from bsi.studies.scales import SMOKE
 from bsi.studies.store import Store
+from bsi.training.lease import hold
 from bsi.training.recipe import Every, Recipe
 
 VERDICTS = {"held", "not held", "undecided"}
@@ -85,6 +86,7 @@ def test_a_study_writes_its_figure_and_finite_numbers(folder, name):
     found = json.loads((results / "numbers.json").read_text())
     assert found["command"] == f"bsi study {name} --scale smoke --out FOLDER"
     assert found["commits"]
+    assert found["commands"]
     assert found["hardware"]
     assert {claim["verdict"] for claim in found["claims"]} <= VERDICTS
     rows = [row for table in found["tables"] for row in table["rows"]]
@@ -92,8 +94,9 @@ def test_a_study_writes_its_figure_and_finite_numbers(folder, name):
     numbers = [value for row in rows for value in row.values() if isinstance(value, float)]
     assert numbers
     assert all(math.isfinite(value) for value in numbers)
-    lines = list(csv.reader((results / "numbers.csv").read_text().splitlines()))
-    assert sum(bool(line) and line[0] != "table" for line in lines) == len(rows)
+    lines = list(csv.DictReader((results / "numbers.csv").read_text().splitlines()))
+    assert [line["table"] for line in lines] == [t["name"] for t in found["tables"] for _ in t["rows"]]
+    assert all(None not in line for line in lines)
 
 
 def test_every_network_of_the_plan_is_kept_in_one_file(folder):
@@ -105,6 +108,7 @@ def test_every_network_of_the_plan_is_kept_in_one_file(folder):
     for job in trained:
         assert not (store.network(job.network) / "checkpoints").exists()
         assert store.weights(job.network).stat().st_size < 1 << 20
+        assert store.weights(job.network).stat().st_mode & 0o777 == store.network(job.network).stat().st_mode & 0o666
     assert not list((folder / "measurements").glob("*samples*"))
 
 
@@ -142,6 +146,12 @@ def test_published_pages_are_made_of_what_was_written(folder, tmp_path):
     assert "3.448 ± 0.006" in text
 
 
+def test_what_is_the_same_at_every_scale_is_published_once(tmp_path):
+    written = run([STUDIES["illustration"]], replace(TINY, name="mini"), tmp_path / "out")
+    publish(written, tmp_path / "docs")
+    assert not list((tmp_path / "docs" / "results").iterdir())
+
+
 def some_of(folder, out, keep) -> Store:
     """A store with the measurements that `keep` wants."""
     (out / "measurements").mkdir(parents=True)
@@ -154,17 +164,24 @@ def some_of(folder, out, keep) -> Store:
 
 def test_an_unfinished_study_shows_what_there_is_and_concludes_nothing(folder, tmp_path):
     store = some_of(folder, tmp_path / "some", lambda job: job["recipe"]["seed"] == 0 and job["kind"] == "bound")
+    before = store.results("comparison", "smoke")
+    before.mkdir()
+    for name in ("figure.png", "figure.svg"):  # of when fewer measurements were asked for
+        (before / name).write_bytes(b"old")
     written = report_so_far([STUDIES["comparison"], STUDIES["samples"]], TINY, store.folder, "cpu")
+    assert not list(before.glob("figure.*"))
     assert written == [store.results("comparison", "smoke")]  # of samples there is nothing
     found = json.loads((written[0] / "numbers.json").read_text())
     assert found["claims"] == []
     assert found["left"] == 3 * 2 * 4 + 3 - 3
     (table,) = found["tables"]
-    assert [row["network"] for row in table["rows"]] == ["BSI, seed 0", "BFN, seed 0", "VDM, seed 0"]
+    networks = ["BSI, seed 0", "BFN, seed 0", "VDM, seed 0", "BSI, seed 1", "BFN, seed 1", "VDM, seed 1"]
+    assert [row["network"] for row in table["rows"]] == networks
     whole = Store(folder).read(Bound(tiny("bsi"), 4, 2)).values
     assert table["rows"][0]["bits/dim"] == whole["bits_per_dim"]
     assert table["rows"][0]["bits/dim error"] == whole["monte_carlo_error"]
-    assert not (written[0] / "figure.png").exists()
+    assert [row["fd-digits at 4"] for row in table["rows"]] == ["missing"] * 6
+    assert [row["fd-digits at 6"] for row in table["rows"]] == ["missing"] * 3 + [None] * 3  # of one seed alone
     text = publish(written, tmp_path / "docs").read_text()
     assert "Unfinished: 3 of 27 measurements are there, and nothing is concluded." in text
     assert "comparison-smoke.png" not in text
@@ -243,6 +260,18 @@ def test_drawing_that_runs_out_of_time_goes_on_to_the_same_samples(folder, tmp_p
     assert seen == [8]
     assert np.array_equal(found.arrays["images"], store.read(job).arrays["images"])
     assert found.values["distance"] == pytest.approx(store.read(job).values["distance"], rel=1e-4)
+
+
+def test_samples_that_another_process_draws_are_left_to_it(folder, tmp_path):
+    job = Quality(tiny("bsi"), "fd-digits", 40, 4)
+    bench = runner._Bench(TINY, Store(folder), Deadline(), "cpu")
+    laboratory = replace(bench._laboratory("digits"), folder=tmp_path)
+    held = tmp_path / "measurements" / f"{name_of(job)}-samples"
+    held.mkdir(parents=True)
+    with hold(held, print), pytest.raises(UsageError, match=r"samples is in use by host .* Wait for it"):
+        laboratory.measure(job, bench._model(job, laboratory), Deadline())
+    assert laboratory.measure(job, bench._model(job, laboratory), Deadline()).values["samples"] == 40
+    assert not held.exists()
 
 
 def test_a_study_out_of_time_says_what_is_left_writes_what_there_is_and_leaves_with_75(folder, tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """The pieces of the studies: features of digits, errors of distances, claims, plans, and the numbers behind figures."""
 
+import csv
 import hashlib
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -19,15 +21,16 @@ from bsi.levels import LogUniform
 from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
 from bsi.studies import comparison, disentangle, illustration, initial_precision, noise_levels, proposal
 from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
-from bsi.studies.elbo_convergence import gaussian_gap
+from bsi.studies.elbo_convergence import converges, gaussian_gap
 from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_seeds
+from bsi.studies.finite_k import advantage
 from bsi.studies.frechet_error import Yardstick, frechet_error
-from bsi.studies.importance_sampling import proposals, relative_spread
+from bsi.studies.importance_sampling import proposals, relative_spread, resampled
 from bsi.studies.job import Bound, Quality, Train, name_of, network_name, title
 from bsi.studies.plan_text import plan_text, train_command
 from bsi.studies.publish import page
 from bsi.studies.registry import STUDIES
-from bsi.studies.report import Table, all_of, equal, less
+from bsi.studies.report import Table, all_of, as_csv, equal, less
 from bsi.studies.runner import plan
 from bsi.studies.scales import MINI, PAPER, SCALES, SMOKE
 from bsi.studies.standard import bounds, qualities
@@ -154,6 +157,20 @@ class TestEstimates:
         assert found.value == pytest.approx(0.6 / unit)
         assert found.error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2 / unit)
 
+    def test_the_mean_effect_of_a_change_is_paired_by_image(self, tmp_path):
+        """All four edges differ alike, by 0.5 and 0.7 nats alternately: averaging them makes nothing surer."""
+        jobs, nats = [], []
+        for corner in disentangle.CORNERS:
+            (network,) = disentangle.networks(SMOKE, corner)
+            jobs.append(bounds(SMOKE, [network])[0])
+            nats.append(np.array([[0.5, 0.7, 0.5, 0.7]] * 2) * corner.offset)
+        store, steps = self.store(tmp_path, jobs, nats), max(SMOKE.drawn.steps)
+        for job in jobs:
+            store.write(qualities(SMOKE, [job.network], steps)[0], Result({"distance": 1.0, "error": 0.1}), {})
+        found, unit = disentangle._effect(SMOKE, store, "offset").mean[0], 2 * math.log(2)
+        assert found.value == pytest.approx(0.6 / unit)
+        assert found.error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2 / unit)
+
     def test_the_noise_floor_is_that_of_the_difference(self, tmp_path):
         noise = np.array([[3.0, -1.0, 2.0, 0.0], [-2.0, 4.0, 1.0, -3.0]])
         jobs = [Bound(bsi.recipes.digits(), 4, 2, k) for k in (8, None)]
@@ -198,8 +215,50 @@ class TestClaims:
 
     def test_a_table_is_the_same_in_csv_and_markdown(self):
         table = Table("t", ("name", "value"), (("a", Estimate(1.0, 0.1)), ("b", None)))
-        assert table.csv() == "table,name,value,value error\nt,a,1.0,0.1\nt,b,,\n"
+        assert as_csv([table]) == "table,name,value,value error\nt,a,1.0,0.1\nt,b,,\n"
         assert table.markdown() == "| name | value |\n|---|---|\n| a | 1.00 ± 0.10 |\n| b | – |"
+
+    def test_tables_of_other_columns_are_one_csv(self):
+        tables = [Table("t", ("name", "value"), (("a", 1.0),)), Table("u", ("name", "k"), (("b", 8),))]
+        rows = list(csv.DictReader(as_csv(tables).splitlines()))
+        assert rows == [
+            {"table": "t", "name": "a", "value": "1.0", "k": ""},
+            {"table": "u", "name": "b", "value": "", "k": "8"},
+        ]
+
+    def test_a_claim_says_when_it_rests_on_one_seed(self):
+        claim = less("a < b", Estimate(0.0, 0.1), Estimate(1.0, 0.1))
+        assert claim.said(one_seed=True).startswith("a < b: held, for one seed (")
+        assert claim.said(one_seed=False).startswith("a < b: held (")
+
+    @pytest.mark.parametrize(
+        ("gaps", "verdict"),
+        [
+            ((4.0, 1.0, 0.3), "held"),
+            ((4.0, 0.0, 0.05), "held"),  # the noise floor is reached
+            ((1.0, 1.0, 1.0), "undecided"),  # above, but not converging
+            ((0.1, 0.0, 0.0), "undecided"),
+            ((4.0, 1.0, -0.5), "not held"),
+            ((1.0, 4.0, 0.3), "not held"),
+        ],
+    )
+    def test_a_bound_converges_only_if_it_is_above_and_falls(self, gaps, verdict):
+        error = 0.1
+        steps = [Estimate(b - a, error) for a, b in itertools.pairwise(gaps)]
+        claim = converges([Estimate(gap, error) for gap in gaps], steps, Estimate(gaps[-1] - gaps[0], error))
+        assert claim.verdict == verdict
+
+    @pytest.mark.parametrize(
+        ("distances", "bits", "verdict"),
+        [
+            ((-1.0, -1.0), (1.0, 1.0), "not held"),  # better at every k'
+            ((-1.0, 1.0), (1.0, 0.0), "held"),
+            ((-1.0, 0.0), (1.0, 1.0), "undecided"),  # worse in bits, which says nothing of samples
+        ],
+    )
+    def test_an_advantage_is_refuted_for_each_measure_alone(self, distances, bits, verdict):
+        found = {16: {"FID": [Estimate(v, 0.1) for v in distances], "bits/dim": [Estimate(v, 0.1) for v in bits]}}
+        assert advantage(found).verdict == verdict
 
     def test_bars_do_not_end_a_cell(self):
         assert Table("t", ("|mu|",), (("a|b",),)).markdown() == "| \\|mu\\| |\n|---|\n| a\\|b |"
@@ -296,7 +355,10 @@ class TestJobs:
     def test_the_commands_of_the_paper_train_its_networks(self, tmp_path):
         store = Store(tmp_path)
         planned = plan(list(STUDIES.values()), PAPER, store)
-        assert "torchrun --nproc-per-node 4 -m bsi train imagenet32-dit-l2" in plan_text(planned, PAPER, store)
+        text = plan_text(planned, PAPER, store)
+        assert "torchrun --nproc-per-node 4 -m bsi train imagenet32-dit-l2" in text
+        assert text.splitlines()[-1].startswith("not yet run: ")
+        assert text.splitlines()[1].split()[:2] == ["328", "h"]  # the paper's 6100 steps per hour
         for p in planned:
             if isinstance(p.job, Train):
                 words = train_command(p.job.network, store).split()
@@ -329,6 +391,16 @@ class TestNumbers:
         known = {16: 12.44657, 64: 7.92753, 1024: 6.97065}
         found = gaussian_gap(bsi.BSI(), torch.ones(3, dtype=torch.float64), list(known))
         assert found == pytest.approx([(value - 6.912594) / math.log(2) for value in known.values()], abs=2e-5)
+
+    def test_two_proposals_are_judged_on_the_same_resampled_images(self):
+        """Spreads that rise and fall together leave a difference without an error."""
+        generator, level = np.random.default_rng(0), np.geomspace(1e-2, 1e6, 33)
+        errors, both = generator.uniform(0.5, 1.5, (33, 50)) / level[:, None], LogUniform(1e-2, 1e6)
+        a = resampled(relative_spread, level, errors, both)
+        b = resampled(lambda *given: relative_spread(*given) + 1.0, level, errors, both)
+        assert a.estimate.error > 0
+        assert (b - a).estimate.value == pytest.approx(1.0)
+        assert (b - a).estimate.error < 1e-12
 
     def test_no_spread_is_left_where_the_errors_follow_the_proposal(self):
         level = LogUniform(1e-2, 1e6).icdf(torch.linspace(0, 1, 401, dtype=torch.float64)).numpy()
@@ -371,6 +443,13 @@ class TestNumbers:
         table = comparison.table_of(PAPER, store, group, (1024,), comparison.printed(group.recipe("bsi")), 1024)
         assert table.rows == (("VDM", None, None, "2.65"), ("BSI", 1, Estimate(2.641, 0.001), "2.64"))
 
+    def test_the_papers_values_on_other_data_are_the_printed_ones(self):
+        assert comparison.elsewhere().rows == (
+            ("BFN", "3.222 ± 0.006", "38.2 ± 0.8", "2.66", None),
+            ("VDM", "3.228 ± 0.006", "35.2 ± 0.7", None, "2.65"),
+            ("BSI", "3.218 ± 0.004", "30.1 ± 0.4", "2.65", "2.64"),
+        )
+
     def test_distances_are_told_only_where_there_are_levels(self, tmp_path):
         """The digits' levels end at 1e4."""
         store, level = Store(tmp_path), np.geomspace(1e-2, 1e4, 33)
@@ -398,5 +477,6 @@ class TestPublished:
             if path.suffix == ".json":
                 found = json.loads(path.read_text())
                 assert "command" not in found["about"]
+                assert "commands" not in found
                 assert found["study"] in STUDIES
                 assert found["scale"] in SCALES

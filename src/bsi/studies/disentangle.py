@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from bsi.methods import Parametrisation
 from bsi.studies import figures
-from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference, over_seeds
+from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference
 from bsi.studies.job import Measure
 from bsi.studies.report import Claim, Report, Study, Table, less
 from bsi.studies.scale import Scale
@@ -100,10 +100,10 @@ def measures(scale: Scale) -> list[Measure]:
     return found
 
 
-def _difference(scale: Scale, store: Store, a: Corner, b: Corner) -> tuple[Estimate, Estimate]:
-    """a - b in bits per dimension and in Fréchet distance."""
+def _difference(scale: Scale, store: Store, a: list[Corner], b: list[Corner]) -> tuple[Estimate, Estimate]:
+    """a - b, corner by corner, in bits per dimension and in Fréchet distance."""
     steps = max(scale.drawn.steps)
-    p, q = networks(scale, a), networks(scale, b)
+    p, q = ([network for corner in corners for network in networks(scale, corner)] for corners in (a, b))
     return (
         bits_difference(store, bounds(scale, p), bounds(scale, q)),
         distance_difference(store, qualities(scale, p, steps), qualities(scale, q, steps)),
@@ -121,12 +121,14 @@ class Effect:
 
 
 def _effect(scale: Scale, store: Store, factor: Factor) -> Effect:
-    edges = {
-        corner: _difference(scale, store, corner, corner.without(factor)) for corner in CORNERS if corner.has(factor)
-    }
-    alone = next(corner for corner in edges if corner.without(factor) == BFN_CORNER)
-    averages = [over_seeds([edge[i] for edge in edges.values()]) for i in range(2)]
-    return Effect(factor, edges[BSI_CORNER], edges[alone], (averages[0], averages[1]))
+    """The four edges of the cube count as seeds do: images are paired, and how the edges differ is in the error."""
+    having = [corner for corner in CORNERS if corner.has(factor)]
+    alone = next(corner for corner in having if corner.without(factor) == BFN_CORNER)
+    at_bsi, at_bfn, mean = (
+        _difference(scale, store, some, [corner.without(factor) for corner in some])
+        for some in ([BSI_CORNER], [alone], having)
+    )
+    return Effect(factor, at_bsi, at_bfn, mean)
 
 
 def _draw_effects(axes: Axes, effects: list[Effect], which: int, unit: str) -> None:
@@ -151,22 +153,22 @@ def _draw(scale: Scale, store: Store) -> Figure:
     effects = [_effect(scale, store, factor) for factor in FACTORS]
     _draw_effects(axes[0], effects, 1, scale.metric)
     _draw_effects(axes[1], effects, 0, "bits/dim")
-    axes[0].set_title("One change at a time (left: better)")
-    axes[1].legend(loc="best", fontsize=7)
+    axes[0].set_title("One change: quality (left: better)")
+    axes[1].set_title("One change: likelihood (left: better)")
+    axes[1].legend(loc="best", fontsize=7.5)
     gammas, steps = scale.varied.gamma_0, max(scale.drawn.steps)
     places = range(len(gammas))
     distances = [distance(store, qualities(scale, _moved(scale, g), steps)) for g in gammas]
     own = bounds(scale, _moved(scale, gammas[0]))
     likelihoods = [bits_difference(store, bounds(scale, _moved(scale, g)), own) for g in gammas]
     for panel, found, name in ((axes[2], distances, scale.metric), (axes[3], likelihoods, "bits/dim less BSI's")):
-        figures.error_line(
-            panel, list(places), [e.value for e in found], [e.error for e in found], figures.COLOURS["bsi"]
-        )
+        figures.error_line(panel, list(places), found, figures.COLOURS["bsi"])
         panel.set_xticks(places, ["∞" if math.isinf(g) else f"{g:g}" for g in gammas])
         panel.set_xlabel(r"$\gamma_0$, from $\lambda_0$ to a deterministic start")
         panel.set_ylabel(name)
         panel.margins(x=0.08, y=0.2)
-    axes[2].set_title("The hyper-prior alone, else BSI")
+    axes[2].set_title("Another hyper-prior: quality")
+    axes[3].set_title("Another hyper-prior: likelihood")
     return figure
 
 
@@ -175,7 +177,7 @@ def _claims(scale: Scale, store: Store) -> tuple[Claim, ...]:
     for factor in FACTORS:
         other = BSI_CORNER.without(factor)
         a, b = (distance(store, qualities(scale, networks(scale, corner), steps)) for corner in (BSI_CORNER, other))
-        gap = _difference(scale, store, BSI_CORNER, other)[1]
+        gap = _difference(scale, store, [BSI_CORNER], [other])[1]
         found.append(less(f"BSI's {factor} alone improves {scale.metric} over BFN's", a, b, gap))
     return tuple(found)
 

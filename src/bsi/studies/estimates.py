@@ -84,7 +84,8 @@ def bits_difference(store: Store, a: Sequence[Bound], b: Sequence[Bound]) -> Est
 
 
 def finite_gap(store: Store, finite: Bound, infinite: Bound) -> Estimate:
-    """L_M^k - L_M^inf in bits per dimension with the Monte Carlo error of the difference: the noise floor."""
+    """L_M^k - L_M^inf in bits per dimension with the Monte Carlo error of the difference: the noise floor. So too for
+    two k."""
     p, q = store.read(finite), store.read(infinite)
     values = torch.from_numpy(p.arrays["measurement"] - q.arrays["measurement"])
     sizes, block = (torch.from_numpy(p.arrays[name]) for name in ("measurement_sizes", "block"))

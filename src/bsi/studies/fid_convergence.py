@@ -54,21 +54,20 @@ def _draw(scale: Scale, store: Store) -> Figure:
     ends = []
     for method in ORDER:
         found, colour = [distance(store, [job]) for job in _paper_line(scale, method)], figures.COLOURS[method]
-        values, errors = [e.value for e in found], [e.error for e in found]
-        figures.error_line(left, steps, values, errors, colour)
-        right.axhline(values[-1], color=colour, linewidth=0.8, alpha=0.5)
-        ends.append(figures.End(steps[-1], values[-1], figures.NAMES[method], colour))
+        figures.error_line(left, steps, found, colour, figures.MARKS[method])
+        right.axhline(found[-1].value, color=colour, linewidth=1, linestyle=":")
+        ends.append(figures.End(steps[-1], found[-1].value, figures.NAMES[method], colour))
     lines = {SOLVER: "-", NOISY_SOLVER: "--"}
     for i, (method, solver) in enumerate(OURS):
         found, colour = [distance(store, [job]) for job in _our_line(scale, method, solver)], figures.COLOURS[method]
         beside = [k * 1.025 ** (i - len(OURS) / 2) for k in ours]  # bars do not hide each other
-        figures.error_line(right, beside, [e.value for e in found], [e.error for e in found], colour, lines[solver])
-    for solver, line in lines.items():
-        right.plot([], [], line, color=figures.GREY, label=solver)
-    right.legend(loc="upper right", ncols=2)
-    right.margins(y=0.15)  # room for the legend
+        figures.error_line(right, beside, found, colour, figures.MARKS[method], lines[solver])
+    for line, words in ((lines[SOLVER], SOLVER), (lines[NOISY_SOLVER], NOISY_SOLVER), (":", f"paper's, {steps[-1]}")):
+        right.plot([], [], line, color=figures.GREY, label=words)
+    right.legend(loc="upper right", ncols=3, columnspacing=1.2, handlelength=1.8)
+    right.margins(y=0.2)  # room for the legend
     left.set_title("The paper's sampler")
-    right.set_title(f"Ours on {GRID}; the paper's at {steps[-1]}")
+    right.set_title(f"Our solvers on the grid {GRID}")
     for axes, ticks in ((left, steps), (right, ours)):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -100,7 +99,9 @@ def report(scale: Scale, store: Store) -> Report:
     ]
     at, chosen = steps.index(FROM), {method: our_solver(scale.convergence.recipe(method)) for method in ORDER}
     return Report(
-        tables=(Table(f"{scale.metric} by steps", ("sampler", *(str(k) for k in steps)), tuple(rows)),),
+        tables=(
+            Table(f"sample quality ({scale.metric}) by steps", ("sampler", *(str(k) for k in steps)), tuple(rows)),
+        ),
         claims=(
             all_of(f"From {FROM} steps upwards, BSI is better than BFN and VDM at the same number", compared),
             all_of(

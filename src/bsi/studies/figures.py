@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from bsi.errors import UsageError
+from bsi.studies.estimates import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,13 +26,16 @@ __all__ = [
     "FAINT",
     "GREY",
     "INK",
+    "MARKS",
     "NAMES",
     "PALETTE",
+    "SHADES",
     "End",
     "error_line",
     "label",
     "label_ends",
     "panels",
+    "remove",
     "save",
     "style",
     "tile",
@@ -43,6 +47,9 @@ Side = Literal["left", "center", "right"]
 # Okabe and Ito (2008): told apart with any kind of colour vision.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 COLOURS = {"bsi": PALETTE[0], "vdm": PALETTE[1], "bfn": PALETTE[2]}
+MARKS = {"bsi": "o", "vdm": "s", "bfn": "^"}
+# Light to dark, for few to many of something of one method; in print without colour too, by their marks.
+SHADES = (("#3C9DD8", "o"), ("#0072B2", "s"), ("#00344F", "^"), ("#000000", "D"))
 NAMES = {"bsi": "BSI", "vdm": "VDM", "bfn": "BFN"}
 INK, GREY, FAINT = "#222228", "#6F6F78", "#E4E4EA"
 
@@ -104,19 +111,38 @@ def panels(columns: int, rows: int = 1, width: float = 3.2, height: float = 2.6)
 
 
 def error_line(
-    axes: Axes, x: Sequence[Number], y: Sequence[Number], error: Sequence[Number], colour: str, dashes: str = "-"
+    axes: Axes,
+    x: Sequence[Number],
+    found: Sequence[Estimate],
+    colour: str,
+    mark: str = "o",
+    dashes: str = "-",
+    hollow: bool = False,
 ) -> None:
     """A line with its points, and bars of one standard error."""
-    axes.errorbar(x, y, yerr=error, color=colour, linestyle=dashes, marker="o", capsize=2, elinewidth=1)
+    axes.errorbar(
+        x, [e.value for e in found], yerr=[e.error for e in found], color=colour, linestyle=dashes, marker=mark,
+        markerfacecolor="white" if hollow else colour, capsize=2, elinewidth=1,
+    )  # fmt: skip
 
 
 def label(
-    axes: Axes, x: Number, y: Number, words: str, colour: str, dx: Number = 5, dy: Number = 0, side: Side = "left"
+    axes: Axes,
+    x: Number,
+    y: Number,
+    words: str,
+    colour: str,
+    dx: Number = 5,
+    dy: Number = 0,
+    side: Side = "left",
+    clear: bool = False,
 ) -> None:
-    """Words beside a point, in the line's colour: no legend to look up. `side` is the end of the words at the point."""
+    """Words beside a point, in the line's colour: no legend to look up. `side` is the end of the words at the point;
+    `clear` keeps lines from running through them."""
     axes.annotate(
         words, (x, y), xytext=(dx, dy), textcoords="offset points", color=colour, va="center", ha=side, fontsize=8.5,
         fontweight="bold", annotation_clip=False,
+        bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6} if clear else None,
     )  # fmt: skip
 
 
@@ -143,7 +169,7 @@ def label_ends(axes: Axes, ends: Sequence[End], apart: float = 11.0) -> None:
     excess = sum(y - wanted[end] for y, end in zip(taken, order, strict=True)) / len(order)
     excess = min(excess, taken[0] - apart / 2)  # above the axis
     for y, end in zip(taken, order, strict=True):
-        label(axes, end.x, end.y, end.words, end.colour, dy=y - wanted[end] - excess)
+        label(axes, end.x, end.y, end.words, end.colour, dx=6, dy=y - wanted[end] - excess, clear=True)
 
 
 def tile(images: np.ndarray, columns: int, gap: int = 1) -> np.ndarray:
@@ -158,9 +184,13 @@ def tile(images: np.ndarray, columns: int, gap: int = 1) -> np.ndarray:
     return sheet
 
 
-def save(figure: Figure, folder: Path, name: str = "figure") -> list[Path]:
+def save(figure: Figure, folder: Path) -> None:
     """The figure as PNG and SVG, the same bytes every time."""
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    figure.savefig(paths[0], dpi=150, metadata={"Software": None})
-    figure.savefig(paths[1], metadata={"Date": None, "Creator": None})
-    return paths
+    figure.savefig(folder / "figure.png", dpi=150, metadata={"Software": None})
+    figure.savefig(folder / "figure.svg", metadata={"Date": None, "Creator": None})
+
+
+def remove(folder: Path) -> None:
+    """What `save` wrote."""
+    for name in ("figure.png", "figure.svg"):
+        (folder / name).unlink(missing_ok=True)

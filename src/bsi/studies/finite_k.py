@@ -20,7 +20,7 @@ from bsi.training.recipe import Objective, Recipe
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["STUDY"]
+__all__ = ["STUDY", "advantage"]
 
 
 def networks(scale: Scale, trained_k: int | None) -> list[Recipe]:
@@ -55,10 +55,10 @@ def _draw(scale: Scale, store: Store) -> Figure:
     for axes, statistic, name in zip(both, (_distance, _bits), (scale.metric, "bits/dim"), strict=True):
         axes.axhline(0, color=figures.GREY, linewidth=0.9)
         ends = []
-        for i, (trained, colour) in enumerate(zip(scale.varied.trained_k, figures.PALETTE, strict=False)):
+        for i, (trained, (colour, mark)) in enumerate(zip(scale.varied.trained_k, figures.SHADES, strict=False)):
             found = [statistic(scale, store, trained, k) for k in evaluated]
             beside = [k * 1.08**i for k in evaluated]  # bars do not hide each other
-            figures.error_line(axes, beside, [e.value for e in found], [e.error for e in found], colour)
+            figures.error_line(axes, beside, found, colour, mark)
             ends.append(figures.End(beside[-1], found[-1].value, f"k = {trained}", colour))
         axes.set_xscale("log", base=2)
         axes.set_xticks(evaluated, [str(k) for k in evaluated])
@@ -71,14 +71,16 @@ def _draw(scale: Scale, store: Store) -> Figure:
     return figure
 
 
-def _advantage(found: dict[int, list[list[Estimate]]]) -> Claim:
-    """found[k]: for each measure, the differences at every k'."""
-    better = [k for k, kinds in found.items() for gaps in kinds if all(g.value < -2 * g.error for g in gaps)]
-    worse = [k for k, kinds in found.items() if any(g.value > 2 * g.error for gaps in kinds for g in gaps)]
-    verdict: Verdict = "not held" if better else "held" if len(worse) == len(found) else "undecided"
+def advantage(found: dict[int, dict[str, list[Estimate]]]) -> Claim:
+    """found[k]: for each measure, the differences at every k'. An advantage is consistent if it is there at every k',
+    and refuted by one k' at which it is a disadvantage; the claim is that all of them are."""
+    curves = [(f"k = {k} in {kind}", gaps) for k, kinds in found.items() for kind, gaps in kinds.items()]
+    better = [name for name, gaps in curves if all(gap.value < -2 * gap.error for gap in gaps)]
+    worse = [name for name, gaps in curves if any(gap.value > 2 * gap.error for gap in gaps)]
+    verdict: Verdict = "not held" if better else "held" if len(worse) == len(curves) else "undecided"
     because = (
-        f"better at every k' beyond two standard errors: {', '.join(f'k = {k}' for k in better) or 'none'}; "
-        f"worse somewhere: {', '.join(f'k = {k}' for k in worse) or 'none'}"
+        f"better at every k' beyond two standard errors: {', '.join(better) or 'none'}; "
+        f"worse at some k': {', '.join(worse) or 'none'}"
     )
     return Claim("Training on L_M^k confers no consistent advantage over L_M^inf", verdict, because)
 
@@ -88,13 +90,13 @@ def report(scale: Scale, store: Store) -> Report:
     for trained in scale.varied.trained_k:
         distances = [_distance(scale, store, trained, k) for k in evaluated]
         likelihoods = [_bits(scale, store, trained, k) for k in evaluated]
-        found[trained] = [distances, likelihoods]
+        found[trained] = {scale.metric: distances, "bits/dim": likelihoods}
         row: tuple[Cell, ...] = (trained, *distances, *likelihoods)
         rows.append(row)
     columns = [f"{scale.metric} at k' = {k}" for k in evaluated] + [f"bits/dim at k' = {k}" for k in evaluated]
     return Report(
         tables=(Table("difference to training on L_M^inf", ("trained on k", *columns), tuple(rows)),),
-        claims=(_advantage(found),),
+        claims=(advantage(found),),
         draw=lambda: _draw(scale, store),
     )
 

@@ -8,6 +8,8 @@ levels; the fitted proposal is fitted on one half of the images, and all are jud
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +20,7 @@ from bsi.levels import ExpectedError, Fitted, LogUniform, Proposal, Uniform
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate
 from bsi.studies.job import Measure, Profile
-from bsi.studies.report import Report, Study, Table, less
+from bsi.studies.report import Claim, Report, Study, Table, less
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
 
@@ -39,6 +41,7 @@ KNOTS = 33
 
 Errors = Float64[np.ndarray, "levels images"]
 Curve = Float64[np.ndarray, " levels"]
+Statistic = Callable[[Curve, Errors, Proposal], float]
 
 
 def profile(scale: Scale) -> Profile:
@@ -92,15 +95,30 @@ def _judged(scale: Scale, store: Store) -> tuple[Curve, Errors, dict[str, Propos
     return level, errors[:, 1::2], proposals(level, errors[:, ::2])
 
 
-def _bootstrapped(level: Curve, errors: Errors, proposal: Proposal) -> tuple[Estimate, Estimate]:
-    """Orders of magnitude and relative spread, with errors from resampling the images."""
-    generator = np.random.default_rng(0)
-    drawn = [errors[:, generator.integers(0, errors.shape[1], errors.shape[1])] for _ in range(RESAMPLED)]
-    found = []
-    for statistic in (_orders, relative_spread):
-        again = [statistic(level, each, proposal) for each in drawn]
-        found.append(Estimate(statistic(level, errors, proposal), float(np.std(again, ddof=1))))
-    return found[0], found[1]
+@dataclass(frozen=True)
+class Resampled:
+    """A statistic of all images, and of sets of as many drawn from them: the same sets for every proposal."""
+
+    value: float
+    again: Float64[np.ndarray, " sets"]
+
+    @property
+    def estimate(self) -> Estimate:
+        return Estimate(self.value, float(self.again.std(ddof=1)))
+
+    def __sub__(self, other: Resampled) -> Resampled:
+        return Resampled(self.value - other.value, self.again - other.again)
+
+
+def resampled(statistic: Statistic, level: Curve, errors: Errors, proposal: Proposal) -> Resampled:
+    generator, images = np.random.default_rng(0), errors.shape[1]
+    sets = [generator.integers(0, images, images) for _ in range(RESAMPLED)]
+    again = np.array([statistic(level, errors[:, chosen], proposal) for chosen in sets])
+    return Resampled(statistic(level, errors, proposal), again)
+
+
+def _less(statement: str, a: Resampled, b: Resampled) -> Claim:
+    return less(statement, a.estimate, b.estimate, (a - b).estimate)
 
 
 def _draw(scale: Scale, store: Store) -> Figure:
@@ -122,23 +140,26 @@ def _draw(scale: Scale, store: Store) -> Figure:
 
 def report(scale: Scale, store: Store) -> Report:
     level, errors, all_proposals = _judged(scale, store)
-    found = {name: _bootstrapped(level, errors, proposal) for name, proposal in all_proposals.items()}
+    orders, spreads = (
+        {name: resampled(statistic, level, errors, proposal) for name, proposal in all_proposals.items()}
+        for statistic in (_orders, relative_spread)
+    )
     return Report(
         tables=(
             Table(
                 "proposals",
                 ("proposal", "range of h / p, orders of magnitude", "standard deviation of a draw / mean"),
-                tuple((name, *both) for name, both in found.items()),
+                tuple((name, orders[name].estimate, spreads[name].estimate) for name in all_proposals),
             ),
         ),
         claims=(
-            less(
+            _less(
                 "The log-uniform proposal shrinks the range of h / p (paper: by about 4 orders of magnitude)",
-                found["log-uniform"][0],
-                found["uniform"][0],
+                orders["log-uniform"],
+                orders["uniform"],
             ),
-            less("and with it the spread of a draw", found["log-uniform"][1], found["uniform"][1]),
-            less("A fitted proposal shrinks the spread further", found["fitted"][1], found["log-uniform"][1]),
+            _less("The log-uniform proposal shrinks the spread of a draw", spreads["log-uniform"], spreads["uniform"]),
+            _less("A fitted proposal shrinks the spread further", spreads["fitted"], spreads["log-uniform"]),
         ),
         draw=lambda: _draw(scale, store),
     )

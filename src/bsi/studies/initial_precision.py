@@ -46,13 +46,13 @@ def _draw(scale: Scale, store: Store) -> Figure:
     precisions = scale.varied.lambda_0
     figure, (left, right) = figures.panels(2, width=3.4, height=2.8)
     found = [bits(store, bounds(scale, networks(scale, l))) for l in precisions]
-    figures.error_line(left, precisions, [e.value for e in found], [e.error for e in found], figures.COLOURS["bsi"])
+    figures.error_line(left, precisions, found, figures.COLOURS["bsi"])
     left.set_ylabel("bits per dimension")
     left.set_title("Likelihood")
     ends = []
-    for steps, colour in zip(scale.varied.steps, figures.PALETTE, strict=False):
+    for steps, (colour, mark) in zip(scale.varied.steps, figures.SHADES, strict=False):
         each = _distances(scale, store, steps)
-        figures.error_line(right, precisions, [e.value for e in each], [e.error for e in each], colour)
+        figures.error_line(right, precisions, each, colour, mark)
         ends.append(figures.End(precisions[-1], each[-1].value, f"{steps} steps", colour))
     right.set_ylabel(scale.metric)
     right.set_title("Sample quality")
@@ -117,7 +117,11 @@ def report(scale: Scale, store: Store) -> Report:
     at_many = _distances(scale, store, many)
     return Report(
         tables=(
-            Table("lambda_0", ("lambda_0", "bits/dim", *(f"{scale.metric} at {k}" for k in scale.varied.steps)), rows),
+            Table(
+                "initial precision",
+                ("lambda_0", "bits/dim", *(f"{scale.metric} at {k}" for k in scale.varied.steps)),
+                rows,
+            ),
         ),
         claims=(
             _falling(scale, store),

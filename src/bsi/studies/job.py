@@ -192,8 +192,10 @@ def quantity(job: Measure) -> str:
             return "L_R"
         case Profile():
             return "errors"
+        case Quality(metric=metric, steps=steps, solver="posterior", grid="paper"):
+            return f"{metric} at {steps}"
         case Quality(metric=metric, steps=steps, solver=solver, grid=grid):
-            return f"{metric}, {steps} steps of {solver} on {grid}"
+            return f"{metric} at {steps}, {solver} on {grid}"
 
 
 def estimate_s(job: Job, scale: Scale) -> float:

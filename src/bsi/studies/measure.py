@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +43,7 @@ from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, na
 from bsi.studies.scale import MetricName, Scale
 from bsi.studies.store import Result
 from bsi.training.distributed import Place, World
+from bsi.training.lease import hold
 from bsi.training.recipe import Recipe
 
 __all__ = ["Laboratory"]
@@ -142,8 +145,16 @@ class Laboratory:
         return Result({"images": count, "levels": job.levels}, {name: a.numpy() for name, a in arrays.items()})
 
     def _quality(self, job: Quality, model: Model, deadline: Deadline) -> Result:
+        """One process at a time: samples are on the disk on their way, and another study may want the same ones."""
+        folder = self.folder / "measurements" / f"{name_of(job)}-samples"
+        folder.mkdir(parents=True, exist_ok=True)
+        with hold(folder, lambda words: print(f"bsi study: {words}", file=sys.stderr)):
+            found = self._distance(job, self._drawn(job, model, deadline, folder / "samples.npz"))
+            shutil.rmtree(folder)
+        return found
+
+    def _distance(self, job: Quality, drawn: np.ndarray) -> Result:
         extractor = _extractor(job.metric, self.device)
-        drawn = self._drawn(job, model, deadline)
         bins = self.dataset.bins
         assert bins is not None
         batch = self.scale.drawn.batch
@@ -174,19 +185,15 @@ class Laboratory:
             {"images": drawn[:SHOWN]},
         )
 
-    def _drawn(self, job: Quality, model: Model, deadline: Deadline) -> np.ndarray:
+    def _drawn(self, job: Quality, model: Model, deadline: Deadline, path: Path) -> np.ndarray:
         """All samples as bin indices, drawn part by part: an interrupted drawing goes on where it was."""
         how = Drawing(job.steps, job.seed, job.solver, job.grid)
-        path = self.folder / "measurements" / f"{name_of(job)}-samples.npz"
-        path.parent.mkdir(parents=True, exist_ok=True)
         parts = Parts(path, job.num, {"job": name_of(job), "precision": inner_precision(model)})
         for rows in parts.missing():
             deadline.check(f"{rows.start} of {job.num} samples are drawn")
             batches = torch.arange(rows.start, rows.stop, device=self.device).split(self.scale.drawn.batch)
             parts.write(rows, np.concatenate([_draw(model, ids, how) for ids in batches]))
-        drawn = parts.join()
-        path.unlink()
-        return drawn
+        return parts.join()
 
 
 def _draw(model: Model, ids: Tensor, how: Drawing) -> np.ndarray:

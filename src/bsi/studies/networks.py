@@ -22,6 +22,7 @@ from bsi.studies.job import Train
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
 from bsi.training.export import export
+from bsi.training.files import readable_as_folder
 from bsi.training.folder import RunFolder
 from bsi.training.journal import Sink, Value, read_journal
 from bsi.training.train import train
@@ -60,6 +61,7 @@ def _round(exported: Path, kept: Path, scale: Scale) -> None:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[scale.kept]
     beside = kept.with_name(f".{kept.name}")
     safetensors.torch.save_file({name: tensor.to(dtype) for name, tensor in weights.items()}, beside, metadata)
+    readable_as_folder(beside)
     beside.replace(kept)
 
 

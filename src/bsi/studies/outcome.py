@@ -24,7 +24,7 @@ from bsi.studies.job import (
     quantity,
     title,
 )
-from bsi.studies.report import Cell, Report, Study, Table
+from bsi.studies.report import Cell, Report, Study, Table, as_csv
 from bsi.studies.scale import Scale
 from bsi.studies.store import Result, Store
 from bsi.training.files import write_json, write_text
@@ -59,13 +59,14 @@ def measured(job: Measure, result: Result) -> Estimate | str:
             return f"mean squared error from {error[0]:.3g} to {error[-1]:.3g}"
 
 
-def so_far(jobs: Sequence[Measure], store: Store) -> Table:
-    """What there is of a study that is not finished: networks by quantities."""
-    columns = list(dict.fromkeys(quantity(job) for job in jobs))
+def so_far(wanted: Sequence[Measure], store: Store) -> Table:
+    """What there is of a study that is not finished, networks by quantities; what is to come is told from what nobody
+    asked for, an empty cell."""
+    columns = list(dict.fromkeys(quantity(job) for job in wanted))
     rows: dict[str, list[Cell]] = {}
-    for job in jobs:
+    for job in wanted:
         row = rows.setdefault(network_name(job.network), [describe(job.network), *(None for _ in columns)])
-        row[1 + columns.index(quantity(job))] = measured(job, store.read(job))
+        row[1 + columns.index(quantity(job))] = measured(job, store.read(job)) if store.done(job) else "missing"
     return Table("measured so far", ("network", *columns), tuple(tuple(row) for row in rows.values()))
 
 
@@ -76,17 +77,19 @@ def write_outcome(study: Study, scale: Scale, store: Store, about: Mapping[str, 
     if wanted and not jobs:
         return None
     finished = len(jobs) == len(wanted)
-    report = study.report(scale, store) if finished else Report((so_far(jobs, store),), claims=(), draw=None)
+    report = study.report(scale, store) if finished else Report((so_far(wanted, store),), claims=(), draw=None)
     folder = store.results(study.name, scale.name)
     folder.mkdir(parents=True, exist_ok=True)
-    if report.draw is not None:
+    if report.draw is None:
+        figures.remove(folder)  # of when it was finished, with fewer measurements
+    else:
         with figures.style():
             figures.save(report.draw(), folder)
-    write_text(folder / "numbers.csv", "\n".join(table.csv() for table in report.tables))
+    write_text(folder / "numbers.csv", as_csv(report.tables))
     left = len(wanted) - len(jobs)
     write_json(folder / "numbers.json", {**record(study, scale, report, jobs, store, about), "left": left})
     for claim in report.claims:
-        print(f"{study.name}: {claim}", flush=True)
+        print(f"{study.name}: {claim.said(_one_seed(jobs))}", flush=True)
     print(folder if finished else f"{folder}: {len(jobs)} of {len(wanted)} measurements so far", flush=True)
     return folder
 
@@ -103,12 +106,13 @@ def record(
         "hardware": sorted({str(each["device"]) for each in made}),
         "commits": sorted({str(each["commit"]) for each in made}),
         "command": f"bsi study {study.name} --scale {scale.name} --out FOLDER",
+        "commands": sorted({str(each["command"]) for each in made}),
         "claims": [
             {"statement": claim.statement, "verdict": claim.verdict, "because": claim.because}
             for claim in report.claims
         ],
         "one_seed": _one_seed(measures),
-        "notes": list(report.notes),
+        "notes": [*report.notes, *_how(measures)],
         "tables": [
             {"name": table.name, "markdown": table.markdown(), "rows": table.records()} for table in report.tables
         ],
@@ -116,6 +120,19 @@ def record(
         "measurements": {name_of(job): title(job) for job in measures},
         "about": dict(about),
     }
+
+
+def _how(measures: list[Measure]) -> list[str]:
+    """How closely bounds and distances were estimated, whatever the study."""
+    found: dict[str, None] = {}  # in order, each once
+    for job in measures:
+        if isinstance(job, Bound):
+            levels = f"{job.levels} levels and {job.recon} reconstructions"
+            found[f"bits/dim: the whole test set, {levels} of each image."] = None
+        elif isinstance(job, Quality):
+            at_k = '"at k" is in k steps, of the paper\'s sampler if no other is named'
+            found[f"{job.metric}: {job.num:,} samples against the test set; {at_k}."] = None
+    return list(found)
 
 
 def _one_seed(measures: list[Measure]) -> bool:

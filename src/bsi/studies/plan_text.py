@@ -23,14 +23,18 @@ def plan_text(planned: Sequence[Planned], scale: Scale, store: Store) -> str:
     lines = [f"{scale.name}: {scale.summary}"]
     for p in planned:
         found = f" = {line(p.job, store.read(p.job))}" if p.done and not isinstance(p.job, Train) else ""
-        lines += [f"{'done' if p.done else f'{p.seconds / 60:8.2f} min':>12}  {p.study:<19} {title(p.job)}{found}"]
+        lines += [f"{'done' if p.done else _duration(p.seconds):>12}  {p.study:<19} {title(p.job)}{found}"]
         if scale.name == "paper" and isinstance(p.job, Train) and not p.done:
             lines += [f"{'':12}  {'':19} {train_command(p.job.network, store)}"]
     left = [p for p in planned if not p.done]
-    trained, minutes = sum(isinstance(p.job, Train) for p in left), sum(p.seconds for p in left) / 60
-    total = f"{minutes:.1f} minutes" if minutes < 300 else f"{minutes / 60:.0f} hours"
-    lines.append(f"{len(left)} of {len(planned)} jobs left, {trained} of them networks to train: {total}")
+    trained, whole = sum(isinstance(p.job, Train) for p in left), _duration(sum(p.seconds for p in left))
+    begun = "not yet run: " if left and len(left) == len(planned) else ""
+    lines.append(f"{begun}{len(left)} of {len(planned)} jobs left, {trained} of them networks to train: {whole}")
     return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.2f} min" if seconds < 300 * 60 else f"{seconds / 3600:.0f} h"
 
 
 def train_command(recipe: Recipe, store: Store) -> str:

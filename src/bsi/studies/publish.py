@@ -36,7 +36,8 @@ paper found.
 
 "Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are
 several (with two seeds a rough one: their spread has one degree of freedom), else the Monte Carlo error of a bound, or
-that of having drawn these samples; "for one seed" says that what training anew would change is in no error.
+that of having drawn these samples; "for one seed" says that what training anew would change is in no error. Bars in
+figures are one standard error. In a study that is not finished "missing" is still to be measured; – is not asked for.
 `fd-digits` is a Fréchet distance in the features of a small classifier of digits, and is comparable to no FID.
 """
 
@@ -47,12 +48,14 @@ def publish(folders: Sequence[Path], docs: Path) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     for folder in folders:
         found = json.loads((folder / "numbers.json").read_text("utf-8"))
+        if not STUDIES[found["study"]].scaled and found["scale"] != "smoke":
+            continue  # it says the same at every scale, and the page has it once
         stem = f"{found['study']}-{found['scale']}"
         if found["left"] == 0:
             shutil.copyfile(folder / "figure.png", target / f"{stem}.png")
         elif (target / f"{stem}.png").is_file():  # what is finished is not replaced by what is not
             continue
-        found["about"].pop("command", None)  # with the folders of one machine; `command` has it without
+        del found["commands"], found["about"]["command"]  # with the folders of one machine; `command` has it without
         write_json(target / f"{stem}.json", found)
     write_text(docs / "results.md", page(target))
     return docs / "results.md"

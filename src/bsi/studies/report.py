@@ -19,7 +19,7 @@ from bsi.studies.store import Store
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Cell", "Claim", "Report", "Study", "Table", "Verdict", "all_of", "equal", "less", "text"]
+__all__ = ["Cell", "Claim", "Report", "Study", "Table", "Verdict", "all_of", "as_csv", "equal", "less", "text"]
 
 Cell = str | int | float | Estimate | None
 Verdict = Literal["held", "not held", "undecided"]
@@ -56,14 +56,16 @@ class Table:
         lines += [_markdown_row([text(cell) for cell in row]) for row in self.rows]
         return "\n".join(lines)
 
-    def csv(self) -> str:
-        records = self.records()
-        names = list(dict.fromkeys(name for record in records for name in record))
-        out = io.StringIO()
-        writer = csv.DictWriter(out, ["table", *names], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({"table": self.name, **record} for record in records)
-        return out.getvalue()
+
+def as_csv(tables: Sequence[Table]) -> str:
+    """All tables as one, the columns of each and its name in the first: what reads CSV reads it."""
+    records = [{"table": table.name, **record} for table in tables for record in table.records()]
+    names = list(dict.fromkeys(name for record in records for name in record))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
@@ -86,8 +88,9 @@ class Claim:
     verdict: Verdict
     because: str
 
-    def __str__(self) -> str:
-        return f"{self.statement}: {self.verdict} ({self.because})."
+    def said(self, one_seed: bool) -> str:
+        """In one sentence; with one seed, no error has in it what training anew would change."""
+        return f"{self.statement}: {self.verdict}{', for one seed' if one_seed else ''} ({self.because})."
 
 
 def less(statement: str, a: Estimate, b: Estimate, difference: Estimate | None = None) -> Claim:

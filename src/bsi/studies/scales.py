@@ -83,7 +83,7 @@ SMOKE = Scale(
     metric="fd-digits",
     drawn=Drawn(num=512, batch=256, steps=(8, 32), long=64, convergence=(4, 8, 16, 32)),
     measured=Measured(
-        levels=16, recon=4, finite_levels=64, ks=(8, 32, 128, 512), profile_levels=33, profile_images=64, batch=299
+        levels=16, recon=4, finite_levels=100, ks=(8, 32, 128, 512), profile_levels=33, profile_images=64, batch=299
     ),
     varied=Varied(
         lambda_0=(1e-4, 1e-2, 1.0),

@@ -4,7 +4,10 @@ import errno
 import inspect
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +176,22 @@ def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert command.text(record).splitlines()[0].endswith(": all were there")
 
 
+def test_two_ranks_share_the_parts_and_draw_the_samples_of_one(tmp_path):
+    one, two = tmp_path / "one.npz", tmp_path / "two.npz"
+    words = f"sample digits --num {PART + 7} --steps 1 --device cpu --json --animate {tmp_path / 'belief.gif'}"
+    assert main([*words.split(), "--npz", str(one)]) == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    ranks = [*torchrun, "bsi", *words.split(), "--npz", str(two), "--out", str(tmp_path / "two.png")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    told = subprocess.run(ranks, check=True, timeout=120, env=environment, capture_output=True, text=True)
+    (record,) = map(json.loads, told.stdout.splitlines())  # the first rank's alone
+    assert record["drawn"] == PART + 7
+    assert told.stderr.count("sample 0/") == 1
+    np.testing.assert_array_equal(array(two), array(one))
+    assert (tmp_path / "two.png").exists()
+    assert not list(tmp_path.glob("*.parts"))
+
+
 def test_parts_of_another_precision_are_never_joined(tmp_path, monkeypatch):
     """`auto` is bfloat16 on a GPU and float32 on a CPU: what it came to is kept, not the word."""
 
@@ -251,6 +270,7 @@ def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, mo
 
     images, vectors = model(num_classes=3), bsi.Model(build(MLPConfig(16, 1), (5,)), bsi.BSI(), (5,))
     plain, named = model(), model(num_classes=3, class_names=("cat", "dog", "0"))
+    write_samples(images, arguments(tmp_path, seed=7, npz=tmp_path / "others.npz"))
     for each in (images, vectors, plain, named):
         monkeypatch.setattr(each.denoiser, "forward", never)
     for network, changed, message in (
@@ -272,6 +292,9 @@ def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, mo
         (images, {"animate": tmp_path / "belief.mp4"}, r"\.gif or \.webp"),
         (images, {"out": tmp_path / "nowhere" / "grid.png"}, "no folder"),
         (images, {"animate": tmp_path / "belief.gif", "steps": 10**6}, "take fewer steps"),
+        (images, {"num": 10**15}, "samples take 29802322.4 GiB of memory, .* are free: take fewer"),
+        (images, {"num": 10**15, "npz": None}, "take fewer, and others with another --seed"),
+        (images, {"animate": tmp_path / "belief.gif", "npz": tmp_path / "others.npz"}, "seed 7 there, 0 here"),
         (vectors, {"out": tmp_path / "grid.png"}, "no picture"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -287,6 +310,7 @@ def test_the_command_writes_a_picture_and_says_what_it_did(tmp_path, capsys, mon
     assert (tmp_path / "samples.png").exists()
     out, err = capsys.readouterr()
     assert f"4 samples, 3 evaluations each ({defaults.SOLVER}, {defaults.GRID})" in out
+    assert command.text({**write_samples(model(), arguments(tmp_path, num=1))}).startswith("1 sample, 5 evaluations")
     assert "trained to its end" not in err
     assert command.run(Sample(Path("digits"), num=4, steps=2, device="cpu", json=True)) == 0
     assert json.loads(capsys.readouterr().out)["num"] == 4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,31 +15,33 @@ import tyro
 
 from bsi.cli.labels import label_of
 from bsi.defaults import GRID, STEPS
-from bsi.errors import NonFinite, UsageError
-from bsi.progress import Progress, readable_bytes
+from bsi.errors import UsageError
+from bsi.progress import readable_bytes
 from bsi.writing import check_writable, whole
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
-    from bsi.evaluation.drawing import Drawing
+    from bsi.evaluation.series import Series
     from bsi.model import Model
+    from bsi.training.distributed import World
 
 __all__ = ["Sample", "run", "write_samples"]
 
 SHOWN = 400  # images that a picture shows at most
 ANIMATED = 16
 COMPILED = 1000  # samples from which on it pays to wait for a compiler
+TIMEOUT_S = 86400.0  # ranks wait so long for one that has a part more to draw
 
 
 @dataclass(frozen=True)
 class Sample:
     """Draw samples from a trained model. Sample i depends on (seed, i) alone, whatever the batch or their number.
 
-    With --npz a large number is drawn part by part: interrupted, the same command goes on. A sample of k steps costs
-    k + 1 evaluations of the network with BSI and BFN, where it is a last prediction, and k with VDM; twice as many with
-    guidance.
+    With --npz a large number is drawn part by part: interrupted, the same command goes on, and ranks share the parts
+    (`torchrun -m -- bsi sample ...`; its -- keeps torchrun from reading --num as an option of its own). A sample of k
+    steps costs k + 1 evaluations of the network with BSI and BFN, where it is a last prediction, and k with VDM; twice
+    as many with guidance.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -82,67 +84,80 @@ def run(args: Sample) -> int:
     for name, value in (("num", args.num), ("steps", args.steps), ("batch-size", args.batch_size)):
         if value < 1:
             raise UsageError(f"--{name} must be at least 1: got {value}")
+    from bsi.training.distributed import join
     from bsi.training.export import model_of, read_trained
     from bsi.training.room import enough_for_batch
 
-    trained = read_trained(args.run, not args.weights)
-    if trained.step < trained.recipe.steps:
-        unfinished = f"{args.run} is not trained to its end: step {trained.step} of {trained.recipe.steps}"
-        print(f"bsi sample: {unfinished}", file=sys.stderr)
-    model = prepared(model_of(trained, str(args.run)), args)
-    with enough_for_batch(args.batch_size, "--batch-size", model.device):
-        record = write_samples(model, args)
-    print(json.dumps(record) if args.json else text(record))
+    with join(None if args.device == "auto" else args.device, TIMEOUT_S) as world:
+        trained = read_trained(args.run, not args.weights)
+        if world.first and trained.step < trained.recipe.steps:
+            unfinished = f"{args.run} is not trained to its end: step {trained.step} of {trained.recipe.steps}"
+            print(f"bsi sample: {unfinished}", file=sys.stderr)
+        model = prepared(model_of(trained, str(args.run)).to(world.device), args)
+        with enough_for_batch(args.batch_size, "--batch-size", world.device):
+            record = write_samples(model, args, world)
+    if record is not None:
+        print(json.dumps(record) if args.json else text(record))
     return 0
 
 
 def prepared(model: Model, args: Sample) -> Model:
-    """On its device, in its precision, and compiled where that pays."""
+    """In its precision, and compiled where that pays."""
     from bsi.backbones import Backbone, accelerate, compute_dtype
-    from bsi.training.distributed import pick_device
 
-    device = pick_device(None if args.device == "auto" else args.device, 0)
-    network = model.to(device).denoiser.backbone
+    network = model.denoiser.backbone
     if isinstance(network, Backbone):
-        network.compute_dtype = compute_dtype(args.precision, device)
+        network.compute_dtype = compute_dtype(args.precision, model.device)
         if args.num >= COMPILED:
-            accelerate(network, device)
+            accelerate(network, model.device)
     return model
 
 
-def write_samples(model: Model, args: Sample) -> dict[str, Any]:
-    """Everything that was asked for, and a record of it. All that can be wrong is found before the first evaluation."""
+def write_samples(model: Model, args: Sample, world: World | None = None) -> dict[str, Any] | None:
+    """Everything that was asked for, and a record of it. All that can be wrong is found before the first evaluation.
+
+    Every rank calls it: they share the parts of --npz, the first does all else, and it alone gets the record.
+    """
     import torch
 
     from bsi.evaluation.drawing import Drawing
-    from bsi.sampling import evaluations
+    from bsi.evaluation.series import Series, Stored
+    from bsi.training.distributed import Place, World
 
+    world = world or World(Place(), model.device)
     how = Drawing(args.steps, args.seed, args.solver, args.grid, args.noise, args.guidance).by(model.method)
     how.check(model.method)
-    label = label_of(model, args.label, args.guidance)
+    series = Series(model, how, label_of(model, args.label, args.guidance), args.batch_size)
     picture = args.out or (Path("samples.png") if args.npz is None and args.animate is None else None)
     check_files(model, args, picture)
+    stored = None if args.npz is None else Stored.of(series, args.npz, args.num)
+    world.barrier()  # every rank has seen what is there, and what is missing, before one of them writes
     num = fresh = min(args.num, ANIMATED)  # if nothing but an animation is asked for
-    started = time.perf_counter()
+    samples, started = None, time.perf_counter()
     with torch.no_grad():
-        if args.animate is not None:
-            animation(model, how, label, min(args.num, ANIMATED), args.animate)
-        if picture is not None or args.npz is not None:
-            started = time.perf_counter()
-            found = drawn(model, args, how, label)
-            num, fresh = args.num, found.fresh
-        seconds = time.perf_counter() - started
-    if picture is not None:
+        if world.first and args.animate is not None:
+            animation(series, num, args.animate)
+        if stored is not None:
+            started, num, fresh = time.perf_counter(), args.num, stored.fresh
+            samples = stored.drawn(world)
+        elif picture is not None and world.first:
+            started, num, fresh = time.perf_counter(), args.num, args.num
+            samples = series.first(num)
+    seconds = time.perf_counter() - started
+    if not world.first:
+        return None
+    if picture is not None and samples is not None:
         from bsi import pictures
 
-        low, high = picture_range(model, found.samples)
+        low, high = picture_range(model, samples)
         with whole(picture, "--out") as beside:
-            pictures.grid(found.samples[:SHOWN], low=low, high=high).save(beside)
+            pictures.grid(samples[:SHOWN], low=low, high=high).save(beside)
+    label = series.label
     return {
         "run": str(args.run),
         "num": num,
         "drawn": fresh,  # the others were in --npz already
-        "evaluations": evaluations(model.method, args.steps, args.guidance != 1),
+        "evaluations": sum(series.evaluations),
         **{name: value for name, value in asdict(how).items() if name != "classes"},  # here all are of one
         "label": label,
         "class": model.class_names[label] if label is not None and model.class_names else None,
@@ -158,83 +173,10 @@ def text(record: dict[str, Any]) -> str:
     rate = f"{record['seconds']:.1f} s, {fresh / max(record['seconds'], 1e-3):.3g}/s"
     took = "all were there" if fresh == 0 else rate if fresh == num else f"{num - fresh} were there, {fresh} in {rate}"
     first = (
-        f"{num} samples{kind}, {record['evaluations']} evaluations each "
+        f"{num} sample{'s' if num > 1 else ''}{kind}, {record['evaluations']} evaluations each "
         f"({record['solver']}, {record['grid']}), seed {record['seed']}: {took}"
     )
     return "\n".join([first, *record["files"]])
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Samples as bin indices or values, and how many of them were not in --npz before."""
-
-    samples: np.ndarray
-    fresh: int
-
-
-def drawn(model: Model, args: Sample, how: Drawing, label: int | None) -> Drawn:
-    """All samples, in memory or part by part into --npz."""
-    import numpy as np
-
-    from bsi.evaluation.parts import PART, Parts
-    from bsi.evaluation.runs import inner_precision, weights_hash
-
-    each = sum(evaluations_by_step(model, how))
-    if args.npz is None:
-        with Progress("sample", args.num * each, "evaluation") as progress:
-            return Drawn(np.concatenate(list(batches(model, args, how, label, range(args.num), progress))), args.num)
-    # The precision that `auto` came to: parts from a GPU and from a CPU are no one set of samples.
-    about = {**asdict(how), "label": label, "precision": inner_precision(model), "weights": weights_hash(model)}
-    parts = Parts(args.npz, args.num, about)
-    missing = parts.missing()
-    done = args.num - sum(map(len, missing))
-    try:
-        with Progress("sample", args.num * each, "evaluation", done * each) as progress:
-            for ids in missing:
-                parts.write(ids, np.concatenate(list(batches(model, args, how, label, ids, progress))))
-        return Drawn(parts.join(), args.num - done)
-    except KeyboardInterrupt:
-        kept = args.num - sum(map(len, parts.missing()))
-        raise KeyboardInterrupt(
-            f"{kept} of {args.num} samples are kept, in parts of {PART}; the same command goes on"
-        ) from None
-
-
-def evaluations_by_step(model: Model, how: Drawing) -> list[int]:
-    """How often a sample's network is evaluated for each step of its trajectory; VDM's last takes none."""
-    from bsi.sampling import evaluations
-
-    guided = how.guidance != 1
-    last = evaluations(model.method, 0, guided)
-    return [evaluations(model.method, 1, guided) - last] * how.steps + [last]
-
-
-def batches(
-    model: Model, args: Sample, how: Drawing, label: int | None, ids: range, progress: Progress
-) -> Iterator[np.ndarray]:
-    """The samples `ids`, a batch at a time."""
-    import torch
-
-    from bsi.evaluation.drawing import draw
-
-    for part in torch.arange(ids.start, ids.stop, device=model.device).split(args.batch_size):
-        x_hat, steps = torch.empty(0), draw(model.denoiser, model.shape, part, how, condition(label, part))
-        for step, count in zip(steps, evaluations_by_step(model, how), strict=True):
-            x_hat = step.x_hat
-            progress.advance(count * len(part))
-        check_finite(x_hat, part)
-        yield model.data(x_hat).cpu().numpy()
-
-
-def check_finite(x_hat: Tensor, ids: Tensor) -> None:
-    if not bool(x_hat.isfinite().all()):
-        raise NonFinite(f"samples {int(ids[0])} to {int(ids[-1])} hold NaN or infinity: so do the predictions")
-
-
-def condition(label: int | None, ids: Tensor) -> Tensor | None:
-    import torch
-
-    return None if label is None else torch.full_like(ids, label)
 
 
 def check_files(model: Model, args: Sample, picture: Path | None) -> None:
@@ -253,13 +195,16 @@ def check_files(model: Model, args: Sample, picture: Path | None) -> None:
             raise UsageError(f"{path} should end in {' or '.join(suffixes)}")
         if path is not None:
             check_writable(path, option)
-    if args.animate is not None:
-        needed, there = animation_bytes(model.shape, min(args.num, ANIMATED), args.steps + 1), host_memory()
+    there, narrow = host_memory(), model.bins is not None and model.bins.count <= 256
+    kept = 2 * args.num * math.prod(model.shape) * (1 if narrow else 4)  # batches or parts, and the array made of them
+    shown = animation_bytes(model.shape, min(args.num, ANIMATED), args.steps + 1) if args.animate else 0
+    for what, needed, fix in (
+        (f"{args.num} samples", kept, "take fewer, and others with another --seed"),
+        (f"an animation of {args.steps} steps", shown, "take fewer steps"),
+    ):
         if needed > there:
-            raise UsageError(
-                f"an animation of {args.steps} steps needs {readable_bytes(needed)} of memory, and "
-                f"{readable_bytes(there)} are free: take fewer steps"
-            )
+            free = readable_bytes(there)
+            raise UsageError(f"{what} take {readable_bytes(needed)} of memory, and {free} are free: {fix}")
 
 
 def picture_range(model: Model, samples: np.ndarray) -> tuple[float, float]:
@@ -274,16 +219,16 @@ def extremes(values: np.ndarray) -> tuple[float, float]:
     return low, high if high > low else low + 1
 
 
-def animation(model: Model, how: Drawing, label: int | None, num: int, path: Path) -> None:
+def animation(series: Series, num: int, path: Path) -> None:
     """The first `num` beliefs, step by step, as values; drawn by themselves, since samples in --npz have no history."""
     import torch
 
-    from bsi.evaluation.drawing import draw
+    from bsi.evaluation.series import check_finite
     from bsi.pictures import SMALLEST, Moment, animate, belief_frames
     from bsi.sampling import belief, measurement
 
-    ids = torch.arange(num, device=model.device)
-    steps = list(draw(model.denoiser, model.shape, ids, how, condition(label, ids)))
+    model, ids = series.model, torch.arange(num, device=series.model.device)
+    steps = list(series.steps(ids))
     check_finite(steps[-1].x_hat, ids)
     measured = [measurement(model.method, a, b).cpu().numpy() for a, b in itertools.pairwise(steps)]
     moments = [

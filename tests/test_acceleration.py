@@ -83,6 +83,17 @@ def test_volta_and_later_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused(forms, CPU) is forms
 
 
+@pytest.mark.parametrize("space", [(4,), (4, 4), (4, 4, 4)], ids=["1d", "2d", "3d"])
+def test_a_unets_weights_lie_channels_last_with_any_number_of_axes(
+    monkeypatch: pytest.MonkeyPatch, space: tuple[int, ...]
+) -> None:
+    network = build(UNET, (3, *space))
+    pretend(monkeypatch, VOLTA)
+    accelerate(network, CUDA)
+    order = {2: torch.channels_last, 3: torch.channels_last_3d}.get(len(space), torch.contiguous_format)
+    assert all(p.is_contiguous(memory_format=order) for p in network.parameters() if p.ndim == 2 + len(space))
+
+
 def test_on_a_cpu_accelerating_changes_nothing() -> None:
     network = build(DIT, (3, 4, 4))
     accelerate(network, CPU)

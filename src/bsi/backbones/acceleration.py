@@ -37,7 +37,8 @@ def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8
     if device.type != "cuda":
         return
     if isinstance(backbone, UNet):
-        backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs leave it out
+        order = torch.channels_last_3d if len(backbone.shape) == 4 else torch.channels_last
+        backbone.to(memory_format=order)  # type: ignore[call-overload]  # torch's stubs leave it out
     if fp8:
         check_fp8(backbone.config, backbone.shape)
     form = form_of(backbone.config, backbone.compute_dtype, device, lean)

@@ -5,8 +5,9 @@
   2^8 pi u would be noise. Rounded to bfloat16 *afterwards*, the features together still hold u to about 1e-5.
 - Precision embedding: 16 sines and cosines of t with frequencies f spaced geometrically and amplitudes proportional
   to f^(-1/2). Then e(t) . e(s) = sum_i w_i cos(2 pi f_i (t - s)) with weights w ~ 1/f depends on t - s alone, and its
-  spectral density is 1/f^2, that of exp(-|t - s| / l): similarity falls steadily with the distance, and has a cusp at
-  0, so that near values differ clearly. With equal amplitudes, the usual choice, it would rise again by up to 0.7.
+  spectral density is 1/f^2, that of exp(-|t - s| / l): similarity falls steadily with the distance (it never rises
+  again by more than 0.007), and has a cusp at 0, so that near values differ clearly. With equal amplitudes, the usual
+  choice, it would rise again by up to 0.7.
 - Positions: fixed sines and cosines, an equal share of the width for each spatial axis. On two axes they are the DiT's
   but for the order: there the column's channels come before the row's, which the weights that read them make up for.
 """

@@ -13,7 +13,8 @@ halves the image before their blocks and another doubles it after, the halved im
 follows every block (theirs: at 16 x 16 alone).
 
 Images go through it channels-last, from the first convolution to the last and back. Give the weights the same order,
-`network.to(memory_format=torch.channels_last)`, on a GPU: otherwise every convolution copies its weights first.
+`network.to(memory_format=torch.channels_last)`, on a GPU: otherwise every convolution copies its weights first. (With
+three spatial axes that order has a name of its own; acceleration.py knows it.)
 """
 
 from collections.abc import Iterator

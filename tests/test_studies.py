@@ -31,7 +31,7 @@ from bsi.studies.registry import STUDIES, named_studies
 from bsi.studies.runner import plan, report_so_far, run
 from bsi.studies.scale import Comparison, Drawn, Measured, Varied
 from bsi.studies.scales import SMOKE
-from bsi.studies.store import Store
+from bsi.studies.store import Result, Store
 from bsi.training.lease import hold
 from bsi.training.recipe import Every, Recipe
 
@@ -292,7 +292,15 @@ def test_a_damaged_measurement_is_named(tmp_path):
     path = store.record(job)
     path.parent.mkdir()
     path.write_text("{")
-    with pytest.raises(DataError, match=f"{name_of(job)}.json is missing or damaged"):
+    with pytest.raises(DataError, match=f"{name_of(job)}.json or its .npz is missing or damaged"):
+        store.read(job)
+    store.write(job, Result({"bits_per_dim": 1.0}, {"prior": np.zeros(1000)}), {})
+    arrays = path.with_suffix(".npz")
+    arrays.write_bytes(arrays.read_bytes()[:100])
+    with pytest.raises(DataError, match="missing or damaged"):
+        store.read(job)
+    arrays.unlink()
+    with pytest.raises(DataError, match="missing or damaged"):
         store.read(job)
 
 

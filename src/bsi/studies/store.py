@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -71,24 +72,30 @@ class Store:
             beside.replace(path.with_suffix(".npz"))
         kind = type(job).__name__.lower()
         what = {"kind": kind, "network": network_name(job.network), "recipe": to_plain(job.network), **settings(job)}
-        write_json(path, {"job": what, "values": dict(result.values), "about": dict(about)})
+        names = sorted(result.arrays)
+        write_json(path, {"job": what, "values": dict(result.values), "arrays": names, "about": dict(about)})
 
     def read(self, job: Measure) -> Result:
         """What was measured. Refuses a record of another network, as a changed default would leave it behind."""
-        path = self.record(job)
+        path, arrays = self.record(job), self.record(job).with_suffix(".npz")
         try:
             record = json.loads(path.read_text("utf-8"))
             values, recipe = record["values"], from_plain(Recipe, record["job"]["recipe"], "recipe")
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{path} is missing or damaged ({error}): delete it and run the study again") from error
+            # records of before did not say whether there are arrays
+            found = _load(arrays) if record.get("arrays") or arrays.is_file() else {}
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            raise DataError(
+                f"{path} or its .npz is missing or damaged ({error}): delete both and run the study again"
+            ) from error
         if not same_network(recipe, job.network):
             raise DataError(f"{path} was measured of another network, with other defaults: delete it and run again")
-        arrays: dict[str, np.ndarray] = {}
-        if path.with_suffix(".npz").is_file():
-            with np.load(path.with_suffix(".npz"), allow_pickle=False) as stored:
-                arrays = {name: stored[name] for name in stored.files}
-        return Result(values, arrays)
+        return Result(values, found)
 
     def about(self, job: Measure) -> Values:
         """When, where and by which commit something was measured."""
         return dict(json.loads(self.record(job).read_text("utf-8"))["about"])
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as stored:
+        return {name: stored[name] for name in stored.files}

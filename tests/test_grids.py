@@ -65,6 +65,16 @@ def test_the_level_of_a_signal_to_noise_ratio_is_where_the_encoder_has_it(method
         assert rho[0] == 0  # at first nothing is known
 
 
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_grid_given_as_a_list_or_in_float32_starts_where_the_prior_is(method):
+    """0.01 is no number of float32: what is nearest to it lies below BSI's range, and for VDM above its start."""
+    levels = geometric_grid(method, 5)
+    assert torch.equal(check_grid(method, levels.tolist()), levels)
+    rounded = check_grid(method, levels.float())
+    assert rounded[0] == method.levels.low
+    torch.testing.assert_close(rounded, levels, rtol=1e-6, atol=0)
+
+
 def test_what_is_no_grid_is_refused():
     method = VDM()
     low, high = method.levels.low, method.levels.high
@@ -76,9 +86,12 @@ def test_what_is_no_grid_is_refused():
         ([2 * low, high], "starts at the prior"),
         ([low / 2, high], "in range"),
         ([low, 2 * high], "in range"),
+        ([low, 2 * high, high], "in range"),
+        ([low, high, high * (1 + 1e-7)], "rise strictly"),
     ):
-        with pytest.raises(UsageError, match=message):
-            check_grid(method, torch.tensor(levels, dtype=torch.float64))
+        for given in (levels, torch.tensor(levels, dtype=torch.float64)):
+            with pytest.raises(UsageError, match=message):
+                check_grid(method, given)
     anywhere = torch.tensor([3.0, 7.0], dtype=torch.float64)
     assert torch.equal(check_grid(method, anywhere, from_prior=False), anywhere)
     for k in (0, -3):

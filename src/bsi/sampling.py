@@ -6,7 +6,7 @@ One loop makes the history: `sample` keeps the end of `trajectory`, figures and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,7 @@ def trajectory(
     method: Method,
     predict: Predictor,
     noise: Noise,
-    grid: Float[Tensor, " levels"],
+    grid: Float[Tensor, " levels"] | Sequence[float],
     solver: Solver | str = "posterior",
     start: Float[Tensor, "batch *data"] | None = None,
 ) -> Iterator[Step]:
@@ -76,11 +76,12 @@ def trajectory(
 
     `noise(start, end)` draws standard noise for the information gained from `start` to `end`: first the prior's, then
     that of each step whose solver adds noise. With a latent to `start` from, the grid begins at that latent's level
-    instead of the prior's. What cannot be done is refused here, before the first evaluation.
+    instead of the prior's. A grid may also be a list of numbers. What cannot be done is refused here, before the first
+    evaluation.
     """
     solve = named_solver(solver) if isinstance(solver, str) else solver
-    grid = check_grid(method, grid.cpu(), from_prior=start is None)
-    return _steps(method, predict, noise, grid, solve(method, grid), start)
+    levels = check_grid(method, grid, from_prior=start is None).cpu()
+    return _steps(method, predict, noise, levels, solve(method, levels), start)
 
 
 def _steps(
@@ -112,7 +113,7 @@ def sample(
     method: Method,
     predict: Predictor,
     noise: Noise,
-    grid: Float[Tensor, " levels"],
+    grid: Float[Tensor, " levels"] | Sequence[float],
     solver: Solver | str = "posterior",
     start: Float[Tensor, "batch *data"] | None = None,
 ) -> Float[Tensor, "batch *data"]:

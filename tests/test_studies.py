@@ -87,6 +87,7 @@ def test_a_study_writes_its_figure_and_finite_numbers(folder, name):
     assert found["command"] == f"bsi study {name} --scale smoke --out FOLDER"
     assert found["commits"]
     assert found["commands"]
+    assert found["seeds"] == {"comparison": 2, "illustration": 0, "noise-levels": 0}.get(name, 1)
     assert found["hardware"]
     assert {claim["verdict"] for claim in found["claims"]} <= VERDICTS
     rows = [row for table in found["tables"] for row in table["rows"]]

@@ -226,10 +226,11 @@ class TestClaims:
             {"table": "u", "name": "b", "value": "", "k": "8"},
         ]
 
-    def test_a_claim_says_when_it_rests_on_one_seed(self):
+    def test_a_claim_says_when_it_rests_on_few_seeds(self):
         claim = less("a < b", Estimate(0.0, 0.1), Estimate(1.0, 0.1))
-        assert claim.said(one_seed=True).startswith("a < b: held, for one seed (")
-        assert claim.said(one_seed=False).startswith("a < b: held (")
+        words = {0: "", 1: ", for one seed", 2: ", for two seeds", 3: ""}
+        for seeds, said in words.items():
+            assert claim.said(seeds).startswith(f"a < b: held{said} (")
 
     @pytest.mark.parametrize(
         ("gaps", "verdict"),

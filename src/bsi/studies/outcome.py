@@ -89,7 +89,7 @@ def write_outcome(study: Study, scale: Scale, store: Store, about: Mapping[str, 
     left = len(wanted) - len(jobs)
     write_json(folder / "numbers.json", {**record(study, scale, report, jobs, store, about), "left": left})
     for claim in report.claims:
-        print(f"{study.name}: {claim.said(_one_seed(jobs))}", flush=True)
+        print(f"{study.name}: {claim.said(_fewest_seeds(jobs))}", flush=True)
     print(folder if finished else f"{folder}: {len(jobs)} of {len(wanted)} measurements so far", flush=True)
     return folder
 
@@ -111,7 +111,7 @@ def record(
             {"statement": claim.statement, "verdict": claim.verdict, "because": claim.because}
             for claim in report.claims
         ],
-        "one_seed": _one_seed(measures),
+        "seeds": _fewest_seeds(measures),
         "notes": [*report.notes, *_how(measures)],
         "tables": [
             {"name": table.name, "markdown": table.markdown(), "rows": table.records()} for table in report.tables
@@ -135,9 +135,9 @@ def _how(measures: list[Measure]) -> list[str]:
     return list(found)
 
 
-def _one_seed(measures: list[Measure]) -> bool:
-    """Whether some network was trained from one seed alone: then errors do not say what training anew would change."""
+def _fewest_seeds(measures: list[Measure]) -> int:
+    """From how many seeds each network was trained, at least; 0 if there is none."""
     seeds: dict[str, set[int]] = {}
     for job in measures:
         seeds.setdefault(network_name(replace(job.network, seed=0)), set()).add(job.network.seed)
-    return any(len(each) == 1 for each in seeds.values())
+    return min((len(each) for each in seeds.values()), default=0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bsi.studies.registry import STUDIES
-from bsi.studies.report import Study
+from bsi.studies.report import Study, seeds_said
 from bsi.studies.scale import Scale
 from bsi.studies.scales import SCALES
 from bsi.training.files import write_json, write_text
@@ -35,9 +35,10 @@ paper found.
 | paper | {paper}; the paper's networks, budgets and three seeds | the claims themselves |
 
 "Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are
-several (with two seeds a rough one: their spread has one degree of freedom), else the Monte Carlo error of a bound, or
-that of having drawn these samples; "for one seed" says that what training anew would change is in no error. Bars in
-figures are one standard error. In a study that is not finished "missing" is still to be measured; – is not asked for.
+several, else the Monte Carlo error of a bound, or that of having drawn these samples. "For one seed" says that what
+training anew would change is in no error, "for two seeds" that the error has one degree of freedom, and may be much
+too small by chance. Bars in figures are one standard error. In a study that is not finished "missing" is still to be
+measured; – is not asked for.
 `fd-digits` is a Fréchet distance in the features of a small classifier of digits, and is comparable to no FID.
 """
 
@@ -94,9 +95,8 @@ def _outcome(study: Study, scale: Scale, found: Mapping[str, Any]) -> str:
         lines += [f"Unfinished: {done} of {done + left} measurements are there, and nothing is concluded.", ""]
     else:
         lines += [f"![{study.name} at the scale {scale.name}](results/{study.name}-{scale.name}.png)", ""]
-    seeds = ", for one seed" if found["one_seed"] else ""
     for claim in found["claims"]:
-        lines += [f"- {claim['statement']}: **{claim['verdict']}{seeds}** ({claim['because']})."]
+        lines += [f"- {claim['statement']}: **{claim['verdict']}{seeds_said(found['seeds'])}** ({claim['because']})."]
     lines += [""] if found["claims"] else []
     for table in found["tables"]:
         lines += [f"{table['name'][0].upper()}{table['name'][1:]}:", "", table["markdown"], ""]

@@ -19,7 +19,20 @@ from bsi.studies.store import Store
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Cell", "Claim", "Report", "Study", "Table", "Verdict", "all_of", "as_csv", "equal", "less", "text"]
+__all__ = [
+    "Cell",
+    "Claim",
+    "Report",
+    "Study",
+    "Table",
+    "Verdict",
+    "all_of",
+    "as_csv",
+    "equal",
+    "less",
+    "seeds_said",
+    "text",
+]
 
 Cell = str | int | float | Estimate | None
 Verdict = Literal["held", "not held", "undecided"]
@@ -88,9 +101,15 @@ class Claim:
     verdict: Verdict
     because: str
 
-    def said(self, one_seed: bool) -> str:
-        """In one sentence; with one seed, no error has in it what training anew would change."""
-        return f"{self.statement}: {self.verdict}{', for one seed' if one_seed else ''} ({self.because})."
+    def said(self, seeds: int) -> str:
+        """In one sentence."""
+        return f"{self.statement}: {self.verdict}{seeds_said(seeds)} ({self.because})."
+
+
+def seeds_said(seeds: int) -> str:
+    """Behind a verdict: with one seed no error has in it what training anew would change, with two it is a rough one;
+    0 is for what needs no training."""
+    return {1: ", for one seed", 2: ", for two seeds"}.get(seeds, "")
 
 
 def less(statement: str, a: Estimate, b: Estimate, difference: Estimate | None = None) -> Claim:

@@ -101,6 +101,13 @@ def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFix
     assert [next(iter(record["first_step_parts_s"])) for record in records] == ["imports", "build", "build"]
 
 
+def test_the_line_says_what_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sample takes several evaluations of the network, and each counts."""
+    for work, unit in (("train", "images/s"), ("sample", "images × evaluations/s"), ("elbo", "images/s")):
+        assert run(Bench(work, backbone="mlp-8x1", batch=1, size=2, repeats=1, device="cpu")) == 0
+        assert re.search(rf"on cpu: \S+ {unit} \(\S+ ms, spread \d+ %\), ", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

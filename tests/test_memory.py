@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,6 +126,17 @@ def test_the_largest_batch_is_the_largest(name: str, ranks: int):
             assert images == 0 or memory.bytes(images, ranks) <= room
             assert memory.bytes(images + 1, ranks) > room - 2 * memory.per_image
     assert training_memory(resolve("dit-xl/2"), (3, 32, 32), 256).largest(8 * GIB) == 0
+
+
+def test_the_documented_table_of_largest_batches_is_what_its_script_prints(monkeypatch, capsys):
+    folder = Path(__file__).parents[1] / "docs" / "benchmarks"
+    monkeypatch.setattr(sys, "argv", ["batches.py"])
+    runpy.run_path(str(folder / "batches.py"), run_name="__main__")
+    printed = capsys.readouterr().out.splitlines()
+    section = (folder / "networks.md").read_text().partition("## The largest batch that fits")[2]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) > 10
+    assert [row for row in rows if row not in printed] == []
 
 
 def test_checkpointing_and_lean_forms_fit_more():

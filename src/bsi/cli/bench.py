@@ -173,10 +173,11 @@ def _name(device: object) -> str:
 
 def _line(r: dict[str, Any]) -> str:
     parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in r["first_step_parts_s"].items())
+    unit = "images × evaluations/s" if r["work"] == "sample" else "images/s"
     memory = f", peak {r['peak_gib']:.1f} GiB" if r["peak_gib"] == r["peak_gib"] else ""
     return (
         f"{r['work']} {r['backbone']} {r['method']} batch {r['batch']} on {r['device']}: "
-        f"{r['images_per_s']:.4g} images/s ({r['milliseconds']:.1f} ms ± {100 * r['spread']:.0f} %), "
+        f"{r['images_per_s']:.4g} {unit} ({r['milliseconds']:.1f} ms, spread {100 * r['spread']:.0f} %), "
         f"{r['tflops']:.4g} TFLOP/s = {r['fraction']:.2f} of {r['matmul_tflops']:.4g} in plain products{memory}, "
         f"{'recorded, ' if r['recorded'] else ''}first step after {r['first_step_s']:.1f} s ({parts})"
     )

@@ -115,6 +115,7 @@ def test_the_line_says_what_is_counted(capsys: pytest.CaptureFixture[str]) -> No
         ({"size": 15}, "patch"),
         ({"batch": 0}, "at least 1"),
         ({"backbone": "unet-128x32", "lean": True}, "leave --lean out"),
+        ({"backbone": "dit-mini/8", "lean": True}, "leave --lean out"),
         ({"precision": "fp8"}, "the cpu does not compute in fp8"),
     ],
 )

@@ -42,7 +42,7 @@ class Bench:
     method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"
     """all three cost the same: see for yourself"""
     lean: bool = False
-    """keep less for the backward pass (of a DiT; other networks do so already)"""
+    """keep less for the backward pass: of a DiT in bfloat16 on a GPU; other forms do so already"""
     record: bool = True
     """record a training step and replay it, where that is done: on one GPU"""
     repeats: int = 5
@@ -56,7 +56,7 @@ class Bench:
 
 
 def run(args: Bench) -> int:
-    from bsi.backbones import DiTConfig, compute_dtype, cost, resolve
+    from bsi.backbones import compute_dtype, cost, resolve
     from bsi.evaluation.start import Start, since_process_start
 
     start = Start()
@@ -64,17 +64,17 @@ def run(args: Bench) -> int:
         raise UsageError(f"batch, repeats and size are at least 1: got {args.batch}, {args.repeats}, {args.size}")
     backbone, shape = resolve(args.backbone), (3, args.size, args.size)
     cost(backbone, shape, 256)  # refuses what cannot be built, before torch allocates anything
-    if args.lean and not isinstance(backbone, DiTConfig):
-        raise UsageError(f"lean is a form of the DiT, and {args.backbone} keeps as little already: leave --lean out")
 
-    from bsi.backbones.acceleration import check_fp8
+    from bsi.backbones.acceleration import check_fp8, form_of
     from bsi.evaluation.speed import Case, measure
     from bsi.training.distributed import pick_device
     from bsi.training.room import enough_for_batch
 
     start.lap("imports")
     device = pick_device(None if args.device == "auto" else args.device, 0)
-    compute_dtype(args.precision, device)
+    half = compute_dtype(args.precision, device)
+    if args.lean and form_of(backbone, half, device, lean=True) != "lean":
+        raise UsageError("lean is a form of a DiT in bfloat16 on an NVIDIA GPU: leave --lean out")
     if args.precision == "fp8" and args.lean:
         raise UsageError("fp8 keeps little already: leave --lean out")
     if args.precision == "fp8":

@@ -30,6 +30,14 @@ def test_two_places_have_the_covariance_of_brownian_motion():
             assert covariance == pytest.approx(min(a, b), rel=1e-12), (a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_path_in_half_precision_is_the_path_rounded(dtype):
+    for start, end in ((0.0, 0.01), (0.5, 3.0), (1e6, HIGH)):
+        half, full = path(dtype=dtype)(start, end), path(dtype=torch.float32)(start, end)
+        assert half.dtype == dtype
+        torch.testing.assert_close(half, full.to(dtype))
+
+
 def test_no_two_grid_points_share_a_leaf_at_steps_above_the_resolution():
     steps = torch.arange(-1000, 1000, dtype=torch.float64) * 1.01 * RESOLUTION
     leaves = [expansion(float(place)).leaf for place in torch.exp(steps)]

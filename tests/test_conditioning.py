@@ -11,7 +11,7 @@ from bsi.brownian import BrownianPath
 from bsi.conditioning import denoise, guided, inpainted, measured, replaced, start_of
 from bsi.data.store import open_dataset
 from bsi.defaults import GRID, SOLVER, STEPS
-from bsi.errors import NonFinite, UsageError
+from bsi.errors import DataError, NonFinite, UsageError
 from bsi.grids import geometric_grid, named_grid, onward_grid
 from bsi.methods import BFN, BSI, VDM, Method, Predictor
 from bsi.oracle import Mixture
@@ -226,6 +226,39 @@ def test_what_is_not_known_may_be_anything():
             y, mask = at(0.7, missing).expand(4, 2), at(1.0, 0.0).expand(4, 2)
             found.append(inpainted(BSI(), predict, y, mask, precision)(latent, at(3.0).expand(4)))
         assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_a_measurement_is_of_finite_values():
+    """Bin indices, as integers are elsewhere, made a latent of zeros: the signal was cast to an integer."""
+    method, predict, noise = BSI(), mixture().predictor(BSI()), path(3)
+    whole, missing = torch.full((3, 2), 200, dtype=torch.uint8), torch.full((3, 2), math.nan, dtype=torch.float64)
+    mask = torch.tensor([[1, 0]]).expand(3, 2)
+    for refused in (
+        lambda y: denoise(method, predict, noise, y, 100.0),
+        lambda y: measured(method, predict, lambda x: x, y, 100.0),
+        lambda y: inpainted(method, predict, y, mask),
+    ):
+        with pytest.raises(UsageError, match=r"not of bins: got torch\.uint8"):
+            refused(whole)
+        with pytest.raises(DataError, match="NaN or infinity"):
+            refused(missing)
+
+
+def test_a_measured_predictor_differentiates_where_its_caller_does_not():
+    method, predict = BSI(), mixture().predictor(BSI())
+    mask, y = torch.tensor([[1, 0]]).expand(3, 2), torch.ones(3, 2, dtype=torch.float64)
+
+    def drawn() -> Tensor:
+        informed = inpainted(method, predict, y.clone(), mask.clone())
+        return sample(method, informed, path(3), geometric_grid(method, 4), "sde2")
+
+    expected = drawn()
+    assert not expected.requires_grad
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(drawn(), expected)
+    truths = inpainted(method, predict, y, mask.bool())
+    assert torch.equal(sample(method, truths, path(3), geometric_grid(method, 4), "sde2"), expected)
 
 
 def test_impossible_measurements_are_refused():

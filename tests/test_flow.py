@@ -53,6 +53,15 @@ def test_vdms_own_prior_costs_what_its_prior_term_says_it_may():
     assert 1e-3 < gap.max() < 0.2
 
 
+def test_the_flow_differentiates_where_its_caller_does_not():
+    method, z = BSI(), points(3)
+    predict = mixture().predictor(method)
+    expected = flow_density(method, predict, z, tolerance=1e-3).log_density
+    with torch.inference_mode():
+        found = flow_density(method, predict, z.clone(), tolerance=1e-3).log_density
+    assert torch.equal(found, expected)
+
+
 def test_a_smaller_tolerance_is_nearer():
     method, z = BSI(), points(6)
     exact, errors = noisy(mixture(), BSI()).log_density(z), []

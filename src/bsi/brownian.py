@@ -130,7 +130,8 @@ class BrownianPath:
         padding = (0,) * (TERMS - len(terms.keys))  # one shape, so that one compiled kernel serves all
         # Copies that do not wait for the device: waiting would leave it idle between two steps.
         keys = torch.tensor(terms.keys + padding).to(device, non_blocking=True)
-        weights = torch.tensor(terms.weights + padding, dtype=self.dtype).to(device, non_blocking=True)
+        wide = torch.promote_types(self.dtype, torch.float32)  # the path's ends are beyond float16
+        weights = torch.tensor(terms.weights + padding, dtype=wide).to(device, non_blocking=True)
         seed = torch.tensor([self.seed & _MASK, (self.seed >> 32) & _MASK]).to(device, non_blocking=True)
         n, combine = math.prod(self.shape), fused(_combine, device)
         size = len(self.samples) if device.type == "cuda" else max(1, CACHED // (TERMS * n))
@@ -146,4 +147,4 @@ class BrownianPath:
         check_resolved([(start, end)])
         before, after = self._value if start == self._reached else self.at(start), self.at(end)
         self._reached, self._value = end, after
-        return (after - before) / math.sqrt(end - start)
+        return ((after - before) / math.sqrt(end - start)).to(self.dtype)

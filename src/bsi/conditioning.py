@@ -35,11 +35,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Num, Shaped
 from torch import Tensor
 
 from bsi.defaults import NOISY_SOLVER, STEPS
-from bsi.errors import NonFinite, UsageError
+from bsi.errors import DataError, NonFinite, UsageError
 from bsi.gaussian import over
 from bsi.grids import EDM_SIGMA, geometric_grid, onward_grid
 from bsi.methods.base import Method, Predictor, level_at, rho_at
@@ -50,6 +50,8 @@ from bsi.solvers import SOLVERS, Solver, named_solver, posterior
 __all__ = ["denoise", "denoising", "guided", "inpainted", "measured", "measuring_solvers", "replaced", "start_of"]
 
 Data = Float[Tensor, "batch *data"]
+Given = Num[Tensor, "batch *given"]
+Mask = Shaped[Tensor, "batch *data"]  # of numbers or of truth values
 Measured = Float[Tensor, "batch *measured"]
 PerSample = Float[Tensor, " batch"]
 
@@ -81,7 +83,7 @@ def denoise(
     method: Method,
     predict: Predictor,
     noise: Noise,
-    y: Data,
+    y: Given,
     precision: float,
     k: int = STEPS,
     solver: Solver | str = NOISY_SOLVER,
@@ -94,12 +96,13 @@ def denoising(
     method: Method,
     predict: Predictor,
     noise: Noise,
-    y: Data,
+    y: Given,
     precision: float,
     k: int = STEPS,
     solver: Solver | str = NOISY_SOLVER,
 ) -> Iterator[Step]:
     """Every step on the way from y to what `denoise` returns."""
+    _check_values(y)
     level = start_of(method, precision)
     grid = onward_grid(method, level, k)
     solve = named_solver(solver) if isinstance(solver, str) else solver
@@ -117,7 +120,7 @@ def measured(
     method: Method,
     predict: Predictor,
     operator: Callable[[Data], Measured],
-    y: Measured,
+    y: Given,
     precision: float,
     iterations: int = 5,
 ) -> Predictor:
@@ -125,12 +128,14 @@ def measured(
 
     Costs one evaluation and `iterations` backward passes each time.
     """
+    _check_values(y)
     if not precision > 0 or iterations < 2:
         raise UsageError(
             f"a measurement has a positive precision and needs at least two iterations, since one direction does not "
             f"show whether a Jacobian is a covariance: got precision={precision}, iterations={iterations}"
         )
 
+    @_differentiating
     def predictor(latent: Data, level: PerSample) -> Data:
         latent, level = _informed(method, latent, level)
         encoder = method.encoder(level)
@@ -164,20 +169,20 @@ def measured(
 def inpainted(
     method: Method,
     predict: Predictor,
-    y: Data,
-    mask: Data,
+    y: Num[Tensor, "batch *data"],
+    mask: Mask,
     precision: float = math.inf,
     iterations: int = 5,
 ) -> Predictor:
     """A predictor that knows x where the mask is 1, up to noise of this precision; y may be anything where it is 0."""
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise UsageError("a mask is 1 where x is known and 0 where it is not: got values between or beyond")
-    known = torch.where(mask.bool(), y, 0.0)  # not mask * y: what is missing may be NaN
+    known = torch.where(mask.bool(), y, torch.zeros_like(y))  # not mask * y: what is missing may be NaN
     informed = measured(method, predict, lambda x: mask * x, known, precision, iterations)
     return replaced(informed, y, mask) if precision == math.inf else informed  # what is known exactly, to the last bit
 
 
-def replaced(predict: Predictor, y: Data, mask: Data) -> Predictor:
+def replaced(predict: Predictor, y: Data, mask: Mask) -> Predictor:
     """The plain method: measure y itself where the mask is 1, and predict the rest as if nothing were known of it.
 
     The known part is then what it would be in a trajectory towards y, but what it says about the rest comes late.
@@ -193,6 +198,23 @@ def guided(conditional: Predictor, unconditional: Predictor, scale: float) -> Pr
         return without + scale * (conditional(latent, level) - without)
 
     return predictor
+
+
+def _check_values(y: Given) -> None:
+    if not y.is_floating_point():  # the signal, cast to an integer, would be 0
+        raise UsageError(f"a measurement is of values, not of bins: got {y.dtype}. Pass bins.values(y), or floats.")
+    if not bool(torch.isfinite(y).all()):
+        raise DataError("a measurement holds NaN or infinity: repair it, or leave that part out with a mask")
+
+
+def _differentiating(predictor: Predictor) -> Predictor:
+    """A predictor that needs derivatives, also where the caller wants none, or has left them out for good."""
+
+    def called(latent: Data, level: PerSample) -> Data:
+        with torch.inference_mode(False), torch.no_grad():
+            return predictor(latent.clone(), level.clone())
+
+    return called
 
 
 def _informed(method: Method, latent: Data, level: PerSample) -> tuple[Data, PerSample]:

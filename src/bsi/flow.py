@@ -116,9 +116,10 @@ def flow_density(
     samples = torch.arange(len(z), device=z.device) if samples is None else samples
 
     def slope(u: PerSample, state: State, which: Int[Tensor, " batch"]) -> State:
-        level, stretch = level_at(method, torch.sinh(u)).clamp(low, high), torch.cosh(u)
-        with torch.enable_grad():
-            v = state.v.detach().requires_grad_()
+        # derivatives are needed, also where the caller wants none, or has left them out for good
+        with torch.inference_mode(False), torch.enable_grad():
+            level, stretch = level_at(method, torch.sinh(u)).clamp(low, high), torch.cosh(u)
+            v = state.v.detach().clone().requires_grad_()
             x_hat = predict((over(method.encoder(level).noise * stretch, v) * v).to(z.dtype), level)
             trace = divergence(x_hat, v, which).double()
         return State(x_hat.detach().double() - over(torch.tanh(u), v) * state.v, trace.detach())

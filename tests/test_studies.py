@@ -263,6 +263,13 @@ def test_drawing_that_runs_out_of_time_goes_on_to_the_same_samples(folder, tmp_p
     assert found.values["distance"] == pytest.approx(store.read(job).values["distance"], rel=1e-4)
 
 
+def test_a_study_names_the_commit_that_it_began_with(tmp_path, monkeypatch):
+    commits = iter(["first", "later"])
+    monkeypatch.setattr(runner, "commit", lambda: next(commits))
+    bench = runner._Bench(TINY, Store(tmp_path), Deadline(), "cpu")
+    assert [bench.about()["commit"] for _ in range(2)] == ["first", "first"]
+
+
 def test_samples_that_another_process_draws_are_left_to_it(folder, tmp_path):
     job = Quality(tiny("bsi"), "fd-digits", 40, 4)
     bench = runner._Bench(TINY, Store(folder), Deadline(), "cpu")

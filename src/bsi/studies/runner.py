@@ -125,7 +125,7 @@ class _Bench:
 
     def __init__(self, scale: Scale, store: Store, deadline: Deadline, device: str | None) -> None:
         self.scale, self.store, self.deadline = scale, store, deadline
-        self.device = pick_device(device, 0)
+        self.device, self.commit = pick_device(device, 0), commit()  # of the code that was loaded, whatever follows it
         self._network: tuple[str, Model] | None = None
         self._laboratories: dict[str, Laboratory] = {}
 
@@ -162,7 +162,7 @@ class _Bench:
         cuda, threads = self.device.type == "cuda", torch.get_num_threads()
         return {
             "bsi": __version__,
-            "commit": commit(),
+            "commit": self.commit,
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(self.device) if cuda else f"CPU, threads: {threads}",

@@ -360,6 +360,7 @@ class TestJobs:
         assert "torchrun --nproc-per-node 4 -m bsi train imagenet32-dit-l2" in text
         assert text.splitlines()[-1].startswith("not yet run: ")
         assert text.splitlines()[1].split()[:2] == ["328", "h"]  # the paper's 6100 steps per hour
+        assert "nothing to train or measure" in plan_text([], PAPER, store)
         for p in planned:
             if isinstance(p.job, Train):
                 words = train_command(p.job.network, store).split()

@@ -26,9 +26,11 @@ def plan_text(planned: Sequence[Planned], scale: Scale, store: Store) -> str:
         lines += [f"{'done' if p.done else _duration(p.seconds):>12}  {p.study:<19} {title(p.job)}{found}"]
         if scale.name == "paper" and isinstance(p.job, Train) and not p.done:
             lines += [f"{'':12}  {'':19} {train_command(p.job.network, store)}"]
+    if not planned:
+        return f"{lines[0]}\nnothing to train or measure: the figure is drawn at once"
     left = [p for p in planned if not p.done]
     trained, whole = sum(isinstance(p.job, Train) for p in left), _duration(sum(p.seconds for p in left))
-    begun = "not yet run: " if left and len(left) == len(planned) else ""
+    begun = "not yet run: " if len(left) == len(planned) else ""
     lines.append(f"{begun}{len(left)} of {len(planned)} jobs left, {trained} of them networks to train: {whole}")
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear, silu
 from torch.utils.flop_counter import FlopCounterMode
 
 from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, cost, resolve
@@ -173,28 +174,40 @@ def test_dit_is_the_published_function_written_out() -> None:
     torch.testing.assert_close(network(x, t), unpatchify(out, (2, 3), 2), rtol=1e-9, atol=1e-9)
 
 
-def test_unet_block_is_the_published_function_written_out() -> None:
-    network = awake(tiny("unet-2d")).double().eval()
-    block = network.up[0]
-    x, skip = torch.randn(2, 2, 8, 4, 6, dtype=torch.float64).unbind(0)
-    shift = torch.randn(2, 8, dtype=torch.float64)
-    joined = torch.cat([x, skip], dim=1)
-    h = torch.nn.functional.silu(block.norm_in(joined))
-    h = block.conv_in(h) + shift[:, :, None, None]
-    h = block.conv_out(torch.nn.functional.silu(block.norm_out(h)))
-    torch.testing.assert_close(block(x, skip, shift, None), block.shortcut(joined) + h)
-    assert (block.conv_in.padding_mode, block.conv_in.kernel_size, block.shortcut.kernel_size) == (
-        "zeros",
-        (3, 3),
-        (1, 1),
-    )
-    assert network.project.bias is None
-    # One attention head in the middle, over all pixels.
-    middle = network.attention
-    tokens = middle.norm(x).flatten(2).mT
-    q, k, v = middle.qkv(tokens).split(8, dim=-1)
-    mixed = (q @ k.mT / math.sqrt(8)).softmax(-1) @ v
-    torch.testing.assert_close(middle(x), x + middle.out(mixed).mT.reshape(x.shape))
+def test_unet_is_vdms_written_out() -> None:
+    torch.manual_seed(0)
+    network = awake(build(UNetConfig(width=128, levels=2), (3, 3, 4), 256)).double().eval()
+    weights = dict(network.named_parameters())
+
+    def layer(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return weights[f"{name}.weight"], weights[f"{name}.bias"]
+
+    def norm(h: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.group_norm(h, 32, *layer(name), eps=1e-6)
+
+    def conv(h: torch.Tensor, name: str, padding: int = 1) -> torch.Tensor:
+        return torch.nn.functional.conv2d(h, *layer(name), padding=padding)  # padding with zeros
+
+    def block(h: torch.Tensor, name: str) -> torch.Tensor:
+        shortcut = conv(h, f"{name}.shortcut", padding=0) if h.shape[1] == 256 else h
+        h = conv(silu(norm(h, f"{name}.norm_in")), f"{name}.conv_in") + next(shifts)[..., None, None]
+        return shortcut + conv(silu(norm(h, f"{name}.norm_out")), f"{name}.conv_out")
+
+    x, t = (v.double() for v in batch(network))
+    condition = silu(linear(network.condition.embed(t), *layer("condition.expand")))
+    condition = silu(linear(condition, *layer("condition.mix")))
+    shifts = iter(linear(condition, weights["project.weight"]).split(128, dim=1))
+    skips = [conv(network.fourier(x), "stem")]
+    for i in range(2):
+        skips.append(block(skips[-1], f"down.{i}"))
+    h = block(skips[-1], "before")
+    q, k, v = linear(norm(h, "attention.norm").flatten(2).mT, *layer("attention.qkv")).split(128, dim=-1)
+    mixed = (q @ k.mT / math.sqrt(128)).softmax(-1) @ v  # one head, over all pixels
+    h = block(h + linear(mixed, *layer("attention.out")).mT.reshape(h.shape), "after")
+    for i in range(3):
+        h = block(torch.cat([h, skips.pop()], dim=1), f"up.{i}")
+    expected = conv(silu(norm(h, "head.norm")), "head.conv")
+    torch.testing.assert_close(network(x, t), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_attention_reaches_across_patches_and_positions_matter() -> None:

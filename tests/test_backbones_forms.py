@@ -21,10 +21,12 @@ from bsi.backbones import (
     DiTConfig,
     MLPConfig,
     UNetConfig,
+    adaln,
     build,
     compile_regions,
     compute_dtype,
     freeze,
+    unet,
 )
 from bsi.backbones.compiled import compile_like, is_compiled
 from bsi.backbones.dropout import draw_seeds, dropout
@@ -312,6 +314,26 @@ def test_dropout_drops_a_fraction_p_independently_and_keeps_the_mean() -> None:
     for name, shifted in pairs.items():
         both = (dropped.flatten() * shifted).mean()
         assert abs(both - p**2) < 4 * (p**2 / n) ** 0.5, name
+
+
+@every_kind
+def test_every_branch_of_every_block_drops_by_a_seed_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, seeds = small(kind), list[tuple[int, ...]]()
+
+    def noted(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
+        assert p == 0.2
+        seeds.append(tuple(seed.tolist()))
+        return dropout(x, p, seed)
+
+    for home in (adaln, unet):
+        monkeypatch.setattr(home, "dropout", noted)
+    network(torch.randn(2, *network.shape), torch.rand(2))
+    # Two branches a block; blocks down, in the middle and up.
+    count = {"dit": 2 * 3, "unet": 3 + 2 + 4, "unet-coarser": 2 * 2 + 2 + 2 * 3, "mlp": 3}[kind]
+    assert len(seeds) == len(set(seeds)) == count
+    seeds.clear()
+    network.eval()(torch.randn(2, *network.shape), torch.rand(2))
+    assert seeds == []
 
 
 def test_dropout_differs_between_blocks_and_passes_and_is_off_in_evaluation() -> None:

@@ -21,7 +21,7 @@ from bsi.studies import figures
 from bsi.studies.estimates import Estimate
 from bsi.studies.job import Measure
 from bsi.studies.report import Claim, Report, Study, Table, Verdict
-from bsi.studies.scale import Scale
+from bsi.studies.scale import METHOD_NAMES, Scale
 from bsi.studies.store import Store
 from bsi.training.dataset import build_method
 from bsi.training.method_specs import METHODS, MethodName
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["STUDY", "encoder"]
 
 TIMES = tuple(i / 10 for i in range(11))
-ORDER: tuple[MethodName, ...] = ("bsi", "bfn", "vdm")
 IMAGES = {"digits": 3, "cifar10": 7, "imagenet32": 0}  # a test image with a motif that is told from its outline
 
 
@@ -65,14 +64,14 @@ def _picture(x: Float[Tensor, "1 channels height width"], seen: Encoder) -> np.n
 
 def _draw(scale: Scale) -> Figure:
     x = _image(scale)
-    shown = np.concatenate([_picture(x, encoder(method, t)) for method in ORDER for t in TIMES])
+    shown = np.concatenate([_picture(x, encoder(method, t)) for method in METHOD_NAMES for t in TIMES])
     height, width = shown.shape[2:]
     figure, (axes,) = figures.panels(1, width=7.4, height=2.4)
     axes.imshow(figures.tile(shown, len(TIMES), gap=max(1, height // 16)), interpolation="nearest")
     step, rise = width + max(1, height // 16), height + max(1, height // 16)
     axes.set_xticks([i * step + width / 2 for i in range(len(TIMES))], [f"{t:g}" for t in TIMES])
-    axes.set_yticks([i * rise + height / 2 for i in range(len(ORDER))], [figures.NAMES[m] for m in ORDER])
-    for tick, method in zip(axes.get_yticklabels(), ORDER, strict=True):
+    axes.set_yticks([i * rise + height / 2 for i in range(len(METHOD_NAMES))], [figures.NAMES[m] for m in METHOD_NAMES])
+    for tick, method in zip(axes.get_yticklabels(), METHOD_NAMES, strict=True):
         tick.set(color=figures.COLOURS[method], fontweight="bold", fontsize=10)
     axes.set_xlabel("t: noise at 0, data at 1 (above the mean, below a sample)")
     axes.grid(False)
@@ -91,9 +90,9 @@ def _exactly(statement: str, value: float, printed: float, places: int) -> Claim
 def report(scale: Scale, store: Store) -> Report:
     rows = []
     for t in TIMES:
-        seen = [encoder(method, t) for method in ORDER]
+        seen = [encoder(method, t) for method in METHOD_NAMES]
         rows.append((float(t), *(float(v) for e in seen for v in (e.signal, e.noise**2))))
-    columns = [f"{figures.NAMES[method]} {part}" for method in ORDER for part in ("signal", "variance")]
+    columns = [f"{figures.NAMES[method]} {part}" for method in METHOD_NAMES for part in ("signal", "variance")]
     bfn, bsi = encoder("bfn", 0.0), encoder("bsi", 0.0)
     largest = max(float(encoder("bfn", t / 1000).noise) ** 2 for t in range(1001))
     return Report(

@@ -13,7 +13,7 @@ from bsi.studies.comparison import networks
 from bsi.studies.estimates import distance
 from bsi.studies.job import Measure, Quality
 from bsi.studies.report import Report, Study, Table
-from bsi.studies.scale import Scale
+from bsi.studies.scale import METHOD_NAMES, Scale
 from bsi.studies.standard import quality
 from bsi.studies.store import Store
 from bsi.training.method_specs import MethodName
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["STUDY"]
 
-ORDER: tuple[MethodName, ...] = ("bsi", "bfn", "vdm")
 ROWS, COLUMNS = 8, 4
 
 
@@ -33,7 +32,7 @@ def _job(scale: Scale, method: MethodName) -> Quality:
 
 
 def measures(scale: Scale) -> list[Measure]:
-    return [_job(scale, method) for method in ORDER]
+    return [_job(scale, method) for method in METHOD_NAMES]
 
 
 def _draw(scale: Scale, store: Store) -> Figure:
@@ -42,7 +41,9 @@ def _draw(scale: Scale, store: Store) -> Figure:
     assert bins is not None
     test = dataset.split("test")
     chosen = np.asarray(test)[np.arange(num) * len(test) // num]
-    shown = {"data": chosen} | {figures.NAMES[m]: store.read(_job(scale, m)).arrays["images"][:num] for m in ORDER}
+    shown = {"data": chosen} | {
+        figures.NAMES[m]: store.read(_job(scale, m)).arrays["images"][:num] for m in METHOD_NAMES
+    }
     figure, axes = figures.panels(len(shown), width=1.75, height=3.4)
     for panel, (name, indices) in zip(axes, shown.items(), strict=True):
         pixels = to_uint8(bins.values(indices), bins.low, bins.high)
@@ -53,7 +54,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
 
 
 def report(scale: Scale, store: Store) -> Report:
-    found = {method: distance(store, [_job(scale, method)]) for method in ORDER}
+    found = {method: distance(store, [_job(scale, method)]) for method in METHOD_NAMES}
     steps = max(scale.drawn.steps)
     return Report(
         tables=(

@@ -36,7 +36,8 @@ TIMEOUT_S = 86400.0  # ranks wait so long for one that has a part more to draw
 
 @dataclass(frozen=True)
 class Sample:
-    """Draw samples from a trained model. Sample i depends on (seed, i) alone, whatever the batch or their number.
+    """Draw samples from a trained model. Sample i depends on (seed, i) alone, whatever the batch or their number, up to
+    rounding, of which a large network makes a bin or two of 256.
 
     With --npz a large number is drawn part by part: interrupted, the same command goes on, and ranks share the parts
     (`torchrun -m -- bsi sample ...`; its -- keeps torchrun from reading --num as an option of its own). A sample of k

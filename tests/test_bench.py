@@ -11,7 +11,7 @@ from bsi.backbones import DiTConfig, UNetConfig, cost, resolve
 from bsi.backbones.memory import CONTEXT, training_memory
 from bsi.cli.bench import Bench, run
 from bsi.errors import UsageError
-from bsi.evaluation.agreement import check
+from bsi.evaluation.agreement import Agreement, check
 from bsi.evaluation.speed import Case, measure
 from bsi.evaluation.start import Start, since_process_start
 from bsi.training.room import MOST
@@ -33,6 +33,13 @@ def test_a_speed_is_the_cost_of_the_work_over_its_time(work: str, evaluations: i
     assert found.tflops == pytest.approx(passes * 4 * evaluations * flops / seconds / 1e12)
     assert found.fraction == pytest.approx(found.tflops / 0.01)
     assert math.isnan(found.peak_gib)  # a CPU's memory is not the network's alone
+
+
+def test_a_time_is_the_median_of_its_repeats_and_the_spread_their_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bsi.evaluation.speed._times", lambda *_: [4.0, 1.0, 2.0])
+    found = measure(case("elbo"), repeats=3)
+    assert (found.milliseconds, found.spread, found.images_per_s) == (2000.0, 1.5, 2.0)
+    assert found.matmul_tflops == pytest.approx(2 * 1024**3 / 2.0 / 1e12)
 
 
 def test_the_time_to_the_first_step_is_the_sum_of_its_parts() -> None:
@@ -79,6 +86,17 @@ def test_a_check_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         run(Bench("train", backbone="dit-mini/8", batch=1, size=16, device="cpu", check=True))
 
 
+def test_a_check_that_fails_is_told_and_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bsi.evaluation.agreement.check", lambda case: Agreement(1e-5, 2e-4, 1e-4))
+    args = Bench("elbo", backbone="mlp-8x1", batch=1, size=2, repeats=1, device="cpu", check=True, json=True)
+    assert run(args) == 1
+    told = capsys.readouterr()
+    assert "output 1.0e-05, gradient 2.0e-04 from float32, tolerance 1e-04: BROKEN" in told.err
+    assert json.loads(told.out)["check"] == {"output": 1e-5, "gradient": 2e-4, "tolerance": 1e-4, "holds": False}
+
+
 def test_vdm_evaluates_once_less_for_a_sample() -> None:
     found = measure(case("sample", "vdm"), repeats=1, matmul_tflops=1.0)
     assert found.images_per_s * found.milliseconds / 1e3 == pytest.approx(4 * 8)
@@ -97,6 +115,8 @@ def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFix
     records = [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
     assert [record["method"] for record in records] == ["bsi", "bfn", "vdm"]
     assert all(record["images_per_s"] > 0 and record["parameters"] > 9e6 for record in records)
+    asked = {"images_per_s", "tflops", "matmul_tflops", "fraction", "peak_gib", "first_step_s"}
+    assert all(asked <= set(record) for record in records)
     assert all(record["peak_gib"] is None for record in records)  # NaN is no JSON
     assert [next(iter(record["first_step_parts_s"])) for record in records] == ["imports", "build", "build"]
 

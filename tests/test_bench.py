@@ -3,6 +3,9 @@
 import json
 import math
 import re
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +122,17 @@ def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFix
     assert all(asked <= set(record) for record in records)
     assert all(record["peak_gib"] is None for record in records)  # NaN is no JSON
     assert [next(iter(record["first_step_parts_s"])) for record in records] == ["imports", "build", "build"]
+
+
+def test_the_floor_of_a_unet_counts_all_its_convolutions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).parents[1] / "docs" / "benchmarks" / "unet_floor.py"
+    monkeypatch.setattr(sys, "argv", [script.name, "--backbone", "unet-4x2", "--batch", "1", "--runs", "1"])
+    runpy.run_path(str(script), run_name="__main__")
+    record = json.loads(capsys.readouterr().out)
+    assert record["convolutions"] == 2 + 2 * (2 + 2 + 3)  # stem and head; two to a block down, in the middle and up
+    assert record["images_per_s"] > 0
 
 
 def test_the_line_says_what_is_counted(capsys: pytest.CaptureFixture[str]) -> None:

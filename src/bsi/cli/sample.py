@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from bsi.evaluation.series import Series
     from bsi.model import Model
+    from bsi.sampling import Step
     from bsi.training.distributed import World
 
 __all__ = ["Sample", "run", "write_samples"]
@@ -229,14 +230,17 @@ def animation(series: Series, num: int, path: Path) -> None:
     from bsi.sampling import belief, measurement
 
     model, ids = series.model, torch.arange(num, device=series.model.device)
-    steps = list(series.steps(ids))
-    check_finite(steps[-1].x_hat, ids)
-    measured = [measurement(model.method, a, b).cpu().numpy() for a, b in itertools.pairwise(steps)]
-    moments = [
-        Moment(belief(model.method, step).mean.cpu().numpy(), step.x_hat.cpu().numpy(), y, float(step.level))
-        for step, y in zip(steps, [*measured, None], strict=True)
-    ]
-    final, bins = moments[-1].prediction, model.bins
-    low, high = (bins.low, bins.high) if bins is not None else extremes(final)
+
+    def moment(step: Step, y: np.ndarray | None) -> Moment:
+        mean = belief(model.method, step).mean
+        return Moment(mean.cpu().numpy(), step.x_hat.cpu().numpy(), y, float(step.level))
+
+    moments = []
+    for step, after in itertools.pairwise(series.steps(ids)):  # as they come: a GPU holds two steps, not all
+        moments.append(moment(step, measurement(model.method, step, after).cpu().numpy()))
+    check_finite(after.x_hat, ids)
+    moments.append(moment(after, None))
+    bins = model.bins
+    low, high = (bins.low, bins.high) if bins is not None else extremes(moments[-1].prediction)
     with whole(path, "--animate") as beside:
         animate(belief_frames(moments, low, high), beside, lossless=min(model.shape[1:]) < SMALLEST)

@@ -65,9 +65,9 @@ def test_the_level_of_a_signal_to_noise_ratio_is_where_the_encoder_has_it(method
         assert rho[0] == 0  # at first nothing is known
 
 
-@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, BSI(lambda_0=0.1)], ids=repr)
 def test_a_grid_given_as_a_list_or_in_float32_starts_where_the_prior_is(method):
-    """0.01 is no number of float32: what is nearest to it lies below BSI's range, and for VDM above its start."""
+    """Neither 0.01 nor 0.1 is a number of float32: the nearest is less than the one, and more than the other."""
     levels = geometric_grid(method, 5)
     assert torch.equal(check_grid(method, levels.tolist()), levels)
     rounded = check_grid(method, levels.float())

@@ -279,6 +279,13 @@ def test_our_own_networks_need_no_backbone(tmp_path: Path) -> None:
         bsi.load(run, backbone=MyNet())
 
 
+def test_a_network_for_other_data_is_refused_before_anything_is_recorded(tmp_path: Path) -> None:
+    other = build("mlp-8x1", (3, 32, 32), 256)
+    with pytest.raises(UsageError, match=r"built for data of shape \(3, 32, 32\), and this data has shape"):
+        bsi.train(recipe(steps=1), data=IMAGES, backbone=other, out=tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
 def test_weights_alone_are_taken_from_another_run(whole: Path, tmp_path: Path) -> None:
     frozen = recipe(steps=1, optimiser=replace(recipe().optimiser, lr=1e-30, final_lr=0.0, weight_decay=0.0, warmup=0))
     out = bsi.train(frozen, data=IMAGES, backbone=MyNet(), out=tmp_path / "run", init_from=whole)

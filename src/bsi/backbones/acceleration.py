@@ -24,7 +24,7 @@ from bsi.backbones.memory import Form
 from bsi.backbones.unet import UNet
 from bsi.errors import UsageError
 
-__all__ = ["accelerate", "check_fp8", "form_of", "freeze"]
+__all__ = ["accelerate", "check_fp8", "compiles", "form_of", "freeze"]
 
 
 def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8: bool = False) -> None:
@@ -54,16 +54,20 @@ def form_of(
     config: BackboneConfig, compute_dtype: torch.dtype | None, device: torch.device, lean: bool = False
 ) -> Form:
     """The form that `accelerate` gives such a network on this device, for the account of its memory (memory.py)."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not compiles(device):
         return "plain"
     generation = torch.cuda.get_device_capability(device)
-    if generation < (7, 0):  # Triton's first, and so that of the compiler's kernels
-        return "plain"
     # cuBLASLt (cublaslt.py) is NVIDIA's, and called by the name that it has on Linux; rows are whole 16-byte words.
     ours = generation >= (8, 0) and torch.version.cuda is not None and sys.platform == "linux"
     if ours and isinstance(config, DiTConfig) and compute_dtype == torch.bfloat16 and config.width % 8 == 0:
         return "compiled" if config.checkpoint else "lean" if lean else "fused"
     return "compiled"
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether a compiler's kernels run on this device, and are worth their time: Triton's, from Volta on."""
+    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return has_triton and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def check_fp8(config: BackboneConfig | None, shape: tuple[int, ...]) -> None:

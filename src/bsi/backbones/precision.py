@@ -13,7 +13,20 @@ import torch
 from bsi.backbones.config import Precision
 from bsi.errors import UsageError
 
-__all__ = ["Precision", "compute_dtype"]
+__all__ = ["Precision", "chosen", "compute_dtype"]
+
+
+def chosen(precision: Precision, device: torch.device) -> Precision:
+    """What `auto` is on this device; any other is itself."""
+    if precision != "auto":
+        return precision
+    match compute_dtype(precision, device):
+        case torch.bfloat16:
+            return "bf16"
+        case torch.float16:
+            return "float16"
+        case _:
+            return "float32"
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:

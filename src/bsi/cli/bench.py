@@ -66,6 +66,7 @@ def run(args: Bench) -> int:
     cost(backbone, shape, 256)  # refuses what cannot be built, before torch allocates anything
 
     from bsi.backbones.acceleration import check_fp8, form_of
+    from bsi.backbones.precision import chosen
     from bsi.evaluation.speed import Case, measure
     from bsi.training.distributed import pick_device
     from bsi.training.room import enough_for_batch
@@ -86,7 +87,7 @@ def run(args: Bench) -> int:
         case = Case(args.work, backbone, shape, args.batch, method, args.precision, args.lean, device, args.record)
         record: dict[str, Any] = {
             "work": args.work, "backbone": args.backbone, "shape": shape, "batch": args.batch, "method": method,
-            "precision": args.precision, "lean": args.lean, "device": _name(device),
+            "precision": chosen(args.precision, device), "lean": args.lean, "device": _name(device),
         }  # fmt: skip
         memory = _memory(case)
         _check_host(case, memory)

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from bsi.backbones.base import Backbone
 from bsi.backbones.config import BackboneConfig
 from bsi.backbones.dit import DiT
 from bsi.backbones.mlp import MLP
@@ -247,6 +248,11 @@ def build_model(recipe: Recipe, data: DataSpec, backbone: torch.nn.Module | None
         if recipe.backbone is None:
             raise UsageError("this recipe has no network of its own: pass backbone=...")
         backbone = build(recipe.backbone, data.shape, None if data.bins is None else data.bins.count, data.classes)
+    elif isinstance(backbone, Backbone) and backbone.shape != data.shape:
+        raise UsageError(
+            f"the network was built for data of shape {backbone.shape}, and this data has shape {data.shape}: build it "
+            f"for that one"
+        )
     return Model(
         backbone,
         build_method(recipe.method),

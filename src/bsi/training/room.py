@@ -18,8 +18,9 @@ from contextlib import contextmanager
 
 import torch
 
-from bsi.backbones.config import DiTConfig, MLPConfig
-from bsi.backbones.memory import CONTEXT, Form, Memory, training_memory
+from bsi.backbones.acceleration import form_of
+from bsi.backbones.config import MLPConfig
+from bsi.backbones.memory import CONTEXT, Memory, training_memory
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import UsageError
 from bsi.progress import readable_bytes
@@ -154,9 +155,7 @@ def _account(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
     if config is None:
         return None
     half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
-    fast = world.device.type == "cuda" and recipe.compile and not recipe.audit
-    fuses = isinstance(config, DiTConfig) and half == torch.bfloat16 and not config.checkpoint
-    form: Form = "plain" if not fast else "fused" if fuses else "compiled"
+    form = form_of(config, half, world.device) if recipe.compile and not recipe.audit else "plain"
     bins_count = None if data.bins is None else data.bins.count
     averages = 1 + len(recipe.ema.powers)
     return training_memory(config, data.shape, bins_count, data.classes, form, half is not None, averages)

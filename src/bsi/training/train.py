@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bsi.backbones.acceleration import accelerate, check_fp8
+from bsi.backbones.acceleration import accelerate, check_fp8, compiles
 from bsi.backbones.base import Backbone
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import BsiError, Preempted, UsageError
@@ -255,12 +255,12 @@ def _half(recipe: Recipe, world: World) -> torch.dtype | None:
 def _fast(recipe: Recipe, model: Model, world: World) -> Model:
     """The fastest form of the network that this device runs; in place, before the optimiser sees its weights."""
     network = model.denoiser.backbone
-    wanted = recipe.compile and not recipe.audit and world.device.type == "cuda"
+    wanted = recipe.compile and not recipe.audit
     if isinstance(network, Backbone):
         network.compute_dtype = _half(recipe, world)
         if wanted:
             accelerate(network, world.device, fp8=recipe.precision == "fp8")
-    elif wanted:
+    elif wanted and compiles(world.device):
         network.compile()
     return model
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from bsi.brownian import BrownianPath
 from bsi.errors import UsageError
 from bsi.grids import geometric_grid, paper_grid
-from bsi.methods import BFN, BSI, VDM
+from bsi.methods import BFN, BSI, VDM, Method
 from bsi.noise import SeededNoise
 from bsi.oracle import Mixture
 from bsi.sampling import belief, evaluations, measurement, sample, trajectory
-from bsi.solvers import SOLVERS
+from bsi.solvers import SOLVERS, Path, Table
 
 METHODS = [BSI(), BFN(), VDM()]
 
@@ -165,3 +165,17 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_evaluation():
             trajectory(method, never, path(), *arguments)
     with pytest.raises(UsageError, match="k=0"):
         paper_grid(method, 0)
+
+    def euler(method: Method, grid: Tensor) -> Table:  # of docs/own-solver.md, for BSI and VDM
+        w, nothing = Path.of(method, grid), torch.zeros(len(grid) - 1, dtype=torch.float64)
+        return Table(w.noise[1:] / w.noise[:-1], torch.diff(w.rho) * w.noise[1:], nothing, nothing)
+
+    def shorter(method: Method, grid: Tensor) -> Table:
+        return euler(method, grid[1:])
+
+    with pytest.raises(
+        UsageError, match=r"cannot take a step of BFN from level 1 to 31\..*: its coefficients are \[inf"
+    ):
+        trajectory(BFN(), never, path(), paper_grid(BFN(), 4), euler)
+    with pytest.raises(UsageError, match=r"a row for each of the 4 steps: got \[3\] rows"):
+        trajectory(method, never, path(), grid, shorter)

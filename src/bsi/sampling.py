@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bsi.defaults import NOISY_SOLVER, SOLVER
+from bsi.errors import UsageError
 from bsi.fused import fused
 from bsi.gaussian import Belief, over
 from bsi.grids import check_grid
@@ -81,7 +82,7 @@ def trajectory(
     """
     solve = named_solver(solver) if isinstance(solver, str) else solver
     levels = check_grid(method, grid, from_prior=start is None).cpu()
-    return _steps(method, predict, noise, levels, solve(method, levels), start)
+    return _steps(method, predict, noise, levels, _rows(method, levels, solve(method, levels)), start)
 
 
 def _steps(
@@ -89,15 +90,16 @@ def _steps(
     predict: Predictor,
     noise: Noise,
     grid: Float[Tensor, " levels"],
-    table: Table,
+    rows: Float[Tensor, "steps 4"],
     start: Float[Tensor, "batch *data"] | None,
 ) -> Iterator[Step]:
     informations = [float(value) for value in Path.of(method, grid).information]
     latent = method.prior(noise(0.0, informations[0])) if start is None else start
-    rows, levels = _rows(table, latent), grid.to(latent.device)
+    noisy_rows, levels = (rows[:, 3] != 0).tolist(), grid.to(latent.device)
+    rows = rows.to(latent.device, latent.dtype)
     step = fused(advance, latent.device)
     previous = nothing = torch.zeros_like(latent)
-    for i, noisy in enumerate((table.eps != 0).tolist()):
+    for i, noisy in enumerate(noisy_rows):
         x_hat = predict(latent, levels[i].expand(len(latent)))
         yield Step(latent, levels[i], x_hat)
         eps = noise(informations[i], informations[i + 1]) if noisy else nothing
@@ -105,8 +107,23 @@ def _steps(
     yield Step(latent, levels[-1], method.decode(latent, levels[-1].expand(len(latent)), predict))
 
 
-def _rows(table: Table, like: Tensor) -> Float[Tensor, "steps 4"]:
-    return torch.stack([table.latent, table.x_hat, table.previous, table.eps], dim=1).to(like.device, like.dtype)
+def _rows(method: Method, grid: Float[Tensor, " levels"], table: Table) -> Float[Tensor, "steps 4"]:
+    """The table row by row, if it has one for each step, and finite ones: not every solver goes with every method."""
+    columns = (table.latent, table.x_hat, table.previous, table.eps)
+    lengths = {len(column) for column in columns}
+    if lengths != {len(grid) - 1}:
+        raise UsageError(
+            f"a solver's table has a row for each of the {len(grid) - 1} steps: got {sorted(lengths)} rows"
+        )
+    rows = torch.stack(columns, dim=1)
+    wrong = (~torch.isfinite(rows)).any(1).nonzero()[:, 0].tolist()
+    if wrong:
+        start, end = grid[wrong[0] : wrong[0] + 2].tolist()
+        raise UsageError(
+            f"this solver cannot take a step of {type(method).__name__} from level {start:g} to {end:g}: its "
+            f"coefficients are {rows[wrong[0]].tolist()}"
+        )
+    return rows
 
 
 def sample(

@@ -126,6 +126,15 @@ def test_a_gpu_that_is_not_there_is_told(words: str, capsys: pytest.CaptureFixtu
     assert "Traceback" not in err
 
 
+def test_a_folder_that_hides_a_bundled_network_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()
+    assert call("sample", "digits") == 2
+    assert "a folder digits here, which holds no run and hides the network" in " ".join(capsys.readouterr().err.split())
+
+
 def test_debug_shows_where_it_went_wrong() -> None:
     with pytest.raises(UsageError, match="neither a run folder"):
         main(["--debug", "sample", "nowhere"])

@@ -238,6 +238,19 @@ def test_parts_of_other_samples_are_never_joined(tmp_path):
         Parts(tmp_path / "b.npz", 3, about).missing()
 
 
+@pytest.mark.parametrize("left", [b"", b"\x93NUMPY", b"whole"])
+def test_a_damaged_part_is_drawn_again(tmp_path, left):
+    parts = Parts(tmp_path / "a.npz", 3, {"seed": 0})
+    parts.missing()
+    parts.write(range(3), np.zeros((3, 2)))
+    (file,) = parts.folder.glob("*.npy")
+    file.write_bytes(file.read_bytes()[:-8] if left == b"whole" else left)
+    assert parts.missing() == [range(3)]
+    (parts.folder / "about.json").write_text("{")
+    with pytest.raises(DataError, match=r"about.json is damaged.*remove .*a.npz.parts"):
+        parts.missing()
+
+
 def test_labels_and_guidance_reach_the_network(tmp_path):
     found = {}
     for name, changed in {

@@ -59,6 +59,13 @@ def test_a_full_disk_is_exit_code_1_and_another_place_exit_code_2(number: int, c
     assert system_error(ValueError("something else")) is None
 
 
+def test_numpy_tells_of_a_full_disk_without_its_number() -> None:
+    told = r"cannot write x\.npy: No space left on device\. Make room"
+    with pytest.raises(BsiError, match=told) as caught, whole(Path("x.npy"), "--npz"):
+        raise OSError("65536 requested and 36736 written")
+    assert caught.value.code == 1
+
+
 def test_a_place_is_tried_and_nothing_is_left_there(elsewhere: Path) -> None:
     (elsewhere / "file").touch()
     check_writable(elsewhere / "new.png", "--out")

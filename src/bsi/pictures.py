@@ -109,12 +109,14 @@ def belief_frames(moments: Sequence[Moment], low: Number = -1.0, high: Number = 
 
 
 def animation_bytes(shape: tuple[int, ...], num: int, steps: int) -> int:
-    """Memory that an animation takes: three arrays of values and a frame for each step, and the frame's copy."""
+    """Memory that an animation takes: three arrays of values and a frame for each step, and the frame's copy. Pillow
+    keeps four bytes for a pixel of three.
+    """
     columns = math.ceil(math.sqrt(num))
     enlarge = _enlargement(shape[1], shape[2], columns, PANEL)
     height, width = (side * enlarge + GAP for side in shape[1:])
     tall = math.ceil(num / columns) * height + GAP + 3 * LINE
-    frame = 3 * (3 * (columns * width + GAP) + 2 * BETWEEN) * tall
+    frame = 4 * (3 * (columns * width + GAP) + 2 * BETWEEN) * tall
     return steps * (2 * frame + 3 * 4 * num * math.prod(shape))
 
 

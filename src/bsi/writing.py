@@ -35,9 +35,12 @@ def cannot_write(path: Path | str, error: OSError, option: str | None = None) ->
 
 
 def system_error(error: Exception) -> OSError | None:
-    """What the system said, if it was the system: safetensors tells its number in words alone, `(os error 28)`."""
+    """What the system said, if it was the system: safetensors tells its number in words alone, `(os error 28)`, and
+    NumPy tells of a disk that took less than it was given without one.
+    """
     if isinstance(error, OSError):
-        return error
+        short = error.errno is None and re.search(r"\d+ requested and \d+ written", str(error))
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if short else error
     number = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
 

@@ -44,7 +44,7 @@ class Parts:
             return []
         about = self.folder / "about.json"
         if about.exists():
-            self._check(json.loads(about.read_text(encoding="utf-8")), str(self.folder))
+            self._check(self._about_of_parts(about), str(self.folder))
         else:
             make_folder(self.folder, "--npz")
             try:
@@ -79,9 +79,19 @@ class Parts:
         return self.folder / f"{ids.start:09d}.npy"
 
     def _is_there(self, ids: range) -> bool:
-        """A part of another length was the last one of a smaller number: it is made again."""
-        file = self._file(ids)
-        return file.exists() and len(np.load(file, mmap_mode="r", allow_pickle=False)) == len(ids)
+        """A part of another length was the last one of a smaller number: it is made again, as a damaged one is."""
+        try:
+            return len(np.load(self._file(ids), mmap_mode="r", allow_pickle=False)) == len(ids)
+        except (OSError, ValueError, EOFError):
+            return False
+
+    def _about_of_parts(self, file: Path) -> dict[str, Any]:
+        try:
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"{file} is damaged, and does not say whose parts these are: remove {self.folder}"
+            ) from error
 
     def _about_of_file(self) -> dict[str, Any]:
         try:

@@ -109,6 +109,11 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
         return _read_export(path / MODEL_FILE, step)
     root = RunFolder(path).checkpoints
     found = checkpoint.find(root, lambda line: print(line, file=sys.stderr), step) if root.is_dir() else None
+    if found is None and str(path) in pretrained.BUNDLED:
+        raise UsageError(
+            f"there is a folder {path} here, which holds no run and hides the network of that name that comes with the "
+            f"package: rename the folder, or run in another one."
+        )
     if found is None:
         raise UsageError(
             f"{path} is neither a run folder with a checkpoint nor an exported file. `bsi train` makes one; "

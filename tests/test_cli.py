@@ -5,6 +5,7 @@ a process of their own: what it imports, and what it writes where.
 """
 
 import functools
+import io
 import json
 import os
 import re
@@ -299,6 +300,33 @@ def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_locale_that_lacks_our_letters_is_told_the_rest(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in ([], ["--help"], *([name, "--help"] for name in COMMANDS), ["doctor"]):
+        out = io.TextIOWrapper(io.BytesIO(), encoding)  # strict, as stdout is in a locale other than C
+        monkeypatch.setattr("sys.stdout", out)
+        call(*words)
+        told = out.buffer.getvalue().decode(encoding)
+        assert len(told) > 100, words
+        assert "?" not in told.replace("Fr?chet", ""), words  # what is always told has letters that all have
+
+
+def test_a_file_name_that_is_no_text_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    monkeypatch.setattr("sys.stdout", out)
+    assert call("export", "digits", "--out", os.fsdecode(b"caf\xe9.safetensors")) == 0
+    assert out.buffer.getvalue() == b"caf\xe9.safetensors\n"
+
+
+def test_a_service_without_outputs_is_served(elsewhere: Path) -> None:
+    asked = "sample digits --num 2 --steps 2 --out s.png --json"
+    for closed in (">&-", ">&- 2>&-"):
+        done = subprocess.run(f"{sys.executable} -m bsi {asked} {closed}", shell=True, capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    done = subprocess.run(f"{sys.executable} -m bsi {asked} 2>&-", shell=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["files"] == ["s.png"]  # what is meant for stderr is not on stdout
 
 
 # ---- What to do next -----------------------------------------------------------------------------------------------

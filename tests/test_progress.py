@@ -10,6 +10,8 @@ from bsi.progress import Progress, amount, readable_bytes, readable_seconds
 
 
 class Terminal(StringIO):
+    encoding = "utf-8"
+
     def isatty(self) -> bool:
         return True
 
@@ -75,3 +77,13 @@ def test_units_are_words(clock: list[float]) -> None:
         clock[0] += 11
         shown.advance(11_000_000)
     assert stream.getvalue().splitlines()[-1] == "download 11.0 MB of 170.0 MB · 1.0 MB/s · 2:39 left"
+
+
+def test_a_terminal_that_lacks_our_letters_gets_a_bar_of_others(clock: list[float]) -> None:
+    stream = Terminal()
+    stream.encoding = "ANSI_X3.4-1968"  # what Python calls ASCII in an old locale
+    with Progress("train", 4, "step", stream=stream) as shown:
+        clock[0] += 1
+        shown.advance(2)
+    assert stream.getvalue().isascii()
+    assert f"{'#' * 12}{'-' * 12} train 2/4 steps, 2 steps/s, 0:01 left" in stream.getvalue()

@@ -42,6 +42,11 @@ def amount(count: float | int, unit: str) -> str:
     return f"{shown} {unit}{'es' if unit.endswith('ch') else 's'}"
 
 
+def speaks_unicode(encoding: str | None) -> bool:
+    """Whether a stream of this encoding takes any letter: one in an old locale does not; one without takes strings."""
+    return encoding is None or encoding.lower().startswith("utf")
+
+
 class Progress:
     """Counts towards `total`; shows rate and time left. In a pipe: a plain line every ten seconds, and the last."""
 
@@ -49,6 +54,7 @@ class Progress:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""
         self.stream = sys.stderr if stream is None else stream
         self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.unicode = speaks_unicode(self.stream.encoding)
         self._resumed_at = self._told = done
         self._started = self._shown = time.monotonic()
 
@@ -86,7 +92,7 @@ class Progress:
                 parts.append(f"{readable_seconds((self.total - self.done) / rate)} left")
         if self.done >= self.total:
             parts.append(f"done in {readable_seconds(elapsed) if elapsed >= 10 else f'{elapsed:.1f} s'}")
-        return " · ".join([*parts, self.note] if self.note else parts)
+        return (" · " if self.unicode else ", ").join([*parts, self.note] if self.note else parts)
 
     def _show(self) -> None:
         self._shown, self._told = time.monotonic(), self.done
@@ -101,6 +107,8 @@ class Progress:
         if width < BAR // 3:
             return line
         filled = width * min(self.done, self.total) // max(self.total, 1)
+        if not self.unicode:
+            return f"{'#' * filled}{'-' * (width - filled)} {line}"
         if "NO_COLOR" in os.environ:
             return f"{'━' * filled}{'─' * (width - filled)} {line}"
         return f"\x1b[36m{'━' * filled}\x1b[2m{'━' * (width - filled)}\x1b[0m {line}"

@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import io
 import os
 import sys
 from dataclasses import dataclass
 
 from bsi.errors import BsiError, UsageError
+from bsi.progress import speaks_unicode
 from bsi.writing import FULL, cannot_write, system_error
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -58,6 +60,7 @@ def overview() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 usage, and those of `bsi.errors`."""
     argv = sys.argv[1:] if argv is None else argv
+    _open_outputs()
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
     who = " ".join(["bsi", *argv[:1]])
@@ -78,6 +81,23 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"{_red(who)}: {told}", file=sys.stderr)
         return told.code
+
+
+def _open_outputs() -> None:
+    """Outputs that take whatever is told, whatever we were started with.
+
+    A service may have none: print() would then write for stderr on stdout. An old locale lacks some of our letters. A
+    file's name may hold bytes that are no text: they leave as they came, so that a script finds the file.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process is)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not speaks_unicode(stream.encoding):
+            stream.reconfigure(errors="replace")
+        elif isinstance(stream, io.TextIOWrapper) and stream is sys.stdout:
+            stream.reconfigure(errors="surrogateescape")
 
 
 def _refused(error: Exception) -> BsiError | None:

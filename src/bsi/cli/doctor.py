@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from bsi.progress import readable_bytes
+from bsi.progress import readable_bytes, speaks_unicode
 
 __all__ = ["Check", "Doctor", "examine", "run"]
 
 State = Literal["ok", "missing", "broken"]
 MARKS: dict[State, str] = {"ok": "✓", "missing": "–", "broken": "✗"}
+PLAIN_MARKS: dict[State, str] = {"ok": "+", "missing": "-", "broken": "x"}  # where a locale has not those
 COLOURS: dict[State, str] = {"ok": "32", "missing": "33", "broken": "31"}
 ROOMY = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a few checkpoints
 
@@ -76,14 +77,15 @@ def run(args: Doctor) -> int:
     for check in checks:
         print(f"{_coloured(check.state)} {check.name:<{width}}  {check.found}")
         if check.fix and check.state != "ok":
-            print(f"  {'':<{width}}  → {check.fix}")
+            print(f"  {'':<{width}}  {'→' if speaks_unicode(sys.stdout.encoding) else '->'} {check.fix}")
     print("the core works" if healthy else "the core does not work: see above", file=sys.stderr)
     return 0 if healthy else 1
 
 
 def _coloured(state: State) -> str:
     plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
-    return MARKS[state] if plain else f"\x1b[{COLOURS[state]}m{MARKS[state]}\x1b[0m"
+    mark = (MARKS if speaks_unicode(sys.stdout.encoding) else PLAIN_MARKS)[state]
+    return mark if plain else f"\x1b[{COLOURS[state]}m{mark}\x1b[0m"
 
 
 def examine() -> Iterator[Check]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
+import sys
 import textwrap
 import typing
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from dataclasses import fields
 from typing import Annotated, TypeVar
 
 import tyro
+
+from bsi.progress import speaks_unicode
 
 __all__ = ["quiet", "read"]
 
@@ -42,9 +45,9 @@ def wrapped(text: str) -> str:
     """Paragraphs in lines as long as the terminal's, broken between words, and in line with the options below them.
 
     tyro joins lines that begin with a letter, and doubles an empty line before one that does not: lines begin with
-    blanks here, and an empty one holds a space of no width.
+    blanks here, and an empty one holds a space of no width, where there is such a letter.
     """
     columns = min(shutil.get_terminal_size().columns, 120)
     paragraphs = (" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
     filled = (textwrap.fill(part, columns, initial_indent="  ", subsequent_indent="  ") for part in paragraphs)
-    return "\n\u200b\n".join(filled)
+    return ("\n\u200b\n" if speaks_unicode(sys.stdout.encoding) else "\n\n").join(filled)

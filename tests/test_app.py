@@ -4,6 +4,7 @@ Requests go through real sockets to a real server, in another thread.
 """
 
 import base64
+import errno
 import http.client
 import itertools
 import json
@@ -300,6 +301,7 @@ def test_a_page_of_something_that_is_no_image_is_refused(tmp_path: Path) -> None
         ({"kind": "denoise", "image": encoded(np.full(64, np.nan, "<f4")), "precision": 1.0}, "finite"),
         ({"kind": "denoise", "image": encoded(np.zeros(64, "<f4")), "precision": -1.0}, "precision"),
         ({"kind": "denoise", "image": encoded(np.zeros(64, "<f4")), "precision": 1e12}, "range"),
+        ({"kind": "denoise", "image": encoded(np.zeros(64, "<f4")), "precision": 1e-300}, "infinity"),
         ({"kind": "inpaint", "image": encoded(np.zeros(64, "<f4")), "hidden": encoded(np.zeros(3, "u1"))}, "64 bytes"),
     ],
 )
@@ -384,6 +386,15 @@ def test_only_this_machine_can_connect() -> None:
             listen(listener.getsockname()[1])
     with pytest.raises(UsageError, match="65535"):
         listen(10**6)
+
+
+def test_a_port_that_is_not_ours_to_take_is_not_called_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(address: tuple[str, int]) -> socket.socket:
+        raise PermissionError(errno.EACCES, "Permission denied (while attempting to bind)")
+
+    monkeypatch.setattr(socket, "create_server", refused)
+    with pytest.raises(UsageError, match=r"port 80 cannot be had \(Permission denied\): choose another --port"):
+        listen(80)
 
 
 def test_the_page_may_load_nothing_from_elsewhere(port: int) -> None:

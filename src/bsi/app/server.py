@@ -8,7 +8,9 @@ POST /TOKEN/run         a request (`asks.py`); one line of JSON for each step of
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 from collections.abc import Generator, Iterator
 from importlib import resources
@@ -74,7 +76,7 @@ def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
     def busy(request: Request, error: Busy) -> Response:
         return JSONResponse({"error": str(error)}, 429, headers={"Retry-After": "1"})
 
-    @app.exception_handler(UsageError)
+    @app.exception_handler(BsiError)
     def refused(request: Request, error: BsiError) -> Response:
         return JSONResponse({"error": str(error)}, 422)
 
@@ -105,7 +107,8 @@ def listen(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        raise UsageError(f"port {port} is taken ({error.strerror}): choose another --port, or leave it out") from error
+        why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
+        raise UsageError(f"port {port} {why}: choose another --port, or leave it out") from error
     except OverflowError as error:
         raise UsageError(f"a port lies in 0 .. 65535: got {port}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import torch
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
 from bsi.training import checkpoint, lease
 from bsi.training.checkpoint import DiskFull, Snapshot
+from bsi.training.folder import RunFolder
 from bsi.training.journal import JsonLines, read_journal
 from bsi.training.lease import LEASE_S, LOCK, Owner, hold
 from bsi.training.recipe import Keep
@@ -43,6 +45,19 @@ def test_what_was_saved_is_found_and_read(tmp_path: Path) -> None:
 
 def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path / "nothing", pytest.fail) is None
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_silently_begin_anew(tmp_path: Path) -> None:
+    shutil.rmtree(checkpoint.save(tmp_path, snapshot(3), Keep()))
+    with pytest.raises(CorruptCheckpoint, match="names a checkpoint, but there is none"):
+        checkpoint.find(tmp_path, print)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": 1, "network": ""}', "{"])
+def test_a_record_that_is_none_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UsageError, match=r"run\.json is not .*Restore it"):
+        RunFolder(tmp_path).read_record()
 
 
 def test_the_last_few_stay_and_milestones_for_good(tmp_path: Path) -> None:
@@ -257,3 +272,14 @@ def test_lines_after_the_checkpoint_are_dropped_and_half_a_line_is_no_line(tmp_p
     JsonLines(path, 10)({"event": "train", "step": 11})
     assert [line["step"] for line in read_journal(tmp_path)] == [5, 10, 11]
     assert read_journal(tmp_path)[0]["loss"] is None
+
+
+def test_an_evaluation_that_is_still_to_be_made_is_not_in_the_journal_twice(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = JsonLines(path, 0)
+    for event, step in (("train", 5), ("evaluate", 5), ("train", 10), ("evaluate", 10), ("sample", 10)):
+        journal({"event": event, "step": step})
+    JsonLines(path, 10, evaluation_pending=True)
+    assert [(line["event"], line["step"]) for line in read_journal(tmp_path)] == [
+        ("train", 5), ("evaluate", 5), ("train", 10),
+    ]  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +16,10 @@ from torch import nn
 import bsi
 from bsi import recipes
 from bsi.cli import main
-from bsi.errors import UsageError
+from bsi.errors import Preempted, UsageError
+from bsi.training import loop
 from bsi.training.averages import PowerAverages, Profile, coefficients, exponent, reconstruct
+from bsi.training.export import read_trained
 from bsi.training.hub import download, write_hub_folder
 from bsi.training.recipe import Ema, Every
 
@@ -103,6 +107,19 @@ def test_a_run_keeps_its_averages_and_one_of_them_comes_back_as_it_was(run: Path
     exact = load_file(run / "averages" / "step-00000030.safetensors")
     for name, tensor in weights.items():
         assert torch.allclose(tensor, exact[f"0.1/{name}"], atol=1e-4)
+
+
+def test_averages_due_at_a_step_are_stored_though_it_was_stopped_there_or_not_looked_at(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = read_trained(run).recipe
+    often = replace(recipe, every=Every(journal=5, checkpoint=10))
+    with pytest.raises(Preempted, match="saved step 5 of 30"):
+        bsi.train(often, data=IMAGES, out=tmp_path / "run", sinks=[lambda _: os.kill(os.getpid(), signal.SIGTERM)])
+    monkeypatch.setattr(loop, "LOOK_EVERY", {"cpu": 10})  # as on a GPU
+    bsi.train(recipe, data=IMAGES, out=tmp_path / "run")
+    for path in sorted((run / "averages").iterdir()):
+        assert (tmp_path / "run" / "averages" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_an_average_of_another_width_is_exported_and_loads(run: Path, tmp_path: Path) -> None:

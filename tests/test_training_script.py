@@ -230,6 +230,46 @@ def test_another_network_cannot_go_on_with_a_run(whole: Path, tmp_path: Path) ->
     bsi.train(recipe(), data=IMAGES[:-1], backbone=network(), out=out, allow=["data.version"])
 
 
+def test_a_network_of_the_same_class_and_another_shape_cannot_go_on_with_a_run(tmp_path: Path) -> None:
+    class Scaled(MyNet):
+        def __init__(self, scales: int) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(scales))
+            if scales == 0:
+                del self.scale
+
+        def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, t) * (self.scale if hasattr(self, "scale") else 1.0)
+
+    out = tmp_path / "run"
+    with pytest.raises(Preempted):
+        bsi.train(recipe(), data=IMAGES, backbone=Scaled(1), out=out, sinks=[stop_at(3)])
+    for scales, here in ((4, r"\(4,\)"), (0, "nothing")):  # the first would be broadcast, the other left out
+        with pytest.raises(
+            UsageError, match=rf"another network: pass the same(.|\n)* scale: \(1,\) there, {here} here"
+        ):
+            bsi.train(recipe(), data=IMAGES, backbone=Scaled(scales), out=out)
+    frozen = Scaled(1)
+    frozen.inner.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"optimiser is of another network(.|\n)*inner.weight"):
+        bsi.train(recipe(), data=IMAGES, backbone=frozen, out=out)
+    bsi.train(recipe(), data=IMAGES, backbone=Scaled(1), out=out)
+
+
+def test_an_evaluation_left_over_at_the_last_step_is_made_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, one = tmp_path / "run", recipe(every=Every(journal=3, evaluate=6, checkpoint=5))
+    given = {"data": IMAGES, "test": IMAGES[:20], "out": out}
+    with pytest.raises(Preempted, match="saved step 12 of 12"):
+        bsi.train(one, backbone=network(), sinks=[stop_at(12)], **given)
+    bsi.train(one, backbone=network(), **given)
+    capfd.readouterr()
+    bsi.train(one, backbone=network(), **given)
+    assert "is finished: 12 steps" in capfd.readouterr().err
+    assert [line["step"] for line in read_journal(out) if line["event"] == "evaluate"] == [6, 12]
+
+
 def test_what_decides_which_tensors_a_checkpoint_has_cannot_be_allowed(tmp_path: Path) -> None:
     out, small = tmp_path / "run", recipe(steps=3, every=Every(journal=1, checkpoint=1))
     small = replace(small, optimiser=replace(small.optimiser, schedule="constant"))
@@ -299,7 +339,30 @@ def test_a_finished_run_is_returned_as_it_is(whole: Path, capfd: pytest.CaptureF
     before = (whole / "checkpoints" / "latest").stat().st_mtime_ns
     assert bsi.train(recipe(), data=IMAGES, test=IMAGES[:20], backbone=network(), out=whole) == whole
     assert (whole / "checkpoints" / "latest").stat().st_mtime_ns == before
-    assert "is finished: 12 steps" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "is finished: 12 steps" in told
+    assert "more --steps" not in told, "a cosine cannot be extended"
+
+
+def test_floats_of_any_size_train_as_float32(tmp_path: Path) -> None:
+    exact = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)).bfloat16()  # so that all sizes hold it
+    flat = recipe(steps=3, backbone=recipes.arrays().backbone, every=Every(journal=1, evaluate=3))
+    runs = {}
+    for name, data in (("float32", exact.float()), ("float64", exact.double()), ("numpy", exact.double().numpy())):
+        runs[name] = bsi.train(flat, data=data, test=data[:20], out=tmp_path / name)
+    for name in ("float64", "numpy"):
+        found, wanted = bsi.load(runs[name]).state_dict(), bsi.load(runs["float32"]).state_dict()
+        assert all(torch.allclose(found[key], wanted[key], atol=1e-6) for key in wanted)
+
+
+def test_what_would_be_left_aside_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"set data\.labels=True"):
+        bsi.train(recipe(), data=IMAGES, labels=torch.arange(len(IMAGES)) % 3, out=tmp_path / "run")
+    with pytest.raises(UsageError, match="test belongs to data of your own"):
+        bsi.train(recipe(), test=IMAGES, out=tmp_path / "run")
+    for seconds in (0.0, -1.0, float("nan")):
+        with pytest.raises(UsageError, match="hang_after_s is a time in seconds, positive"):
+            bsi.train(recipe(), data=IMAGES, hang_after_s=seconds, out=tmp_path / "run")
 
 
 def test_continuous_data_is_standardised_and_keeps_its_units(tmp_path: Path) -> None:

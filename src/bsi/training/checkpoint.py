@@ -33,11 +33,12 @@ from bsi.training.files import canonical_json, readable_as_folder, sync_file, sy
 from bsi.training.recipe import Keep
 from bsi.writing import is_full
 
-__all__ = ["FORMAT", "Checkpoint", "DiskFull", "Snapshot", "find", "read_tensors", "save", "verify"]
+__all__ = ["FORMAT", "Checkpoint", "DiskFull", "Snapshot", "differences", "find", "read_tensors", "save", "verify"]
 
 FORMAT = 1
 STATE, MANIFEST, LATEST = "state.json", "manifest.json", "latest"
 SPARE_BYTES = 16 << 20  # left free beside a checkpoint, for the journal and the samples
+SHOWN = 7  # differences in a message of at most ten lines
 
 
 class DiskFull(BsiError):
@@ -174,6 +175,10 @@ def find(root: Path, warn: Callable[[str], None], step: int | None = None) -> Ch
             warn(f"DAMAGED CHECKPOINT: {error}\nfalling back to the one before")
     if candidates:
         raise CorruptCheckpoint(f"no checkpoint in {root} is whole: all of {len(candidates)} are damaged, see above")
+    if (root / LATEST).is_file():
+        raise CorruptCheckpoint(
+            f"{root / LATEST} names a checkpoint, but there is none: restore it, or use another --out"
+        )
     return None
 
 
@@ -235,3 +240,14 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
 def read_tensors(checkpoint: Checkpoint, name: str, device: str = "cpu") -> dict[str, Tensor]:
     """The tensors of one file of a checkpoint."""
     return safetensors.torch.load_file(checkpoint.folder / f"{name}.safetensors", device=device)
+
+
+def differences(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> list[str]:
+    """A line for each tensor that only one side has or that has another shape, but at most a few."""
+
+    def shape(tensor: Tensor | None) -> str:
+        return "nothing" if tensor is None else str(tuple(tensor.shape))
+
+    both = [(name, shape(there.get(name)), shape(here.get(name))) for name in {**here, **there}]
+    lines = [f"  {name}: {theirs} there, {ours} here" for name, theirs, ours in both if theirs != ours]
+    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"  and {len(lines) - SHOWN} more"]

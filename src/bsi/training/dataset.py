@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from bsi.backbones.base import Backbone
@@ -91,6 +91,19 @@ class TrainingData:
     """What was assumed of the data and should be told."""
 
 
+@dataclass(frozen=True)
+class InFloat32:
+    """The samples of another source, of whatever floats (NumPy makes float64), as networks compute in."""
+
+    source: BatchSource
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, ids: Int64[np.ndarray, " batch"]) -> Float32[Tensor, "batch *data"]:
+        return self.source.take(ids).float()
+
+
 def open_training_data(
     recipe: Recipe,
     device: torch.device,
@@ -101,7 +114,12 @@ def open_training_data(
 ) -> TrainingData:
     """The recipe's prepared dataset, or the data that was given; `labels` are those of given training data."""
     if data is None:
+        for name, given in (("test", test), ("bins", bins), ("labels", labels)):
+            if given is not None:
+                raise UsageError(f"{name} belongs to data of your own, and none was given: pass data, or no {name}")
         return _prepared(recipe, device)
+    if labels is not None and not recipe.data.labels:
+        raise UsageError("labels were given to a recipe that does not learn any: set data.labels=True in it")
     train = as_source(data, device, recipe.data.workers)
     first = train.take(np.zeros(1, np.int64))
     shape = tuple(first.shape[1:])
@@ -125,6 +143,10 @@ def open_training_data(
         classes=_classes(known),
     )
     tested = None if test is None else as_source(test, device, recipe.data.workers)
+    if first.is_floating_point():
+        train = InFloat32(train)
+    if tested is not None and tested.take(np.zeros(1, np.int64)).is_floating_point():
+        tested = InFloat32(tested)
     return TrainingData(train, tested, spec, known, note)
 
 

@@ -81,23 +81,11 @@ def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) ->
 
 def set_weights(model: Model, trained: Trained, where: str) -> None:
     """Put weights into a model whose network must be the same, tensor by tensor."""
-    own = model.denoiser.backbone.state_dict()
-    differing = [
-        f"  {name}: {_shape(trained.weights.get(name))} there, {_shape(own.get(name))} here"
-        for name in {**own, **trained.weights}
-        if _shape(trained.weights.get(name)) != _shape(own.get(name))
-    ]
-    if differing:
-        more = [f"  and {len(differing) - 7} more"] if len(differing) > 7 else []
+    found = checkpoint.differences(trained.weights, model.denoiser.backbone.state_dict())
+    if found:
         theirs = trained.network or str(trained.recipe.backbone)
-        raise UsageError(
-            "\n".join([f"the weights of {where} are those of another network, {theirs}:", *differing[:7], *more])
-        )
+        raise UsageError("\n".join([f"the weights of {where} are those of another network, {theirs}:", *found]))
     model.denoiser.backbone.load_state_dict(dict(trained.weights))
-
-
-def _shape(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else str(tuple(tensor.shape))
 
 
 def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Trained:

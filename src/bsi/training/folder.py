@@ -90,9 +90,11 @@ class RunFolder:
             given = json.loads(path.read_text("utf-8"))
         except ValueError as error:
             raise UsageError(f"{path} is not JSON: {error}. Restore it, or use another --out.") from error
-        if given.get("format") != FORMAT:
+        if not isinstance(given, dict) or not {"format", "recipe", "network"} <= given.keys():
+            raise UsageError(f"{path} is not the record of a run. Restore it, or use another --out.")
+        if given["format"] != FORMAT:
             raise UsageError(
-                f"{path} has format {given.get('format')!r}; this version of bsi reads format {FORMAT}. Go on with the "
+                f"{path} has format {given['format']!r}; this version of bsi reads format {FORMAT}. Go on with the "
                 f"version that wrote it, or start anew with --init-from."
             )
         return RunRecord(from_plain(Recipe, given["recipe"], "recipe"), str(given["network"]))

@@ -3,8 +3,9 @@
     {"step": 1000, "loss": 0.0123, "bits_per_dim": 3.51, "lr": 0.0002, "grad_norm": 0.31, "images_per_s": 7800.0, ...}
 
 A sink is called with each record; `bsi.train(..., sinks=[print])` is all it takes. Records are dictionaries of numbers
-and short strings, always with `step` and `event` ("train", "evaluate", "sample"). Only the first rank
-writes. When a run goes on from a checkpoint, lines after its step are dropped: they will be written again.
+and short strings, always with `step` and `event` ("train", "evaluate", "sample"). Only the first rank writes. When a
+run goes on from a checkpoint, lines after its step are dropped: they will be written again. So is the evaluation of
+that step, where the checkpoint says that it is still to be made.
 
 `loss` is what is minimised. `bits_per_dim` of a "train" line is L_M^inf of the batches seen, each level weighed as the
 ELBO does even where the objective weighs it otherwise; a run that minimises L_M^k has that, which is larger, under
@@ -30,9 +31,11 @@ Sink = Callable[[Mapping[str, Value]], None]
 class JsonLines:
     """The sink that is always there."""
 
-    def __init__(self, path: Path, resumed_at: int) -> None:
+    def __init__(self, path: Path, resumed_at: int, evaluation_pending: bool = False) -> None:
         self.path = path
         kept = [line for line in _lines(path) if int(line["step"]) <= resumed_at] if path.exists() else []
+        if evaluation_pending:
+            kept = [line for line in kept if int(line["step"]) < resumed_at or line.get("event") == "train"]
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def __call__(self, record: Mapping[str, Value]) -> None:

@@ -1,8 +1,9 @@
 """The loop, top to bottom: a step, a look now and then, a save, until the last step or until someone asks to stop.
 
 Between looks the host only queues work: every few steps, and whenever something is due, it reads what the device has
-counted. After one step the order is journal, evaluation and samples, checkpoint: a checkpoint never lacks a line that
-was due before it. One that is written in a hurry, because of a signal, notes that the evaluation is still to be made.
+counted. After one step the order is journal, stored averages, evaluation and samples, checkpoint: a checkpoint never
+lacks what was due before it. One that is written in a hurry, because of a signal, notes that the evaluation is still to
+be made.
 """
 
 from __future__ import annotations
@@ -78,12 +79,14 @@ def run(job: Job) -> None:
     clock, lap_began = Clock(), engine.steps_done
     if job.evaluation_pending:
         clock.leave_out(_observe(job))
+        if engine.steps_done == recipe.steps:  # no later checkpoint will tell that it was made
+            _save(job)
     while engine.steps_done < recipe.steps:
         engine.step(job.stream, job.watchdog)
         job.progress.advance()
         step = engine.steps_done
-        due = recipe.every.due(step, recipe.steps)
-        if step % LOOK_EVERY[job.world.device.type] and not due:
+        due, stored = recipe.every.due(step, recipe.steps), recipe.ema.stores(step, recipe.steps)
+        if step % LOOK_EVERY[job.world.device.type] and not due and not stored:
             continue
 
         fault = engine.first_fault()
@@ -92,14 +95,14 @@ def run(job: Job) -> None:
         if due.journal:
             _journal(job, step - lap_began, clock.lap())
             lap_began = step
+        if stored and job.world.first:
+            write_snapshot(job.folder.path, step, engine.powers.state())
         if job.world.any(bool(job.stop)):
             _save(job, evaluation_pending=due.evaluate or due.sample)
             _finish_saves(job)
             reason = job.stop.reason or "another rank's signal"
             raise Preempted(f"{reason}: saved step {step} of {recipe.steps}; run the same command to go on")
         clock.leave_out(_observe(job))
-        if recipe.ema.powers and (step % recipe.ema.snapshot == 0 or step == recipe.steps) and job.world.first:
-            write_snapshot(job.folder.path, step, engine.powers.state())
         if due.checkpoint:
             clock.leave_out(_save(job))
     _finish_saves(job)

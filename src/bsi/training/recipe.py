@@ -151,6 +151,10 @@ class Ema:
         """How much of the weights the average takes in when `step` updates are finished: 1 replaces it."""
         return 1.0 if step <= self.start else 1 - self.beta
 
+    def stores(self, step: int, last: int) -> bool:
+        """Whether the power-function averages are stored when `step` steps are done of `last`."""
+        return bool(self.powers) and (step % self.snapshot == 0 or step == last)
+
 
 @dataclass(frozen=True)
 class Due:
@@ -167,7 +171,7 @@ class Due:
 
 @dataclass(frozen=True)
 class Every:
-    """After how many steps something happens; 0 means never."""
+    """After how many steps something happens; 0 means never, of all but the journal."""
 
     journal: int = 50
     evaluate: int = 0

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bsi.backbones.base import Backbone
+from bsi.errors import UsageError
 from bsi.grids import paper_grid
 from bsi.levels import Proposal
 from bsi.methods.base import Method, Predictor
@@ -30,6 +31,7 @@ from bsi.model import Model
 from bsi.objective import Weight, edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
 from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
 from bsi.training.averages import PowerAverages
+from bsi.training.checkpoint import differences
 from bsi.training.dials import Dials
 from bsi.training.distributed import World
 from bsi.training.ema import EmaModel
@@ -244,8 +246,13 @@ class Engine:
 
     @torch.no_grad()
     def restore(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Become what `tensors` described."""
-        for file, group in self._state().items():
+        """Become what `tensors` described; refuses those of another network, though its class be the same."""
+        state = self._state()
+        for file, group in state.items():
+            if found := differences(tensors[file], group):
+                lines = [f"the checkpoint's {file} is of another network: pass the same, or use another --out", *found]
+                raise UsageError("\n".join(lines))
+        for file, group in state.items():
             for name, mine in group.items():
                 mine.copy_(tensors[file][name])
         self.steps_done = step

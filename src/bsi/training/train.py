@@ -48,6 +48,8 @@ from bsi.training.watchdog import watching
 
 __all__ = ["train"]
 
+LONGEST_S = 1e8  # three years: the longest wait for another rank
+
 
 def train(
     recipe: Recipe,
@@ -74,11 +76,13 @@ def train(
     for the record.
     """
     _check_recipe(recipe)
+    if not hang_after_s > 0:
+        raise UsageError(f"hang_after_s is a time in seconds, positive: got {hang_after_s}. inf waits for ever.")
     recipe.check(find_place(os.environ).size)
     folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
     with (
         listening() as stop,
-        join(device, timeout_s=hang_after_s + 60) as world,
+        join(device, timeout_s=min(hang_after_s, LONGEST_S) + 60) as world,
         numerics(recipe),
         _own_random_numbers(world),
         _alone_in(folder, world) as lease,
@@ -92,16 +96,14 @@ def train(
         record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
         resumed = _find_checkpoint(folder, record, training_data, world, allow)
         if resumed.finished:
-            _say(world, f"{folder.path} is finished: {recipe.steps} steps. Use another --out, or more --steps.")
+            more = ", or more --steps" if recipe.optimiser.schedule == "constant" else ""
+            _say(world, f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")
             return folder.path
         check_host(recipe, training_data.spec, world, functools.partial(_say, world))
         with enough_to_train(recipe, training_data.spec, world, watchdog):
             model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
             engine = Engine(recipe, model, world, _half(recipe, world))
-        if resumed.checkpoint is not None:
-            files = {name: checkpoint.read_tensors(resumed.checkpoint, name) for name in engine.files}
-            engine.restore(resumed.checkpoint.step, files)
-            _say(world, f"going on from {resumed.checkpoint.folder}")
+        _restore(engine, resumed.checkpoint, world)
         engine.share()
         spec, done = training_data.spec, engine.steps_done
         stream = Stream(recipe, training_data.train, spec.shape, world, done, training_data.labels, spec.classes)
@@ -109,7 +111,7 @@ def train(
         journal: list[Sink] = []
         if world.first:
             folder.write_record(record, named, world)
-            journal.append(JsonLines(folder.journal, engine.steps_done))
+            journal.append(JsonLines(folder.journal, engine.steps_done, resumed.evaluation_pending))
         with (
             _progress(recipe, engine, world) as progress,
             _status(folder, engine, world),
@@ -231,6 +233,18 @@ def _compare(
             f"ranks x accumulation was {pieces[0]} and is {pieces[1]}: samples, levels and noise stay the same, "
             f"dropout draws other masks, and sums are rounded differently",
         )
+
+
+def _restore(engine: Engine, found: Checkpoint | None, world: World) -> None:
+    """Take a checkpoint's state in, on the first rank, which has found it; all ranks refuse together."""
+    error = None
+    if found is not None:
+        try:
+            engine.restore(found.step, {name: checkpoint.read_tensors(found, name) for name in engine.files})
+            _say(world, f"going on from {found.folder}")
+        except UsageError as refused:
+            error = refused
+    world.agree(error)
 
 
 def _model(

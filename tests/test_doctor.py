@@ -123,3 +123,30 @@ def test_a_home_folder_is_not_told(empty: Path, monkeypatch: pytest.MonkeyPatch)
 def test_little_room_is_told(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ROOMY", 1 << 60)
     assert found()["disk here"].state == "missing"
+
+
+def test_only_the_home_folder_itself_is_shortened(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/data")  # which the path of the data ends with, too
+    assert f"in {empty / 'data'}" in found()["datasets"].found
+
+
+def test_a_folder_that_nothing_can_be_written_to_is_told(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)  # as on a read-only disk, whoever asks
+    assert (found()["disk of data"].state, found()["disk of data"].found) == ("missing", f"{empty} is read-only")
+    (empty / "data").write_text("a file in its place")
+    assert found()["disk of data"].found == f"{empty / 'data'} is not a folder"
+    assert "BSI_DATA" in found()["disk of data"].fix
+
+
+def test_a_user_without_a_home_is_told(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert found()["datasets"].state == "ok"  # BSI_DATA says where
+    monkeypatch.delenv("BSI_DATA")
+    assert main(["data", "--list"]) == 2
+    assert "set HOME" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\n{who}: interrupted{f': {left}' if str(left) else ''}", file=sys.stderr)
         return 130
     except Exception as error:
-        told = error if isinstance(error, BsiError) else _refused(error)
+        told = error if isinstance(error, BsiError) else _homeless(error) or _refused(error)
         if debug or told is None:
             raise
         print(f"{_red(who)}: {told}", file=sys.stderr)
@@ -98,6 +98,13 @@ def _open_outputs() -> None:
             stream.reconfigure(errors="replace")
         elif isinstance(stream, io.TextIOWrapper) and stream is sys.stdout:
             stream.reconfigure(errors="surrogateescape")
+
+
+def _homeless(error: Exception) -> BsiError | None:
+    """The message of pathlib where ~ means nothing: neither HOME is set nor the user known, as in some containers."""
+    if not isinstance(error, RuntimeError) or "home directory" not in str(error):
+        return None
+    return UsageError("there is no home folder here: set HOME to a folder of yours")
 
 
 def _refused(error: Exception) -> BsiError | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +73,8 @@ def run(args: Demo) -> int:
         print(f"histogram   {histogram:.4f} bits/dim, each pixel by itself")
         print(f"samples     {picture}")
         print(f"report      {report}, opens in a browser")
-        print(f"go on with  bsi view {folder} · bsi sample {folder} --num 100 --out more.png", file=sys.stderr)
+        name = shlex.quote(str(folder))
+        print(f"go on with  bsi view {name} · bsi sample {name} --num 100 --out more.png", file=sys.stderr)
     return 0
 
 

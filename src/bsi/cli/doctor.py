@@ -192,6 +192,10 @@ def _disk() -> Iterator[Check]:
     places: dict[str, Path] = {"disk here": Path.cwd(), "disk of data": data_folder()}
     for name, place in places.items():
         there = next(path for path in (place, *place.parents) if path.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK)):
+            why = "is read-only" if there.is_dir() else "is not a folder"
+            yield Check(name, "missing", f"{_short(there)} {why}", fix="set BSI_DATA and --out to a folder of yours")
+            continue
         free = shutil.disk_usage(there).free
         yield Check(name, "ok" if free > ROOMY else "missing", f"{readable_bytes(free)} free in {_short(there)}",
                     fix="free some, or set BSI_DATA and --out to another disk")  # fmt: skip
@@ -222,5 +226,6 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def _short(path: Path) -> str:
-    home = str(Path.home())
-    return str(path).replace(home, "~", 1) if len(home) > 1 else str(path)
+    """With ~ for the home folder, where there is one."""
+    home = os.path.expanduser("~")
+    return str(Path("~", path.relative_to(home)) if len(home) > 1 and path.is_relative_to(home) else path)

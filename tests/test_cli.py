@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -311,6 +312,19 @@ def test_a_locale_that_lacks_our_letters_is_told_the_rest(encoding: str, monkeyp
         told = out.buffer.getvalue().decode(encoding)
         assert len(told) > 100, words
         assert "?" not in told.replace("Fr?chet", ""), words  # what is always told has letters that all have
+
+
+@pytest.mark.parametrize("words", ["view --help", "sample digits --num many", "smaple"])
+@pytest.mark.parametrize("wish", [{"NO_COLOR": "1", "TERM": "xterm"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"])
+def test_a_terminal_gets_no_colours_against_its_wish(words: str, wish: dict[str, str]) -> None:
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "bsi", *words.split()]
+    subprocess.run(command, stdin=end, stdout=end, stderr=end, env={**os.environ, **wish})
+    told = os.read(terminal, 1 << 16)
+    os.close(end)
+    os.close(terminal)
+    assert b"bsi " in told
+    assert b"\x1b" not in told
 
 
 def test_a_file_name_that_is_no_text_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

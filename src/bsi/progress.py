@@ -47,6 +47,11 @@ def speaks_unicode(encoding: str | None) -> bool:
     return encoding is None or encoding.lower().startswith("utf")
 
 
+def in_colour(terminal: bool) -> bool:
+    """Whether to colour what goes to a terminal, or not: not where it has no colours or its user wants none."""
+    return terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+
+
 class Progress:
     """Counts towards `total`; shows rate and time left. In a pipe: a plain line every ten seconds, and the last."""
 
@@ -109,6 +114,6 @@ class Progress:
         filled = width * min(self.done, self.total) // max(self.total, 1)
         if not self.unicode:
             return f"{'#' * filled}{'-' * (width - filled)} {line}"
-        if "NO_COLOR" in os.environ:
+        if not in_colour(self.live):
             return f"{'━' * filled}{'─' * (width - filled)} {line}"
         return f"\x1b[36m{'━' * filled}\x1b[2m{'━' * (width - filled)}\x1b[0m {line}"

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from bsi.errors import BsiError, UsageError
-from bsi.progress import speaks_unicode
+from bsi.progress import in_colour, speaks_unicode
 from bsi.writing import FULL, cannot_write, system_error
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -98,6 +98,8 @@ def _open_outputs() -> None:
             stream.reconfigure(errors="replace")
         elif isinstance(stream, io.TextIOWrapper) and stream is sys.stdout:
             stream.reconfigure(errors="surrogateescape")
+    if os.environ.get("NO_COLOR"):  # tyro, which is not imported yet, has its own name for it
+        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")
 
 
 def _homeless(error: Exception) -> BsiError | None:
@@ -126,7 +128,7 @@ def _forget_stdout() -> None:
 
 def _red(text: str) -> str:
     """In a terminal; elsewhere as it is."""
-    return f"\x1b[1;31m{text}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text
+    return f"\x1b[1;31m{text}\x1b[0m" if in_colour(sys.stderr.isatty()) else text
 
 
 def _run(argv: list[str]) -> int:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from bsi.progress import readable_bytes, speaks_unicode
+from bsi.progress import in_colour, readable_bytes, speaks_unicode
 
 __all__ = ["Check", "Doctor", "examine", "run"]
 
@@ -83,9 +83,8 @@ def run(args: Doctor) -> int:
 
 
 def _coloured(state: State) -> str:
-    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
     mark = (MARKS if speaks_unicode(sys.stdout.encoding) else PLAIN_MARKS)[state]
-    return mark if plain else f"\x1b[{COLOURS[state]}m{mark}\x1b[0m"
+    return f"\x1b[{COLOURS[state]}m{mark}\x1b[0m" if in_colour(sys.stdout.isatty()) else mark
 
 
 def examine() -> Iterator[Check]:

@@ -268,7 +268,7 @@ def completed(*words: str) -> list[str]:
     code = f"{bash_script()}\n{asked}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    return done.stdout.split()
+    return done.stdout.splitlines()
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
@@ -280,8 +280,8 @@ def test_bash_completes_commands_options_and_names(elsewhere: Path) -> None:
     assert completed("bsi", "train", "cifar10-d") == ["cifar10-dit-s", "cifar10-dit-mini"]
     assert completed("bsi", "bench", "e") == ["elbo"]
     assert completed("bsi", "data", "--fr") == ["--from"]
-    (elsewhere / "my-run").mkdir()
-    assert completed("bsi", "view", "my") == ["my-run"]
+    (elsewhere / "my run").mkdir()
+    assert completed("bsi", "view", "my") == ["my run"]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -41,6 +41,7 @@ _bsi() {{
     esac
   fi
   COMPREPLY=($(compgen -W "$words" -- "$cur"))
+  local IFS=$'\\n'  # a file's name may hold blanks
   [ "$COMP_CWORD" -gt 1 ] && COMPREPLY+=($(compgen -f -- "$cur"))
   return 0
 }}

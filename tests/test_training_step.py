@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import bsi
@@ -184,6 +185,34 @@ def test_the_state_is_all_there_is(watchdog: Watchdog) -> None:
         resumed.step(again, watchdog)
     assert same(state(engine), state(resumed))
     assert engine.means() == resumed.means()
+
+
+class Counting(Tiny):
+    """A network with running statistics: they count every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x.flatten(1)).view_as(x), t)
+
+
+def test_the_pass_that_settles_ddp_leaves_no_trace() -> None:
+    """Every start of a run makes it: one that was interrupted has made one more."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        two = World(Place(0, 2), torch.device("cpu"))
+        model = bsi.Model(Counting(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
+        engine = Engine(tiny_recipe(), model.train(), two, None)
+        before = state(engine)
+        engine.begin(Stream(tiny_recipe(), as_source(DATA), (1, 4, 4), two, 0))
+        engine.close()
+        assert same(before, state(engine))
+        assert all(p.grad is None for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

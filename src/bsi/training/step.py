@@ -104,10 +104,13 @@ class Engine:
         buffers = [name for name, _ in network.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
         self._network = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
+        before = [buffer.clone() for buffer in network.buffers()]  # running statistics would count the pass
         batch = stream.first(self.steps_done)
         batch.seed_dropout(self.recipe.seed)
         self._losses(batch).sum().backward()
         self.optimiser.zero_grad()
+        for buffer, value in zip(network.buffers(), before, strict=True):
+            buffer.copy_(value)
 
     def close(self) -> None:
         """Let go of DDP, and with it of the process group, which must not go while Python's lock is held.

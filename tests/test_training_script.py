@@ -21,11 +21,12 @@ import bsi
 from bsi import recipes
 from bsi.backbones import DiTConfig, MLPConfig, build, resolve
 from bsi.backbones.mlp import MLP
-from bsi.errors import DataError, NonFinite, Preempted, UsageError
+from bsi.errors import BsiError, DataError, NonFinite, Preempted, UsageError
 from bsi.training.dataset import build_method, config_of, open_training_data
 from bsi.training.export import export, read_trained
 from bsi.training.journal import Value, read_journal, tensorboard
 from bsi.training.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe
+from bsi.training.resume import check_changes
 from bsi.training.stream import Piece, piece_ids
 
 IMAGES = torch.randint(0, 256, (200, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -268,6 +269,43 @@ def test_an_evaluation_left_over_at_the_last_step_is_made_once(
     bsi.train(one, backbone=network(), **given)
     assert "is finished: 12 steps" in capfd.readouterr().err
     assert [line["step"] for line in read_journal(out) if line["event"] == "evaluate"] == [6, 12]
+
+
+@pytest.mark.parametrize("every", [Every(journal=1, checkpoint=6), Every(journal=3, checkpoint=4)])
+def test_a_folder_that_is_moved_meanwhile_is_not_made_again_and_goes_on_where_it_is(
+    every: Every, whole: Path, tmp_path: Path
+) -> None:
+    out, moved, one = tmp_path / "run", tmp_path / "moved", recipe(every=every)
+    with pytest.raises(BsiError, match="was the run folder moved"):
+        bsi.train(
+            one, data=IMAGES, backbone=network(), out=out, sinks=[lambda told: told["step"] == 3 and out.rename(moved)]
+        )
+    assert not out.exists()
+    (moved / "lock.json").unlink()  # it names this process, which has not ended
+    bsi.train(one, data=IMAGES, backbone=network(), out=moved)
+    assert same(moved, whole)
+
+
+def test_who_lost_the_folder_leaves_the_winners_status_alone(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def taken(record: Mapping[str, Value]) -> None:
+        thief = {"host": "elsewhere", "pid": 1, "started": "", "job": "", "token": "theirs"}
+        (out / "lock.json").write_text(json.dumps(thief))
+        (out / "status.json").write_text("theirs")
+
+    with pytest.raises(BsiError, match="taken over by host elsewhere"):
+        bsi.train(recipe(), data=IMAGES, backbone=network(), out=out, sinks=[taken])
+    assert (out / "status.json").read_text() == "theirs"
+
+
+def test_the_names_to_allow_are_all_of_them_though_not_all_changes_are_listed() -> None:
+    before, rates = recipe(), replace(recipe().optimiser, lr=0.1, clip=2.0, beta_1=0.8, beta_2=0.9, momentum=0.9)
+    now = replace(before, optimiser=rates, seed=1, batch=32, sigma_data=0.5, ema=Ema(0.8, 5))
+    with pytest.raises(UsageError, match="and 3 more") as refused:
+        check_changes(before, now, ("", ""), ("a", "a"), 5, ())
+    assert len(str(refused.value).splitlines()) <= 10
+    check_changes(before, now, ("", ""), ("a", "a"), 5, str(refused.value).rpartition("--allow ")[2].split())
 
 
 def test_what_decides_which_tensors_a_checkpoint_has_cannot_be_allowed(tmp_path: Path) -> None:

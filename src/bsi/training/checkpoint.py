@@ -69,6 +69,7 @@ class Checkpoint:
 
 def save(root: Path, snapshot: Snapshot, keep: Keep, still_ours: Callable[[], None] = lambda: None) -> Path:
     """Write a checkpoint into `root` and make it the latest. `still_ours` raises if the folder was taken over."""
+    still_ours()
     root.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(root)
     check_space(root, snapshot.bytes)
@@ -96,9 +97,11 @@ def check_space(root: Path, needed: int) -> None:
 
 def _disk_full(root: Path, needed: int) -> DiskFull:
     free = shutil.disk_usage(root).free
+    limit = "" if free < needed + SPARE_BYTES else ", but a quota or a limit on the size of a file (ulimit -f) is met"
     return DiskFull(
-        f"no room for a checkpoint in {root}: it takes {needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free. The "
-        f"previous checkpoint is untouched; free some space, or lower --keep.last, and run the same command again."
+        f"no room for a checkpoint in {root}: it takes {needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
+        f"{limit}. The previous checkpoint is untouched; free some space, or lower --keep.last, and run the same "
+        f"command again."
     )
 
 

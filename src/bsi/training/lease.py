@@ -82,10 +82,15 @@ class Lease:
 
     def check(self) -> None:
         holder = _read(self.path)
-        if holder is None or holder.token != self.owner.token:
+        if holder is None:
             raise BsiError(
-                f"{self.path.parent} was taken over by {holder or 'nobody we know'}, since this process gave no sign "
-                f"of life for {LEASE_S:.0f} s. It stops here and writes nothing more."
+                f"{self.path} is gone: was the run folder moved, or deleted, while it was trained in? This process "
+                f"stops here and writes nothing more; the same command with --out where the folder is now goes on."
+            )
+        if holder.token != self.owner.token:
+            raise BsiError(
+                f"{self.path.parent} was taken over by {holder}, since this process gave no sign of life for "
+                f"{LEASE_S:.0f} s. It stops here and writes nothing more."
             )
 
     def _beat(self) -> None:

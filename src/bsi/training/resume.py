@@ -73,7 +73,7 @@ def _refusal(refused: Sequence[Change], now: Recipe, step: int) -> str:
     elif names == ["steps"]:
         lines.append(f"a run cannot end before the step it has reached: use --steps {step} or more")
     else:
-        lines.append(f"go on with the old values, use another --out, or say --allow {' '.join(names[:SHOWN])}")
+        lines.append(f"go on with the old values, use another --out, or say --allow {' '.join(names)}")
     return "\n".join(lines)
 
 

@@ -114,7 +114,7 @@ def train(
             journal.append(JsonLines(folder.journal, engine.steps_done, resumed.evaluation_pending))
         with (
             _progress(recipe, engine, world) as progress,
-            _status(folder, engine, world),
+            _status(folder, engine, lease),
             contextlib.closing(engine),
             contextlib.closing(stream),
             enough_to_train(recipe, training_data.spec, world, watchdog),
@@ -288,20 +288,21 @@ def _progress(recipe: Recipe, engine: Engine, world: World) -> Iterator[Progress
 
 
 @contextlib.contextmanager
-def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
-    """The status file says how it ended, however it ends."""
+def _status(folder: RunFolder, engine: Engine, lease: Lease | None) -> Iterator[None]:
+    """The status file says how it ended, however it ends; but not in a folder that is no longer ours, or gone."""
 
     def write(state: State, note: str = "") -> None:
-        if world.first:
+        if lease is not None:
             folder.write_status(state, engine.steps_done, note)
 
     write("running")
     try:
         yield
-    except Preempted as error:
-        write("preempted", str(error))
-        raise
     except BaseException as error:
-        write("failed", str(error) or type(error).__name__)
+        state: State = "preempted" if isinstance(error, Preempted) else "failed"
+        if lease is not None:
+            lease.check()  # whose error says what happened to the folder, and comes first
+        with contextlib.suppress(OSError):  # of a full disk, `error` tells
+            write(state, str(error) or type(error).__name__)
         raise
     write("finished")

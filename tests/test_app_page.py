@@ -261,6 +261,10 @@ def test_what_goes_wrong_is_told_in_words(page: Any) -> None:
     page.wait_for_selector("body[data-state=failed]")
     assert page.inner_text("#status") == "the predictions are not finite"
     page.unroute("**/run")
+    page.evaluate("[window.answers, window.fetch] = [window.fetch, () => Promise.reject(new TypeError('Failed'))]")
+    page.click("#go")
+    page.wait_for_function("document.querySelector('#status').innerText.includes('is `bsi view` still running?')")
+    page.evaluate("() => { window.fetch = window.answers; }")
     go(page)
     assert "9 images" in page.inner_text("#status")
 

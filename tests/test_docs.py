@@ -104,6 +104,9 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     }
     assert fetched == set()  # pages are complete without a network
     start = pages["index.html"]
+    assert 'id="hljs-light"' in start  # without both, the script of the switch for light and dark stops
+    assert 'id="hljs-dark"' in start
+    assert "templates" not in {path.name for path in tmp_path.iterdir()}
     for page in (ROOT / "docs").rglob("*.md"):  # every page can be reached from the first
         address = str(page.relative_to(ROOT / "docs").with_suffix(".html"))
         assert f'href="{address}"' in start, f"mkdocs.yml does not name {page.name}"

@@ -12,12 +12,17 @@ export function encode(array) {
   return btoa(text);
 }
 
+// A connection that fails, in words; one that we left ourselves is told as that.
+function gone(error) {
+  throw error.name === "AbortError" ? error : new Error("nothing answers: is `bsi view` still running?");
+}
+
 async function* lines(body) {
   const reader = body.getReader(), decoder = new TextDecoder();
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch(gone);
       if (done) return;
       const parts = (rest + decoder.decode(value, { stream: true })).split("\n");
       rest = parts.pop();
@@ -30,7 +35,7 @@ async function* lines(body) {
 
 async function accepted(ask, signal) {
   for (let wait = 200; ; wait = Math.min(2 * wait, 2000)) {
-    const answer = await fetch("run", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(ask), signal });
+    const answer = await fetch("run", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(ask), signal }).catch(gone);
     if (answer.ok) return answer;
     if (answer.status !== 429) throw new Error(await reason(answer));
     await new Promise(resolve => setTimeout(resolve, wait)); // others are drawing

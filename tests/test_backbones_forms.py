@@ -30,7 +30,7 @@ from bsi.backbones import (
 )
 from bsi.backbones.compiled import compile_like, is_compiled
 from bsi.backbones.dropout import draw_seeds, dropout
-from bsi.backbones.precision import chosen
+from bsi.backbones.precision import type_name
 from bsi.errors import UsageError
 from bsi.training.ema import EmaModel
 
@@ -276,7 +276,7 @@ def test_frozen_weights_compute_what_autocast_computes(kind: str) -> None:
 
 def test_precision_on_a_cpu_is_float32() -> None:
     assert compute_dtype("auto", torch.device("cpu")) is None
-    assert chosen("auto", torch.device("cpu")) == "float32"
+    assert type_name(compute_dtype("auto", torch.device("cpu"))) == "float32"
     assert compute_dtype("float32", torch.device("cpu")) is None
     assert compute_dtype("bf16", torch.device("cpu")) is torch.bfloat16  # slow, but what was asked for
     with pytest.raises(UsageError, match="float16 needs a CUDA device: got cpu"):
@@ -293,12 +293,12 @@ def test_precision_on_a_gpu_is_what_its_hardware_has(monkeypatch: pytest.MonkeyP
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     assert compute_dtype("auto", cuda) is compute_dtype("bf16", cuda) is torch.bfloat16
-    assert (chosen("auto", cuda), chosen("fp8", cuda)) == ("bf16", "fp8")
+    assert type_name(compute_dtype("auto", cuda)) == "bfloat16"
     assert compute_dtype("float32", cuda) is None
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
     assert compute_dtype("auto", cuda) is compute_dtype("float16", cuda) is torch.float16
-    assert chosen("auto", cuda) == "float16"
+    assert type_name(compute_dtype("auto", cuda)) == "float16"
     with pytest.raises(UsageError, match="Tesla V100 does not compute in bf16"):
         compute_dtype("bf16", cuda)
 

@@ -120,7 +120,7 @@ def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFix
     assert all(record["images_per_s"] > 0 and record["parameters"] > 9e6 for record in records)
     asked = {"images_per_s", "tflops", "matmul_tflops", "fraction", "peak_gib", "first_step_s"}
     assert all(asked <= set(record) for record in records)
-    assert all(record["precision"] == "float32" for record in records)  # not "auto"
+    assert all((record["precision"], record["dtype"]) == ("auto", "float32") for record in records)
     assert all(record["peak_gib"] is None for record in records)  # NaN is no JSON
     assert [next(iter(record["first_step_parts_s"])) for record in records] == ["imports", "build", "build"]
 

@@ -137,7 +137,7 @@ def test_edms_levels_are_its_normal_distribution_and_one_in_twenty_anywhere(meth
 def test_the_journal_has_the_unweighed_loss_in_bits_whatever_the_weight(weight):
     weighed, given = engine(Objective(weight=weight)), batch()
     x, method = weighed.model.values(given.data), weighed.model.method
-    plain = training_loss(method, weighed.model.denoiser, x, given.t, given.eps, None, weighed._levels)
+    plain = training_loss(method, weighed.model.denoiser, x, given.t, given.eps, None, weighed.loss.levels)
     plain = plain.sum() / weighed.recipe.batch
     told = weighed._told(weighed._losses(given), given)
     assert told[-1].item() == pytest.approx(plain.item(), rel=1e-5)
@@ -179,8 +179,8 @@ def test_levels_are_the_papers_for_the_elbo_and_expected_for_other_weights_unles
     assert not Objective().expected_levels
     assert Objective(weight="edm").expected_levels
     asked = engine(Objective(weight="edm", levels="paper"))
-    assert asked._levels == asked.model.method.levels
-    assert engine(Objective(levels="expected"))._levels != asked._levels
+    assert asked.loss.levels == asked.model.method.levels
+    assert engine(Objective(levels="expected")).loss.levels != asked.loss.levels
 
 
 def test_weights_are_compared_between_networks_trained_at_the_same_kind_of_levels():

@@ -462,13 +462,15 @@ def test_a_run_folder_holds_no_secrets_and_no_home(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HOME", "/home/somebody")
-    monkeypatch.setattr("sys.argv", ["/home/somebody/bin/bsi", "train", "--out", "/home/somebody/runs/x"])
+    paths = ["/home/somebody/runs/x", "--data.name=/home/somebody", "/mnt/home/me/x", "/home/some"]
+    monkeypatch.setattr("sys.argv", ["/home/somebody/bin/bsi", "train", "--out", *paths])
     run = bsi.train(recipe(steps=1), data=IMAGES, backbone=MyNet(), out=tmp_path / "run", named=recipe())
     text = (run / "run.json").read_text()
     assert "hf_secret" not in text
     assert "somebody" not in text
     record = json.loads(text)
-    assert record["command"] == ["bsi", "train", "--out", "~/runs/x"]
+    elsewhere = ["/mnt/home/me/x", "/home/some"]
+    assert record["command"] == ["bsi", "train", "--out", "~/runs/x", "--data.name=~", *elsewhere]
     assert "steps: 12 -> 1" in record["changed"]
 
 

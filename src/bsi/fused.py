@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["fused"]
+__all__ = ["compiles", "fused"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,10 +21,11 @@ def _compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def fused(function: Callable[P, R], device: torch.device) -> Callable[P, R]:
-    """The function's compiled form on CUDA, else the function itself. Compiles when first called.
+    """The function's compiled form where there is a compiler, else the function itself. Compiles when first called."""
+    return _compiled(function) if compiles(device) else function
 
-    The kernels are written by Triton: without it, or on a GPU too old for it, the function is left as it is.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return function
-    return _compiled(function) if torch.cuda.get_device_capability(device) >= (7, 0) else function
+
+def compiles(device: torch.device) -> bool:
+    """Whether a compiler's kernels run on this device, and are worth their time: Triton's, on GPUs from Volta on."""
+    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return has_triton and torch.cuda.get_device_capability(device) >= (7, 0)

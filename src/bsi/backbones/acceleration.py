@@ -9,7 +9,6 @@ that form only where it is asked for.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 
@@ -23,8 +22,9 @@ from bsi.backbones.embeddings import ConditionEmbedding
 from bsi.backbones.memory import Form
 from bsi.backbones.unet import UNet
 from bsi.errors import UsageError
+from bsi.fused import compiles
 
-__all__ = ["accelerate", "check_fp8", "compiles", "form_of", "freeze"]
+__all__ = ["accelerate", "check_fp8", "form_of", "freeze"]
 
 
 def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8: bool = False) -> None:
@@ -62,12 +62,6 @@ def form_of(
     if ours and isinstance(config, DiTConfig) and compute_dtype == torch.bfloat16 and config.width % 8 == 0:
         return "compiled" if config.checkpoint else "lean" if lean else "fused"
     return "compiled"
-
-
-def compiles(device: torch.device) -> bool:
-    """Whether a compiler's kernels run on this device, and are worth their time: Triton's, from Volta on."""
-    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return has_triton and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def check_fp8(config: BackboneConfig | None, shape: tuple[int, ...]) -> None:

@@ -13,20 +13,7 @@ import torch
 from bsi.backbones.config import Precision
 from bsi.errors import UsageError
 
-__all__ = ["Precision", "chosen", "compute_dtype"]
-
-
-def chosen(precision: Precision, device: torch.device) -> Precision:
-    """What `auto` is on this device; any other is itself."""
-    if precision != "auto":
-        return precision
-    match compute_dtype(precision, device):
-        case torch.bfloat16:
-            return "bf16"
-        case torch.float16:
-            return "float16"
-        case _:
-            return "float32"
+__all__ = ["Precision", "compute_dtype", "type_name"]
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
@@ -55,3 +42,8 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype | N
             return torch.float16
         case _:
             raise UsageError(f"unknown precision {precision!r}. Use one of {', '.join(get_args(Precision))}.")
+
+
+def type_name(dtype: torch.dtype | None) -> str:
+    """What `compute_dtype` found, for a record."""
+    return "float32" if dtype is None else str(dtype).removeprefix("torch.")

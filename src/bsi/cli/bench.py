@@ -66,7 +66,7 @@ def run(args: Bench) -> int:
     cost(backbone, shape, 256)  # refuses what cannot be built, before torch allocates anything
 
     from bsi.backbones.acceleration import check_fp8, form_of
-    from bsi.backbones.precision import chosen
+    from bsi.backbones.precision import type_name
     from bsi.evaluation.speed import Case, measure
     from bsi.training.distributed import pick_device
     from bsi.training.room import enough_for_batch
@@ -87,7 +87,7 @@ def run(args: Bench) -> int:
         case = Case(args.work, backbone, shape, args.batch, method, args.precision, args.lean, device, args.record)
         record: dict[str, Any] = {
             "work": args.work, "backbone": args.backbone, "shape": shape, "batch": args.batch, "method": method,
-            "precision": chosen(args.precision, device), "lean": args.lean, "device": _name(device),
+            "precision": args.precision, "dtype": type_name(half), "lean": args.lean, "device": _name(device),
         }  # fmt: skip
         memory = _memory(case)
         _check_host(case, memory)

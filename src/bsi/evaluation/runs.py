@@ -22,6 +22,7 @@ from torch import nn
 
 from bsi import __version__
 from bsi.backbones import Backbone, Precision, accelerate, compute_dtype, freeze
+from bsi.backbones.precision import type_name
 from bsi.data.batches import as_source
 from bsi.data.store import Dataset, open_dataset
 from bsi.errors import DataError, UsageError
@@ -110,8 +111,7 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
 def inner_precision(model: Model) -> str:
     """The type inside the model's network, by its name: what `auto` came to on its device."""
     network = model.denoiser.backbone
-    dtype = network.compute_dtype if isinstance(network, Backbone) else None
-    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
+    return type_name(network.compute_dtype if isinstance(network, Backbone) else None)
 
 
 def speed_up(run: Run, work: int) -> None:

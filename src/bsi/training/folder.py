@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -112,8 +113,9 @@ class RunFolder:
 
 
 def _without_home(words: list[str]) -> list[str]:
-    home = str(Path.home())
-    return [word.replace(home, "~") if len(home) > 1 else word for word in words]
+    """~ for the home folder, where there is one; also in --out=FOLDER, but not inside other names."""
+    home = os.path.expanduser("~")
+    return [re.sub(rf"(?<![^=]){re.escape(home)}(?=/|$)", "~", word) if len(home) > 1 else word for word in words]
 
 
 def _environment(world: World) -> dict[str, Any]:

@@ -181,7 +181,8 @@ def _replayable(job: Job, fault: int) -> NonFinite:
     if job.world.first:
         write_json(path, {
             "step": step, "seed": recipe.seed, "ids": piece_ids(recipe, job.data.spec.count, whole).tolist(),
-            "t": t.tolist(), "levels": job.engine.level(t.to(job.world.device)).tolist(), "recipe": job.about["recipe"],
+            "t": t.tolist(), "levels": job.engine.loss.level(t.to(job.world.device)).tolist(),
+            "recipe": job.about["recipe"],
         })  # fmt: skip
     job.engine.steps_done = step
     _save(job)

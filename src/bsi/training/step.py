@@ -1,6 +1,6 @@
 """One step: gradients of the global batch, then an update that happens only if everything is finite.
 
-    loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch; L_M^k or a weighted L_M if the recipe says so
+    loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch; L_M^k or a weighted L_M if the recipe says so (loss.py)
     gradient  DDP's sum over ranks and pieces; in the audit mode, a sum over virtual shards in a fixed order
     update    AdamW (or Muon: optimisers.py) with the gradient's norm clipped, then the EMA; under a flag on the device
 
@@ -18,25 +18,23 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bsi.backbones.base import Backbone
 from bsi.errors import UsageError
-from bsi.grids import paper_grid
-from bsi.levels import Proposal
-from bsi.methods.base import Method, Predictor
+from bsi.methods.base import Predictor
 from bsi.model import Model
-from bsi.objective import Weight, edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
 from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
 from bsi.training.averages import PowerAverages
 from bsi.training.checkpoint import differences
 from bsi.training.dials import Dials
 from bsi.training.distributed import World
 from bsi.training.ema import EmaModel
+from bsi.training.loss import Loss
 from bsi.training.optimisers import Optimisers
-from bsi.training.recipe import Objective, Recipe
+from bsi.training.recipe import Recipe
 from bsi.training.replay import Replay
 from bsi.training.stream import Batch, Stream
 from bsi.training.watchdog import Watchdog
@@ -74,14 +72,9 @@ class Engine:
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
         self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
         self._network: nn.Module = model.denoiser
-        self._weight = _weight(recipe.objective, model.method)
-        self._levels: Proposal = model.method.levels
-        if recipe.objective.expected_levels:
-            self._levels = expected_levels(model.method, self._weight).to(world.device)
+        self.loss = Loss.of(recipe.objective, model.method, world.device)
         # Of losses, of norms, of steps; and of the losses before they are weighed, if they are.
-        self.sums = torch.zeros(3 if self._weight is None else 4, dtype=torch.float64, device=world.device)
-        k = recipe.objective.finite_k
-        self._grid = None if k is None else paper_grid(model.method, k).to(world.device)
+        self.sums = torch.zeros(2 + self.loss.terms, dtype=torch.float64, device=world.device)
         record = record and world.device.type == "cuda" and replayable(recipe, model, world)
         self._replay = Replay(world.device) if record else None
 
@@ -151,25 +144,11 @@ class Engine:
         # Our backbones set their own type inside; a network from elsewhere gets it from autocast.
         foreign = self.half is not None and not isinstance(self.model.denoiser.backbone, Backbone)
         with torch.autocast(self.world.device.type, self.half, enabled=foreign):
-            predict = self._given(batch.cond)
-            if self._grid is None:
-                return training_loss(self.model.method, predict, x, batch.t, batch.eps, self._weight, self._levels)
-            i = _measurement(self._grid, batch.t)
-            return finite_training_loss(self.model.method, predict, x, self._grid, i, batch.eps)
-
-    def level(self, t: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Where a step looks for each t of its batch."""
-        if self._grid is None:
-            return self._levels.icdf(t)
-        return self._grid[_measurement(self._grid, t)]
+            return self.loss(self._given(batch.cond), x, batch.t, batch.eps)
 
     def _told(self, losses: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, " told"]:
         """The batch's part of the loss; and of the loss before it is weighed, if it is."""
-        losses = losses.detach()
-        if self._weight is None:
-            return losses.sum().reshape(1) / self.recipe.batch
-        weight = self._weight(self._levels.icdf(batch.t)).clamp(min=1e-300)  # EDM's vanishes at level 0
-        return torch.stack([losses.sum(), (losses / weight).sum().to(losses.dtype)]) / self.recipe.batch
+        return self.loss.told(losses, batch.t) / self.recipe.batch
 
     def _given(self, cond: Tensor | None) -> Predictor:
         """The network with a condition bound into it; as `Denoiser.given`, whatever DDP wraps."""
@@ -178,7 +157,7 @@ class Engine:
 
     def _summed(self, batches: Iterable[Batch]) -> Float[Tensor, " told"]:
         """Gradients summed over pieces and ranks; the loss of the global batch."""
-        total = torch.zeros(len(self.sums) - 2, device=self.world.device)
+        total = torch.zeros(self.loss.terms, device=self.world.device)
         pieces = self.recipe.accumulation
         for i, batch in enumerate(batches):
             with self._exchange(i == pieces - 1):
@@ -289,22 +268,6 @@ def replayable(recipe: Recipe, model: Model, world: World) -> bool:
     alone = world.size == 1 and recipe.accumulation == 1 and not recipe.audit
     few = not recipe.data.labels or recipe.batch <= MOST_LABELS
     return recipe.compile and alone and few and isinstance(model.denoiser.backbone, Backbone)
-
-
-def _measurement(grid: Float[Tensor, " levels"], t: Float[Tensor, " batch"]) -> Int64[Tensor, " batch"]:
-    """Which of the measurements on a grid: t in [0, 1) is stratified over the batch, and so is the answer."""
-    k = len(grid) - 1
-    return (t * k).long().clamp(max=k - 1)
-
-
-def _weight(objective: Objective, method: Method) -> Weight | None:
-    match objective.weight:
-        case "sigmoid":
-            return sigmoid_weight(method, objective.bias)
-        case "edm":
-            return edm_weight(method)
-        case _:
-            return None
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -13,22 +13,21 @@ import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from bsi.backbones.acceleration import accelerate, check_fp8, compiles
+from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.base import Backbone
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import BsiError, Preempted, UsageError
+from bsi.fused import compiles
 from bsi.likelihood import Bins
 from bsi.model import Model
 from bsi.progress import Progress
-from bsi.training import checkpoint
 from bsi.training.audit import numerics
-from bsi.training.checkpoint import Checkpoint
 from bsi.training.dataset import TrainingData, build_model, config_of, open_training_data
 from bsi.training.distributed import World, find_place, join
 from bsi.training.export import class_name, read_trained, set_weights
@@ -36,9 +35,9 @@ from bsi.training.folder import RunFolder, RunRecord, State
 from bsi.training.journal import JsonLines, Sink
 from bsi.training.lease import Lease, hold
 from bsi.training.loop import Job, run
-from bsi.training.plain import from_plain, to_plain
+from bsi.training.plain import to_plain
 from bsi.training.recipe import Recipe
-from bsi.training.resume import check_changes
+from bsi.training.resumed import find_checkpoint, restore
 from bsi.training.room import check_host, enough_to_train
 from bsi.training.saver import Saver
 from bsi.training.step import Engine
@@ -94,7 +93,7 @@ def train(
         if backbone is not None:
             recipe = replace(recipe, backbone=config_of(backbone, training_data.spec))
         record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
-        resumed = _find_checkpoint(folder, record, training_data, world, allow)
+        resumed = find_checkpoint(folder, record, training_data.spec, world, allow, _warn)
         if resumed.finished:
             more = ", or more --steps" if recipe.optimiser.schedule == "constant" else ""
             _say(world, f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")
@@ -103,7 +102,7 @@ def train(
         with enough_to_train(recipe, training_data.spec, world, watchdog):
             model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
             engine = Engine(recipe, model, world, _half(recipe, world))
-        _restore(engine, resumed.checkpoint, world)
+        restore(engine, resumed.checkpoint, world, _warn)
         engine.share()
         spec, done = training_data.spec, engine.steps_done
         stream = Stream(recipe, training_data.train, spec.shape, world, done, training_data.labels, spec.classes)
@@ -184,67 +183,6 @@ def _alone_in(folder: RunFolder, world: World) -> Iterator[Lease | None]:
                 error = refused
         world.agree(error)
         yield lease
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """Where a run goes on. Only the first rank has the checkpoint itself; it shares what it reads."""
-
-    checkpoint: Checkpoint | None
-    finished: bool
-    evaluation_pending: bool
-
-
-def _find_checkpoint(
-    folder: RunFolder, record: RunRecord, data: TrainingData, world: World, allow: Sequence[str]
-) -> Resumed:
-    """The checkpoint to go on from, compared with what is asked for now."""
-    found, error = None, None
-    if world.first:
-        try:
-            found = checkpoint.find(folder.checkpoints, _warn)
-            if found is not None:
-                _compare(folder, found, record, data, world, allow)
-        except BsiError as refused:
-            error = refused
-    world.agree(error)
-    pending = found is not None and bool(found.state["evaluation_pending"])
-    done = found is not None and found.step >= record.recipe.steps and not pending
-    return Resumed(found, world.any(done), world.any(pending))
-
-
-def _compare(
-    folder: RunFolder, found: Checkpoint, record: RunRecord, data: TrainingData, world: World, allow: Sequence[str]
-) -> None:
-    state = found.state
-    before = folder.read_record() or RunRecord(from_plain(Recipe, state["recipe"]), str(state["network"]))
-    if before.recipe.backbone is None and before.network == record.network:  # a network of ours, not described then
-        before = replace(before, recipe=replace(before.recipe, backbone=record.recipe.backbone))
-    changed = check_changes(
-        before.recipe, record.recipe, (before.network, record.network),
-        (state["data"]["version"], data.spec.version), found.step, allow,
-    )  # fmt: skip
-    for change in changed:
-        _say(world, f"changed since the run began: {change}")
-    pieces = (state["ranks"] * before.recipe.accumulation, world.size * record.recipe.accumulation)
-    if pieces[0] != pieces[1] and not record.recipe.audit:
-        _say(
-            world,
-            f"ranks x accumulation was {pieces[0]} and is {pieces[1]}: samples, levels and noise stay the same, "
-            f"dropout draws other masks, and sums are rounded differently",
-        )
-
-
-def _restore(engine: Engine, found: Checkpoint | None, world: World) -> None:
-    """Take a checkpoint's state in, on the first rank, which has found it; all ranks refuse together."""
-    error = None
-    if found is not None:
-        try:
-            engine.restore(found.step, {name: checkpoint.read_tensors(found, name) for name in engine.files})
-            _say(world, f"going on from {found.folder}")
-        except UsageError as refused:
-            error = refused
-    world.agree(error)
 
 
 def _model(

@@ -108,6 +108,11 @@ def test_levels_rise_from_low_to_high_in_float64(proposal):
     assert level.min() >= LOW
 
 
+@pytest.mark.parametrize("high", [1e8, 7.3e5])  # where ln and exp, rounded, lead beyond it
+def test_the_last_level_is_never_passed(high):
+    assert float(LogUniform(LOW, high).icdf(torch.ones(()))) == high
+
+
 @pytest.mark.parametrize("offset", [0.0, 1e-8, 1e-4, 1e-2, 1.0, 1e3, 1e8])
 def test_expected_error_is_inverted_to_twelve_digits(offset):
     """Against Lambert's W; where the CDF is flat, a rounding of t itself moves u by `condition` times it."""

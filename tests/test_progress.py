@@ -87,3 +87,12 @@ def test_a_terminal_that_lacks_our_letters_gets_a_bar_of_others(clock: list[floa
         shown.advance(2)
     assert stream.getvalue().isascii()
     assert f"{'#' * 12}{'-' * 12} train 2/4 steps, 2 steps/s, 0:01 left" in stream.getvalue()
+
+
+def test_work_goes_on_when_who_watched_it_has_left() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        with Progress("train", 2, "step", stream=stream) as progress:
+            progress.advance(2)
+        stream.write("nor is what else is told there an error")

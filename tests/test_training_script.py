@@ -257,6 +257,31 @@ def test_a_network_of_the_same_class_and_another_shape_cannot_go_on_with_a_run(t
     bsi.train(recipe(), data=IMAGES, backbone=Scaled(1), out=out)
 
 
+def test_whoever_asks_to_stop_is_heard_though_nobody_reads_what_is_told(tmp_path: Path, capsys) -> None:
+    """Ctrl-C ends the `tee` of a pipe too; and a stderr of Python alone, as here or in a notebook, is no file."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    before = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        with pytest.raises(Preempted, match="SIGTERM: saved step 3 of 12"):
+            bsi.train(recipe(), data=IMAGES, backbone=network(), out=tmp_path / "run", sinks=[stop_at(3)])
+        os.write(2, b"goes nowhere from there on")
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(writer)
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_other_pieces_are_told_where_dropout_draws_other_masks_for_them(audit: bool, tmp_path: Path, capfd) -> None:
+    out, small = tmp_path / "run", recipe(steps=4, accumulation=2, audit=audit)
+    with pytest.raises(Preempted):
+        bsi.train(small, data=IMAGES, backbone=network(), out=out, sinks=[stop_at(3)])
+    bsi.train(replace(small, accumulation=4), data=IMAGES, backbone=network(), out=out)
+    assert ("ranks x accumulation was 2 and is 4: " in capfd.readouterr().err) == (not audit)
+
+
 def test_an_evaluation_left_over_at_the_last_step_is_made_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

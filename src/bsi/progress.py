@@ -52,6 +52,11 @@ def in_colour(terminal: bool) -> bool:
     return terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
+def forget(output: int) -> None:
+    """A descriptor that nobody reads any more: what is left in its buffer, and whatever follows, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+
+
 class Progress:
     """Counts towards `total`; shows rate and time left. In a pipe: a plain line every ten seconds, and the last."""
 
@@ -73,8 +78,7 @@ class Progress:
         if self.live or self.done != self._told:  # a plain line that says nothing new is left out
             self._show()
         if self.live:
-            self.stream.write("\n")
-            self.stream.flush()
+            self._write("\n")
 
     def advance(self, count: int = 1, note: str | None = None) -> None:
         self.done += count
@@ -101,8 +105,14 @@ class Progress:
 
     def _show(self) -> None:
         self._shown, self._told = time.monotonic(), self.done
-        self.stream.write(f"\r\x1b[2K{self._bar()}" if self.live else f"{self.line()}\n")
-        self.stream.flush()
+        self._write(f"\r\x1b[2K{self._bar()}" if self.live else f"{self.line()}\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except BrokenPipeError:  # Ctrl-C ends `| tee` too, and work is not lost because nobody looks
+            forget(self.stream.fileno())
 
     def _bar(self) -> str:
         """The bar and its line in one row of the terminal: a row that wraps could not be drawn over."""

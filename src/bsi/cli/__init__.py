@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from bsi.errors import BsiError, UsageError
-from bsi.progress import in_colour, speaks_unicode
+from bsi.progress import forget, in_colour, speaks_unicode
 from bsi.writing import FULL, cannot_write, system_error
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # so that a reader who has left is noticed here, not at the interpreter's end
     except BrokenPipeError:  # whoever read our output has left, as `| head` does
-        _forget_stdout()
+        forget(sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as left:  # with what is kept, where something is
         print(f"\n{who}: interrupted{f': {left}' if str(left) else ''}", file=sys.stderr)
@@ -117,13 +117,8 @@ def _refused(error: Exception) -> BsiError | None:
     try:
         sys.stdout.flush()
     except OSError:
-        _forget_stdout()
+        forget(sys.stdout.fileno())
     return cannot_write(refused.filename or "the output", refused, "place")
-
-
-def _forget_stdout() -> None:
-    """What is left in its buffer goes nowhere, and the interpreter's end does not stumble over it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _red(text: str) -> str:

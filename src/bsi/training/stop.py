@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from bsi.progress import forget
+
 __all__ = ["StopFlag", "listening"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STDERR = 2
 LEFT_AT_ONCE = 130  # what a shell reports for a process that Ctrl-C ended
 
 
@@ -31,14 +33,22 @@ class StopFlag:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.reason == "SIGINT" and number == signal.SIGINT:
-            os.write(sys.stderr.fileno(), b"\nbsi train: second Ctrl-C: leaving without saving\n")
+            _tell("second Ctrl-C: leaving without saving")
             os._exit(LEFT_AT_ONCE)
         if not self:
             self.reason = signal.Signals(number).name
             again = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
-            os.write(sys.stderr.fileno(), f"\nbsi train: {self.reason}: saving, then leaving{again}\n".encode())
+            _tell(f"{self.reason}: saving, then leaving{again}")
         elif number == signal.SIGINT:
             self.reason = "SIGINT"
+
+
+def _tell(words: str) -> None:
+    """Past Python's stderr, which may be in the middle of a write, or no file at all, as in a notebook."""
+    try:
+        os.write(STDERR, f"\nbsi train: {words}\n".encode())
+    except OSError:  # who read it has left: Ctrl-C ends `| tee` too, and what comes next is to save
+        forget(STDERR)
 
 
 @contextmanager

@@ -463,6 +463,8 @@ def test_a_data_error_is_right_or_an_upper_limit_that_is_named(spread, least, mo
         bound = _table(true + 2 * torch.randn(2, 40, generator=generator, dtype=torch.float64))
         expected = true.std().item() / math.sqrt(40) / math.log(2)
         assert bound.data_error > 0
+        raw = bound.nats.std().item() / math.sqrt(40) / math.log(2)
+        assert bound.data_resolved or bound.data_error < raw * (1 + 1e-9), "an estimate's noise does not bring it closer"
         assert ("at most" in str(bound)) != bound.data_resolved
         resolved += bound.data_resolved
         too_small += bound.data_error < 0.75 * expected
@@ -523,10 +525,13 @@ def test_the_record_holds_the_three_terms_of_the_bound(method):
     predict, noises, t = gaussian_posterior(method), [draws(i, 6, 4).float() for i in range(5)], uniform(0, 3, 6)
     queue = list(noises)
     bound = elbo(method, predict, x, bins, t, lambda: queue.pop(0), recon=2)
-    measured = [measurement_loss(method, predict, x, row, eps) for row, eps in zip(t, noises, strict=False)]
-    decoded = [reconstruction_loss(method, predict, x, eps, bins) for eps in noises[3:]]
-    torch.testing.assert_close(bound.measurement, torch.stack(measured).double().mean(0))
-    torch.testing.assert_close(bound.reconstruction, torch.stack(decoded).mean(0))
+    each = [measurement_loss(method, predict, x, row, eps) for row, eps in zip(t, noises, strict=False)]
+    measured = torch.stack(each).double()
+    decoded = torch.stack([reconstruction_loss(method, predict, x, eps, bins) for eps in noises[3:]])
+    torch.testing.assert_close(bound.measurement, measured.mean(0))
+    torch.testing.assert_close(bound.reconstruction, decoded.mean(0))
+    torch.testing.assert_close(bound.sample_variance, measured.var(0) / 3 + decoded.var(0) / 2)
+    assert bound.sum_variance == pytest.approx(float(measured.sum(1).var() / 3 + decoded.sum(1).var() / 2))
     torch.testing.assert_close(bound.prior, method.prior_kl(x).double())
     assert not queue
     assert bound.n == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -127,9 +127,10 @@ def test_flips_follow_the_position() -> None:
     assert 0 < sum(mirrored) < 16
 
 
-def test_a_step_is_the_textbooks(watchdog: Watchdog) -> None:
+@pytest.mark.parametrize("clip", [0.5, 1e3])
+def test_a_step_is_the_textbooks(watchdog: Watchdog, clip: float) -> None:
     """Clipped gradient of the mean loss, AdamW, EMA: the same numbers as torch's own parts, one after the other."""
-    recipe = tiny_recipe(optimiser=Optimiser(1e-2, clip=0.5, warmup=2, schedule="cosine"))
+    recipe = tiny_recipe(optimiser=Optimiser(1e-2, clip=clip, warmup=2, schedule="cosine"))
     engine, stream = engine_of(recipe), stream_of(recipe)
     model = copy.deepcopy(engine.model)
     reference = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=1e-2, fused=True)
@@ -141,7 +142,7 @@ def test_a_step_is_the_textbooks(watchdog: Watchdog) -> None:
         loss = training_loss(model.method, model.denoiser, x, batch.t, batch.eps).mean()
         reference.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         reference.param_groups[0]["lr"] = recipe.rate(step)
         reference.step()
         for a, p in zip(average.parameters(), model.parameters(), strict=True):
@@ -166,8 +167,11 @@ def test_accumulation_changes_nothing_but_rounding(watchdog: Watchdog, audit: bo
             engine.step(stream, watchdog)
         return engine
 
-    for a, b in zip(trained().parameters, trained(accumulation=4, audit=audit).parameters, strict=True):
+    whole, cut = trained(), trained(accumulation=4, audit=audit)
+    for a, b in zip(whole.parameters, cut.parameters, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+    # AdamW moves the weights alike for a multiple of the gradient; its norm tells
+    assert astuple(cut.means()) == pytest.approx(astuple(whole.means()), rel=1e-5)
 
 
 def test_the_state_is_all_there_is(watchdog: Watchdog) -> None:
@@ -232,6 +236,7 @@ def test_after_a_step_that_is_not_finite_nothing_moves(watchdog: Watchdog, poiso
     else:
         engine._losses = lambda batch: losses(batch) * torch.where(batch.t < 0.1, poison, 1.0)  # type: ignore[method-assign]
     engine.step(stream, watchdog)
+    engine.step(stream, watchdog)  # as bad: it is the first that is told
     engine._losses = losses  # type: ignore[method-assign]
     if handle is not None:
         handle.remove()
@@ -271,6 +276,42 @@ def test_float16_leaves_out_overflows_and_halves_its_scale(watchdog: Watchdog) -
     engine.step(stream, watchdog)
     handle.remove()
     assert engine.first_fault() == 4, "with nothing left to halve, it is a fault"
+
+    engine, stream = of_ours(torch.float16), stream_of(recipe)
+    losses = engine._losses
+    engine._losses = lambda batch: losses(batch) + math.nan  # type: ignore[method-assign]
+    engine.step(stream, watchdog)
+    assert engine.first_fault() == 0, "and a loss that is not finite is one at any scale"
+
+
+def test_float16s_scale_doubles_after_so_many_good_steps(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bsi.training.step.GROWTH_STEPS", 2)
+    recipe = tiny_recipe()
+    model = bsi.Model(build("mlp-8x1", (1, 4, 4), 17), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
+    engine, stream, scales = Engine(recipe, model.train(), CPU, torch.float16), stream_of(recipe), []
+    for _ in range(5):
+        engine.step(stream, watchdog)
+        scales.append(math.log2(float(engine.scale)))
+    assert scales == [16, 17, 17, 18, 18]
+    saved = copy.deepcopy(engine.tensors())
+    resumed = Engine(recipe, copy.deepcopy(model), CPU, torch.float16)
+    resumed.restore(5, saved)
+    resumed.step(stream_of(recipe, 5), watchdog)
+    engine.step(stream, watchdog)
+    assert same(state(engine), state(resumed))
+    assert float(resumed.scale) == float(engine.scale) == 2.0**19, "a run that goes on has its scale"
+
+
+def test_means_are_of_the_steps_since_the_last_look(watchdog: Watchdog) -> None:
+    recipe = tiny_recipe()
+    engine, stream = engine_of(recipe), stream_of(recipe)
+    often, seldom = engine_of(recipe), stream_of(recipe)
+    each = []
+    for _ in range(3):
+        engine.step(stream, watchdog)
+        often.step(seldom, watchdog)
+        each.append(often.means())
+    assert engine.means().loss == pytest.approx(sum(means.loss for means in each) / 3, rel=1e-6)
 
 
 def test_the_average_copies_buffers() -> None:

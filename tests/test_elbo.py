@@ -464,7 +464,7 @@ def test_a_data_error_is_right_or_an_upper_limit_that_is_named(spread, least, mo
         expected = true.std().item() / math.sqrt(40) / math.log(2)
         assert bound.data_error > 0
         raw = bound.nats.std().item() / math.sqrt(40) / math.log(2)
-        assert bound.data_resolved or bound.data_error < raw * (1 + 1e-9), "an estimate's noise does not bring it closer"
+        assert bound.data_resolved or bound.data_error < raw * (1 + 1e-9), "noise does not bring samples closer"
         assert ("at most" in str(bound)) != bound.data_resolved
         resolved += bound.data_resolved
         too_small += bound.data_error < 0.75 * expected

@@ -15,7 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bsi.errors import UsageError
-from bsi.recipes.cifar10 import cifar10_dit_mini, cifar10_dit_s, cifar10_unet
+from bsi.recipes.cifar10 import (
+    cifar10_20min_bpd,
+    cifar10_20min_fid,
+    cifar10_dit_mini,
+    cifar10_dit_s,
+    cifar10_unet,
+)
 from bsi.recipes.digits import digits
 from bsi.recipes.imagenet import imagenet32_dit_l2, imagenet32_unet, imagenet64_dit_l4
 from bsi.recipes.own import arrays, folder, folder_mini
@@ -26,6 +32,8 @@ __all__ = [
     "RECIPES",
     "Evidence",
     "arrays",
+    "cifar10_20min_bpd",
+    "cifar10_20min_fid",
     "cifar10_dit_mini",
     "cifar10_dit_s",
     "cifar10_unet",
@@ -44,6 +52,8 @@ RECIPES: dict[str, Callable[[MethodName], Recipe]] = {
     "cifar10-unet": cifar10_unet,
     "cifar10-dit-s": cifar10_dit_s,
     "cifar10-dit-mini": cifar10_dit_mini,
+    "cifar10-20min-bpd": cifar10_20min_bpd,
+    "cifar10-20min-fid": cifar10_20min_fid,
     "imagenet32-dit-l2": imagenet32_dit_l2,
     "imagenet64-dit-l4": imagenet64_dit_l4,
     "imagenet32-unet": imagenet32_unet,

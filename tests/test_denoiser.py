@@ -170,6 +170,7 @@ def test_a_bf16_network_is_finite_and_exact_outside_itself_at_extreme_levels(met
     assert ((ours - rounded).abs() <= 4e-7 * size).all()
     (gradient,) = torch.autograd.grad(ours.sum(), network.value)
     assert torch.isfinite(gradient).all()
+    assert Denoiser(Constant(0.3, torch.float64), method)(latent, level).dtype == torch.float32, "nor is it wider"
 
 
 def test_clipping_keeps_predictions_in_the_datas_range():

@@ -43,6 +43,11 @@ def test_geometric_steps_are_equal_in_the_logarithm_of_the_information(method):
     torch.testing.assert_close(steps, steps.mean().expand_as(steps), rtol=1e-9, atol=0)
 
 
+def test_where_nothing_is_known_the_first_geometric_step_leads_to_edms_most_noise():
+    first = BFN().encoder(geometric_grid(BFN(), 12)[1])
+    assert float(first.noise / first.signal) == pytest.approx(80)
+
+
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_edm_steps_are_equal_in_the_seventh_root_of_sigma(method):
     encoder = method.encoder(edm_grid(method, 12))

@@ -69,6 +69,8 @@ def test_the_stated_share_of_samples_is_seen_without_label_and_the_rest_with_its
     assert torch.equal(cond[~hidden], own[~hidden])
     share, n = float(hidden.double().mean()), len(cond)
     assert abs(share - 0.25) < 4 * (0.25 * 0.75 / n) ** 0.5
+    often = hidden.view(100, 64).double().mean(0)  # by the place in a batch: each step hides others
+    assert 0.0 < float(often.min()) < float(often.max()) < 1.0
     stream.close()
     again = next(iter(Stream(recipe, as_source(_points()), (2,), CPU, 0, LABELS.numpy(), 3).step(0)))
     assert torch.equal(again.cond, seen[0])  # type: ignore[arg-type]

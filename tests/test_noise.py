@@ -7,7 +7,7 @@ import scipy.stats
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from bsi.noise import SeededNoise, philox, standard_normal
+from bsi.noise import SeededNoise, normals, philox, standard_normal
 
 
 def words(*values: int) -> tuple[torch.Tensor, ...]:
@@ -40,6 +40,21 @@ def test_noise_is_standard_normal(dtype):
     assert abs((eps**3).mean()) < 4 * math.sqrt(15 / count)
     assert abs((eps**4).mean() - 3) < 4 * math.sqrt(96 / count)
     assert scipy.stats.kstest(eps, "norm").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("word", [0, 0xFFFFFFFF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_finite_whatever_the_words(word, dtype, monkeypatch):
+    """One word in four billion is 0: a sample of images takes millions."""
+    monkeypatch.setattr("bsi.noise.philox", lambda counter, key: words(word, word, word, word))
+    assert all(bool(torch.isfinite(z).all()) for z in normals(words(0, 0, 0, 0), (0, 0), dtype))
+
+
+def test_a_samples_number_has_64_bits_as_printed():
+    sample = (3 << 32) + 0x80000005
+    expected = normals(words(0x80000005, 0, 3, 7), (1, 2), torch.float64)
+    found = standard_normal((2 << 32) + 1, torch.tensor([sample]), 7, (4,), torch.float64)
+    assert torch.equal(found[0], torch.stack(expected).flatten())
 
 
 @pytest.mark.parametrize(

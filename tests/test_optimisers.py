@@ -45,6 +45,19 @@ def test_a_step_has_the_size_of_adamws_whatever_the_size_of_the_gradient() -> No
         assert 0.7 * ADAMS_SIZE * 0.01 < size < 1.3 * ADAMS_SIZE * 0.01
 
 
+def test_a_step_is_the_printed_one_with_momentum_and_a_look_ahead() -> None:
+    matrix, beta, decay, lr = nn.Parameter(_normal(8, 6)), 0.8, 0.1, 0.05
+    muon, weights, momentum = Muon([matrix], beta, decay), matrix.detach().clone(), torch.zeros(8, 6)
+    for seed, scale in ((1, 1.0), (2, 16.0), (3, 0.5)):  # clipped more and less
+        gradient = _normal(8, 6, seed=seed)
+        matrix.grad = scale * gradient
+        muon.step(torch.tensor(lr), torch.tensor(scale), YES)
+        momentum = beta * momentum + (1 - beta) * gradient
+        ahead = beta * momentum + (1 - beta) * gradient
+        weights = weights - lr * (ADAMS_SIZE * 8**0.5 * polar(ahead[None])[0] + decay * weights)
+        assert torch.allclose(matrix.detach(), weights, atol=1e-6)
+
+
 def test_filters_of_a_convolution_are_turned_as_one_matrix_each_and_weights_decay() -> None:
     filters = nn.Parameter(_normal(8, 4, 3, 3).contiguous(memory_format=torch.channels_last))
     flat = nn.Parameter(filters.detach().reshape(8, 36).clone())

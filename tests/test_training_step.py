@@ -88,6 +88,8 @@ def test_the_pieces_of_all_ranks_are_the_global_batch(world: int, accumulation: 
     assert np.array_equal(ids, piece_ids(recipe, 100, whole))
     assert torch.equal(t, piece_levels(recipe, whole))
     assert len(cut) == world * accumulation
+    audited = [piece for rank in range(world) for piece in pieces(replace(recipe, audit=True), 5, rank, world)]
+    assert audited == [Piece(5, shard, 2 * shard, 2) for shard in range(8)], "in the audit mode, shard by shard"
 
 
 def test_levels_are_stratified_over_the_global_batch_and_differ_from_step_to_step() -> None:
@@ -105,6 +107,8 @@ def test_noise_belongs_to_a_position_of_the_stream_not_to_a_batch() -> None:
     cut = list(stream_of(tiny_recipe(accumulation=4)).step(0))
     assert torch.equal(once.eps, torch.cat([batch.eps for batch in cut]))
     assert torch.equal(once.data, torch.cat([batch.data for batch in cut]))
+    (other,) = stream_of(tiny_recipe(seed=1)).step(0)
+    assert not torch.isclose(once.eps, other.eps).any(), "and to the run's seed"
     assert abs(float(once.eps.mean())) < 4 / math.sqrt(once.eps.numel())
 
 
@@ -113,6 +117,17 @@ def test_seeds_for_different_purposes_and_places_are_unrelated() -> None:
     assert len(seeds) == 1200
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive(0, "noise") == 7239039022946701527, "runs go on under any later version: fixed for good"
+
+
+def test_dropout_draws_from_another_seed_in_every_piece() -> None:
+    recipe, seeds = tiny_recipe(accumulation=4), []
+    stream = stream_of(recipe)
+    with torch.random.fork_rng():
+        for batch in (*stream.step(0), *stream.step(1), stream.first(0)):
+            batch.seed_dropout(recipe.seed)
+            seeds.append(torch.initial_seed())
+    assert len(set(seeds[:-1])) == 8
+    assert seeds[-1] == seeds[0]
 
 
 def test_flips_follow_the_position() -> None:
@@ -326,6 +341,8 @@ def test_the_average_copies_buffers() -> None:
     ema.update(torch.tensor(0.1))
     assert torch.equal(ema.model.denoiser.backbone.running_mean, network.running_mean)
     assert float(network.running_mean) != 0
+    assert network.training
+    assert not ema.model.training, "it is only ever read from, and without dropout"
 
 
 def test_a_tree_adds_alike_however_it_is_cut() -> None:

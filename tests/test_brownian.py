@@ -97,6 +97,10 @@ def test_nothing_is_drawn_where_nothing_is_known():
     assert not path().at(0.0).any()
 
 
+def test_a_first_step_from_nothing_is_resolved_however_short():
+    assert torch.isfinite(path()(0.0, 1e-3 * LOW)).all()
+
+
 def test_steps_below_the_resolution_are_refused():
     assert pytest.approx(0.004, rel=0.05) == RESOLUTION
     with pytest.raises(UsageError, match="independent noise"):

@@ -215,6 +215,24 @@ def test_a_model_is_evaluated_on_stored_samples_and_their_cost_is_counted():
     assert 0 < found.elbo.data_error < 1
 
 
+def test_continuous_data_is_evaluated_in_its_own_units():
+    network, x = model().denoiser.backbone, torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(2))
+    plain = bsi.Model(network, bsi.BSI(), (1, 4, 4)).eval()
+    wide = bsi.Model(network, bsi.BSI(), (1, 4, 4), standardise=bsi.Standardise(1.0, 10.0)).eval()
+    bounds = [
+        evaluate(Subject.of(m, as_source(data)), Procedure(), ALONE).elbo
+        for m, data in ((plain, x), (wide, 1 + 10 * x))
+    ]
+    assert bounds[1].nats_per_dim - bounds[0].nats_per_dim == pytest.approx(math.log(10), abs=1e-3)
+
+
+def test_what_describes_a_set_is_spread_over_all_of_it():
+    x = torch.arange(10.0)[:, None]
+    subject = Subject.plain(BSI(), shrink(BSI()), x)
+    assert subject.spread_out(4).flatten().tolist() == [0, 2, 5, 7]
+    assert torch.equal(subject.spread_out(20), x)
+
+
 def test_vdm_decodes_without_the_network():
     method = VDM()
     found = evaluate(Subject.plain(method, squash(method), rough(), BINS), Procedure(), ALONE)
@@ -396,6 +414,15 @@ def summary(world: World) -> dict[str, float]:
         "evaluations": found.evaluations,
         "single": single.elbo.bits_per_dim,
     }
+
+
+@pytest.mark.parametrize("count", [1, 3, 13, 16])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_ranks_share_all_samples_and_each_has_its_own(count, size):
+    subject = Subject.plain(BSI(), shrink(BSI()), rough(count))
+    parts = [list(subject.batches(count, 4, World(Place(rank, size), torch.device("cpu")))) for rank in range(size)]
+    assert [int(i) for part in parts for ids in part for i in ids] == list(range(count))
+    assert all(0 < len(ids) <= 4 for part in parts for ids in part), "a rank without samples has no batch"
 
 
 def test_two_ranks_give_the_numbers_of_one(tmp_path):

@@ -359,3 +359,4 @@ def test_finite_steps_are_drawn_with_positive_probability():
         rule = Finite.of(method, expected_error(method), 64)
         assert float(rule.probability.min()) > 0
         assert float(rule.probability.sum()) == pytest.approx(1)
+        assert rule.at(torch.ones(1)).level == rule.levels[-1], "also for a t that rounding brings past their sum"

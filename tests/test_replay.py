@@ -293,6 +293,16 @@ def test_three_plain_steps_then_one_recording_that_is_replayed(monkeypatch: pyte
     assert gc.isenabled()
 
 
+def test_a_collector_that_was_switched_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(0.3, monkeypatch)
+    gc.disable()
+    try:
+        device.run(4)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_a_stream_belongs_to_one_recording_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     Device(0.3, monkeypatch)
     first, second = Replay(NOWHERE), Replay(NOWHERE)

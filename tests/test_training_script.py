@@ -231,6 +231,19 @@ def test_another_network_cannot_go_on_with_a_run(whole: Path, tmp_path: Path) ->
     bsi.train(recipe(), data=IMAGES[:-1], backbone=network(), out=out, allow=["data.version"])
 
 
+def test_what_was_allowed_once_is_the_runs_own_though_no_checkpoint_has_it_yet(tmp_path: Path) -> None:
+    def killed(record: Mapping[str, Value]) -> None:
+        raise KeyboardInterrupt
+
+    out, small = tmp_path / "run", recipe(steps=4, every=Every(journal=1))
+    with pytest.raises(Preempted):
+        bsi.train(small, data=IMAGES, backbone=network(), out=out, sinks=[stop_at(2)])
+    slower = replace(small, optimiser=replace(small.optimiser, lr=1e-5))
+    with pytest.raises(KeyboardInterrupt):
+        bsi.train(slower, data=IMAGES, backbone=network(), out=out, allow=["optimiser.lr"], sinks=[killed])
+    bsi.train(slower, data=IMAGES, backbone=network(), out=out)
+
+
 def test_a_network_of_the_same_class_and_another_shape_cannot_go_on_with_a_run(tmp_path: Path) -> None:
     class Scaled(MyNet):
         def __init__(self, scales: int) -> None:

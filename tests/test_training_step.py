@@ -18,6 +18,7 @@ from bsi.backbones import build
 from bsi.data.batches import as_source
 from bsi.objective import training_loss
 from bsi.training.audit import TreeSum
+from bsi.training.averages import exponent
 from bsi.training.distributed import Place, World, find_place, first_host
 from bsi.training.ema import EmaModel
 from bsi.training.recipe import Ema, Optimiser, Recipe
@@ -167,6 +168,16 @@ def test_a_step_is_the_textbooks(watchdog: Watchdog, clip: float) -> None:
         for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
     assert not torch.equal(next(iter(engine.ema.model.parameters())), next(iter(engine.model.parameters())))
+
+
+def test_power_averages_give_each_step_what_their_profile_does(watchdog: Watchdog) -> None:
+    recipe = tiny_recipe(ema=Ema(0.9, 3, powers=(0.1,), snapshot=10))
+    engine, stream, expected = engine_of(recipe), stream_of(recipe), torch.zeros(8, 17, dtype=torch.float64)
+    for step in range(1, 7):
+        engine.step(stream, watchdog)
+        stays = (1 - 1 / step) ** (exponent(0.1) + 1)
+        expected = stays * expected + (1 - stays) * engine.parameters[0].detach().double()
+    assert torch.allclose(engine.powers.state()["0.1/inner.weight"].double(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("audit", [False, True])

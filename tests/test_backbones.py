@@ -61,6 +61,18 @@ def test_output_is_exactly_zero_at_the_start(kind: str) -> None:
     assert not out.any()
 
 
+@pytest.mark.parametrize(
+    ("kind", "zero"),
+    [
+        ("unet-coarser-2d", ("project.weight", "conv_out.weight", "attention.out.weight", "head.conv.weight")),
+        ("dit-2d", ("modulation.project.weight", "head.project.weight")),
+    ],
+)
+def test_what_starts_at_zero_is_what_was_published_so(kind: str, zero: tuple[str, ...]) -> None:
+    weights = {name: weight for name, weight in tiny(kind).named_parameters() if weight.ndim > 1}
+    assert {name for name, weight in weights.items() if not weight.any()} == {n for n in weights if n.endswith(zero)}
+
+
 @every_kind
 def test_the_first_step_moves_the_output_and_later_ones_everything(kind: str) -> None:
     """Zeros at the start must not be a place that gradients cannot leave."""

@@ -20,7 +20,7 @@ from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.bound import Procedure, evaluate
 from bsi.evaluation.paired import difference
 from bsi.evaluation.plan import make_plan, shared_plans
-from bsi.evaluation.points import Design
+from bsi.evaluation.points import Design, noise
 from bsi.evaluation.subject import Subject
 from bsi.gaussian import over
 from bsi.likelihood import Bins
@@ -258,6 +258,24 @@ def test_a_target_error_is_met_with_more_rounds():
     assert found.measurement.values.shape == (2 * found.rounds, 50)
     error = math.hypot(once.elbo.monte_carlo_error, target)
     assert found.elbo.bits_per_dim == pytest.approx(once.elbo.bits_per_dim, abs=4 * error)
+
+
+def test_every_evaluation_of_every_round_has_noise_of_its_own(monkeypatch):
+    drawn = []
+
+    def noted(seed, ids, kind, draw, shape, dtype):
+        drawn.extend((kind, draw, i) for i in ids.tolist())
+        return noise(seed, ids, kind, draw, shape, dtype)
+
+    monkeypatch.setattr("bsi.evaluation.bound.noise", noted)
+    method = BSI(0.1, alpha_M=30.0)  # whose last belief is wider than a bin: both terms have noise
+    subject = Subject.plain(method, squash(method), rough(), BINS)
+    plain = evaluate(subject, Procedure(), ALONE)
+    drawn.clear()
+    found = evaluate(subject, Procedure(target_error=plain.elbo.monte_carlo_error / 3), ALONE)
+    assert found.rounds > 1
+    assert len(found.reconstruction.values) > 2
+    assert len(drawn) == len(set(drawn)) == found.evaluations
 
 
 def test_a_pilot_never_enters_the_estimate():

@@ -68,6 +68,12 @@ def test_each_level_is_uniform():
         assert stats.kstest((2 * column) % 1, "uniform").pvalue > 1e-4  # which half is settled by j, the rest by chance
 
 
+def test_a_shift_has_53_bits():
+    shift = Design(4, 1).t(torch.arange(1), 0).item()
+    assert (shift * 2**53).is_integer()
+    assert not (shift * 2**40).is_integer()
+
+
 def test_replicates_rounds_blocks_and_seeds_have_shifts_of_their_own():
     def shifts(i: int, replicate: int, turn: int, first: int = 0) -> list[float]:
         designs = [Design(4096, 4, seed) for seed in range(first, first + 100)]
@@ -127,7 +133,7 @@ def test_a_pilot_covers_samples_and_levels():
         members = torch.arange(pilot.samples)
         t = torch.cat([pilot.t(members, draw) for draw in range(pilot.draws)])
         assert 256 <= pilot.evaluations <= 2 * (128 + count)
-        assert int(pilot.ids(members).max()) < count
+        assert count - count // pilot.samples <= int(pilot.ids(members).max()) + 1 <= count, "from first to last"
         assert len(set(pilot.ids(members).tolist())) == pilot.samples
         assert float(torch.diff(torch.sort(t).values).max()) < 3 / len(t)
 

@@ -148,3 +148,11 @@ def test_norm_and_its_gradients_are_those_of_the_shifted_image_taken_whole() -> 
     for form in ("apart", "whole"):
         assert_close(results[form], results["torch"])
         assert_close(gradients[form], gradients["torch"])
+
+
+def test_a_norm_of_sixteen_bits_is_that_of_the_rounded_image_in_float32() -> None:
+    """Far from 0, moments in bfloat16 would have no digit of the variance."""
+    torch.manual_seed(0)
+    norm, x = GroupNorm(2, 8), (100 + torch.randn(2, 8, 3, 3)).bfloat16()
+    assert norm(x).dtype == torch.float32
+    assert_close(norm(x), norm(x.float()))

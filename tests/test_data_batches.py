@@ -125,3 +125,15 @@ def test_what_holds_no_samples_is_refused_with_what_would_do() -> None:
 
     with pytest.raises(DataError, match="sample 2 of Names is a str"):
         as_source(Names(torch.zeros(4))).take(np.array([2]))
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(5), torch.zeros(4, dtype=torch.float64)], ids=["shape", "type"])
+def test_samples_that_differ_are_refused_by_number(odd: torch.Tensor) -> None:
+    class Ragged(Pairs):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return odd if index == 3 else torch.zeros(4)
+
+    source = as_source(Ragged(torch.zeros(4)))
+    assert source.take(np.array([2, 0])).shape == (2, 4)
+    with pytest.raises(DataError, match=r"samples of Ragged differ: 1 is .* of shape \(4,\), 3 is .*__getitem__"):
+        source.take(np.array([1, 0, 3]))

@@ -131,6 +131,13 @@ def test_the_callers_random_numbers_go_on_as_if_nothing_had_been(whole: Path, tm
     assert before is signal.SIG_DFL or callable(before)
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_a_network_that_is_not_in_float32_is_refused_before_anything_is_made(kind: torch.dtype, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"in float32, and .* of the network is {kind}: pass backbone.float"):
+        bsi.train(recipe(steps=1), data=IMAGES, backbone=MyNet().to(kind), out=tmp_path / "run")
+    bsi.train(recipe(steps=1), data=IMAGES, backbone=MyNet().to(kind).float(), out=tmp_path / "run")
+
+
 def test_a_network_that_is_not_ours_is_asked_for_by_its_class(whole: Path) -> None:
     with pytest.raises(UsageError, match=r"MyNet, .*: pass one like it again, backbone=MyNet\(\.\.\.\)"):
         bsi.load(whole)

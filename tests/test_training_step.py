@@ -16,6 +16,7 @@ import bsi
 from bsi import recipes
 from bsi.backbones import build
 from bsi.data.batches import as_source
+from bsi.errors import UsageError
 from bsi.objective import training_loss
 from bsi.training.audit import TreeSum
 from bsi.training.averages import exponent
@@ -384,6 +385,15 @@ def test_places_come_from_torchrun_from_slurm_or_from_nowhere() -> None:
     assert find_place({**step, "SLURM_STEP_NUM_NODES": "3"}) == Place(5, 8, 1, "gpu003", 20007, local_size=3)
     assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == Place(), "sbatch's own shell"
     assert find_place({}) == Place()
+    for env, wrong in (
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not one of WORLD_SIZE=2 ranks"),
+        ({**torchrun, "MASTER_PORT": "here"}, "MASTER_PORT='here'"),
+        ({**step, "SLURM_STEP_NUM_TASKS": "8 x"}, "SLURM_STEP_NUM_TASKS='8 x'"),
+    ):
+        with pytest.raises(UsageError, match=f"{wrong}.* to run alone"):
+            find_place(env)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,16 @@ class MapSource:
 
     def take(self, ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
         fetch = self.pool.map if self.pool else map
-        return _to_device(torch.stack(list(fetch(self._sample, ids.tolist()))), self.device)
+        samples = list(fetch(self._sample, ids.tolist()))
+        first = samples[0]
+        for index, sample in zip(ids.tolist(), samples, strict=True):
+            if (sample.shape, sample.dtype) != (first.shape, first.dtype):
+                raise DataError(
+                    f"samples of {type(self.dataset).__name__} differ: {ids[0]} is {first.dtype} of shape "
+                    f"{tuple(first.shape)}, {index} is {sample.dtype} of shape {tuple(sample.shape)}. Give all of them "
+                    f"one type and one shape in the Dataset's __getitem__."
+                )
+        return _to_device(torch.stack(samples), self.device)
 
     def _sample(self, index: int) -> Tensor:
         item = self.dataset[index]

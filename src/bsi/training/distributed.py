@@ -41,19 +41,35 @@ class Place:
 def find_place(env: Mapping[str, str]) -> Place:
     """Our place by torchrun's variables, else by those of an srun step, else alone."""
     if "RANK" in env and "WORLD_SIZE" in env:
+        rank, size = _whole(env, "RANK"), _whole(env, "WORLD_SIZE")
+        if rank >= size:
+            raise UsageError(
+                f"RANK={rank} is not one of WORLD_SIZE={size} ranks, which count from 0: start them with torchrun, or "
+                f"unset RANK and WORLD_SIZE to run alone"
+            )
         return Place(
-            int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)),
-            env.get("MASTER_ADDR", "localhost"), int(env.get("MASTER_PORT", 29500)),
-            int(env.get("LOCAL_WORLD_SIZE", 1)),
+            rank, size, _whole(env, "LOCAL_RANK", 0), env.get("MASTER_ADDR", "localhost"),
+            _whole(env, "MASTER_PORT", 29500), _whole(env, "LOCAL_WORLD_SIZE", 1),
         )  # fmt: skip
     # SLURM_STEP_NUM_TASKS is srun's; sbatch's own shell has only the job's variables, and is one process.
-    if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if "SLURM_PROCID" in env and (tasks := _whole(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
         host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
-        port = int(env.get("MASTER_PORT") or 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000)
-        tasks = int(env["SLURM_STEP_NUM_TASKS"])
-        on_a_node = -(-tasks // int(env.get("SLURM_STEP_NUM_NODES", tasks)))
-        return Place(int(env["SLURM_PROCID"]), tasks, int(env.get("SLURM_LOCALID", 0)), host, port, on_a_node)
+        port = _whole(env, "MASTER_PORT", 20000 + _whole(env, "SLURM_JOB_ID", 0) % 20000)
+        on_a_node = -(-tasks // max(1, _whole(env, "SLURM_STEP_NUM_NODES", tasks)))
+        return Place(_whole(env, "SLURM_PROCID"), tasks, _whole(env, "SLURM_LOCALID", 0), host, port, on_a_node)
     return Place()
+
+
+def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A number from the environment; unset or empty, the default."""
+    text = env.get(name, "")
+    if not text and default is not None:
+        return default
+    if not re.fullmatch(r"[0-9]+", text):
+        raise UsageError(
+            f"{name}={text!r} in the environment is not a whole number: torchrun and srun set it; unset it to run alone"
+        )
+    return int(text)
 
 
 def first_host(nodes: str) -> str:

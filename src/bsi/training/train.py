@@ -191,6 +191,12 @@ def _model(
     """The model on its device, its weights a function of the seed, of the caller's network, or of another run."""
     torch.manual_seed(derive(recipe.seed, "init"))
     model = build_model(recipe, data.spec, backbone)
+    for name, parameter in model.denoiser.backbone.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise UsageError(
+                f"training keeps weights in float32, and {name} of the network is {parameter.dtype}: pass "
+                f"backbone.float(). What is computed in less is --precision's."
+            )
     wanted = recipe.samples
     model.sampling_levels(wanted.steps, wanted.solver, wanted.grid)  # what cannot be drawn is refused now, not later
     if recipe.precision == "fp8":

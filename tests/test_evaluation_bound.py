@@ -18,11 +18,13 @@ from bsi.data.batches import as_source
 from bsi.elbo import Elbo, elbo
 from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.bound import Procedure, evaluate
+from bsi.evaluation.control import fit_proposal
 from bsi.evaluation.paired import difference
-from bsi.evaluation.plan import make_plan, shared_plans
+from bsi.evaluation.plan import Plan, make_plan, shared_plans
 from bsi.evaluation.points import Design, noise
 from bsi.evaluation.subject import Subject
 from bsi.gaussian import over
+from bsi.levels import Fitted
 from bsi.likelihood import Bins
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.oracle import Mixture
@@ -361,6 +363,31 @@ def test_two_learned_plans_share_their_levels():
         plans = shared_plans(*(make_plan("fitted", subject, 5, 0, 256, ALONE) for subject in subjects))
     assert plans[0].proposal == plans[1].proposal
     assert plans[0].control is not plans[1].control
+
+
+def test_levels_that_are_shared_serve_both_alike_and_only_where_both_have_them():
+    first, second = Fitted(1.0, 100.0, (1.0, 3.0)), Fitted(1.0, 100.0, (700.0, 200.0))
+    both = shared_plans(Plan(first), Plan(second))[0].proposal
+    level = torch.linspace(1, 100, 7, dtype=torch.float64)
+    torch.testing.assert_close(both.density(level), (first.density(level) + second.density(level)) / 2)
+    further = Plan(Fitted(1.0, 200.0, (1.0, 3.0)))
+    assert shared_plans(Plan(first), further) == (Plan(first), further)
+
+
+def test_a_plan_learns_from_pairs_at_one_level_and_proposes_by_what_its_control_leaves():
+    method, seen = BSI(), []
+
+    def predict(latent, level):
+        seen.append(level)
+        return squash(method)(latent, level)
+
+    plan = make_plan("fitted", Subject.plain(method, predict, rough(), BINS), 5, 0, 256, ALONE)
+    assert all(torch.equal(a, b) for a, b in zip(seen[::2], seen[1::2], strict=True))
+    assert not torch.equal(seen[0], seen[2])
+    assert plan.control is not None
+    pairs = plan.control.pairs
+    left_over = pairs.g - plan.control.predict(pairs)
+    assert plan.proposal == fit_proposal(method.levels, plan.control.basis.knots, pairs.u, left_over)
 
 
 def test_a_difference_needs_one_procedure():

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import bsi
 from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, compile_regions, resolve
+from bsi.backbones.cost import cost
 from bsi.backbones.memory import CONTEXT, Form, evaluation_memory, training_memory
 from bsi.cli import main
 from bsi.cli.train import parse
@@ -126,6 +127,17 @@ def test_the_largest_batch_is_the_largest(name: str, ranks: int):
             assert images == 0 or memory.bytes(images, ranks) <= room
             assert memory.bytes(images + 1, ranks) > room - 2 * memory.per_image
     assert training_memory(resolve("dit-xl/2"), (3, 32, 32), 256).largest(8 * GIB) == 0
+
+
+def test_averages_rounded_weights_and_skips_are_in_the_account():
+    config = UNetConfig(width=32, levels=4)
+    parameters = cost(config, SHAPE, 256).parameters
+    one, three = (training_memory(config, SHAPE, 256, averages=averages) for averages in (1, 3))
+    assert three.state - one.state == 2 * 4 * parameters
+    half, wide = (evaluation_memory(config, SHAPE, 256, half=half) for half in (True, False))
+    assert (half.state, wide.state) == (6 * parameters, 4 * parameters)
+    deeper = evaluation_memory(replace(config, levels=5), SHAPE, 256)
+    assert deeper.per_image - half.per_image == 2 * 32 * 16 * 16  # one skip more, in 16 bits
 
 
 def test_the_documented_table_of_largest_batches_is_what_its_script_prints(monkeypatch, capsys):

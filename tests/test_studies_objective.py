@@ -95,7 +95,10 @@ def test_the_trainer_weighs_levels_when_told():
     ):
         drawn = expected_levels(method, weight)
         expected = training_loss(method, plain.model.denoiser, x, given.t, given.eps, weight, drawn)
-        assert torch.equal(engine(objective)._losses(given), expected)
+        trainer = engine(objective)
+        assert torch.equal(trainer._losses(given), expected)
+        told = trainer.loss.told(torch.ones(32, requires_grad=True), given.t)
+        assert not told.requires_grad, "what is told holds no graph"
 
 
 @pytest.mark.parametrize("name", ["elbo", "sigmoid", "edm"])

@@ -218,6 +218,17 @@ def test_the_state_is_all_there_is(watchdog: Watchdog) -> None:
     assert engine.means() == resumed.means()
 
 
+def test_what_was_read_for_a_checkpoint_does_not_move_on(watchdog: Watchdog) -> None:
+    recipe = tiny_recipe()
+    engine, stream = engine_of(recipe), stream_of(recipe)
+    engine.step(stream, watchdog)
+    saved = state(engine)
+    then = copy.deepcopy(saved)
+    engine.step(stream, watchdog)
+    assert same(saved, then), "it is written while steps go on"
+    assert not same(saved, state(engine))
+
+
 class Counting(Tiny):
     """A network with running statistics: they count every pass."""
 

@@ -176,6 +176,9 @@ def test_a_block_may_take_more_forms_than_torch_allows_by_itself() -> None:
                 with torch.set_grad_enabled(gradients):
                     network.train(mode)(torch.randn(count, 1, 3, 3), torch.rand(count))
     assert counters["stats"]["unique_graphs"] > 2 * 8
+    with torch._dynamo.config.patch(recompile_limit=1000):
+        compile_regions(network, backend="eager")
+        assert torch._dynamo.config.recompile_limit == 1000, "whoever allows more keeps it"
 
 
 @compiles

@@ -354,6 +354,17 @@ def test_the_fitted_proposal_follows_the_root_of_the_mean_square():
     assert min(proposal.weights) > 0.05 * max(proposal.weights)
 
 
+def test_a_proposal_follows_what_is_seldom_and_large_and_looks_also_where_nothing_was_seen():
+    levels, at = BSI().levels, knots(BSI().levels)
+    u = torch.rand(40_000, generator=generator(), dtype=torch.float64) * (at[-1] - at[0]) + at[0]
+    third = ((u - at[0]) / (at[-1] - at[0]) * 3).long()
+    seldom = 10 * (torch.rand(40_000, generator=generator(1), dtype=torch.float64) < 0.01).double()
+    left_over = torch.where(third == 0, torch.ones_like(u), torch.where(third == 1, seldom, 0.0))
+    weights = fit_proposal(levels, at, u, left_over).weights
+    assert sum(weights[13:19]) == pytest.approx(sum(weights[2:8]), rel=0.15), "the mean square is the same"
+    assert weights[-1] > 0.05 * weights[0]
+
+
 def test_finite_steps_are_drawn_with_positive_probability():
     for method in METHODS:
         rule = Finite.of(method, expected_error(method), 64)

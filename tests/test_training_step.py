@@ -24,7 +24,7 @@ from bsi.training.distributed import Place, World, find_place, first_host
 from bsi.training.ema import EmaModel
 from bsi.training.recipe import Ema, Optimiser, Recipe
 from bsi.training.step import Engine
-from bsi.training.stream import Piece, Stream, derive, piece_ids, piece_levels, pieces
+from bsi.training.stream import Batch, Piece, Stream, derive, piece_ids, piece_levels, pieces
 from bsi.training.watchdog import Watchdog, verdict, watching
 
 CPU = World(Place(), torch.device("cpu"))
@@ -253,6 +253,28 @@ def test_the_pass_that_settles_ddp_leaves_no_trace() -> None:
         engine.close()
         assert same(before, state(engine))
         assert all(p.grad is None for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_exchange_gradients_with_the_last_piece_alone(watchdog: Watchdog) -> None:
+    """Earlier, what the pieces after it add would be one rank's own, and the weights would drift apart."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        two, recipe = World(Place(0, 2), torch.device("cpu")), tiny_recipe(accumulation=4)
+        model = bsi.Model(Tiny(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
+        engine, stream = Engine(recipe, model.train(), two, None), Stream(recipe, as_source(DATA), (1, 4, 4), two, 0)
+        engine.begin(stream)
+        losses, exchanged = engine._losses, []
+
+        def noted(batch: Batch) -> torch.Tensor:
+            exchanged.append(engine._network.require_backward_grad_sync)
+            return losses(batch)
+
+        engine._losses = noted  # type: ignore[method-assign]
+        engine.step(stream, watchdog)
+        engine.close()
+        assert exchanged == [False, False, False, True]
     finally:
         dist.destroy_process_group()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bsi.backbones import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, accelerate, build
-from bsi.backbones.acceleration import form_of
+from bsi.backbones.acceleration import check_fp8, form_of
 from bsi.backbones.compiled import is_compiled
 from bsi.errors import UsageError
 from bsi.fused import fused
@@ -70,6 +70,17 @@ def test_where_nothing_can_be_compiled_networks_run_plainly(
     with pytest.raises(UsageError, match="fp8 needs Triton"):
         accelerate(build(replace(DIT, patch=1), (3, 4, 4)), CUDA, fp8=True)
     assert fused(forms, CUDA) is forms
+
+
+def test_fp8_takes_whole_tiles_of_sixteen_alone() -> None:
+    check_fp8(DIT, (3, 8, 8))
+    for config, shape in (
+        (DIT, (3, 8, 12)),
+        (replace(DIT, width=24), (3, 8, 8)),
+        (replace(DIT, checkpoint=True), (3, 8, 8)),
+    ):
+        with pytest.raises(UsageError, match="divisible by 16"):
+            check_fp8(config, shape)
 
 
 def test_volta_and_later_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,6 +357,16 @@ def test_a_difference_has_all_terms_the_prior_s_too():
     assert difference(*found).bits_per_dim == pytest.approx(apart, abs=1e-12)
 
 
+def test_a_difference_is_in_the_data_s_units_and_says_what_pairing_is_worth():
+    found = evaluate(Subject.of(model(), as_source(pixels())), Procedure(), ALONE)
+    apart = difference(replace(found, log_determinant=0.3), replace(found, log_determinant=0.1))
+    assert apart.bits_per_dim == pytest.approx(0.2 / math.log(2))
+    assert apart.monte_carlo_error == 0
+    assert apart.unpaired_error == pytest.approx(math.sqrt(2) * found.elbo.monte_carlo_error)
+    with pytest.raises(UsageError, match="one procedure"):
+        difference(found, replace(found, rounds=2))
+
+
 def test_two_learned_plans_share_their_levels():
     subjects = [Subject.of(model(seed), as_source(pixels())) for seed in (0, 1)]
     with torch.no_grad():

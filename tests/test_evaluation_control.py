@@ -243,6 +243,15 @@ def test_a_basis_takes_data_of_any_shape(shape):
     assert float(steady[..., 1:].mean(0).abs().max()) < 1e-6 * float(steady.abs().max())
 
 
+def test_traits_have_mean_0_and_one_deviation_over_the_data_and_equal_samples_a_basis():
+    x = images()
+    traits = Basis.fit(BSI(), x, BINS).traits(x)
+    torch.testing.assert_close(traits.mean(0), torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(traits.std(0, correction=0), torch.full((3,), 0.25, dtype=torch.float64))
+    alike = x[:1].repeat(12, 1, 1, 1)
+    assert bool(torch.isfinite(Basis.fit(BSI(), alike, BINS).steady(alike)).all())
+
+
 def along(basis, u, value):
     """Values at the knots to the left and the right of u, interpolated."""
     between = Between.of(basis.knots, u)

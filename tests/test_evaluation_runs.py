@@ -1,6 +1,7 @@
 """`bsi eval`: from a run folder to a stored record that names everything its numbers depend on."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from bsi.backbones import build
 from bsi.backbones.config import MLPConfig
 from bsi.cli import main
 from bsi.errors import DataError, UsageError
+from bsi.evaluation.bound import Procedure, evaluate
 from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.quality import drawn_images, measure_quality, quality_record
-from bsi.evaluation.runs import open_run, open_split, weights_hash
+from bsi.evaluation.runs import bound_record, open_run, open_split, subject_of, weights_hash
 from bsi.metrics import QualityWarning
 from bsi.training.distributed import Place, World
 from bsi.training.recipe import Every
@@ -49,7 +51,10 @@ def answer(capsys, *words: object) -> dict:
 
 def test_a_hash_of_weights_tells_names_types_shapes_and_values_apart():
     def holding(**tensors: torch.Tensor) -> torch.nn.Module:
-        return torch.nn.ParameterDict({n: torch.nn.Parameter(t, requires_grad=False) for n, t in tensors.items()})
+        module = torch.nn.Module()  # a ParameterDict would sort the names
+        for name, tensor in tensors.items():
+            module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        return module
 
     zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
     variants = [
@@ -184,6 +189,16 @@ def test_an_exported_file_is_evaluated_like_its_run(runs, capsys, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors"]
 
 
+def test_a_change_of_units_is_recorded_in_bits(runs):
+    run = open_run(runs[0], ALONE)
+    split = open_split(run, "test")
+    found = evaluate(subject_of(run, split, 4), Procedure(), ALONE)
+    record = bound_record(run, split, replace(found, log_determinant=3 * math.log(2)))
+    assert record["change_of_units"] == pytest.approx(3)
+    terms = record["measurement"] + record["reconstruction"] + record["prior"] + record["change_of_units"]
+    assert record["bits_per_dim"] == pytest.approx(terms)
+
+
 def test_a_bundled_network_is_evaluated_by_its_name(capsys):
     record = answer(capsys, "digits", "--bpd", "--limit", 16)
     assert (record["run"], record["dataset"], record["recipe"]) == ("digits", "digits", "digits")
@@ -205,6 +220,8 @@ def test_a_distance_between_enlarged_images_says_what_it_is_worth(tmp_path, monk
         found = measure_quality(run.model, split, Drawing(steps=2), 8, Enlarged(), ALONE)
     assert found is not None
     assert "--bpd" in found.cautions[-1]
+    monkeypatch.setattr("bsi.evaluation.quality.SMALL", 8)
+    measure_quality(run.model, split, Drawing(steps=2), 8, Enlarged(), ALONE)  # of the smallest size, without a word
 
 
 class Averages:

@@ -17,8 +17,9 @@ from bsi.data.arrays import Arrays
 from bsi.data.batches import as_source
 from bsi.data.folder import for_testing
 from bsi.data.prepare import prepare
+from bsi.denoiser import Denoiser
 from bsi.errors import DataError, UsageError
-from bsi.evaluation.drawing import Drawing
+from bsi.evaluation.drawing import Drawing, draw
 from bsi.evaluation.quality import drawn_images
 from bsi.training.dataset import DataSpec
 from bsi.training.distributed import Place, World
@@ -186,6 +187,20 @@ def test_a_distance_asks_for_one_class_after_the_other_whatever_the_batch() -> N
         grey = expected[classes].double() * (255 / 16)
         assert float((pictures[:, :1].double() - grey).abs().max()) <= 1
     assert not torch.equal(asked, free)
+
+
+def test_guidance_leads_away_from_what_would_be_drawn_without_a_label() -> None:
+    class Told(nn.Module):
+        def forward(self, x: torch.Tensor, t: torch.Tensor, cond: torch.Tensor | None = None) -> torch.Tensor:
+            return torch.zeros_like(x) if cond is None else cond.view(-1, 1).expand_as(x).to(x.dtype)
+
+    denoiser, labels = Denoiser(Told(), bsi.BSI()), torch.tensor([1, 2])
+    plain, guided, free = (
+        next(draw(denoiser, (2,), torch.arange(2), Drawing(steps=1, guidance=scale), cond))
+        for scale, cond in ((1.0, labels), (3.0, labels), (1.0, None))
+    )
+    torch.testing.assert_close(guided.x_hat, free.x_hat + 3 * (plain.x_hat - free.x_hat))
+    assert bool((guided.x_hat > plain.x_hat).all())
 
 
 def _pictures(model: bsi.Model, how: Drawing, batch: int) -> torch.Tensor:

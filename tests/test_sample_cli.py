@@ -219,6 +219,12 @@ def test_samples_of_other_weights_are_never_taken_for_these(tmp_path):
         write_samples(other, arguments(tmp_path))
 
 
+def test_samples_of_another_class_are_never_taken_for_these(tmp_path):
+    write_samples(model(num_classes=3), arguments(tmp_path, label="1"))
+    with pytest.raises(UsageError, match="label 1 there, 2 here"):
+        write_samples(model(num_classes=3), arguments(tmp_path, label="2"))
+
+
 def test_parts_of_other_samples_are_never_joined(tmp_path):
     about = {"seed": 0}
     parts = Parts(tmp_path / "a.npz", 3, about)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import bsi
 from bsi.brownian import BrownianPath
-from bsi.conditioning import denoise, guided, inpainted, measured, replaced, start_of
+from bsi.conditioning import _informed, _variance, denoise, guided, inpainted, measured, replaced, start_of
 from bsi.data.store import open_dataset
 from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.errors import DataError, NonFinite, UsageError
@@ -216,6 +216,35 @@ def test_a_blurred_and_noisy_digit_is_sharpened_and_stays_near_what_was_measured
     assert (blur(free) - six).square().mean().sqrt() > 2 * off
     mean, smooth = drawn.unflatten(0, (8, 6)).mean(1), torch.nn.functional.interpolate(y, scale_factor=2)
     assert (mean - x).square().mean() < 0.8 * (smooth - x).square().mean()
+
+
+def test_what_is_known_exactly_is_known_to_the_last_bit():
+    method, data = BSI(), mixture()
+    y, mask = torch.full((3, 2), 1 / 3, dtype=torch.float64), torch.tensor([[1.0, 0.0]]).double().expand(3, 2)
+    latent = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = inpainted(method, data.predictor(method), y, mask)(latent, at(5.0).expand(3))
+    assert torch.equal(found[:, 0], y[:, 0])
+
+
+def test_a_predictor_that_does_not_react_is_corrected_as_if_every_value_might_be_off_as_much():
+    method = BSI()
+    y = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
+    predict = measured(method, lambda latent, level: 0 * latent, lambda x: x, y, precision=1e6)
+    torch.testing.assert_close(predict(torch.zeros_like(y), at(5.0).expand(1)), y, rtol=1e-3, atol=0)
+
+
+def test_what_is_left_unexplained_is_a_variance_of_what_was_measured_beyond_its_noise():
+    rest = torch.tensor([[2.0, 0.0, 2.0, 0.0], [0.1, 0.0, 0.1, 0.0]], dtype=torch.float64)
+    assert _variance(rest, rest, precision=1.0).tolist() == [3.0, 0.0]
+    assert _variance(rest, 2 * rest, precision=math.inf).tolist() == pytest.approx([1.0, 0.0025])
+
+
+def test_where_too_little_is_known_w_is_kept():
+    method, latent = BSI(), torch.ones(1, 2, dtype=torch.float64)
+    level = at(method.levels.low).expand(1)
+    later, there = _informed(method, latent, level)
+    assert float(method.encoder(there).noise / method.encoder(there).signal) == pytest.approx(80)
+    torch.testing.assert_close(later / method.encoder(there).noise, latent / method.encoder(level).noise)
 
 
 def test_what_is_not_known_may_be_anything():

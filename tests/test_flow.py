@@ -83,9 +83,20 @@ def test_a_samples_likelihood_does_not_depend_on_its_batch():
     method, z = BSI(), points(6)
     predict, divergence = mixture().predictor(method), hutchinson(3, (2,))
     whole = flow_density(method, predict, z, divergence)
-    for i in (4, 5):  # whoever of the others arrives before it
-        alone = flow_density(method, predict, z[i : i + 1], divergence, samples=torch.tensor([i]))
-        torch.testing.assert_close(alone.log_density, whole.log_density[i : i + 1], rtol=0, atol=1e-9)
+    alone = flow_density(method, predict, z[4:5], divergence, samples=torch.tensor([4]))
+    torch.testing.assert_close(alone.log_density, whole.log_density[4:5], rtol=0, atol=1e-9)
+
+
+def test_a_sample_keeps_its_number_when_others_have_arrived():
+    sizes, seen = torch.tensor([-1e-6, 1.0, 50.0], dtype=torch.float64)[:, None], []  # the smallest arrives first
+
+    def divergence(x_hat: Tensor, v: Tensor, samples: Tensor) -> Tensor:
+        seen.append(len(samples))
+        assert torch.equal(v[:, 0] > 0, samples > 0)
+        return torch.zeros(len(v), dtype=torch.float64)
+
+    flow_density(BSI(), lambda latent, level: 0 * latent, sizes, divergence)
+    assert min(seen) < 3
 
 
 def test_hutchinsons_estimate_is_unbiased():
@@ -142,8 +153,9 @@ def test_draws_stay_in_their_bins():
         seen.clear()
         binned_flow(method, predict, index, bins, torch.full((1, 3), value, dtype=torch.float64))
         assert torch.equal(bins.indices(seen[0]).long(), index)
-    wide = Bins(-1.0, 1.0, 17)  # a bin holds all of the noise, and torch.rand draws 0 now and then
-    assert binned_flow(method, predict, torch.tensor([[3]]), wide, torch.zeros(1, 1)).log_density.isfinite().all()
+    # Where a bin holds all of the noise; and torch.rand draws 0 now and then.
+    sharp = binned_flow(BFN(), lambda x, _: 0 * x, torch.tensor([[3]]), Bins(-1.0, 1.0, 17), torch.zeros(1, 1))
+    assert sharp.log_density.isfinite().all()
 
 
 def test_what_is_no_flow_is_refused():

@@ -50,8 +50,10 @@ def test_what_is_no_plain_image_is_refused_by_name(tmp_path: Path, monkeypatch: 
     for name, path in bad.items():
         with pytest.raises(DataError, match=name):
             read_image(path)
-    monkeypatch.setattr(images, "MAX_PIXELS", 63)
     colour.save(tmp_path / "large.png")
+    monkeypatch.setattr(images, "MAX_PIXELS", 64)
+    assert read_image(tmp_path / "large.png").shape == (3, 8, 8)
+    monkeypatch.setattr(images, "MAX_PIXELS", 63)
     with pytest.raises(DataError, match=r"large\.png has 8 x 8 pixels"):
         read_image(tmp_path / "large.png")
 

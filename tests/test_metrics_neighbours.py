@@ -31,6 +31,12 @@ def test_a_line_by_hand() -> None:
     assert both.recall == 1.0
 
 
+def test_a_ball_holds_its_surface() -> None:
+    """Copies of one image are balls of radius 0, and yet cover it."""
+    both = precision_recall(torch.zeros(5, 2), torch.zeros(6, 2))
+    assert (both.precision, both.recall) == (1.0, 1.0)
+
+
 def test_collapsed_samples_are_precise_and_recall_little() -> None:
     real = normal(400, 2)
     samples = real[:1] + 1e-3 * normal(100, 3)

@@ -171,6 +171,18 @@ def test_a_damaged_reference_is_computed_again(tmp_path: Path, suffix: str) -> N
     assert batches.reads == 2
 
 
+def test_a_reference_under_another_ones_name_is_computed_again(tmp_path: Path) -> None:
+    batches = Once()
+    reference("toy", "v1", "test", batches, Colours(), folder=tmp_path / "a")
+    reference("toy", "v2", "test", batches, Colours(), folder=tmp_path / "b")
+    for theirs in (tmp_path / "b").iterdir():
+        (ours,) = (tmp_path / "a").glob(f"*{theirs.suffix}")
+        theirs.write_bytes(ours.read_bytes())
+    with pytest.warns(QualityWarning, match="computed again"):
+        reference("toy", "v2", "test", batches, Colours(), folder=tmp_path / "b")
+    assert batches.reads == 3
+
+
 def test_a_cache_that_cannot_be_written_costs_a_warning_only(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(QualityWarning, match="not stored"):

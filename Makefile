@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# How many processes run tests at a time, each with one thread; a file's tests stay in one of them and share what they make.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: demo test test-slow lint types format docs clean
 
@@ -10,10 +13,10 @@ demo: $(INSTALLED)
 	$(BIN)/bsi demo
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-slow: lint types
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ from bsi.likelihood import Bins
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.oracle import Mixture
 from bsi.training.distributed import Place, World, join
+from repetitions import repeat
 
 ALONE = World(Place(), torch.device("cpu"))
 METHODS = [BSI(), BFN(), VDM()]
@@ -81,9 +82,8 @@ def exact_measurement(method, predict, x, levels=4001, nodes=48) -> torch.Tensor
 
 
 def measurements(subject, procedure, seeds) -> torch.Tensor:
-    return torch.stack(
-        [evaluate(subject, replace(procedure, seed=seed), ALONE).measurement.spread.mean for seed in seeds]
-    )
+    found = repeat(lambda seed: evaluate(subject, replace(procedure, seed=seed), ALONE), seeds)
+    return torch.stack([each.measurement.spread.mean for each in found])
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -119,8 +119,7 @@ def test_student_intervals_cover_as_often_as_they_say(procedure):
     subject = Subject.plain(method, predict, x, BINS)
     plan = make_plan(procedure.proposal, subject, 5, 999, 256, ALONE)
     covered = 0
-    for seed in range(80):
-        found = evaluate(subject, replace(procedure, seed=seed), ALONE, plan)
+    for found in repeat(lambda seed: evaluate(subject, replace(procedure, seed=seed), ALONE, plan), range(80)):
         spread = found.measurement.spread
         reach = stats.t.ppf(0.95, found.degrees_of_freedom) * math.sqrt(spread.sum_variance)
         covered += abs(float(spread.mean.sum()) - true) <= reach
@@ -135,9 +134,9 @@ def test_the_error_of_the_data_set_is_that_of_the_exact_bounds(measure):
     predict = shrink(method)
     true = exact_measurement(method, predict, x).var().item()
     subject = Subject.plain(method, predict, x, BINS)
-    found = [evaluate(subject, Procedure(measure=measure, seed=seed), ALONE).elbo for seed in range(60)]
+    found = repeat(lambda seed: evaluate(subject, Procedure(measure=measure, seed=seed), ALONE).elbo, range(60))
     assert np.mean([float(each.nats.var()) for each in found]) > 1.2 * true
-    for between in ([each.between for each in found], [_dealt(subject, measure, seed) for seed in range(60)]):
+    for between in ([each.between for each in found], repeat(lambda seed: _dealt(subject, measure, seed), range(60))):
         error = np.std(between) / math.sqrt(len(between))
         assert abs(np.mean(between) - true) < 4 * error
         assert error < 0.15 * true

@@ -15,6 +15,7 @@ from bsi.noise import SeededNoise
 from bsi.oracle import Mixture
 from bsi.sampling import belief, evaluations, measurement, sample, trajectory
 from bsi.solvers import SOLVERS, Path, Table
+from repetitions import repeat
 
 METHODS = [BSI(), BFN(), VDM()]
 
@@ -57,9 +58,12 @@ def test_with_one_path_more_steps_converge_to_one_sample(method):
     limit.
     """
     predict, counts = mixture().predictor(method), [16, 32, 64, 128]
-    for solver, finest in (("posterior", "sde2"), ("sde2", "sde2"), ("churn", "churn")):
-        limit = sample(method, predict, path(), geometric_grid(method, 512), finest)
-        found = [sample(method, predict, path(), geometric_grid(method, k), solver) for k in counts]
+
+    def drawn(solver: str, counts: list[int]) -> list[Tensor]:
+        return repeat(lambda k: sample(method, predict, path(), geometric_grid(method, k), solver), counts)
+
+    posterior, sde2, churn = drawn("posterior", counts), drawn("sde2", [*counts, 512]), drawn("churn", [*counts, 512])
+    for found, limit in ((posterior, sde2[-1]), (sde2[:-1], sde2[-1]), (churn[:-1], churn[-1])):
         errors = [float((x - limit).norm(dim=1).median()) for x in found]
         order = math.log(errors[0] / errors[-1]) / math.log(counts[-1] / counts[0])
         assert 0.8 < order < 1.5, errors

@@ -15,6 +15,7 @@ from torch import nn
 
 import bsi
 from bsi import recipes
+from bsi.backbones import MLPConfig
 from bsi.cli import main
 from bsi.errors import Preempted, UsageError
 from bsi.training import loop
@@ -87,7 +88,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = replace(
         recipes.digits(),
         name="mine",
-        backbone=recipes.arrays().backbone,
+        backbone=MLPConfig(width=32, depth=2),
         steps=30,
         batch=16,
         virtual_shards=8,

@@ -476,7 +476,8 @@ class TestPublished:
 
     def test_figures_are_small_and_name_no_machine(self):
         for path in (self.DOCS / "results").iterdir():
-            assert path.stat().st_size < 150_000, path
+            most = 500_000 if path.name.startswith("samples-") else 150_000  # photographs hardly compress
+            assert path.stat().st_size < most, path
             if path.suffix == ".json":
                 found = json.loads(path.read_text())
                 assert "command" not in found["about"]

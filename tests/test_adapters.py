@@ -12,6 +12,7 @@ from bsi.errors import UsageError
 from bsi.gaussian import Encoder
 from bsi.grids import geometric_grid, paper_grid
 from bsi.methods import BFN, BSI, VDM
+from bsi.methods.base import level_at
 from bsi.oracle import Mixture
 from bsi.sampling import sample
 
@@ -84,6 +85,21 @@ def test_there_and_back_is_the_same_network(method, dtype, rounding):
         for there, back in ((as_denoiser, from_denoiser), (as_noise_prediction, from_noise_prediction)):
             found = back(method, there(method, predict), sigma_max=1e4)(latent, level)
             torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
+
+
+def test_a_foreign_denoiser_is_never_asked_about_more_noise_than_it_knows():
+    method, asked = BSI(), []
+
+    def denoiser(z, sigma):
+        asked.append((z, sigma))
+        return z
+
+    level = level_at(method, 1 / torch.tensor([500.0, 81.0, 79.0], dtype=torch.float64))
+    w = torch.ones(3, 2, dtype=torch.float64)
+    from_denoiser(method, denoiser)(method.encoder(level).noise[:, None] * w, level)
+    ((z, sigma),) = asked
+    torch.testing.assert_close(sigma, torch.tensor([80.0, 80.0, 79.0], dtype=torch.float64))
+    torch.testing.assert_close(z, sigma[:, None] * w, msg="the noise, standardised, is the same")
 
 
 @pytest.mark.parametrize("method", [BSI(), BFN()], ids=repr)

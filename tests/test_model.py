@@ -9,7 +9,8 @@ import bsi
 from bsi.elbo import Elbo
 from bsi.errors import UsageError
 from bsi.levels import low_discrepancy
-from bsi.model import _levels
+from bsi.model import _dealt, _levels
+from bsi.noise import SeededNoise
 from bsi.objective import training_loss
 
 METHODS = [bsi.BSI(), bsi.BFN(), bsi.VDM()]
@@ -129,6 +130,7 @@ def test_half_precision_data_is_computed_with_in_float32(dtype):
     model = bsi.Model(Elementwise(), bsi.BSI(), shape=(4,))
     assert model(x).dtype == torch.float32
     assert model.elbo(x, seed=1).bits_per_dim == model.elbo(x.float(), seed=1).bits_per_dim
+    assert model(x.double()).dtype == torch.float64, "and what is wider stays so"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -221,6 +223,22 @@ def test_the_bound_is_reproducible_and_independent_of_the_training_mode(method):
     model.train()
     model.sample(2, steps=2)
     assert model.training
+
+
+def test_every_sample_of_a_bound_has_noise_and_a_stratum_of_its_own(monkeypatch):
+    """Whatever the batch; and which stratum is chance: a sample's spread says more than its neighbour's."""
+    model, drawn = bsi.Model(Elementwise(), bsi.BSI(), shape=(2,)), []
+
+    def noted(seed, samples, shape, dtype):
+        drawn.extend(samples.tolist())
+        return SeededNoise(seed, samples, shape, dtype)
+
+    monkeypatch.setattr("bsi.model.SeededNoise", noted)
+    model.elbo(torch.zeros(5, 2), batch_size=2)
+    assert drawn == list(range(5))
+    t = _dealt(64, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(torch.diff(torch.sort(t).values), torch.full((63,), 1 / 64, dtype=torch.float64))
+    assert not torch.allclose(torch.diff(t) % 1, torch.full((63,), 1 / 64, dtype=torch.float64))
 
 
 def test_the_bound_of_batches_estimates_that_of_the_whole():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from brute_force import condition, source
+from bsi.errors import UsageError
 from bsi.methods import BFN, BSI
 from bsi.noising import noising
 
@@ -81,6 +82,12 @@ def test_noising_inverts_the_encoder(method):
     standard = (noised[:, 0] - encoder.signal * 0.8) / encoder.noise
     assert abs(standard.mean()) < 4 / math.sqrt(count)
     assert abs(standard.var() - 1) < 4 * math.sqrt(2 / count)
+
+
+@pytest.mark.parametrize(("sharp", "level"), [(3.0, 3.0), (2.0, 3.0), (3.0, 0.1)])
+def test_noising_goes_from_a_sharper_belief_to_a_broader_one_alone(sharp, level):
+    with pytest.raises(UsageError, match="lambda_0 <= level < sharp_level"):
+        noising(BELIEFS[0], at(0.0), at(0.0), at(sharp), at(level))
 
 
 def test_noising_back_to_a_deterministic_start_is_deterministic():

@@ -16,10 +16,11 @@ import bsi
 from bsi.cli.train import parse
 from bsi.data import digits
 from bsi.data.pixels import to_uint8
-from bsi.errors import DataError
+from bsi.errors import DataError, Preempted
 from bsi.levels import LogUniform
 from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
-from bsi.studies import comparison, disentangle, illustration, initial_precision, noise_levels, proposal
+from bsi.studies import comparison, disentangle, figures, illustration, initial_precision, noise_levels, proposal
+from bsi.studies.deadline import Deadline
 from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
 from bsi.studies.elbo_convergence import converges, gaussian_gap
 from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_seeds
@@ -31,7 +32,7 @@ from bsi.studies.plan_text import plan_text, train_command
 from bsi.studies.publish import page
 from bsi.studies.registry import STUDIES
 from bsi.studies.report import Table, all_of, as_csv, equal, less
-from bsi.studies.runner import plan
+from bsi.studies.runner import Planned, _begin, plan
 from bsi.studies.scales import MINI, PAPER, SCALES, SMOKE
 from bsi.studies.standard import bounds, qualities
 from bsi.studies.store import Result, Store
@@ -133,13 +134,13 @@ class TestEstimates:
         assert over_seeds([Estimate(1.0, 0.2), Estimate(1.0, 0.2)]).error == pytest.approx(0.2 / math.sqrt(2))
         assert over_seeds([Estimate(4.0, 0.3)]) == Estimate(4.0, 0.3)
 
-    def store(self, tmp_path, jobs, nats):
+    def store(self, tmp_path, jobs, nats, sizes=(1, 1)):
         """Bounds of four images in two replicates, n = 2."""
         store = Store(tmp_path)
         for job, values in zip(jobs, nats, strict=True):
             arrays = {
                 "measurement": np.array(values, dtype=np.float64),
-                "measurement_sizes": np.array([1, 1]),
+                "measurement_sizes": np.array(sizes),
                 "reconstruction": np.zeros((2, 4)),
                 "reconstruction_sizes": np.array([1, 1]),
                 "block": np.zeros(4, dtype=np.int64),
@@ -156,6 +157,11 @@ class TestEstimates:
         found, unit = bits_difference(store, jobs[:1], jobs[1:]), 2 * math.log(2)
         assert found.value == pytest.approx(0.6 / unit)
         assert found.error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2 / unit)
+
+    def test_replicates_count_by_their_size(self, tmp_path):
+        jobs = [Bound(replace(bsi.recipes.digits(), seed=seed), 4, 2) for seed in (0, 1)]
+        store = self.store(tmp_path, jobs, [np.array([[1.0] * 4, [6.0] * 4]), np.zeros((2, 4))], sizes=(3, 2))
+        assert bits_difference(store, jobs[:1], jobs[1:]).value == pytest.approx(3.0 / (2 * math.log(2)))
 
     def test_the_mean_effect_of_a_change_is_paired_by_image(self, tmp_path):
         """By 0.5 and 0.7 nats alternately, at two edges of the cube twice that: averaging four edges makes the images'
@@ -201,6 +207,7 @@ class TestClaims:
         assert equal("a = b", [("a - b", Estimate(0.001, 0.004))], 0.01).verdict == "held"
         assert equal("a = b", [("a - b", Estimate(0.001, 0.005))], 0.01).verdict == "undecided"
         assert equal("a = b", [("a - b", Estimate(-0.03, 0.005))], 0.01).verdict == "not held"
+        assert equal("a = b", [("a - b", Estimate(0.015, 0.005))], 0.01).verdict == "undecided"
         both = [("a - b", Estimate(0.0, 0.001)), ("a - c", Estimate(0.05, 0.001))]
         assert equal("all", both, 0.01).verdict == "not held"
 
@@ -343,6 +350,15 @@ class TestJobs:
                 trained.add(network_name(p.job.network))
             assert network_name(p.job.network) in trained
 
+    def test_nothing_is_begun_that_would_not_end_in_time_but_training_which_saves(self):
+        recipe = bsi.recipes.digits()
+        _begin(Planned(Bound(recipe, 4, 2), "study", 50.0, False), Deadline.after(1.0), 1)
+        with pytest.raises(Preempted, match="1 jobs of study are left"):
+            _begin(Planned(Bound(recipe, 4, 2), "study", 70.0, False), Deadline.after(1.0), 1)
+        _begin(Planned(Train(recipe), "study", 7000.0, False), Deadline.after(2.0), 1)
+        with pytest.raises(Preempted):
+            _begin(Planned(Train(recipe), "study", 7000.0, False), Deadline.after(0.5), 1)
+
     def test_jobs_of_the_scale_mini_end_in_nine_minutes(self, tmp_path):
         for p in plan(list(STUDIES.values()), MINI, Store(tmp_path)):
             assert p.seconds < 9 * 60, p
@@ -466,6 +482,29 @@ class TestNumbers:
         found = study.report(SMOKE, Store(tmp_path))
         assert [claim.verdict for claim in found.claims] == ["held"] * len(found.claims)
         assert found.claims
+
+
+class TestFigures:
+    def test_images_lie_side_by_side_row_by_row(self):
+        images = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((1, 1, 2, 3), dtype=np.uint8)
+        sheet = figures.tile(images, columns=2)
+        assert sheet.shape == (5, 7, 3)
+        assert sheet[::3, ::4, 0].tolist() == [[0, 1], [2, 255]], "on white"
+        assert (sheet[2] == 255).all()
+        assert (sheet[:, 3] == 255).all()
+
+    @pytest.mark.parametrize(("scale", "ends"), [("linear", (2, 3, 900)), ("log", (10, 11, 12))])
+    def test_labels_of_lines_keep_apart_and_above_the_axis(self, scale, ends):
+        pytest.importorskip("matplotlib")
+        with figures.style():
+            figure, (axes,) = figures.panels(1)
+            axes.set_yscale(scale)
+            axes.set_ylim(1, 1000)
+            figures.label_ends(axes, [figures.End(0.5, y, str(y), "black") for y in ends])
+        points, bottom = 72 / figure.dpi, axes.get_window_extent().y0
+        places = [(axes.transData.transform(text.xy)[1] - bottom) * points + text.xyann[1] for text in axes.texts]
+        assert min(np.diff(sorted(places))) > 10.99
+        assert min(places) > 5.4
 
 
 class TestPublished:

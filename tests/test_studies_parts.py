@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from bsi.studies.plan_text import plan_text, train_command
 from bsi.studies.publish import page
 from bsi.studies.registry import STUDIES
 from bsi.studies.report import Table, all_of, as_csv, equal, less
-from bsi.studies.runner import Planned, _begin, plan
+from bsi.studies.runner import Planned, _begin, commit, plan
 from bsi.studies.scales import MINI, PAPER, SCALES, SMOKE
 from bsi.studies.standard import bounds, qualities
 from bsi.studies.store import Result, Store
@@ -359,6 +360,14 @@ class TestJobs:
         with pytest.raises(Preempted):
             _begin(Planned(Train(recipe), "study", 7000.0, False), Deadline.after(0.5), 1)
 
+    @pytest.mark.parametrize(("status", "told"), [("", "abc"), (" M runner.py", "abc with changes")])
+    def test_a_commit_is_marked_where_the_code_has_changed_since(self, status, told, monkeypatch):
+        answers = {"describe": "abc\n", "status": status}
+        monkeypatch.setattr(
+            "bsi.studies.runner.subprocess.run", lambda words, **_: SimpleNamespace(stdout=answers[words[1]])
+        )
+        assert commit() == told
+
     def test_jobs_of_the_scale_mini_end_in_nine_minutes(self, tmp_path):
         for p in plan(list(STUDIES.values()), MINI, Store(tmp_path)):
             assert p.seconds < 9 * 60, p
@@ -505,6 +514,15 @@ class TestFigures:
         places = [(axes.transData.transform(text.xy)[1] - bottom) * points + text.xyann[1] for text in axes.texts]
         assert min(np.diff(sorted(places))) > 10.99
         assert min(places) > 5.4
+
+    def test_files_do_not_tell_when_or_by_what_they_were_drawn(self, tmp_path):
+        pytest.importorskip("matplotlib")
+        with figures.style():
+            figures.save(figures.panels(1)[0], tmp_path)
+        drawn = (tmp_path / "figure.svg").read_text("utf-8")
+        assert "dc:date" not in drawn
+        assert "Matplotlib v" not in drawn
+        assert b"Software" not in (tmp_path / "figure.png").read_bytes()
 
 
 class TestPublished:

@@ -17,9 +17,12 @@ import bsi
 from bsi.cli.train import parse
 from bsi.data import digits
 from bsi.data.pixels import to_uint8
+from bsi.data.store import open_dataset
+from bsi.elbo import reconstruction_loss
 from bsi.errors import DataError, Preempted
 from bsi.levels import LogUniform
 from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
+from bsi.noise import standard_normal
 from bsi.studies import comparison, disentangle, figures, illustration, initial_precision, noise_levels, proposal
 from bsi.studies.deadline import Deadline
 from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
@@ -28,7 +31,8 @@ from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_se
 from bsi.studies.finite_k import advantage
 from bsi.studies.frechet_error import Yardstick, frechet_error
 from bsi.studies.importance_sampling import proposals, relative_spread, resampled
-from bsi.studies.job import Bound, Quality, Train, name_of, network_name, title
+from bsi.studies.job import Bound, Quality, Reconstruction, Train, name_of, network_name, title
+from bsi.studies.measure import Laboratory
 from bsi.studies.plan_text import plan_text, train_command
 from bsi.studies.publish import page
 from bsi.studies.registry import STUDIES
@@ -491,6 +495,21 @@ class TestNumbers:
         found = study.report(SMOKE, Store(tmp_path))
         assert [claim.verdict for claim in found.claims] == ["held"] * len(found.claims)
         assert found.claims
+
+
+class TestMeasurements:
+    def test_the_decoders_precision_is_a_multiple_of_alpha_m_and_draws_are_averaged(self, tmp_path):
+        model, dataset = bsi.load("digits"), open_dataset("digits")
+        laboratory = Laboratory(SMOKE, dataset, torch.device("cpu"), tmp_path)
+        job = Reconstruction(bsi.recipes.digits(), recon=2, factors=(0.01, 2.0))
+        found = laboratory.measure(job, model, Deadline()).values["reconstruction"]
+        x, ids = model.values(torch.as_tensor(dataset.split("test")[:])), torch.arange(len(dataset.split("test")))
+        for factor, bits in zip(job.factors, found, strict=True):
+            method = replace(model.method, alpha_R=factor * model.method.alpha_M)
+            noise = [standard_normal(1, ids, draw, model.shape) for draw in (0, 1)]
+            with torch.no_grad():
+                nats = [reconstruction_loss(method, model.denoiser, x, eps, model.bins).mean() for eps in noise]
+            assert bits == pytest.approx(float(sum(nats)) / 2 / (64 * math.log(2)), rel=1e-4)
 
 
 class TestFigures:

@@ -31,7 +31,7 @@ from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_se
 from bsi.studies.finite_k import advantage
 from bsi.studies.frechet_error import Yardstick, frechet_error
 from bsi.studies.importance_sampling import proposals, relative_spread, resampled
-from bsi.studies.job import Bound, Quality, Reconstruction, Train, name_of, network_name, title
+from bsi.studies.job import Bound, Profile, Quality, Reconstruction, Train, name_of, network_name, title
 from bsi.studies.measure import Laboratory
 from bsi.studies.plan_text import plan_text, train_command
 from bsi.studies.publish import page
@@ -510,6 +510,17 @@ class TestMeasurements:
             with torch.no_grad():
                 nats = [reconstruction_loss(method, model.denoiser, x, eps, model.bins).mean() for eps in noise]
             assert bits == pytest.approx(float(sum(nats)) / 2 / (64 * math.log(2)), rel=1e-4)
+
+    def test_a_profile_has_how_far_a_prediction_is_from_its_latent_in_units_of_it(self, tmp_path):
+        model, dataset = bsi.load("digits"), open_dataset("digits")
+        laboratory = Laboratory(SMOKE, dataset, torch.device("cpu"), tmp_path)
+        found = laboratory.measure(Profile(bsi.recipes.digits(), levels=3, images=2), model, Deadline()).arrays
+        ids, level = torch.tensor([0, len(dataset.split("test")) // 2]), torch.from_numpy(found["level"])[1].expand(2)
+        x = model.values(torch.as_tensor(dataset.split("test")[ids.numpy()]))
+        psi = model.method.encoder(level).encode(x, standard_normal(2, ids, 0, model.shape))
+        with torch.no_grad():
+            apart = (psi - model.denoiser(psi, level)).flatten(1).norm(dim=1) / psi.flatten(1).norm(dim=1)
+        assert found["distance"][1].tolist() == pytest.approx(apart.tolist(), rel=1e-4)
 
 
 class TestFigures:

@@ -303,6 +303,18 @@ def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_work_goes_on_though_nobody_reads_what_is_told_of_it(tmp_path: Path) -> None:
+    """And exit codes stay what they are: 0 is for what was done."""
+    read, write = os.pipe()
+    os.close(read)
+    for size, code in (("64", 0), ("-1", 2)):
+        words = ["train", "digits", "--steps", "4", "--batch", size, "--every.evaluate", "2", "--out", "run"]
+        done = subprocess.run([sys.executable, "-m", "bsi", *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=write)
+        assert done.returncode == code
+    os.close(write)
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_locale_that_lacks_our_letters_is_told_the_rest(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in ([], ["--help"], *([name, "--help"] for name in COMMANDS), ["doctor"]):

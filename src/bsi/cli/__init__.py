@@ -83,6 +83,23 @@ def main(argv: list[str] | None = None) -> int:
         return told.code
 
 
+class _Commentary(io.TextIOWrapper):
+    """Standard error whose reader may leave, as `| head` does: work goes on, and what is told of it goes nowhere."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            forget(self.fileno())
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except BrokenPipeError:
+            forget(self.fileno())
+
+
 def _open_outputs() -> None:
     """Outputs that take whatever is told, whatever we were started with.
 
@@ -93,6 +110,8 @@ def _open_outputs() -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process is)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
+        sys.stderr = _Commentary(sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not speaks_unicode(stream.encoding):
             stream.reconfigure(errors="replace")

@@ -21,13 +21,23 @@ from torch import Tensor
 from bsi.backbones.adaln import NORM_EPS
 from bsi.backbones.dropout import WEYL
 
-__all__ = ["CHUNK", "Gradients", "Normed", "block_of", "gate_norm", "gate_norm_backward", "warps_of"]
+__all__ = [
+    "CHUNK",
+    "Gradients",
+    "Normed",
+    "block_of",
+    "gate_norm",
+    "gate_norm_backward",
+    "keeps",
+    "mask_of",
+    "warps_of",
+]
 
 CHUNK = 64  # tokens whose contributions to a sum are added before they leave the chip
 
 
 @triton.jit
-def _keeps(index, seed, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr):
+def keeps(index, seed, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr):
     """dropout.py's mask: three rounds of Squares in 32-bit integers that wrap around."""
     a = (index + tl.load(seed)) * WEYL_0
     b = (index + tl.load(seed + 1)) * WEYL_1
@@ -55,7 +65,7 @@ def _gate_norm(
         added = tl.load(branch + place, mask=inside, other=0.0).to(tl.float32)
         added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT > 0.0:
-            kept = _keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
+            kept = keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
             added = tl.where(kept, added * (1.0 / (1.0 - DROPOUT)), 0.0)
         value += tl.load(gate + sample * stride_gate + column, mask=inside, other=0.0).to(tl.float32) * added
         # The norm sees the stream as it is stored, so that the backward, which reads it, sees the same.
@@ -118,7 +128,7 @@ def _gate_norm_backward(
             added = tl.load(branch + place, mask=here, other=0.0).to(tl.float32) + bias_here[None, :]
             d_branch = d * gate_here[None, :]
             if DROPOUT > 0.0:
-                kept = _keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
+                kept = keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
                 added = tl.where(kept, added * (1.0 / (1.0 - DROPOUT)), 0.0)
                 d_branch = tl.where(kept, d_branch * (1.0 / (1.0 - DROPOUT)), 0.0)
             sum_gate += tl.sum(tl.where(here, d * added, 0.0), axis=0)
@@ -167,7 +177,7 @@ def warps_of(block: int) -> int:
     return min(16, max(1, block // 256))
 
 
-def _mask(dropout: float) -> dict[str, float]:
+def mask_of(dropout: float) -> dict[str, float]:
     """The constants of dropout.py's mask."""
     return {"DROPOUT": dropout, "THRESHOLD": round(dropout * 2**32) - 2**31, "WEYL_0": WEYL[0], "WEYL_1": WEYL[1]}
 
@@ -196,7 +206,7 @@ def gate_norm(
         x, x if branch is None else branch, x if bias is None else bias, scale if gate is None else gate, shift, scale,
         x if seed is None else seed, stream, h, mean, rstd, 0 if gate is None else gate.stride(0), scale.stride(0),
         tokens, width, NORM_EPS,
-        **_mask(dropout), BRANCH=branch is not None, H_SCALE=h_scale, H_LIMIT=float(torch.finfo(h.dtype).max),
+        **mask_of(dropout), BRANCH=branch is not None, H_SCALE=h_scale, H_LIMIT=float(torch.finfo(h.dtype).max),
         BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
     return Normed(stream, h, mean, rstd)
@@ -225,7 +235,7 @@ def gate_norm_backward(
         scale if gate is None else gate, scale,
         dh if seed is None else seed, normed.mean, normed.rstd, dx, dx if dbranch is None else dbranch, sums,
         0 if gate is None else gate.stride(0), scale.stride(0), tokens, width, chunks,
-        **_mask(dropout), BRANCH=branch is not None, CHUNK=CHUNK, TILE=2, BLOCK=block, num_warps=warps_of(block),
+        **mask_of(dropout), BRANCH=branch is not None, CHUNK=CHUNK, TILE=2, BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
     total = sums.sum(1)
     dgate, dshift, dscale = total[:, :3].to(scale.dtype).unbind(1)

@@ -1,0 +1,201 @@
+"""A U-Net's blocks with as few passes over memory as we know how: one kernel between two convolutions.
+
+Forward, a block is norm_act -> convolution -> norm_act -> convolution -> join (group_kernels.py), with an explicit
+backward. In units of one pass over an image of a block's width, a block on the way down moves 7 forward and 7 backward
+beside its convolutions: two norms write what they read, and the last sum reads two; each norm's gradient reads two and
+writes one, and the last one reads the gradient that goes past the block as well, and sums it for the bias. An up block
+writes what it makes of stream and skip side by side, so that they are never concatenated.
+
+Weights may be float32: they are rounded when they are used.
+
+`lean` keeps neither of the convolutions' inputs for the backward, but computes them again: no convolution is repeated.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bsi.backbones.group_kernels import Moments, join, norm_act, norm_act_backward
+from bsi.backbones.norms import GroupNorm, on_pixels, pixels
+
+if TYPE_CHECKING:
+    from bsi.backbones.unet import Block
+
+__all__ = ["fused_block", "fused_norm"]
+
+Image = Float[Tensor, "batch channels *space"]
+Rows = Float[Tensor, "batch pixels channels"]
+
+
+def rows_of(x: Image) -> Rows:
+    """A row for each pixel, without a copy where the image lies channels-last."""
+    return pixels(x).contiguous()
+
+
+def convolve(x: Image, weight: Tensor) -> Image:
+    return torch.convolution(x, weight, None, *_plainly(weight))
+
+
+def convolve_backward(dy: Image, x: Image, weight: Tensor) -> tuple[Image, Tensor]:
+    """Gradients of x and of the weight."""
+    which = [True, True, False]
+    dx, dweight, _ = torch.ops.aten.convolution_backward(dy, x, weight, None, *_plainly(weight), which)
+    return dx, dweight
+
+
+def _plainly(weight: Tensor) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
+    """Stride, padding, dilation, transposed, output padding and groups of a convolution that keeps the size."""
+    dim = weight.ndim - 2
+    return [1] * dim, [1] * dim, [1] * dim, False, [0] * dim, 1
+
+
+def slices(whole: Tensor, images: list[Rows]) -> tuple[Tensor, ...]:
+    """What belongs to each image of something that all their channels have, side by side."""
+    return whole.split([image.shape[2] for image in images], dim=-1)
+
+
+def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> tuple[Rows, list[Moments]]:
+    """SiLU of the norm of images that lie apart, side by side; and their moments."""
+    batch, count, _ = images[0].shape
+    y = images[0].new_empty(batch, count, len(weight))
+    parts = zip(images, *(slices(whole, images) for whole in (weight, bias, y)), strict=True)
+    return y, [norm_act(image, w, b, groups // len(images), out) for image, w, b, out in parts]
+
+
+def _shortcut(weight: Tensor, x: Image) -> tuple[Tensor, ...]:
+    """The 1x1 convolution's weights: of the stream, and of the skip."""
+    return weight.flatten(1).to(x.dtype).split(x.shape[1], dim=1)
+
+
+class _Block(torch.autograd.Function):
+    """Of `unet.Block`, all but its attention; `shift` has the first convolution's bias in it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Image, skip: Image | None, shift: Tensor,
+        weight_in: Tensor, bias_in: Tensor, conv_in: Tensor, weight_out: Tensor, bias_out: Tensor, conv_out: Tensor,
+        bias: Tensor, shortcut: Tensor | None,
+        groups: tuple[int, int], dropout: float, seed: Tensor | None, lean: bool,
+    ) -> Image:  # fmt: skip
+        images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
+        half_in, half_out = conv_in.to(x.dtype), conv_out.to(x.dtype)
+        y_in, moments_in = norm_each(images, weight_in, bias_in, groups[0])
+        h = rows_of(convolve(on_pixels(y_in, x), half_in))
+        y_out = torch.empty_like(h)
+        moments_out = norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
+        branch = rows_of(convolve(on_pixels(y_out, x), half_out))
+        if shortcut is None:
+            out = join(images[0], branch, bias)
+        else:
+            weights = _shortcut(shortcut, x)
+            out = linear(images[0], weights[0], bias.to(x.dtype))
+            out.flatten(0, 1).addmm_(images[1].flatten(0, 1), weights[1].t())
+            out += branch
+        kept = (None, None) if lean else (y_in, y_out)
+        moments = [t for m in (*moments_in, moments_out) for t in (m.mean, m.rstd)]
+        ctx.save_for_backward(
+            x, skip, h, *kept, half_in, half_out, shift, weight_in, bias_in, weight_out, bias_out, shortcut, seed,
+            *moments,
+        )  # fmt: skip
+        ctx.settings = groups, dropout, conv_in.dtype, bias.dtype
+        return on_pixels(out, x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Image) -> tuple[Tensor | None, ...]:
+        x, skip, h, y_in, y_out, half_in, half_out, shift, *rest = ctx.saved_tensors
+        weight_in, bias_in, weight_out, bias_out, shortcut, seed, *moments = rest
+        groups, dropout, dtype, bias_dtype = ctx.settings
+        images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
+        *moments_in, moments_out = (Moments(*pair) for pair in zip(moments[::2], moments[1::2], strict=True))
+        drows = rows_of(dout)
+        if y_out is None:
+            y_out = torch.empty_like(h)
+            norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
+        dy_out, dconv_out = convolve_backward(on_pixels(drows, x), on_pixels(y_out, x), half_out)
+        del y_out
+        outer = norm_act_backward(rows_of(dy_out), h, moments_out, weight_out, bias_out, groups[1], True, dropout, seed)
+        del dy_out
+        y_in = norm_each(images, weight_in, bias_in, groups[0])[0] if y_in is None else y_in
+        dy_in, dconv_in = convolve_backward(on_pixels(outer.x, x), on_pixels(y_in, x), half_in)
+        del y_in
+        if shortcut is None:
+            past, dshortcut = [drows], None
+        else:
+            flat, weights = drows.flatten(0, 1), _shortcut(shortcut, x)
+            past = [drows @ weight for weight in weights]
+            dweights = [flat.t() @ image.flatten(0, 1) for image in images]
+            dshortcut = torch.cat(dweights, dim=1).view_as(shortcut).to(shortcut.dtype)
+        parts = zip(
+            slices(rows_of(dy_in), images),
+            images,
+            moments_in,
+            slices(weight_in, images),
+            slices(bias_in, images),
+            past,
+            strict=True,
+        )
+        inner = [
+            norm_act_backward(dy, image, m, w, b, groups[0] // len(images), add=add)
+            for dy, image, m, w, b, add in parts
+        ]
+        dbias = inner[0].added if shortcut is None else drows.sum((0, 1), dtype=torch.float32)
+        dx, *dskip = (on_pixels(part.x, x) for part in inner)
+        return (
+            dx, dskip[0] if dskip else None, outer.shift.to(shift.dtype),
+            torch.cat([part.weight for part in inner]), torch.cat([part.bias for part in inner]), dconv_in.to(dtype),
+            outer.weight, outer.bias, dconv_out.to(dtype), dbias.to(bias_dtype), dshortcut,
+            None, None, None, None,
+        )  # fmt: skip
+
+
+class _Norm(torch.autograd.Function):
+    """The norm of one image, with or without SiLU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Image, weight: Tensor, bias: Tensor, groups: int, act: bool) -> Image:
+        rows = rows_of(x)
+        y = torch.empty_like(rows)
+        moments = norm_act(rows, weight, bias, groups, y, act)
+        ctx.save_for_backward(x, weight, bias, moments.mean, moments.rstd)
+        ctx.settings = groups, act
+        return on_pixels(y, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Image) -> tuple[Tensor | None, ...]:
+        x, weight, bias, *moments = ctx.saved_tensors
+        grads = norm_act_backward(rows_of(dy), rows_of(x), Moments(*moments), weight, bias, *ctx.settings)
+        return on_pixels(grads.x, x), grads.weight, grads.bias, None, None
+
+
+def fused_norm(norm: GroupNorm, x: Image, act: bool = False) -> Image:
+    """The norm of an image in the type of the image, followed by SiLU if asked for."""
+    return _Norm.apply(x, norm.weight, norm.bias, norm.num_groups, act)
+
+
+def fused_block(
+    block: Block,
+    x: Image,
+    skip: Image | None,
+    shift: Float[Tensor, "batch channels"],
+    seed: Int32[Tensor, " 2"] | None,
+    lean: bool = False,
+) -> Image:
+    """`unet.Block`, without its attention; x is on a CUDA device, in the type of the computation."""
+    conv_in, conv_out, shortcut = block.conv_in, block.conv_out, block.shortcut
+    assert conv_in.bias is not None
+    assert conv_out.bias is not None
+    bias = conv_out.bias
+    if shortcut is not None:
+        assert shortcut.bias is not None
+        bias = bias + shortcut.bias
+    return _Block.apply(
+        x, skip, shift + conv_in.bias, block.norm_in.weight, block.norm_in.bias, conv_in.weight,
+        block.norm_out.weight, block.norm_out.bias, conv_out.weight, bias,
+        None if shortcut is None else shortcut.weight,
+        (block.norm_in.num_groups, block.norm_out.num_groups), 0.0 if seed is None else block.dropout, seed, lean,
+    )  # fmt: skip

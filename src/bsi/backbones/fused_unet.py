@@ -97,7 +97,7 @@ class _Block(torch.autograd.Function):
             out.flatten(0, 1).addmm_(images[1].flatten(0, 1), weights[1].t())
             out += branch
         kept = (None, None) if lean else (y_in, y_out)
-        moments = [t for m in (*moments_in, moments_out) for t in (m.mean, m.rstd)]
+        moments = [t for m in (*moments_in, moments_out) for t in (m.mean, m.rstd, m.own)]
         ctx.save_for_backward(
             x, skip, h, *kept, half_in, half_out, shift, weight_in, bias_in, weight_out, bias_out, shortcut, seed,
             *moments,
@@ -111,7 +111,7 @@ class _Block(torch.autograd.Function):
         weight_in, bias_in, weight_out, bias_out, shortcut, seed, *moments = rest
         groups, dropout, dtype, bias_dtype = ctx.settings
         images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
-        *moments_in, moments_out = (Moments(*pair) for pair in zip(moments[::2], moments[1::2], strict=True))
+        *moments_in, moments_out = (Moments(*pair) for pair in zip(*(moments[i::3] for i in range(3)), strict=True))
         drows = rows_of(dout)
         if y_out is None:
             y_out = torch.empty_like(h)
@@ -161,7 +161,7 @@ class _Norm(torch.autograd.Function):
         rows = rows_of(x)
         y = torch.empty_like(rows)
         moments = norm_act(rows, weight, bias, groups, y, act)
-        ctx.save_for_backward(x, weight, bias, moments.mean, moments.rstd)
+        ctx.save_for_backward(x, weight, bias, moments.mean, moments.rstd, moments.own)
         ctx.settings = groups, act
         return on_pixels(y, x)
 

@@ -11,9 +11,10 @@ first, about its first pixel (so that nothing cancels), then of the groups. In t
     z = xn w + b,  xn = (x + shift - mean) rstd,  d = act'(z) dropout(dy)
     dx = rstd (w d - A - xn B),                   A, B = sums of w d and of w d xn over the group / its size
 
-all that others need follows from the sums of d, d xn and xn over each channel: the gradients of b and w are the first
-two, that of shift the sum of dx. The gradient that reaches x by another way is added before dx is written, and summed
-too: it is that of a bias. Dropout masks are those of dropout.py, computed again and never stored.
+all that others need follows from the sums of d and d xn over each channel: they are the gradients of b and w, and that
+of shift, the sum of dx, takes the mean of xn beside them. The gradient that reaches x by another way is added before dx
+is written, and summed too: it is that of a bias. Dropout masks are those of dropout.py, computed again and never
+stored.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _over_groups(values, column, GROUP: tl.constexpr):
 
 @triton.jit
 def _norm_act(
-    x, weight, bias, shift, seed, y, mean, rstd,
+    x, weight, bias, shift, seed, y, mean, rstd, own,
     pixels, channels, stride_y, stride_shift, eps,
     GROUP: tl.constexpr, ACT: tl.constexpr, SHIFT: tl.constexpr,
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
@@ -56,13 +57,15 @@ def _norm_act(
     channel = tl.program_id(1) * (SLAB // GROUP * GROUP) + column
     inside = (column < SLAB // GROUP * GROUP) & (channel < channels)
     first = sample * pixels
-    pivot = tl.load(x + first * channels + channel, mask=inside, other=0.0).to(tl.float32)
+    x += first * channels  # so that places within one image are 32-bit numbers
+    y += first * stride_y
+    pivot = tl.load(x + channel, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros([TILE, SLAB], tl.float32)
     squares = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
         pixel = i + tl.arange(0, TILE)
         here = (pixel < pixels)[:, None] & inside[None, :]
-        place = (first + pixel)[:, None] * channels + channel[None, :]
+        place = pixel[:, None] * channels + channel[None, :]
         value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
         value = tl.where(here, value - pivot[None, :], 0.0)
         sums += value
@@ -70,6 +73,7 @@ def _norm_act(
     off = tl.sum(sums, axis=0) / pixels
     spread = tl.sum(squares, axis=0) / pixels - off * off
     centre = pivot + off
+    tl.store(own + sample * channels + channel, centre, mask=inside)
     added = tl.zeros([SLAB], tl.float32)
     if SHIFT:
         added = tl.load(shift + sample * stride_shift + channel, mask=inside, other=0.0).to(tl.float32)
@@ -85,38 +89,37 @@ def _norm_act(
     for i in range(0, pixels, TILE):
         pixel = i + tl.arange(0, TILE)
         here = (pixel < pixels)[:, None] & inside[None, :]
-        place = (first + pixel)[:, None] * channels + channel[None, :]
+        place = pixel[:, None] * channels + channel[None, :]
         z = tl.load(x + place, mask=here, other=0.0).to(tl.float32) * scale[None, :] + offset[None, :]
         if ACT:
             z = z * tl.sigmoid(z)
         if DROPOUT > 0.0:
-            kept = keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
+            kept = keeps((first * channels).to(tl.int32) + place, seed, THRESHOLD, WEYL_0, WEYL_1)
             z = tl.where(kept, z * (1.0 / (1.0 - DROPOUT)), 0.0)
-        tl.store(y + (first + pixel)[:, None] * stride_y + channel[None, :], z, mask=here)
+        tl.store(y + pixel[:, None] * stride_y + channel[None, :], z, mask=here)
 
 
 @triton.jit
-def _normed_and_gradient(
-    x, dy, place, place_dy, here, middle, inverse, w, b, seed,
+def _centred_and_gradient(
+    x, dy, place, place_dy, here, middle, scale, b, seed, start,
     ACT: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
 ):  # fmt: skip
-    """xn and d at some pixels, 0 where there are none."""
-    value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
-    normed = tl.where(here, (value - middle[None, :]) * inverse[None, :], 0.0)
+    """x + shift - mean and d at some pixels; d is 0 where there are none."""
+    centred = tl.load(x + place, mask=here, other=0.0).to(tl.float32) - middle[None, :]
     d = tl.load(dy + place_dy, mask=here, other=0.0).to(tl.float32)
     if DROPOUT > 0.0:
-        kept = keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
+        kept = keeps(start + place, seed, THRESHOLD, WEYL_0, WEYL_1)
         d = tl.where(kept, d * (1.0 / (1.0 - DROPOUT)), 0.0)
     if ACT:
-        z = normed * w[None, :] + b[None, :]
+        z = centred * scale[None, :] + b[None, :]
         s = tl.sigmoid(z)
         d *= s * (1.0 + z * (1.0 - s))
-    return normed, d
+    return centred, d
 
 
 @triton.jit
 def _norm_act_backward(
-    dy, x, mean, rstd, weight, bias, seed, add, dx, sums,
+    dy, x, mean, rstd, own, weight, bias, seed, add, dx, sums,
     pixels, channels, stride_dy,
     GROUP: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
@@ -127,39 +130,43 @@ def _norm_act_backward(
     channel = tl.program_id(1) * (SLAB // GROUP * GROUP) + column
     inside = (column < SLAB // GROUP * GROUP) & (channel < channels)
     first = sample * pixels
+    x += first * channels
+    dx += first * channels
+    add += first * channels
+    dy += first * stride_dy
+    start = (first * channels).to(tl.int32)
     middle = tl.load(mean + sample * channels + channel, mask=inside, other=0.0)
     inverse = tl.load(rstd + sample * channels + channel, mask=inside, other=0.0)
-    w = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+    scale = inverse * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     sum_d = tl.zeros([TILE, SLAB], tl.float32)
     sum_dx = tl.zeros([TILE, SLAB], tl.float32)
-    sum_x = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
         pixel = i + tl.arange(0, TILE)
         here = (pixel < pixels)[:, None] & inside[None, :]
-        place = (first + pixel)[:, None] * channels + channel[None, :]
-        place_dy = (first + pixel)[:, None] * stride_dy + channel[None, :]
-        normed, d = _normed_and_gradient(
-            x, dy, place, place_dy, here, middle, inverse, w, b, seed, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1
+        place = pixel[:, None] * channels + channel[None, :]
+        place_dy = pixel[:, None] * stride_dy + channel[None, :]
+        centred, d = _centred_and_gradient(
+            x, dy, place, place_dy, here, middle, scale, b, seed, start, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1
         )
         sum_d += d
-        sum_dx += d * normed
-        sum_x += normed
+        sum_dx += d * centred
     total_d = tl.sum(sum_d, axis=0)
-    total_dx = tl.sum(sum_dx, axis=0)
-    level = _over_groups(w * total_d, column, GROUP) / (GROUP * pixels)
-    slope = _over_groups(w * total_dx, column, GROUP) / (GROUP * pixels)
-    d_shift = inverse * (w * total_d - pixels * level - slope * tl.sum(sum_x, axis=0))
+    total_dx = tl.sum(sum_dx, axis=0) * inverse
+    level = _over_groups(scale * total_d, column, GROUP) / (GROUP * pixels)  # A and B, and one factor rstd of dx
+    slope = _over_groups(scale * total_dx, column, GROUP) / (GROUP * pixels) * inverse
+    own_centred = tl.load(own + sample * channels + channel, mask=inside, other=0.0) - middle
+    d_shift = scale * total_d - pixels * (level + slope * own_centred)
     sum_add = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
         pixel = i + tl.arange(0, TILE)
         here = (pixel < pixels)[:, None] & inside[None, :]
-        place = (first + pixel)[:, None] * channels + channel[None, :]
-        place_dy = (first + pixel)[:, None] * stride_dy + channel[None, :]
-        normed, d = _normed_and_gradient(
-            x, dy, place, place_dy, here, middle, inverse, w, b, seed, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1
+        place = pixel[:, None] * channels + channel[None, :]
+        place_dy = pixel[:, None] * stride_dy + channel[None, :]
+        centred, d = _centred_and_gradient(
+            x, dy, place, place_dy, here, middle, scale, b, seed, start, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1
         )
-        d = (w[None, :] * d - level[None, :] - normed * slope[None, :]) * inverse[None, :]
+        d = scale[None, :] * d - level[None, :] - centred * slope[None, :]
         if ADD:
             other = tl.load(add + place, mask=here, other=0.0).to(tl.float32)
             sum_add += other
@@ -188,10 +195,11 @@ PerChannel = Float[Tensor, " channels"]
 
 @dataclass(frozen=True)
 class Moments:
-    """Of x, for each image and channel: the mean of its group less its shift, and the group's 1 / deviation."""
+    """Of x, for each image and channel: its group's mean less its shift, 1 / its group's deviation, its own mean."""
 
     mean: Float[Tensor, "batch channels"]
     rstd: Float[Tensor, "batch channels"]
+    own: Float[Tensor, "batch channels"]
 
 
 @dataclass(frozen=True)
@@ -218,10 +226,11 @@ def norm_act(
 ) -> Moments:
     """dropout(act(norm of x + shift)), written into y, whose rows may be part of longer ones."""
     batch, pixels, channels = x.shape
-    moments = Moments(*(torch.empty(batch, channels, dtype=torch.float32, device=x.device) for _ in range(2)))
+    moments = Moments(*(torch.empty(batch, channels, dtype=torch.float32, device=x.device) for _ in range(3)))
     _norm_act[_grid(x, groups)](
         x, weight, bias, weight if shift is None else shift, x if seed is None else seed, y,
-        moments.mean, moments.rstd, pixels, channels, y.stride(1), 0 if shift is None else shift.stride(0), NORM_EPS,
+        moments.mean, moments.rstd, moments.own,
+        pixels, channels, y.stride(1), 0 if shift is None else shift.stride(0), NORM_EPS,
         GROUP=channels // groups, ACT=act, SHIFT=shift is not None, **mask_of(dropout),
         SLAB=_slab(channels // groups), TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
@@ -245,8 +254,8 @@ def norm_act_backward(
     dx = torch.empty_like(x)
     sums = torch.empty(batch, 4, channels, dtype=torch.float32, device=x.device)
     _norm_act_backward[_grid(x, groups)](
-        dy, x, moments.mean, moments.rstd, weight, bias, x if seed is None else seed, x if add is None else add, dx,
-        sums, pixels, channels, dy.stride(1),
+        dy, x, moments.mean, moments.rstd, moments.own, weight, bias,
+        x if seed is None else seed, x if add is None else add, dx, sums, pixels, channels, dy.stride(1),
         GROUP=channels // groups, ACT=act, ADD=add is not None, **mask_of(dropout),
         SLAB=_slab(channels // groups), TILE=TILE, num_warps=WARPS,
     )  # fmt: skip

@@ -38,12 +38,14 @@ def forms(config: BackboneConfig, half: torch.dtype | None = torch.bfloat16) -> 
     return form_of(config, half, CUDA), form_of(config, half, CUDA, lean=True)
 
 
-def test_a_dit_in_bfloat16_is_fused_and_all_else_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dit_and_a_unet_in_bfloat16_are_fused_and_all_else_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, AMPERE)
     assert forms(DIT) == ("fused", "lean")
     assert forms(DIT, torch.float16) == forms(DIT, None) == ("compiled", "compiled")
     assert forms(replace(DIT, checkpoint=True)) == forms(replace(DIT, width=36)) == ("compiled", "compiled")
-    assert forms(UNET) == forms(MLPConfig()) == ("compiled", "compiled")
+    assert forms(UNET) == ("fused", "lean")
+    assert forms(UNET, torch.float16) == forms(replace(UNET, checkpoint=True)) == ("compiled", "compiled")
+    assert forms(MLPConfig()) == ("compiled", "compiled")
     assert form_of(DIT, torch.bfloat16, CPU) == "plain"
 
 
@@ -81,6 +83,16 @@ def test_fp8_takes_whole_tiles_of_sixteen_alone() -> None:
     ):
         with pytest.raises(UsageError, match="divisible by 16"):
             check_fp8(config, shape)
+
+
+def test_a_unet_takes_the_form_that_it_is_said_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, AMPERE)
+    for lean, form in ((False, "fused"), (True, "lean")):
+        network = build(UNET, (3, 4, 4))
+        network.compute_dtype = torch.bfloat16
+        accelerate(network, CUDA, lean)
+        assert network.trunk == form
+        assert not is_compiled(network)
 
 
 def test_volta_and_later_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, resolve
+from bsi.backbones.config import BackboneConfig, resolve
 from bsi.backbones.memory import Form, training_memory
 
 GIB = 2**30
 ROOM = (8, 16, 24, 40, 80, 141)
 CASES: tuple[tuple[str, Form], ...] = (
     ("dit-mini/2", "fused"), ("dit-s/2", "fused"), ("dit-b/2", "fused"), ("dit-l/4", "fused"), ("dit-l/2", "fused"),
-    ("dit-l/2", "lean"), ("dit-l/2", "compiled"), ("dit-xl/2", "fused"), ("unet-128x32", "compiled"),
-    ("unet-256x32", "compiled"), ("unet-128-256-256x2", "compiled"), ("mlp-256x4", "compiled"),
+    ("dit-l/2", "lean"), ("dit-l/2", "compiled"), ("dit-xl/2", "fused"), ("unet-128x32", "fused"),
+    ("unet-128x32", "lean"), ("unet-256x32", "fused"), ("unet-128-256-256x2", "fused"), ("mlp-256x4", "compiled"),
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     for name, form in CASES:
         config = resolve(name)
         print(row(name, form, config, shape, args.ranks, form))
-        if form == ("fused" if isinstance(config, DiTConfig) else "compiled") and not isinstance(config, MLPConfig):
+        if form == "fused":
             print(row(name, "checkpoint", replace(config, checkpoint=True), shape, args.ranks, "compiled"))
 
 

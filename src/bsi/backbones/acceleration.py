@@ -1,10 +1,10 @@
 """The fastest form of a network that this machine can run, and what makes a finished network faster still.
 
-A DiT in bfloat16 on an NVIDIA GPU that has Triton takes the fused trunk (fused.py); everything else is compiled region
-by region (compiled.py), convolutions in channels-last order. Either computes what the plain form computes, dropout
-included, up to rounding. Where there is no Triton, or none for a GPU so old, a network runs plainly, and on a CPU too:
-there a compiler would cost more than it saves. With 8-bit products (fp8.py) the rounding is coarse; a network takes
-that form only where it is asked for.
+A DiT or a U-Net in bfloat16 on an NVIDIA GPU that has Triton takes the fused form (fused.py, fused_unet.py);
+everything else is compiled region by region (compiled.py). Convolutions are in channels-last order. Each form computes
+what the plain one computes, dropout included, up to rounding. Where there is no Triton, or none for a GPU so old, a
+network runs plainly, and on a CPU too: there a compiler would cost more than it saves. With 8-bit products (fp8.py) the
+rounding is coarse; a network takes that form only where it is asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from bsi.backbones.base import Backbone
 from bsi.backbones.compiled import compile_regions
-from bsi.backbones.config import BackboneConfig, DiTConfig
+from bsi.backbones.config import BackboneConfig, DiTConfig, UNetConfig
 from bsi.backbones.dit import DiT
 from bsi.backbones.embeddings import ConditionEmbedding
 from bsi.backbones.memory import Form
@@ -44,6 +44,8 @@ def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8
     form = form_of(backbone.config, backbone.compute_dtype, device, lean)
     if isinstance(backbone, DiT) and form in ("fused", "lean"):
         backbone.trunk = "fp8" if fp8 else form
+    elif isinstance(backbone, UNet) and form in ("fused", "lean"):
+        backbone.trunk = form
     elif fp8:
         raise UsageError("fp8 needs Triton, and a network that computes in bfloat16. Use --precision bf16.")
     elif form == "compiled":
@@ -57,9 +59,11 @@ def form_of(
     if not compiles(device):
         return "plain"
     generation = torch.cuda.get_device_capability(device)
-    # cuBLASLt (cublaslt.py) is NVIDIA's, and called by the name that it has on Linux; rows are whole 16-byte words.
+    # cuBLASLt (cublaslt.py) is NVIDIA's, called by the name that it has on Linux; a DiT's rows are whole 16-byte words.
     ours = generation >= (8, 0) and torch.version.cuda is not None and sys.platform == "linux"
-    if ours and isinstance(config, DiTConfig) and compute_dtype == torch.bfloat16 and config.width % 8 == 0:
+    if ours and compute_dtype == torch.bfloat16 and isinstance(config, DiTConfig | UNetConfig):
+        if isinstance(config, DiTConfig) and config.width % 8:
+            return "compiled"
         return "compiled" if config.checkpoint else "lean" if lean else "fused"
     return "compiled"
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from bsi.backbones.group_kernels import Moments, join, norm_act, norm_act_backward
@@ -106,6 +107,7 @@ class _Block(torch.autograd.Function):
         return on_pixels(out, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Image) -> tuple[Tensor | None, ...]:
         x, skip, h, y_in, y_out, half_in, half_out, shift, *rest = ctx.saved_tensors
         weight_in, bias_in, weight_out, bias_out, shortcut, seed, *moments = rest
@@ -166,6 +168,7 @@ class _Norm(torch.autograd.Function):
         return on_pixels(y, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Image) -> tuple[Tensor | None, ...]:
         x, weight, bias, *moments = ctx.saved_tensors
         grads = norm_act_backward(rows_of(dy), rows_of(x), Moments(*moments), weight, bias, *ctx.settings)

@@ -13,13 +13,14 @@ over its resolutions, width for an MLP), a block keeps
 |---|---|---|---|
 | plain, by autograd | 21.3 | 28.1 (14.6 in float32) | 16.1 |
 | compiled (compiled.py) | 11.3 | 6.1 | 9.1 |
-| fused (fused.py) | 18.1 | | |
-| lean | 12.1 | | |
+| fused (fused.py, fused_unet.py) | 18.1 | 9.1 | |
+| lean | 12.1 | 4.1 | |
 | checkpoint: the block's input | 1.1 | 2 | |
 
 Fused, a DiT block keeps stream, h and branch of both halves, q, k, v and their mixture, and GELU's argument and value;
-lean, neither h nor GELU's value. The other forms are counted by a test, from what autograd saves. Attention after a
-block of a U-Net keeps 6.1, 7.1 in 16 bits, 5.1 compiled, and nothing where its block is computed again.
+lean, neither h nor GELU's value. A U-Net's blocks keep their input, the input of their second norm, and, unless lean,
+of both convolutions. The other forms are counted by a test, from what autograd saves. Attention after a block of a
+U-Net keeps 6.1, 7.1 plainly in 16 bits, 5.1 compiled, and nothing where its block is computed again.
 
 While one block's backward runs it holds about as much again as autograd would keep of that block (11 where it is
 fused). The peak is where the backward begins: gradients fill the room that activations leave, so the larger of the two
@@ -119,6 +120,9 @@ class _Kept:
 
 
 DIT: dict[Form, float] = {"plain": 21.3, "compiled": 11.3, "fused": 18.1, "lean": 12.1}
+UNET: dict[Form, tuple[float, float, float]] = {  # a level down and up, the ends, attention after a block
+    "plain": (28.1, 51.0, 7.1), "compiled": (6.1, 14.9, 5.1), "fused": (9.1, 21.2, 6.1), "lean": (4.1, 14.2, 6.1),
+}  # fmt: skip
 
 
 def _kept(config: BackboneConfig, shape: tuple[int, ...], form: Form, half: bool) -> _Kept:
@@ -128,8 +132,7 @@ def _kept(config: BackboneConfig, shape: tuple[int, ...], form: Form, half: bool
             blocks = depth * (1.1 if config.checkpoint else DIT[form])
             return _Kept(blocks, 3.3 if plain else 1.3, 11.0 if form in ("fused", "lean") else DIT["plain"])
         case UNetConfig(levels=levels):
-            pair, ends = (28.1 if half else 14.6, 51.0 if half else 30.0) if plain else (6.1, 14.9)
-            attention = (7.1 if half else 6.1) if plain else 5.1
+            pair, ends, attention = UNET[form] if half or not plain else (14.6, 30.0, 6.1)
             if config.checkpoint:  # every block's input and skip; the middle's attention is not computed again
                 pair, ends, attention = 2.0, 15.9, 0.0
             return _Kept(levels * pair + (2 * levels + 1) * attention * _attending(config, shape), ends, 18.0)

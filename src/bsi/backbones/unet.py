@@ -18,6 +18,7 @@ three spatial axes that order has a name of its own; acceleration.py knows it.)
 """
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int, Int32
@@ -46,6 +47,7 @@ class UNet(Backbone):
     """The U-Net for data of one shape (channels, *space) with one to three spatial axes."""
 
     config: UNetConfig
+    trunk: Literal["plain", "fused", "lean"] = "plain"  # the form its blocks are computed in: fused_unet.py
 
     def __init__(
         self, config: UNetConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
@@ -84,17 +86,36 @@ class UNet(Backbone):
             x = self._run(layer, x, None, *next(inputs)) if isinstance(layer, Block) else layer(x)
             skips.append(x)
         x = self._run(self.before, x, None, *next(inputs))
-        x = self.attention(x)
+        x = self._attend(self.attention, x)
         x = self._run(self.after, x, None, *next(inputs))
         for layer in self.up:
             x = self._run(layer, x, skips.pop(), *next(inputs)) if isinstance(layer, Block) else layer(x)
-        return self.head(x)
+        return self._read_out(x)
 
-    def _run(self, block: nn.Module, x: Tensor, skip: Tensor | None, shift: Tensor, seed: Tensor | None) -> Tensor:
+    def _run(self, block: "Block", x: Tensor, skip: Tensor | None, shift: Tensor, seed: Tensor | None) -> Tensor:
+        if self.trunk != "plain":
+            from bsi.backbones.fused_unet import fused_block  # which needs Triton, and only some machines have it
+
+            x = fused_block(block, x, skip, shift, seed, self.trunk == "lean")
+            return x if block.attention is None else self._attend(block.attention, x)
         if self.config.checkpoint and self.training:
             # Nothing inside draws random numbers: generators, which a recorded step may not read, are left alone.
             return checkpoint(block, x, skip, shift, seed, use_reentrant=False, preserve_rng_state=False)
         return block(x, skip, shift, seed)
+
+    def _attend(self, attention: "Attention", x: Tensor) -> Tensor:
+        if self.trunk == "plain":
+            return attention(x)
+        from bsi.backbones.fused_unet import fused_norm
+
+        return attention.mix(x, fused_norm(attention.norm, x))
+
+    def _read_out(self, x: Tensor) -> Tensor:
+        if self.trunk == "plain":
+            return self.head(x)
+        from bsi.backbones.fused_unet import fused_norm
+
+        return self.head.conv(fused_norm(self.head.norm, x, act=True))
 
     def regions(self) -> Iterator[nn.Module]:
         yield from self.down
@@ -193,7 +214,12 @@ class Attention(nn.Module):
         zero_(self.out)
 
     def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch width *space"]:
-        return x + on_pixels(self.out(attend(self.qkv(pixels(self.norm(x))), self.heads)), x)
+        return self.mix(x, self.norm(x))
+
+    def mix(
+        self, x: Float[Tensor, "batch width *space"], normed: Float[Tensor, "batch width *space"]
+    ) -> Float[Tensor, "batch width *space"]:
+        return x + on_pixels(self.out(attend(self.qkv(pixels(normed)), self.heads)), x)
 
 
 class Halve(nn.Module):

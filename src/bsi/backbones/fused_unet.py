@@ -1,10 +1,12 @@
 """A U-Net's blocks with as few passes over memory as we know how: one kernel between two convolutions.
 
 Forward, a block is norm_act -> convolution -> norm_act -> convolution -> join (group_kernels.py), with an explicit
-backward. In units of one pass over an image of a block's width, a block on the way down moves 7 forward and 7 backward
+backward. In units of one pass over an image of a block's width, a block on the way down moves 7 forward and 8 backward
 beside its convolutions: two norms write what they read, and the last sum reads two; each norm's gradient reads two and
-writes one, and the last one reads the gradient that goes past the block as well, and sums it for the bias. An up block
-writes what it makes of stream and skip side by side, so that they are never concatenated.
+writes one, and the last one reads the gradients that go past the block as well: its output's, which it sums for the
+bias, and that of its input as the skip of a later block. (So a block returns its input too: what others make of it
+there comes back to the block, not to an addition of its own.) An up block writes what it makes of stream and skip side
+by side, so that they are never concatenated, and takes both through the shortcut in one product that ends in the sum.
 
 Weights may be float32: they are rounded when they are used.
 
@@ -19,9 +21,8 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
-from bsi.backbones.group_kernels import Moments, join, norm_act, norm_act_backward
+from bsi.backbones.group_kernels import Moments, join, join_weighed, norm_act, norm_act_backward, pixel_sums
 from bsi.backbones.norms import GroupNorm, on_pixels, pixels
 
 if TYPE_CHECKING:
@@ -68,13 +69,8 @@ def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> 
     return y, [norm_act(image, w, b, groups // len(images), out) for image, w, b, out in parts]
 
 
-def _shortcut(weight: Tensor, x: Image) -> tuple[Tensor, ...]:
-    """The 1x1 convolution's weights: of the stream, and of the skip."""
-    return weight.flatten(1).to(x.dtype).split(x.shape[1], dim=1)
-
-
 class _Block(torch.autograd.Function):
-    """Of `unet.Block`, all but its attention; `shift` has the first convolution's bias in it."""
+    """Of `unet.Block`, all but its attention, and x; `shift` has the first convolution's bias in it."""
 
     @staticmethod
     def forward(
@@ -82,7 +78,7 @@ class _Block(torch.autograd.Function):
         weight_in: Tensor, bias_in: Tensor, conv_in: Tensor, weight_out: Tensor, bias_out: Tensor, conv_out: Tensor,
         bias: Tensor, shortcut: Tensor | None,
         groups: tuple[int, int], dropout: float, seed: Tensor | None, lean: bool,
-    ) -> Image:  # fmt: skip
+    ) -> tuple[Image, Image]:  # fmt: skip
         images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
         half_in, half_out = conv_in.to(x.dtype), conv_out.to(x.dtype)
         y_in, moments_in = norm_each(images, weight_in, bias_in, groups[0])
@@ -93,10 +89,7 @@ class _Block(torch.autograd.Function):
         if shortcut is None:
             out = join(images[0], branch, bias)
         else:
-            weights = _shortcut(shortcut, x)
-            out = linear(images[0], weights[0], bias.to(x.dtype))
-            out.flatten(0, 1).addmm_(images[1].flatten(0, 1), weights[1].t())
-            out += branch
+            out = join_weighed(images[0], images[1], shortcut.flatten(1).to(x.dtype), branch, bias)
         kept = (None, None) if lean else (y_in, y_out)
         moments = [t for m in (*moments_in, moments_out) for t in (m.mean, m.rstd, m.own)]
         ctx.save_for_backward(
@@ -104,11 +97,12 @@ class _Block(torch.autograd.Function):
             *moments,
         )  # fmt: skip
         ctx.settings = groups, dropout, conv_in.dtype, bias.dtype
-        return on_pixels(out, x)
+        ctx.set_materialize_grads(False)
+        return on_pixels(out, x), x
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Image) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Image, dpast: Image | None) -> tuple[Tensor | None, ...]:
         x, skip, h, y_in, y_out, half_in, half_out, shift, *rest = ctx.saved_tensors
         weight_in, bias_in, weight_out, bias_out, shortcut, seed, *moments = rest
         groups, dropout, dtype, bias_dtype = ctx.settings
@@ -128,8 +122,8 @@ class _Block(torch.autograd.Function):
         if shortcut is None:
             past, dshortcut = [drows], None
         else:
-            flat, weights = drows.flatten(0, 1), _shortcut(shortcut, x)
-            past = [drows @ weight for weight in weights]
+            flat = drows.flatten(0, 1)
+            past = [drows @ weight for weight in slices(shortcut.flatten(1).to(x.dtype), images)]
             dweights = [flat.t() @ image.flatten(0, 1) for image in images]
             dshortcut = torch.cat(dweights, dim=1).view_as(shortcut).to(shortcut.dtype)
         parts = zip(
@@ -141,11 +135,12 @@ class _Block(torch.autograd.Function):
             past,
             strict=True,
         )
+        more = [None if dpast is None else rows_of(dpast), None]
         inner = [
-            norm_act_backward(dy, image, m, w, b, groups[0] // len(images), add=add)
-            for dy, image, m, w, b, add in parts
+            norm_act_backward(dy, image, m, w, b, groups[0] // len(images), add=add, more=also)
+            for (dy, image, m, w, b, add), also in zip(parts, more[: len(images)], strict=True)
         ]
-        dbias = inner[0].added if shortcut is None else drows.sum((0, 1), dtype=torch.float32)
+        dbias = inner[0].added if shortcut is None else pixel_sums(drows).sum(0)
         dx, *dskip = (on_pixels(part.x, x) for part in inner)
         return (
             dx, dskip[0] if dskip else None, outer.shift.to(shift.dtype),
@@ -187,17 +182,19 @@ def fused_block(
     shift: Float[Tensor, "batch channels"],
     seed: Int32[Tensor, " 2"] | None,
     lean: bool = False,
-) -> Image:
-    """`unet.Block`, without its attention; x is on a CUDA device, in the type of the computation."""
+) -> tuple[Image, Image]:
+    """`unet.Block`, without its attention, and x, for others to use; x is in the type of the computation.
+
+    `shift` has the first convolution's bias in it: it is added for all blocks at once.
+    """
     conv_in, conv_out, shortcut = block.conv_in, block.conv_out, block.shortcut
-    assert conv_in.bias is not None
     assert conv_out.bias is not None
     bias = conv_out.bias
     if shortcut is not None:
         assert shortcut.bias is not None
         bias = bias + shortcut.bias
     return _Block.apply(
-        x, skip, shift + conv_in.bias, block.norm_in.weight, block.norm_in.bias, conv_in.weight,
+        x, skip, shift, block.norm_in.weight, block.norm_in.bias, conv_in.weight,
         block.norm_out.weight, block.norm_out.bias, conv_out.weight, bias,
         None if shortcut is None else shortcut.weight,
         (block.norm_in.num_groups, block.norm_out.num_groups), 0.0 if seed is None else block.dropout, seed, lean,

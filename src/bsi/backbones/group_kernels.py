@@ -1,20 +1,24 @@
 """Triton kernels for a U-Net's images, which lie as rows of channels, one row for each pixel.
 
     norm_act         y = dropout(act(GroupNorm(x + shift))),   act the identity or SiLU
-    join             y = x + branch + bias
+    join             y = x + branch + bias,   or, with weights, x W_x' + skip W_s' + branch + bias
+    pixel_sums       of an image's channels
 
-A program has one image and some whole groups of its channels, a slab: everything that a norm needs. It goes over its
-pixels twice, once for the sums and once for the result, and the second time finds them in the cache: each image comes
-from memory once and goes there once, forward and backward. Moments are those of norms.py, in float32: of each channel
-first, about its first pixel (so that nothing cancels), then of the groups. In the gradient
+A program of a norm has one image and some whole groups of its channels, a slab: everything that a norm needs. It goes
+over its pixels twice, once for the sums and once for the result, and the second time finds them in the cache: each
+image comes from memory once and goes there once, forward and backward. Moments are those of norms.py, in float32: of
+each channel first, about its first pixel (so that nothing cancels), then of the groups. In the gradient
 
     z = xn w + b,  xn = (x + shift - mean) rstd,  d = act'(z) dropout(dy)
     dx = rstd (w d - A - xn B),                   A, B = sums of w d and of w d xn over the group / its size
 
 all that others need follows from the sums of d and d xn over each channel: they are the gradients of b and w, and that
-of shift, the sum of dx, takes the mean of xn beside them. The gradient that reaches x by another way is added before dx
-is written, and summed too: it is that of a bias. Dropout masks are those of dropout.py, computed again and never
-stored.
+of shift, the sum of dx, takes the mean of xn beside them. Gradients that reach x by other ways are added before dx is
+written, and the first of them is summed too: it is that of a bias. Dropout masks are those of dropout.py, computed
+again and never stored.
+
+What is left beside memory is arithmetic, some 15 instructions for each number forward and 35 backward: so z, xn and dx
+are written as multiples of x, one instruction each, and SiLU takes the hardware's own 2^x and 1/x.
 """
 
 from __future__ import annotations
@@ -30,11 +34,12 @@ from torch import Tensor
 from bsi.backbones.norm_kernels import keeps, mask_of
 from bsi.backbones.norms import NORM_EPS
 
-__all__ = ["Gradients", "Moments", "join", "norm_act", "norm_act_backward"]
+__all__ = ["Gradients", "Moments", "join", "join_weighed", "norm_act", "norm_act_backward", "pixel_sums"]
 
 SLAB = 32  # channels of a program: 64 bytes of each row in bfloat16, two whole sectors of memory
 TILE = 128  # pixels at a time
 WARPS = 8
+REGISTERS = 64  # of a thread, so that four programs share a processor
 
 
 @triton.jit
@@ -45,12 +50,27 @@ def _over_groups(values, column, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _sigmoid(z, FAST: tl.constexpr):
+    """FAST by the hardware's 2^x and 1/x, as they are: right to 1e-6, and a third of the instructions."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3f800000; rcp.approx.ftz.f32 $0, e; }",
+            "=r,r",
+            [z * -1.4426950408889634],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.sigmoid(z)
+
+
+@triton.jit
 def _norm_act(
     x, weight, bias, shift, seed, y, mean, rstd, own,
     pixels, channels, stride_y, stride_shift, eps,
     GROUP: tl.constexpr, ACT: tl.constexpr, SHIFT: tl.constexpr,
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
-    SLAB: tl.constexpr, TILE: tl.constexpr,
+    SLAB: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SLAB)
@@ -64,7 +84,7 @@ def _norm_act(
     squares = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
         pixel = i + tl.arange(0, TILE)
-        here = (pixel < pixels)[:, None] & inside[None, :]
+        here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
         place = pixel[:, None] * channels + channel[None, :]
         value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
         value = tl.where(here, value - pivot[None, :], 0.0)
@@ -88,11 +108,11 @@ def _norm_act(
     offset = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32) - middle * scale
     for i in range(0, pixels, TILE):
         pixel = i + tl.arange(0, TILE)
-        here = (pixel < pixels)[:, None] & inside[None, :]
+        here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
         place = pixel[:, None] * channels + channel[None, :]
         z = tl.load(x + place, mask=here, other=0.0).to(tl.float32) * scale[None, :] + offset[None, :]
         if ACT:
-            z = z * tl.sigmoid(z)
+            z = z * _sigmoid(z, FAST)
         if DROPOUT > 0.0:
             kept = keeps((first * channels).to(tl.int32) + place, seed, THRESHOLD, WEYL_0, WEYL_1)
             z = tl.where(kept, z * (1.0 / (1.0 - DROPOUT)), 0.0)
@@ -100,30 +120,29 @@ def _norm_act(
 
 
 @triton.jit
-def _centred_and_gradient(
-    x, dy, place, place_dy, here, middle, scale, b, seed, start,
+def _gradient(
+    value, dy, place, scale, offset, seed,
     ACT: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """x + shift - mean and d at some pixels; d is 0 where there are none."""
-    centred = tl.load(x + place, mask=here, other=0.0).to(tl.float32) - middle[None, :]
-    d = tl.load(dy + place_dy, mask=here, other=0.0).to(tl.float32)
+    """(1 - dropout) d at some pixels; 0 where there are none, for there dy is 0."""
+    d = dy.to(tl.float32)
     if DROPOUT > 0.0:
-        kept = keeps(start + place, seed, THRESHOLD, WEYL_0, WEYL_1)
-        d = tl.where(kept, d * (1.0 / (1.0 - DROPOUT)), 0.0)
+        d = tl.where(keeps(place, seed, THRESHOLD, WEYL_0, WEYL_1), d, 0.0)
     if ACT:
-        z = centred * scale[None, :] + b[None, :]
-        s = tl.sigmoid(z)
-        d *= s * (1.0 + z * (1.0 - s))
-    return centred, d
+        z = value * scale[None, :] + offset[None, :]
+        s = _sigmoid(z, FAST)
+        d *= (z - z * s) * s + s
+    return d
 
 
 @triton.jit
 def _norm_act_backward(
-    dy, x, mean, rstd, own, weight, bias, seed, add, dx, sums,
+    dy, x, mean, rstd, own, weight, bias, seed, add, more, dx, sums,
     pixels, channels, stride_dy,
-    GROUP: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
+    GROUP: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr, MORE: tl.constexpr,
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
-    SLAB: tl.constexpr, TILE: tl.constexpr,
+    SLAB: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SLAB)
@@ -133,44 +152,51 @@ def _norm_act_backward(
     x += first * channels
     dx += first * channels
     add += first * channels
+    more += first * channels
     dy += first * stride_dy
     start = (first * channels).to(tl.int32)
     middle = tl.load(mean + sample * channels + channel, mask=inside, other=0.0)
     inverse = tl.load(rstd + sample * channels + channel, mask=inside, other=0.0)
     scale = inverse * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32) - middle * scale
     sum_d = tl.zeros([TILE, SLAB], tl.float32)
     sum_dx = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
         pixel = i + tl.arange(0, TILE)
-        here = (pixel < pixels)[:, None] & inside[None, :]
+        here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
         place = pixel[:, None] * channels + channel[None, :]
-        place_dy = pixel[:, None] * stride_dy + channel[None, :]
-        centred, d = _centred_and_gradient(
-            x, dy, place, place_dy, here, middle, scale, b, seed, start, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1
-        )
+        value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+        d = tl.load(dy + pixel[:, None] * stride_dy + channel[None, :], mask=here, other=0.0)
+        d = _gradient(
+            value, d, start + place, scale, offset, seed, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1, FAST
+        )  # fmt: skip
         sum_d += d
-        sum_dx += d * centred
-    total_d = tl.sum(sum_d, axis=0)
-    total_dx = tl.sum(sum_dx, axis=0) * inverse
+        sum_dx += d * value
+    total_d = tl.sum(sum_d, axis=0) * (1.0 / (1.0 - DROPOUT))
+    total_dx = (tl.sum(sum_dx, axis=0) * (1.0 / (1.0 - DROPOUT)) - middle * total_d) * inverse
     level = _over_groups(scale * total_d, column, GROUP) / (GROUP * pixels)  # A and B, and one factor rstd of dx
     slope = _over_groups(scale * total_dx, column, GROUP) / (GROUP * pixels) * inverse
     own_centred = tl.load(own + sample * channels + channel, mask=inside, other=0.0) - middle
     d_shift = scale * total_d - pixels * (level + slope * own_centred)
+    level -= slope * middle
+    factor = scale * (1.0 / (1.0 - DROPOUT))
     sum_add = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
         pixel = i + tl.arange(0, TILE)
-        here = (pixel < pixels)[:, None] & inside[None, :]
+        here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
         place = pixel[:, None] * channels + channel[None, :]
-        place_dy = pixel[:, None] * stride_dy + channel[None, :]
-        centred, d = _centred_and_gradient(
-            x, dy, place, place_dy, here, middle, scale, b, seed, start, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1
-        )
-        d = scale[None, :] * d - level[None, :] - centred * slope[None, :]
+        value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+        d = tl.load(dy + pixel[:, None] * stride_dy + channel[None, :], mask=here, other=0.0)
+        d = _gradient(
+            value, d, start + place, scale, offset, seed, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1, FAST
+        )  # fmt: skip
+        d = factor[None, :] * d - (value * slope[None, :] + level[None, :])
         if ADD:
             other = tl.load(add + place, mask=here, other=0.0).to(tl.float32)
             sum_add += other
             d += other
+        if MORE:
+            d += tl.load(more + place, mask=here, other=0.0).to(tl.float32)
         tl.store(dx + place, d, mask=here)
     base = sums + sample * 4 * channels + channel
     tl.store(base, total_dx, mask=inside)
@@ -187,6 +213,44 @@ def _join(x, branch, bias, y, count, channels, BLOCK: tl.constexpr):
     value += tl.load(branch + place, mask=here, other=0.0).to(tl.float32)
     value += tl.load(bias + place % channels, mask=here, other=0.0).to(tl.float32)
     tl.store(y + place, value, mask=here)
+
+
+@triton.jit
+def _join_weighed(
+    x, skip, weight, branch, bias, y, rows, channels,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in range(0, channels, DEPTH):
+        depth = k + tl.arange(0, DEPTH)
+        place = row[:, None] * channels + depth[None, :]
+        here = (row < rows)[:, None] & (depth < channels)[None, :]
+        place_w = column[None, :] * (2 * channels) + depth[:, None]
+        here_w = (column < channels)[None, :] & (depth < channels)[:, None]
+        a, b = tl.load(x + place, mask=here, other=0.0), tl.load(weight + place_w, mask=here_w, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        a, b = tl.load(skip + place, mask=here, other=0.0), tl.load(weight + channels + place_w, mask=here_w, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    place = row[:, None] * channels + column[None, :]
+    here = (row < rows)[:, None] & (column < channels)[None, :]
+    total += tl.load(branch + place, mask=here, other=0.0).to(tl.float32)
+    total += tl.load(bias + column, mask=column < channels, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + place, total, mask=here)
+
+
+@triton.jit
+def _pixel_sums(x, sums, pixels, channels, SLAB: tl.constexpr, TILE: tl.constexpr):
+    sample = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * SLAB + tl.arange(0, SLAB)
+    x += sample * pixels * channels
+    total = tl.zeros([TILE, SLAB], tl.float32)
+    for i in range(0, pixels, TILE):
+        pixel = i + tl.arange(0, TILE)
+        here = (pixel < pixels)[:, None] & (channel < channels)[None, :]
+        total += tl.load(x + pixel[:, None] * channels + channel[None, :], mask=here, other=0.0).to(tl.float32)
+    tl.store(sums + sample * channels + channel, tl.sum(total, axis=0), mask=channel < channels)
 
 
 Rows = Float[Tensor, "batch pixels channels"]
@@ -232,7 +296,7 @@ def norm_act(
         moments.mean, moments.rstd, moments.own,
         pixels, channels, y.stride(1), 0 if shift is None else shift.stride(0), NORM_EPS,
         GROUP=channels // groups, ACT=act, SHIFT=shift is not None, **mask_of(dropout),
-        SLAB=_slab(channels // groups), TILE=TILE, num_warps=WARPS,
+        **_tiling(x, groups), num_warps=WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
     return moments
 
@@ -248,16 +312,18 @@ def norm_act_backward(
     dropout: float = 0.0,
     seed: Int32[Tensor, " 2"] | None = None,
     add: Rows | None = None,
+    more: Rows | None = None,
 ) -> Gradients:
-    """Gradients of `norm_act` from that of y, whose rows may be part of longer ones; `add` is added to x's."""
+    """Gradients of `norm_act` from that of y, whose rows may be part of longer ones; `add` and `more` go to x's."""
     batch, pixels, channels = x.shape
     dx = torch.empty_like(x)
     sums = torch.empty(batch, 4, channels, dtype=torch.float32, device=x.device)
     _norm_act_backward[_grid(x, groups)](
         dy, x, moments.mean, moments.rstd, moments.own, weight, bias,
-        x if seed is None else seed, x if add is None else add, dx, sums, pixels, channels, dy.stride(1),
-        GROUP=channels // groups, ACT=act, ADD=add is not None, **mask_of(dropout),
-        SLAB=_slab(channels // groups), TILE=TILE, num_warps=WARPS,
+        x if seed is None else seed, x if add is None else add, x if more is None else more, dx, sums,
+        pixels, channels, dy.stride(1),
+        GROUP=channels // groups, ACT=act, ADD=add is not None, MORE=more is not None, **mask_of(dropout),
+        **_tiling(x, groups), num_warps=WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
     dweight, dbias, _, added = sums.sum(0).unbind(0)
     return Gradients(dx, dweight, dbias, sums[:, 2], added)
@@ -266,13 +332,40 @@ def norm_act_backward(
 def join(x: Rows, branch: Rows, bias: PerChannel) -> Rows:
     """x + branch + bias."""
     y = torch.empty_like(x)
-    _join[(triton.cdiv(x.numel(), 2048),)](x, branch, bias, y, x.numel(), x.shape[2], BLOCK=2048, num_warps=WARPS)
+    _join[(triton.cdiv(x.numel(), 2048),)](x, branch, bias, y, x.numel(), x.shape[2], BLOCK=2048, num_warps=8)
     return y
+
+
+def join_weighed(
+    x: Rows, skip: Rows, weight: Float[Tensor, "channels twice_channels"], branch: Rows, bias: PerChannel
+) -> Rows:
+    """x W_x' + skip W_s' + branch + bias, where the weights lie side by side."""
+    y, channels = torch.empty_like(x), x.shape[2]
+    rows = x.numel() // channels
+    columns, depth = (max(16, min(most, triton.next_power_of_2(channels))) for most in (128, 64))
+    _join_weighed[triton.cdiv(rows, 128), triton.cdiv(channels, columns)](
+        x, skip, weight, branch, bias, y, rows, channels, ROWS=128, COLUMNS=columns, DEPTH=depth, num_warps=8
+    )
+    return y
+
+
+def pixel_sums(x: Rows) -> Float[Tensor, "batch channels"]:
+    batch, pixels, channels = x.shape
+    sums = torch.empty(batch, channels, dtype=torch.float32, device=x.device)
+    _pixel_sums[batch, triton.cdiv(channels, 64)](x, sums, pixels, channels, SLAB=64, TILE=128, num_warps=8)
+    return sums
 
 
 def _slab(group: int) -> int:
     """Channels of a program, up to a power of two: whole groups."""
     return max(SLAB, triton.next_power_of_2(group))
+
+
+def _tiling(x: Rows, groups: int) -> dict[str, int | bool]:
+    _, pixels, channels = x.shape
+    slab = _slab(channels // groups)
+    even = pixels % TILE == 0 and channels % slab == 0 and slab % (channels // groups) == 0
+    return {"SLAB": slab, "TILE": TILE, "EVEN": even, "FAST": x.dtype == torch.bfloat16}
 
 
 def _grid(x: Rows, groups: int) -> tuple[int, int]:

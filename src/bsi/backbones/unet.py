@@ -75,33 +75,41 @@ class UNet(Backbone):
         t: Float[Tensor, " batch"],
         cond: Int[Tensor, " batch"] | None,
     ) -> Float[Tensor, "batch channels *space"]:
-        shifts = self.project(self.condition(t, cond)).split(self.widths, dim=1)
+        shifts = self.project(self.condition(t, cond))
+        if self.trunk != "plain":
+            shifts = shifts + torch.cat([bias_of(block.conv_in, torch.float32) for block in self.blocks()])
+        shifts = shifts.split(self.widths, dim=1)
         drops = self.training and self.config.dropout > 0
         # Two numbers of every four: kernels expect their inputs at multiples of 16 bytes, and copy others first.
         seeds = draw_seeds(2 * len(shifts), t.device)[::2] if drops else [None] * len(shifts)
         inputs = zip(shifts, seeds, strict=True)
         x = self.stem(on_pixels(pixels(features).contiguous(), features))
         skips = [x]
-        for layer in self.down:
-            x = self._run(layer, x, None, *next(inputs)) if isinstance(layer, Block) else layer(x)
+        for layer in [*self.down, self.before]:
+            if isinstance(layer, Block):
+                x, skips[-1] = self._run(layer, x, None, *next(inputs))
+            else:
+                x = layer(x)
             skips.append(x)
-        x = self._run(self.before, x, None, *next(inputs))
-        x = self._attend(self.attention, x)
-        x = self._run(self.after, x, None, *next(inputs))
+        x = self._attend(self.attention, skips.pop())
+        x, _ = self._run(self.after, x, None, *next(inputs))
         for layer in self.up:
-            x = self._run(layer, x, skips.pop(), *next(inputs)) if isinstance(layer, Block) else layer(x)
+            x = self._run(layer, x, skips.pop(), *next(inputs))[0] if isinstance(layer, Block) else layer(x)
         return self._read_out(x)
 
-    def _run(self, block: "Block", x: Tensor, skip: Tensor | None, shift: Tensor, seed: Tensor | None) -> Tensor:
+    def _run(
+        self, block: "Block", x: Tensor, skip: Tensor | None, shift: Tensor, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What the block makes of x, and x, as others should use it."""
         if self.trunk != "plain":
             from bsi.backbones.fused_unet import fused_block  # which needs Triton, and only some machines have it
 
-            x = fused_block(block, x, skip, shift, seed, self.trunk == "lean")
-            return x if block.attention is None else self._attend(block.attention, x)
+            out, x = fused_block(block, x, skip, shift, seed, self.trunk == "lean")
+            return out if block.attention is None else self._attend(block.attention, out), x
         if self.config.checkpoint and self.training:
             # Nothing inside draws random numbers: generators, which a recorded step may not read, are left alone.
-            return checkpoint(block, x, skip, shift, seed, use_reentrant=False, preserve_rng_state=False)
-        return block(x, skip, shift, seed)
+            return checkpoint(block, x, skip, shift, seed, use_reentrant=False, preserve_rng_state=False), x
+        return block(x, skip, shift, seed), x
 
     def _attend(self, attention: "Attention", x: Tensor) -> Tensor:
         if self.trunk == "plain":
@@ -116,6 +124,11 @@ class UNet(Backbone):
         from bsi.backbones.fused_unet import fused_norm
 
         return self.head.conv(fused_norm(self.head.norm, x, act=True))
+
+    def blocks(self) -> Iterator["Block"]:
+        """In the order in which they run."""
+        layers = [*self.down, self.before, self.after, *self.up]
+        yield from (layer for layer in layers if isinstance(layer, Block))
 
     def regions(self) -> Iterator[nn.Module]:
         yield from self.down

@@ -8,13 +8,14 @@ bias, and that of its input as the skip of a later block. (So a block returns it
 there comes back to the block, not to an addition of its own.) An up block writes what it makes of stream and skip side
 by side, so that they are never concatenated, and takes both through the shortcut in one product that ends in the sum.
 
-Weights may be float32: they are rounded when they are used.
+Weights may be float32: those of all blocks are rounded at once.
 
 `lean` keeps neither of the convolutions' inputs for the backward, but computes them again: no convolution is repeated.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from bsi.backbones.norms import GroupNorm, on_pixels, pixels
 if TYPE_CHECKING:
     from bsi.backbones.unet import Block
 
-__all__ = ["fused_block", "fused_norm"]
+__all__ = ["Rounded", "fused_block", "fused_norm", "round_weights"]
 
 Image = Float[Tensor, "batch channels *space"]
 Rows = Float[Tensor, "batch pixels channels"]
@@ -69,6 +70,27 @@ def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> 
     return y, [norm_act(image, w, b, groups // len(images), out) for image, w, b, out in parts]
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """A block's weights in the type of the computation."""
+
+    conv_in: Tensor
+    conv_out: Tensor
+    shortcut: Tensor | None
+
+
+@torch.no_grad()
+def round_weights(blocks: list[Block], dtype: torch.dtype) -> list[Rounded]:
+    """The weights of all blocks, rounded at once; those that are of that type already, as they are."""
+    whole = [layer.weight for block in blocks for layer in block.layers()]
+    if whole[0].dtype != dtype:
+        rounded = [torch.empty_like(weight, dtype=dtype) for weight in whole]
+        torch._foreach_copy_(rounded, whole)
+        whole = rounded
+    left = iter(whole)
+    return [Rounded(next(left), next(left), None if block.shortcut is None else next(left)) for block in blocks]
+
+
 class _Block(torch.autograd.Function):
     """Of `unet.Block`, all but its attention, and x; `shift` has the first convolution's bias in it."""
 
@@ -77,24 +99,23 @@ class _Block(torch.autograd.Function):
         ctx: Any, x: Image, skip: Image | None, shift: Tensor,
         weight_in: Tensor, bias_in: Tensor, conv_in: Tensor, weight_out: Tensor, bias_out: Tensor, conv_out: Tensor,
         bias: Tensor, shortcut: Tensor | None,
-        groups: tuple[int, int], dropout: float, seed: Tensor | None, lean: bool,
+        rounded: Rounded, groups: tuple[int, int], dropout: float, seed: Tensor | None, lean: bool,
     ) -> tuple[Image, Image]:  # fmt: skip
         images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
-        half_in, half_out = conv_in.to(x.dtype), conv_out.to(x.dtype)
         y_in, moments_in = norm_each(images, weight_in, bias_in, groups[0])
-        h = rows_of(convolve(on_pixels(y_in, x), half_in))
+        h = rows_of(convolve(on_pixels(y_in, x), rounded.conv_in))
         y_out = torch.empty_like(h)
         moments_out = norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
-        branch = rows_of(convolve(on_pixels(y_out, x), half_out))
-        if shortcut is None:
+        branch = rows_of(convolve(on_pixels(y_out, x), rounded.conv_out))
+        if rounded.shortcut is None:
             out = join(images[0], branch, bias)
         else:
-            out = join_weighed(images[0], images[1], shortcut.flatten(1).to(x.dtype), branch, bias)
+            out = join_weighed(images[0], images[1], rounded.shortcut.flatten(1), branch, bias)
         kept = (None, None) if lean else (y_in, y_out)
         moments = [t for m in (*moments_in, moments_out) for t in (m.mean, m.rstd, m.own)]
         ctx.save_for_backward(
-            x, skip, h, *kept, half_in, half_out, shift, weight_in, bias_in, weight_out, bias_out, shortcut, seed,
-            *moments,
+            x, skip, h, *kept, rounded.conv_in, rounded.conv_out, rounded.shortcut, shift,
+            weight_in, bias_in, weight_out, bias_out, seed, *moments,
         )  # fmt: skip
         ctx.settings = groups, dropout, conv_in.dtype, bias.dtype
         ctx.set_materialize_grads(False)
@@ -103,50 +124,44 @@ class _Block(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Image, dpast: Image | None) -> tuple[Tensor | None, ...]:
-        x, skip, h, y_in, y_out, half_in, half_out, shift, *rest = ctx.saved_tensors
-        weight_in, bias_in, weight_out, bias_out, shortcut, seed, *moments = rest
+        x, skip, h, y_in, y_out, conv_in, conv_out, shortcut, shift, *rest = ctx.saved_tensors
+        weight_in, bias_in, weight_out, bias_out, seed, *moments = rest
         groups, dropout, dtype, bias_dtype = ctx.settings
         images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
         *moments_in, moments_out = (Moments(*pair) for pair in zip(*(moments[i::3] for i in range(3)), strict=True))
-        drows = rows_of(dout)
+        drows, inputs = rows_of(dout), len(weight_in)
+        sums = torch.empty(len(x), 4, inputs + len(weight_out), dtype=torch.float32, device=x.device)
         if y_out is None:
             y_out = torch.empty_like(h)
             norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
-        dy_out, dconv_out = convolve_backward(on_pixels(drows, x), on_pixels(y_out, x), half_out)
+        dy_out, dconv_out = convolve_backward(on_pixels(drows, x), on_pixels(y_out, x), conv_out)
         del y_out
-        outer = norm_act_backward(rows_of(dy_out), h, moments_out, weight_out, bias_out, groups[1], True, dropout, seed)
+        dh = norm_act_backward(
+            rows_of(dy_out), h, moments_out, weight_out, bias_out, groups[1], sums[:, :, inputs:], True, dropout, seed
+        )
         del dy_out
         y_in = norm_each(images, weight_in, bias_in, groups[0])[0] if y_in is None else y_in
-        dy_in, dconv_in = convolve_backward(on_pixels(outer.x, x), on_pixels(y_in, x), half_in)
+        dy_in, dconv_in = convolve_backward(on_pixels(dh, x), on_pixels(y_in, x), conv_in)
         del y_in
         if shortcut is None:
             past, dshortcut = [drows], None
         else:
             flat = drows.flatten(0, 1)
-            past = [drows @ weight for weight in slices(shortcut.flatten(1).to(x.dtype), images)]
+            past = [drows @ weight for weight in slices(shortcut.flatten(1), images)]
             dweights = [flat.t() @ image.flatten(0, 1) for image in images]
-            dshortcut = torch.cat(dweights, dim=1).view_as(shortcut).to(shortcut.dtype)
-        parts = zip(
-            slices(rows_of(dy_in), images),
-            images,
-            moments_in,
-            slices(weight_in, images),
-            slices(bias_in, images),
-            past,
-            strict=True,
+            dshortcut = torch.cat(dweights, dim=1).view_as(shortcut).to(dtype)
+        all_of = (rows_of(dy_in), weight_in, bias_in, sums[:, :, :inputs])
+        parts = zip(images, moments_in, past, *(slices(whole, images) for whole in all_of), strict=True)
+        dx, *dskip = (
+            norm_act_backward(dy, image, m, w, b, groups[0] // len(images), out, add=add, more=more)
+            for (image, m, add, dy, w, b, out), more in zip(parts, [None if dpast is None else rows_of(dpast), None])
         )
-        more = [None if dpast is None else rows_of(dpast), None]
-        inner = [
-            norm_act_backward(dy, image, m, w, b, groups[0] // len(images), add=add, more=also)
-            for (dy, image, m, w, b, add), also in zip(parts, more[: len(images)], strict=True)
-        ]
-        dbias = inner[0].added if shortcut is None else pixel_sums(drows).sum(0)
-        dx, *dskip = (on_pixels(part.x, x) for part in inner)
+        dweight, dbias, _, added = sums.sum(0)
+        dbranch = added[:inputs] if shortcut is None else pixel_sums(drows).sum(0)
         return (
-            dx, dskip[0] if dskip else None, outer.shift.to(shift.dtype),
-            torch.cat([part.weight for part in inner]), torch.cat([part.bias for part in inner]), dconv_in.to(dtype),
-            outer.weight, outer.bias, dconv_out.to(dtype), dbias.to(bias_dtype), dshortcut,
-            None, None, None, None,
+            on_pixels(dx, x), on_pixels(dskip[0], x) if dskip else None, sums[:, 2, inputs:].to(shift.dtype),
+            dweight[:inputs], dbias[:inputs], dconv_in.to(dtype), dweight[inputs:], dbias[inputs:], dconv_out.to(dtype),
+            dbranch.to(bias_dtype), dshortcut, None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -166,8 +181,11 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Image) -> tuple[Tensor | None, ...]:
         x, weight, bias, *moments = ctx.saved_tensors
-        grads = norm_act_backward(rows_of(dy), rows_of(x), Moments(*moments), weight, bias, *ctx.settings)
-        return on_pixels(grads.x, x), grads.weight, grads.bias, None, None
+        groups, act = ctx.settings
+        sums = torch.empty(len(x), 4, len(weight), dtype=torch.float32, device=x.device)
+        dx = norm_act_backward(rows_of(dy), rows_of(x), Moments(*moments), weight, bias, groups, sums, act)
+        dweight, dbias, _, _ = sums.sum(0)
+        return on_pixels(dx, x), dweight, dbias, None, None
 
 
 def fused_norm(norm: GroupNorm, x: Image, act: bool = False) -> Image:
@@ -181,6 +199,7 @@ def fused_block(
     skip: Image | None,
     shift: Float[Tensor, "batch channels"],
     seed: Int32[Tensor, " 2"] | None,
+    rounded: Rounded,
     lean: bool = False,
 ) -> tuple[Image, Image]:
     """`unet.Block`, without its attention, and x, for others to use; x is in the type of the computation.
@@ -196,6 +215,6 @@ def fused_block(
     return _Block.apply(
         x, skip, shift, block.norm_in.weight, block.norm_in.bias, conv_in.weight,
         block.norm_out.weight, block.norm_out.bias, conv_out.weight, bias,
-        None if shortcut is None else shortcut.weight,
+        None if shortcut is None else shortcut.weight, rounded,
         (block.norm_in.num_groups, block.norm_out.num_groups), 0.0 if seed is None else block.dropout, seed, lean,
     )  # fmt: skip

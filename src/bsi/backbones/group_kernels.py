@@ -34,18 +34,32 @@ from torch import Tensor
 from bsi.backbones.norm_kernels import keeps, mask_of
 from bsi.backbones.norms import NORM_EPS
 
-__all__ = ["Gradients", "Moments", "join", "join_weighed", "norm_act", "norm_act_backward", "pixel_sums"]
+__all__ = ["Moments", "join", "join_weighed", "norm_act", "norm_act_backward", "pixel_sums"]
 
-SLAB = 32  # channels of a program: 64 bytes of each row in bfloat16, two whole sectors of memory
-TILE = 128  # pixels at a time
-WARPS = 8
-REGISTERS = 64  # of a thread, so that four programs share a processor
+JOIN = 128, 64, 8, 3
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What a norm's program has at a time, and has it with."""
+
+    slab: int  # channels
+    tile: int  # pixels
+    warps: int
+    registers: int  # of a thread, at most
+
+
+FORWARD = Tiling(64, 64, 16, 64)
+BACKWARD = Tiling(64, 64, 16, 64)
 
 
 @triton.jit
-def _over_groups(values, column, GROUP: tl.constexpr):
+def _over_groups(values, GROUP: tl.constexpr, SLAB: tl.constexpr):
     """For each column, the sum over its group."""
-    group = column // GROUP
+    if SLAB % GROUP == 0:
+        each = tl.sum(tl.reshape(values, [SLAB // GROUP, GROUP]), axis=1)
+        return tl.reshape(tl.broadcast_to(each[:, None], [SLAB // GROUP, GROUP]), [SLAB])
+    group = tl.arange(0, SLAB) // GROUP
     return tl.sum(tl.where(group[:, None] == group[None, :], values[None, :], 0.0), axis=1)
 
 
@@ -80,6 +94,11 @@ def _norm_act(
     x += first * channels  # so that places within one image are 32-bit numbers
     y += first * stride_y
     pivot = tl.load(x + channel, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    added = tl.zeros([SLAB], tl.float32)
+    if SHIFT:
+        added = tl.load(shift + sample * stride_shift + channel, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros([TILE, SLAB], tl.float32)
     squares = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
@@ -94,23 +113,22 @@ def _norm_act(
     spread = tl.sum(squares, axis=0) / pixels - off * off
     centre = pivot + off
     tl.store(own + sample * channels + channel, centre, mask=inside)
-    added = tl.zeros([SLAB], tl.float32)
-    if SHIFT:
-        added = tl.load(shift + sample * stride_shift + channel, mask=inside, other=0.0).to(tl.float32)
     centre += added
-    middle = _over_groups(centre, column, GROUP) / GROUP
+    middle = _over_groups(centre, GROUP, SLAB) / GROUP
     spread += (centre - middle) * (centre - middle)
-    inverse = tl.rsqrt(_over_groups(spread, column, GROUP) / GROUP + eps)
+    inverse = tl.rsqrt(_over_groups(spread, GROUP, SLAB) / GROUP + eps)
     middle -= added  # of x itself
     tl.store(mean + sample * channels + channel, middle, mask=inside)
     tl.store(rstd + sample * channels + channel, inverse, mask=inside)
-    scale = inverse * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-    offset = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32) - middle * scale
+    scale *= inverse
+    offset -= middle * scale
+    last = (pixels - 1) // TILE * TILE
     for i in range(0, pixels, TILE):
-        pixel = i + tl.arange(0, TILE)
+        pixel = last - i + tl.arange(0, TILE)  # backwards: what was read last is still in the cache
         here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
         place = pixel[:, None] * channels + channel[None, :]
-        z = tl.load(x + place, mask=here, other=0.0).to(tl.float32) * scale[None, :] + offset[None, :]
+        value = tl.load(x + place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        z = value * scale[None, :] + offset[None, :]
         if ACT:
             z = z * _sigmoid(z, FAST)
         if DROPOUT > 0.0:
@@ -139,7 +157,7 @@ def _gradient(
 @triton.jit
 def _norm_act_backward(
     dy, x, mean, rstd, own, weight, bias, seed, add, more, dx, sums,
-    pixels, channels, stride_dy,
+    pixels, channels, stride_dy, stride_sums, stride_row,
     GROUP: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr, MORE: tl.constexpr,
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
     SLAB: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
@@ -159,6 +177,7 @@ def _norm_act_backward(
     inverse = tl.load(rstd + sample * channels + channel, mask=inside, other=0.0)
     scale = inverse * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32) - middle * scale
+    own_centred = tl.load(own + sample * channels + channel, mask=inside, other=0.0) - middle
     sum_d = tl.zeros([TILE, SLAB], tl.float32)
     sum_dx = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
@@ -174,35 +193,35 @@ def _norm_act_backward(
         sum_dx += d * value
     total_d = tl.sum(sum_d, axis=0) * (1.0 / (1.0 - DROPOUT))
     total_dx = (tl.sum(sum_dx, axis=0) * (1.0 / (1.0 - DROPOUT)) - middle * total_d) * inverse
-    level = _over_groups(scale * total_d, column, GROUP) / (GROUP * pixels)  # A and B, and one factor rstd of dx
-    slope = _over_groups(scale * total_dx, column, GROUP) / (GROUP * pixels) * inverse
-    own_centred = tl.load(own + sample * channels + channel, mask=inside, other=0.0) - middle
+    level = _over_groups(scale * total_d, GROUP, SLAB) / (GROUP * pixels)  # A and B, and one factor rstd of dx
+    slope = _over_groups(scale * total_dx, GROUP, SLAB) / (GROUP * pixels) * inverse
     d_shift = scale * total_d - pixels * (level + slope * own_centred)
     level -= slope * middle
     factor = scale * (1.0 / (1.0 - DROPOUT))
     sum_add = tl.zeros([TILE, SLAB], tl.float32)
+    last = (pixels - 1) // TILE * TILE
     for i in range(0, pixels, TILE):
-        pixel = i + tl.arange(0, TILE)
+        pixel = last - i + tl.arange(0, TILE)
         here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
         place = pixel[:, None] * channels + channel[None, :]
-        value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
-        d = tl.load(dy + pixel[:, None] * stride_dy + channel[None, :], mask=here, other=0.0)
+        value = tl.load(x + place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        d = tl.load(dy + pixel[:, None] * stride_dy + channel[None, :], mask=here, other=0.0, eviction_policy="evict_first")
         d = _gradient(
             value, d, start + place, scale, offset, seed, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1, FAST
         )  # fmt: skip
         d = factor[None, :] * d - (value * slope[None, :] + level[None, :])
         if ADD:
-            other = tl.load(add + place, mask=here, other=0.0).to(tl.float32)
+            other = tl.load(add + place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
             sum_add += other
             d += other
         if MORE:
-            d += tl.load(more + place, mask=here, other=0.0).to(tl.float32)
+            d += tl.load(more + place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
         tl.store(dx + place, d, mask=here)
-    base = sums + sample * 4 * channels + channel
+    base = sums + sample * stride_sums + channel
     tl.store(base, total_dx, mask=inside)
-    tl.store(base + channels, total_d, mask=inside)
-    tl.store(base + 2 * channels, d_shift, mask=inside)
-    tl.store(base + 3 * channels, tl.sum(sum_add, axis=0), mask=inside)
+    tl.store(base + stride_row, total_d, mask=inside)
+    tl.store(base + 2 * stride_row, d_shift, mask=inside)
+    tl.store(base + 3 * stride_row, tl.sum(sum_add, axis=0), mask=inside)
 
 
 @triton.jit
@@ -266,17 +285,6 @@ class Moments:
     own: Float[Tensor, "batch channels"]
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Of `norm_act`'s inputs; `added` is the sum over pixels and images of what was added to x's."""
-
-    x: Rows
-    weight: PerChannel
-    bias: PerChannel
-    shift: Float[Tensor, "batch channels"]
-    added: PerChannel
-
-
 def norm_act(
     x: Rows,
     weight: PerChannel,
@@ -291,12 +299,12 @@ def norm_act(
     """dropout(act(norm of x + shift)), written into y, whose rows may be part of longer ones."""
     batch, pixels, channels = x.shape
     moments = Moments(*(torch.empty(batch, channels, dtype=torch.float32, device=x.device) for _ in range(3)))
-    _norm_act[_grid(x, groups)](
+    _norm_act[_grid(FORWARD, x, groups)](
         x, weight, bias, weight if shift is None else shift, x if seed is None else seed, y,
         moments.mean, moments.rstd, moments.own,
         pixels, channels, y.stride(1), 0 if shift is None else shift.stride(0), NORM_EPS,
         GROUP=channels // groups, ACT=act, SHIFT=shift is not None, **mask_of(dropout),
-        **_tiling(x, groups), num_warps=WARPS, maxnreg=REGISTERS,
+        **_cut(FORWARD, x, groups),
     )  # fmt: skip
     return moments
 
@@ -308,25 +316,28 @@ def norm_act_backward(
     weight: PerChannel,
     bias: PerChannel,
     groups: int,
+    sums: Float[Tensor, "batch 4 channels"],
     act: bool = True,
     dropout: float = 0.0,
     seed: Int32[Tensor, " 2"] | None = None,
     add: Rows | None = None,
     more: Rows | None = None,
-) -> Gradients:
-    """Gradients of `norm_act` from that of y, whose rows may be part of longer ones; `add` and `more` go to x's."""
-    batch, pixels, channels = x.shape
+) -> Rows:
+    """The gradient of x from that of y, with `add` and `more` added to it.
+
+    Into `sums` go each image's part in the gradients of weight, bias and shift, and the sum of `add` over its pixels.
+    The rows of y's gradient and of `sums` may be parts of longer ones.
+    """
+    _, pixels, channels = x.shape
     dx = torch.empty_like(x)
-    sums = torch.empty(batch, 4, channels, dtype=torch.float32, device=x.device)
-    _norm_act_backward[_grid(x, groups)](
+    _norm_act_backward[_grid(BACKWARD, x, groups)](
         dy, x, moments.mean, moments.rstd, moments.own, weight, bias,
         x if seed is None else seed, x if add is None else add, x if more is None else more, dx, sums,
-        pixels, channels, dy.stride(1),
+        pixels, channels, dy.stride(1), sums.stride(0), sums.stride(1),
         GROUP=channels // groups, ACT=act, ADD=add is not None, MORE=more is not None, **mask_of(dropout),
-        **_tiling(x, groups), num_warps=WARPS, maxnreg=REGISTERS,
+        **_cut(BACKWARD, x, groups),
     )  # fmt: skip
-    dweight, dbias, _, added = sums.sum(0).unbind(0)
-    return Gradients(dx, dweight, dbias, sums[:, 2], added)
+    return dx
 
 
 def join(x: Rows, branch: Rows, bias: PerChannel) -> Rows:
@@ -342,9 +353,9 @@ def join_weighed(
     """x W_x' + skip W_s' + branch + bias, where the weights lie side by side."""
     y, channels = torch.empty_like(x), x.shape[2]
     rows = x.numel() // channels
-    columns, depth = (max(16, min(most, triton.next_power_of_2(channels))) for most in (128, 64))
-    _join_weighed[triton.cdiv(rows, 128), triton.cdiv(channels, columns)](
-        x, skip, weight, branch, bias, y, rows, channels, ROWS=128, COLUMNS=columns, DEPTH=depth, num_warps=8
+    columns, depth = (max(16, min(most, triton.next_power_of_2(channels))) for most in (128, JOIN[1]))
+    _join_weighed[triton.cdiv(rows, JOIN[0]), triton.cdiv(channels, columns)](
+        x, skip, weight, branch, bias, y, rows, channels, ROWS=JOIN[0], COLUMNS=columns, DEPTH=depth, num_warps=JOIN[2], num_stages=JOIN[3]
     )
     return y
 
@@ -356,18 +367,22 @@ def pixel_sums(x: Rows) -> Float[Tensor, "batch channels"]:
     return sums
 
 
-def _slab(group: int) -> int:
+def _slab(tiling: Tiling, group: int) -> int:
     """Channels of a program, up to a power of two: whole groups."""
-    return max(SLAB, triton.next_power_of_2(group))
+    return max(tiling.slab, triton.next_power_of_2(group))
 
 
-def _tiling(x: Rows, groups: int) -> dict[str, int | bool]:
+def _cut(tiling: Tiling, x: Rows, groups: int) -> dict[str, int | bool]:
     _, pixels, channels = x.shape
-    slab = _slab(channels // groups)
-    even = pixels % TILE == 0 and channels % slab == 0 and slab % (channels // groups) == 0
-    return {"SLAB": slab, "TILE": TILE, "EVEN": even, "FAST": x.dtype == torch.bfloat16}
+    group = channels // groups
+    slab = _slab(tiling, group)
+    even = pixels % tiling.tile == 0 and channels % slab == 0 and slab % group == 0
+    return {
+        "SLAB": slab, "TILE": tiling.tile, "EVEN": even, "FAST": x.dtype == torch.bfloat16,
+        "num_warps": tiling.warps, "maxnreg": tiling.registers,
+    }  # fmt: skip
 
 
-def _grid(x: Rows, groups: int) -> tuple[int, int]:
+def _grid(tiling: Tiling, x: Rows, groups: int) -> tuple[int, int]:
     group = x.shape[2] // groups
-    return len(x), triton.cdiv(groups, _slab(group) // group)
+    return len(x), triton.cdiv(groups, _slab(tiling, group) // group)

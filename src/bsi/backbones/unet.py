@@ -18,7 +18,7 @@ three spatial axes that order has a name of its own; acceleration.py knows it.)
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float, Int, Int32
@@ -33,6 +33,9 @@ from bsi.backbones.dropout import draw_seeds, dropout
 from bsi.backbones.embeddings import ConditionEmbedding
 from bsi.backbones.norms import group_norm, on_pixels, pixels
 from bsi.backbones.starts import lecun_, zero_
+
+if TYPE_CHECKING:
+    from bsi.backbones.fused_unet import Rounded
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS: dict[int, type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = {
@@ -75,15 +78,20 @@ class UNet(Backbone):
         t: Float[Tensor, " batch"],
         cond: Int[Tensor, " batch"] | None,
     ) -> Float[Tensor, "batch channels *space"]:
+        x = self.stem(on_pixels(pixels(features).contiguous(), features))
         shifts = self.project(self.condition(t, cond))
+        rounded: list["Rounded | None"] = [None] * len(self.widths)
         if self.trunk != "plain":
-            shifts = shifts + torch.cat([bias_of(block.conv_in, torch.float32) for block in self.blocks()])
+            from bsi.backbones.fused_unet import round_weights  # which needs Triton, and only some machines have it
+
+            blocks = list(self.blocks())
+            shifts = shifts + torch.cat([bias_of(block.conv_in, block.conv_in.weight.dtype) for block in blocks])
+            rounded = [*round_weights(blocks, x.dtype)]
         shifts = shifts.split(self.widths, dim=1)
         drops = self.training and self.config.dropout > 0
         # Two numbers of every four: kernels expect their inputs at multiples of 16 bytes, and copy others first.
         seeds = draw_seeds(2 * len(shifts), t.device)[::2] if drops else [None] * len(shifts)
-        inputs = zip(shifts, seeds, strict=True)
-        x = self.stem(on_pixels(pixels(features).contiguous(), features))
+        inputs = zip(shifts, seeds, rounded, strict=True)
         skips = [x]
         for layer in [*self.down, self.before]:
             if isinstance(layer, Block):
@@ -98,13 +106,19 @@ class UNet(Backbone):
         return self._read_out(x)
 
     def _run(
-        self, block: "Block", x: Tensor, skip: Tensor | None, shift: Tensor, seed: Tensor | None
+        self,
+        block: "Block",
+        x: Tensor,
+        skip: Tensor | None,
+        shift: Tensor,
+        seed: Tensor | None,
+        rounded: "Rounded | None",
     ) -> tuple[Tensor, Tensor]:
         """What the block makes of x, and x, as others should use it."""
-        if self.trunk != "plain":
-            from bsi.backbones.fused_unet import fused_block  # which needs Triton, and only some machines have it
+        if rounded is not None:
+            from bsi.backbones.fused_unet import fused_block
 
-            out, x = fused_block(block, x, skip, shift, seed, self.trunk == "lean")
+            out, x = fused_block(block, x, skip, shift, seed, rounded, self.trunk == "lean")
             return out if block.attention is None else self._attend(block.attention, out), x
         if self.config.checkpoint and self.training:
             # Nothing inside draws random numbers: generators, which a recorded step may not read, are left alone.
@@ -181,6 +195,10 @@ class Block(nn.Module):
         zero_(self.conv_out)
         if self.shortcut is not None:
             lecun_(self.shortcut)
+
+    def layers(self) -> list[Convolution]:
+        """Its convolutions."""
+        return [self.conv_in, self.conv_out, *([] if self.shortcut is None else [self.shortcut])]
 
     def forward(
         self,

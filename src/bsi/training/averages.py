@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from bsi.errors import UsageError
 from bsi.training.files import sync_folder
+from bsi.training.lerp import lerp_
 from bsi.writing import whole
 
 __all__ = ["PowerAverages", "Profile", "coefficients", "exponent", "reconstruct", "write_snapshot"]
@@ -87,7 +88,7 @@ class PowerAverages:
         """Take in the weights, `1 - Profile.beta` of them for each width, unless the step does not count."""
         weights = [p.detach() for p in self._named.values()]
         for averages, share in zip(self._averages.values(), shares, strict=True):
-            torch._foreach_lerp_(list(averages.values()), weights, [(counts * share).to(w.dtype) for w in weights])
+            lerp_(list(averages.values()), weights, counts * share)
 
     def state(self) -> dict[str, Tensor]:
         """The averages by width and name."""

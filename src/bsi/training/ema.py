@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bsi.backbones.compiled import compile_like
 from bsi.model import Model
+from bsi.training.lerp import lerp_
 
 __all__ = ["EmaModel"]
 
@@ -31,7 +32,7 @@ class EmaModel:
 
     @torch.no_grad()
     def update(self, weight: Float[Tensor, ""]) -> None:
-        torch._foreach_lerp_(self._averages, self._weights, [weight.to(average.dtype) for average in self._averages])
+        lerp_(self._averages, self._weights, weight)
         for mine, theirs in zip(self._copies, self._originals, strict=True):
             mine.copy_(theirs)
 

@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from bsi.backbones.base import Backbone
+from bsi.training.lerp import lerp_
 from bsi.training.recipe import Optimiser
 
 __all__ = ["GatedAdamW", "Muon", "Optimisers", "inner_matrices", "polar"]
@@ -71,7 +72,7 @@ class Muon:
         for (rows, columns), alike in self._alike.items():
             momenta = [self.momenta[i] for i in alike]
             grads = [self._gradient(i, scale, counts) for i in alike]
-            torch._foreach_lerp_(momenta, grads, [(1 - self.beta) * counts] * len(alike))
+            lerp_(momenta, grads, (1 - self.beta) * counts)
             ahead = [m.lerp(g, 1 - self.beta).reshape(rows, columns) for m, g in zip(momenta, grads, strict=True)]
             turned = polar(torch.stack(ahead)) * (ADAMS_SIZE * max(rows, columns) ** 0.5)
             for i, u in zip(alike, turned, strict=True):

@@ -1,10 +1,12 @@
-"""The floor of a U-Net's training step: its 3x3 convolutions alone, forward and backward, each shape timed by itself.
+"""The floor of a U-Net's training step: its convolutions alone, forward and backward, each shape timed by itself.
 
     python docs/benchmarks/unet_floor.py                                     U-Net 128 x 32 levels, batch 128, on a GPU
     python docs/benchmarks/unet_floor.py --backbone unet-16x2 --batch 2      a quick look on a CPU
 
 In the type and in the order in memory in which `bsi bench train` computes them. Printed are milliseconds for a step,
-the images per second that nothing but convolutions would allow, and their arithmetic in TFLOP/s.
+of all convolutions and of the 3x3 ones among them, the images per second that nothing but convolutions would allow, and
+their arithmetic in TFLOP/s. The 1x1 ones are shortcuts, which take more time than arithmetic: they read and write as
+much as the others.
 """
 
 import argparse
@@ -21,19 +23,24 @@ from bsi.backbones import UNetConfig, build, compute_dtype, resolve
 SHAPE = (3, 32, 32)
 
 
-def milliseconds(inputs: int, outputs: int, batch: int, device: torch.device, dtype: torch.dtype, runs: int) -> float:
+def milliseconds(
+    inputs: int, outputs: int, window: int, batch: int, device: torch.device, dtype: torch.dtype, runs: int
+) -> float:
     """Of one convolution, its gradients by the image and by the weights included."""
 
     def lying(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
 
-    image, weight = lying(batch, inputs, *SHAPE[1:]).requires_grad_(), lying(outputs, inputs, 3, 3).requires_grad_()
+    image, weight = (
+        lying(batch, inputs, *SHAPE[1:]).requires_grad_(),
+        lying(outputs, inputs, window, window).requires_grad_(),
+    )
     gradient = lying(batch, outputs, *SHAPE[1:])
 
     def run(count: int) -> float:
         started = time.perf_counter()
         for _ in range(count):
-            torch.autograd.grad(conv2d(image, weight, padding=1), [image, weight], gradient)
+            torch.autograd.grad(conv2d(image, weight, padding=window // 2), [image, weight], gradient)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return 1e3 * (time.perf_counter() - started) / count
@@ -54,15 +61,18 @@ def main() -> None:
     with torch.device("meta"):
         network = build(config, SHAPE, 256)
     dtype = compute_dtype("auto", device) or torch.float32
-    convolutions = [m for m in network.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
-    kinds = Counter((conv.in_channels, conv.out_channels) for conv in convolutions)
-    took = sum(count * milliseconds(*kind, args.batch, device, dtype, args.runs) for kind, count in kinds.items())
-    pixels = args.batch * SHAPE[1] * SHAPE[2]
-    flops = sum(3 * 2 * 9 * inputs * outputs * pixels * count for (inputs, outputs), count in kinds.items())
+    convolutions = [m for m in network.modules() if isinstance(m, nn.Conv2d)]
+    kinds = Counter((conv.in_channels, conv.out_channels, conv.kernel_size[0]) for conv in convolutions)
+    each = {kind: kinds[kind] * milliseconds(*kind, args.batch, device, dtype, args.runs) for kind in kinds}
+    took, pixels = sum(each.values()), args.batch * SHAPE[1] * SHAPE[2]
+    flops = sum(
+        6 * window**2 * inputs * outputs * pixels * kinds[inputs, outputs, window] for inputs, outputs, window in kinds
+    )
     record = {
         "backbone": args.backbone, "batch": args.batch, "convolutions": kinds.total(), "dtype": str(dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "milliseconds": round(took, 2), "images_per_s": round(1e3 * args.batch / took, 1),
+        "milliseconds": round(took, 2), "of_3x3": round(sum(ms for kind, ms in each.items() if kind[2] == 3), 2),
+        "images_per_s": round(1e3 * args.batch / took, 1),
         "tflops": round(flops / took / 1e9, 3),
     }  # fmt: skip
     print(json.dumps(record))

@@ -36,8 +36,6 @@ from bsi.backbones.norms import NORM_EPS
 
 __all__ = ["Moments", "join", "join_weighed", "norm_act", "norm_act_backward", "pixel_sums"]
 
-JOIN = 128, 64, 8, 3
-
 
 @dataclass(frozen=True)
 class Tiling:
@@ -49,8 +47,8 @@ class Tiling:
     registers: int  # of a thread, at most
 
 
-FORWARD = Tiling(64, 64, 16, 64)
-BACKWARD = Tiling(64, 64, 16, 64)
+FORWARD = Tiling(64, 64, 16, 128)
+BACKWARD = Tiling(64, 64, 16, 128)
 
 
 @triton.jit
@@ -79,6 +77,12 @@ def _sigmoid(z, FAST: tl.constexpr):
 
 
 @triton.jit
+def _from_the_end():
+    """The last image first: of what the convolution before has written, it is still in the cache."""
+    return (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+
+
+@triton.jit
 def _norm_act(
     x, weight, bias, shift, seed, y, mean, rstd, own,
     pixels, channels, stride_y, stride_shift, eps,
@@ -86,9 +90,9 @@ def _norm_act(
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
     SLAB: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    sample = tl.program_id(0).to(tl.int64)
+    sample = _from_the_end()
     column = tl.arange(0, SLAB)
-    channel = tl.program_id(1) * (SLAB // GROUP * GROUP) + column
+    channel = tl.program_id(0) * (SLAB // GROUP * GROUP) + column
     inside = (column < SLAB // GROUP * GROUP) & (channel < channels)
     first = sample * pixels
     x += first * channels  # so that places within one image are 32-bit numbers
@@ -157,19 +161,19 @@ def _gradient(
 @triton.jit
 def _norm_act_backward(
     dy, x, mean, rstd, own, weight, bias, seed, add, more, dx, sums,
-    pixels, channels, stride_dy, stride_sums, stride_row,
+    pixels, channels, stride_dy, stride_add, stride_sums, stride_row,
     GROUP: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr, MORE: tl.constexpr,
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
     SLAB: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    sample = tl.program_id(0).to(tl.int64)
+    sample = _from_the_end()
     column = tl.arange(0, SLAB)
-    channel = tl.program_id(1) * (SLAB // GROUP * GROUP) + column
+    channel = tl.program_id(0) * (SLAB // GROUP * GROUP) + column
     inside = (column < SLAB // GROUP * GROUP) & (channel < channels)
     first = sample * pixels
     x += first * channels
     dx += first * channels
-    add += first * channels
+    add += first * stride_add
     more += first * channels
     dy += first * stride_dy
     start = (first * channels).to(tl.int32)
@@ -205,13 +209,16 @@ def _norm_act_backward(
         here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
         place = pixel[:, None] * channels + channel[None, :]
         value = tl.load(x + place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        d = tl.load(dy + pixel[:, None] * stride_dy + channel[None, :], mask=here, other=0.0, eviction_policy="evict_first")
+        d = tl.load(
+            dy + pixel[:, None] * stride_dy + channel[None, :], mask=here, other=0.0, eviction_policy="evict_first"
+        )
         d = _gradient(
             value, d, start + place, scale, offset, seed, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1, FAST
         )  # fmt: skip
         d = factor[None, :] * d - (value * slope[None, :] + level[None, :])
         if ADD:
-            other = tl.load(add + place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            place_add = pixel[:, None] * stride_add + channel[None, :]
+            other = tl.load(add + place_add, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
             sum_add += other
             d += other
         if MORE:
@@ -326,14 +333,14 @@ def norm_act_backward(
     """The gradient of x from that of y, with `add` and `more` added to it.
 
     Into `sums` go each image's part in the gradients of weight, bias and shift, and the sum of `add` over its pixels.
-    The rows of y's gradient and of `sums` may be parts of longer ones.
+    The rows of y's gradient, of `add` and of `sums` may be parts of longer ones.
     """
     _, pixels, channels = x.shape
     dx = torch.empty_like(x)
     _norm_act_backward[_grid(BACKWARD, x, groups)](
         dy, x, moments.mean, moments.rstd, moments.own, weight, bias,
         x if seed is None else seed, x if add is None else add, x if more is None else more, dx, sums,
-        pixels, channels, dy.stride(1), sums.stride(0), sums.stride(1),
+        pixels, channels, dy.stride(1), 0 if add is None else add.stride(1), sums.stride(0), sums.stride(1),
         GROUP=channels // groups, ACT=act, ADD=add is not None, MORE=more is not None, **mask_of(dropout),
         **_cut(BACKWARD, x, groups),
     )  # fmt: skip
@@ -353,9 +360,21 @@ def join_weighed(
     """x W_x' + skip W_s' + branch + bias, where the weights lie side by side."""
     y, channels = torch.empty_like(x), x.shape[2]
     rows = x.numel() // channels
-    columns, depth = (max(16, min(most, triton.next_power_of_2(channels))) for most in (128, JOIN[1]))
-    _join_weighed[triton.cdiv(rows, JOIN[0]), triton.cdiv(channels, columns)](
-        x, skip, weight, branch, bias, y, rows, channels, ROWS=JOIN[0], COLUMNS=columns, DEPTH=depth, num_warps=JOIN[2], num_stages=JOIN[3]
+    columns, depth = (max(16, min(most, triton.next_power_of_2(channels))) for most in (128, 32))
+    _join_weighed[triton.cdiv(rows, 128), triton.cdiv(channels, columns)](
+        x,
+        skip,
+        weight,
+        branch,
+        bias,
+        y,
+        rows,
+        channels,
+        ROWS=128,
+        COLUMNS=columns,
+        DEPTH=depth,
+        num_warps=4,
+        num_stages=3,
     )
     return y
 
@@ -385,4 +404,4 @@ def _cut(tiling: Tiling, x: Rows, groups: int) -> dict[str, int | bool]:
 
 def _grid(tiling: Tiling, x: Rows, groups: int) -> tuple[int, int]:
     group = x.shape[2] // groups
-    return len(x), triton.cdiv(groups, _slab(tiling, group) // group)
+    return triton.cdiv(groups, _slab(tiling, group) // group), len(x)

@@ -128,9 +128,9 @@ class UNet(Backbone):
     def _attend(self, attention: "Attention", x: Tensor) -> Tensor:
         if self.trunk == "plain":
             return attention(x)
-        from bsi.backbones.fused_unet import fused_norm
+        from bsi.backbones.fused_unet import fused_attention
 
-        return attention.mix(x, fused_norm(attention.norm, x))
+        return fused_attention(attention, x)
 
     def _read_out(self, x: Tensor) -> Tensor:
         if self.trunk == "plain":
@@ -245,12 +245,7 @@ class Attention(nn.Module):
         zero_(self.out)
 
     def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch width *space"]:
-        return self.mix(x, self.norm(x))
-
-    def mix(
-        self, x: Float[Tensor, "batch width *space"], normed: Float[Tensor, "batch width *space"]
-    ) -> Float[Tensor, "batch width *space"]:
-        return x + on_pixels(self.out(attend(self.qkv(pixels(normed)), self.heads)), x)
+        return x + on_pixels(self.out(attend(self.qkv(pixels(self.norm(x))), self.heads)), x)
 
 
 class Halve(nn.Module):

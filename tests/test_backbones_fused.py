@@ -154,7 +154,7 @@ def unet_errors(config, shape, form):
 for config, shape, form in (
     (UNetConfig(width=16, levels=1, dropout=0.2), (3, 4, 6), "fused"),
     (UNetConfig(width=16, levels=1, dropout=0.2), (3, 4, 6), "lean"),
-    (UNetConfig(width=40, levels=1), (1, 12, 12), "fused"),  # two slabs, and more pixels than a tile has
+    (UNetConfig(width=80, levels=1), (1, 12, 12), "fused"),  # two slabs, and more pixels than a tile has
     (UNetConfig(width=16, levels=1, heads=2, dropout=0.2, coarser=(24,)), (3, 4, 4), "lean"),
     (UNetConfig(width=8, levels=1, coarser=(8,)), (1, 4, 2, 2), "fused"),
     (UNetConfig(width=8, levels=1, dropout=0.2), (2, 6), "fused"),
@@ -191,10 +191,10 @@ for coarser in ((), (64,)):
         sizes, accounts = [], []
         for levels in (1, 2):
             config = UNetConfig(width=32, levels=levels, dropout=0.1, coarser=coarser)
-            network = build(config, (3, 16, 16), 256).train().to(memory_format=torch.channels_last)
+            network = build(config, (3, 8, 8), 256).train().to(memory_format=torch.channels_last)
             network.trunk = form
-            sizes.append(kept(network, 2, (3, 16, 16)) - kept(network, 1, (3, 16, 16)))
-            accounts.append(training_memory(config, (3, 16, 16), 256, form=form, half=False).per_image)
+            sizes.append(kept(network, 2, (3, 8, 8)) - kept(network, 1, (3, 8, 8)))
+            accounts.append(training_memory(config, (3, 8, 8), 256, form=form, half=False).per_image)
         print("kept", (sizes[1] - sizes[0]) / (accounts[1] - accounts[0]), sizes[0] / accounts[0])
 """
 

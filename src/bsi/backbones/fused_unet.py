@@ -1,12 +1,13 @@
 """A U-Net's blocks with as few passes over memory as we know how: one kernel between two convolutions.
 
-Forward, a block is norm_act -> convolution -> norm_act -> convolution -> join (group_kernels.py), with an explicit
-backward. In units of one pass over an image of a block's width, a block on the way down moves 7 forward and 8 backward
-beside its convolutions: two norms write what they read, and the last sum reads two; each norm's gradient reads two and
-writes one, and the last one reads the gradients that go past the block as well: its output's, which it sums for the
-bias, and that of its input as the skip of a later block. (So a block returns its input too: what others make of it
-there comes back to the block, not to an addition of its own.) An up block writes what it makes of stream and skip side
-by side, so that they are never concatenated, and takes both through the shortcut in one product that ends in the sum.
+Forward, a block is norm_act -> convolution -> norm_act -> convolution -> join (group_kernels.py, join_kernels.py), with
+an explicit backward. In units of one pass over an image of a block's width, a block on the way down moves 7 forward and
+8 backward beside its convolutions: two norms write what they read, and the last sum reads two; each norm's gradient
+reads two and writes one, and the last one reads the gradients that go past the block as well: its output's, which it
+sums for the bias, and that of its input as the skip of a later block. (So a block returns its input too: what others
+make of it there comes back to the block, not to an addition of its own.) An up block writes what it makes of stream and
+skip side by side, so that they are never concatenated, and takes both through the shortcut in one product that ends in
+the sum.
 
 Weights may be float32: those of all blocks are rounded at once.
 
@@ -25,7 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from bsi.backbones.attention import attend
-from bsi.backbones.group_kernels import Moments, join, join_weighed, norm_act, norm_act_backward, pixel_sums
+from bsi.backbones.group_kernels import Moments, norm_act, norm_act_backward
+from bsi.backbones.join_kernels import join, join_weighed, pixel_sums
 from bsi.backbones.norms import GroupNorm, on_pixels, pixels
 
 if TYPE_CHECKING:

@@ -1,13 +1,11 @@
 """Triton kernels for a U-Net's images, which lie as rows of channels, one row for each pixel.
 
     norm_act         y = dropout(act(GroupNorm(x + shift))),   act the identity or SiLU
-    join             y = x + branch + bias,   or, with weights, x W_x' + skip W_s' + branch + bias
-    pixel_sums       of an image's channels
 
-A program of a norm has one image and some whole groups of its channels, a slab: everything that a norm needs. It goes
-over its pixels twice, once for the sums and once for the result, and the second time finds them in the cache: each
-image comes from memory once and goes there once, forward and backward. Moments are those of norms.py, in float32: of
-each channel first, about its first pixel (so that nothing cancels), then of the groups. In the gradient
+A program has one image and some whole groups of its channels, a slab: everything that a norm needs. It goes over its
+pixels twice: once for the sums, and once backwards for the result, when those it read last are still in the cache.
+Moments are those of norms.py, in float32: of each channel first, about its first pixel (so that nothing cancels), then
+of the groups. In the gradient
 
     z = xn w + b,  xn = (x + shift - mean) rstd,  d = act'(z) dropout(dy)
     dx = rstd (w d - A - xn B),                   A, B = sums of w d and of w d xn over the group / its size
@@ -34,21 +32,14 @@ from torch import Tensor
 from bsi.backbones.norm_kernels import keeps, mask_of
 from bsi.backbones.norms import NORM_EPS
 
-__all__ = ["Moments", "join", "join_weighed", "norm_act", "norm_act_backward", "pixel_sums"]
+__all__ = ["Moments", "norm_act", "norm_act_backward"]
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """What a norm's program has at a time, and has it with."""
-
-    slab: int  # channels
-    tile: int  # pixels
-    warps: int
-    registers: int  # of a thread, at most
-
-
-FORWARD = Tiling(64, 64, 16, 128)
-BACKWARD = Tiling(64, 64, 16, 128)
+# Of a program. With so many warps one program fills a processor (more at once would have more images in flight than
+# the cache holds), and two of them have the 256 bytes of a row of 128 channels.
+SLAB = 64  # channels
+TILE = 64  # pixels at a time
+WARPS = 16
 
 
 @triton.jit
@@ -231,54 +222,6 @@ def _norm_act_backward(
     tl.store(base + 3 * stride_row, tl.sum(sum_add, axis=0), mask=inside)
 
 
-@triton.jit
-def _join(x, branch, bias, y, count, channels, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = place < count
-    value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
-    value += tl.load(branch + place, mask=here, other=0.0).to(tl.float32)
-    value += tl.load(bias + place % channels, mask=here, other=0.0).to(tl.float32)
-    tl.store(y + place, value, mask=here)
-
-
-@triton.jit
-def _join_weighed(
-    x, skip, weight, branch, bias, y, rows, channels,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for k in range(0, channels, DEPTH):
-        depth = k + tl.arange(0, DEPTH)
-        place = row[:, None] * channels + depth[None, :]
-        here = (row < rows)[:, None] & (depth < channels)[None, :]
-        place_w = column[None, :] * (2 * channels) + depth[:, None]
-        here_w = (column < channels)[None, :] & (depth < channels)[:, None]
-        a, b = tl.load(x + place, mask=here, other=0.0), tl.load(weight + place_w, mask=here_w, other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-        a, b = tl.load(skip + place, mask=here, other=0.0), tl.load(weight + channels + place_w, mask=here_w, other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    place = row[:, None] * channels + column[None, :]
-    here = (row < rows)[:, None] & (column < channels)[None, :]
-    total += tl.load(branch + place, mask=here, other=0.0).to(tl.float32)
-    total += tl.load(bias + column, mask=column < channels, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + place, total, mask=here)
-
-
-@triton.jit
-def _pixel_sums(x, sums, pixels, channels, SLAB: tl.constexpr, TILE: tl.constexpr):
-    sample = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * SLAB + tl.arange(0, SLAB)
-    x += sample * pixels * channels
-    total = tl.zeros([TILE, SLAB], tl.float32)
-    for i in range(0, pixels, TILE):
-        pixel = i + tl.arange(0, TILE)
-        here = (pixel < pixels)[:, None] & (channel < channels)[None, :]
-        total += tl.load(x + pixel[:, None] * channels + channel[None, :], mask=here, other=0.0).to(tl.float32)
-    tl.store(sums + sample * channels + channel, tl.sum(total, axis=0), mask=channel < channels)
-
-
 Rows = Float[Tensor, "batch pixels channels"]
 PerChannel = Float[Tensor, " channels"]
 
@@ -306,12 +249,12 @@ def norm_act(
     """dropout(act(norm of x + shift)), written into y, whose rows may be part of longer ones."""
     batch, pixels, channels = x.shape
     moments = Moments(*(torch.empty(batch, channels, dtype=torch.float32, device=x.device) for _ in range(3)))
-    _norm_act[_grid(FORWARD, x, groups)](
+    _norm_act[_grid(x, groups)](
         x, weight, bias, weight if shift is None else shift, x if seed is None else seed, y,
         moments.mean, moments.rstd, moments.own,
         pixels, channels, y.stride(1), 0 if shift is None else shift.stride(0), NORM_EPS,
         GROUP=channels // groups, ACT=act, SHIFT=shift is not None, **mask_of(dropout),
-        **_cut(FORWARD, x, groups),
+        **_cut(x, groups),
     )  # fmt: skip
     return moments
 
@@ -337,71 +280,30 @@ def norm_act_backward(
     """
     _, pixels, channels = x.shape
     dx = torch.empty_like(x)
-    _norm_act_backward[_grid(BACKWARD, x, groups)](
+    _norm_act_backward[_grid(x, groups)](
         dy, x, moments.mean, moments.rstd, moments.own, weight, bias,
         x if seed is None else seed, x if add is None else add, x if more is None else more, dx, sums,
         pixels, channels, dy.stride(1), 0 if add is None else add.stride(1), sums.stride(0), sums.stride(1),
         GROUP=channels // groups, ACT=act, ADD=add is not None, MORE=more is not None, **mask_of(dropout),
-        **_cut(BACKWARD, x, groups),
+        **_cut(x, groups),
     )  # fmt: skip
     return dx
 
 
-def join(x: Rows, branch: Rows, bias: PerChannel) -> Rows:
-    """x + branch + bias."""
-    y = torch.empty_like(x)
-    _join[(triton.cdiv(x.numel(), 2048),)](x, branch, bias, y, x.numel(), x.shape[2], BLOCK=2048, num_warps=8)
-    return y
-
-
-def join_weighed(
-    x: Rows, skip: Rows, weight: Float[Tensor, "channels twice_channels"], branch: Rows, bias: PerChannel
-) -> Rows:
-    """x W_x' + skip W_s' + branch + bias, where the weights lie side by side."""
-    y, channels = torch.empty_like(x), x.shape[2]
-    rows = x.numel() // channels
-    columns, depth = (max(16, min(most, triton.next_power_of_2(channels))) for most in (128, 32))
-    _join_weighed[triton.cdiv(rows, 128), triton.cdiv(channels, columns)](
-        x,
-        skip,
-        weight,
-        branch,
-        bias,
-        y,
-        rows,
-        channels,
-        ROWS=128,
-        COLUMNS=columns,
-        DEPTH=depth,
-        num_warps=4,
-        num_stages=3,
-    )
-    return y
-
-
-def pixel_sums(x: Rows) -> Float[Tensor, "batch channels"]:
-    batch, pixels, channels = x.shape
-    sums = torch.empty(batch, channels, dtype=torch.float32, device=x.device)
-    _pixel_sums[batch, triton.cdiv(channels, 64)](x, sums, pixels, channels, SLAB=64, TILE=128, num_warps=8)
-    return sums
-
-
-def _slab(tiling: Tiling, group: int) -> int:
+def _slab(group: int) -> int:
     """Channels of a program, up to a power of two: whole groups."""
-    return max(tiling.slab, triton.next_power_of_2(group))
+    return max(SLAB, triton.next_power_of_2(group))
 
 
-def _cut(tiling: Tiling, x: Rows, groups: int) -> dict[str, int | bool]:
+def _cut(x: Rows, groups: int) -> dict[str, int | bool]:
+    """How images are cut for programs; EVEN where nothing is left over."""
     _, pixels, channels = x.shape
     group = channels // groups
-    slab = _slab(tiling, group)
-    even = pixels % tiling.tile == 0 and channels % slab == 0 and slab % group == 0
-    return {
-        "SLAB": slab, "TILE": tiling.tile, "EVEN": even, "FAST": x.dtype == torch.bfloat16,
-        "num_warps": tiling.warps, "maxnreg": tiling.registers,
-    }  # fmt: skip
+    slab = _slab(group)
+    even = pixels % TILE == 0 and channels % slab == 0 and slab % group == 0
+    return {"SLAB": slab, "TILE": TILE, "EVEN": even, "FAST": x.dtype == torch.bfloat16, "num_warps": WARPS}
 
 
-def _grid(tiling: Tiling, x: Rows, groups: int) -> tuple[int, int]:
+def _grid(x: Rows, groups: int) -> tuple[int, int]:
     group = x.shape[2] // groups
-    return triton.cdiv(groups, _slab(tiling, group) // group), len(x)
+    return triton.cdiv(groups, _slab(group) // group), len(x)

@@ -191,10 +191,10 @@ for coarser in ((), (64,)):
         sizes, accounts = [], []
         for levels in (1, 2):
             config = UNetConfig(width=32, levels=levels, dropout=0.1, coarser=coarser)
-            network = build(config, (3, 8, 8), 256).train().to(memory_format=torch.channels_last)
+            network = build(config, (3, 12, 12), 256).train().to(memory_format=torch.channels_last)
             network.trunk = form
-            sizes.append(kept(network, 2, (3, 8, 8)) - kept(network, 1, (3, 8, 8)))
-            accounts.append(training_memory(config, (3, 8, 8), 256, form=form, half=False).per_image)
+            sizes.append(kept(network, 2, (3, 12, 12)) - kept(network, 1, (3, 12, 12)))
+            accounts.append(training_memory(config, (3, 12, 12), 256, form=form, half=False).per_image)
         print("kept", (sizes[1] - sizes[0]) / (accounts[1] - accounts[0]), sizes[0] / accounts[0])
 """
 

@@ -132,7 +132,9 @@ def test_the_floor_of_a_unet_counts_all_its_convolutions(
     monkeypatch.setattr(sys, "argv", [script.name, "--backbone", "unet-4x2", "--batch", "1", "--runs", "1"])
     runpy.run_path(str(script), run_name="__main__")
     record = json.loads(capsys.readouterr().out)
-    assert record["convolutions"] == 2 + 2 * (2 + 2 + 3)  # stem and head; two to a block down, in the middle and up
+    # Stem and head; two to a block down, in the middle and up; and the shortcuts of those up.
+    assert record["convolutions"] == 2 + 2 * (2 + 2 + 3) + 3
+    assert 0 < record["of_3x3"] < record["milliseconds"]
     assert record["images_per_s"] > 0
 
 

@@ -73,6 +73,34 @@ def test_filters_of_a_convolution_are_turned_as_one_matrix_each_and_weights_deca
     assert torch.allclose(still.detach(), 0.95 * before)
 
 
+def test_filters_are_turned_alike_however_they_lie_in_memory() -> None:
+    start, gradients = _normal(8, 4, 3, 5), [_normal(8, 4, 3, 5, seed=seed) for seed in (1, 2)]
+    found = []
+    for order in ((0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2)):
+        lying = (
+            start.permute(order)
+            .clone(memory_format=torch.contiguous_format)
+            .permute([order.index(i) for i in range(4)])
+        )
+        filters = nn.Parameter(lying)
+        assert filters.stride() == lying.stride()
+        muon = Muon([filters], beta=0.9, decay=0.5)
+        for gradient in gradients:
+            filters.grad = gradient.clone()
+            muon.step(torch.tensor(0.1), ONE, YES)
+        found.append((filters.detach(), muon.momenta[0]))
+    for weights, momentum in found[1:]:
+        assert torch.allclose(weights, found[0][0], atol=1e-5)
+        assert torch.allclose(momentum, found[0][1], atol=1e-6)
+
+
+def test_a_matrix_whose_rows_do_not_lie_together_is_adamws() -> None:
+    layers = nn.Sequential(*(nn.Conv2d(4, 4, 3) for _ in range(4)))
+    odd, settings = layers[1], Optimiser(lr=0.1, kind="muon")
+    odd.weight = nn.Parameter(odd.weight.detach().transpose(0, 1).contiguous().transpose(0, 1))
+    assert {id(p) for p in Optimisers(layers, settings).muon.matrices} == {id(layers[2].weight)}
+
+
 def test_a_step_that_does_not_count_moves_neither_weights_nor_momenta_even_from_nan() -> None:
     matrix = nn.Parameter(_normal(8, 8))
     muon = Muon([matrix], beta=0.9, decay=0.1)

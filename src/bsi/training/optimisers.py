@@ -8,7 +8,8 @@ Muon (Jordan and others, 2024) takes momentum steps whose matrices have all sing
 
 The factor (Liu and others, 2025) gives a step the root mean square of AdamW's, so that both share one rate and one
 decay. Its matrices are those between hidden features; filters of convolutions count as (out, in x window). What embeds,
-modulates and reads out, and every vector, is AdamW's.
+modulates and reads out, and every vector, is AdamW's; so is a matrix whose rows do not lie one after the other (torch's
+own layers make none).
 
 Both stand still where a step is not to count: a flag on the device, which no step waits for.
 """
@@ -56,6 +57,15 @@ def polar(matrices: Float[Tensor, "count rows columns"]) -> Float[Tensor, "count
     return (x.mT if tall else x).to(matrices.dtype)
 
 
+def by_rows(matrix: Tensor, like: Tensor) -> Float[Tensor, "rows columns"]:
+    """(out, in x window), its columns in the order in which those of `like` lie in memory: there, without a copy.
+
+    The polar factor does not mind: it has the columns of its matrix, in whatever order they come.
+    """
+    order = sorted(range(1, like.ndim), key=like.stride, reverse=True)
+    return matrix.permute(0, *order).flatten(1)
+
+
 class Muon:
     """The momenta of some matrices, in their order, and the step. Matrices of one shape are turned together."""
 
@@ -69,20 +79,20 @@ class Muon:
     @torch.no_grad()
     def step(self, lr: Float[Tensor, ""], scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
         """One step on the gradients over `scale`, if it counts."""
+        lr = lr * counts
         for (rows, columns), alike in self._alike.items():
-            momenta = [self.momenta[i] for i in alike]
-            grads = [self._gradient(i, scale, counts) for i in alike]
-            lerp_(momenta, grads, (1 - self.beta) * counts)
-            ahead = [m.lerp(g, 1 - self.beta).reshape(rows, columns) for m, g in zip(momenta, grads, strict=True)]
-            turned = polar(torch.stack(ahead)) * (ADAMS_SIZE * max(rows, columns) ** 0.5)
-            for i, u in zip(alike, turned, strict=True):
-                p = self.matrices[i]
-                p.sub_((u.reshape(p.shape) + self.decay * p) * (lr * counts))
+            weights = [by_rows(self.matrices[i], self.matrices[i]) for i in alike]
+            momenta = [by_rows(self.momenta[i], self.matrices[i]) for i in alike]
+            # 0 where the step does not count: what is not finite would outlive a factor of 0.
+            grads = torch.where(counts, torch.stack([self._gradient(i) for i in alike]) / scale, 0.0)
+            lerp_(momenta, grads.unbind(), (1 - self.beta) * counts)
+            turned = polar(torch.stack(momenta).lerp_(grads, 1 - self.beta))
+            torch._foreach_mul_(weights, 1 - self.decay * lr)
+            torch._foreach_sub_(weights, (turned * (ADAMS_SIZE * max(rows, columns) ** 0.5 * lr)).unbind())
 
-    def _gradient(self, i: int, scale: Tensor, counts: Tensor) -> Tensor:
-        """0 where the step does not count: what is not finite would outlive a factor of 0."""
-        grad = self.matrices[i].grad
-        return torch.zeros_like(self.momenta[i]) if grad is None else torch.where(counts, grad / scale, 0.0)
+    def _gradient(self, i: int) -> Float[Tensor, "rows columns"]:
+        matrix = self.matrices[i]
+        return by_rows(torch.zeros_like(matrix) if matrix.grad is None else matrix.grad, matrix)
 
 
 def inner_matrices(network: nn.Module) -> Sequence[Tensor]:
@@ -98,7 +108,8 @@ class Optimisers:
 
     def __init__(self, network: nn.Module, settings: Optimiser) -> None:
         named = {n: p for n, p in network.named_parameters() if p.requires_grad}
-        turned = {id(p) for p in inner_matrices(network)} if settings.kind == "muon" else set()
+        inner = inner_matrices(network) if settings.kind == "muon" else []
+        turned = {id(p) for p in inner if by_rows(p, p).data_ptr() == p.data_ptr()}
         self._muon = {n: p for n, p in named.items() if id(p) in turned}
         self._adam = {n: p for n, p in named.items() if id(p) not in turned}
         self.muon = Muon(list(self._muon.values()), settings.momentum, settings.weight_decay)

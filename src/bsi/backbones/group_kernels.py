@@ -35,11 +35,8 @@ from bsi.backbones.norms import NORM_EPS
 __all__ = ["Moments", "norm_act", "norm_act_backward"]
 
 
-# Of a program. With so many warps one program fills a processor (more at once would have more images in flight than
-# the cache holds), and two of them have the 256 bytes of a row of 128 channels.
-SLAB = 64  # channels
-TILE = 64  # pixels at a time
-WARPS = 16
+SLAB = 64  # channels of a program
+REGISTERS = 128  # of a thread, at most
 
 
 @triton.jit
@@ -296,12 +293,20 @@ def _slab(group: int) -> int:
 
 
 def _cut(x: Rows, groups: int) -> dict[str, int | bool]:
-    """How images are cut for programs; EVEN where nothing is left over."""
+    """How images are cut for programs; EVEN where nothing is left over.
+
+    Of a large image one program fills a processor: more at once would have more in flight than the cache holds. Small
+    ones are soon done: of programs with half as many warps there are two, and one works while the other waits.
+    """
     _, pixels, channels = x.shape
+    tile, warps = (64, 16) if pixels >= 1024 else (32, 8)
     group = channels // groups
     slab = _slab(group)
-    even = pixels % TILE == 0 and channels % slab == 0 and slab % group == 0
-    return {"SLAB": slab, "TILE": TILE, "EVEN": even, "FAST": x.dtype == torch.bfloat16, "num_warps": WARPS}
+    even = pixels % tile == 0 and channels % slab == 0 and slab % group == 0
+    return {
+        "SLAB": slab, "TILE": tile, "EVEN": even, "FAST": x.dtype == torch.bfloat16,
+        "num_warps": warps, "maxnreg": REGISTERS,
+    }  # fmt: skip
 
 
 def _grid(x: Rows, groups: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from bsi.sampling import evaluations
 from bsi.solvers import SOLVERS
 
 Row = dict[str, object]
+LABELS = {"fid": "FID", "distance": "distance from the converged sample (data in [-1, 1])"}
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,10 @@ class Results:
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
+        from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
         pyplot.rcParams["svg.fonttype"] = "none"  # letters, not outlines: a tenth of the size
+        pyplot.rcParams["svg.hashsalt"] = "bsi"  # the same rows are the same file
         names = self.networks()
         figure, panels = pyplot.subplots(1, len(names), figsize=(1.5 + 5.5 * len(names), 5), squeeze=False)
         styles = dict(zip(GRIDS, ("-", "--", "-."), strict=True))
@@ -126,14 +129,25 @@ class Results:
                 for grid in GRIDS:
                     line = sorted(self.line(name, solver, grid).items())
                     if line:
-                        axes.plot([count for count, _ in line], [row[self.value] for _, row in line], styles[grid],
-                                  marker=".", color=colours[solver], label=f"{solver}, {grid}")  # fmt: skip
+                        errors = [row.get("error", 0.0) for _, row in line]
+                        axes.errorbar([count for count, _ in line], [row[self.value] for _, row in line], errors,
+                                      fmt=styles[grid], marker=".", elinewidth=1, color=colours[solver],
+                                      label=f"{solver}, {grid}")  # fmt: skip
             # an oracle's distance can be 0: at the same image
-            scale = "log" if all(row[self.value] > 0 for row in self.rows) else "linear"
-            axes.set(xscale="log", yscale=scale, xlabel="network evaluations", ylabel=self.value)
+            found = [row[self.value] for row in self.rows]
+            scale = "log" if min(found) > 0 else "linear"
+            axes.set(xscale="log", yscale=scale, xlabel="network evaluations", ylabel=LABELS[self.value])
+            evaluated = [row["evaluations"] for row in self.rows]
+            counts = [2**i for i in range(20) if min(evaluated) <= 2**i <= max(evaluated)]
+            axes.set_xticks(counts, [str(count) for count in counts])
+            few = MaxNLocator(8, steps=[1, 2, 5, 10]) if max(found) < 4 * min(found) else LogLocator(subs=(1, 2, 5))
+            axes.yaxis.set(major_locator=few, major_formatter=StrMethodFormatter("{x:g}"), minor_locator=NullLocator())
+            axes.xaxis.set_minor_locator(NullLocator())
             axes.set_title(f"{name}: {self.about['of']}", fontsize=9)
             axes.grid(True, which="both", alpha=0.2)
-        panels[0][-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+        drawn = [axes.get_legend_handles_labels() for axes in panels[0]]
+        named = {label: handle for handles, labels in drawn for handle, label in zip(handles, labels, strict=True)}
+        panels[0][-1].legend(named.values(), named, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), handlelength=6)
         figure.tight_layout()
         figure.savefig(self.folder / "figure.svg", metadata={"Date": None})
         pyplot.close(figure)

@@ -1,10 +1,10 @@
 """The fastest form of a network that this machine can run, and what makes a finished network faster still.
 
-A DiT or a U-Net in bfloat16 on an NVIDIA GPU that has Triton takes the fused form (fused.py, fused_unet.py);
-everything else is compiled region by region (compiled.py). Convolutions are in channels-last order. Each form computes
-what the plain one computes, dropout included, up to rounding. Where there is no Triton, or none for a GPU so old, a
-network runs plainly, and on a CPU too: there a compiler would cost more than it saves. With 8-bit products (fp8.py) the
-rounding is coarse; a network takes that form only where it is asked for.
+A DiT or a U-Net in bfloat16 on an NVIDIA GPU that has Triton takes the fused form (fused.py, fused_unet.py), unless it
+is checkpointed; everything else is compiled region by region (compiled.py). Convolutions are in channels-last order.
+Each form computes what the plain one computes, dropout included, up to rounding. Where there is no Triton, or none for
+a GPU so old, a network runs plainly, and on a CPU too: there a compiler would cost more than it saves. With 8-bit
+products (fp8.py) the rounding is coarse; a network takes that form only where it is asked for.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ __all__ = ["accelerate", "check_fp8", "form_of", "freeze"]
 def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8: bool = False) -> None:
     """Change a network in place, before an optimiser sees it; its weights and their names stay the same.
 
-    `lean` keeps less for the backward pass and computes pointwise work again: about a fifth less memory, a few per
-    cent slower. `fp8` takes 8-bit products, and keeps less already. A network in a fast form goes backward once for
-    each forward pass: what multiplies with its Jacobian (flow.py, conditioning.py) takes one that is left as it is.
+    `lean` keeps less for the backward pass and computes norms and pointwise work again: a step of DiT-L/2 takes a
+    quarter less memory and 4 % longer, one of the U-Net 128 x 32 half the memory and 9 % longer. `fp8` takes 8-bit
+    products, and keeps less already. A network in a fast form goes backward once for each forward pass: what multiplies
+    with its Jacobian (flow.py, conditioning.py) takes one that is left as it is.
     """
     if device.type != "cuda":
         return

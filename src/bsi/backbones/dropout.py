@@ -4,7 +4,7 @@
 (one byte per element: with bfloat16, half of what it masks), checkpointing must save and restore generators, and the
 compiled form draws other numbers than the eager one. Here the seeds are drawn once per pass, from torch's generator,
 and the mask is pointwise arithmetic that the compiler computes again in the backward: nothing is stored, and eager,
-compiled, checkpointed and channels-last forms drop the same elements.
+compiled, fused, checkpointed and channels-last forms drop the same elements.
 """
 
 import torch

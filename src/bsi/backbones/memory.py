@@ -27,7 +27,7 @@ fused). The peak is where the backward begins: gradients fill the room that acti
 counts. With several ranks, DDP's buckets hold the gradients from the start.
 
 Measured on an H200 in bfloat16, the driver's own left out: DiT-L/2 compiled 26.7 GiB at batch 128 (this account: 26.8),
-fused 63 GiB at batch 256 (65.5); U-Net 128 x 32 at batch 128 fused 10.5 GiB (11.2), lean 5.3 (5.8).
+fused 63 GiB at batch 256 (65.4); U-Net 128 x 32 at batch 128 fused 10.5 GiB (11.2), lean 5.3 (5.8).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Bench:
     method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"
     """all three cost the same: see for yourself"""
     lean: bool = False
-    """keep less for the backward pass: of a DiT in bfloat16 on a GPU; other forms do so already"""
+    """keep less for the backward pass, and compute it again: a DiT or U-Net in bfloat16 on an NVIDIA GPU"""
     record: bool = True
     """record a training step and replay it, where that is done: on one GPU"""
     repeats: int = 5
@@ -75,7 +75,7 @@ def run(args: Bench) -> int:
     device = pick_device(None if args.device == "auto" else args.device, 0)
     half = compute_dtype(args.precision, device)
     if args.lean and form_of(backbone, half, device, lean=True) != "lean":
-        raise UsageError("lean is a form of a DiT in bfloat16 on an NVIDIA GPU: leave --lean out")
+        raise UsageError("lean is a form of a DiT or a U-Net in bfloat16 on an NVIDIA GPU: leave --lean out")
     if args.precision == "fp8" and args.lean:
         raise UsageError("fp8 keeps little already: leave --lean out")
     if args.precision == "fp8":

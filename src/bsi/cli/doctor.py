@@ -133,7 +133,7 @@ def _torch() -> Iterator[Check]:
     yield Check("bf16", "ok" if bf16 else "missing", "by the GPU" if bf16 else instead)
     yield _distributed()
     triton = _version("triton")
-    found = triton or "not installed: networks run uncompiled on a GPU"
+    found = triton or "not installed: on a GPU networks run neither fused nor compiled"
     yield Check("triton", "ok" if triton else "missing", found, fix="pip install triton" if gpu else "")
 
 

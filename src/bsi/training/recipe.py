@@ -257,7 +257,7 @@ class Recipe:
     precision: Precision = "auto"
     """Inside the network; auto is bf16 where the hardware computes in it, and float32 on a CPU."""
     compile: bool = True
-    """Compile the network's blocks; never on a CPU."""
+    """On a GPU, the network's fastest form: fused where it has one, else compiled; on a CPU always as it is."""
     parametrisation: Literal["edm", "epsilon"] | None = None
     """What the network predicts; None is the method's own choice."""
     sigma_data: float = 1.0

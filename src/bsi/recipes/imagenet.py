@@ -2,7 +2,7 @@
 "unet-imagenet32-params"): the paper's main results.
 
 The paper does not give the length of the warm-up, nor say whether gradients are clipped: those are ours. The commands
-name several nodes' worth of GPUs; docs/many-gpus.md says how.
+are for one node with four GPUs, as many as the paper's; docs/many-gpus.md has those for others.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def imagenet32_unet(method: MethodName = "bsi") -> Recipe:
 
     Command: torchrun --nproc-per-node 4 -m bsi train imagenet32-unet
     Hardware: 4 x H100 in the paper
-    Time: not given in the paper
+    Time: how long is not given
     Expected: not yet run
     Paper: BSI 3.510 ± 0.009 bits/dim, FID 12.8 ± 0.6; BFN 3.505 ± 0.001, 14.2 ± 0.4; VDM 3.527 ± 0.009, 15.4 ± 1.5
     """

@@ -16,7 +16,7 @@ def folder(method: MethodName = "bsi") -> Recipe:
 
     Command: bsi train folder --data.name NAME
     Hardware: 1 GPU
-    Time: 50 minutes for 32x32 on an H200 (estimated from cifar10-dit-s)
+    Time: 40 minutes for 32x32 on an H200 (estimated from cifar10-dit-s)
     Expected: not yet run
     Paper: none
     """

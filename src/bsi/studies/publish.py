@@ -23,16 +23,16 @@ __all__ = ["page", "publish"]
 
 INTRODUCTION = """# Results
 
-Every table and figure of the paper, redone by `bsi study NAME --scale SCALE --out FOLDER`; `--plan` shows the jobs of a
-study with their estimated minutes, and `--so-far` writes what there is of one that is not finished. This page is
-written by `--publish docs` from what the studies measured, and says what they found, also where that is not what the
-paper found.
+The paper's figures, its tables of results, and two studies of ours. `bsi study NAME --scale SCALE --out FOLDER` redoes
+one; `--plan` shows its jobs with their estimated minutes, and `--so-far` writes what there is of one that is not
+finished. This page is written by `--publish docs` from what the studies measured, and says what they found, also where
+that is not what the paper found.
 
 | scale | what | what it can show |
 |---|---|---|
 | smoke | {smoke}; networks train for seconds | that everything runs. Its numbers are no evidence for any claim |
 | mini | {mini}; networks of 10M parameters train for two minutes | whether a claim shows at small scale |
-| paper | {paper}; the paper's networks, budgets and three seeds | the claims themselves |
+| paper | {paper}; the paper's networks, budgets and seeds | the claims themselves |
 
 "Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are
 several, else the Monte Carlo error of a bound, or that of having drawn these samples. "For one seed" says that what

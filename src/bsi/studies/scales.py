@@ -133,7 +133,7 @@ MINI = Scale(
 
 PAPER = Scale(
     name="paper",
-    summary="ImageNet32, 4 x H100 for training",
+    summary="ImageNet32, ImageNet64 and CIFAR-10, 4 x H100 for training",
     comparisons=(
         Comparison(imagenet32_dit_l2, seeds=(0, 1, 2)),
         Comparison(imagenet64_dit_l4, seeds=(0, 1, 2)),

@@ -19,7 +19,7 @@ import tyro
 
 from bsi.progress import speaks_unicode
 
-__all__ = ["quiet", "read"]
+__all__ = ["lines", "quiet", "read", "wrapped"]
 
 T = TypeVar("T")
 
@@ -41,13 +41,18 @@ def quiet(options: type[T]) -> type[T]:
     return options
 
 
+def lines(text: str, indent: str) -> str:
+    """A paragraph in lines as long as the terminal's; names with hyphens (initial-precision) stay whole."""
+    columns = min(shutil.get_terminal_size().columns, 120)
+    return textwrap.fill(text, columns, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def wrapped(text: str) -> str:
     """Paragraphs in lines as long as the terminal's, broken between words, and in line with the options below them.
 
     tyro joins lines that begin with a letter, and doubles an empty line before one that does not: lines begin with
     blanks here, and an empty one holds a space of no width, where there is such a letter.
     """
-    columns = min(shutil.get_terminal_size().columns, 120)
     paragraphs = (" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
-    filled = (textwrap.fill(part, columns, initial_indent="  ", subsequent_indent="  ") for part in paragraphs)
+    filled = (lines(part, "  ") for part in paragraphs)
     return ("\n\u200b\n" if speaks_unicode(sys.stdout.encoding) else "\n\n").join(filled)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import tyro
 
 from bsi.backbones.config import resolve
-from bsi.cli.options import quiet, wrapped
+from bsi.cli.options import lines, quiet, wrapped
 from bsi.errors import DataError, UsageError
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.training.method_specs import MethodName
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "Train", "parse", "run"]
 
-USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--out FOLDER] [--key value ...]
+USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--out FOLDER]
+                 [--key value ...]
        bsi train --list
 
-The same --out goes on with an interrupted run. `bsi train RECIPE --help` shows every key with its value.
+The same --out goes on with an interrupted run. `bsi train --list` shows what
+each recipe trains, `bsi train RECIPE --help` every key with its value.
 
-recipes: {recipes}"""
+recipes:
+{recipes}"""
 
 CHOICES = (
     "--method bsi|bfn|vdm and --backbone NAME (dit-s/2, unet-128x32, unet-128-256-256x2, mlp-256x4, ...) choose "
@@ -82,7 +85,7 @@ def run(words: Sequence[str]) -> int:
     if "--list" in words:
         return _list("--json" in words)
     if not words or words[0] in ("-h", "--help"):
-        print(USAGE.format(recipes=", ".join(RECIPES)))
+        print(USAGE.format(recipes=lines(", ".join(RECIPES), "  ")))
         return 0 if words else 2
     args, named = parse(words)
     if args.options.dry_run:

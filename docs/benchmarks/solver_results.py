@@ -18,7 +18,7 @@ from bsi.sampling import evaluations
 from bsi.solvers import SOLVERS
 
 Row = dict[str, object]
-LABELS = {"fid": "FID", "distance": "distance from the converged sample (data in [-1, 1])"}
+LABELS = {"fid": "FID", "distance": "distance to the converged sample"}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Results:
         pyplot.rcParams["svg.fonttype"] = "none"  # letters, not outlines: a tenth of the size
         pyplot.rcParams["svg.hashsalt"] = "bsi"  # the same rows are the same file
         names = self.networks()
-        figure, panels = pyplot.subplots(1, len(names), figsize=(1.5 + 5.5 * len(names), 5), squeeze=False)
+        figure, panels = pyplot.subplots(1, len(names), figsize=(1.7 + 3.6 * len(names), 3.8), squeeze=False)
         styles = dict(zip(GRIDS, ("-", "--", "-."), strict=True))
         colours = dict(zip(SOLVERS, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
         for axes, name in zip(panels[0], names, strict=True):
@@ -147,7 +147,7 @@ class Results:
             axes.grid(True, which="both", alpha=0.2)
         drawn = [axes.get_legend_handles_labels() for axes in panels[0]]
         named = {label: handle for handles, labels in drawn for handle, label in zip(handles, labels, strict=True)}
-        panels[0][-1].legend(named.values(), named, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), handlelength=6)
+        panels[0][-1].legend(named.values(), named, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=5)
         figure.tight_layout()
         figure.savefig(self.folder / "figure.svg", metadata={"Date": None})
         pyplot.close(figure)

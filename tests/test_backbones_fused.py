@@ -274,6 +274,16 @@ def test_fp8_is_refused_with_the_reason_where_it_cannot_be_had() -> None:
     check_fp8(DiTConfig(width=64, depth=1, heads=4, patch=2), (3, 8, 8))
 
 
+@pytest.mark.parametrize("lean", [False, True])
+def test_a_recipe_chooses_between_fused_and_lean(lean: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+    monkeypatch.setattr("bsi.training.train.accelerate", lambda network, device, lean, fp8: asked.append((lean, fp8)))
+    bsi.train(replace(digits(), steps=1, batch=64, lean=lean), out=tmp_path / "run", device="cpu")
+    assert asked == [(lean, False)]
+    with pytest.raises(UsageError, match="fp8 keeps little already"):
+        replace(digits(), precision="fp8", lean=True)
+
+
 def test_fp8_never_becomes_something_else_silently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(acceleration, "form_of", lambda *_: "compiled")
     network = build(DiTConfig(width=64, depth=1, heads=4, patch=2), (3, 8, 8), 256)

@@ -25,7 +25,8 @@ from bsi.training.dataset import BinSpec, DataSpec
 from bsi.training.distributed import Place, World
 from bsi.training.host import host_memory
 from bsi.training.recipe import Evaluation, Every, Recipe
-from bsi.training.room import LEAST, MOST, check_host, enough_for_batch
+from bsi.training.room import LEAST, MOST, check_host, enough_for_batch, enough_to_train
+from bsi.training.watchdog import watching
 
 GIB = 2**30
 SHAPE = (3, 16, 16)
@@ -317,6 +318,26 @@ def test_a_step_that_the_kernel_would_kill_is_refused_before_it_begins(monkeypat
     (pieces,) = re.findall(r"add --accumulation (\d+), which computes the same batch of 512", str(refused.value))
     check_host(replace(cifar, accumulation=int(pieces)), CIFAR, host, said.append)
     assert said == []
+
+
+def test_a_gpu_that_is_full_hears_of_the_lean_form_where_that_is_enough(monkeypatch):
+    """The paper's U-Net at 512 images: 45 GiB fused, 23 lean."""
+    monkeypatch.setattr(
+        "bsi.training.room.form_of", lambda config, half, device, lean=False: "lean" if lean else "fused"
+    )
+    monkeypatch.setattr("bsi.training.room.compute_dtype", lambda precision, device: torch.bfloat16)
+    unet, gpu = replace(bsi.recipes.cifar10_unet(), batch=512), World(Place(), torch.device("cuda"))
+    for gib, recipe, lean in ((40, unet, True), (20, unet, False), (20, replace(unet, lean=True), False)):
+        monkeypatch.setattr("bsi.training.room.room", lambda device, sharing=1, gib=gib: gib * GIB)
+        with (
+            watching(gpu.place, limit_s=600.0) as watchdog,
+            pytest.raises(UsageError, match="before the first step") as refused,
+            enough_to_train(recipe, CIFAR, gpu, watchdog),
+        ):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        (pieces,) = re.findall(r"add --accumulation (\d+), which computes the same batch of 512", str(refused.value))
+        assert int(pieces) > 1
+        assert ("add --lean, which keeps less" in str(refused.value)) == lean
 
 
 def test_ranks_on_one_host_share_its_memory(monkeypatch):

@@ -258,6 +258,8 @@ class Recipe:
     """Inside the network; auto is bf16 where the hardware computes in it, and float32 on a CPU."""
     compile: bool = True
     """On a GPU, the network's fastest form: fused where it has one, else compiled; on a CPU always as it is."""
+    lean: bool = False
+    """Of a fused form, keep less and compute it again: a tenth slower, a DiT in 3/4 of the memory, a U-Net in half."""
     parametrisation: Literal["edm", "epsilon"] | None = None
     """What the network predicts; None is the method's own choice."""
     sigma_data: float = 1.0
@@ -288,6 +290,8 @@ class Recipe:
             )
         if self.audit and self.precision not in ("auto", "float32"):
             raise UsageError(f"the audit mode computes in float32: got precision={self.precision}")
+        if self.precision == "fp8" and self.lean:
+            raise UsageError("fp8 keeps little already: leave lean out")
         if self.precision == "fp8" and not self.compile:
             raise UsageError("fp8 is one of the fast forms that compile=False turns off: leave compile on")
 

@@ -1,10 +1,10 @@
 """One rule to resume: the same folder goes on. Settings that changed are listed, and refused unless that is safe.
 
 Safe is what cannot change the result (intervals, what is kept, workers) or changes it by rounding alone (how a batch is
-cut into pieces). Anything else must be allowed by its name, `--allow optimiser.lr`; what decides which tensors there
-are (the network, the kind of optimiser, the averages) never fits, and can only start anew (`--init-from` takes the
-weights). The length of the schedule is part of the recipe: a constant schedule may be extended, a cosine may not, since
-every step so far would have had another rate.
+cut into pieces, what is computed again). Anything else must be allowed by its name, `--allow optimiser.lr`; what
+decides which tensors there are (the network, the kind of optimiser, the averages) never fits, and can only start anew
+(`--init-from` takes the weights). The length of the schedule is part of the recipe: a constant schedule may be
+extended, a cosine may not, since every step so far would have had another rate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bsi.training.recipe import Recipe
 
 __all__ = ["DATA_VERSION", "check_changes"]
 
-SAFE = ("name", "accumulation", "data.workers", "every", "evaluation", "samples", "keep")
+SAFE = ("name", "accumulation", "lean", "data.workers", "every", "evaluation", "samples", "keep")
 NEVER = ("backbone", "network", "data.labels", "optimiser.kind", "objective.weight", "ema.powers")
 DATA_VERSION = "data.version"
 SHOWN = 7  # changes in a message of at most ten lines

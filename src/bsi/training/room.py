@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -135,8 +136,8 @@ def _training(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
     if finer and not recipe.audit:
         smaller = recipe.batch // (world.size * finer[0])
         return (
-            f"{said}{by[0].upper()}{by[1:]}: add --accumulation {finer[0]}, which computes the same batch of "
-            f"{recipe.batch} with {smaller} at a time; the same --out goes on."
+            f"{said}{by[0].upper()}{by[1:]}: {_leaner(recipe, data, world, had, there)}add --accumulation {finer[0]}, "
+            f"which computes the same batch of {recipe.batch} with {smaller} at a time; the same --out goes on."
         )
     least = recipe.batch // recipe.virtual_shards
     batch = min(fits, least - 1) * recipe.virtual_shards if min(fits, least - 1) else 0
@@ -149,13 +150,23 @@ def _training(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
     )
 
 
+def _leaner(recipe: Recipe, data: DataSpec, world: World, had: int, there: int) -> str:
+    """The option that keeps less, where there is one and it is enough."""
+    if recipe.lean or recipe.precision == "fp8":
+        return ""
+    usual, lean = (_account(replace(recipe, lean=lean), data, world) for lean in (False, True))
+    if usual is None or lean is None or lean == usual or lean.largest(there, world.size) < had:
+        return ""
+    return "add --lean, which keeps less and computes it again, or "
+
+
 def _account(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
     """What the recipe's network takes on this device; None for a network of the caller's."""
     config = recipe.backbone
     if config is None:
         return None
     half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
-    form = form_of(config, half, world.device) if recipe.compile and not recipe.audit else "plain"
+    form = form_of(config, half, world.device, recipe.lean) if recipe.compile and not recipe.audit else "plain"
     bins_count = None if data.bins is None else data.bins.count
     averages = 1 + len(recipe.ema.powers)
     return training_memory(config, data.shape, bins_count, data.classes, form, half is not None, averages)

@@ -217,7 +217,7 @@ def _fast(recipe: Recipe, model: Model, world: World) -> Model:
     if isinstance(network, Backbone):
         network.compute_dtype = _half(recipe, world)
         if wanted:
-            accelerate(network, world.device, fp8=recipe.precision == "fp8")
+            accelerate(network, world.device, recipe.lean, fp8=recipe.precision == "fp8")
     elif wanted and compiles(world.device):
         network.compile()
     return model

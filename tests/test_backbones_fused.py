@@ -278,7 +278,7 @@ def test_fp8_is_refused_with_the_reason_where_it_cannot_be_had() -> None:
 def test_a_recipe_chooses_between_fused_and_lean(lean: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
     monkeypatch.setattr("bsi.training.train.accelerate", lambda network, device, lean, fp8: asked.append((lean, fp8)))
-    bsi.train(replace(digits(), steps=1, batch=64, lean=lean), out=tmp_path / "run", device="cpu")
+    bsi.train(replace(digits(), steps=1, batch=64, compile=True, lean=lean), out=tmp_path / "run", device="cpu")
     assert asked == [(lean, False)]
     with pytest.raises(UsageError, match="fp8 keeps little already"):
         replace(digits(), precision="fp8", lean=True)

@@ -1,4 +1,4 @@
-"""The fused trunks compute what the plain blocks compute, dropout included; here in Triton's interpreter.
+"""A DiT's fused trunks compute what its plain blocks compute, dropout included; here in Triton's interpreter.
 
 cuBLASLt needs a GPU: its products are replaced by torch's, in float32. `bsi bench train --check` compares the real
 thing with float32 on a GPU. The interpreter is chosen when Triton is imported, and reads the kernels' own source,
@@ -129,83 +129,15 @@ with torch.no_grad():
 print(float((again - fused_trunk(*inputs, fp8_forms(blocks))).abs().max()))
 """
 
-UNET = """
-from bsi.backbones import UNetConfig
-from bsi.backbones.group_kernels import norm_act, norm_act_backward
-from bsi.backbones.memory import training_memory
-from bsi.backbones.norms import GroupNorm, on_pixels, pixels
-
-def unet_errors(config, shape, form):
-    torch.manual_seed(0)
-    network = build(config, shape, 256).train()
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.15)
-    if len(shape) == 3:
-        network.to(memory_format=torch.channels_last)
-    x, t, direction = torch.randn(2, *shape, requires_grad=True), torch.rand(2), torch.randn(2, *shape)
-    results = []
-    for trunk in ("plain", form):
-        network.trunk = trunk
-        torch.manual_seed(1)
-        out = network(x, t)
-        results.append([out, *torch.autograd.grad((out * direction).sum(), [x, *network.parameters()])])
-    return [float((mine - theirs).norm() / theirs.norm()) for theirs, mine in zip(*results)]
-
-for config, shape, form in (
-    (UNetConfig(width=16, levels=1, dropout=0.2), (3, 4, 6), "fused"),
-    (UNetConfig(width=16, levels=1, dropout=0.2), (3, 4, 6), "lean"),
-    (UNetConfig(width=80, levels=1), (1, 12, 12), "fused"),  # two slabs, and more pixels than a tile has
-    (UNetConfig(width=16, levels=1, heads=2, dropout=0.2, coarser=(24,)), (3, 4, 4), "lean"),
-    (UNetConfig(width=8, levels=1, coarser=(8,)), (1, 4, 2, 2), "fused"),
-    (UNetConfig(width=8, levels=1, dropout=0.2), (2, 6), "fused"),
-):
-    print(max(unet_errors(config, shape, form)))
-
-torch.manual_seed(0)  # groups of five channels, 70 of them; far from 0, where squares would cancel
-norm, x, shift = GroupNorm(14, 70, eps=1e-6), torch.randn(2, 70, 3, 3, requires_grad=True), torch.randn(2, 70)
-far = x + 1000
-wanted = norm(far, shift)
-direction = torch.randn_like(wanted)
-(gradient,) = torch.autograd.grad((wanted * direction).sum(), [x])
-rows, y = pixels(far).detach().contiguous(), torch.empty(2, 9, 70)
-moments = norm_act(rows, norm.weight.detach(), norm.bias.detach(), 14, y, False, shift)
-sums = torch.empty(2, 4, 70)
-dx = norm_act_backward(
-    pixels(direction).contiguous(), rows, moments, norm.weight.detach(), norm.bias.detach(), 14, sums, False)
-print("far", float((on_pixels(y, x) - wanted).norm() / wanted.norm()))
-print("far", float((on_pixels(dx, x) - gradient).norm() / gradient.norm()))
-
-def kept(network, batch, shape):
-    weights, found = {p.untyped_storage().data_ptr() for p in network.parameters()}, {}
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = network(torch.randn(batch, *shape), torch.rand(batch))
-    return sum(found.values())
-
-for coarser in ((), (64,)):
-    for form in ("fused", "lean"):
-        sizes, accounts = [], []
-        for levels in (1, 2):
-            config = UNetConfig(width=32, levels=levels, dropout=0.1, coarser=coarser)
-            network = build(config, (3, 12, 12), 256).train().to(memory_format=torch.channels_last)
-            network.trunk = form
-            sizes.append(kept(network, 2, (3, 12, 12)) - kept(network, 1, (3, 12, 12)))
-            accounts.append(training_memory(config, (3, 12, 12), 256, form=form, half=False).per_image)
-        print("kept", (sizes[1] - sizes[0]) / (accounts[1] - accounts[0]), sizes[0] / accounts[0])
-"""
-
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton, with its interpreter, is not installed"
 )
 
 
-def _interpreted(code: str) -> list[str]:
+def interpreted(code: str) -> list[str]:
+    """What the code prints."""
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", SETTING + code]
+    command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -213,7 +145,7 @@ def _interpreted(code: str) -> list[str]:
 
 @needs_triton
 def test_the_fused_trunk_is_the_plain_one_with_and_without_dropout_lean_or_not() -> None:
-    *numbers, refusal = _interpreted(FUSED)
+    *numbers, refusal = interpreted(SETTING + FUSED)
     distances = [float(number) for number in numbers]
     assert len(distances) == 5
     assert "once for each forward pass" in refusal
@@ -221,21 +153,8 @@ def test_the_fused_trunk_is_the_plain_one_with_and_without_dropout_lean_or_not()
 
 
 @needs_triton
-def test_the_fused_unet_is_the_plain_one_and_keeps_what_the_account_says() -> None:
-    lines = _interpreted(UNET)
-    distances = [float(line) for line in lines[:6]]
-    assert max(distances) < 1e-5, distances
-    assert max(float(line.removeprefix("far ")) for line in lines[6:8]) < 2e-3, "1e-7 of 1000 is 1e-4 of a deviation"
-    for line in lines[8:]:
-        more, whole = map(float, line.removeprefix("kept ").split())
-        assert more == pytest.approx(1, rel=0.05), "of one more level"
-        assert 1 / 2.5 < whole < 1, "the working memory of one block comes on top"
-    assert len(lines) == 12
-
-
-@needs_triton
 def test_the_8_bit_trunk_is_the_plain_one_up_to_the_rounding_of_its_formats() -> None:
-    lines = _interpreted(EIGHT)
+    lines = interpreted(SETTING + EIGHT)
     exact, errors = [float(line) for line in lines if not line.startswith("out")], lines[7:9]
     assert len(exact) == 8
     assert max(exact) == 0, "scaling, rounding, turning, and the weights that were quantised before"

@@ -35,18 +35,23 @@ from bsi.backbones.norms import NORM_EPS
 __all__ = ["Moments", "norm_act", "norm_act_backward"]
 
 
-SLAB = 64  # channels of a program
+SLAB = 64  # channels of a program, or as many as a group has
 REGISTERS = 128  # of a thread, at most
 
 
 @triton.jit
 def _over_groups(values, GROUP: tl.constexpr, SLAB: tl.constexpr):
     """For each column, the sum over its group."""
-    if SLAB % GROUP == 0:
+    if SLAB // GROUP == 1:
+        total = tl.sum(tl.where(tl.arange(0, SLAB) < GROUP, values, 0.0), axis=0)
+        sums = tl.zeros([SLAB], tl.float32) + total
+    elif SLAB % GROUP == 0:
         each = tl.sum(tl.reshape(values, [SLAB // GROUP, GROUP]), axis=1)
-        return tl.reshape(tl.broadcast_to(each[:, None], [SLAB // GROUP, GROUP]), [SLAB])
-    group = tl.arange(0, SLAB) // GROUP
-    return tl.sum(tl.where(group[:, None] == group[None, :], values[None, :], 0.0), axis=1)
+        sums = tl.reshape(tl.broadcast_to(each[:, None], [SLAB // GROUP, GROUP]), [SLAB])
+    else:
+        group = tl.arange(0, SLAB) // GROUP
+        sums = tl.sum(tl.where(group[:, None] == group[None, :], values[None, :], 0.0), axis=1)
+    return sums
 
 
 @triton.jit
@@ -65,9 +70,14 @@ def _sigmoid(z, FAST: tl.constexpr):
 
 
 @triton.jit
-def _from_the_end():
-    """The last image first: of what the convolution before has written, it is still in the cache."""
-    return (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+def _image_and_channel(channels, WHOLE: tl.constexpr):
+    """Of a program. The last image first: of what the convolution before has written, it is still in the cache.
+
+    One axis for both: a GPU's other axes end at 65535, and batches of small images need not.
+    """
+    slabs = tl.cdiv(channels, WHOLE)
+    image = (tl.num_programs(0) - 1 - tl.program_id(0)) // slabs
+    return image.to(tl.int64), tl.program_id(0) % slabs * WHOLE
 
 
 @triton.jit
@@ -78,9 +88,9 @@ def _norm_act(
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
     SLAB: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    sample = _from_the_end()
+    sample, start_channel = _image_and_channel(channels, SLAB // GROUP * GROUP)
     column = tl.arange(0, SLAB)
-    channel = tl.program_id(0) * (SLAB // GROUP * GROUP) + column
+    channel = start_channel + column
     inside = (column < SLAB // GROUP * GROUP) & (channel < channels)
     first = sample * pixels
     x += first * channels  # so that places within one image are 32-bit numbers
@@ -154,9 +164,9 @@ def _norm_act_backward(
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
     SLAB: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    sample = _from_the_end()
+    sample, start_channel = _image_and_channel(channels, SLAB // GROUP * GROUP)
     column = tl.arange(0, SLAB)
-    channel = tl.program_id(0) * (SLAB // GROUP * GROUP) + column
+    channel = start_channel + column
     inside = (column < SLAB // GROUP * GROUP) & (channel < channels)
     first = sample * pixels
     x += first * channels
@@ -249,7 +259,7 @@ def norm_act(
     _norm_act[_grid(x, groups)](
         x, weight, bias, weight if shift is None else shift, x if seed is None else seed, y,
         moments.mean, moments.rstd, moments.own,
-        pixels, channels, y.stride(1), 0 if shift is None else shift.stride(0), NORM_EPS,
+        pixels, channels, _row(y), 0 if shift is None else shift.stride(0), NORM_EPS,
         GROUP=channels // groups, ACT=act, SHIFT=shift is not None, **mask_of(dropout),
         **_cut(x, groups),
     )  # fmt: skip
@@ -280,11 +290,17 @@ def norm_act_backward(
     _norm_act_backward[_grid(x, groups)](
         dy, x, moments.mean, moments.rstd, moments.own, weight, bias,
         x if seed is None else seed, x if add is None else add, x if more is None else more, dx, sums,
-        pixels, channels, dy.stride(1), 0 if add is None else add.stride(1), sums.stride(0), sums.stride(1),
+        pixels, channels, _row(dy), 0 if add is None else _row(add), sums.stride(0), sums.stride(1),
         GROUP=channels // groups, ACT=act, ADD=add is not None, MORE=more is not None, **mask_of(dropout),
         **_cut(x, groups),
     )  # fmt: skip
     return dx
+
+
+def _row(rows: Rows) -> int:
+    """From one row to the next. Where each image has a single one, that is from image to image: torch calls a tensor
+    contiguous whatever the stride of an axis of size 1."""
+    return rows.stride(1 if rows.shape[1] > 1 else 0)
 
 
 def _slab(group: int) -> int:
@@ -302,6 +318,7 @@ def _cut(x: Rows, groups: int) -> dict[str, int | bool]:
     tile, warps = (64, 16) if pixels >= 1024 else (32, 8)
     group = channels // groups
     slab = _slab(group)
+    tile = max(1, tile * SLAB // slab)
     even = pixels % tile == 0 and channels % slab == 0 and slab % group == 0
     return {
         "SLAB": slab, "TILE": tile, "EVEN": even, "FAST": x.dtype == torch.bfloat16,
@@ -309,6 +326,7 @@ def _cut(x: Rows, groups: int) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def _grid(x: Rows, groups: int) -> tuple[int, int]:
+def _grid(x: Rows, groups: int) -> tuple[int]:
+    """A program for each image and slab."""
     group = x.shape[2] // groups
-    return triton.cdiv(groups, _slab(group) // group), len(x)
+    return (len(x) * triton.cdiv(groups, _slab(group) // group),)

@@ -1,0 +1,201 @@
+"""The fused U-Net computes what the plain one computes, and its kernels what they say; here in Triton's interpreter.
+
+As in test_backbones_fused.py, in processes of their own. The interpreter multiplies bfloat16 as if it were integers and
+knows no instructions of a GPU: where a test computes in bfloat16, both are replaced.
+"""
+
+import pytest
+
+from test_backbones_fused import interpreted, needs_triton
+
+KERNELS = """
+import torch
+from torch.nn.functional import silu
+
+from bsi.backbones.dropout import draw_seeds, dropout
+from bsi.backbones.fused_unet import rows_of
+from bsi.backbones.group_kernels import _grid, norm_act, norm_act_backward
+from bsi.backbones.join_kernels import join, join_weighed, pixel_sums
+from bsi.backbones.norms import GroupNorm, on_pixels, pixels
+
+def distances(wanted, found):
+    return [float((mine - theirs).norm() / theirs.norm()) for theirs, mine in zip(wanted, found, strict=True)]
+
+def norm_errors(batch, count, channels, groups, p=0.0, act=True, far=0.0):
+    torch.manual_seed(0)
+    norm, seed = GroupNorm(groups, channels, eps=1e-6), draw_seeds(1, torch.device("cpu"))[0]
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x = (far + torch.randn(batch, count, channels)).requires_grad_()
+    shift = torch.randn(batch, 3 * channels)[:, channels:-channels].requires_grad_()
+    dy, add = rows_of(torch.randn(batch, 2 * channels, count)).chunk(2, dim=2)  # as a convolution hands them on
+    more = torch.randn_like(x)
+    normed = pixels(norm(on_pixels(x, torch.empty(1, 1, count)), shift))
+    normed = dropout(silu(normed) if act else normed, p, seed)
+    dx, *gradients = torch.autograd.grad((normed * dy).sum(), [x, norm.weight, norm.bias, shift])
+    wanted = [normed, dx + add + more, *gradients, add.sum(1)]
+    with torch.no_grad():
+        nothing, y = torch.full((batch, count, 2 * channels), torch.nan).chunk(2, dim=2)
+        around, sums = torch.full((batch, 4, 2 * channels), torch.nan).chunk(2, dim=2)
+        moments = norm_act(x, norm.weight, norm.bias, groups, y, act, shift, p, seed)
+        dx = norm_act_backward(dy, x, moments, norm.weight, norm.bias, groups, sums, act, p, seed, add, more)
+    assert nothing.isnan().all() and around.isnan().all(), "what lies beside a row is not its own"
+    return distances(wanted, [y, dx, sums[:, 0].sum(0), sums[:, 1].sum(0), sums[:, 2], sums[:, 3]])
+
+for case in (
+    (2, 64, 64, 16),  # nothing is left over
+    (2, 32, 128, 1, 0.3),  # nor here: one group, wider than a slab and so with fewer pixels at a time
+    (2, 64, 192, 32, 0.3),  # groups of six, ten to a slab
+    (2, 130, 96, 24, 0.3),  # pixels and channels left over
+    (1, 40, 67, 1, 0.3),  # a group wider than a slab, and no power of two
+    (3, 1, 24, 6, 0.3),  # a single pixel, where a stride means nothing
+    (2, 9, 70, 14, 0.0, False),
+):
+    print("norm", max(norm_errors(*case)))
+output, gradient, *_ = norm_errors(2, 9, 70, 14, 0.0, False, 1000.0)  # far from 0, where squares would cancel
+print("far", output)
+print("far", gradient)
+
+assert max(_grid(torch.empty(70_000, 1, 8), 2)[1:], default=0) < 2**16, "as many programs as a GPU takes"
+
+for batch, count, channels in ((2, 1, 8), (2, 150, 20), (1, 3, 150)):
+    torch.manual_seed(0)
+    x, skip, branch = torch.randn(3, batch, count, channels)
+    weight, bias = torch.randn(channels, 2 * channels), torch.randn(channels)
+    wanted = [x + branch + bias, torch.cat([x, skip], dim=2) @ weight.t() + branch + bias, x.sum(1)]
+    print("join", max(distances(
+        wanted, [join(x, branch, bias), join_weighed(x, skip, weight, branch, bias), pixel_sums(x)])))
+"""
+
+NETWORKS = """
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+from bsi.backbones import UNetConfig, build, fused_unet, group_kernels
+from bsi.backbones.acceleration import freeze
+from bsi.backbones.group_kernels import Moments
+from bsi.backbones.memory import training_memory
+
+def awake(config, shape, classes=0):
+    torch.manual_seed(0)
+    network = build(config, shape, 256, classes).train()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    return network.to(memory_format=torch.channels_last) if len(shape) == 3 else network
+
+t = torch.tensor([0.2, 0.7])
+
+def results(network, trunk, x, direction, cond=None, times=1):
+    network.trunk = trunk
+    torch.manual_seed(1)  # what dropout draws
+    out = network(x, t, cond)
+    inputs = [x, *(p for p in network.parameters() if p.requires_grad)]
+    for _ in range(times):
+        gradients = torch.autograd.grad((out * direction).sum(), inputs, retain_graph=True)
+    return [out, *gradients]
+
+def farthest(wanted, found):
+    return max(float((mine - theirs).norm() / theirs.norm()) for theirs, mine in zip(wanted, found, strict=True))
+
+for config, shape, form in (
+    (UNetConfig(width=16, levels=1, dropout=0.2), (3, 4, 6), "fused"),
+    (UNetConfig(width=16, levels=1, dropout=0.2), (3, 4, 6), "lean"),
+    (UNetConfig(width=16, levels=1, heads=2, dropout=0.2, coarser=(24,)), (3, 4, 4), "lean"),
+    (UNetConfig(width=8, levels=1, coarser=(8,)), (1, 2, 2, 2), "fused"),  # of which a single pixel is left
+    (UNetConfig(width=8, levels=1, dropout=0.2), (2, 6), "fused"),
+):
+    network, cond = awake(config, shape, classes=3), torch.tensor([1, 3])
+    x, direction = torch.randn(2, *shape, requires_grad=True), torch.randn(2, *shape)
+    wanted, found = (results(network, trunk, x, direction, cond) for trunk in ("plain", form))
+    print("float32", farthest(wanted, found))
+
+dot = interpreter.InterpreterBuilder.create_dot
+cut = group_kernels._cut
+
+def widened(handle):
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+group_kernels._cut = lambda *inputs: cut(*inputs) | {"FAST": False}
+
+network = awake(UNetConfig(width=8, levels=1, dropout=0.2), (3, 4, 4))
+for name, parameter in network.named_parameters():
+    parameter.requires_grad_(not name.startswith(("stem", "before.norm_in", "after.conv_in")))
+x, direction = torch.randn(2, 3, 4, 4, requires_grad=True), torch.randn(2, 3, 4, 4)
+wanted = results(network, "plain", x, direction)
+network.compute_dtype = torch.bfloat16
+trained = results(network, "fused", x, direction, times=2)
+print("bfloat16", trained[0].dtype, trained[1].dtype, farthest(wanted, trained))
+network.eval()
+wanted = results(network, "plain", x, direction)[:2]
+freeze(network)
+print("frozen", farthest(wanted, results(network, "lean", x, direction)))
+with torch.no_grad():
+    print("frozen", farthest(wanted[:1], [network(x, t)]))
+
+# What is kept depends on no number: nothing is computed.
+fused_unet.norm_act = lambda x, *_: Moments(*torch.empty(3, len(x), x.shape[2]).unbind())
+fused_unet.join = fused_unet.join_weighed = lambda x, *_: torch.empty_like(x)
+
+def kept(network, batch, shape):
+    weights, found = {p.untyped_storage().data_ptr() for p in network.parameters()}, {}
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = network(torch.randn(batch, *shape), torch.rand(batch))
+    return sum(found.values())
+
+for coarser in ((), (64,)):
+    for form in ("fused", "lean"):
+        sizes, accounts = [], []
+        for levels in (1, 2):
+            config = UNetConfig(width=32, levels=levels, dropout=0.1, coarser=coarser)
+            network = build(config, (3, 12, 12), 256).train().to(memory_format=torch.channels_last)
+            network.trunk = form
+            sizes.append(kept(network, 2, (3, 12, 12)) - kept(network, 1, (3, 12, 12)))
+            accounts.append(training_memory(config, (3, 12, 12), 256, form=form, half=False).per_image)
+        print("kept", (sizes[1] - sizes[0]) / (accounts[1] - accounts[0]), sizes[0] / accounts[0])
+"""
+
+
+def told(lines: list[str], what: str) -> list[list[str]]:
+    """The words of the lines about something."""
+    return [line.split()[1:] for line in lines if line.startswith(what)]
+
+
+@needs_triton
+def test_the_kernels_are_group_norm_and_sums_whatever_is_left_over() -> None:
+    lines = interpreted(KERNELS)
+    norms, joins = ([float(number) for (number,) in told(lines, what)] for what in ("norm", "join"))
+    assert len(norms) == 7
+    assert max(norms) < 1e-5, norms
+    assert len(joins) == 3
+    assert max(joins) < 1e-6, joins
+    output, gradient = (float(number) for (number,) in told(lines, "far"))
+    assert max(output, gradient) < 2e-3, "1e-7 of 1000 is 1e-4 of a deviation"
+
+
+@needs_triton
+def test_the_fused_unet_is_the_plain_one_and_keeps_what_the_account_says() -> None:
+    lines = interpreted(NETWORKS)
+    distances = [float(number) for (number,) in told(lines, "float32")]
+    assert len(distances) == 5
+    assert max(distances) < 1e-5, distances
+    ((out, dx, distance),) = told(lines, "bfloat16")
+    assert out == dx == "torch.float32", "outside"
+    assert float(distance) < 0.08, "two digits, through some thirty layers and back"
+    (with_gradient,), (without,) = told(lines, "frozen")
+    assert float(with_gradient) < 0.03
+    assert float(without) < 0.01
+    accounts = told(lines, "kept")
+    assert len(accounts) == 4
+    for more, whole in accounts:
+        assert float(more) == pytest.approx(1, rel=0.05), "of one more level"
+        assert 1 / 2.5 < float(whole) < 1, "the working memory of one block comes on top"

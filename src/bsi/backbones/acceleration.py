@@ -32,8 +32,8 @@ def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8
 
     `lean` keeps less for the backward pass and computes norms and pointwise work again: a step of DiT-L/2 takes a
     quarter less memory and 4 % longer, one of the U-Net 128 x 32 half the memory and 9 % longer. `fp8` takes 8-bit
-    products, and keeps less already. A network in a fast form goes backward once for each forward pass: what multiplies
-    with its Jacobian (flow.py, conditioning.py) takes one that is left as it is.
+    products, and keeps less already. Fast forms have no second derivatives, and a DiT's goes backward once for each
+    forward pass: what multiplies with its Jacobian (flow.py, conditioning.py) takes a network that is left as it is.
     """
     if device.type != "cuda":
         return

@@ -15,8 +15,9 @@ of shift, the sum of dx, takes the mean of xn beside them. Gradients that reach 
 written, and the first of them is summed too: it is that of a bias. Dropout masks are those of dropout.py, computed
 again and never stored.
 
-What is left beside memory is arithmetic, some 15 instructions for each number forward and 35 backward: so z, xn and dx
-are written as multiples of x, one instruction each, and SiLU takes the hardware's own 2^x and 1/x.
+What is left beside memory is arithmetic, some 15 instructions for each number forward and 35 backward, twice as many
+where a mask is computed: so z, xn and dx are written as multiples of x, one instruction each, and SiLU takes the
+hardware's own 2^x and 1/x.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 join             y = x + branch + bias
 join_weighed     y = x W_x' + skip W_s' + branch + bias
-pixel_sums       of an image's channels
+pixel_sums       of each channel of an image, over its pixels
 """
 
 from __future__ import annotations
@@ -83,20 +83,9 @@ def join_weighed(
     rows = x.numel() // channels
     columns, depth = (max(16, min(most, triton.next_power_of_2(channels))) for most in (128, 32))
     _join_weighed[triton.cdiv(rows, 128), triton.cdiv(channels, columns)](
-        x,
-        skip,
-        weight,
-        branch,
-        bias,
-        y,
-        rows,
-        channels,
-        ROWS=128,
-        COLUMNS=columns,
-        DEPTH=depth,
-        num_warps=4,
-        num_stages=3,
-    )
+        x, skip, weight, branch, bias, y, rows, channels,
+        ROWS=128, COLUMNS=columns, DEPTH=depth, num_warps=4, num_stages=3,
+    )  # fmt: skip
     return y
 
 

@@ -85,7 +85,7 @@ class UNet(Backbone):
             from bsi.backbones.fused_unet import round_weights  # which needs Triton, and only some machines have it
 
             blocks = list(self.blocks())
-            shifts = shifts + torch.cat([bias_of(block.conv_in, block.conv_in.weight.dtype) for block in blocks])
+            shifts = shifts + torch.cat([bias_of(block.conv_in, torch.float32) for block in blocks])
             rounded = [*round_weights(blocks, x.dtype)]
         shifts = shifts.split(self.widths, dim=1)
         drops = self.training and self.config.dropout > 0

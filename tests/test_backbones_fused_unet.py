@@ -47,6 +47,7 @@ for case in (
     (2, 32, 128, 1, 0.3),  # nor here: one group, wider than a slab and so with fewer pixels at a time
     (2, 64, 192, 32, 0.3),  # groups of six, ten to a slab
     (2, 130, 64, 16, 0.3),  # pixels left over
+    (1, 1030, 8, 2, 0.3),  # and of a large image, which is cut otherwise
     (2, 64, 96, 24, 0.3),  # channels left over
     (1, 40, 67, 1, 0.3),  # a group wider than a slab, and no power of two
     (3, 1, 24, 6, 0.3),  # a single pixel, where a stride means nothing
@@ -175,7 +176,7 @@ def told(lines: list[str], what: str) -> list[list[str]]:
 def test_the_kernels_are_group_norm_and_sums_whatever_is_left_over() -> None:
     lines = interpreted(KERNELS)
     norms, joins = ([float(number) for (number,) in told(lines, what)] for what in ("norm", "join"))
-    assert len(norms) == 8
+    assert len(norms) == 9
     assert max(norms) < 3e-6, norms
     assert len(joins) == 3
     assert max(joins) < 1e-6, joins

@@ -134,9 +134,9 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def interpreted(code: str) -> list[str]:
+def printed(code: str, interpret: bool = True) -> list[str]:
     """What the code prints."""
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -145,7 +145,7 @@ def interpreted(code: str) -> list[str]:
 
 @needs_triton
 def test_the_fused_trunk_is_the_plain_one_with_and_without_dropout_lean_or_not() -> None:
-    *numbers, refusal = interpreted(SETTING + FUSED)
+    *numbers, refusal = printed(SETTING + FUSED)
     distances = [float(number) for number in numbers]
     assert len(distances) == 5
     assert "once for each forward pass" in refusal
@@ -154,7 +154,7 @@ def test_the_fused_trunk_is_the_plain_one_with_and_without_dropout_lean_or_not()
 
 @needs_triton
 def test_the_8_bit_trunk_is_the_plain_one_up_to_the_rounding_of_its_formats() -> None:
-    lines = interpreted(SETTING + EIGHT)
+    lines = printed(SETTING + EIGHT)
     exact, errors = [float(line) for line in lines if not line.startswith("out")], lines[7:9]
     assert len(exact) == 8
     assert max(exact) == 0, "scaling, rounding, turning, and the weights that were quantised before"

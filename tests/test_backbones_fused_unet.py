@@ -6,7 +6,7 @@ knows no instructions of a GPU: where a test computes in bfloat16, both are repl
 
 import pytest
 
-from test_backbones_fused import interpreted, needs_triton
+from test_backbones_fused import needs_triton, printed
 
 KERNELS = """
 import torch
@@ -166,6 +166,37 @@ for coarser in ((), (64,)):
         print("kept", (sizes[1] - sizes[0]) / (accounts[1] - accounts[0]), sizes[0] / accounts[0])
 """
 
+COMPILED = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bsi.backbones import group_kernels, join_kernels
+from bsi.backbones.norm_kernels import mask_of
+
+def kind(name, half):
+    numbers = name in ("pixels", "channels", "rows", "count") or name.startswith("stride")
+    return "i32" if numbers else {"eps": "fp32", "seed": "*i32"}.get(name, "*bf16" if name in half else "*fp32")
+
+def build(kernel, constants, num_warps, maxnreg=None, half=("x", "y", "dy", "dx", "add", "more", "skip", "branch")):
+    signature = {n: "constexpr" if n in constants else kind(n, half) for n in kernel.arg_names}
+    options = {"num_warps": num_warps} | ({} if maxnreg is None else {"maxnreg": maxnreg})
+    done = triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
+    print(kernel.__name__, len(done.asm["cubin"]))
+
+for count, channels, groups in ((1024, 128, 32), (1024, 192, 32), (1, 2051, 1)):
+    cut = group_kernels._cut(torch.empty(1, count, channels, dtype=torch.bfloat16), groups)
+    options = {name: cut.pop(name) for name in ("num_warps", "maxnreg")}
+    shared = {"GROUP": channels // groups, "ACT": True} | mask_of(0.1) | cut | ({"pixels": 1} if count == 1 else {})
+    build(group_kernels._norm_act, shared | {"SHIFT": True}, **options)
+    build(group_kernels._norm_act_backward, shared | {"ADD": True, "MORE": True}, **options)
+weighed = ("x", "y", "skip", "branch", "weight")
+build(join_kernels._join, {"BLOCK": 2048}, 8)
+build(join_kernels._join_weighed, {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32}, 4, half=weighed)
+build(join_kernels._pixel_sums, {"SLAB": 64, "TILE": 128}, 8)
+"""
+
 
 def told(lines: list[str], what: str) -> list[list[str]]:
     """The words of the lines about something."""
@@ -174,7 +205,7 @@ def told(lines: list[str], what: str) -> list[list[str]]:
 
 @needs_triton
 def test_the_kernels_are_group_norm_and_sums_whatever_is_left_over() -> None:
-    lines = interpreted(KERNELS)
+    lines = printed(KERNELS)
     norms, joins = ([float(number) for (number,) in told(lines, what)] for what in ("norm", "join"))
     assert len(norms) == 9
     assert max(norms) < 3e-6, norms
@@ -185,8 +216,16 @@ def test_the_kernels_are_group_norm_and_sums_whatever_is_left_over() -> None:
 
 
 @needs_triton
+def test_the_kernels_compile_for_an_h200_without_one() -> None:
+    """Which the interpreter does not: what it takes may be too much for a GPU, or no instruction of one."""
+    lines = printed(COMPILED, interpret=False)
+    assert len(lines) == 9
+    assert all(int(line.split()[1]) > 0 for line in lines)
+
+
+@needs_triton
 def test_the_fused_unet_is_the_plain_one_and_keeps_what_the_account_says() -> None:
-    lines = interpreted(NETWORKS)
+    lines = printed(NETWORKS)
     distances = [float(number) for (number,) in told(lines, "float32")]
     assert len(distances) == 5
     assert max(distances) < 1e-5, distances

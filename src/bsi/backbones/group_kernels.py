@@ -71,14 +71,25 @@ def _sigmoid(z, FAST: tl.constexpr):
 
 
 @triton.jit
-def _image_and_channel(channels, WHOLE: tl.constexpr):
-    """Of a program. The last image first: of what the convolution before has written, it is still in the cache.
+def _own(channels, GROUP: tl.constexpr, SLAB: tl.constexpr):
+    """A program's image, its channels, and which of them there are.
 
-    One axis for both: a GPU's other axes end at 65535, and batches of small images need not.
+    The last image first: of what the convolution before has written, it is still in the cache. One axis of programs for
+    images and slabs: a GPU's other axes end at 65535, and batches of small images need not.
     """
-    slabs = tl.cdiv(channels, WHOLE)
+    whole: tl.constexpr = SLAB // GROUP * GROUP
+    slabs = tl.cdiv(channels, whole)
     image = (tl.num_programs(0) - 1 - tl.program_id(0)) // slabs
-    return image.to(tl.int64), tl.program_id(0) % slabs * WHOLE
+    column = tl.arange(0, SLAB)
+    channel = tl.program_id(0) % slabs * whole + column
+    return image.to(tl.int64), channel, (column < whole) & (channel < channels)
+
+
+@triton.jit
+def _tile(start, pixels, channels, channel, inside, TILE: tl.constexpr, EVEN: tl.constexpr):
+    """Pixels from `start` on: which, where they lie in an image of `channels`, and whether they are there."""
+    pixel = (start + tl.arange(0, TILE))[:, None]
+    return pixel, pixel * channels + channel[None, :], EVEN | ((pixel < pixels) & inside[None, :])
 
 
 @triton.jit
@@ -89,10 +100,7 @@ def _norm_act(
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
     SLAB: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    sample, start_channel = _image_and_channel(channels, SLAB // GROUP * GROUP)
-    column = tl.arange(0, SLAB)
-    channel = start_channel + column
-    inside = (column < SLAB // GROUP * GROUP) & (channel < channels)
+    sample, channel, inside = _own(channels, GROUP, SLAB)
     first = sample * pixels
     x += first * channels  # so that places within one image are 32-bit numbers
     y += first * stride_y
@@ -105,9 +113,7 @@ def _norm_act(
     sums = tl.zeros([TILE, SLAB], tl.float32)
     squares = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
-        pixel = i + tl.arange(0, TILE)
-        here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
-        place = pixel[:, None] * channels + channel[None, :]
+        _, place, here = _tile(i, pixels, channels, channel, inside, TILE, EVEN)
         value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
         value = tl.where(here, value - pivot[None, :], 0.0)
         sums += value
@@ -127,9 +133,8 @@ def _norm_act(
     offset -= middle * scale
     last = (pixels - 1) // TILE * TILE
     for i in range(0, pixels, TILE):
-        pixel = last - i + tl.arange(0, TILE)  # backwards: what was read last is still in the cache
-        here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
-        place = pixel[:, None] * channels + channel[None, :]
+        # Backwards: what was read last is still in the cache.
+        pixel, place, here = _tile(last - i, pixels, channels, channel, inside, TILE, EVEN)
         value = tl.load(x + place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
         z = value * scale[None, :] + offset[None, :]
         if ACT:
@@ -137,7 +142,7 @@ def _norm_act(
         if DROPOUT > 0.0:
             kept = keeps((first * channels).to(tl.int32) + place, seed, THRESHOLD, WEYL_0, WEYL_1)
             z = tl.where(kept, z * (1.0 / (1.0 - DROPOUT)), 0.0)
-        tl.store(y + pixel[:, None] * stride_y + channel[None, :], z, mask=here)
+        tl.store(y + pixel * stride_y + channel[None, :], z, mask=here)
 
 
 @triton.jit
@@ -165,10 +170,7 @@ def _norm_act_backward(
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
     SLAB: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    sample, start_channel = _image_and_channel(channels, SLAB // GROUP * GROUP)
-    column = tl.arange(0, SLAB)
-    channel = start_channel + column
-    inside = (column < SLAB // GROUP * GROUP) & (channel < channels)
+    sample, channel, inside = _own(channels, GROUP, SLAB)
     first = sample * pixels
     x += first * channels
     dx += first * channels
@@ -184,11 +186,9 @@ def _norm_act_backward(
     sum_d = tl.zeros([TILE, SLAB], tl.float32)
     sum_dx = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
-        pixel = i + tl.arange(0, TILE)
-        here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
-        place = pixel[:, None] * channels + channel[None, :]
+        pixel, place, here = _tile(i, pixels, channels, channel, inside, TILE, EVEN)
         value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
-        d = tl.load(dy + pixel[:, None] * stride_dy + channel[None, :], mask=here, other=0.0)
+        d = tl.load(dy + pixel * stride_dy + channel[None, :], mask=here, other=0.0)
         d = _gradient(
             value, d, start + place, scale, offset, seed, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1, FAST
         )  # fmt: skip
@@ -204,19 +204,15 @@ def _norm_act_backward(
     sum_add = tl.zeros([TILE, SLAB], tl.float32)
     last = (pixels - 1) // TILE * TILE
     for i in range(0, pixels, TILE):
-        pixel = last - i + tl.arange(0, TILE)
-        here = EVEN | ((pixel < pixels)[:, None] & inside[None, :])
-        place = pixel[:, None] * channels + channel[None, :]
+        pixel, place, here = _tile(last - i, pixels, channels, channel, inside, TILE, EVEN)
         value = tl.load(x + place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        d = tl.load(
-            dy + pixel[:, None] * stride_dy + channel[None, :], mask=here, other=0.0, eviction_policy="evict_first"
-        )
+        d = tl.load(dy + pixel * stride_dy + channel[None, :], mask=here, other=0.0, eviction_policy="evict_first")
         d = _gradient(
             value, d, start + place, scale, offset, seed, ACT, DROPOUT, THRESHOLD, WEYL_0, WEYL_1, FAST
         )  # fmt: skip
         d = factor[None, :] * d - (value * slope[None, :] + level[None, :])
         if ADD:
-            place_add = pixel[:, None] * stride_add + channel[None, :]
+            place_add = pixel * stride_add + channel[None, :]
             other = tl.load(add + place_add, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
             sum_add += other
             d += other

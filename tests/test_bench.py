@@ -134,6 +134,9 @@ def test_the_floor_of_a_unet_counts_all_its_convolutions(
     record = json.loads(capsys.readouterr().out)
     # Stem and head; two to a block down, in the middle and up; and the shortcuts of those up.
     assert record["convolutions"] == 2 + 2 * (2 + 2 + 3) + 3
+    inner = 7 * 4 * 4 + 4 * 4 * 4 + 3 * 8 * 4  # second ones; first ones down and in the middle; first ones up
+    weights = 9 * (21 * 4 + inner + 4 * 3) + 3 * 8 * 4
+    assert record["gflop"] == pytest.approx(6 * 32 * 32 * weights / 1e9, abs=1e-6), "forward, and two gradients"
     assert 0 < record["of_3x3"] < record["milliseconds"]
     assert record["images_per_s"] > 0
 

@@ -353,6 +353,12 @@ def test_the_names_to_allow_are_all_of_them_though_not_all_changes_are_listed() 
     check_changes(before, now, ("", ""), ("a", "a"), 5, str(refused.value).rpartition("--allow ")[2].split())
 
 
+def test_what_changes_rounding_alone_may_change_on_the_way() -> None:
+    before = recipe()
+    for now in (replace(before, lean=True), replace(before, accumulation=2)):
+        assert [str(change) for change in check_changes(before, now, ("", ""), ("a", "a"), 5, ())]
+
+
 def test_what_decides_which_tensors_a_checkpoint_has_cannot_be_allowed(tmp_path: Path) -> None:
     out, small = tmp_path / "run", recipe(steps=3, every=Every(journal=1, checkpoint=1))
     small = replace(small, optimiser=replace(small.optimiser, schedule="constant"))

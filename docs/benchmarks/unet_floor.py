@@ -71,9 +71,9 @@ def main() -> None:
     record = {
         "backbone": args.backbone, "batch": args.batch, "convolutions": kinds.total(), "dtype": str(dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "milliseconds": round(took, 2), "of_3x3": round(sum(ms for kind, ms in each.items() if kind[2] == 3), 2),
-        "images_per_s": round(1e3 * args.batch / took, 1),
-        "tflops": round(flops / took / 1e9, 3),
+        "gflop": round(flops / 1e9, 6), "milliseconds": round(took, 2),
+        "of_3x3": round(sum(ms for kind, ms in each.items() if kind[2] == 3), 2),
+        "images_per_s": round(1e3 * args.batch / took, 1), "tflops": round(flops / took / 1e9, 3),
     }  # fmt: skip
     print(json.dumps(record))
 

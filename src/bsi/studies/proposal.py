@@ -32,7 +32,7 @@ LEVELS = (1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)
 
 
 def profile(scale: Scale) -> Profile:
-    """Below the paper's scale, the one of the study `importance-sampling`."""
+    """Of the network of the parameter studies."""
     return Profile(scale.parameter_recipe("bsi"), scale.measured.profile_levels, scale.measured.profile_images)
 
 

@@ -31,7 +31,7 @@ that is not what the paper found.
 | scale | what | what it can show |
 |---|---|---|
 | smoke | {smoke}; networks train for seconds | that everything runs. Its numbers are no evidence for any claim |
-| mini | {mini}; networks of 10M parameters train for two minutes | whether a claim shows at small scale |
+| mini | {mini}; networks of 10M parameters train for one or two minutes | whether a claim shows at small scale |
 | paper | {paper}; the paper's networks, budgets and seeds | the claims themselves |
 
 "Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are

@@ -1,4 +1,4 @@
-"""What may befall one process: rows 1, 3, 7, 8, 11, 15 to 20 and 23 of docs/reliability.md, with real processes.
+"""What may befall one process: rows 1, 3, 7, 8, 11, 15 to 20, 23 and 36 of docs/reliability.md, with real processes.
 
 A row is a chain of runs in one folder, most of which die. One launcher imports torch and forks a process for each of
 them; the tests then look at how they ended and what they left.
@@ -61,6 +61,11 @@ def chains(base: Path) -> Chains:
             out("full", fault("save:space", "none left", 16), copy="full-before"),
             out("full", fault("save:half", "no space", 16), copy="full-within"),
             out("full"),
+        ],
+        "unseen": [
+            out("unseen", fault("evaluate", "no disk", 11), copy="unseen-failed"),
+            out("unseen", fault("evaluate", "no disk", -1)),
+            out("unseen"),
         ],
         "changed": [
             out("changed", fault("step", "signal SIGTERM self", 5)),
@@ -151,6 +156,18 @@ def test_a_full_disk_is_noticed_before_or_within_a_save_and_the_old_checkpoint_s
         assert not list((base / copy / "checkpoints").glob(".step-*"))
         assert status(base / copy)["state"] == "failed"
     assert fingerprint(base / "full") == fingerprint(base / "whole")
+
+
+def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(base: Path, chains: Chains) -> None:
+    """Row 36: the first fails after step 12, between the checkpoints of steps 8 and 16, and once more on going on."""
+    assert codes(chains["unseen"]) == [1, 1, 0]
+    assert latest(base / "unseen-failed") == "step-00000012"
+    for ended in chains["unseen"][:2]:
+        assert "evaluation or the samples of step 12 failed" in ended.stderr
+        assert "--every.evaluate 0" in ended.stderr
+        assert "Input/output error" in ended.stderr
+    assert fingerprint(base / "unseen") == fingerprint(base / "whole")
+    assert metrics(base / "unseen") == metrics(base / "whole")
 
 
 def test_changed_settings_are_listed_and_refused_unless_safe(base: Path, chains: Chains) -> None:

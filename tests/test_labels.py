@@ -91,6 +91,13 @@ def test_a_network_trained_with_labels_draws_what_it_is_asked_for_and_all_of_it_
     assert (run / "samples").is_dir()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_network_with_labels_is_looked_at_on_the_way_on_a_gpu_too(tmp_path: Path) -> None:
+    every = Every(journal=2, evaluate=2, sample=2, checkpoint=4)
+    run = bsi.train(_recipe(steps=4, every=every), data=_points(), labels=LABELS, out=tmp_path / "run", device="cuda")
+    assert (run / "samples").is_dir()
+
+
 def test_labels_belong_to_what_a_resumed_run_compares(tmp_path: Path) -> None:
     out, short = tmp_path / "run", _recipe(steps=2, optimiser=Optimiser(lr=3e-3), every=Every(journal=1, checkpoint=1))
     bsi.train(short, data=_points(), labels=LABELS, out=out)

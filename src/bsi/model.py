@@ -144,7 +144,7 @@ class Model(nn.Module):
         drawn = []
         with _evaluating(self):
             for ids in torch.arange(num, device=self.device).split(batch_size):
-                part = _select(cond, ids)
+                part = _rows(cond, ids.cpu(), self.device)
                 noise = BrownianPath(seed, ids, self.shape)
                 drawn.append(sample(self.method, self.denoiser.given(part), noise, levels, solver))
         x = torch.cat(drawn)
@@ -190,7 +190,7 @@ class Model(nn.Module):
                 x = self.values(data[ids.to(data.device)]).to(self.device)
                 t = torch.stack([_dealt(len(x), generator) for _ in range(measure)]).to(self.device)
                 draw = SeededNoise(seed, ids.to(self.device), self.shape, x.dtype)
-                predict = self.denoiser.given(_select(cond, ids.to(self.device)))
+                predict = self.denoiser.given(_rows(cond, ids, self.device))
                 noise = functools.partial(draw, 0.0, 1.0)
                 parts.append(elbo(self.method, predict, x, self.bins, t, noise, recon, log_determinant=log_determinant))
         return Elbo.join(parts)
@@ -258,11 +258,11 @@ def _dealt(count: int, generator: torch.Generator) -> Float[Tensor, " count"]:
     return t[torch.randperm(count, generator=generator)]
 
 
-def _select(cond: Condition | None, ids: Integer[Tensor, " batch"]) -> Condition | None:
-    """The condition's rows for these samples."""
+def _rows(cond: Condition | None, ids: Integer[Tensor, " batch"], device: torch.device) -> Condition | None:
+    """The condition's rows for these samples, where the network is, wherever the condition was."""
     if isinstance(cond, dict):
-        return {name: value[ids.to(value.device)] for name, value in cond.items()}
-    return None if cond is None else cond[ids.to(cond.device)]
+        return {name: value[ids.to(value.device)].to(device) for name, value in cond.items()}
+    return None if cond is None else cond[ids.to(cond.device)].to(device)
 
 
 @contextmanager

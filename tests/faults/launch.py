@@ -8,6 +8,7 @@ torchrun starts again must not die again). Points:
 
     step      before a step                    loss      in the middle of one, with its losses at hand
     data      while a batch is fetched         network   when the network is called
+    evaluate  before an evaluation, with its step as that of the last one trained
     save:X    in a save: space, write, half, publish, latest, prune
 """
 
@@ -78,6 +79,8 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
         elif do == "no space":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif do == "no disk":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         elif do == "no memory":
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return do
@@ -95,7 +98,7 @@ def patch(faults: Faults) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from bsi.backbones.base import Backbone
-    from bsi.training import checkpoint
+    from bsi.training import checkpoint, loop
     from bsi.training.step import Engine
     from bsi.training.stop import StopFlag
     from bsi.training.stream import Batch, Piece, Stream, piece_ids
@@ -120,6 +123,7 @@ def patch(faults: Faults) -> None:
     around(checkpoint, "move_latest", "save:latest")
     around(checkpoint, "prune", "save:prune")
     around(Backbone, "forward", "network")
+    around(loop, "bound", "evaluate")
 
     save, step, losses, batch_of = checkpoint.save, Engine.step, Engine._losses, Stream._batch
 

@@ -2,8 +2,8 @@
 
 Between looks the host only queues work: every few steps, and whenever something is due, it reads what the device has
 counted. After one step the order is journal, stored averages, evaluation and samples, checkpoint: a checkpoint never
-lacks what was due before it. One that is written in a hurry, because of a signal, notes that the evaluation is still to
-be made.
+lacks what was due before it. One that is written in a hurry, because of a signal or because the evaluation failed,
+notes that the evaluation is still to be made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bsi.training.journal import Sink, Value
 from bsi.training.recipe import Recipe
 from bsi.training.saver import Saver
 from bsi.training.step import Engine
-from bsi.training.stop import StopFlag
+from bsi.training.stop import StopFlag, tell
 from bsi.training.stream import Piece, Stream, piece_ids, piece_levels
 from bsi.training.watchdog import Watchdog
 
@@ -78,7 +78,7 @@ def run(job: Job) -> None:
     recipe, engine = job.recipe, job.engine
     clock, lap_began = Clock(), engine.steps_done
     if job.evaluation_pending:
-        clock.leave_out(_observe(job))
+        clock.leave_out(_look(job))
         if engine.steps_done == recipe.steps:  # no later checkpoint will tell that it was made
             _save(job)
     while engine.steps_done < recipe.steps:
@@ -102,7 +102,7 @@ def run(job: Job) -> None:
             _finish_saves(job)
             reason = job.stop.reason or "another rank's signal"
             raise Preempted(f"{reason}: saved step {step} of {recipe.steps}; run the same command to go on")
-        clock.leave_out(_observe(job))
+        clock.leave_out(_look(job))
         if due.checkpoint:
             clock.leave_out(_save(job))
     _finish_saves(job)
@@ -135,9 +135,26 @@ def _tell(job: Job, record: Mapping[str, Value]) -> None:
             sink(record)
 
 
-def _observe(job: Job) -> float:
-    """Evaluate and draw samples where that is due; the seconds it took."""
-    started, recipe, step = time.perf_counter(), job.recipe, job.engine.steps_done
+def _look(job: Job) -> float:
+    """Evaluate and draw samples where that is due; the seconds it took. If it fails, the steps until here are saved."""
+    started = time.perf_counter()
+    try:
+        _observe(job)
+    except Exception:
+        _save(job, evaluation_pending=True)
+        job.saver.wait()  # for this rank's own: the others may never come
+        if job.world.first:
+            step = job.engine.steps_done
+            tell(
+                f"the evaluation or the samples of step {step} failed, as follows; what was trained is saved. The same "
+                f"command tries them again; with --every.evaluate 0 --every.sample 0 it goes on without"
+            )
+        raise
+    return time.perf_counter() - started
+
+
+def _observe(job: Job) -> None:
+    recipe, step = job.recipe, job.engine.steps_done
     due = recipe.every.due(step, recipe.steps)
     job.watchdog.at(step, "evaluate")
     if due.evaluate and job.data.test is not None:
@@ -153,7 +170,6 @@ def _observe(job: Job) -> float:
     if due.sample and job.world.first:
         path = draw_samples(job.engine.ema.model, recipe, job.folder.path / "samples" / f"step-{step:08d}")
         _tell(job, {"event": "sample", "step": step, "file": f"samples/{path.name}", "time": time.time()})
-    return time.perf_counter() - started
 
 
 def _save(job: Job, evaluation_pending: bool = False) -> float:

@@ -15,7 +15,7 @@ from types import FrameType
 
 from bsi.progress import forget
 
-__all__ = ["StopFlag", "listening"]
+__all__ = ["StopFlag", "listening", "tell"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STDERR = 2
@@ -33,17 +33,17 @@ class StopFlag:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.reason == "SIGINT" and number == signal.SIGINT:
-            _tell("second Ctrl-C: leaving without saving")
+            tell("second Ctrl-C: leaving without saving")
             os._exit(LEFT_AT_ONCE)
         if not self:
             self.reason = signal.Signals(number).name
             again = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
-            _tell(f"{self.reason}: saving, then leaving{again}")
+            tell(f"{self.reason}: saving, then leaving{again}")
         elif number == signal.SIGINT:
             self.reason = "SIGINT"
 
 
-def _tell(words: str) -> None:
+def tell(words: str) -> None:
     """Past Python's stderr, which may be in the middle of a write, or no file at all, as in a notebook."""
     try:
         os.write(STDERR, f"\nbsi train: {words}\n".encode())

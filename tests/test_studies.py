@@ -394,6 +394,17 @@ def test_the_command_line_plans_runs_and_refuses(tmp_path, capsys, monkeypatch):
     assert "in one process" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("scale", ["smoke", "mini", "paper"])
+def test_ranks_are_sent_to_the_plans_commands_where_it_shows_some(tmp_path, monkeypatch, capsys, scale):
+    words = ["study", "architecture", "--scale", scale, "--out", str(tmp_path)]
+    assert main([*words, "--plan"]) == 0
+    shown = "-m bsi train" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(words) == 2
+    assert ("the commands that --plan shows" in capsys.readouterr().err) == shown
+
+
 def test_all_is_every_study():
     assert [study.name for study in named_studies("all")] == list(STUDIES)
 

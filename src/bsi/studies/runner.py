@@ -75,9 +75,9 @@ def run(
     """Do what is left of the studies and write their outcomes; the folders of the results. Raises Preempted when out
     of time, and writes what there is so far."""
     if find_place(os.environ).size > 1:
+        shown = "Train its networks on many GPUs with the commands that --plan shows, then run the study on one."
         raise UsageError(
-            "a study runs in one process. Train its networks on many GPUs with the commands that --plan shows, then "
-            "run the study on one."
+            f"a study runs in one process. {shown if scale.name == 'paper' else 'Start it without torchrun.'}"
         )
     deadline, store = Deadline.after(minutes), Store(folder)
     at_work = _Bench(scale, store, deadline, device)

@@ -360,7 +360,7 @@ print(peak() - before)
 @pytest.mark.parametrize("name", ["dit-mini/4", "unet-32x2"])
 def test_a_step_on_a_cpu_takes_what_the_account_says_within_its_margins(name: str, tmp_path: Path):
     """At least what a run is refused for, at most what it is warned of, in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", MEASURE, name, str(tmp_path / "run")]
     done = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr

@@ -123,6 +123,40 @@ def test_ranks_of_plain_srun_meet_by_slurms_variables(base: Path, chains: Chains
     assert fingerprint(base / "srun") == fingerprint(base / "two")
 
 
+WITH_TENSORBOARD = """
+import os, sys, types
+from pathlib import Path
+
+class Writer:
+    def __init__(self, folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.file = open(Path(folder) / f"rank-{os.environ['RANK']}", "w")
+
+    def add_scalar(self, name, value, step):
+        print(name, step, file=self.file)
+
+    def flush(self):
+        self.file.flush()
+
+sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=Writer)
+from bsi.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_of_many_ranks_the_first_alone_writes_for_tensorboard(base: Path) -> None:
+    """With a stand-in for its writer, which makes its file as soon as it is made itself."""
+    launch = base / "with_tensorboard.py"
+    launch.write_text(WITH_TENSORBOARD)
+    ended = torchrun(Entry(base / "board", ["--tensorboard"], ranks=2), base / "board-marks", launch=launch)
+    assert ended.codes == [0], ended.stderr
+    assert [path.name for path in (base / "board" / "tensorboard").iterdir()] == ["rank-0"]
+    lines = (base / "board" / "tensorboard" / "rank-0").read_text().splitlines()
+    assert [line for line in lines if line.startswith("train/loss ")] == [
+        f"train/loss {step}" for step in range(4, 25, 4)
+    ]
+
+
 def still_training(run: Path) -> list[str]:
     """Processes whose command names this run folder."""
     words = [path.read_bytes().split(b"\0") for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]

@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +14,20 @@ import jaxtyping
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bsi
 from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, compile_regions, resolve
 from bsi.backbones.cost import cost
-from bsi.backbones.memory import CONTEXT, Form, evaluation_memory, training_memory
+from bsi.backbones.memory import CONTEXT, Form, OptimiserKind, evaluation_memory, training_memory
 from bsi.cli import main
 from bsi.cli.train import parse
 from bsi.errors import UsageError
 from bsi.training.dataset import BinSpec, DataSpec
 from bsi.training.distributed import Place, World
 from bsi.training.host import host_memory
-from bsi.training.recipe import Evaluation, Every, Recipe
+from bsi.training.optimisers import Optimisers
+from bsi.training.recipe import Evaluation, Every, Optimiser, Recipe
 from bsi.training.room import LEAST, MOST, check_host, enough_for_batch, enough_to_train
 from bsi.training.watchdog import watching
 
@@ -147,6 +150,63 @@ def test_averages_rounded_weights_and_skips_are_in_the_account():
     assert (half.state, wide.state) == (6 * parameters, 4 * parameters)
     deeper = evaluation_memory(replace(config, levels=5), SHAPE, 256)
     assert deeper.per_image - half.per_image == 2 * 32 * 16 * 16  # one skip more, in 16 bits
+
+
+NETWORKS = [
+    DiTConfig(64, 2, 2), DiTConfig(48, 3, 2, mlp_ratio=3), MLPConfig(32, 3), MLPConfig(64, 2, mlp_ratio=1),
+    UNetConfig(32, 2), UNetConfig(16, 1, coarser=(32, 48)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", NETWORKS, ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_account_has_every_byte_of_the_optimisers_moments(config: BackboneConfig, kind: OptimiserKind):
+    """AdamW has two, Muon one for the matrices inside; counts of steps are left out."""
+    network = build(config, SHAPE, 256, num_classes=3)
+    state = Optimisers(network, Optimiser(lr=1e-3, kind=kind)).state()
+    found = sum(tensor.nbytes for name, tensor in state.items() if not name.startswith("step/"))
+    weights_and_average = 2 * sum(p.nbytes for p in network.parameters())
+    account = training_memory(config, SHAPE, 256, 3, half=False, optimiser=kind)
+    assert account.state == weights_and_average + found
+
+
+class Peak(TorchDispatchMode):
+    """Bytes that operations hold at once, beside the tensors that were there."""
+
+    def __init__(self, there: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.held = {tensor.untyped_storage()._cdata: 0 for tensor in there}
+        self.peak = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.held:
+                self.held[storage._cdata] = storage.nbytes()
+                self.peak = max(self.peak, sum(self.held.values()))
+                weakref.finalize(storage, self.held.pop, storage._cdata, 0)
+        return result
+
+
+@pytest.mark.parametrize("config", NETWORKS, ids=str)
+@pytest.mark.parametrize("half", [False, True])
+def test_the_account_has_what_muon_takes_to_turn_its_matrices(config: BackboneConfig, half: bool, monkeypatch):
+    """In 16 bits as on a GPU: a step there differs in the type alone."""
+    if half:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    network = build(config, SHAPE, 256)
+    muon = Optimisers(network, Optimiser(lr=1e-3, kind="muon")).muon
+    for matrix in muon.matrices:
+        matrix.grad = torch.randn_like(matrix)
+    one, there = torch.ones(()), [*muon.matrices, *muon.momenta, *(p.grad for p in muon.matrices if p.grad is not None)]
+    with Peak(there) as found:
+        muon.step(0.1 * one, one, one > 0)
+    account = training_memory(config, SHAPE, 256, half=half, optimiser="muon")
+    assert found.peak <= account.update + 64 < 1.3 * found.peak  # a few numbers on the way
+    few, none = account.bytes(1) - CONTEXT, training_memory(config, SHAPE, 256, half=half).update
+    assert few >= account.state + account.gradients + account.update
+    assert none == 0
 
 
 def test_the_documented_table_of_largest_batches_is_what_its_script_prints(monkeypatch, capsys):
@@ -272,9 +332,9 @@ def test_any_other_work_names_its_own_option():
 def small_steps(name: str) -> tuple[Recipe, int]:
     """A run of two steps with one network, and the bytes that its account says of a step on a CPU."""
     every = Every(journal=1, evaluate=0, sample=0, checkpoint=1)
-    config = resolve(name)
-    account = training_memory(config, SHAPE, 256, form="plain", half=False).bytes(64) - CONTEXT
-    return replace(bsi.recipes.digits(), backbone=config, steps=2, batch=64, every=every), account
+    config, digits = resolve(name), bsi.recipes.digits()
+    account = training_memory(config, SHAPE, 256, form="plain", half=False, optimiser=digits.optimiser.kind)
+    return replace(digits, backbone=config, steps=2, batch=64, every=every), account.bytes(64) - CONTEXT
 
 
 # VmHWM is this program's own peak; getrusage's ru_maxrss begins with that of the process which started it.
@@ -300,7 +360,7 @@ print(peak() - before)
 @pytest.mark.parametrize("name", ["dit-mini/4", "unet-32x2"])
 def test_a_step_on_a_cpu_takes_what_the_account_says_within_its_margins(name: str, tmp_path: Path):
     """At least what a run is refused for, at most what it is warned of, in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", MEASURE, name, str(tmp_path / "run")]
     done = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
@@ -346,6 +406,22 @@ def test_a_gpu_that_is_full_hears_of_the_lean_form_where_that_is_enough(monkeypa
         (pieces,) = re.findall(r"add --accumulation (\d+), which computes the same batch of 512", str(refused.value))
         assert int(pieces) > 1
         assert ("add --lean, which keeps less" in str(refused.value)) == lean
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_gpu_that_is_full_is_answered_by_the_account_of_the_recipes_optimiser(kind: OptimiserKind, monkeypatch):
+    """DiT-L/2 on 16 GiB: 31 images at a time with AdamW's moments, 36 with Muon's."""
+    monkeypatch.setattr("bsi.training.room.form_of", lambda config, half, device, lean=False: "fused")
+    monkeypatch.setattr("bsi.training.room.compute_dtype", lambda precision, device: torch.bfloat16)
+    monkeypatch.setattr("bsi.training.room.room", lambda device, sharing=1: 16 * GIB)
+    cifar, gpu = bsi.recipes.cifar10_dit_s(), World(Place(), torch.device("cuda"))
+    large = replace(cifar, backbone=resolve("dit-l/2"), optimiser=replace(cifar.optimiser, kind=kind))
+    with (
+        watching(gpu.place, limit_s=600.0) as watchdog,
+        pytest.raises(UsageError, match=rf"bsi.backbones.memory {31 if kind == 'adamw' else 36} fit"),
+        enough_to_train(large, CIFAR, gpu, watchdog),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def test_ranks_on_one_host_share_its_memory(monkeypatch):

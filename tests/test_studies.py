@@ -7,8 +7,13 @@ finite, not what it says.
 import csv
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +37,7 @@ from bsi.studies.runner import plan, report_so_far, run
 from bsi.studies.scale import Comparison, Drawn, Measured, Varied
 from bsi.studies.scales import SMOKE
 from bsi.studies.store import Result, Store
+from bsi.studies.turns import in_turn
 from bsi.training.lease import hold
 from bsi.training.recipe import Every, Recipe
 
@@ -270,16 +276,57 @@ def test_a_study_names_the_commit_that_it_began_with(tmp_path, monkeypatch):
     assert [bench.about()["commit"] for _ in range(2)] == ["first", "first"]
 
 
-def test_samples_that_another_process_draws_are_left_to_it(folder, tmp_path):
-    job = Quality(tiny("bsi"), "fd-digits", 40, 4)
-    bench = runner._Bench(TINY, Store(folder), Deadline(), "cpu")
-    laboratory = replace(bench._laboratory("digits"), folder=tmp_path)
-    held = tmp_path / "measurements" / f"{name_of(job)}-samples"
-    held.mkdir(parents=True)
-    with hold(held, print), pytest.raises(UsageError, match=r"samples is in use by host .* Wait for it"):
-        laboratory.measure(job, bench._model(job, laboratory), Deadline())
-    assert laboratory.measure(job, bench._model(job, laboratory), Deadline()).values["samples"] == 40
-    assert not held.exists()
+# A study whose networks are kept only once somebody writes a line to it: the run folder's lock is gone by then.
+STUDY = """
+import sys
+from pathlib import Path
+from bsi.studies import networks
+from bsi.studies.registry import STUDIES
+from bsi.studies.runner import run
+from test_studies import TINY
+
+def slowly(run, path, export=networks.export):
+    print("trained", flush=True)
+    sys.stdin.readline()
+    return export(run, path)
+
+networks.export = slowly
+run([STUDIES["samples"]], TINY, Path(sys.argv[1]), device="cpu")
+"""
+
+
+def begin(out: Path, stdin: int) -> subprocess.Popen[str]:
+    """The study in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    words, pipe = [sys.executable, "-c", STUDY, str(out)], subprocess.PIPE
+    return subprocess.Popen(words, stdin=stdin, stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_job_that_another_process_does_is_waited_for_and_taken_over_if_that_one_dies(tmp_path, killed):
+    with begin(tmp_path, subprocess.PIPE) as first:
+        assert first.stdout.readline() == "trained\n"
+        with begin(tmp_path, subprocess.DEVNULL) as second:
+            said = next((line for line in second.stderr if "waiting for" in line), "it did not wait")
+            assert f"pid {first.pid}, which is at it" in said
+            if killed:
+                first.kill()
+            first.communicate("go on\n" * 3)
+            shown, said = second.communicate()
+    assert (first.returncode, second.returncode) == (-signal.SIGKILL if killed else 0, 0), said
+    assert ("train BSI, seed 0: 2 steps of 16: done by another process" in shown) == (not killed)
+    assert (f"pid {first.pid}: its process ended" in said) == killed
+    assert all(planned.done for planned in plan([STUDIES["samples"]], TINY, Store(tmp_path)))
+    assert [path.name for path in tmp_path.glob(".*")] == [], "locks are gone"
+
+
+def test_a_study_that_waits_leaves_in_time(tmp_path):
+    job, store = Train(tiny("bsi")), Store(tmp_path)
+    with (
+        hold(tmp_path, print, f".{name_of(job)}.lock"),
+        pytest.raises(Preempted, match=rf"out of time: host .*, pid {os.getpid()} is still at train BSI"),
+    ):
+        in_turn(job, store, Deadline(0.0), lambda job: pytest.fail("it was done twice"))
 
 
 def test_a_study_out_of_time_says_what_is_left_writes_what_there_is_and_leaves_with_75(folder, tmp_path, monkeypatch):
@@ -345,6 +392,17 @@ def test_the_command_line_plans_runs_and_refuses(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["study", "illustration", "--out", str(tmp_path)]) == 2
     assert "in one process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scale", ["smoke", "mini", "paper"])
+def test_ranks_are_sent_to_the_plans_commands_where_it_shows_some(tmp_path, monkeypatch, capsys, scale):
+    words = ["study", "architecture", "--scale", scale, "--out", str(tmp_path)]
+    assert main([*words, "--plan"]) == 0
+    shown = "-m bsi train" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(words) == 2
+    assert ("the commands that --plan shows" in capsys.readouterr().err) == shown
 
 
 def test_all_is_every_study():

@@ -2,6 +2,7 @@
 
     python docs/benchmarks/batches.py                     # 32 x 32 images in three channels, bfloat16
     python docs/benchmarks/batches.py --size 64 --ranks 8
+    python docs/benchmarks/batches.py --optimiser muon
 
 Images at a time on one GPU; a larger batch is computed in pieces with `--accumulation`. Needs no GPU and no torch.
 """
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import get_args
 
 from bsi.backbones.config import BackboneConfig, resolve
-from bsi.backbones.memory import Form, training_memory
+from bsi.backbones.memory import Form, OptimiserKind, training_memory
 
 GIB = 2**30
 ROOM = (8, 16, 24, 40, 80, 141)
@@ -23,8 +25,10 @@ CASES: tuple[tuple[str, Form], ...] = (
 )  # fmt: skip
 
 
-def row(name: str, form: str, config: BackboneConfig, shape: tuple[int, ...], ranks: int, kept: Form) -> str:
-    memory = training_memory(config, shape, 256, form=kept)
+def row(
+    name: str, form: str, config: BackboneConfig, shape: tuple[int, ...], ranks: int, kept: Form, kind: OptimiserKind
+) -> str:
+    memory = training_memory(config, shape, 256, form=kept, optimiser=kind)
     fits = (memory.largest(room * GIB, ranks) for room in ROOM)
     return f"| {name} | {form} | {' | '.join(str(images) if images else '-' for images in fits)} |"
 
@@ -33,15 +37,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", type=int, default=32, help="height and width of the images")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--optimiser", choices=get_args(OptimiserKind), default="adamw")
     args = parser.parse_args()
     shape = (3, args.size, args.size)
     print(f"| network | form | {' | '.join(f'{room} GiB' for room in ROOM)} |")
     print(f"|---|---|{'---|' * len(ROOM)}")
     for name, form in CASES:
         config = resolve(name)
-        print(row(name, form, config, shape, args.ranks, form))
+        print(row(name, form, config, shape, args.ranks, form, args.optimiser))
         if form == "fused":
-            print(row(name, "checkpoint", replace(config, checkpoint=True), shape, args.ranks, "compiled"))
+            print(
+                row(name, "checkpoint", replace(config, checkpoint=True), shape, args.ranks, "compiled", args.optimiser)
+            )
 
 
 if __name__ == "__main__":

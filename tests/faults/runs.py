@@ -95,7 +95,7 @@ def sequence(folder: Path, *entries: Entry) -> list[Ended]:
     return [Ended(**result) for result in json.loads(plan.with_suffix(".out").read_text())]
 
 
-def torchrun(entry: Entry, marks: Path, restarts: int = 0) -> Ended:
+def torchrun(entry: Entry, marks: Path, restarts: int = 0, launch: Path = LAUNCH) -> Ended:
     """The run under torchrun, as a user starts it; its exit code is the launcher's."""
     marks.mkdir(parents=True, exist_ok=True)
     plain = entry.plain()
@@ -106,7 +106,7 @@ def torchrun(entry: Entry, marks: Path, restarts: int = 0) -> Ended:
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entry.ranks), "--max-restarts",
         str(restarts), "--monitor-interval", "0.2", "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     ]  # fmt: skip
-    ended = _run([sys.executable, *words, str(LAUNCH), "train", *plain["words"]], environment)
+    ended = _run([sys.executable, *words, str(launch), "train", *plain["words"]], environment)
     return Ended([ended.returncode], ended.stderr)
 
 

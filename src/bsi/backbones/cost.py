@@ -9,6 +9,7 @@ like are left out, as everywhere. A training step without checkpointing costs th
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -79,6 +80,25 @@ def cost(config: BackboneConfig, shape: tuple[int, ...], bins_count: int | None 
                 _norm(width),
                 _convolution(width, shape[0], kernel, pixels[0]),
             )
+
+
+def inner_matrices(config: BackboneConfig, shape: tuple[int, ...]) -> Counter[tuple[int, int]]:
+    """The matrices between hidden features (`Backbone.matrices`): how many have so many rows and columns, with filters
+    of convolutions as (out, in x window)."""
+    match config:
+        case DiTConfig(width=w, depth=depth, mlp_ratio=ratio):
+            return Counter(depth * [(3 * w, w), (w, w), (ratio * w, w), (w, ratio * w)])
+        case MLPConfig(width=w, depth=depth, mlp_ratio=ratio):
+            return Counter(depth * [(ratio * w, w), (w, ratio * w)])
+        case UNetConfig(widths=widths, levels=levels):
+            k, deepest = 3 ** (len(shape) - 1), widths[-1]
+            found = Counter(4 * [(deepest, k * deepest)] + [(3 * deepest, deepest), (deepest, deepest)])
+            for w in widths:
+                found.update(2 * levels * [(w, k * w)])
+                found.update((levels + 1) * [(w, 2 * k * w), (w, k * w), (w, 2 * w)])
+            for w, v in pairwise(widths):
+                found.update([(v, k * w), (w, k * v)] + (2 * levels + 1) * [(3 * v, v), (v, v)])
+            return found
 
 
 def _total(*parts: Cost) -> Cost:

@@ -4,10 +4,10 @@ A training step in float32 weights holds, in bytes for P parameters,
 
     4 P  weights          8 P  Adam's two moments          4 P  for each moving average          4 P  gradients
 
-and, where it computes in 16 bits, 2 P of rounded weights. (Muon has one moment for its matrices; what it takes to turn
-them is less than the activations that are gone by then.) Beside that every image keeps for the backward pass what its
-gradients need. In units of one pass over a block's stream (tokens x width for a DiT, pixels x width for a U-Net, summed
-over its resolutions, width for an MLP), a block keeps
+and, where it computes in 16 bits, 2 P of rounded weights. Muon has one moment for its matrices, the M of P inside the
+network: 8 P - 4 M. Beside that every image keeps for the backward pass what its gradients need. In units of one pass
+over a block's stream (tokens x width for a DiT, pixels x width for a U-Net, summed over its resolutions, width for an
+MLP), a block keeps
 
 | form | DiT | U-Net, a level down and up | MLP |
 |---|---|---|---|
@@ -24,7 +24,9 @@ U-Net keeps 6.1, 7.1 plainly in 16 bits, 5.1 compiled, and nothing where its blo
 
 While one block's backward runs it holds about as much again as autograd would keep of that block (11 where a DiT is
 fused; for a U-Net 18 in every form). The peak is where the backward begins: gradients fill the room that activations
-leave, so the larger of the two counts. With several ranks, DDP's buckets hold the gradients from the start.
+leave, so the larger of the two counts. With several ranks, DDP's buckets hold the gradients from the start. Muon turns
+all matrices of one shape at once, with activations gone and gradients there: it takes 7 to 9 times their bytes, on a
+GPU, where it turns them in 16 bits, 5 to 6, the more the squarer they are. That counts where few images fit.
 
 Measured on an H200 in bfloat16, the driver's own left out: DiT-L/2 compiled 26.7 GiB at batch 128 (this account: 26.8),
 fused 63 GiB at batch 256 (65.4); U-Net 128 x 32 at batch 128 fused 10.5 GiB (11.2), lean 5.3 (5.8).
@@ -37,11 +39,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, input_channels
-from bsi.backbones.cost import cost
+from bsi.backbones.cost import cost, inner_matrices
 
-__all__ = ["CONTEXT", "Form", "Memory", "evaluation_memory", "training_memory"]
+__all__ = ["CONTEXT", "Form", "Memory", "OptimiserKind", "evaluation_memory", "training_memory"]
 
 Form = Literal["plain", "compiled", "fused", "lean"]
+OptimiserKind = Literal["adamw", "muon"]
 
 CONTEXT = 1 << 30  # the driver's own, the libraries' workspaces, and what an allocator cannot use
 SLACK = 1.03  # small tensors, and rounding up to whole pages
@@ -49,17 +52,18 @@ SLACK = 1.03  # small tensors, and rounding up to whole pages
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: of what is there in any case, of gradients, and for each image at a time."""
+    """Bytes: of what is there in any case, of gradients, of what the update takes beside them, and for each image at a
+    time."""
 
     state: int
     gradients: int
+    update: int
     per_image: int
 
     def bytes(self, images: int, ranks: int = 1) -> int:
         """At the peak, with so many images at a time on each rank."""
-        moving = images * self.per_image
-        moving = moving + self.gradients if ranks > 1 else max(moving, self.gradients)
-        return CONTEXT + round(SLACK * (self.state + moving))
+        backward = images * self.per_image + (self.gradients if ranks > 1 else 0)
+        return CONTEXT + round(SLACK * (self.state + max(backward, self.gradients + self.update)))
 
     def largest(self, room: int, ranks: int = 1) -> int:
         """How many images at a time fit into `room` bytes; 0 if none do."""
@@ -77,15 +81,19 @@ def training_memory(
     form: Form = "compiled",
     half: bool = True,
     averages: int = 1,
+    optimiser: OptimiserKind = "adamw",
 ) -> Memory:
     """Of a training step of `build(config, shape, bins_count, num_classes)`, with so many moving averages."""
     parameters = cost(config, shape, bins_count, num_classes).parameters
+    turned = inner_matrices(config, shape) if optimiser == "muon" else {}
+    moments = 2 * parameters - sum(rows * columns * count for (rows, columns), count in turned.items())
     size = 2 if half else 4
     unit, features = _unit(config, shape) * size, _features(shape, bins_count) * size
     kept = _kept(config, shape, form, half)
     return Memory(
-        state=parameters * (12 + 4 * averages + (2 if half else 0)),
+        state=parameters * (4 + 4 * averages + (2 if half else 0)) + 4 * moments,
         gradients=4 * parameters,
+        update=max((_turning(*matrix, count, half) for matrix, count in turned.items()), default=0),
         per_image=round(unit * (kept.blocks + kept.ends + kept.working)) + features,
     )
 
@@ -106,8 +114,16 @@ def evaluation_memory(
     return Memory(
         state=parameters * (6 if half else 4),
         gradients=0,
+        update=0,
         per_image=work + 8 * 4 * math.prod(shape),  # data, noise, latents and predictions around it are float32
     )
+
+
+def _turning(rows: int, columns: int, count: int, half: bool) -> int:
+    """What Muon takes to turn so many matrices of one shape: copies of them and of their squares, and as much as they
+    take of the shape before, at most."""
+    squares = min(rows, columns) / max(rows, columns)
+    return round(4 * rows * columns * count * (5 + squares if half else 7 + 2 * squares))
 
 
 @dataclass(frozen=True)

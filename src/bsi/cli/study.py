@@ -23,7 +23,8 @@ class StudyOptions:
 
     The studies are comparison, architecture, fid-convergence, elbo-convergence, importance-sampling, proposal,
     initial-precision, finite-k, noise-levels, illustration, samples, disentangle and weighting; `all` is all of them.
-    Studies share networks and measurements; the same command goes on where it was interrupted.
+    Studies share networks and measurements; the same command goes on where it was interrupted, and waits for what
+    another process is just doing in the same folder.
     """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +42,6 @@ from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, na
 from bsi.studies.scale import MetricName, Scale
 from bsi.studies.store import Result
 from bsi.training.distributed import Place, World
-from bsi.training.lease import hold
 from bsi.training.recipe import Recipe
 
 __all__ = ["Laboratory"]
@@ -145,12 +143,11 @@ class Laboratory:
         return Result({"images": count, "levels": job.levels}, {name: a.numpy() for name, a in arrays.items()})
 
     def _quality(self, job: Quality, model: Model, deadline: Deadline) -> Result:
-        """One process at a time: samples are on the disk on their way, and another study may want the same ones."""
+        """Samples are on the disk on their way, and gone at the end."""
         folder = self.folder / "measurements" / f"{name_of(job)}-samples"
         folder.mkdir(parents=True, exist_ok=True)
-        with hold(folder, lambda words: print(f"bsi study: {words}", file=sys.stderr)):
-            found = self._distance(job, self._drawn(job, model, deadline, folder / "samples.npz"))
-            shutil.rmtree(folder)
+        found = self._distance(job, self._drawn(job, model, deadline, folder / "samples.npz"))
+        shutil.rmtree(folder)
         return found
 
     def _distance(self, job: Quality, drawn: np.ndarray) -> Result:

@@ -1,8 +1,8 @@
 """What is left to do, in which order, and until when: `plan` says it, `run` does it.
 
 Jobs go network by network: train it, then measure it. A job that is done is a file that is there; so is a network that
-another study trained. When the time is nearly over, no job is begun that would not end in it; training and drawing save
-what they have, and everything else takes little time.
+another study trained; one that another process is doing is waited for (turns.py). When the time is nearly over, no job
+is begun that would not end in it; training and drawing save what they have, and everything else takes little time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from bsi.studies.outcome import line, write_outcome
 from bsi.studies.report import Study
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
+from bsi.studies.turns import in_turn
 from bsi.training.distributed import find_place, pick_device
 from bsi.training.export import read_trained
 
@@ -74,9 +75,9 @@ def run(
     """Do what is left of the studies and write their outcomes; the folders of the results. Raises Preempted when out
     of time, and writes what there is so far."""
     if find_place(os.environ).size > 1:
+        shown = "Train its networks on many GPUs with the commands that --plan shows, then run the study on one."
         raise UsageError(
-            "a study runs in one process. Train its networks on many GPUs with the commands that --plan shows, then "
-            "run the study on one."
+            f"a study runs in one process. {shown if scale.name == 'paper' else 'Start it without torchrun.'}"
         )
     deadline, store = Deadline.after(minutes), Store(folder)
     at_work = _Bench(scale, store, deadline, device)
@@ -98,7 +99,7 @@ def _finish(study: Study, at_work: _Bench) -> None:
         _begin(planned, deadline, sum(not store.done(p.job) for p in todo))
         print(f"{study.name} {i + 1}/{len(todo)}: {title(planned.job)}", file=sys.stderr, flush=True)
         started = time.monotonic()
-        shown = at_work.do(planned.job)
+        shown = in_turn(planned.job, store, deadline, at_work.do)
         print(f"{title(planned.job)}: {shown} ({time.monotonic() - started:.0f} s)", flush=True)
 
 

@@ -14,6 +14,7 @@ ELBO does even where the objective weighs it otherwise; a run that minimises L_M
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -69,17 +70,21 @@ def read_journal(run: Path) -> list[dict[str, Value]]:
 
 
 def tensorboard(folder: Path) -> Sink:
-    """The same numbers for TensorBoard (`pip install tensorboard`), by event and name."""
+    """The same numbers for TensorBoard (`pip install tensorboard`), by event and name.
+
+    Every rank may ask, and is told alike where the package is not there; the writer is made with the first record,
+    which only the first rank gets, in a run folder that is then its own.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UsageError("TensorBoard is not installed: pip install tensorboard") from error
-    writer = SummaryWriter(str(folder))
+    writer = functools.cache(lambda: SummaryWriter(str(folder)))
 
     def sink(record: Mapping[str, Value]) -> None:
         for name, value in record.items():
             if name not in ("step", "event") and isinstance(value, int | float):
-                writer.add_scalar(f"{record['event']}/{name}", value, int(record["step"]))
-        writer.flush()
+                writer().add_scalar(f"{record['event']}/{name}", value, int(record["step"]))
+        writer().flush()
 
     return sink

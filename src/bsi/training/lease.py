@@ -26,7 +26,7 @@ from pathlib import Path
 from bsi.errors import BsiError, UsageError
 from bsi.training.files import write_text
 
-__all__ = ["BEAT_S", "LEASE_S", "Lease", "Owner", "hold"]
+__all__ = ["BEAT_S", "LEASE_S", "InUse", "Lease", "Owner", "hold"]
 
 LEASE_S = 120.0
 BEAT_S = 15.0
@@ -50,6 +50,14 @@ class Owner:
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}" + (f", job {self.job}" if self.job else "")
+
+
+class InUse(UsageError):
+    """Somebody else holds the lock, and lives."""
+
+    def __init__(self, words: str, holder: Owner) -> None:
+        super().__init__(words)
+        self.holder = holder
 
 
 def _process_start(pid: int) -> str:
@@ -108,9 +116,9 @@ class Lease:
 
 
 @contextmanager
-def hold(folder: Path, warn: Callable[[str], None]) -> Iterator[Lease]:
-    """Hold a run folder's lock, or refuse with the name of who does."""
-    lease = Lease(folder / LOCK, _acquire(folder / LOCK, Owner.me(), warn))
+def hold(folder: Path, warn: Callable[[str], None], lock: str = LOCK) -> Iterator[Lease]:
+    """Hold a run folder's lock, or another one in it, or refuse with the name of who does."""
+    lease = Lease(folder / lock, _acquire(folder / lock, Owner.me(), warn))
     try:
         yield lease
     finally:
@@ -154,9 +162,10 @@ def _reason_to_take_over(path: Path, holder: Owner, me: Owner) -> str:
     if holder.host != me.host and me.job and holder.job == me.job:
         return f"taking over the lock of {holder}: this is the same job, requeued"
     if age < LEASE_S:
-        raise UsageError(
+        raise InUse(
             f"{path.parent} is in use by {holder} (last sign of life {age:.0f} s ago). Wait for it, stop it, or use "
-            f"another --out. A job that died is taken over after {LEASE_S:.0f} s."
+            f"another --out. A job that died is taken over after {LEASE_S:.0f} s.",
+            holder,
         )
     return f"taking over the lock of {holder}: no sign of life for {age:.0f} s"
 

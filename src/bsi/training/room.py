@@ -168,8 +168,8 @@ def _account(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
     half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
     form = form_of(config, half, world.device, recipe.lean) if recipe.compile and not recipe.audit else "plain"
     bins_count = None if data.bins is None else data.bins.count
-    averages = 1 + len(recipe.ema.powers)
-    return training_memory(config, data.shape, bins_count, data.classes, form, half is not None, averages)
+    averages, kind = 1 + len(recipe.ema.powers), recipe.optimiser.kind
+    return training_memory(config, data.shape, bins_count, data.classes, form, half is not None, averages, kind)
 
 
 def _evaluation(recipe: Recipe, step: int, device: torch.device) -> str:

@@ -11,7 +11,7 @@ from bsi.backbones import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, acce
 from bsi.backbones.acceleration import check_fp8, form_of
 from bsi.backbones.compiled import is_compiled
 from bsi.errors import UsageError
-from bsi.fused import fused
+from bsi.kernels import compiles
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 PASCAL, VOLTA, AMPERE = (6, 0), (7, 0), (8, 0)
@@ -71,7 +71,7 @@ def test_where_nothing_can_be_compiled_networks_run_plainly(
     assert networks[0].trunk == "plain"
     with pytest.raises(UsageError, match="fp8 needs Triton"):
         accelerate(build(replace(DIT, patch=1), (3, 4, 4)), CUDA, fp8=True)
-    assert fused(forms, CUDA) is forms
+    assert not compiles(CUDA)
 
 
 def test_fp8_takes_whole_tiles_of_sixteen_alone() -> None:
@@ -102,8 +102,8 @@ def test_volta_and_later_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate(network, CUDA)
     assert is_compiled(network)
     assert network.trunk == "plain"
-    assert fused(forms, CUDA) is not forms
-    assert fused(forms, CPU) is forms
+    assert compiles(CUDA)
+    assert not compiles(CPU)
 
 
 @pytest.mark.parametrize("space", [(4,), (4, 4), (4, 4, 4)], ids=["1d", "2d", "3d"])

@@ -10,11 +10,11 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "bsi"
 
 # What everything may import; it imports nothing of the package.
-FLOOR = {"defaults", "download", "errors", "fused", "progress", "writing"}
+FLOOR = {"defaults", "download", "errors", "kernels", "progress", "writing"}
 
 # From the mathematics up to the faces. A module may import its own layer and those below.
 LAYERS = [
-    {"brownian", "gaussian", "levels", "likelihood", "noise"},
+    {"brownian", "gaussian", "levels", "likelihood", "noise", "noise_kernels"},
     {"methods"},
     {
         "adapters",
@@ -106,7 +106,7 @@ def test_importing_the_package_costs_no_torch():
 LIGHT = [
     path
     for path in FILES
-    if home(path) in FLOOR - {"fused"} | {"recipes"}  # which is about torch's compiler
+    if home(path) in FLOOR - {"kernels"} | {"recipes"}  # which asks torch what runs
     or path == PACKAGE / "training" / "recipe.py"
     or path == PACKAGE / "cli" / "__init__.py"
 ]

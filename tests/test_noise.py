@@ -5,9 +5,8 @@ import math
 import pytest
 import scipy.stats
 import torch
-from torch._dynamo.testing import CompileCounter
 
-from bsi.noise import SeededNoise, normals, philox, standard_normal
+from bsi.noise import SeededNoise, normals, philox, seed_words, standard_normal, weighted_normals
 
 
 def words(*values: int) -> tuple[torch.Tensor, ...]:
@@ -103,14 +102,19 @@ def test_seeded_noise_draws_one_after_the_other():
     assert not torch.equal(first, second)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_a_seed_in_a_tensor_gives_the_same_noise_and_one_kernel_for_all_seeds() -> None:
-    """A second training with another seed, in one process, once asked the compiler for what it cannot make."""
-    kernels = CompileCounter()
-    compiled = torch.compile(standard_normal, backend=kernels)
+@pytest.mark.parametrize("seed", [3, 2**32, 2**62 + 1, 2**64 - 1])
+def test_a_seed_may_be_a_number_or_its_two_words(seed: int) -> None:
     samples = torch.arange(5)
-    for seed in (3, 2**62 + 1):
-        torch.testing.assert_close(
-            compiled(torch.tensor(seed), samples, 0, (6,)), standard_normal(seed, samples, 0, (6,)), rtol=0, atol=0
-        )
-    assert kernels.frame_count == 1
+    words = seed_words(seed, samples.device)
+    assert words.tolist() == [seed % 2**32, seed // 2**32]
+    assert torch.equal(standard_normal(words, samples, 1, (6,)), standard_normal(seed, samples, 1, (6,)))
+
+
+def test_weighted_normals_are_the_sum_of_what_each_place_draws() -> None:
+    seed, samples, draws, weights = 9, torch.tensor([4, 2**40]), (7, 0, 12), (0.5, -3.0, 2.0)
+    each = [
+        w * standard_normal(seed, samples, draw, (6,), torch.float64) for w, draw in zip(weights, draws, strict=True)
+    ]
+    places, factors = torch.tensor(draws), torch.tensor(weights, dtype=torch.float64)
+    found = weighted_normals(seed_words(seed, samples.device), samples, places, factors, 6)
+    assert torch.equal(found, each[0] + each[1] + each[2])

@@ -26,17 +26,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.fused import fused
-from bsi.noise import normals
+from bsi.noise import seed_words, weighted_normals
 
 __all__ = ["RESOLUTION", "BrownianPath", "Expansion", "check_resolved", "expansion"]
 
 LOW, HIGH = 2.0**-16, 2.0**32
 DEPTH = 13
 RESOLUTION = math.log(HIGH / LOW) / 2**DEPTH
-TERMS = DEPTH + 3  # two ends, the nodes on the way down, and the leaf
 CACHED = 2**18  # Normals made at a time on a CPU, so that their intermediate results stay in its cache: twice as fast
-_MASK = 0xFFFFFFFF
 
 # Keys of the Normals. Node i of the tree, counted from 1 as in a heap, is 1 + i; the leaves follow.
 _FIRST, _LAST, _LEAVES = 0, 1, 1 + 2**DEPTH
@@ -96,23 +93,6 @@ def check_resolved(steps: Iterable[tuple[float, float]]) -> None:
             )
 
 
-def _combine(
-    seed: Int[Tensor, "2"],
-    samples: Int[Tensor, " batch"],
-    keys: Int[Tensor, " terms"],
-    weights: Float[Tensor, " terms"],
-    blocks: int,
-) -> list[Float[Tensor, "batch blocks"]]:
-    """The weighted sum of Normals for each sample, as the four elements of each block: operations that compile."""
-    block, sample, place = torch.broadcast_tensors(
-        torch.arange(blocks, device=samples.device)[None, None, :], samples[None, :, None], keys[:, None, None]
-    )
-    counter = (sample & _MASK, block, (sample >> 32) & _MASK, place)  # not the index first: see noise.py
-    drawn = normals(counter, (seed[0], seed[1]), weights.dtype)
-    # One after the other: sum(0) may add in an order that depends on the batch, and the last bit with it.
-    return [functools.reduce(torch.add, [w * z for w, z in zip(weights, one, strict=True)]) for one in drawn]
-
-
 @dataclass
 class BrownianPath:
     """`Noise` for the given samples of one seed, as increments of their paths."""
@@ -127,18 +107,14 @@ class BrownianPath:
     def at(self, information: float) -> Float[Tensor, "batch *data"]:
         """W(information), of variance `information`."""
         terms, device = expansion(information), self.samples.device
-        padding = (0,) * (TERMS - len(terms.keys))  # one shape, so that one compiled kernel serves all
         # Copies that do not wait for the device: waiting would leave it idle between two steps.
-        keys = torch.tensor(terms.keys + padding).to(device, non_blocking=True)
+        places = torch.tensor(terms.keys).to(device, non_blocking=True)
         wide = torch.promote_types(self.dtype, torch.float32)  # the path's ends are beyond float16
-        weights = torch.tensor(terms.weights + padding, dtype=wide).to(device, non_blocking=True)
-        seed = torch.tensor([self.seed & _MASK, (self.seed >> 32) & _MASK]).to(device, non_blocking=True)
-        n, combine = math.prod(self.shape), fused(_combine, device)
-        size = len(self.samples) if device.type == "cuda" else max(1, CACHED // (TERMS * n))
-        parts = [
-            torch.stack(combine(seed, part, keys, weights, (n + 3) // 4), dim=-1) for part in self.samples.split(size)
-        ]
-        return torch.cat(parts).flatten(1)[:, :n].reshape(-1, *self.shape)
+        weights = torch.tensor(terms.weights, dtype=wide).to(device, non_blocking=True)
+        seed, n = seed_words(self.seed, device), math.prod(self.shape)
+        size = len(self.samples) if device.type == "cuda" else max(1, CACHED // (len(terms.keys) * n))
+        parts = [weighted_normals(seed, part, places, weights, n) for part in self.samples.split(size)]
+        return torch.cat(parts).reshape(-1, *self.shape)
 
     def __call__(self, start: float, end: float) -> Float[Tensor, "batch *data"]:
         """(W(end) - W(start)) / sqrt(end - start)."""

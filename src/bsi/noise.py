@@ -1,12 +1,13 @@
 """Noise that depends on (seed, sample, draw) alone: not on batch, ranks or device.
 
 Philox-4x32-10 (Salmon et al., 2011) is a function from a counter to random bits, so that sample 17 of seed 0 can be
-drawn by itself. Here it is in plain tensor operations, which compile to one kernel. Box and Muller turn its bits into
-Normals.
+drawn by itself. Box and Muller turn its bits into Normals. Here it is in plain tensor operations; on a GPU that has
+Triton, one kernel does it all (noise_kernels.py).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["Noise", "SeededNoise", "normals", "philox", "standard_normal"]
+from bsi.kernels import compiles
+
+__all__ = ["Noise", "SeededNoise", "normals", "philox", "seed_words", "standard_normal", "weighted_normals"]
 
 # noise(start, end) -> standard noise: the increment of a Brownian path between two informations Lambda, over its
 # standard deviation. The prior's is drawn from 0 to the first information, then one for each step.
@@ -28,6 +31,7 @@ _ROUNDS = 10
 
 Words = Int[Tensor, "*shape"]
 Key = int | Int[Tensor, ""]
+Seed = Int[Tensor, "2"]  # the low and the high 32 bits of one, on the device
 
 
 def _multiply(word: Words, multiplier: int) -> tuple[Words, Words]:
@@ -55,10 +59,7 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Key, Key]) -> 
 def normals(
     counter: tuple[Words, Words, Words, Words], key: tuple[Key, Key], dtype: torch.dtype
 ) -> list[Float[Tensor, "*shape"]]:
-    """Four standard Normals for each counter, by Box and Muller, in float32 or wider.
-
-    Four arrays and not one: a compiled kernel would make all four of them for each element of one.
-    """
+    """Four standard Normals for each counter, by Box and Muller, in float32 or wider."""
     wide = dtype if dtype == torch.float64 else torch.float32
     uniform = [(word.to(wide) + 0.5) * 2.0**-32 for word in philox(counter, key)]
     radius = [torch.sqrt(-2 * torch.log(uniform[0])), torch.sqrt(-2 * torch.log(uniform[2]))]
@@ -66,26 +67,45 @@ def normals(
     return [f(a) * r for r, a in zip(radius, angle, strict=True) for f in (torch.cos, torch.sin)]
 
 
+def seed_words(seed: int, device: torch.device) -> Seed:
+    """A seed as Philox takes it, without waiting for the device."""
+    return torch.tensor([seed & _MASK, (seed >> 32) & _MASK]).to(device, non_blocking=True)
+
+
+def weighted_normals(
+    seed: Seed,
+    samples: Int[Tensor, " batch"],
+    places: Int[Tensor, " terms"],
+    weights: Float[Tensor, " terms"],
+    n: int,
+) -> Float[Tensor, "batch n"]:
+    """For each sample and each of its n elements the sum of weights[i] times the Normal of places[i]."""
+    if weights.dtype == torch.float32 and compiles(samples.device):
+        from bsi import noise_kernels  # which needs Triton, and only some machines have it
+
+        return noise_kernels.weighted_normals(seed, samples, places, weights, n)
+    block, sample, place = torch.broadcast_tensors(
+        torch.arange((n + 3) // 4, device=samples.device)[None, None, :], samples[None, :, None], places[:, None, None]
+    )
+    counter = (sample & _MASK, block, (sample >> 32) & _MASK, place)
+    drawn = normals(counter, (seed[0], seed[1]), weights.dtype)
+    # One after the other: sum(0) may add in an order that depends on the batch, and the last bit with it.
+    each = [functools.reduce(torch.add, [w * z for w, z in zip(weights, one, strict=True)]) for one in drawn]
+    return torch.stack(each, dim=-1).flatten(1)[:, :n]
+
+
 def standard_normal(
-    seed: Key,
+    seed: int | Seed,
     samples: Int[Tensor, " batch"],
     draw: int,
     shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "batch *data"]:
-    """N(0, 1) noise of `shape` for each of `samples`: the `draw`-th that sample takes under this seed.
-
-    Compiled, it wants the seed as a tensor: numbers are written into a kernel, each new one into a new kernel.
-    """
-    n = math.prod(shape)
-    block, sample = torch.broadcast_tensors(
-        torch.arange((n + 3) // 4, device=samples.device)[None, :], samples[:, None]
-    )
-    # The words that Philox multiplies first are the sample's: a product of an index alone is an index expression to the
-    # compiler for GPUs, which then does not fit 32 bits.
-    counter = (sample & _MASK, block, (sample >> 32) & _MASK, torch.full_like(block, draw))
-    drawn = normals(counter, (seed & _MASK, (seed >> 32) & _MASK), dtype)
-    return torch.stack(drawn, dim=-1).flatten(1)[:, :n].reshape(len(samples), *shape).to(dtype)
+    """N(0, 1) noise of `shape` for each of `samples`: the `draw`-th that sample takes under this seed."""
+    device, wide = samples.device, torch.promote_types(dtype, torch.float32)
+    words = seed_words(seed, device) if isinstance(seed, int) else seed
+    places, weights = torch.full((1,), draw, device=device), torch.ones(1, dtype=wide, device=device)
+    return weighted_normals(words, samples, places, weights, math.prod(shape)).reshape(-1, *shape).to(dtype)
 
 
 @dataclass

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bsi.defaults import NOISY_SOLVER, SOLVER
 from bsi.errors import UsageError
-from bsi.fused import fused
 from bsi.gaussian import Belief, over
 from bsi.grids import check_grid
 from bsi.methods.base import Method, Predictor
@@ -97,13 +96,12 @@ def _steps(
     latent = method.prior(noise(0.0, informations[0])) if start is None else start
     noisy_rows, levels = (rows[:, 3] != 0).tolist(), grid.to(latent.device)
     rows = rows.to(latent.device, latent.dtype)
-    step = fused(advance, latent.device)
     previous = nothing = torch.zeros_like(latent)
     for i, noisy in enumerate(noisy_rows):
         x_hat = predict(latent, levels[i].expand(len(latent)))
         yield Step(latent, levels[i], x_hat)
         eps = noise(informations[i], informations[i + 1]) if noisy else nothing
-        latent, previous = step(latent, x_hat, previous, eps, rows[i]), x_hat
+        latent, previous = advance(latent, x_hat, previous, eps, rows[i]), x_hat
     yield Step(latent, levels[-1], method.decode(latent, levels[-1].expand(len(latent)), predict))
 
 

@@ -22,7 +22,7 @@ from bsi.backbones.embeddings import ConditionEmbedding
 from bsi.backbones.memory import Form
 from bsi.backbones.unet import UNet
 from bsi.errors import UsageError
-from bsi.fused import compiles
+from bsi.kernels import compiles
 
 __all__ = ["accelerate", "check_fp8", "form_of", "freeze"]
 

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from bsi.data.batches import BatchSource, ahead, flip
 from bsi.data.order import sample_ids, shards_of, uniforms
-from bsi.fused import fused
 from bsi.levels import low_discrepancy
-from bsi.noise import standard_normal
+from bsi.noise import seed_words, standard_normal
 from bsi.training.distributed import World
 from bsi.training.recipe import Recipe
 
@@ -116,8 +115,7 @@ class Stream:
     ) -> None:
         self.recipe, self.source, self.shape, self.world = recipe, source, shape, world
         self.labels, self._classes = labels, classes
-        self._noise_seed = torch.tensor(derive(recipe.seed, "noise"), device=world.device)
-        self._normal = fused(standard_normal, world.device) if recipe.compile else standard_normal
+        self._noise_seed = seed_words(derive(recipe.seed, "noise"), world.device)
         ids = (self._ids(piece) for step in range(start, recipe.steps) for piece in self._pieces(step))
         self._data = ahead(source, ids)
 
@@ -147,7 +145,7 @@ class Stream:
         if self.recipe.data.flips:
             data = flip(data, self.recipe.seed, start)
         positions = torch.arange(start, start + piece.count, device=device)
-        eps = self._normal(self._noise_seed, positions, 0, self.shape)
+        eps = standard_normal(self._noise_seed, positions, 0, self.shape)
         t = piece_levels(self.recipe, piece).to(device, non_blocking=True)
         return Batch(piece, data, t, eps, self._condition(piece, start))
 

@@ -23,7 +23,7 @@ from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.base import Backbone
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import BsiError, Preempted, UsageError
-from bsi.fused import compiles
+from bsi.kernels import compiles
 from bsi.likelihood import Bins
 from bsi.model import Model
 from bsi.progress import Progress

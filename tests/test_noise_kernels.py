@@ -1,0 +1,66 @@
+"""The kernel of noise.py draws what noise.py draws; here in Triton's interpreter, and on a GPU where there is one."""
+
+import pytest
+import torch
+
+from bsi.brownian import BrownianPath
+from bsi.noise import seed_words, standard_normal, weighted_normals
+from test_backbones_fused import needs_triton, printed
+
+SAME = """
+import torch
+
+from bsi import noise, noise_kernels
+
+def differ(seed, samples, places, weights, n):
+    inputs = noise.seed_words(seed, samples.device), samples, torch.tensor(places), torch.tensor(weights)
+    found, wanted = noise_kernels.weighted_normals(*inputs, n), noise.weighted_normals(*inputs, n)
+    assert found.shape == wanted.shape and found.dtype == torch.float32
+    return float((found - wanted).abs().max()) / max(abs(w) for w in weights)
+
+few, many = torch.tensor([0, 5, 2**32 - 1, 2**40 + 3]), torch.arange(70)[::2]
+print("normals", differ(0, few, [0], [1.0], 4))
+print("normals", differ(2**64 - 1, few, [3, 2**31 + 5], [1.0, -2.0], 3 * 32 * 32))
+print("normals", differ(2**40 + 7, many, [9, 8, 7], [1e-4, 65536.0, 3.0], 1027))  # elements left over
+assert noise_kernels.weighted_normals(noise.seed_words(1, few.device), few[:0], few, few.float(), 4).shape == (0, 4)
+"""
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bsi import noise_kernels
+
+kernel = noise_kernels._weighted_normals
+kinds = {"n": "i32", "terms": "i32", "QUADS": "constexpr", "weights": "*fp32", "out": "*fp32"}
+source = ASTSource(kernel, {n: kinds.get(n, "*i64") for n in kernel.arg_names}, {"QUADS": noise_kernels.QUADS})
+done = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
+print("compiled", len(done.asm["cubin"]))
+"""
+
+
+@needs_triton
+def test_the_kernel_draws_the_normals_of_the_plain_function() -> None:
+    lines = printed(SAME)
+    assert len(lines) == 3
+    assert max(float(line.split()[1]) for line in lines) < 2e-6, lines
+
+
+@needs_triton
+def test_the_kernel_compiles_for_an_h200_without_one() -> None:
+    ((_, size),) = (line.split() for line in printed(COMPILED, interpret=False))
+    assert int(size) > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_noise_is_that_of_a_cpu_and_does_not_depend_on_the_batch() -> None:
+    samples = torch.tensor([3, 2**33, 17])
+    places, weights = torch.tensor([4, 1, 9]), torch.tensor([2.0, 0.5, -1.0])
+    here = weighted_normals(seed_words(5, samples.device), samples, places, weights, 1000)
+    there = [each.cuda() for each in (seed_words(5, samples.device), samples, places, weights)]
+    torch.testing.assert_close(weighted_normals(*there, 1000).cpu(), here, rtol=0, atol=1e-5)
+    whole = standard_normal(7, samples.cuda(), 2, (3, 32, 32))
+    assert torch.equal(standard_normal(7, samples[1:2].cuda(), 2, (3, 32, 32)), whole[1:2])
+    path, apart = BrownianPath(1, samples.cuda(), (5,)), BrownianPath(1, samples[2:].cuda(), (5,))
+    assert torch.equal(path(0.0, 3.0)[2:], apart(0.0, 3.0))

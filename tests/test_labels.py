@@ -126,7 +126,7 @@ def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
     options = ["--data.labels", "--steps", "2", "--batch", "8", "--virtual-shards", "1", "--optimiser.warmup", "1"]
     assert main(["train", "digits", *options, "--every.evaluate", "0", "--every.sample", "0", "--out", str(run)]) == 0
     assert bsi.load(run).classes == 10
-    assert f"go on with  bsi sample {run} --label 0 ·" in capsys.readouterr().err
+    assert f"go on with  bsi sample {run} --labels ·" in capsys.readouterr().err
     drawn = ["--num", "4", "--steps", "2", "--npz", str(tmp_path / "x.npz"), "--out", str(tmp_path / "x.png")]
     assert main(["sample", str(run), "--label", "7", "--guidance", "2", *drawn, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["label"] == 7

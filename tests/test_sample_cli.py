@@ -28,6 +28,7 @@ from bsi.errors import BsiError, DataError, NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.parts import PART, Parts
 from bsi.grids import GRIDS
+from bsi.pictures import grid
 from bsi.sampling import default_solver
 from bsi.solvers import SOLVERS
 from bsi.training.export import read_trained
@@ -283,6 +284,22 @@ def test_a_class_is_asked_for_by_its_name_or_number(tmp_path):
     assert not np.array_equal(found["0"], found["1"])
 
 
+def test_all_classes_are_drawn_in_turn_and_each_has_a_column(tmp_path):
+    network, found = model(num_classes=3), {}
+    for label in ("0", "1", "2"):
+        args = arguments(tmp_path, npz=tmp_path / f"{label}.npz", label=label, num=7)
+        write_samples(network, args)
+        found[int(label)] = array(args.npz)
+    args = arguments(tmp_path, npz=tmp_path / "all.npz", out=tmp_path / "all.png", labels=True, num=7)
+    record = write_samples(network, args)
+    assert (record["label"], record["classes"], record["class"]) == (None, 3, None)
+    assert "7 samples of 3 classes in turn," in command.text(record)
+    drawn = array(args.npz)
+    assert np.array_equal(drawn, np.stack([found[i % 3][i] for i in range(7)]))
+    with Image.open(args.out) as sheet:
+        assert np.array_equal(np.asarray(sheet.convert("RGB")), np.asarray(grid(drawn, 3, 0.0, 16.0).convert("RGB")))
+
+
 def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, monkeypatch):
     def never(*arguments: object) -> None:
         raise AssertionError("evaluated")
@@ -305,6 +322,8 @@ def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, mo
         (named, {"label": "zebra"}, "there are cat, dog, 0"),
         (named, {"label": "3"}, "labels are 0 to 2"),
         (images, {"guidance": 2.0}, "needs a --label"),
+        (plain, {"labels": True}, "was trained without labels"),
+        (images, {"labels": True, "label": "1"}, "leave one out"),
         (images, {"label": "1", "guidance": -1.0}, "guidance"),
         (images, {"out": tmp_path / "grid.jpg"}, "should end in .png"),
         (images, {"npz": tmp_path / "grid.zip"}, "should end in .npz"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from bsi.cli.labels import all_labels
 from bsi.defaults import GRID, STEPS
 from bsi.errors import BsiError, UsageError
 from bsi.writing import check_writable
@@ -217,9 +218,7 @@ def quality(args: Eval, world: World) -> Found | None:
     from bsi.metrics import Inception
 
     run = runs.open_run(args.runs[0], world, not args.weights, args.step, args.precision)
-    classes = (run.model.classes or 0) if args.labels else 0
-    if args.labels and not classes:
-        raise UsageError(f"{run.path} was trained without labels: leave --labels out, or train it with --data.labels")
+    classes = all_labels(run.model, run.path) if args.labels else 0
     how = Drawing(args.steps, args.seed, args.solver, args.grid, guidance=args.guidance, classes=classes)
     how = how.by(run.model.method)
     how.check(run.model.method)

@@ -1,4 +1,4 @@
-"""From --label to the number of a class: by its name, or by the number itself."""
+"""From --label to the number of a class, by its name or by the number itself; from --labels to how many there are."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from bsi.errors import UsageError
 if TYPE_CHECKING:
     from bsi.model import Model
 
-__all__ = ["label_of"]
+__all__ = ["all_labels", "label_of"]
 
 SHOWN_NAMES = 12  # of classes, in a message
 
 
-def label_of(model: Model, label: str | None, guidance: float) -> int | None:
+def all_labels(model: Model, run: object) -> int:
+    """How many classes there are, where all are asked for in turn."""
+    if not model.classes:
+        raise UsageError(f"{run} was trained without labels: leave --labels out, or train it with --data.labels")
+    return model.classes
+
+
+def label_of(model: Model, label: str | None) -> int | None:
     """The number of the class that is asked for. A name comes first: classes may be called 1, 2, 3."""
     if label is None:
-        if guidance != 1:
-            raise UsageError(f"--guidance needs a --label to follow: got --guidance {guidance} alone")
         return None
     if model.classes == 0:
         raise UsageError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bsi.cli.labels import label_of
+from bsi.cli.labels import all_labels, label_of
 from bsi.defaults import GRID, STEPS
 from bsi.errors import UsageError
 from bsi.progress import readable_bytes
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Sample", "run", "write_samples"]
 
 SHOWN = 400  # images that a picture shows at most
+COLUMNS = 20  # classes that have a column each
 ANIMATED = 16
 COMPILED = 1000  # samples from which on it pays to wait for a compiler
 TIMEOUT_S = 86400.0  # ranks wait so long for one that has a part more to draw
@@ -62,6 +63,8 @@ class Sample:
     """Another seed, other samples."""
     label: str | None = None
     """Samples of this class, by its name or number, for a network with labels; by default of none in particular."""
+    labels: bool = False
+    """Samples of all classes in turn; of at most 20, each has a column of the picture."""
     guidance: float = 1.0
     """How strongly to follow the label: 1 is what was learned, 2 exaggerates, at twice the evaluations."""
     out: Path | None = None
@@ -127,9 +130,15 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
     from bsi.training.distributed import Place, World
 
     world = world or World(Place(), model.device)
-    how = Drawing(args.steps, args.seed, args.solver, args.grid, args.noise, args.guidance).by(model.method)
+    if args.label is not None and args.labels:
+        raise UsageError(f"samples of one class (--label {args.label}) or of all in turn (--labels): leave one out")
+    if args.guidance != 1 and args.label is None and not args.labels:
+        raise UsageError(f"--guidance needs a --label or --labels to follow: got --guidance {args.guidance} alone")
+    label, classes = label_of(model, args.label), all_labels(model, args.run) if args.labels else 0
+    how = Drawing(args.steps, args.seed, args.solver, args.grid, args.noise, args.guidance, label, classes)
+    how = how.by(model.method)
     how.check(model.method)
-    series = Series(model, how, label_of(model, args.label, args.guidance), args.batch_size)
+    series = Series(model, how, args.batch_size)
     picture = args.out or (Path("samples.png") if args.npz is None and args.animate is None else None)
     check_files(model, args, picture)
     stored = None if args.npz is None else Stored.of(series, args.npz, args.num)
@@ -153,15 +162,13 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
 
         low, high = picture_range(model, samples)
         with whole(picture, "--out") as beside:
-            pictures.grid(samples[:SHOWN], low=low, high=high).save(beside)
-    label = series.label
+            pictures.grid(samples[:SHOWN], how.classes if 0 < how.classes <= COLUMNS else None, low, high).save(beside)
     return {
         "run": str(args.run),
         "num": num,
         "drawn": fresh,  # the others were in --npz already
         "evaluations": sum(series.evaluations),
-        **{name: value for name, value in asdict(how).items() if name != "classes"},  # here all are of one
-        "label": label,
+        **asdict(how),
         "class": model.class_names[label] if label is not None and model.class_names else None,
         "seconds": round(seconds, 3),
         "files": [str(path) for path in (picture, args.npz, args.animate) if path is not None],
@@ -172,6 +179,7 @@ def text(record: dict[str, Any]) -> str:
     """The record for people."""
     num, fresh = record["num"], record["drawn"]
     kind = "" if record["label"] is None else f" of class {record['class'] or record['label']}"
+    kind = f" of {record['classes']} classes in turn" if record["classes"] else kind
     rate = f"{record['seconds']:.1f} s, {fresh / max(record['seconds'], 1e-3):.3g}/s"
     took = "all were there" if fresh == 0 else rate if fresh == num else f"{num - fresh} were there, {fresh} in {rate}"
     first = (

@@ -121,7 +121,7 @@ def run(words: Sequence[str]) -> int:
         run = shlex.quote(str(out))
         is_image = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
         sample = f"bsi sample {run}" if is_image else f"bsi sample {run} --npz samples.npz"
-        sample += " --label 0" if args.recipe.data.labels else ""
+        sample += " --labels" if args.recipe.data.labels else ""
         print(f"go on with  {sample} · bsi eval {run} --bpd · bsi report {run}", file=sys.stderr)
     return 0
 

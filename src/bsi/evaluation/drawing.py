@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -48,8 +49,10 @@ class Drawing:
     grid: str = GRID
     noise: NoiseKind = "path"
     guidance: float = 1.0
+    label: int | None = None
+    """The class of all samples."""
     classes: int = 0
-    """Sample i is of class i modulo this many; 0: of none in particular."""
+    """Sample i is of class i modulo this many; 0: of the one above, or of none in particular."""
 
     def by(self, method: Method) -> Drawing:
         """The same with its solver's name, which records want."""
@@ -57,6 +60,12 @@ class Drawing:
 
     def solver_for(self, method: Method) -> str:
         return self.solver or default_solver(method)
+
+    def labels(self, samples: Int[Tensor, " batch"]) -> Int[Tensor, " batch"] | None:
+        """The class of each of these samples."""
+        if self.classes:
+            return samples % self.classes
+        return None if self.label is None else torch.full_like(samples, self.label)
 
     def levels(self, method: Method) -> Float[Tensor, " levels"]:
         return named_grid(self.grid)(method, self.steps)
@@ -83,8 +92,12 @@ def draw(
     how: Drawing,
     cond: Condition | None = None,
 ) -> Iterator[Step]:
-    """The trajectories of these samples, on their device; the last step's x_hat is what was drawn, as values."""
+    """The trajectories of these samples, on their device; the last step's x_hat is what was drawn, as values.
+
+    A condition of your own takes the place of their labels.
+    """
     how.check(denoiser.method)
+    cond = how.labels(samples) if cond is None else cond
     predict = denoiser.given(cond)
     if how.guidance != 1:
         if cond is None:

@@ -97,8 +97,7 @@ def drawn_images(
     mine = torch.arange(world.rank, num, world.size, device=model.device)
     with Progress("samples", len(mine), "sample", stream=None if show and world.first else io.StringIO()) as progress:
         for ids in mine.split(batch) if len(mine) else ():
-            labels = ids % how.classes if how.classes else None
-            for step in draw(model.denoiser, model.shape, ids, how, labels):
+            for step in draw(model.denoiser, model.shape, ids, how):
                 x_hat = step.x_hat
             if not bool(torch.isfinite(x_hat).all()):
                 raise NonFinite(f"samples around {int(ids[0])} hold NaN or infinity: so do the network's predictions")

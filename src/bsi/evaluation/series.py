@@ -31,11 +31,10 @@ __all__ = ["Series", "Stored", "check_finite"]
 
 @dataclass(frozen=True)
 class Series:
-    """The samples 0, 1, 2, ... of one network, one way to draw and one class, or of none in particular."""
+    """The samples 0, 1, 2, ... of one network and one way to draw."""
 
     model: Model
     how: Drawing
-    label: int | None
     batch_size: int
 
     @property
@@ -47,8 +46,7 @@ class Series:
 
     def steps(self, ids: Int[Tensor, " batch"]) -> Iterator[Step]:
         """The trajectories of these samples."""
-        cond = None if self.label is None else torch.full_like(ids, self.label)
-        return draw(self.model.denoiser, self.model.shape, ids, self.how, cond)
+        return draw(self.model.denoiser, self.model.shape, ids, self.how)
 
     def first(self, num: int) -> Shaped[np.ndarray, "num ..."]:
         """The first `num` of them."""
@@ -81,7 +79,7 @@ class Stored:
         """Looks at what is there, and refuses a file or parts of other samples."""
         # The precision that `auto` came to: parts from a GPU and from a CPU are no one set of samples.
         network = {"precision": inner_precision(series.model), "weights": weights_hash(series.model)}
-        parts = Parts(path, num, {**asdict(series.how), "label": series.label, **network})
+        parts = Parts(path, num, {**asdict(series.how), **network})
         return cls(series, parts, parts.missing())
 
     @property

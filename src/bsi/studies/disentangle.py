@@ -10,6 +10,9 @@ ones. ("epsilon" takes the belief's mean as it is, so that there lambda_0 also s
 Two more differences are not of the method: BFN's published code clips predictions, and decodes with alpha_R = alpha_M.
 The row "BFN as published" has both; the corner does not. A second cut keeps BSI and moves gamma_0 from lambda_0 to
 infinity.
+
+Samples are drawn by the paper's sampler, whose steps the offset spaces, and by our solver for BSI in few steps, whose
+grid the offset does not move: what it changes there, it changes in the network.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from bsi.defaults import GRID, STEPS
 from bsi.methods import Parametrisation
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference
-from bsi.studies.job import Measure
-from bsi.studies.report import Claim, Report, Study, Table, less
+from bsi.studies.job import Measure, Quality
+from bsi.studies.report import Cell, Claim, Report, Study, Table, less
 from bsi.studies.scale import Scale
-from bsi.studies.standard import bounds, bsi_of, qualities, seeded
+from bsi.studies.standard import OURS, bounds, bsi_of, qualities, quality, seeded
 from bsi.studies.store import Store
 from bsi.training.method_specs import BSISpec
 from bsi.training.recipe import Recipe
@@ -91,22 +95,45 @@ def _published(scale: Scale) -> list[Recipe]:
     return seeded(scale.parameter_recipe, "bfn", scale.parameter_seeds)
 
 
+def _ours(scale: Scale, networks: list[Recipe]) -> list[Quality]:
+    """By our solver for BSI, whatever the network."""
+    return [quality(scale, network, STEPS, "ode2", GRID) for network in networks]
+
+
 def measures(scale: Scale) -> list[Measure]:
     all_networks = [network for corner in CORNERS for network in networks(scale, corner)] + _published(scale)
     all_networks += [network for gamma_0 in scale.varied.gamma_0 for network in _moved(scale, gamma_0)]
-    found: list[Measure] = []
-    for network in all_networks:
-        found += [*bounds(scale, [network]), *qualities(scale, [network], max(scale.drawn.steps))]
+    steps, found = max(scale.drawn.steps), list[Measure]()
+    for each in all_networks:
+        found += [*bounds(scale, [each]), *qualities(scale, [each], steps), *_ours(scale, [each])]
     return found
 
 
-def _difference(scale: Scale, store: Store, a: list[Corner], b: list[Corner]) -> tuple[Estimate, Estimate]:
-    """a - b, corner by corner, in bits per dimension and in Fréchet distance."""
+@dataclass(frozen=True)
+class Found:
+    """Bits per dimension, and the Fréchet distance by the paper's sampler and by our solver; or changes of them."""
+
+    bits: Estimate
+    paper: Estimate
+    ours: Estimate
+
+
+def _found(scale: Scale, store: Store, some: list[Recipe]) -> Found:
+    return Found(
+        bits(store, bounds(scale, some)),
+        distance(store, qualities(scale, some, max(scale.drawn.steps))),
+        distance(store, _ours(scale, some)),
+    )
+
+
+def _change(scale: Scale, store: Store, a: list[Corner], b: list[Corner]) -> Found:
+    """a - b, corner by corner."""
     steps = max(scale.drawn.steps)
     p, q = ([network for corner in corners for network in networks(scale, corner)] for corners in (a, b))
-    return (
+    return Found(
         bits_difference(store, bounds(scale, p), bounds(scale, q)),
         distance_difference(store, qualities(scale, p, steps), qualities(scale, q, steps)),
+        distance_difference(store, _ours(scale, p), _ours(scale, q)),
     )
 
 
@@ -115,9 +142,9 @@ class Effect:
     """What BSI's choice of one factor changes: from BSI's corner, from BFN's, and on average over the cube."""
 
     factor: Factor
-    at_bsi: tuple[Estimate, Estimate]
-    at_bfn: tuple[Estimate, Estimate]
-    mean: tuple[Estimate, Estimate]
+    at_bsi: Found
+    at_bfn: Found
+    mean: Found
 
 
 def _effect(scale: Scale, store: Store, factor: Factor) -> Effect:
@@ -125,101 +152,111 @@ def _effect(scale: Scale, store: Store, factor: Factor) -> Effect:
     having = [corner for corner in CORNERS if corner.has(factor)]
     alone = next(corner for corner in having if corner.without(factor) == BFN_CORNER)
     at_bsi, at_bfn, mean = (
-        _difference(scale, store, some, [corner.without(factor) for corner in some])
+        _change(scale, store, some, [corner.without(factor) for corner in some])
         for some in ([BSI_CORNER], [alone], having)
     )
     return Effect(factor, at_bsi, at_bfn, mean)
 
 
-def _draw_effects(axes: Axes, effects: list[Effect], which: int, unit: str) -> None:
+def _draw_effects(axes: Axes, effects: list[Effect], which: Literal["bits", "paper", "ours"], unit: str) -> None:
     marks = (("s", "at_bsi", "the others as BSI"), ("o", "at_bfn", "the others as BFN"), ("D", "mean", "mean of four"))
     axes.axvline(0, color=figures.GREY, linewidth=0.9)
     for row, effect in enumerate(effects):
         for offset, (mark, name, words) in zip((-0.2, 0.0, 0.2), marks, strict=True):
-            found: Estimate = {"at_bsi": effect.at_bsi, "at_bfn": effect.at_bfn, "mean": effect.mean}[name][which]
+            change = {"at_bsi": effect.at_bsi, "at_bfn": effect.at_bfn, "mean": effect.mean}[name]
+            found = {"bits": change.bits, "paper": change.paper, "ours": change.ours}[which]
             colour = figures.PALETTE[("at_bsi", "at_bfn", "mean").index(name) * 2 % 6]
             axes.errorbar(
                 [found.value], [row + offset], xerr=[found.error], fmt=mark, color=colour, capsize=2,
                 label=words if row == 0 else None,
             )  # fmt: skip
-    axes.set_yticks(range(len(effects)), [effect.factor for effect in effects] if which == 1 else [])
+    axes.set_yticks(range(len(effects)), [effect.factor for effect in effects] if which == "paper" else [])
     axes.set_ylim(len(effects) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel(f"change in {unit} by BSI's choice")
 
 
 def _draw(scale: Scale, store: Store) -> Figure:
-    figure, axes = figures.panels(2, 2, width=3.7, height=2.6)
+    figure, axes = figures.panels(3, 2, width=3.5, height=2.6)
     effects = [_effect(scale, store, factor) for factor in FACTORS]
-    _draw_effects(axes[0], effects, 1, scale.metric)
-    _draw_effects(axes[1], effects, 0, "bits/dim")
-    axes[0].set_title("One change: quality (left: better)")
-    axes[1].set_title("One change: likelihood (left: better)")
-    axes[1].legend(loc="best", fontsize=7.5)
+    _draw_effects(axes[0], effects, "paper", scale.metric)
+    _draw_effects(axes[1], effects, "ours", scale.metric)
+    _draw_effects(axes[2], effects, "bits", "bits/dim")
+    axes[0].set_title("One change: paper's sampler (left: better)")
+    axes[1].set_title("One change: our solver (left: better)")
+    axes[2].set_title("One change: likelihood (left: better)")
+    axes[2].legend(loc="best", fontsize=7.5)
     gammas, steps = scale.varied.gamma_0, max(scale.drawn.steps)
     places = range(len(gammas))
-    distances = [distance(store, qualities(scale, _moved(scale, g), steps)) for g in gammas]
-    own = bounds(scale, _moved(scale, gammas[0]))
-    likelihoods = [bits_difference(store, bounds(scale, _moved(scale, g)), own) for g in gammas]
-    for panel, found, name in ((axes[2], distances, scale.metric), (axes[3], likelihoods, "bits/dim less BSI's")):
+    moved = [_moved(scale, g) for g in gammas]
+    paper = [distance(store, qualities(scale, some, steps)) for some in moved]
+    ours = [distance(store, _ours(scale, some)) for some in moved]
+    likelihoods = [bits_difference(store, bounds(scale, some), bounds(scale, moved[0])) for some in moved]
+    below = zip(axes[3:], (paper, ours, likelihoods), (scale.metric, scale.metric, "bits/dim less BSI's"), strict=True)
+    for panel, found, name in below:
         figures.error_line(panel, list(places), found, figures.COLOURS["bsi"])
         panel.set_xticks(places, ["∞" if math.isinf(g) else f"{g:g}" for g in gammas])
         panel.set_xlabel(r"$\gamma_0$, from $\lambda_0$ to a deterministic start")
         panel.set_ylabel(name)
         panel.margins(x=0.08, y=0.2)
-    axes[2].set_title("Another hyper-prior: quality")
-    axes[3].set_title("Another hyper-prior: likelihood")
+    axes[3].set_title("Another hyper-prior: paper's sampler")
+    axes[4].set_title("Another hyper-prior: our solver")
+    axes[5].set_title("Another hyper-prior: likelihood")
     return figure
 
 
 def _claims(scale: Scale, store: Store) -> tuple[Claim, ...]:
-    steps, found = max(scale.drawn.steps), []
+    """For each factor and sampler: does BSI's choice alone, the others being BSI's too, improve the samples?"""
+    bsi, found = _found(scale, store, networks(scale, BSI_CORNER)), []
     for factor in FACTORS:
-        other = BSI_CORNER.without(factor)
-        a, b = (distance(store, qualities(scale, networks(scale, corner), steps)) for corner in (BSI_CORNER, other))
-        gap = _difference(scale, store, [BSI_CORNER], [other])[1]
-        found.append(less(f"BSI's {factor} alone improves {scale.metric} over BFN's", a, b, gap))
+        corner = BSI_CORNER.without(factor)
+        other, change = _found(scale, store, networks(scale, corner)), _change(scale, store, [BSI_CORNER], [corner])
+        said = f"BSI's {factor} alone improves {scale.metric} over BFN's"
+        found.append(less(said, bsi.paper, other.paper, change.paper))
+        found.append(less(f"{said}, by our solver", bsi.ours, other.ours, change.ours))
     return tuple(found)
 
 
 def report(scale: Scale, store: Store) -> Report:
-    steps = max(scale.drawn.steps)
-    rows = []
-    for corner in CORNERS:
-        found, label = networks(scale, corner), {BSI_CORNER: " (BSI)", BFN_CORNER: " (BFN, not clipped)"}
-        measured = bits(store, bounds(scale, found)), distance(store, qualities(scale, found, steps))
-        rows.append((corner.name + label.get(corner, ""), *measured))
-    published = _published(scale)
-    rows.append(
-        ("BFN as published", bits(store, bounds(scale, published)), distance(store, qualities(scale, published, steps)))
-    )
+    paper, ours = f"{scale.metric} at {max(scale.drawn.steps)}", f"{scale.metric}, {OURS}"
+
+    def row(name: str, some: list[Recipe]) -> tuple[Cell, ...]:
+        found = _found(scale, store, some)
+        return name, found.bits, found.paper, found.ours
+
+    label = {BSI_CORNER: " (BSI)", BFN_CORNER: " (BFN, not clipped)"}
+    corners = [row(corner.name + label.get(corner, ""), networks(scale, corner)) for corner in CORNERS]
     effects = [_effect(scale, store, factor) for factor in FACTORS]
-    moved = {gamma_0: _moved(scale, gamma_0) for gamma_0 in scale.varied.gamma_0}
     return Report(
         tables=(
-            Table("corners", ("what is BSI's", "bits/dim", f"{scale.metric} at {steps}"), tuple(rows)),
+            Table(
+                "corners",
+                ("what is BSI's", "bits/dim", paper, ours),
+                (*corners, row("BFN as published", _published(scale))),
+            ),
             Table(
                 "effects",
                 (
                     "BSI's choice of",
                     "bits/dim, mean",
-                    f"{scale.metric}, mean",
-                    f"{scale.metric}, others as BSI",
-                    f"{scale.metric}, others as BFN",
+                    f"{paper}, mean",
+                    f"{paper}, others as BSI",
+                    f"{paper}, others as BFN",
+                    f"{ours}, mean",
                 ),
-                tuple((e.factor, *e.mean, e.at_bsi[1], e.at_bfn[1]) for e in effects),
+                tuple(
+                    (e.factor, e.mean.bits, e.mean.paper, e.at_bsi.paper, e.at_bfn.paper, e.mean.ours) for e in effects
+                ),
             ),
             Table(
                 "hyper-prior",
-                ("gamma_0", "bits/dim", f"{scale.metric} at {steps}"),
-                tuple(
-                    (f"{g:g}", bits(store, bounds(scale, found)), distance(store, qualities(scale, found, steps)))
-                    for g, found in moved.items()
-                ),
+                ("gamma_0", "bits/dim", paper, ours),
+                tuple(row(f"{g:g}", _moved(scale, g)) for g in scale.varied.gamma_0),
             ),
         ),
         claims=_claims(scale, store),
         draw=lambda: _draw(scale, store),
+        notes=("Our solver is ode2 here, for BFN as published too.",),
     )
 
 

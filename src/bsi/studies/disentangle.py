@@ -173,7 +173,7 @@ def _draw_effects(axes: Axes, effects: list[Effect], which: Literal["bits", "pap
     axes.set_yticks(range(len(effects)), [effect.factor for effect in effects] if which == "paper" else [])
     axes.set_ylim(len(effects) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=5)
-    axes.set_xlabel(f"change in {unit} by BSI's choice")
+    axes.set_xlabel(f"change in {unit} by BSI's choice (left: better)")
 
 
 def _draw(scale: Scale, store: Store) -> Figure:
@@ -182,9 +182,9 @@ def _draw(scale: Scale, store: Store) -> Figure:
     _draw_effects(axes[0], effects, "paper", scale.metric)
     _draw_effects(axes[1], effects, "ours", scale.metric)
     _draw_effects(axes[2], effects, "bits", "bits/dim")
-    axes[0].set_title("One change: paper's sampler (left: better)")
-    axes[1].set_title("One change: our solver (left: better)")
-    axes[2].set_title("One change: likelihood (left: better)")
+    axes[0].set_title("One change: paper's sampler")
+    axes[1].set_title("One change: our solver")
+    axes[2].set_title("One change: likelihood")
     axes[2].legend(loc="best", fontsize=7.5)
     gammas, steps = scale.varied.gamma_0, max(scale.drawn.steps)
     places = range(len(gammas))

@@ -269,6 +269,28 @@ def test_the_record_counts_the_evaluations_of_guidance_too(guidance, tmp_path, m
     assert found.generation.evaluations == (4 if guidance == 1 else 8)
 
 
+def test_several_guidances_are_measured_one_after_the_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BSI_DATA", str(tmp_path))
+    monkeypatch.setattr("bsi.metrics.Inception", lambda weights, device: Averages())
+    run = tmp_path / "run"
+    short = "--data.labels --steps 2 --batch 8 --virtual-shards 1 --optimiser.warmup 1 --every.evaluate 0"
+    assert main(["train", "digits", *short.split(), "--every.sample", "0", "--out", str(run)]) == 0
+    capsys.readouterr()
+    asked = ["eval", str(run), "--fid", "--labels", "--num", "30", "--steps", "2"]
+    found = {}
+    for guidance in (["1", "2"], ["2"]):
+        assert main([*asked, "--guidance", *guidance, "--json"]) == 0
+        found[len(guidance)] = json.loads(capsys.readouterr().out)
+    assert [record["drawing"]["guidance"] for record in found[2]] == [1.0, 2.0]
+    assert found[2][1]["value"] == found[1]["value"] != found[2][0]["value"], "each as if it were alone"
+    assert all(record["error"] > 0 for record in found[2])
+    assert main([*asked, "--guidance", "1", "2"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert f"fd-averages {found[2][0]['value']:.3f} ± {found[2][0]['error']:.3f}: 30 samples" in first
+    assert "guidance" not in first
+    assert "evaluations, guidance 2, seed 0" in second
+
+
 def test_a_reference_without_images_is_refused_before_samples_are_drawn(runs):
     run = open_run(runs[0], ALONE)
     split = open_split(run, "test")

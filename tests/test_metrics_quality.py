@@ -11,7 +11,17 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from bsi.errors import DataError, NonFinite, UsageError
-from bsi.metrics import Extractor, Features, Generation, Moments, QualityWarning, Reference, collect, sample_quality
+from bsi.metrics import (
+    Extractor,
+    Features,
+    Generation,
+    Moments,
+    QualityWarning,
+    Reference,
+    collect,
+    frechet_error,
+    sample_quality,
+)
 from bsi.metrics.quality import metric_name
 from bsi.metrics.references import reference
 
@@ -55,6 +65,8 @@ def test_the_record_says_everything_one_needs_to_compare() -> None:
     assert (record["extractor"], record["extractor_hash"], record["resize"]) == ("colours", "c0", "none")
     assert record["generation"] == {"solver": "sde2", "evaluations": 16, "seed": 3}
     assert record["value"] > 0
+    assert record["error"] == frechet_error(samples.vectors, real().features.moments) > 0
+    assert sample_quality(Features(samples.moments), real(), Colours()).error is None, "features were not kept"
     assert record["kid"]["value"] > 0
     assert 0 < record["precision_recall"]["precision"] < 1
     assert record["cautions"] == []

@@ -15,8 +15,8 @@ from bsi.backbones import MLPConfig, build
 from bsi.grids import GRIDS
 from bsi.methods import Method
 from bsi.metrics import Moments
+from bsi.metrics.frechet_error import Yardstick
 from bsi.solvers import SOLVERS
-from bsi.studies.frechet_error import Yardstick
 
 SHAPE = (3, 4, 4)
 

@@ -29,7 +29,6 @@ from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
 from bsi.studies.elbo_convergence import converges, gaussian_gap
 from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_seeds
 from bsi.studies.finite_k import advantage
-from bsi.studies.frechet_error import Yardstick, frechet_error
 from bsi.studies.importance_sampling import proposals, relative_spread, resampled
 from bsi.studies.job import Bound, Profile, Quality, Reconstruction, Train, name_of, network_name, title
 from bsi.studies.measure import Laboratory
@@ -82,39 +81,6 @@ class TestDigitsFeatures:
     def test_training_is_a_function_of_nothing(self):
         a, b = fit(steps=3, batch=8), fit(steps=3, batch=8)
         assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-class TestFrechetError:
-    def test_it_is_the_spread_over_draws(self):
-        """600 sets of 400 samples: the standard deviation of their distances against the mean predicted error."""
-        torch.manual_seed(0)
-        root = torch.tensor([[1.0, 0.4, 0.0], [0.0, 0.8, 0.3], [0.0, 0.0, 1.3]], dtype=torch.float64)
-        real = Moments.of(torch.randn(4000, 3, dtype=torch.float64))
-        sets = torch.randn(600, 400, 3, dtype=torch.float64) @ root + 0.2
-        found = torch.tensor([frechet_distance(Moments.of(x), real) for x in sets])
-        predicted = torch.tensor([frechet_error(x, real) for x in sets[:50]])
-        relative = 1 / math.sqrt(2 * len(sets))  # standard error of a standard deviation
-        assert float(predicted.mean()) == pytest.approx(float(found.std()), rel=4 * relative)
-
-    def test_pairs_of_samples_say_how_sure_a_difference_is(self):
-        """400 pairs of sets from the same noise: the spread of the differences, a fifth of either distance's own."""
-        torch.manual_seed(2)
-        real = Moments.of(torch.randn(4000, 3, dtype=torch.float64))
-        yardstick, noise = Yardstick(real), torch.randn(400, 300, 3, dtype=torch.float64)
-        a, b = ([yardstick(x) for x in sets] for sets in (1.2 * noise + 0.3, 1.15 * noise + 0.3))
-        for x, found in zip(1.2 * noise[:3] + 0.3, a, strict=False):
-            assert found.distance == pytest.approx(frechet_distance(Moments.of(x), real), rel=1e-9)
-            assert found.error == frechet_error(x, real)
-        spread = torch.tensor([x.distance - y.distance for x, y in zip(a, b, strict=True)]).std()
-        gaps = [x.influence - y.influence for x, y in zip(a[:50], b[:50], strict=True)]
-        predicted = torch.stack([gap.std() / math.sqrt(len(gap)) for gap in gaps]).mean()
-        assert float(predicted) == pytest.approx(float(spread), rel=4 / math.sqrt(2 * len(a)))
-        assert float(predicted) < 0.3 * a[0].error
-
-    def test_it_falls_as_the_root_of_the_number(self):
-        torch.manual_seed(1)
-        x, real = torch.randn(6400, 4) + 0.5, Moments.of(torch.randn(5000, 4))
-        assert frechet_error(x[:1600], real) == pytest.approx(2 * frechet_error(x, real), rel=0.1)
 
 
 class TestEstimates:
@@ -177,11 +143,14 @@ class TestEstimates:
             jobs.append(bounds(SMOKE, [network])[0])
             nats.append(np.array([[0.5, 0.7, 0.5, 0.7]] * 2) * corner.offset * (1 + corner.preconditioning))
         store, steps = self.store(tmp_path, jobs, nats), max(SMOKE.drawn.steps)
-        for job in jobs:
-            store.write(qualities(SMOKE, [job.network], steps)[0], Result({"distance": 1.0, "error": 0.1}), {})
-        found, unit = disentangle._effect(SMOKE, store, "offset").mean[0], 2 * math.log(2)
-        assert found.value == pytest.approx(0.9 / unit)
-        assert found.error == pytest.approx(math.hypot(0.15, 0.3) * math.sqrt(4 / 3) / 2 / unit)
+        for job, corner in zip(jobs, disentangle.CORNERS, strict=True):
+            (paper,), (ours,) = qualities(SMOKE, [job.network], steps), disentangle._ours(SMOKE, [job.network])
+            store.write(paper, Result({"distance": 1.0 + 2 * corner.preconditioning, "error": 0.1}), {})
+            store.write(ours, Result({"distance": 5.0 - corner.offset, "error": 0.1}), {})
+        effect, unit = disentangle._effect(SMOKE, store, "offset").mean, 2 * math.log(2)
+        assert effect.bits.value == pytest.approx(0.9 / unit)
+        assert effect.bits.error == pytest.approx(math.hypot(0.15, 0.3) * math.sqrt(4 / 3) / 2 / unit)
+        assert (effect.paper.value, effect.ours.value) == (0.0, -1.0)
 
     def test_the_noise_floor_is_that_of_the_difference(self, tmp_path):
         noise = np.array([[3.0, -1.0, 2.0, 0.0], [-2.0, 4.0, 1.0, -3.0]])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -76,8 +77,8 @@ class Eval:
     """Where the steps lie: paper, edm or geometric."""
     labels: bool = False
     """With --fid, ask a network with labels for one class after the other."""
-    guidance: float = 1.0
-    """With --labels, how strongly to follow them: 1 is what was learned, 2 exaggerates."""
+    guidance: tuple[float, ...] = (1.0,)
+    """With --labels, how strongly to follow them: 1 is what was learned, 2 exaggerates; several, one after another."""
     kid: bool = False
     """With --fid, also the kernel inception distance."""
     precision_recall: bool = False
@@ -109,11 +110,10 @@ def run(args: Eval) -> int:
     from bsi.training.room import enough_for_batch
 
     with join(args.device, TIMEOUT_S) as world, enough_for_batch(args.batch_size, "--batch-size", world.device):
-        asked = ((args.paired, paired), (args.bpd, bound), (args.fid, quality))
         records: list[Mapping[str, Any]] = []
         try:
-            for found in (measure(args, world) for wanted, measure in asked if wanted):
-                if world.first and found is not None:
+            for found in measured(args, world):
+                if world.first:
                     records.append(found.record)
                     keep(found)
                     if args.per_sample is not None and found.samples is not None:
@@ -132,6 +132,16 @@ class Found:
     run: Run
     what: str
     samples: Evaluation | None = None
+
+
+def measured(args: Eval, world: World) -> Iterator[Found]:
+    """What is asked for, one after the other. Every rank goes through it; distances are the first's alone."""
+    if args.paired:
+        yield paired(args, world)
+    if args.bpd:
+        yield bound(args, world)
+    if args.fid:
+        yield from quality(args, world)
 
 
 def keep(found: Found) -> None:
@@ -162,8 +172,11 @@ def check(args: Eval) -> None:
         raise UsageError("--kid and --precision-recall come with --fid: ask for that too")
     if args.labels and not args.fid:
         raise UsageError("--labels is for the samples of --fid: the bound is the unconditional one")
-    if args.guidance != 1 and not args.labels:
-        raise UsageError(f"--guidance needs --labels to follow: got --guidance {args.guidance} alone")
+    if args.guidance != (1.0,) and not args.labels:
+        said = " ".join(f"{each:g}" for each in args.guidance)
+        raise UsageError(f"--guidance needs --labels to follow: got --guidance {said} alone")
+    if not args.guidance:
+        raise UsageError("--guidance takes one number or more")
     for option in ("num", "steps", "batch_size", "limit", "finite_k"):
         value = getattr(args, option)
         if value is not None and value < 1:
@@ -211,7 +224,8 @@ def paired(args: Eval, world: World) -> Found:
     return Found(record, a, f"paired-{args.split}")
 
 
-def quality(args: Eval, world: World) -> Found | None:
+def quality(args: Eval, world: World) -> Iterator[Found]:
+    """One for each guidance, on the first rank."""
     from bsi.evaluation import runs
     from bsi.evaluation.drawing import Drawing
     from bsi.evaluation.quality import measure_quality, quality_record
@@ -219,23 +233,36 @@ def quality(args: Eval, world: World) -> Found | None:
 
     run = runs.open_run(args.runs[0], world, not args.weights, args.step, args.precision)
     classes = all_labels(run.model, run.path) if args.labels else 0
-    how = Drawing(args.steps, args.seed, args.solver, args.grid, guidance=args.guidance, classes=classes)
-    how = how.by(run.model.method)
-    how.check(run.model.method)
+    asked = [
+        Drawing(args.steps, args.seed, args.solver, args.grid, guidance=each, classes=classes).by(run.model.method)
+        for each in args.guidance
+    ]
+    for how in asked:
+        how.check(run.model.method)
     split = runs.open_split(run, args.reference, args.data)
-    runs.speed_up(run, args.num * args.steps // world.size)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            extractor = Inception(args.inception, world.device)
+    runs.speed_up(run, len(asked) * args.num * args.steps // world.size)
+    with _cautions(world):
+        extractor = Inception(args.inception, world.device)
+    for how in asked:
+        with _cautions(world):
             found = measure_quality(
                 run.model, split, how, args.num, extractor, world, args.batch_size, args.kid, args.precision_recall,
                 show=True,
             )  # fmt: skip
+        if found is not None:
+            yield Found(quality_record(run, how, found), run, f"fid-{args.reference}")
+
+
+@contextmanager
+def _cautions(world: World) -> Iterator[None]:
+    """What is warned of inside, told in one line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
         finally:
             for message in dict.fromkeys(str(warning.message) for warning in caught) if world.first else ():
                 print(f"bsi eval: caution: {message}", file=sys.stderr)
-    return None if found is None else Found(quality_record(run, how, found), run, f"fid-{args.reference}")
 
 
 def _procedure(args: Eval) -> Any:
@@ -260,11 +287,13 @@ def text(records: list[Mapping[str, Any]]) -> str:
 
 def _paragraph(record: Mapping[str, Any]) -> str:
     if "metric" in record:
-        made = record["generation"]
+        made, error, guidance = record["generation"], record["error"], record["drawing"]["guidance"]
+        spread = "" if error is None else f" ± {error:.3f}"
+        followed = "" if guidance == 1 else f", guidance {guidance:g}"
         return (
-            f"{record['metric']} {record['value']:.3f}: {record['n']} samples ({made['solver']}, {made['evaluations']} "
-            f"evaluations, seed {made['seed']}) against {record['reference_n']} of {record['reference']} "
-            f"({record['reference_split']}); {record['extractor']}, {record['resize']}"
+            f"{record['metric']} {record['value']:.3f}{spread}: {record['n']} samples ({made['solver']}, "
+            f"{made['evaluations']} evaluations{followed}, seed {made['seed']}) against {record['reference_n']} of "
+            f"{record['reference']} ({record['reference_split']}); {record['extractor']}, {record['resize']}"
         )
     if "difference" in record:
         unpaired = record["unpaired_error"]

@@ -90,6 +90,7 @@ def measure(args: Fid) -> SampleQuality:
     import torch
 
     from bsi.metrics import Inception, Reference, collect, reference, sample_quality
+    from bsi.metrics.features import KEPT
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     extractor: Extractor = Inception(args.weights, device, args.precision, args.batch)
@@ -98,7 +99,7 @@ def measure(args: Fid) -> SampleQuality:
         real = reference(b.name, b.version, b.split, shown(b), extractor, keep)
     else:
         real = Reference(b.name, b.split, b.version, collect(shown(b), extractor, keep))
-    samples = collect(shown(a), extractor, keep)
+    samples = collect(shown(a), extractor, keep or a.n <= KEPT)
     return sample_quality(samples, real, extractor, args.kid, args.precision_recall)
 
 
@@ -186,7 +187,7 @@ def text(a: str, quality: SampleQuality) -> str:
     """The record for people."""
     split = f" ({quality.reference_split})" if quality.reference_split else ""
     lines = [
-        f"{quality.metric} {quality.value:.4f}",
+        f"{quality.metric} {quality.value:.4f}{'' if quality.error is None else f' ± {quality.error:.4f}'}",
         f"  {quality.n} images of {a} against {quality.reference_n} of {quality.reference}{split}",
         f"  {quality.extractor} {quality.extractor_hash[:12]}, {quality.resize}, {quality.precision}",
     ]

@@ -22,6 +22,7 @@ from bsi.errors import DataError, NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.evaluation.runs import Run, Split
 from bsi.metrics import Extractor, Generation, QualityWarning, SampleQuality, collect, reference, sample_quality
+from bsi.metrics.features import KEPT
 from bsi.metrics.images import array_batches
 from bsi.model import Model
 from bsi.progress import Progress
@@ -59,7 +60,8 @@ def measure_quality(
             f"{split.name} part"
         )
     keep = kid or precision_and_recall
-    samples = collect(drawn_images(model, how, num, world, batch, show), extractor, keep).over_ranks()
+    drawn = drawn_images(model, how, num, world, batch, show)
+    samples = collect(drawn, extractor, keep or num <= KEPT).over_ranks()
     if not world.first:
         return None
     dataset = split.dataset

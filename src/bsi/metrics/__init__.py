@@ -12,6 +12,7 @@ On several ranks each collects its own samples, then all call `features.over_ran
 from bsi.metrics.extractor import Extractor, QualityWarning
 from bsi.metrics.features import Features, collect
 from bsi.metrics.frechet import Moments, frechet_distance
+from bsi.metrics.frechet_error import frechet_error
 from bsi.metrics.inception import Inception
 from bsi.metrics.kid import Kid, kernel_distance
 from bsi.metrics.neighbours import PrecisionRecall, precision_recall
@@ -31,6 +32,7 @@ __all__ = [
     "SampleQuality",
     "collect",
     "frechet_distance",
+    "frechet_error",
     "kernel_distance",
     "metric_name",
     "precision_recall",

@@ -3,6 +3,8 @@
     samples = collect(batches, extractor)
     quality = sample_quality(samples, reference(...), extractor, generation=Generation("sde2", 16, seed=0))
 
+Where the samples' features were kept, it has a standard error: of having drawn these samples and not others.
+
 The Frechet distance is called FID only where the features come from Inception's published weights; with any other
 extractor it is called "fd-" + its name. What makes a value hard to compare is warned of, and stays in the record.
 """
@@ -19,6 +21,7 @@ from bsi.errors import DataError, UsageError
 from bsi.metrics.extractor import Extractor, QualityWarning
 from bsi.metrics.features import Features
 from bsi.metrics.frechet import frechet_distance
+from bsi.metrics.frechet_error import frechet_error
 from bsi.metrics.inception import OTHER_NAME, PUBLISHED_HASH
 from bsi.metrics.kid import Kid, kernel_distance
 from bsi.metrics.neighbours import PrecisionRecall, precision_recall
@@ -36,10 +39,12 @@ class Generation:
 
 @dataclass(frozen=True)
 class SampleQuality:
-    """`value` of `metric` for `n` samples against `reference_n` real images; the rest says which and how."""
+    """`value` of `metric` for `n` samples against `reference_n` real images, with its standard error where the samples'
+    features were kept; the rest says which and how."""
 
     metric: str
     value: float
+    error: float | None
     n: int
     reference: str
     reference_split: str | None
@@ -83,6 +88,7 @@ def sample_quality(
     return SampleQuality(
         metric=metric_name(extractor),
         value=frechet_distance(samples.moments, real.moments),
+        error=None if samples.vectors is None else frechet_error(samples.vectors, real.moments),
         n=samples.n,
         reference=reference.dataset,
         reference_split=reference.split,

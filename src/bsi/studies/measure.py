@@ -31,13 +31,20 @@ from bsi.evaluation.runs import inner_precision
 from bsi.evaluation.subject import Subject
 from bsi.gaussian import squared_norm
 from bsi.methods import BSI
-from bsi.metrics import Extractor, Inception, collect, frechet_distance, metric_name, reference
+from bsi.metrics import (
+    Extractor,
+    Inception,
+    collect,
+    frechet_distance,
+    frechet_error,
+    metric_name,
+    reference,
+)
 from bsi.metrics.images import array_batches
 from bsi.model import Model
 from bsi.noise import standard_normal
 from bsi.studies.deadline import Deadline
 from bsi.studies.digits_features import DigitsFeatures
-from bsi.studies.frechet_error import frechet_error
 from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, name_of
 from bsi.studies.scale import MetricName, Scale
 from bsi.studies.store import Result

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from bsi.metrics import Moments
+from bsi.metrics.frechet import Moments
 
 __all__ = ["Measured", "Yardstick", "frechet_error"]
 

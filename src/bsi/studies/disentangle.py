@@ -173,7 +173,7 @@ def _draw_effects(axes: Axes, effects: list[Effect], which: Literal["bits", "pap
     axes.set_yticks(range(len(effects)), [effect.factor for effect in effects] if which == "paper" else [])
     axes.set_ylim(len(effects) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=5)
-    axes.set_xlabel(f"change in {unit} by BSI's choice (left: better)")
+    axes.set_xlabel(f"{unit}: BSI's choice less BFN's")
 
 
 def _draw(scale: Scale, store: Store) -> Figure:

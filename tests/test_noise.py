@@ -110,6 +110,13 @@ def test_a_seed_may_be_a_number_or_its_two_words(seed: int) -> None:
     assert torch.equal(standard_normal(words, samples, 1, (6,)), standard_normal(seed, samples, 1, (6,)))
 
 
+@pytest.mark.parametrize(("count", "shape"), [(0, (3, 2)), (2, ()), (2, (1, 1)), (2, (0,)), (0, (3, 0))], ids=str)
+def test_noise_has_the_shape_that_is_asked_for_with_nothing_in_it_too(count: int, shape: tuple[int, ...]) -> None:
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        found = standard_normal(1, torch.arange(count), 0, shape, dtype)
+        assert (found.shape, found.dtype) == ((count, *shape), dtype)
+
+
 def test_weighted_normals_are_the_sum_of_what_each_place_draws() -> None:
     seed, samples, draws, weights = 9, torch.tensor([4, 2**40]), (7, 0, 12), (0.5, -3.0, 2.0)
     each = [

@@ -105,7 +105,8 @@ def standard_normal(
     device, wide = samples.device, torch.promote_types(dtype, torch.float32)
     words = seed_words(seed, device) if isinstance(seed, int) else seed
     places, weights = torch.full((1,), draw, device=device), torch.ones(1, dtype=wide, device=device)
-    return weighted_normals(words, samples, places, weights, math.prod(shape)).reshape(-1, *shape).to(dtype)
+    drawn = weighted_normals(words, samples, places, weights, math.prod(shape))
+    return drawn.reshape(len(samples), *shape).to(dtype)
 
 
 @dataclass

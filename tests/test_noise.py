@@ -110,6 +110,12 @@ def test_a_seed_may_be_a_number_or_its_two_words(seed: int) -> None:
     assert torch.equal(standard_normal(words, samples, 1, (6,)), standard_normal(seed, samples, 1, (6,)))
 
 
+@pytest.mark.parametrize("kind", [torch.int32, torch.int16])
+def test_the_integer_type_of_a_samples_number_does_not_matter(kind: torch.dtype) -> None:
+    samples = torch.tensor([0, 3, 100])
+    assert torch.equal(standard_normal(1, samples.to(kind), 2, (6,)), standard_normal(1, samples, 2, (6,)))
+
+
 @pytest.mark.parametrize(("count", "shape"), [(0, (3, 2)), (2, ()), (2, (1, 1)), (2, (0,)), (0, (3, 0))], ids=str)
 def test_noise_has_the_shape_that_is_asked_for_with_nothing_in_it_too(count: int, shape: tuple[int, ...]) -> None:
     for dtype in (torch.float16, torch.float32, torch.float64):

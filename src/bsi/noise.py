@@ -80,6 +80,7 @@ def weighted_normals(
     n: int,
 ) -> Float[Tensor, "batch n"]:
     """For each sample and each of its n elements the sum of weights[i] times the Normal of places[i]."""
+    samples = samples.long()  # in fewer bits there is no high word to shift down, and the products overflow
     if weights.dtype == torch.float32 and compiles(samples.device):
         from bsi import noise_kernels  # which needs Triton, and only some machines have it
 

@@ -188,7 +188,9 @@ def test_a_lock_is_held_by_one_and_released(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_that_is_given_back_while_one_asks_for_it_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_given_back_while_one_asks_for_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between reading its name and its age. Who waits asks every second, and would have met it."""
     (tmp_path / LOCK).write_text(json.dumps(asdict(Owner("elsewhere", 12, "1", "", "t"))))
     read = lease._read

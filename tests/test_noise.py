@@ -1,11 +1,14 @@
 """Noise is a function of (seed, sample, draw): Philox against its published answers, Normals against their law."""
 
 import math
+import sys
+import types
 
 import pytest
 import scipy.stats
 import torch
 
+import bsi
 from bsi.noise import SeededNoise, normals, philox, seed_words, standard_normal, weighted_normals
 
 
@@ -121,6 +124,23 @@ def test_noise_has_the_shape_that_is_asked_for_with_nothing_in_it_too(count: int
     for dtype in (torch.float16, torch.float32, torch.float64):
         found = standard_normal(1, torch.arange(count), 0, shape, dtype)
         assert (found.shape, found.dtype) == ((count, *shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_where_there_is_a_kernel_it_draws_all_but_float64(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel computes in float32: it would cut what was asked for in 53 bits."""
+    seen = []
+
+    def kernel(seed: torch.Tensor, samples: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.append(samples.tolist())
+        return torch.zeros(len(samples), 6)
+
+    monkeypatch.setattr("bsi.noise.compiles", lambda device: True)
+    monkeypatch.setitem(sys.modules, "bsi.noise_kernels", types.SimpleNamespace(weighted_normals=kernel))
+    monkeypatch.setattr(bsi, "noise_kernels", sys.modules["bsi.noise_kernels"], raising=False)
+    found = standard_normal(1, torch.arange(2), 0, (2, 3), dtype)
+    assert (found.shape, found.dtype) == ((2, 2, 3), dtype)
+    assert seen == ([] if dtype == torch.float64 else [[0, 1]])
 
 
 def test_weighted_normals_are_the_sum_of_what_each_place_draws() -> None:

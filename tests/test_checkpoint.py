@@ -188,6 +188,24 @@ def test_a_lock_is_held_by_one_and_released(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_that_is_given_back_while_one_asks_for_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between reading its name and its age. Who waits asks every second, and would have met it."""
+    (tmp_path / LOCK).write_text(json.dumps(asdict(Owner("elsewhere", 12, "1", "", "t"))))
+    read = lease._read
+
+    def read_and_gone(path: Path) -> Owner | None:
+        holder = read(path)
+        path.unlink()
+        monkeypatch.setattr(lease, "_read", read)
+        return holder
+
+    monkeypatch.setattr(lease, "_read", read_and_gone)
+    with hold(tmp_path, pytest.fail) as held:
+        held.check()
+
+
 def test_the_lock_of_a_process_that_ended_is_taken_over_at_once(tmp_path: Path) -> None:
     child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     dead = replace(Owner.me(), pid=int(child.stdout))

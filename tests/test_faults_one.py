@@ -65,7 +65,12 @@ def chains(base: Path) -> Chains:
         "unseen": [
             out("unseen", fault("evaluate", "no disk", 11), copy="unseen-failed"),
             out("unseen", fault("evaluate", "no disk", -1)),
+            out("unseen", fault("evaluate", "no memory", -1)),
             out("unseen"),
+        ],
+        "unwanted": [
+            out("unwanted", fault("evaluate", "no disk", 11)),
+            out("unwanted", words="--every.evaluate 0 --every.sample 0"),
         ],
         "changed": [
             out("changed", fault("step", "signal SIGTERM self", 5)),
@@ -159,15 +164,22 @@ def test_a_full_disk_is_noticed_before_or_within_a_save_and_the_old_checkpoint_s
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(base: Path, chains: Chains) -> None:
-    """Row 36: the first fails after step 12, between the checkpoints of steps 8 and 16, and once more on going on."""
-    assert codes(chains["unseen"]) == [1, 1, 0]
+    """Row 36: the first fails after step 12, between the checkpoints of steps 8 and 16, and twice more on going on."""
+    assert codes(chains["unseen"]) == [1, 1, 2, 0]
     assert latest(base / "unseen-failed") == "step-00000012"
     for ended in chains["unseen"][:2]:
         assert "evaluation or the samples of step 12 failed" in ended.stderr
         assert "--every.evaluate 0" in ended.stderr
         assert "Input/output error" in ended.stderr
+    assert "while looking at the model after step 12, with --evaluation.batch" in chains["unseen"][2].stderr
     assert fingerprint(base / "unseen") == fingerprint(base / "whole")
     assert metrics(base / "unseen") == metrics(base / "whole")
+
+
+def test_without_the_evaluation_that_failed_a_run_goes_on(base: Path, chains: Chains) -> None:
+    """Row 36: the options that the message names."""
+    assert codes(chains["unwanted"]) == [1, 0]
+    assert fingerprint(base / "unwanted") == fingerprint(base / "whole")
 
 
 def test_changed_settings_are_listed_and_refused_unless_safe(base: Path, chains: Chains) -> None:

@@ -1,11 +1,14 @@
 """Noise is a function of (seed, sample, draw): Philox against its published answers, Normals against their law."""
 
 import math
+import sys
+import types
 
 import pytest
 import scipy.stats
 import torch
 
+import bsi
 from bsi.noise import SeededNoise, normals, philox, seed_words, standard_normal, weighted_normals
 
 
@@ -108,6 +111,36 @@ def test_a_seed_may_be_a_number_or_its_two_words(seed: int) -> None:
     words = seed_words(seed, samples.device)
     assert words.tolist() == [seed % 2**32, seed // 2**32]
     assert torch.equal(standard_normal(words, samples, 1, (6,)), standard_normal(seed, samples, 1, (6,)))
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int16])
+def test_the_integer_type_of_a_samples_number_does_not_matter(kind: torch.dtype) -> None:
+    samples = torch.tensor([0, 3, 100])
+    assert torch.equal(standard_normal(1, samples.to(kind), 2, (6,)), standard_normal(1, samples, 2, (6,)))
+
+
+@pytest.mark.parametrize(("count", "shape"), [(0, (3, 2)), (2, ()), (2, (1, 1)), (2, (0,)), (0, (3, 0))], ids=str)
+def test_noise_has_the_shape_that_is_asked_for_with_nothing_in_it_too(count: int, shape: tuple[int, ...]) -> None:
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        found = standard_normal(1, torch.arange(count), 0, shape, dtype)
+        assert (found.shape, found.dtype) == ((count, *shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_where_there_is_a_kernel_it_draws_all_but_float64(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel computes in float32: it would cut what was asked for in 53 bits."""
+    seen = []
+
+    def kernel(seed: torch.Tensor, samples: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.append(samples.tolist())
+        return torch.zeros(len(samples), 6)
+
+    monkeypatch.setattr("bsi.noise.compiles", lambda device: True)
+    monkeypatch.setitem(sys.modules, "bsi.noise_kernels", types.SimpleNamespace(weighted_normals=kernel))
+    monkeypatch.setattr(bsi, "noise_kernels", sys.modules["bsi.noise_kernels"], raising=False)
+    found = standard_normal(1, torch.arange(2), 0, (2, 3), dtype)
+    assert (found.shape, found.dtype) == ((2, 2, 3), dtype)
+    assert seen == ([] if dtype == torch.float64 else [[0, 1]])
 
 
 def test_weighted_normals_are_the_sum_of_what_each_place_draws() -> None:

@@ -298,6 +298,15 @@ def test_all_classes_are_drawn_in_turn_and_each_has_a_column(tmp_path):
     assert np.array_equal(drawn, np.stack([found[i % 3][i] for i in range(7)]))
     with Image.open(args.out) as sheet:
         assert np.array_equal(np.asarray(sheet.convert("RGB")), np.asarray(grid(drawn, 3, 0.0, 16.0).convert("RGB")))
+    few = write_samples(network, replace(args, npz=tmp_path / "few.npz", num=2))
+    assert "2 samples of 2 classes in turn," in command.text(few)
+
+
+def test_of_more_than_twenty_classes_a_picture_is_square_as_ever(tmp_path):
+    args = arguments(tmp_path, out=tmp_path / "all.png", labels=True, num=25)
+    write_samples(model(num_classes=21), args)
+    with Image.open(args.out) as sheet:
+        assert sheet.size == grid(array(args.npz), 5).size
 
 
 def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, monkeypatch):

@@ -117,7 +117,9 @@ class TestEstimates:
                 "block": np.zeros(4, dtype=np.int64),
                 "prior": np.zeros(4),
             }
-            store.write(job, Result({"dimensions": 2}, arrays), {})
+            mean = float(np.average(values, axis=0, weights=sizes).mean()) / (2 * math.log(2))
+            found = {"dimensions": 2, "bits_per_dim": mean, "monte_carlo_error": 0.0}
+            store.write(job, Result(found, arrays), {})
         return store
 
     def test_differences_are_paired_by_image(self, tmp_path):
@@ -151,6 +153,14 @@ class TestEstimates:
         assert effect.bits.value == pytest.approx(0.9 / unit)
         assert effect.bits.error == pytest.approx(math.hypot(0.15, 0.3) * math.sqrt(4 / 3) / 2 / unit)
         assert (effect.paper.value, effect.ours.value) == (0.0, -1.0)
+        claims = {claim.statement: claim.verdict for claim in disentangle._claims(SMOKE, store)}
+        words = "BSI's {} alone improves fd-digits over BFN's"
+        verdicts = [("hyper-prior", "undecided", "undecided"), ("offset", "undecided", "held")]
+        verdicts += [("preconditioning", "not held", "undecided")]
+        for factor, by_paper, by_ours in verdicts:
+            assert claims.pop(words.format(factor)) == by_paper
+            assert claims.pop(f"{words.format(factor)}, by our solver") == by_ours
+        assert not claims
 
     def test_the_noise_floor_is_that_of_the_difference(self, tmp_path):
         noise = np.array([[3.0, -1.0, 2.0, 0.0], [-2.0, 4.0, 1.0, -3.0]])
@@ -384,6 +394,13 @@ class TestJobs:
         ]
         assert sorted(r.seed for r in trained if r.data.name == "imagenet64") == [0, 0, 0, 1, 1, 1, 2, 2, 2]
         assert {r.steps for r in trained if r.data.name == "cifar10"} == {5_000_000, 10_000_000}
+
+    def test_the_networks_of_parameter_studies_at_mini_train_half_as_long_and_average_in_proportion(self):
+        usual, short = MINI.profiled("bsi"), MINI.parameter_recipe("bsi")
+        assert (2 * short.steps, 2 * short.optimiser.warmup, 2 * short.ema.start) == (
+            usual.steps, usual.optimiser.warmup, usual.ema.start
+        )  # fmt: skip
+        assert 1 - short.ema.beta == pytest.approx(2 * (1 - usual.ema.beta))
 
 
 class TestNumbers:

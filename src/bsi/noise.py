@@ -80,6 +80,7 @@ def weighted_normals(
     n: int,
 ) -> Float[Tensor, "batch n"]:
     """For each sample and each of its n elements the sum of weights[i] times the Normal of places[i]."""
+    samples = samples.long()  # in fewer bits there is no high word to shift down, and the products overflow
     if weights.dtype == torch.float32 and compiles(samples.device):
         from bsi import noise_kernels  # which needs Triton, and only some machines have it
 
@@ -105,7 +106,8 @@ def standard_normal(
     device, wide = samples.device, torch.promote_types(dtype, torch.float32)
     words = seed_words(seed, device) if isinstance(seed, int) else seed
     places, weights = torch.full((1,), draw, device=device), torch.ones(1, dtype=wide, device=device)
-    return weighted_normals(words, samples, places, weights, math.prod(shape)).reshape(-1, *shape).to(dtype)
+    drawn = weighted_normals(words, samples, places, weights, math.prod(shape))
+    return drawn.reshape(len(samples), *shape).to(dtype)
 
 
 @dataclass

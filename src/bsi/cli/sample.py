@@ -179,7 +179,7 @@ def text(record: dict[str, Any]) -> str:
     """The record for people."""
     num, fresh = record["num"], record["drawn"]
     kind = "" if record["label"] is None else f" of class {record['class'] or record['label']}"
-    kind = f" of {record['classes']} classes in turn" if record["classes"] else kind
+    kind = f" of {min(num, record['classes'])} classes in turn" if record["classes"] else kind
     rate = f"{record['seconds']:.1f} s, {fresh / max(record['seconds'], 1e-3):.3g}/s"
     took = "all were there" if fresh == 0 else rate if fresh == num else f"{num - fresh} were there, {fresh} in {rate}"
     first = (

@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from bsi.defaults import GRID, STEPS
+from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.methods import Parametrisation
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference
@@ -95,9 +95,9 @@ def _published(scale: Scale) -> list[Recipe]:
     return seeded(scale.parameter_recipe, "bfn", scale.parameter_seeds)
 
 
-def _ours(scale: Scale, networks: list[Recipe]) -> list[Quality]:
+def _ours(scale: Scale, some: list[Recipe]) -> list[Quality]:
     """By our solver for BSI, whatever the network."""
-    return [quality(scale, network, STEPS, "ode2", GRID) for network in networks]
+    return [quality(scale, network, STEPS, SOLVER, GRID) for network in some]
 
 
 def measures(scale: Scale) -> list[Measure]:
@@ -256,7 +256,7 @@ def report(scale: Scale, store: Store) -> Report:
         ),
         claims=_claims(scale, store),
         draw=lambda: _draw(scale, store),
-        notes=("Our solver is ode2 here, for BFN as published too.",),
+        notes=(f"Our solver is {SOLVER} here, for BFN as published too.",),
     )
 
 

@@ -131,7 +131,8 @@ def _acquire(path: Path, me: Owner, warn: Callable[[str], None]) -> Owner:
         with _one_at_a_time(path.parent):
             holder = _read(path)
             if holder is not None:
-                warn(_reason_to_take_over(path, holder, me))
+                with contextlib.suppress(FileNotFoundError):  # given back just now, which needs no turn: it is free
+                    warn(_reason_to_take_over(path, holder, me))
             write_text(path, json.dumps(asdict(me)))
     except OSError as error:
         raise UsageError(

@@ -143,8 +143,9 @@ def _look(job: Job) -> float:
     except Exception:
         _save(job, evaluation_pending=True)
         job.saver.wait()  # for this rank's own: the others may never come
+        step = job.engine.steps_done
+        job.watchdog.at(step, "evaluate")  # the save went well: whose error this is, room.py asks
         if job.world.first:
-            step = job.engine.steps_done
             tell(
                 f"the evaluation or the samples of step {step} failed, as follows; what was trained is saved. The same "
                 f"command tries them again; with --every.evaluate 0 --every.sample 0 it goes on without"

@@ -124,8 +124,11 @@ def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
 ) -> None:
     run = tmp_path / "run"
     options = ["--data.labels", "--steps", "2", "--batch", "8", "--virtual-shards", "1", "--optimiser.warmup", "1"]
-    assert main(["train", "digits", *options, "--every.evaluate", "0", "--every.sample", "0", "--out", str(run)]) == 0
+    looked = ["--every.evaluate", "0", "--every.sample", "2", "--samples.count", "20", "--samples.steps", "2"]
+    assert main(["train", "digits", *options, *looked, "--out", str(run)]) == 0
     assert bsi.load(run).classes == 10
+    with Image.open(run / "samples" / "step-00000002.png") as sheet:
+        assert sheet.width > 4 * sheet.height, "two rows, and a column for each class"
     assert f"go on with  bsi sample {run} --labels ·" in capsys.readouterr().err
     drawn = ["--num", "4", "--steps", "2", "--npz", str(tmp_path / "x.npz"), "--out", str(tmp_path / "x.png")]
     assert main(["sample", str(run), "--label", "7", "--guidance", "2", *drawn, "--json"]) == 0

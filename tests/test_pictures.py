@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from bsi.errors import UsageError
-from bsi.pictures import Moment, animate, animation_bytes, belief_frames, grid, pixels
+from bsi.pictures import Moment, animate, animation_bytes, belief_frames, class_columns, grid, pixels
 
 
 def test_pixels_are_rounded_and_never_truncated():
@@ -71,3 +71,7 @@ def test_an_animation_has_a_frame_for_every_step(tmp_path, suffix):
         animate(frames, tmp_path / "belief.mp4")
     with pytest.raises(UsageError, match="at least one step"):
         belief_frames([])
+
+
+def test_few_classes_have_a_column_each():
+    assert [class_columns(classes) for classes in (None, 0, 1, 10, 20, 21, 1000)] == [None, None, 1, 10, 20, None, None]

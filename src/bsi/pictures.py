@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from bsi.errors import UsageError
 
-__all__ = ["Moment", "animate", "animation_bytes", "belief_frames", "grid", "pixels"]
+__all__ = ["Moment", "animate", "animation_bytes", "belief_frames", "class_columns", "grid", "pixels"]
 
 Images = Shaped[np.ndarray, "n channels height width"]
 Number = float | int
@@ -27,6 +27,7 @@ GAP = 2
 BETWEEN = 12  # pixels between the panels of a frame
 SMALLEST = 32  # pixels that an image has at least on a side, drawn enlarged if it has fewer
 SHEET, PANEL = 384, 256  # pixels that a grid, and one of an animation, is enlarged towards
+COLUMNS = 20  # of classes, at most, that have one each
 LINE = 18  # pixels that a line of text takes
 ANIMATIONS = (".gif", ".webp")
 
@@ -43,6 +44,11 @@ def pixels(
         raise UsageError(f"pixels need a range low < high: got low={low}, high={high}")
     scaled = (images.astype(np.float64) - low) * (255.0 / (high - low))
     return np.clip(np.rint(np.nan_to_num(scaled)), 0, 255).astype(np.uint8)
+
+
+def class_columns(classes: int | None) -> int | None:
+    """Columns for samples of so many classes in turn: one for each, where they are few; None if a square does."""
+    return classes if classes and classes <= COLUMNS else None
 
 
 def grid(

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["Sample", "run", "write_samples"]
 
 SHOWN = 400  # images that a picture shows at most
-COLUMNS = 20  # classes that have a column each
 ANIMATED = 16
 COMPILED = 1000  # samples from which on it pays to wait for a compiler
 TIMEOUT_S = 86400.0  # ranks wait so long for one that has a part more to draw
@@ -162,7 +161,7 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
 
         low, high = picture_range(model, samples)
         with whole(picture, "--out") as beside:
-            pictures.grid(samples[:SHOWN], how.classes if 0 < how.classes <= COLUMNS else None, low, high).save(beside)
+            pictures.grid(samples[:SHOWN], pictures.class_columns(how.classes), low, high).save(beside)
     return {
         "run": str(args.run),
         "num": num,

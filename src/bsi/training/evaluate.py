@@ -15,7 +15,7 @@ import torch
 from bsi.data.batches import BatchSource
 from bsi.elbo import Elbo
 from bsi.model import Model
-from bsi.pictures import grid
+from bsi.pictures import class_columns, grid
 from bsi.training.distributed import World
 from bsi.training.recipe import Recipe
 from bsi.training.stream import derive
@@ -48,7 +48,7 @@ def bound(model: Model, test: BatchSource, recipe: Recipe, world: World) -> Elbo
 def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
     """Samples as a picture, or as an array (.npy) where they are no images. Sample i is the same seed at every step.
 
-    A model with labels is asked for one class after the other.
+    A model with labels is asked for one class after the other; of few, each has a column.
     """
     wanted = recipe.samples
     seed = derive(recipe.seed, "samples") >> 32
@@ -58,7 +58,7 @@ def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
     if len(model.shape) == 3 and model.shape[0] in (1, 3):
         low, high = (0.0, float(model.bins.count - 1)) if model.bins is not None else (float(x.min()), float(x.max()))
         path = path.with_suffix(".png")
-        grid(x, low=low, high=max(high, low + 1e-6)).save(path)
+        grid(x, class_columns(model.classes), low, max(high, low + 1e-6)).save(path)
         return path
     path = path.with_suffix(".npy")
     np.save(path, x, allow_pickle=False)

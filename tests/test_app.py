@@ -218,7 +218,7 @@ def test_a_class_that_is_asked_for_is_drawn_and_followed_as_much_as_asked(tmp_pa
         for wrong, why in (
             ({"label": 2}, "no label 2: its labels are 0 to 1"),
             ({"label": -1}, "no label -1"),
-            ({"guidance": 2.0}, "needs a label"),
+            ({"guidance": 2.0}, "needs a condition to follow, such as a label"),
             ({"label": 0, "guidance": 11}, "guidance"),
             ({"label": 0, "guidance": -1}, "guidance"),
             ({"label": "cat"}, "label"),

@@ -185,6 +185,24 @@ def test_labels_condition_loss_samples_and_bound():
     assert model.elbo(x, labels).nats.shape == (6,)
 
 
+def test_guidance_exaggerates_what_a_label_changes_and_needs_one():
+    class Told(torch.nn.Module):
+        def forward(self, mu, t, cond=None):
+            return torch.zeros_like(mu) if cond is None else cond[:, None].to(mu.dtype).expand_as(mu)
+
+    model, labels = bsi.Model(Told(), bsi.BSI(), shape=(3,)), torch.tensor([1, 2])
+    free, plain, guided = (
+        model.sample(2, steps=1, solver="ode2", cond=cond, guidance=scale)
+        for cond, scale in ((None, 1.0), (labels, 1.0), (labels, 3.0))
+    )
+    torch.testing.assert_close(guided - free, 3 * (plain - free), rtol=1e-4, atol=1e-6)
+    assert bool((plain != free).all())
+    with pytest.raises(UsageError, match="guidance needs a condition to follow"):
+        model.sample(2, steps=1, guidance=2.0)
+    with pytest.raises(UsageError, match="guidance is 1 for none"):
+        model.sample(2, steps=1, cond=labels, guidance=-1.0)
+
+
 def test_an_image_and_a_dictionary_condition_too():
     class Superresolution(torch.nn.Module):
         def forward(self, mu, t, cond):

@@ -14,6 +14,7 @@ noise eps for x.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -22,11 +23,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from bsi.conditioning import guided
 from bsi.errors import UsageError
 from bsi.gaussian import Encoder, over
 from bsi.methods.base import Method, Parametrisation, Predictor
 
-__all__ = ["COEFFICIENTS", "Coefficients", "Condition", "Denoiser", "edm", "epsilon"]
+__all__ = ["COEFFICIENTS", "Coefficients", "Condition", "Denoiser", "check_guidance", "edm", "epsilon"]
 
 # What a prediction is conditioned on besides the latent: class labels, an image, several of these by name.
 Condition = Tensor | dict[str, Tensor]
@@ -71,6 +73,11 @@ def epsilon(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
 COEFFICIENTS: dict[Parametrisation, Callable[[Encoder, float], Coefficients]] = {"edm": edm, "epsilon": epsilon}
 
 
+def check_guidance(guidance: float) -> None:
+    if not 0 <= guidance < math.inf:
+        raise UsageError(f"guidance is 1 for none, more to follow the condition more: got {guidance:g}")
+
+
 class Denoiser(nn.Module):
     """f_theta: a backbone with its preconditioning. Called as `denoiser(latent, level)`, it is a Predictor.
 
@@ -111,8 +118,18 @@ class Denoiser(nn.Module):
         x_hat = over(coefficients.c_skip, latent) * latent + over(coefficients.c_out, latent) * output.to(latent.dtype)
         return x_hat if self.clip is None else x_hat.clamp(*self.clip)
 
-    def given(self, cond: Condition | None) -> Predictor:
-        """This denoiser with a condition bound into it: losses, ELBO and solvers never see it."""
+    def given(self, cond: Condition | None, guidance: float = 1.0) -> Predictor:
+        """This denoiser with a condition bound into it: losses, ELBO and solvers never see it.
+
+        `guidance` says how strongly it is followed: 1 is what was learned, more exaggerates, at twice the evaluations.
+        """
+        check_guidance(guidance)
         if cond is None:
+            if guidance != 1:
+                raise UsageError(f"guidance needs a condition to follow, such as a label: got guidance={guidance:g}")
             return cast(Predictor, self)
-        return lambda latent, level: self(latent, level, cond)
+
+        def told(latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"]) -> Float[Tensor, "batch *data"]:
+            return self(latent, level, cond)
+
+        return told if guidance == 1 else guided(told, cast(Predictor, self), guidance)

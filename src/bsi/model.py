@@ -131,10 +131,12 @@ class Model(nn.Module):
         grid: str = GRID,
         cond: Condition | None = None,
         batch_size: int = 256,
+        guidance: float = 1.0,
     ) -> Tensor:
         """`num` samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone.
 
-        `bsi sample` with the same seed draws the same ones. Without a solver it is `default_solver(method)`.
+        `bsi sample` with the same seed draws the same ones. Without a solver it is `default_solver(method)`. `guidance`
+        says how strongly to follow `cond`: 1 is what was learned, more exaggerates, at twice the evaluations.
         """
         if num < 1 or batch_size < 1:
             raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch_size={batch_size}")
@@ -146,7 +148,7 @@ class Model(nn.Module):
             for ids in torch.arange(num, device=self.device).split(batch_size):
                 part = _rows(cond, ids.cpu(), self.device)
                 noise = BrownianPath(seed, ids, self.shape)
-                drawn.append(sample(self.method, self.denoiser.given(part), noise, levels, solver))
+                drawn.append(sample(self.method, self.denoiser.given(part, guidance), noise, levels, solver))
         x = torch.cat(drawn)
         if not bool(torch.isfinite(x).all()):
             bad = int((~torch.isfinite(x)).reshape(num, -1).any(1).sum())

@@ -22,7 +22,7 @@ from torch import Tensor
 from bsi.app.asks import Ask, Denoise, Inpaint, Limits, mask, values
 from bsi.app.finishing import Finisher
 from bsi.brownian import BrownianPath
-from bsi.conditioning import guided, measuring_solvers
+from bsi.conditioning import measuring_solvers
 from bsi.data.store import open_dataset
 from bsi.defaults import GRID, NOISY_SOLVER, STEPS
 from bsi.errors import BsiError, UsageError
@@ -128,16 +128,13 @@ class Workbench:
 
     def _predictor(self, ask: Ask) -> Predictor:
         """The network, told the label that is asked for and made to follow it as much as is asked for."""
-        given, classes = self.model.denoiser.given, self.about.classes
+        denoiser, classes = self.model.denoiser, self.about.classes
         if ask.label is None:
-            if ask.guidance != 1:
-                raise UsageError(f"guidance needs a label to follow: got guidance {ask.guidance:g} alone")
-            return given(None)
+            return denoiser.given(None, ask.guidance)
         if not 0 <= ask.label < len(classes):
             known = f"its labels are 0 to {len(classes) - 1}" if classes else "it was trained without labels"
             raise UsageError(f"this network has no label {ask.label}: {known}")
-        told = given(torch.full((ask.num,), ask.label, device=self.model.device))
-        return told if ask.guidance == 1 else guided(told, given(None), ask.guidance)
+        return denoiser.given(torch.full((ask.num,), ask.label, device=self.model.device), ask.guidance)
 
     def _given(self, image: str, num: int) -> Float[Tensor, "num channels height width"]:
         x = torch.from_numpy(values(image, self.model.shape).copy()).to(self.model.device)

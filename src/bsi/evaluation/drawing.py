@@ -23,9 +23,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bsi.brownian import BrownianPath, check_resolved
-from bsi.conditioning import guided
 from bsi.defaults import GRID, STEPS
-from bsi.denoiser import Condition, Denoiser
+from bsi.denoiser import Condition, Denoiser, check_guidance
 from bsi.errors import UsageError
 from bsi.grids import named_grid
 from bsi.methods.base import Method
@@ -77,8 +76,7 @@ class Drawing:
             raise UsageError(f"noise is either path or independent: got {self.noise!r}")
         if self.noise == "path":
             check_resolved(drawn)
-        if not 0 <= self.guidance < float("inf"):
-            raise UsageError(f"guidance is 1 for none, more to follow the condition more: got {self.guidance}")
+        check_guidance(self.guidance)
 
     def noise_of(self, samples: Int[Tensor, " batch"], shape: tuple[int, ...]) -> Noise:
         kind = BrownianPath if self.noise == "path" else SeededNoise
@@ -98,10 +96,6 @@ def draw(
     """
     how.check(denoiser.method)
     cond = how.labels(samples) if cond is None else cond
-    predict = denoiser.given(cond)
-    if how.guidance != 1:
-        if cond is None:
-            raise UsageError(f"guidance needs a condition to follow, such as a label: got guidance={how.guidance}")
-        predict = guided(predict, denoiser.given(None), how.guidance)
+    predict = denoiser.given(cond, how.guidance)
     method = denoiser.method
     return trajectory(method, predict, how.noise_of(samples, shape), how.levels(method), how.solver_for(method))

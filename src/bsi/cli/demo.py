@@ -36,6 +36,7 @@ def run(args: Demo) -> int:
     import bsi
     from bsi import pictures
     from bsi.cli import eval as evaluation
+    from bsi.cli.eval_text import bound_line
     from bsi.data.store import open_dataset
     from bsi.report import write_report
     from bsi.training.distributed import join
@@ -69,7 +70,7 @@ def run(args: Demo) -> int:
         files = {"run": str(folder), "samples": str(picture), "report": str(report)}
         print(json.dumps({**files, **told, "histogram": histogram}))
     else:
-        print(f"test set    {evaluation.bound_line(found.record)}")
+        print(f"test set    {bound_line(found.record)}")
         print(f"histogram   {histogram:.4f} bits/dim, each pixel by itself")
         print(f"samples     {picture}")
         print(f"report      {report}, opens in a browser")

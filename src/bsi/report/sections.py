@@ -23,7 +23,7 @@ __all__ = ["Terms", "animation", "curves", "environment", "likelihood", "picture
 MOST_PICTURES = 6
 TERMS = ("reconstruction", "measurement", "prior")
 EVALUATED = ("bits_per_dim", "monte_carlo_error", "data_error", "split", "images", "finite_k", "proposal", "step")
-COMPARED = ("metric", "value", "n", "reference", "reference_split", "reference_n", "step")
+COMPARED = ("metric", "value", "error", "guidance", "n", "reference", "reference_split", "reference_n", "step")
 
 
 def note(text: str) -> str:
@@ -197,15 +197,22 @@ def pictures(run: Run) -> str:
 
 
 def quality(run: Run) -> str:
-    """Distances against evaluations of the network, by solver: what `bsi eval` stored with its generation."""
+    """Distances against evaluations of the network, by solver and guidance: what `bsi eval` stored of them."""
     found: dict[str, list[Point]] = {}
-    metric = "FID"
+    metric, compared = "FID", []
     for record in run.evaluations:
+        if "metric" not in record:
+            continue
+        guidance = _guidance(record)
+        compared.append({**record, "guidance": guidance})
         generation = record.get("generation")
         if isinstance(generation, dict) and isinstance(record.get("value"), float):
             metric = str(record.get("metric", metric))
-            point = Point(float(generation.get("evaluations", 0)), float(record["value"]))
-            found.setdefault(str(generation.get("solver", "")), []).append(point)
+            error = record.get("error")
+            spread = error if isinstance(error, float) else 0.0
+            point = Point(float(generation.get("evaluations", 0)), float(record["value"]), spread)
+            name = str(generation.get("solver", "")) + ("" if guidance is None else f", guidance {guidance:g}")
+            found.setdefault(name, []).append(point)
     if not found:
         return ""
     roles: list[Role] = ["belief", "predict", "measure", "soft"]
@@ -214,8 +221,15 @@ def quality(run: Run) -> str:
         for i, (name, points) in enumerate(sorted(found.items()))
     ]
     drawn = chart(f"{metric} against evaluations", Axis("evaluations", log=True), Axis(metric), series)
-    found_at = _records([record for record in run.evaluations if "metric" in record], COMPARED)
+    found_at = _records(compared, COMPARED)
     return f'<div class="pair"><figure>{drawn}</figure><div>{found_at}</div></div>'
+
+
+def _guidance(record: Mapping[str, Any]) -> float | None:
+    """How strongly labels were followed, where that is not as they were learned."""
+    drawing = record.get("drawing")
+    said = drawing.get("guidance") if isinstance(drawing, dict) else None
+    return float(said) if isinstance(said, int | float) and said != 1 else None
 
 
 def recipe(run: Run) -> str:

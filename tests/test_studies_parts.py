@@ -18,6 +18,7 @@ from bsi.cli.train import parse
 from bsi.data import digits
 from bsi.data.pixels import to_uint8
 from bsi.data.store import open_dataset
+from bsi.denoiser import COEFFICIENTS
 from bsi.elbo import reconstruction_loss
 from bsi.errors import DataError, Preempted
 from bsi.levels import LogUniform
@@ -27,7 +28,15 @@ from bsi.studies import comparison, disentangle, figures, illustration, initial_
 from bsi.studies.deadline import Deadline
 from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
 from bsi.studies.elbo_convergence import converges, gaussian_gap
-from bsi.studies.estimates import Estimate, bits_difference, finite_gap, over_seeds
+from bsi.studies.estimates import (
+    Estimate,
+    _median,
+    bits_difference,
+    finite_gap,
+    median_bits,
+    median_bits_difference,
+    over_seeds,
+)
 from bsi.studies.finite_k import advantage
 from bsi.studies.importance_sampling import proposals, relative_spread, resampled
 from bsi.studies.job import Bound, Profile, Quality, Reconstruction, Train, name_of, network_name, title
@@ -136,9 +145,27 @@ class TestEstimates:
         store = self.store(tmp_path, jobs, [np.array([[1.0] * 4, [6.0] * 4]), np.zeros((2, 4))], sizes=(3, 2))
         assert bits_difference(store, jobs[:1], jobs[1:]).value == pytest.approx(3.0 / (2 * math.log(2)))
 
+    def test_an_image_that_makes_the_mean_does_not_move_the_median(self, tmp_path):
+        """Of four images one standard deviation is one place: from half way below the second to half way above it."""
+        jobs = [Bound(replace(bsi.recipes.digits(), seed=seed), 4, 2) for seed in (0, 1)]
+        base = np.array([[1.0, 20.0, 300.0, 4000.0]] * 2)
+        store, unit = self.store(tmp_path, jobs, [base + np.array([0.5, 0.7, 0.1, 1e9]), base]), 2 * math.log(2)
+        found = median_bits_difference(store, jobs[:1], jobs[1:])
+        assert found.value == pytest.approx(0.6 / unit)
+        assert found.error == pytest.approx((0.5 * (0.7 + 1e9) - 0.5 * (0.1 + 0.5)) / 2 / unit)
+        assert median_bits(store, jobs[1:]).value == pytest.approx(160 / unit)
+
+    def test_the_error_of_a_median_is_that_of_normal_images(self):
+        """sqrt(pi / 2n) for a unit Normal; the mean over a thousand data sets is seen to 1 %."""
+        data = np.random.default_rng(0).standard_normal((1000, 400))
+        found = [_median(row) for row in data]
+        wanted = math.sqrt(math.pi / 800)
+        assert np.std([e.value for e in found]) == pytest.approx(wanted, rel=0.1)
+        assert np.mean([e.error for e in found]) == pytest.approx(wanted, rel=0.05)
+
     def test_the_mean_effect_of_a_change_is_paired_by_image(self, tmp_path):
-        """By 0.5 and 0.7 nats alternately, at two edges of the cube twice that: averaging four edges makes the images'
-        share of the error no smaller, and how the edges differ is the other share."""
+        """By 0.5 and 0.7 nats alternately, at two edges of the cube twice that: the medians of the edges are paired,
+        and how they differ is the error."""
         jobs, nats = [], []
         for corner in disentangle.CORNERS:
             (network,) = disentangle.networks(SMOKE, corner)
@@ -150,8 +177,8 @@ class TestEstimates:
             store.write(paper, Result({"distance": 1.0 + 2 * corner.preconditioning, "error": 0.1}), {})
             store.write(ours, Result({"distance": 5.0 - corner.offset, "error": 0.1}), {})
         effect, unit = disentangle._effect(SMOKE, store, "offset").mean, 2 * math.log(2)
-        assert effect.bits.value == pytest.approx(0.9 / unit)
-        assert effect.bits.error == pytest.approx(math.hypot(0.15, 0.3) * math.sqrt(4 / 3) / 2 / unit)
+        assert effect.median.value == pytest.approx(0.9 / unit)
+        assert effect.median.error == pytest.approx(0.3 * math.sqrt(4 / 3) / 2 / unit)
         assert (effect.paper.value, effect.ours.value) == (0.0, -1.0)
         claims = {claim.statement: claim.verdict for claim in disentangle._claims(SMOKE, store)}
         words = "BSI's {} alone improves fd-digits over BFN's"
@@ -452,6 +479,16 @@ class TestNumbers:
             assert method.c == pytest.approx(1e-2 if corner.hyper_prior else 0.0)
             assert method.levels.low == (1e-2 if corner.offset else 1.0)
         assert len({corner.name for corner in disentangle.CORNERS}) == 8
+
+    def test_an_error_of_the_noise_has_no_finite_mean_square_over_levels(self):
+        """Near t = 0 the sample's squared error grows like t^-1, with a hyper-prior like t^-2; BSI's is bounded."""
+        t = torch.tensor([1e-9, 1e-8], dtype=torch.float64)
+        for corner in disentangle.CORNERS:
+            method = build_method(corner.method(BSISpec()))
+            form = COEFFICIENTS["edm" if corner.preconditioning else "epsilon"]
+            small, large = form(method.encoder(method.levels.icdf(t)), 1.0).c_out.square().log10().tolist()
+            power = 0 if corner.preconditioning else -2 if corner.hyper_prior else -1
+            assert large - small == pytest.approx(power, abs=1e-3)
 
     def test_values_that_others_report_stand_beside_ours(self, tmp_path):
         """CIFAR-10 at 10M steps: VDM's value is its authors', BSI's is measured."""

@@ -3,6 +3,8 @@
 bits per dimension   one network: the Monte Carlo error. Several seeds: the spread over seeds, or that if it is larger.
 a difference of two  image by image, since both saw the same images, levels and noise: the error of the mean over
                      images, which has the Monte Carlo error in it, and the spread over seeds
+the median image     where a few images make the mean (disentangle.py): half the distance between the order statistics
+                     one standard deviation below and above the middle
 Fréchet distance     one network: the error from having drawn these samples. Several seeds: as for bits per dimension.
 
 With two seeds the spread has one degree of freedom: two standard errors are no 95 % interval then.
@@ -23,7 +25,17 @@ from bsi.evaluation.points import spread
 from bsi.studies.job import Bound, Quality
 from bsi.studies.store import Result, Store
 
-__all__ = ["Estimate", "bits", "bits_difference", "distance", "distance_difference", "finite_gap", "over_seeds"]
+__all__ = [
+    "Estimate",
+    "bits",
+    "bits_difference",
+    "distance",
+    "distance_difference",
+    "finite_gap",
+    "median_bits",
+    "median_bits_difference",
+    "over_seeds",
+]
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,25 @@ def bits_difference(store: Store, a: Sequence[Bound], b: Sequence[Bound]) -> Est
     seeds = each.mean(1)
     spread_error = float(seeds.std(ddof=1)) / math.sqrt(len(seeds)) if len(seeds) > 1 else 0.0
     return Estimate(float(images.mean()), math.hypot(over_images, spread_error))
+
+
+def median_bits(store: Store, jobs: Sequence[Bound]) -> Estimate:
+    """Bits per dimension of the median image, of one network for each seed."""
+    return over_seeds([_median(_image_bits(store.read(job))) for job in jobs])
+
+
+def median_bits_difference(store: Store, a: Sequence[Bound], b: Sequence[Bound]) -> Estimate:
+    """The median image's a - b in bits per dimension, paired by image and by seed."""
+    pairs = zip(a, b, strict=True)
+    return over_seeds([_median(_image_bits(store.read(p)) - _image_bits(store.read(q))) for p, q in pairs])
+
+
+def _median(values: Float64[np.ndarray, " images"]) -> Estimate:
+    """How many of n values lie below the true median is Binomial(n, 1/2), its standard deviation sqrt(n) / 2."""
+    middle, step = (len(values) - 1) / 2, math.sqrt(len(values)) / 2
+    places = np.clip([middle - step, middle + step], 0, len(values) - 1)
+    low, high = np.interp(places, np.arange(len(values)), np.sort(values))
+    return Estimate(float(np.median(values)), float(high - low) / 2)
 
 
 def finite_gap(store: Store, finite: Bound, infinite: Bound) -> Estimate:

@@ -27,6 +27,7 @@ from bsi.training.export import export
 from bsi.training.method_specs import BSISpec
 from bsi.training.recipe import Data, Every, Objective, Optimiser, Recipe
 from bsi.training.stream import Stream
+from test_replay import compiles
 
 CPU = World(Place(), torch.device("cpu"))
 LABELS = torch.arange(600) % 3
@@ -91,6 +92,8 @@ def test_a_network_trained_with_labels_draws_what_it_is_asked_for_and_all_of_it_
     assert (run / "samples").is_dir()
 
 
+@compiles
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_network_with_labels_is_looked_at_on_the_way_on_a_gpu_too(tmp_path: Path) -> None:
     every = Every(journal=2, evaluate=2, sample=2, checkpoint=4)

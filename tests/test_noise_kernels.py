@@ -1,8 +1,12 @@
 """The kernel of noise.py draws what noise.py draws; here in Triton's interpreter, and on a GPU where there is one."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 
+import bsi
 from bsi.brownian import BrownianPath
 from bsi.noise import seed_words, standard_normal, weighted_normals
 from test_backbones_fused import needs_triton, printed
@@ -51,6 +55,19 @@ def test_the_kernel_draws_the_normals_of_the_plain_function() -> None:
 def test_the_kernel_compiles_for_an_h200_without_one() -> None:
     ((_, size),) = (line.split() for line in printed(COMPILED, interpret=False))
     assert int(size) > 0
+
+
+@needs_triton
+def test_the_hook_that_checks_shapes_leaves_kernels_alone() -> None:
+    """It puts a function of its own in the place of each function, and in its namespace a kernel would find nothing."""
+    package, found = Path(bsi.__file__).parent, 0
+    for path in package.rglob("*_kernels.py"):
+        module = importlib.import_module(".".join(("bsi", *path.relative_to(package).with_suffix("").parts)))
+        for name, kernel in vars(module).items():
+            if callable(getattr(kernel, "fn", None)) and kernel.fn.__module__ == module.__name__:
+                found += 1
+                assert kernel.fn.__globals__ is vars(module), f"{module.__name__}.{name}: no_type_check is missing"
+    assert found > 20
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

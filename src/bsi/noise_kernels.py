@@ -6,6 +6,8 @@ noise.py, and are summed in the order of the terms, so that no bit depends on th
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -18,11 +20,13 @@ QUADS = 256
 
 
 @triton.jit
+@no_type_check
 def _uniform(word):
     return (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
 
 
 @triton.jit
+@no_type_check
 def _normal_pair(radius_word, angle_word):
     radius = tl.sqrt_rn(-2 * tl.log(_uniform(radius_word)))
     angle = 6.283185307179586 * _uniform(angle_word)
@@ -30,6 +34,7 @@ def _normal_pair(radius_word, angle_word):
 
 
 @triton.jit(do_not_specialize=["terms"])
+@no_type_check
 def _weighted_normals(seed, samples, places, weights, out, n, terms, QUADS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     quad = tl.program_id(1) * QUADS + tl.arange(0, QUADS)

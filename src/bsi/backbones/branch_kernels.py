@@ -13,6 +13,7 @@ on for the product. Numbers beyond are cut off.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import torch
 import triton
@@ -28,6 +29,7 @@ GRADIENT8 = torch.float8_e5m2  # three digits, thirty powers of two
 
 
 @triton.jit
+@no_type_check
 def _scaled(value, largest, inverse, first, LIMIT: tl.constexpr):
     """The value times a power of two that brings `largest` under LIMIT, whose inverse the first program writes."""
     bound = tl.load(largest).to(tl.float32)
@@ -39,6 +41,7 @@ def _scaled(value, largest, inverse, first, LIMIT: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _gelu_backward(
     dhidden, before, dbefore, hidden, sums, largest, inverse, rows, width,
     HIDDEN: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -68,6 +71,7 @@ def _gelu_backward(
 
 
 @triton.jit
+@no_type_check
 def _gather(
     dq, dk, dv, out, sums, largest, inverse, tokens, heads, rows, width,
     stride_batch, stride_head, stride_token,
@@ -99,6 +103,7 @@ def _gather(
 
 
 @triton.jit
+@no_type_check
 def _quantise(
     x, out, largest, inverse, rows, width,
     LIMIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -115,6 +120,7 @@ def _quantise(
 
 
 @triton.jit
+@no_type_check
 def _turn(q, qt, rows, width, R: tl.constexpr, C: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)

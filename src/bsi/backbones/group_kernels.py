@@ -23,6 +23,7 @@ hardware's own 2^x and 1/x.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import torch
 import triton
@@ -41,6 +42,7 @@ REGISTERS = 128  # of a thread, at most
 
 
 @triton.jit
+@no_type_check
 def _over_groups(values, GROUP: tl.constexpr, SLAB: tl.constexpr):
     """For each column, the sum over its group."""
     if SLAB // GROUP == 1:
@@ -56,6 +58,7 @@ def _over_groups(values, GROUP: tl.constexpr, SLAB: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _sigmoid(z, FAST: tl.constexpr):
     """FAST by the hardware's 2^x and 1/x, as they are: right to 1e-6, and a third of the instructions."""
     if FAST:
@@ -71,6 +74,7 @@ def _sigmoid(z, FAST: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _own(channels, GROUP: tl.constexpr, SLAB: tl.constexpr):
     """A program's image, its channels, and which of them there are.
 
@@ -86,6 +90,7 @@ def _own(channels, GROUP: tl.constexpr, SLAB: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _tile(start, pixels, channels, channel, inside, TILE: tl.constexpr, EVEN: tl.constexpr):
     """Pixels from `start` on: which, where they lie in an image of `channels`, and whether they are there."""
     pixel = (start + tl.arange(0, TILE))[:, None]
@@ -93,6 +98,7 @@ def _tile(start, pixels, channels, channel, inside, TILE: tl.constexpr, EVEN: tl
 
 
 @triton.jit
+@no_type_check
 def _norm_act(
     x, weight, bias, shift, seed, y, mean, rstd, own,
     pixels, channels, stride_y, stride_shift, eps,
@@ -146,6 +152,7 @@ def _norm_act(
 
 
 @triton.jit
+@no_type_check
 def _gradient(
     value, dy, place, scale, offset, seed,
     ACT: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
@@ -163,6 +170,7 @@ def _gradient(
 
 
 @triton.jit
+@no_type_check
 def _norm_act_backward(
     dy, x, mean, rstd, own, weight, bias, seed, add, more, dx, sums,
     pixels, channels, stride_dy, stride_add, stride_sums, stride_row,

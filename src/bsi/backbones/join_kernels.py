@@ -7,6 +7,8 @@ pixel_sums       of each channel of an image, over its pixels
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ __all__ = ["join", "join_weighed", "pixel_sums"]
 
 
 @triton.jit
+@no_type_check
 def _join(x, branch, bias, y, count, channels, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = place < count
@@ -27,6 +30,7 @@ def _join(x, branch, bias, y, count, channels, BLOCK: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _join_weighed(
     x, skip, weight, branch, bias, y, rows, channels,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -52,6 +56,7 @@ def _join_weighed(
 
 
 @triton.jit
+@no_type_check
 def _pixel_sums(x, sums, pixels, channels, SLAB: tl.constexpr, TILE: tl.constexpr):
     sample = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * SLAB + tl.arange(0, SLAB)

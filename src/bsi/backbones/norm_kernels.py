@@ -11,6 +11,7 @@ never stored.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import torch
 import triton
@@ -37,6 +38,7 @@ CHUNK = 64  # tokens whose contributions to a sum are added before they leave th
 
 
 @triton.jit
+@no_type_check
 def keeps(index, seed, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr):
     """dropout.py's mask: three rounds of Squares in 32-bit integers that wrap around."""
     a = (index + tl.load(seed)) * WEYL_0
@@ -49,6 +51,7 @@ def keeps(index, seed, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl
 
 
 @triton.jit
+@no_type_check
 def _gate_norm(
     x, branch, bias, gate, shift, scale, seed, stream, h, mean, rstd,
     stride_gate, stride_norm, tokens, width, eps,
@@ -85,6 +88,7 @@ def _gate_norm(
 
 
 @triton.jit
+@no_type_check
 def _gate_norm_backward(
     dstream, dh, stream, branch, bias, gate, scale, seed, mean, rstd, dx, dbranch, sums,
     stride_gate, stride_norm, tokens, width, chunks,

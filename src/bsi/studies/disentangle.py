@@ -274,9 +274,9 @@ def report(scale: Scale, store: Store) -> Report:
         draw=lambda: _draw(scale, store),
         notes=(
             f"Our solver is {SOLVER} here, for BFN as published too.",
-            "Without BSI's preconditioning, and unclipped, the bound is infinite: a belief that begins with no information "
-            "makes an unbounded error of the sample of any error of the noise. A few levels make all of its estimate; "
-            "the median image does not see them.",
+            "Without BSI's preconditioning, and unclipped, the bound is infinite: a belief that begins with no "
+            "information makes an unbounded error of the sample of any error of the noise. A few levels make all of "
+            "its estimate; the median image does not see them.",
         ),
     )
 

@@ -59,7 +59,11 @@ def edm(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
 
 
 def epsilon(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
-    """x_hat = (psi - noise eps_hat) / signal. Where there is no signal at all, the prediction is 0: BFN's first."""
+    """x_hat = (psi - noise eps_hat) / signal. Where there is no signal at all, the prediction is 0: BFN's first.
+
+    Levels that begin there (BSI's and BFN's, not VDM's) have a finite bound only if x_hat is clipped: an error of
+    eps_hat grows by noise / signal, whose mean square over them is infinite.
+    """
     nothing = encoder.signal == 0
     signal = torch.where(nothing, torch.ones_like(encoder.signal), encoder.signal)
     zero = torch.zeros_like(signal)

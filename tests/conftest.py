@@ -3,8 +3,9 @@
 import os
 from collections.abc import Iterator
 
-import jaxtyping
 import pytest
+
+import repetitions
 
 # Small networks: one thread per process is faster than two that wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,10 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """No shape checks, into which the compiler cannot look."""
+    """No shape checks, into which the compiler cannot look, and which cost more than small tensors do."""
     import torch
 
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    with repetitions.unchecked():
+        yield
     torch._dynamo.reset()

@@ -1,8 +1,7 @@
 """A DiT's fused trunks compute what its plain blocks compute, dropout included; here in Triton's interpreter.
 
 cuBLASLt needs a GPU: its products are replaced by torch's, in float32. `bsi bench train --check` compares the real
-thing with float32 on a GPU. The interpreter is chosen when Triton is imported, and reads the kernels' own source,
-which the hook that checks shapes has changed: so this runs in processes of their own.
+thing with float32 on a GPU. The interpreter is chosen when Triton is imported: so this runs in processes of their own.
 """
 
 import importlib.util

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import pytest
 import scipy.integrate
@@ -358,14 +357,6 @@ def test_reconstruction_is_negligible_when_the_last_belief_fits_a_bin():
 
 
 # The record
-
-
-@pytest.fixture
-def unchecked():
-    """Without the checks of shapes, which cost more than small tensors do: for thousands of evaluations."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def record(seed: int, count: int, measure: int = 5, recon: int = 5, stratified: bool = True) -> Elbo:

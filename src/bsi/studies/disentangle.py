@@ -277,6 +277,8 @@ def report(scale: Scale, store: Store) -> Report:
             "Without BSI's preconditioning, and unclipped, the bound is infinite: a belief that begins with no "
             "information makes an unbounded error of the sample of any error of the noise. A few levels make all of "
             "its estimate; the median image does not see them.",
+            "The error of the median image is that of having these test images and not others; a mean effect has in it how "
+            "its four edges differ, too.",
         ),
     )
 

@@ -118,9 +118,9 @@ class Lease:
 
 
 @contextmanager
-def hold(folder: Path, warn: Callable[[str], None], lock: str = LOCK) -> Iterator[Lease]:
+def hold(folder: Path, warn: Callable[[str], None], lock: str = LOCK, owner: Owner | None = None) -> Iterator[Lease]:
     """Hold a run folder's lock, or another one in it, or refuse with the name of who does."""
-    lease = Lease(folder / lock, _acquire(folder / lock, Owner.me(), warn))
+    lease = Lease(folder / lock, _acquire(folder / lock, owner or Owner.me(), warn))
     try:
         yield lease
     finally:

@@ -276,10 +276,10 @@ def report(scale: Scale, store: Store) -> Report:
             f"Our solver is {SOLVER} here, for BFN as published too.",
             "Without BSI's preconditioning, and unclipped, the bound is infinite: a belief that begins with no "
             "information makes an unbounded error of the sample of any error of the noise. A few levels make all of "
-            "its estimate. The median image's does not see them: it compares networks at equal numbers of levels, and is "
-            "itself no bound there, for every image's is infinite.",
-            "The error of the median image is that of having these test images and not others; a mean effect has in it how "
-            "its four edges differ, too.",
+            "its estimate. The median image's does not see them: it compares networks at equal numbers of levels, and "
+            "is itself no bound there, for every image's is infinite.",
+            "The error of the median image is that of having these test images and not others; a mean effect has in it "
+            "how its four edges differ, too.",
         ),
     )
 

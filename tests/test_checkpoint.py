@@ -241,6 +241,18 @@ def test_another_hosts_lock_expires_or_is_our_requeued_jobs(
             pass
 
 
+def test_torchruns_name_for_every_job_without_an_id_makes_no_two_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--rdzv-endpoint without --rdzv-id: every such job is called none."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    (tmp_path / LOCK).write_text(json.dumps(asdict(Owner("elsewhere", 12, "1", "none", "t"))))
+    with pytest.raises(UsageError, match="in use by host elsewhere, pid 12"), hold(tmp_path, pytest.fail):
+        pass
+    assert Owner.me().job == ""
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 1}'])
 def test_a_lock_that_says_nothing_stops_nobody(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK).write_text(content)

@@ -286,9 +286,14 @@ def test_several_guidances_are_measured_one_after_the_other(tmp_path, monkeypatc
     assert all(record["error"] > 0 for record in found[2])
     assert main([*asked, "--guidance", "1", "2"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert f"fd-averages {found[2][0]['value']:.3f} ± {found[2][0]['error']:.3f}: 30 samples" in first
+    assert (
+        f"fd-averages {found[2][0]['value']:.3f} ± {found[2][0]['error']:.3f}: 30 samples of 10 classes in turn ("
+        in first
+    )
     assert "guidance" not in first
     assert "evaluations, guidance 2, seed 0" in second
+    assert main([*asked[:3], *asked[4:]]) == 0
+    assert ": 30 samples (" in capsys.readouterr().out, "without labels"
 
 
 def test_a_reference_without_images_is_refused_before_samples_are_drawn(runs):

@@ -144,6 +144,8 @@ def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
     assert "trained without labels" in capsys.readouterr().err
     assert main(["eval", "digits", "--fid", "--guidance", "2"]) == 2
     assert "--guidance needs --labels" in capsys.readouterr().err
+    assert main(["eval", "digits", "--fid", "--guidance"]) == 2
+    assert "--guidance takes one number or more" in capsys.readouterr().err
     assert main(["eval", "digits", "--bpd", "--labels"]) == 2
     assert "the bound is the unconditional one" in capsys.readouterr().err
 

@@ -41,3 +41,14 @@ def test_it_falls_as_the_root_of_the_number() -> None:
     torch.manual_seed(1)
     x, real = torch.randn(6400, 4) + 0.5, Moments.of(torch.randn(5000, 4))
     assert frechet_error(x[:1600], real) == pytest.approx(2 * frechet_error(x, real), rel=0.1)
+
+
+def test_it_is_too_large_by_the_root_of_two_where_only_the_second_order_counts() -> None:
+    """200 sets of samples from the real Gaussian itself: the first order is 0, and a jackknife doubles the second."""
+    torch.manual_seed(3)
+    dim = 20
+    real = Moments(2, torch.zeros(dim, dtype=torch.float64), torch.eye(dim, dtype=torch.float64))
+    sets = torch.randn(200, 500, dim, dtype=torch.float64)
+    found = torch.tensor([frechet_distance(Moments.of(x), real) for x in sets])
+    predicted = torch.tensor([frechet_error(x, real) for x in sets[:50]])
+    assert float(predicted.mean() / found.std()) == pytest.approx(math.sqrt(2), rel=4 / math.sqrt(2 * len(sets)))

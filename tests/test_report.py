@@ -205,14 +205,17 @@ def test_distances_are_drawn_against_evaluations(run: Path, tmp_path: Path) -> N
 def test_distances_of_several_guidances_are_told_apart_with_their_errors(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
     (copy / "evaluations").mkdir()
-    for i, (guidance, count, value) in enumerate(((1.0, 16, 50.6), (1.4, 32, 10.5), (1.7, 32, 9.6))):
-        record = {"metric": "FID", "value": value, "error": 0.125, "n": 10_000, "drawing": {"guidance": guidance},
+    asked = ((0, 1.0, 16, 50.6), (10, 1.0, 16, 12.5), (10, 1.4, 32, 10.5), (10, 1.7, 32, 9.6))
+    for i, (classes, guidance, count, value) in enumerate(asked):
+        drawing = {"guidance": guidance, "classes": classes, "label": None}
+        record = {"metric": "FID", "value": value, "error": 0.125, "n": 10_000, "drawing": drawing,
                   "generation": {"solver": "ode2", "evaluations": count, "seed": 0}}  # fmt: skip
         (copy / "evaluations" / f"{i}.json").write_text(json.dumps(record))
     text = write_report(copy, tmp_path / "r.html").read_text()
     read(text)
     for words in (
-        "ode2: 50.6",
+        "ode2: 50.6",  # without labels
+        "ode2, guidance 1: 12.5",  # with them as they were learned
         "ode2, guidance 1.4: 10.5",
         "ode2, guidance 1.7: 9.6",
         "<td>0.125</td>",

@@ -329,6 +329,21 @@ def test_a_study_that_waits_leaves_in_time(tmp_path):
         in_turn(job, store, Deadline(0.0), lambda job: pytest.fail("it was done twice"))
 
 
+def test_studies_on_two_nodes_of_one_batch_job_wait_for_each_other_too(tmp_path, monkeypatch):
+    """A run folder's lock is taken over by the same job, which has been requeued; of studies a job may run many."""
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setattr("socket.gethostname", lambda: "node1")
+    job, store = Train(tiny("bsi")), Store(tmp_path)
+
+    def meanwhile(job):
+        monkeypatch.setattr("socket.gethostname", lambda: "node2")
+        with pytest.raises(Preempted, match=r"host node1, .* is still at train BSI"):
+            in_turn(job, store, Deadline(0.0), lambda job: pytest.fail("it was done twice"))
+        return "done"
+
+    assert in_turn(job, store, Deadline(), meanwhile) == "done"
+
+
 def test_a_study_out_of_time_says_what_is_left_writes_what_there_is_and_leaves_with_75(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(runner.__dict__, "Deadline", type("Over", (), {"after": staticmethod(lambda m: Deadline(0.0))}))
     with pytest.raises(Preempted, match="left, next train BSI, seed 0") as caught:

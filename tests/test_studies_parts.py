@@ -163,9 +163,18 @@ class TestEstimates:
         assert np.std([e.value for e in found]) == pytest.approx(wanted, rel=0.1)
         assert np.mean([e.error for e in found]) == pytest.approx(wanted, rel=0.05)
 
+    def test_seeds_that_saw_the_same_images_have_their_error_in_common(self, tmp_path):
+        """Twice the same network is no more than once."""
+        jobs = [Bound(replace(bsi.recipes.digits(), seed=seed), 4, 2) for seed in (0, 1, 2)]
+        same = np.array([[1.0, 20.0, 300.0, 4000.0]] * 2)
+        store = self.store(tmp_path, jobs, [same, same, np.zeros((2, 4))])
+        assert median_bits(store, jobs[:2]) == median_bits(store, jobs[:1])
+        twice = median_bits_difference(store, jobs[:2], [jobs[2]] * 2)
+        assert twice == median_bits_difference(store, jobs[:1], jobs[2:])
+
     def test_the_mean_effect_of_a_change_is_paired_by_image(self, tmp_path):
-        """By 0.5 and 0.7 nats alternately, at two edges of the cube twice that: the medians of the edges are paired,
-        and how they differ is the error."""
+        """By 0.5 and 0.7 nats alternately, at two edges of the cube twice that: averaging four edges makes the images'
+        share of the error no smaller, and how the edges differ is the other share."""
         jobs, nats = [], []
         for corner in disentangle.CORNERS:
             (network,) = disentangle.networks(SMOKE, corner)
@@ -178,7 +187,7 @@ class TestEstimates:
             store.write(ours, Result({"distance": 5.0 - corner.offset, "error": 0.1}), {})
         effect, unit = disentangle._effect(SMOKE, store, "offset").mean, 2 * math.log(2)
         assert effect.median.value == pytest.approx(0.9 / unit)
-        assert effect.median.error == pytest.approx(0.3 * math.sqrt(4 / 3) / 2 / unit)
+        assert effect.median.error == pytest.approx(math.hypot(0.15, 0.3 * math.sqrt(4 / 3) / 2) / unit)
         assert (effect.paper.value, effect.ours.value) == (0.0, -1.0)
         claims = {claim.statement: claim.verdict for claim in disentangle._claims(SMOKE, store)}
         words = "BSI's {} alone improves fd-digits over BFN's"

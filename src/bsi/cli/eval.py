@@ -173,11 +173,11 @@ def check(args: Eval) -> None:
         raise UsageError("--kid and --precision-recall come with --fid: ask for that too")
     if args.labels and not args.fid:
         raise UsageError("--labels is for the samples of --fid: the bound is the unconditional one")
+    if not args.guidance:
+        raise UsageError("--guidance takes one number or more")
     if args.guidance != (1.0,) and not args.labels:
         said = " ".join(f"{each:g}" for each in args.guidance)
         raise UsageError(f"--guidance needs --labels to follow: got --guidance {said} alone")
-    if not args.guidance:
-        raise UsageError("--guidance takes one number or more")
     for option in ("num", "steps", "batch_size", "limit", "finite_k"):
         value = getattr(args, option)
         if value is not None and value < 1:

@@ -15,11 +15,13 @@ def text(records: list[Mapping[str, Any]]) -> str:
 
 def _paragraph(record: Mapping[str, Any]) -> str:
     if "metric" in record:
-        made, error, guidance = record["generation"], record["error"], record["drawing"]["guidance"]
+        made, error, drawing = record["generation"], record["error"], record["drawing"]
+        guidance, classes = drawing["guidance"], min(record["n"], drawing["classes"])
         spread = "" if error is None else f" ± {error:.3f}"
+        kind = f" of {classes} classes in turn" if classes else ""
         followed = "" if guidance == 1 else f", guidance {guidance:g}"
         return (
-            f"{record['metric']} {record['value']:.3f}{spread}: {record['n']} samples ({made['solver']}, "
+            f"{record['metric']} {record['value']:.3f}{spread}: {record['n']} samples{kind} ({made['solver']}, "
             f"{made['evaluations']} evaluations{followed}, seed {made['seed']}) against {record['reference_n']} of "
             f"{record['reference']} ({record['reference_split']}); {record['extractor']}, {record['resize']}"
         )

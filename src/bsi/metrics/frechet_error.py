@@ -9,9 +9,11 @@ and so, to first order in 1 / n, an average over the samples of their influence 
     psi(x) = 2 (m_1 - m_2) . (x - m_1) + (x - m_1)^T G (x - m_1) - tr (G S_1),
     G      = I - S_2^1/2 (S_2^1/2 S_1 S_2^1/2)^-1/2 S_2^1/2.
 
-Its variance over n is that of the distance. Two sets of samples from the same noise share much of it: the error of
-their difference is that of the mean of psi_a(x_i) - psi_b(x_i'), sample by sample. The bias of a finite number of
-samples, of second order, is not in any of these: distances are compared at equal numbers.
+Its variance over n is that of the distance. Where the second order counts, for samples that are hardly to be told from
+the real ones, or no more than they have features, it is too large, as a jackknife's is, the error by up to about
+sqrt 2: the moments in a sample's psi have that sample in them. Two sets of samples from the same noise share much of
+it: the error of their difference is that of the mean of psi_a(x_i) - psi_b(x_i'), sample by sample. The bias of a
+finite number of samples, of second order, is not in any of these: distances are compared at equal numbers.
 """
 
 from __future__ import annotations

@@ -226,10 +226,13 @@ def quality(run: Run) -> str:
 
 
 def _guidance(record: Mapping[str, Any]) -> float | None:
-    """How strongly labels were followed, where that is not as they were learned."""
+    """How strongly labels were followed, 1 as they were learned; None where none were asked for."""
     drawing = record.get("drawing")
     said = drawing.get("guidance") if isinstance(drawing, dict) else None
-    return float(said) if isinstance(said, int | float) and said != 1 else None
+    if not isinstance(drawing, dict) or not isinstance(said, int | float):
+        return None
+    labelled = bool(drawing.get("classes")) or drawing.get("label") is not None
+    return float(said) if labelled or said != 1 else None
 
 
 def recipe(run: Run) -> str:

@@ -14,7 +14,7 @@ infinity.
 An unclipped prediction of the noise has no finite bound: alpha begins at 0, and an error e of the noise is one of
 e sqrt(alpha + c) / alpha in the sample. Near t = 0 alpha is proportional to t, so that the squared error's mean over
 levels is infinite, like the integral of 1 / t, or of 1 / t^2 with a hyper-prior. A few levels then make all of an
-estimate, and changes are compared by the median image.
+estimate, and changes are compared by the median image: at equal numbers of levels, for with more of them it would grow.
 
 Samples are drawn by the paper's sampler, whose steps the offset spaces, and by our solver for BSI in few steps, whose
 grid the offset does not move: what it changes there, it changes in the network.
@@ -276,7 +276,10 @@ def report(scale: Scale, store: Store) -> Report:
             f"Our solver is {SOLVER} here, for BFN as published too.",
             "Without BSI's preconditioning, and unclipped, the bound is infinite: a belief that begins with no "
             "information makes an unbounded error of the sample of any error of the noise. A few levels make all of "
-            "its estimate; the median image does not see them.",
+            "its estimate. The median image's does not see them: it compares networks at equal numbers of levels, and "
+            "is itself no bound there, for every image's is infinite.",
+            "The error of the median image is that of having these test images and not others; a mean effect has in it "
+            "how its four edges differ, too.",
         ),
     )
 

@@ -4,7 +4,8 @@ bits per dimension   one network: the Monte Carlo error. Several seeds: the spre
 a difference of two  image by image, since both saw the same images, levels and noise: the error of the mean over
                      images, which has the Monte Carlo error in it, and the spread over seeds
 the median image     where a few images make the mean (disentangle.py): half the distance between the order statistics
-                     one standard deviation below and above the middle
+                     one standard deviation below and above the middle, and the spread over seeds. All seeds saw the
+                     same images: what a mean over seeds owes to these is no less than what each does.
 Fréchet distance     one network: the error from having drawn these samples. Several seeds: as for bits per dimension.
 
 With two seeds the spread has one degree of freedom: two standard errors are no 95 % interval then.
@@ -97,13 +98,19 @@ def bits_difference(store: Store, a: Sequence[Bound], b: Sequence[Bound]) -> Est
 
 def median_bits(store: Store, jobs: Sequence[Bound]) -> Estimate:
     """Bits per dimension of the median image, of one network for each seed."""
-    return over_seeds([_median(_image_bits(store.read(job))) for job in jobs])
+    return _over_images([_median(_image_bits(store.read(job))) for job in jobs])
 
 
 def median_bits_difference(store: Store, a: Sequence[Bound], b: Sequence[Bound]) -> Estimate:
     """The median image's a - b in bits per dimension, paired by image and by seed."""
     pairs = zip(a, b, strict=True)
-    return over_seeds([_median(_image_bits(store.read(p)) - _image_bits(store.read(q))) for p, q in pairs])
+    return _over_images([_median(_image_bits(store.read(p)) - _image_bits(store.read(q))) for p, q in pairs])
+
+
+def _over_images(each: Sequence[Estimate]) -> Estimate:
+    """The mean over seeds of what was found of the same images, whose errors go together; and the spread over seeds."""
+    found = over_seeds([Estimate(e.value, 0.0) for e in each])
+    return Estimate(found.value, math.hypot(statistics.fmean(e.error for e in each), found.error))
 
 
 def _median(values: Float64[np.ndarray, " images"]) -> Estimate:

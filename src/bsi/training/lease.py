@@ -31,6 +31,7 @@ __all__ = ["BEAT_S", "LEASE_S", "InUse", "Lease", "Owner", "hold"]
 LEASE_S = 120.0
 BEAT_S = 15.0
 LOCK = "lock.json"
+NO_ID = "none"  # torchrun's --rdzv-id of all jobs that were given none: it tells no two of them apart
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Owner:
     @classmethod
     def me(cls) -> Owner:
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or ""
+        job = "" if job == NO_ID else job
         return cls(socket.gethostname(), os.getpid(), _process_start(os.getpid()), job, uuid.uuid4().hex)
 
     def __str__(self) -> str:
@@ -116,9 +118,9 @@ class Lease:
 
 
 @contextmanager
-def hold(folder: Path, warn: Callable[[str], None], lock: str = LOCK) -> Iterator[Lease]:
+def hold(folder: Path, warn: Callable[[str], None], lock: str = LOCK, owner: Owner | None = None) -> Iterator[Lease]:
     """Hold a run folder's lock, or another one in it, or refuse with the name of who does."""
-    lease = Lease(folder / lock, _acquire(folder / lock, Owner.me(), warn))
+    lease = Lease(folder / lock, _acquire(folder / lock, owner or Owner.me(), warn))
     try:
         yield lease
     finally:

@@ -102,6 +102,7 @@ class TestEstimates:
             (Estimate(0.08178, 0.0), "0.08178"),
             (Estimate(-5.036e-10, 7.6e-12), "(-5.036 ± 0.076)e-10"),
             (Estimate(0.0, 2.5e-9), "(0.0 ± 2.5)e-9"),
+            (Estimate(math.inf, 1e-9), "inf"),
         ],
     )
     def test_an_estimate_has_two_digits_of_its_error(self, estimate, text):

@@ -48,7 +48,7 @@ class Estimate:
 
     def __str__(self) -> str:
         """As many digits as the error allows: two of its own."""
-        if not self.error > 0 or not math.isfinite(self.error):
+        if not self.error > 0 or not math.isfinite(self.error) or not math.isfinite(self.value):
             return f"{self.value:.4g}"
         exponent = math.floor(math.log10(self.error))
         if exponent < -6:  # not to be told from 0 in a row of zeros

@@ -5,6 +5,8 @@ import hashlib
 import itertools
 import json
 import math
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -593,6 +595,22 @@ class TestPublished:
 
     def test_the_page_of_results_is_made_of_the_results(self):
         assert (self.DOCS / "results.md").read_text("utf-8") == page(self.DOCS / "results")
+
+    def test_the_table_of_claims_counts_those_of_the_sections(self):
+        """Each verdict as often as in the section that the cell leads to; where there is no section, none."""
+        text = (self.DOCS / "results.md").read_text("utf-8")
+        rows = re.findall(r"^\| \[([a-z-]+)\]\(#\1\) \|.*$", text, re.M)
+        assert rows == list(STUDIES)
+        for section in re.split(r"^### ", text, flags=re.M)[1:]:
+            name, scale = re.match(r"([a-z-]+), (\w+)", section).groups()
+            row = next(line for line in text.splitlines() if line.startswith(f"| [{name}]"))
+            said = Counter(re.findall(r"^- .*: \*\*(held|not held|undecided)\b", section, re.M))
+            if "Not yet run" in section and scale != "smoke":
+                assert f"#{name}-{scale})" not in row
+            elif scale != "smoke" or name == "illustration":
+                cell = re.search(rf"\[([^\]]*)\]\(#{name}-{scale}\)", row).group(1)
+                found = re.findall(r"(\d+) (held|not held|undecided)", cell)
+                assert {verdict: int(count) for count, verdict in found} == said
 
     def test_figures_are_small_and_name_no_machine(self):
         for path in (self.DOCS / "results").iterdir():

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from bsi.studies.registry import STUDIES
-from bsi.studies.report import Study, seeds_said
+from bsi.studies.report import Study, Verdict, seeds_said
 from bsi.studies.scale import Scale
 from bsi.studies.scales import SCALES
 from bsi.training.files import write_json, write_text
@@ -64,7 +65,7 @@ def publish(folders: Sequence[Path], docs: Path) -> Path:
 
 def page(results: Path) -> str:
     """The whole page, from the outcomes that are there."""
-    parts = [INTRODUCTION.format(**{name: scale.summary for name, scale in SCALES.items()})]
+    parts = [INTRODUCTION.format(**{name: scale.summary for name, scale in SCALES.items()}), _at_a_glance(results)]
     for study in STUDIES.values():
         parts.append(f"## {study.name}\n\n{_heading(study)}\n")
         scales = list(SCALES.values()) if study.scaled else [SCALES["smoke"]]
@@ -77,11 +78,41 @@ def _heading(study: Study) -> str:
     return f"{where}: {study.shows}."
 
 
-def _section(study: Study, scale: Scale, results: Path) -> str:
+def _at_a_glance(results: Path) -> str:
+    """Which claims held, study by study, at the scales that can show it."""
+    scales = [scale for scale in SCALES.values() if scale.name != "smoke"]
+    lines = [
+        f"| study | the paper's | {' | '.join(scale.name for scale in scales)} |",
+        "|---" * (2 + len(scales)) + "|",
+    ]
+    for study in STUDIES.values():
+        cells = [_verdicts(study, scale if study.scaled else SCALES["smoke"], results) for scale in scales]
+        lines.append(f"| [{study.name}](#{study.name}) | {study.paper} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _verdicts(study: Study, scale: Scale, results: Path) -> str:
+    found = _read(study, scale, results)
+    if found is None:
+        return "not yet run"
+    if found.get("left"):
+        return "unfinished"
+    counts = Counter(claim["verdict"] for claim in found["claims"])
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
+    return f"[{said or 'shown'}](#{study.name}-{scale.name})"
+
+
+def _read(study: Study, scale: Scale, results: Path) -> Mapping[str, Any] | None:
+    """A published outcome, if there is one."""
     path = results / f"{study.name}-{scale.name}.json"
-    if not path.is_file():
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+
+
+def _section(study: Study, scale: Scale, results: Path) -> str:
+    found = _read(study, scale, results)
+    if found is None:
         return f"### {study.name}, {scale.name}\n\nNot yet run: `{_command(study, scale)}`\n"
-    return _outcome(study, scale, json.loads(path.read_text("utf-8")))
+    return _outcome(study, scale, found)
 
 
 def _command(study: Study, scale: Scale) -> str:

@@ -202,6 +202,7 @@ def test_progress_names_the_term_that_continuous_data_is_trained_on(tmp_path: Pa
     assert re.search(r"measurement term [\d.]+ bits/dim · [\d.e+]+ samples/s", said)
     assert "loss" not in said
     assert "images" not in said
+    assert "saved" not in said, "at the only step nothing was, yet"
     bsi.train(small, data=IMAGES, out=tmp_path / "images")
     assert re.search(r"loss [\d.]+ bits/dim · [\d.e+]+ images/s", capsys.readouterr().err)
 
@@ -470,7 +471,7 @@ def test_continuous_data_is_standardised_and_keeps_its_units(tmp_path: Path) -> 
     ("data", "error", "message"),
     [
         (torch.zeros(10, 1, 4, 4, dtype=torch.int64), UsageError, "needs bins"),
-        (torch.full((10, 1, 4, 4), float("nan")), DataError, "NaN"),
+        (torch.full((10, 1, 4, 4), float("nan")), DataError, "NaN or infinity in 10 of 10 samples"),
         (torch.zeros(10, 1, 4, 4), DataError, "standard deviation 0.0"),
         ([1, 2, 3], UsageError, "not a set of samples"),
         (torch.zeros(0, 1, 4, 4, dtype=torch.uint8), DataError, "at least one"),
@@ -479,6 +480,13 @@ def test_continuous_data_is_standardised_and_keeps_its_units(tmp_path: Path) -> 
 def test_data_that_cannot_be_trained_on_is_refused(data, error, message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
         bsi.train(recipe(), data=data, backbone=MyNet(), out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("data", "test"), [(IMAGES, IMAGES[..., :2]), (IMAGES / 255, IMAGES)], ids=["shape", "type"])
+def test_test_samples_unlike_those_of_training_are_refused_before_the_first_step(data, test, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="like those of training"):
+        bsi.train(recipe(), data=data, test=test, backbone=MyNet(), out=tmp_path / "run")
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import bsi
+from bsi.backbones import build
 from bsi.denoiser import Denoiser
 from bsi.elbo import Elbo, elbo, finite_measurement_loss, measurement_loss, reconstruction_loss
 from bsi.errors import BsiError, DataError, NonFinite, UsageError
@@ -219,6 +220,29 @@ def test_a_condition_with_other_rows_than_samples_is_refused():
         refused(lambda cond=cond: model.sample(4, cond=cond), f"{rows} rows", "label", "4 samples")
         refused(lambda cond=cond: model.elbo(torch.zeros(4, 3), cond), f"{rows} rows")
         refused(lambda cond=cond: model(torch.zeros(4, 3), cond["label"]), f"{rows} rows")
+
+
+def test_a_condition_that_is_no_tensor_is_told_how_to_become_one():
+    model = bsi.Model(Identity(), bsi.BSI(), (3,))
+    for cond in ([0, 1], "ca", {"label": [0, 1]}):
+        refused(lambda cond=cond: model.sample(2, cond=cond), "a condition is a torch.Tensor", "torch.tensor([0, 1")
+    refused(lambda: model.sample(2, cond=torch.tensor(1)), "one row per sample", "cond.expand(2)")
+
+
+def test_labels_that_a_network_does_not_know_are_refused():
+    model = bsi.Model(build("mlp-8x1", shape=(3,), num_classes=2), bsi.BSI(), (3,))
+    for label in (-1, 3):
+        refused(lambda label=label: model.sample(2, cond=torch.tensor([0, label])), "labels 0 to 1", f"got {label}")
+    assert model.sample(2, steps=2, cond=torch.tensor([1, 2])).shape == (2, 3), "2 stands for none"
+
+
+def test_float64_data_for_a_float32_network_is_told_what_to_do():
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model = bsi.Model(build("mlp-8x1", shape=(3,)), bsi.BSI(), (3,))
+    for call in (model, model.elbo):
+        refused(lambda call=call: call(x), "float64", "data.float()")
+    model.double()
+    assert model(x).dtype == torch.float64
 
 
 def test_a_mixture_of_mismatched_parts_is_refused():

@@ -82,6 +82,28 @@ def test_pruning_after_a_fallback_leaves_the_newer_damaged_ones_to_be_replaced(t
     assert again.step == 3
 
 
+def test_where_no_checkpoint_is_whole_nothing_is_fallen_back_to_and_the_way_on_is_told(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, snapshot(step), Keep())
+        (tmp_path / f"step-0000000{step}" / "model.safetensors").write_bytes(b"")
+    warnings: list[str] = []
+    with pytest.raises(CorruptCheckpoint, match=r"all of 2 are damaged.*another --out"):
+        checkpoint.find(tmp_path, warnings.append)
+    assert [warning.splitlines()[-1] for warning in warnings] == [
+        "falling back to the one before",
+        "there is none before it",
+    ]
+
+
+def test_a_saver_knows_whether_anything_was_saved(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Keep(), lambda: None)
+    assert not saver.has_saved
+    saver.save(snapshot(1))
+    saver.close()
+    assert saver.has_saved
+    assert Saver(tmp_path, Keep(), lambda: None).has_saved, "a run that goes on"
+
+
 @pytest.mark.parametrize("content", ["", "step-00000099\n", "../../etc\n", "\x00"])
 def test_a_latest_that_names_nothing_is_reported_and_the_newest_whole_one_taken(tmp_path: Path, content: str) -> None:
     for step in (1, 2):

@@ -409,5 +409,10 @@ def test_a_network_too_large_for_a_cpu_is_cautioned_about(
     err = capsys.readouterr().err
     assert re.search(r"take about [\d,]+ hours on this CPU. `bsi train folder-mini`", err)
     with pytest.raises(pytest.fail.Exception, match="would begin"):
+        call("train", "folder-mini", "--data.name", "digits", "--batch", "65536", "--device", "cpu")
+    err = capsys.readouterr().err
+    assert "hours on this CPU. Take a smaller --backbone, --batch and --steps." in err
+    assert "is made for images" not in err, "what was asked for is no advice"
+    with pytest.raises(pytest.fail.Exception, match="would begin"):
         call("train", "digits", "--device", "cpu")
     assert "caution" not in capsys.readouterr().err

@@ -189,7 +189,7 @@ def test_row_26_object_arrays_and_headers_that_claim_a_terabyte_are_refused_befo
 def test_what_is_not_data_is_refused_by_name_and_row(tmp_path: Path) -> None:
     bad = np.zeros((100, 3))
     bad[42, 1] = np.nan
-    with pytest.raises(DataError, match="row 42 has values that are NaN"):
+    with pytest.raises(DataError, match=r"row 42 has values that are NaN.* Remove such rows, or repair them\.$"):
         prepare(Arrays(saved(tmp_path / "nan.npy", bad)).plan(), tmp_path / "nan")
     bad[42, 1] = 1e300
     with pytest.raises(DataError, match=r"row 42 .* beyond float32"):

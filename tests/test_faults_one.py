@@ -171,7 +171,10 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(base: Path, c
         assert "evaluation or the samples of step 12 failed" in ended.stderr
         assert "--every.evaluate 0" in ended.stderr
         assert "Input/output error" in ended.stderr
-    assert "while looking at the model after step 12, with --evaluation.batch" in chains["unseen"][2].stderr
+    assert (
+        "while looking at the model after step 12, with 8 test samples at a time and --samples.count 64"
+        in chains["unseen"][2].stderr
+    )
     assert fingerprint(base / "unseen") == fingerprint(base / "whole")
     assert metrics(base / "unseen") == metrics(base / "whole")
 

@@ -278,8 +278,8 @@ def test_the_answer_to_too_little_memory_is_an_option_that_works(tmp_path):
 
 
 def test_too_little_memory_to_look_at_the_model_names_what_looks(tmp_path):
-    hungry = Hungry(8, when_training=False)
-    with pytest.raises(UsageError, match=r"after step 4, with --evaluation.batch 256 .* --evaluation.batch 128"):
+    hungry = Hungry(2, when_training=False)
+    with pytest.raises(UsageError, match=r"after step 4, with 4 test samples at a time .* --evaluation.batch 2 "):
         bsi.train(recipe(), data=IMAGES, test=IMAGES, backbone=hungry, out=tmp_path / "run", device="cpu")
 
 

@@ -335,6 +335,7 @@ def test_what_cannot_be_done_is_refused_before_the_first_evaluation(tmp_path, mo
         (images, {"labels": True, "label": "1"}, "leave one out"),
         (images, {"label": "1", "guidance": -1.0}, "guidance"),
         (images, {"out": tmp_path / "grid.jpg"}, "should end in .png"),
+        (images, {"out": tmp_path / "grid.npz"}, "--out .* should end in .png: .* --npz an array"),
         (images, {"npz": tmp_path / "grid.zip"}, "should end in .npz"),
         (images, {"animate": tmp_path / "belief.mp4"}, r"\.gif or \.webp"),
         (images, {"out": tmp_path / "nowhere" / "grid.png"}, "no folder"),

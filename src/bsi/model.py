@@ -32,6 +32,7 @@ from bsi.methods.base import Method, Parametrisation
 from bsi.noise import SeededNoise
 from bsi.objective import Weight, training_loss
 from bsi.sampling import default_solver, noisy_steps, sample
+from bsi.solvers import Solver
 
 __all__ = ["Model"]
 
@@ -110,6 +111,14 @@ class Model(nn.Module):
                 f"{self.bins.low:g} to {self.bins.high:g}. Integer tensors are bin indices, floats are values."
             )
 
+    def _check_width(self, data: Tensor) -> None:
+        """NumPy makes float64, of which a layer in float32 would say no more than that it cannot multiply it."""
+        if data.dtype != torch.float64:
+            return
+        widths = {p.dtype for p in self.denoiser.backbone.parameters() if p.is_floating_point()}
+        if widths and torch.float64 not in widths:
+            raise UsageError("data is float64, and the network is not: pass data.float(), or make it network.double()")
+
     def forward(
         self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None
     ) -> Float[Tensor, " batch"]:
@@ -118,6 +127,7 @@ class Model(nn.Module):
         if data.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check(data)
         _check_condition(cond, len(data))
+        self._check_width(data)
         x = self.values(data)
         return training_loss(self.method, self.denoiser.given(cond), x, _levels(x), torch.randn_like(x), weight)
 
@@ -127,7 +137,7 @@ class Model(nn.Module):
         num: int,
         steps: int = STEPS,
         seed: int = 0,
-        solver: str | None = None,
+        solver: Solver | str | None = None,
         grid: str = GRID,
         cond: Condition | None = None,
         batch_size: int = 256,
@@ -135,12 +145,14 @@ class Model(nn.Module):
     ) -> Tensor:
         """`num` samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone.
 
-        `bsi sample` with the same seed draws the same ones. Without a solver it is `default_solver(method)`. `guidance`
-        says how strongly to follow `cond`: 1 is what was learned, more exaggerates, at twice the evaluations.
+        `bsi sample` with the same seed draws the same ones. A solver is a name or a function of your own; without one
+        it is `default_solver(method)`. `guidance` says how strongly to follow `cond`: 1 is what was learned, more
+        exaggerates, at twice the evaluations.
         """
         if num < 1 or batch_size < 1:
             raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch_size={batch_size}")
         _check_condition(cond, num)
+        _check_labels(cond, self.classes)
         solver = solver or default_solver(self.method)
         levels = self.sampling_levels(steps, solver, grid)
         drawn = []
@@ -156,7 +168,7 @@ class Model(nn.Module):
         return self.data(x)
 
     def sampling_levels(
-        self, steps: int = STEPS, solver: str | None = None, grid: str = GRID
+        self, steps: int = STEPS, solver: Solver | str | None = None, grid: str = GRID
     ) -> Float[Tensor, " levels"]:
         """The levels that `sample` visits. Raises what cannot be sampled so: for what wants to know long before."""
         levels = named_grid(grid)(self.method, steps)
@@ -181,6 +193,7 @@ class Model(nn.Module):
     ) -> Elbo:
         """The bound of each sample by the paper's protocol: `measure` levels and `recon` reconstructions."""
         self.check(data)
+        self._check_width(data)
         _check_condition(cond, len(data))
         if measure < 1 or recon < 1:
             raise UsageError(f"the bound needs levels and reconstructions: got measure={measure}, recon={recon}")
@@ -246,8 +259,24 @@ def _check_condition(cond: Condition | None, num: int) -> None:
     """One row of each condition for each sample: too many would be dropped silently."""
     named = cond if isinstance(cond, dict) else {} if cond is None else {"cond": cond}
     for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"a condition is a torch.Tensor, or a dict of them: got a {type(value).__name__} as {name}. Classes "
+                f"are numbers, one for each sample: torch.tensor([0, 1, ...])."
+            )
+        if value.ndim == 0:
+            raise UsageError(f"a condition has one row per sample: got one number as {name}. Use {name}.expand({num}).")
         if len(value) != num:
             raise UsageError(f"a condition has one row per sample: got {len(value)} rows of {name} for {num} samples")
+
+
+def _check_labels(cond: Condition | None, classes: int | None) -> None:
+    """Only labels that a network of ours knows; one past the last stands for none. A GPU would not survive others."""
+    if not isinstance(cond, Tensor) or not classes or cond.is_floating_point():
+        return
+    low, high = int(cond.min()), int(cond.max())
+    if low < 0 or high > classes:
+        raise UsageError(f"this network has labels 0 to {classes - 1}: got {low if low < 0 else high}")
 
 
 def _dealt(count: int, generator: torch.Generator) -> Float[Tensor, " count"]:

@@ -229,10 +229,11 @@ def quality(args: Eval, world: World) -> Iterator[Found]:
     """One for each guidance, on the first rank."""
     from bsi.evaluation import runs
     from bsi.evaluation.drawing import Drawing
-    from bsi.evaluation.quality import measure_quality, quality_record
+    from bsi.evaluation.quality import check_images, measure_quality, quality_record
     from bsi.metrics import Inception
 
     run = runs.open_run(args.runs[0], world, not args.weights, args.step, args.precision)
+    check_images(run.model)
     classes = all_labels(run.model, run.path) if args.labels else 0
     asked = [
         Drawing(args.steps, args.seed, args.solver, args.grid, guidance=each, classes=classes).by(run.model.method)

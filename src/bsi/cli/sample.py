@@ -201,7 +201,10 @@ def check_files(model: Model, args: Sample, picture: Path | None) -> None:
         ("--animate", args.animate, ANIMATIONS),
     ):
         if path is not None and path.suffix.lower() not in suffixes:
-            raise UsageError(f"{path} should end in {' or '.join(suffixes)}")
+            raise UsageError(
+                f"{option} {path} should end in {' or '.join(suffixes)}: --out is a picture, --npz an array, --animate "
+                f"an animation"
+            )
         if path is not None:
             check_writable(path, option)
     there, narrow = host_memory(), model.bins is not None and model.bins.count <= 256

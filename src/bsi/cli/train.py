@@ -145,10 +145,12 @@ def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
     print(f"bsi train: {size}, into {out}", file=sys.stderr, flush=True)
     hours = cpu_hours(size, recipe.steps)
     if device == "cpu" and hours > PATIENCE_H:
+        smaller = "take a smaller --backbone, --batch and --steps."
+        mini = "`bsi train folder-mini` is made for images on a CPU; or "
+        fits = len(dataset.shape) == 3 and not recipe.name.startswith("folder-mini")  # what is asked for is no advice
         print(
             f"bsi train: caution: {recipe.steps} steps of {size.tflops_per_step:.2g} TFLOP take about {hours:,.0f} "
-            f"hours on this CPU. `bsi train folder-mini` is made for images on a CPU; or take a smaller --backbone, "
-            f"--batch and --steps.",
+            f"hours on this CPU. {mini + smaller if fits else smaller.capitalize()}",
             file=sys.stderr,
             flush=True,
         )

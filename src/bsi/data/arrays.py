@@ -187,5 +187,6 @@ def _stored(
         stored = rows.astype(bins.dtype)
     if bad.any():
         row = first + int(np.flatnonzero(bad.reshape(len(rows), -1).any(1))[0])
-        raise DataError(f"{name}: row {row} has {problem}. Remove it, or describe the data with other --bins.")
+        fix = "Remove such rows" + (", or describe the data with other --bins." if bins else ", or repair them.")
+        raise DataError(f"{name}: row {row} has {problem}. {fix}")
     return stored

@@ -29,7 +29,7 @@ from bsi.progress import Progress
 from bsi.sampling import evaluations
 from bsi.training.distributed import World
 
-__all__ = ["drawn_images", "measure_quality", "quality_record"]
+__all__ = ["check_images", "drawn_images", "measure_quality", "quality_record"]
 
 SMALL = 32  # pixels: CIFAR-10's, the smallest images that distances by Inception are published for
 
@@ -89,12 +89,21 @@ def measure_quality(
     return replace(found, cautions=(*found.cautions, caution))
 
 
+def check_images(model: Model) -> None:
+    """Raise what has no features: before any weights are fetched, and before any sample is drawn."""
+    if model.bins is None or len(model.shape) != 3 or model.shape[0] not in (1, 3):
+        raise UsageError(
+            f"only binned images with 1 or 3 channels have features: got data of shape {model.shape}. --bpd judges any "
+            f"model."
+        )
+
+
 def drawn_images(
     model: Model, how: Drawing, num: int, world: World, batch: int, show: bool = False
 ) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
     """This rank's samples of 0 .. num - 1 as 8-bit images."""
-    if model.bins is None or len(model.shape) != 3 or model.shape[0] not in (1, 3):
-        raise UsageError(f"only binned images with 1 or 3 channels have features: got data of shape {model.shape}")
+    check_images(model)
+    assert model.bins is not None
     bins = BinRange(model.bins.low, model.bins.high, model.bins.count)
     mine = torch.arange(world.rank, num, world.size, device=model.device)
     with Progress("samples", len(mine), "sample", stream=None if show and world.first else io.StringIO()) as progress:

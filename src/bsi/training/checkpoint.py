@@ -175,9 +175,13 @@ def find(root: Path, warn: Callable[[str], None], step: int | None = None) -> Ch
         try:
             return verify(folder)
         except CorruptCheckpoint as error:
-            warn(f"DAMAGED CHECKPOINT: {error}\nfalling back to the one before")
+            then = "there is none before it" if folder == candidates[-1] else "falling back to the one before"
+            warn(f"DAMAGED CHECKPOINT: {error}\n{then}")
     if candidates:
-        raise CorruptCheckpoint(f"no checkpoint in {root} is whole: all of {len(candidates)} are damaged, see above")
+        raise CorruptCheckpoint(
+            f"no checkpoint in {root} is whole: all of {len(candidates)} are damaged, see above. Restore one from a "
+            f"copy, or train again with another --out."
+        )
     if (root / LATEST).is_file():
         raise CorruptCheckpoint(
             f"{root / LATEST} names a checkpoint, but there is none: restore it, or use another --out"

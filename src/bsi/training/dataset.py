@@ -145,8 +145,15 @@ def open_training_data(
     tested = None if test is None else as_source(test, device, recipe.data.workers)
     if first.is_floating_point():
         train = InFloat32(train)
-    if tested is not None and tested.take(np.zeros(1, np.int64)).is_floating_point():
-        tested = InFloat32(tested)
+    if tested is not None:
+        example = tested.take(np.zeros(1, np.int64))
+        if tuple(example.shape[1:]) != shape or (bins is None and not example.is_floating_point()):
+            raise UsageError(
+                f"test samples are like those of training, of shape {shape} and {first.dtype}: got "
+                f"{tuple(example.shape[1:])} and {example.dtype}. Pass test=None to train without."
+            )
+        if example.is_floating_point():
+            tested = InFloat32(tested)
     return TrainingData(train, tested, spec, known, note)
 
 
@@ -195,9 +202,12 @@ def _classes(labels: Labels | None) -> int:
 def _fit(data: object, source: BatchSource) -> Standard:
     """Mean and standard deviation over all of a tensor, or over samples spread through anything else."""
     x = data.double() if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES)).double()
+    if not bool(torch.isfinite(x).all()):
+        bad = int((~torch.isfinite(x)).flatten(1).any(1).sum())
+        raise DataError(f"data holds NaN or infinity in {bad} of {len(x)} samples: remove or repair them")
     mean, std = float(x.mean()), float(x.std(correction=0))
     if not (np.isfinite(mean) and np.isfinite(std) and std > 0):
-        raise DataError(f"data has mean {mean} and standard deviation {std}: remove NaN and infinity, or constant data")
+        raise DataError(f"data has mean {mean} and standard deviation {std}: constant data cannot be standardised")
     return Standard(mean, std)
 
 

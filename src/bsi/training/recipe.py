@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 FIRST_RATE = 1e-8  # the paper's warm-up starts here
+PARTS = 8  # that the bound's error is known from: degrees of freedom for each draw but the first
 
 
 @dataclass(frozen=True)
@@ -200,11 +201,16 @@ class Evaluation:
     measure: int = 2
     recon: int = 2
     batch: int = 256
+    """Samples at a time, at most: the set is cut into eight parts or more, whose draws tell the error."""
 
     def __post_init__(self) -> None:
         for name, value in (("images", self.images), ("measure", self.measure), ("recon", self.recon)):
             _at_least(f"evaluation.{name}", value, 1)
         _at_least("evaluation.batch", self.batch, 1)
+
+    def at_a_time(self, count: int) -> int:
+        """How many of `count` test samples are evaluated together."""
+        return min(self.batch, math.ceil(count / PARTS))
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,9 @@ def _account(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
 
 
 def _evaluation(recipe: Recipe, step: int, device: torch.device) -> str:
-    batch, count = recipe.evaluation.batch, recipe.samples.count
+    batch, count = recipe.evaluation.at_a_time(recipe.evaluation.images), recipe.samples.count
     return (
-        f"{_full(device)} while looking at the model after step {step}, with --evaluation.batch {batch} and "
+        f"{_full(device)} while looking at the model after step {step}, with {batch} test samples at a time and "
         f"--samples.count {count}: use half of both, --evaluation.batch {max(1, batch // 2)} --samples.count "
         f"{max(1, count // 2)}; the same --out goes on."
     )

@@ -24,6 +24,7 @@ class Saver:
     def __init__(self, root: Path, keep: Keep, still_ours: Callable[[], None]) -> None:
         self.root, self.keep, self.still_ours = root, keep, still_ours
         self._saved_at = time.monotonic()
+        self.has_saved = (root / checkpoint.LATEST).is_file()  # a run that goes on begins with what was saved
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="bsi-save")
         self._under_way: Future[None] | None = None
 
@@ -40,7 +41,7 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> None:
         checkpoint.save(self.root, snapshot, self.keep, self.still_ours)
-        self._saved_at = time.monotonic()
+        self._saved_at, self.has_saved = time.monotonic(), True
 
     def wait(self) -> None:
         """Until what was begun is on the disk."""

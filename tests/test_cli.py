@@ -65,6 +65,7 @@ WRONG: list[tuple[str, int, str]] = [
     ("train digits --backbone dit-q/2", 2, "dit-"),
     ("data cifra10", 2, "Did you mean 'cifar10'?"),
     ("sample digits --solver sde3", 2, "did you mean 'sde2'"),
+    ("sample digits --solver rk4", 2, "unknown solver 'rk4': the solvers are posterior, sde2"),
     ("sample digits --grid geo", 2, "did you mean 'geometric'"),
     ("eval digits", 2, "--bpd, --fid"),
     ("--completion tcsh", 2, "bash, zsh, fish"),
@@ -136,6 +137,33 @@ def test_a_folder_that_hides_a_bundled_network_is_named(
     (tmp_path / "digits").mkdir()
     assert call("sample", "digits") == 2
     assert "a folder digits here, which holds no run and hides the network" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_of_almost_that_name_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("shapes", "points"):
+        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
+    for asked, meant in (("runs/shape", "runs/shapes"), ("runs", "runs/points"), ("runs", "runs/shapes")):
+        assert call("sample", asked) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "Did you mean" in said
+        assert meant in said
+    assert call("sample", "runs/quux") == 2
+    assert "Did you mean" not in capsys.readouterr().err
+
+
+def test_an_export_that_is_not_whole_is_told_from_what_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("export", "digits", "--out", "whole.safetensors") == 0
+    raw = Path("whole.safetensors").read_bytes()
+    for size in (5000, len(raw) - 1):
+        Path("part.safetensors").write_bytes(raw[:size])
+        assert call("sample", "part.safetensors") == 4
+        assert "is damaged, or not whole" in " ".join(capsys.readouterr().err.split())
 
 
 def test_debug_shows_where_it_went_wrong() -> None:
@@ -416,3 +444,6 @@ def test_a_network_too_large_for_a_cpu_is_cautioned_about(
     with pytest.raises(pytest.fail.Exception, match="would begin"):
         call("train", "digits", "--device", "cpu")
     assert "caution" not in capsys.readouterr().err
+    with pytest.raises(pytest.fail.Exception, match="would begin"):
+        call("train", "arrays", "--data.name", "digits", "--device", "cpu")
+    assert "caution: an MLP sees images as vectors. `bsi train folder`" in capsys.readouterr().err

@@ -115,6 +115,10 @@ def test_bad_data_is_exit_3_and_damage_is_found_by_verify(
     assert "is damaged: expected sha256" in capsys.readouterr().err
     assert main(["data", "--list", "--verify"]) == 0
     assert "is damaged: expected sha256" in capsys.readouterr().err
+    assert main(["data", "x", "--verify"]) == 3, "by the name of the dataset too"
+    assert "is damaged: expected sha256" in capsys.readouterr().err
+    assert main(["data", "x"]) == 0
+    assert capsys.readouterr().out.startswith("x: ")
 
 
 def test_digits_are_there_and_a_copy_can_be_made(

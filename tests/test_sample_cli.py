@@ -296,6 +296,8 @@ def test_all_classes_are_drawn_in_turn_and_each_has_a_column(tmp_path):
     assert "7 samples of 3 classes in turn," in command.text(record)
     drawn = array(args.npz)
     assert np.array_equal(drawn, np.stack([found[i % 3][i] for i in range(7)]))
+    with np.load(args.npz) as arrays:
+        assert arrays["labels"].tolist() == [0, 1, 2, 0, 1, 2, 0]
     with Image.open(args.out) as sheet:
         assert np.array_equal(np.asarray(sheet.convert("RGB")), np.asarray(grid(drawn, 3, 0.0, 16.0).convert("RGB")))
     few = write_samples(network, replace(args, npz=tmp_path / "few.npz", num=2))

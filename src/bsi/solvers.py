@@ -179,5 +179,6 @@ def named_solver(name: str) -> Solver:
             return churn(float(zeta))
         except ValueError:
             raise UsageError(f"churn takes a number from 0 upwards, as in churn:0.3: got {name!r}") from None
-    near = difflib.get_close_matches(name, SOLVERS, n=1, cutoff=0.0)
-    raise UsageError(f"unknown solver {name!r}: did you mean {near[0]!r}? The solvers are {', '.join(SOLVERS)}.")
+    near = difflib.get_close_matches(name, SOLVERS, n=1)
+    hint = f"did you mean {near[0]!r}? The" if near else "the"
+    raise UsageError(f"unknown solver {name!r}: {hint} solvers are {', '.join(SOLVERS)}.")

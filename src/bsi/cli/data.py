@@ -35,7 +35,7 @@ class Data:
     """
 
     name: tyro.conf.Positional[Annotated[str | None, _shown("NAME")]] = None
-    """The source: see above."""
+    """The source: see above; or a prepared dataset, to be shown or verified."""
     from_: Annotated[str | None, _shown("PATH", "from")] = None
     """Where the data is: a folder, an archive, a file, or the name of a Hugging Face dataset."""
     to: Annotated[Path | None, _shown("FOLDER")] = None
@@ -59,7 +59,8 @@ class Data:
     skip: Annotated[int | None, _shown("INT")] = None
     """folder, huggingface: how many unreadable images may be passed over (0)."""
     bins: Annotated[tuple[float, float, int] | None, _shown("LOW HIGH COUNT")] = None
-    """arrays: what the integers 0 .. COUNT - 1 stand for; without it the data is continuous."""
+    """arrays: what the integers 0 .. COUNT - 1 stand for, or the range and number of bins that floats are put into;
+    without it the data is continuous."""
     length: Annotated[int | None, _shown("INT")] = None
     """wav: samples per piece (16384)."""
     column: Annotated[str | None, _shown("NAME")] = None
@@ -85,26 +86,30 @@ SHOWN = 10  # names of classes in a line
 
 
 def run(args: Data) -> int:
-    from bsi.data.sources import prepare_named
-    from bsi.data.store import verify
+    from bsi.data.sources import SOURCES, prepare_named
+    from bsi.data.store import open_dataset, prepared, verify
 
     if args.list_:
         return _list(args)
     if args.name is None:
         raise UsageError("say which data: `bsi data NAME`, or `bsi data --list` for the names.")
+    if args.name not in SOURCES and args.from_ is None and args.name in {folder.name for folder in prepared()}:
+        _show(open_dataset(args.name, check_hashes=args.verify), args)
+        return 0
     given = {f.name: getattr(args, f.name) for f in fields(args) if f.name in OPTIONS}
     dataset = prepare_named(args.name, args.from_, args.to, {k: v for k, v in given.items() if v is not None})
     if args.verify and dataset.folder is not None:
         verify(dataset.folder, dataset.manifest)
-    if args.json:
-        print(json.dumps(_record(dataset)))
-    else:
-        print(_line(dataset))
+    _show(dataset, args)
     if not len(dataset.test):
         told = "no test samples, by chance: `bsi eval` needs some. Take a larger --test-fraction."
         print(f"bsi data: caution: {told}", file=sys.stderr)
     print(f"go on with  {_next(args, dataset)}", file=sys.stderr)
     return 0
+
+
+def _show(dataset: Dataset, args: Data) -> None:
+    print(json.dumps(_record(dataset)) if args.json else _line(dataset))
 
 
 def _next(args: Data, dataset: Dataset) -> str:

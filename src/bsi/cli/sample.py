@@ -69,7 +69,8 @@ class Sample:
     out: Path | None = None
     """The picture, a grid of the first 400; samples.png unless --npz or --animate is given."""
     npz: Path | None = None
-    """All samples as one array, arr_0: bin indices (uint8 for 8-bit images) or values."""
+    """All samples as one array, arr_0: bin indices (uint8 for 8-bit images) or values; and their classes, labels, if
+    they have any."""
     animate: Path | None = None
     """A .gif or .webp of the first 16 beliefs as they sharpen: belief mean, prediction, measurement, precision."""
     batch_size: int = 256

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
-from bsi.backbones.config import resolve
+from bsi.backbones.config import MLPConfig, resolve
 from bsi.cli.options import lines, quiet, wrapped
 from bsi.errors import DataError, UsageError
 from bsi.recipes import RECIPES, evidence, named_recipe
@@ -143,11 +143,15 @@ def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
 
     size = Size.of(recipe, dataset)
     print(f"bsi train: {size}, into {out}", file=sys.stderr, flush=True)
+    is_image = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
+    if is_image and isinstance(recipe.backbone, MLPConfig):
+        told = "an MLP sees images as vectors. `bsi train folder`, or folder-mini on a CPU, is made for them."
+        print(f"bsi train: caution: {told}", file=sys.stderr, flush=True)
     hours = cpu_hours(size, recipe.steps)
     if device == "cpu" and hours > PATIENCE_H:
         smaller = "take a smaller --backbone, --batch and --steps."
         mini = "`bsi train folder-mini` is made for images on a CPU; or "
-        fits = len(dataset.shape) == 3 and not recipe.name.startswith("folder-mini")  # what is asked for is no advice
+        fits = is_image and not recipe.name.startswith("folder-mini")  # what is asked for is no advice
         print(
             f"bsi train: caution: {recipe.steps} steps of {size.tflops_per_step:.2g} TFLOP take about {hours:,.0f} "
             f"hours on this CPU. {mini + smaller if fits else smaller.capitalize()}",

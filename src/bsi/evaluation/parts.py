@@ -3,13 +3,14 @@
 samples.npz.parts/            while it is being made: one .npy for each part, written beside and renamed
   about.json                  what is being made; parts of something else are never joined to these
   000000000.npy ...
-samples.npz                   when all parts are there: arr_0, and `about` as JSON
+samples.npz                   when all parts are there: arr_0, `about` as JSON, and what belongs to the rows (labels)
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from bsi.writing import make_folder, whole
 __all__ = ["PART", "Parts"]
 
 PART = 1024  # rows
+NOTHING: Mapping[str, Shaped[np.ndarray, "..."]] = {}
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,15 @@ class Parts:
         with whole(self._file(ids), "--npz") as beside:
             np.save(beside, rows, allow_pickle=False)
 
-    def join(self) -> Shaped[np.ndarray, "num ..."]:
-        """All rows; the parts become the file."""
+    def join(self, beside: Mapping[str, Shaped[np.ndarray, "num ..."]] = NOTHING) -> Shaped[np.ndarray, "num ..."]:
+        """All rows; the parts become the file, with other arrays beside them."""
         if self.path.exists():
             with np.load(self.path, allow_pickle=False) as arrays:
                 return arrays["arr_0"]
         rows = np.concatenate([np.load(self._file(ids), allow_pickle=False) for ids in self._ranges()])
         about = np.array(json.dumps({**self.about, "num": self.num}))
-        with whole(self.path, "--npz") as beside, beside.open("wb") as file:
-            np.savez(file, arr_0=rows, about=about)
+        with whole(self.path, "--npz") as new, new.open("wb") as file:
+            np.savez(file, allow_pickle=False, arr_0=rows, about=about, **beside)
         shutil.rmtree(self.folder)
         return rows
 

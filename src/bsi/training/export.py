@@ -10,6 +10,7 @@ backbone=MyNet())`.
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ __all__ = ["Trained", "class_name", "export", "load", "model_of", "read_trained"
 EXPORT_FORMAT = 1
 MODEL_FILE = "model.safetensors"  # in a folder as the Hugging Face hub holds it
 METADATA = "bsi"
+MOST_SHOWN = 3  # runs that may have been meant
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,37 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
         )
     if found is None:
         raise UsageError(
-            f"{path} is neither a run folder with a checkpoint nor an exported file. `bsi train` makes one; "
-            f"{', '.join(pretrained.BUNDLED)} comes with the package."
+            f"{path} is neither a run folder with a checkpoint nor an exported file. {_instead(path)}`bsi train` makes "
+            f"one; {', '.join(pretrained.BUNDLED)} comes with the package."
         )
     return _described(found.state, checkpoint.read_tensors(found, "ema" if ema else "model"))
+
+
+def _instead(path: Path) -> str:
+    """What may have been meant: a run or an export of almost that name, or one of those in the folder."""
+    inside, beside = _trained_in(path), {found.name: found for found in _trained_in(path.parent)}
+    near = [str(beside[name]) for name in difflib.get_close_matches(path.name, beside, n=1)]
+    meant = [str(found) for found in inside[:MOST_SHOWN]] or near
+    return f"Did you mean {' or '.join(meant)}? " if meant else ""
+
+
+def _trained_in(folder: Path) -> list[Path]:
+    """Run folders and exports in a folder, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.iterdir() if p.suffix == ".safetensors" or RunFolder(p).checkpoints.is_dir()]
+    return sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)
 
 
 def _described(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Trained:
     recipe, data = from_plain(Recipe, given["recipe"], "recipe"), from_plain(DataSpec, given["data"], "data")
     return Trained(recipe, data, str(given["network"]), int(given["step"]), weights)
+
+
+def _begins_well(path: Path) -> bool:
+    """Whether a file begins as safetensors do: the length of a header in eight bytes, and a JSON object."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
 
 
 def _read_export(path: Path, step: int | None) -> Trained:
@@ -123,6 +147,10 @@ def _read_export(path: Path, step: int | None) -> Trained:
             metadata = file.metadata() or {}
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
+        if _begins_well(path):
+            raise CorruptCheckpoint(
+                f"{path} is damaged, or not whole ({error}). Copy it again, or make it again by `bsi export`."
+            ) from error
         raise CorruptCheckpoint(
             f"{path} is not a safetensors file ({error}). Pickles (.pt, .pth, .ckpt) can run code when they are "
             f"loaded; bsi never loads them."

@@ -120,7 +120,9 @@ def _journal(job: Job, steps: int, seconds: float) -> None:
         "bits_per_dim" if k is None else "bits_per_dim_finite_k": bits, "lr": lr,
         "grad_norm": means.grad_norm, "images_per_s": rate, "checkpoint_age_s": job.saver.age_s, "time": time.time(),
     })  # fmt: skip
-    saved = f" · saved {readable_seconds(job.saver.age_s)} ago" if job.saver.has_saved else ""
+    saved = (
+        f" · saved {readable_seconds(job.saver.age_s)} ago" if job.saver.has_saved and step < job.recipe.steps else ""
+    )
     rounds = "" if k is None else f" in {k} rounds"
     spec = job.data.spec
     # Of binned data the loss is nearly all of the bound; of continuous data the two are not to be compared.

@@ -231,6 +231,10 @@ def test_help_of_every_command_imports_no_torch() -> None:
     assert "--json " in found["sample --help"]["text"]
     assert "--no-json" not in found["sample --help"]["text"]
     assert "None" not in found["eval --help"]["text"]
+    digits = " ".join(re.sub("│", " ", found["train digits --help"]["text"]).split())
+    assert "None" not in digits.replace("(default: None)", "")  # which would be refused
+    assert "the defaults are the paper's" not in digits  # whose alpha_M is another
+    assert "--method.alpha-M FLOAT (default: 10000.0)" in digits
 
 
 def test_nothing_is_written_to_stdout_but_the_answer(tmp_path: Path) -> None:

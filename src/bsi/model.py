@@ -40,9 +40,10 @@ __all__ = ["Model"]
 class Model(nn.Module):
     """A network, a method and a description of the data.
 
-    `backbone(input, t)` sees latents scaled to unit variance and t in [0, 1], 0 at the noisy end; it is called as
-    `backbone(input, t, cond)` when a condition is given. `bins` describes data stored as integers; without it data is
-    continuous, in the units of `standardise`. `class_names` are those of the labels 0, 1, ..., where they have names.
+    `backbone(input, t)` sees latents (with the `edm` parametrisation, BSI's, scaled to unit variance) and t in [0, 1],
+    0 at the noisy end; it is called as `backbone(input, t, cond)` when a condition is given. `bins` describes data
+    stored as integers; without it data is continuous, in the units of `standardise`. `class_names` are those of the
+    labels 0, 1, ..., where they have names.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ __all__ = ["Export", "run"]
 class Export:
     """Write a trained model as one file that needs neither the run folder nor the trainer.
 
-    import bsi; model = bsi.load("digits-3000.safetensors"); images = model.sample(16)
+    import bsi; model = bsi.load("digits-4000.safetensors"); images = model.sample(16)
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]

@@ -52,7 +52,7 @@ PATIENCE_H = 12.0  # of training on a CPU without a word of caution
 @quiet
 @dataclass(frozen=True)
 class Options:
-    """How to run, rather than what: nothing here changes the result."""
+    """How to run, rather than what: but for the weights to begin with, nothing here changes the result."""
 
     out: Path | None = None
     """The run folder, by default runs/RECIPE; one that exists goes on."""

@@ -5,6 +5,8 @@
     journal.jsonl     one line per interval
     checkpoints/      see checkpoint.py
     samples/          grids drawn along the way
+    averages/         power-function averages, where the recipe keeps some
+    evaluations/      what `bsi eval` found
     lock.json         who is training here, while someone is
     replay-*.json     what a step saw whose loss or gradient was not finite
 

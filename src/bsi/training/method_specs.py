@@ -1,5 +1,7 @@
 """The three methods by their parameters: plain values that a recipe holds and a run folder stores, free of torch.
 
+The defaults are the paper's; a recipe may have others, as that of the digits does.
+
 `bsi.training.dataset.build_method` makes the method of one.
 """
 
@@ -16,17 +18,19 @@ MethodName = Literal["bsi", "bfn", "vdm"]
 
 @dataclass(frozen=True)
 class BSISpec:
-    """`bsi.BSI` by its parameters; the defaults are the paper's."""
+    """`bsi.BSI` by its parameters."""
 
     lambda_0: float = 1e-2
     gamma_0: float | None = None
+    """lambda_0 if left out, as in the paper; inf for a belief that begins at 0."""
     alpha_M: float = 1e6
     alpha_R: float | None = None
+    """2 alpha_M if left out, as in the paper; alpha_M for data without bins."""
 
 
 @dataclass(frozen=True)
 class BFNSpec:
-    """`bsi.BFN` by its parameters; the defaults are the paper's."""
+    """`bsi.BFN` by its parameters."""
 
     sigma_1: float = 1e-3
     clips: bool = True
@@ -34,7 +38,7 @@ class BFNSpec:
 
 @dataclass(frozen=True)
 class VDMSpec:
-    """`bsi.VDM` by its parameters; the defaults are the paper's."""
+    """`bsi.VDM` by its parameters."""
 
     nu_min: float = math.exp(-5)
     nu_max: float = math.exp(13.3)

@@ -67,7 +67,7 @@ class Objective:
     """ln SNR at which the sigmoid weight is one half."""
     levels: Literal["paper", "expected"] | None = None
     """Levels are drawn log-uniformly as in the paper, or in proportion to what is expected to be lost there: see
-    `bsi.objective`. None is the paper's under the ELBO's weight, and expected under others."""
+    `bsi.objective`. If left out, as in the paper under the ELBO's weight, and expected under others."""
 
     def __post_init__(self) -> None:
         if self.finite_k is not None:
@@ -261,18 +261,18 @@ class Recipe:
     """Pieces that a batch is cut into whatever the number of ranks; a rank takes whole ones."""
     ema: Ema = field(default_factory=Ema)
     precision: Precision = "auto"
-    """Inside the network; auto is bf16 where the hardware computes in it, and float32 on a CPU."""
+    """Inside the network; auto is bf16 on a GPU, float16 on one that has no bf16, and float32 on a CPU."""
     compile: bool = True
     """On a GPU, the network's fastest form: fused where it has one, else compiled; on a CPU always as it is."""
     lean: bool = False
-    """Of a fused form, keep less and compute it again: a tenth slower, a DiT in 3/4 of the memory, a U-Net in half."""
+    """A fused form that keeps less: up to a tenth slower, in 3/4 of a DiT's memory, in half of a U-Net's."""
     parametrisation: Literal["edm", "epsilon"] | None = None
-    """What the network predicts; None is the method's own choice."""
+    """What the network predicts; if left out, what the method's networks do."""
     sigma_data: float = 1.0
     """Standard deviation of the data in the preconditioning (paper: 1)."""
     seed: int = 0
     threads: int | None = None
-    """Threads of a rank on a CPU; None leaves it to torch. Sums may be rounded differently with another number."""
+    """Threads of a rank on a CPU; a recipe without leaves them to torch. Another number may round sums differently."""
     audit: bool = False
     """Shard by shard, in float32 and a fixed order: the same bits for any number of ranks, more slowly."""
     every: Every = field(default_factory=Every)

@@ -401,7 +401,7 @@ def test_an_evaluation_that_is_still_to_be_made_is_not_in_the_journal_twice(tmp_
     journal = JsonLines(path, 0)
     for event, step in (("train", 5), ("evaluate", 5), ("train", 10), ("evaluate", 10), ("sample", 10)):
         journal({"event": event, "step": step})
-    JsonLines(path, 10, evaluation_pending=True)
+    JsonLines(path, 10, ("evaluate", "sample"))
     assert [(line["event"], line["step"]) for line in read_journal(tmp_path)] == [
         ("train", 5), ("evaluate", 5), ("train", 10),
     ]  # fmt: skip

@@ -8,7 +8,7 @@ torchrun starts again must not die again). Points:
 
     step      before a step                    loss      in the middle of one, with its losses at hand
     data      while a batch is fetched         network   when the network is called
-    evaluate  before an evaluation, with its step as that of the last one trained
+    evaluate  before an evaluation, with its step as that of the last one trained; sample, before samples are drawn
     save:X    in a save: space, write, half, publish, latest, prune
 """
 
@@ -124,6 +124,7 @@ def patch(faults: Faults) -> None:
     around(checkpoint, "prune", "save:prune")
     around(Backbone, "forward", "network")
     around(loop, "bound", "evaluate")
+    around(loop, "draw_samples", "sample")
 
     save, step, losses, batch_of = checkpoint.save, Engine.step, Engine._losses, Stream._batch
 

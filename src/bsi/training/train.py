@@ -110,7 +110,8 @@ def train(
         journal: list[Sink] = []
         if world.first:
             folder.write_record(record, named, world)
-            journal.append(JsonLines(folder.journal, engine.steps_done, resumed.evaluation_pending))
+            again = _due(recipe, training_data, done) if resumed.evaluation_pending else []
+            journal.append(JsonLines(folder.journal, done, again))
         with (
             _progress(recipe, engine, world) as progress,
             _status(folder, engine, lease),
@@ -221,6 +222,12 @@ def _fast(recipe: Recipe, model: Model, world: World) -> Model:
     elif wanted and compiles(world.device):
         network.compile()
     return model
+
+
+def _due(recipe: Recipe, data: TrainingData, step: int) -> list[str]:
+    """The journal's events of looking at the model after a step, of those that the recipe asks for now."""
+    due = recipe.every.due(step, recipe.steps)
+    return ["evaluate"] * (due.evaluate and data.test is not None) + ["sample"] * due.sample
 
 
 @contextlib.contextmanager

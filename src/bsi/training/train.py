@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +65,7 @@ def train(
     device: str | None = None,
     hang_after_s: float = 600.0,
     named: Recipe | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> Path:
     """Train a recipe and return its run folder, by default `runs/NAME`.
 
@@ -72,7 +73,7 @@ def train(
     them the recipe's prepared dataset is opened. `labels` are the data's, for a recipe with `data.labels`. `backbone`
     is your own network. `init_from` takes the weights of another run or export; `allow` names settings that may differ
     from the interrupted run's; `sinks` get every journal record. `named` is the recipe that this one was edited from,
-    for the record.
+    for the record. `begin` is called when there is something to train and nothing was refused.
     """
     _check_recipe(recipe)
     if not hang_after_s > 0:
@@ -102,6 +103,8 @@ def train(
         with enough_to_train(recipe, training_data.spec, world, watchdog):
             model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
             engine = Engine(recipe, model, world, _half(recipe, world))
+        if begin is not None:
+            begin()
         restore(engine, resumed.checkpoint, world, _warn)
         engine.share()
         spec, done = training_data.spec, engine.steps_done
@@ -178,7 +181,7 @@ def _alone_in(folder: RunFolder, world: World) -> Iterator[Lease | None]:
         lease, error = None, None
         if world.first:
             try:
-                folder.create()
+                stack.enter_context(folder.made())
                 lease = stack.enter_context(hold(folder.path, _warn))
             except BsiError as refused:
                 error = refused

@@ -277,7 +277,7 @@ ASKED = {
     "the ranks before the requeue, which linger": (
         {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "8"}, False,
     ),
-    "another job, requeued more often": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
+    "another job, requeued": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
     "torchrun, which moved its first rank": ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a"}, True),
     "the same within a batch job": (
         {"SLURM_JOB_ID": "8", "TORCHELASTIC_RUN_ID": "a"}, {"SLURM_JOB_ID": "8", "TORCHELASTIC_RUN_ID": "a"}, True,

@@ -97,7 +97,8 @@ def run(job: Job) -> None:
             lap_began = step
         if stored and job.world.first:
             write_snapshot(job.folder.path, step, engine.powers.state())
-        if job.world.any(bool(job.stop)):
+        unfinished = step < recipe.steps or due.evaluate or due.sample
+        if job.world.any(bool(job.stop)) and unfinished:
             _save(job, evaluation_pending=due.evaluate or due.sample)
             _finish_saves(job)
             reason = job.stop.reason or "another rank's signal"

@@ -98,6 +98,8 @@ def train(
         if resumed.finished:
             more = ", or more --steps" if recipe.optimiser.schedule == "constant" else ""
             _say(world, f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")
+            if world.first and folder.read_status().get("state") != "finished":  # killed after its last save
+                folder.write_status("finished", recipe.steps)
             return folder.path
         check_host(recipe, training_data.spec, world, functools.partial(_say, world))
         with enough_to_train(recipe, training_data.spec, world, watchdog):
@@ -118,6 +120,7 @@ def train(
         with (
             _progress(recipe, engine, world) as progress,
             _status(folder, engine, lease),
+            contextlib.closing(saver),  # while the lease is held: nothing is written without
             contextlib.closing(engine),
             contextlib.closing(stream),
             enough_to_train(recipe, training_data.spec, world, watchdog),
@@ -141,7 +144,6 @@ def train(
                     evaluation_pending=resumed.evaluation_pending,
                 )
             )
-        saver.close()
     return folder.path
 
 

@@ -250,6 +250,7 @@ def test_another_hosts_lock_expires_or_is_our_requeued_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, job: str, taken: bool
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     owner = Owner("elsewhere", 12, "1", job, "t")
     (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
     then = time.time() - age
@@ -261,6 +262,75 @@ def test_another_hosts_lock_expires_or_is_our_requeued_jobs(
     else:
         with pytest.raises(UsageError, match="in use by host elsewhere, pid 12, job 7"), hold(tmp_path, pytest.fail):
             pass
+
+
+# Who holds the lock and who asks for it, by what Slurm and torchrun call them.
+ASKED = {
+    "two steps of a batch job, on two nodes": ({"SLURM_JOB_ID": "8"}, {"SLURM_JOB_ID": "8"}, False),
+    "two steps of a requeued job": (
+        {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False,
+    ),
+    "requeued": ({"SLURM_JOB_ID": "8"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, True),
+    "requeued twice": (
+        {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "9"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "10"}, True,
+    ),
+    "the ranks before the requeue, which linger": (
+        {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "8"}, False,
+    ),
+    "another job, requeued": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
+    "torchrun, which moved its first rank": ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a"}, True),
+    "the same within a batch job": (
+        {"SLURM_JOB_ID": "8", "TORCHELASTIC_RUN_ID": "a"}, {"SLURM_JOB_ID": "8", "TORCHELASTIC_RUN_ID": "a"}, True,
+    ),
+    "two torchruns of a batch job": (
+        {"SLURM_JOB_ID": "8", "TORCHELASTIC_RUN_ID": "a"}, {"SLURM_JOB_ID": "8", "TORCHELASTIC_RUN_ID": "b"}, False,
+    ),
+    "no number": ({"SLURM_JOB_ID": "8"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "x"}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_a_job_that_came_back_is_told_from_another_step_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Steps of one batch job share its number: on two nodes, each took the run from the other, for ever."""
+    holds, asks, taken = ASKED[case]
+
+    def owner(variables: dict[str, str]) -> Owner:
+        for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return Owner.me()
+
+    (tmp_path / LOCK).write_text(json.dumps(asdict(replace(owner(holds), host="elsewhere"))))
+    me, said = owner(asks), list[str]()
+    if taken:
+        with hold(tmp_path, said.append, owner=me) as held:
+            held.check()
+        assert "taking over the lock of host elsewhere" in said[0]
+    else:
+        with pytest.raises(UsageError, match="in use by host elsewhere"), hold(tmp_path, pytest.fail, owner=me):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("job", "asks"),
+    [("8", {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}), ("17", {"TORCHELASTIC_RUN_ID": "17"})],
+)
+def test_a_lock_of_an_earlier_version_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, asks: dict[str, str]
+) -> None:
+    """It knows a job, and neither how often that was requeued nor whose name for it this is."""
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in asks.items():
+        monkeypatch.setenv(name, value)
+    earlier = {"host": "elsewhere", "pid": 12, "started": "1", "job": job, "token": "t"}
+    (tmp_path / LOCK).write_text(json.dumps(earlier))
+    said: list[str] = []
+    with hold(tmp_path, said.append):
+        assert f"taking over the lock of host elsewhere, pid 12, job {job}" in said[0]
 
 
 def test_torchruns_name_for_every_job_without_an_id_makes_no_two_the_same(
@@ -331,7 +401,7 @@ def test_an_evaluation_that_is_still_to_be_made_is_not_in_the_journal_twice(tmp_
     journal = JsonLines(path, 0)
     for event, step in (("train", 5), ("evaluate", 5), ("train", 10), ("evaluate", 10), ("sample", 10)):
         journal({"event": event, "step": step})
-    JsonLines(path, 10, evaluation_pending=True)
+    JsonLines(path, 10, ("evaluate", "sample"))
     assert [(line["event"], line["step"]) for line in read_journal(tmp_path)] == [
         ("train", 5), ("evaluate", 5), ("train", 10),
     ]  # fmt: skip

@@ -72,6 +72,19 @@ def chains(base: Path) -> Chains:
             out("unwanted", fault("evaluate", "no disk", 11)),
             out("unwanted", words="--every.evaluate 0 --every.sample 0"),
         ],
+        "undrawn": [
+            out("undrawn", fault("sample", "no disk", 11), words="--every.sample 12"),
+            out("undrawn", words="--every.evaluate 0 --every.sample 0"),
+        ],
+        "broken": [
+            out("broken", fault("save:write", "linger", 16), fault("data", "no disk", 17), copy="broken-failed"),
+            out("broken"),
+        ],
+        "ended": [
+            out("ended", fault("step", "signal SIGTERM self", 23), words="--every.evaluate 0"),
+            out("ended-killed", fault("save:prune", "kill", 24)),
+            out("ended-killed"),
+        ],
         "changed": [
             out("changed", fault("step", "signal SIGTERM self", 5)),
             out("changed", words="--optimiser.lr 1e-3 --seed 1"),
@@ -183,6 +196,30 @@ def test_without_the_evaluation_that_failed_a_run_goes_on(base: Path, chains: Ch
     """Row 36: the options that the message names."""
     assert codes(chains["unwanted"]) == [1, 0]
     assert fingerprint(base / "unwanted") == fingerprint(base / "whole")
+
+
+def test_an_evaluation_that_went_well_stays_though_the_samples_after_it_failed(base: Path, chains: Chains) -> None:
+    """Row 36: what is not asked for again is not made again, and so not forgotten."""
+    assert codes(chains["undrawn"]) == [1, 0]
+    assert "evaluation or the samples of step 12 failed" in chains["undrawn"][0].stderr
+    looks = [line for line in metrics(base / "undrawn") if line["event"] != "train"]
+    assert looks == [line for line in metrics(base / "whole") if line["event"] == "evaluate" and line["step"] == 12]
+
+
+def test_a_checkpoint_that_is_being_written_when_a_step_fails_is_finished(base: Path, chains: Chains) -> None:
+    """Row 18: the run folder stays locked until then."""
+    assert codes(chains["broken"]) == [1, 0]
+    assert latest(base / "broken-failed") == "step-00000016"
+    assert not list((base / "broken-failed" / "checkpoints").glob(".*"))
+    assert fingerprint(base / "broken") == fingerprint(base / "whole")
+
+
+def test_a_run_whose_last_step_is_saved_is_finished_though_a_signal_came(base: Path, chains: Chains) -> None:
+    """Asked to stop in its last step, or killed after it was saved."""
+    assert codes(chains["ended"]) == [0, -9, 0]
+    assert status(base / "ended")["state"] == "finished"
+    assert "is finished: 24 steps" in chains["ended"][2].stderr
+    assert (status(base / "ended-killed")["state"], status(base / "ended-killed")["step"]) == ("finished", 24)
 
 
 def test_changed_settings_are_listed_and_refused_unless_safe(base: Path, chains: Chains) -> None:

@@ -1,4 +1,4 @@
-"""What may befall several ranks: rows 2, 4, 5, 6, 10, 11, 12 and 13 of docs/reliability.md.
+"""What may befall several ranks: rows 2, 4, 5, 6, 10, 11, 12, 13 and 36 of docs/reliability.md.
 
 torchrun starts what is about torchrun; where only the ranks matter, one launcher forks them. Both meet over gloo.
 """
@@ -47,6 +47,21 @@ def chains(base: Path) -> Chains:
         "nan": [out("nan", 2, fault("loss", "nan", 13, rank=1)), out("nan", 2)],
         "hang": [out("hang", 2, fault("data", "hang", 9, rank=1), words="--hang-after-s 8")],
         "full": [out("full", 2, *(fault("network", "no memory", 4, rank=rank) for rank in (0, 1)))],
+        "unseen": [
+            out("unseen", 2, fault("measure", "no disk", 11, rank=1)),
+            out("unseen", 2, fault("measure", "no memory", -1, rank=1)),
+            out("unseen", 2),
+        ],
+        "impatient": [
+            out(
+                "impatient",
+                2,
+                fault("measure", "no disk", 11, rank=1),
+                fault("save:write", "linger", 12),
+                fault("leave", "kill the first", 11, rank=1),
+            ),
+            out("impatient", 2),
+        ],
         "three": [out("three", 3)],
         "srun": [Entry(base / "srun", ranks=2, slurm=True)],
     }
@@ -107,6 +122,30 @@ def test_ranks_that_run_out_of_memory_let_go_of_ddp_and_leave_with_an_answer(cha
     """The error holds what the step was computing with, DDP among it, when the process group ends."""
     assert codes(chains["full"]) == [[2, 2]], chains["full"][0].stderr
     assert "out of memory on cpu" in chains["full"][0].stderr
+
+
+def test_an_evaluation_that_fails_on_another_rank_than_the_first_costs_no_step(base: Path, chains: Chains) -> None:
+    """Row 36: the first is told, saves, and is waited for. A GPU would not notice by itself that its peer is gone."""
+    assert codes(chains["unseen"]) == [[1, 1], [1, 2], [0, 0]]
+    disk, memory, end = (ended.stderr for ended in chains["unseen"])
+    assert "Input/output error" in disk
+    assert "while looking at the model after step 12" in memory
+    for stderr in (disk, memory):
+        assert "evaluation or the samples of step 12 failed" in stderr
+        assert "bsi train: another rank failed: its message says why" in stderr
+        assert "Connection closed" not in stderr
+    for stderr in (memory, end):
+        assert "going on from" in stderr
+        assert "step-00000012" in stderr
+    assert fingerprint(base / "unseen") == fingerprint(base / "two")
+    assert metrics(base / "unseen") == metrics(base / "two")
+
+
+def test_who_failed_in_an_evaluation_leaves_once_the_first_has_saved(base: Path, chains: Chains) -> None:
+    """Row 36: launchers kill all ranks when one has left. This one does so at once."""
+    assert codes(chains["impatient"])[1] == [0, 0]
+    assert "step-00000012" in chains["impatient"][1].stderr
+    assert fingerprint(base / "impatient") == fingerprint(base / "two")
 
 
 def test_ranks_that_cannot_share_the_virtual_shards_are_refused_with_numbers_that_can(

@@ -456,7 +456,8 @@ def test_too_little_memory_on_a_cpu_is_exit_code_2_before_the_first_step(tmp_pat
     said = capsys.readouterr().err
     assert "not enough memory" in said
     assert "by the account of bsi.backbones.memory" in said.replace("By the", "by the")
-    assert not (tmp_path / "run" / "journal.jsonl").exists()
+    assert len(said.splitlines()) == 1, "what is not trained is not announced"
+    assert list(tmp_path.iterdir()) == []
 
 
 def files(root: Path, contents: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bsi.cli import main
@@ -93,6 +94,29 @@ def test_without_a_recipe_the_usage_is_shown(capsys: pytest.CaptureFixture[str])
     assert main(["train", "--help"]) == 0
 
 
+@pytest.mark.parametrize("wrong", [["--data.labels"], ["--init-from", "nowhere"], ["--samples.solver", "magic"]])
+def test_what_is_refused_is_not_announced_and_leaves_nothing(
+    wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
+    np.save("points.npy", np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32))
+    assert main(["data", "arrays", "--from", "points.npy"]) == 0
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    words = ["train", "digits", "--data.name", "points", "--backbone", "mlp-16x1", "--device", "cpu"]
+    words += ["--steps", "1", "--batch", "16", "--optimiser.warmup", "1", "--every.sample", "0"]
+    assert main([*words, *wrong]) in (2, 3)
+    said = capsys.readouterr().err
+    assert "into runs" not in said
+    assert len(said.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main(words) == 0
+    assert "samples of 2" in capsys.readouterr().err
+    main([*words, *wrong])
+    assert Path("runs/digits/status.json").is_file(), "what was there before stays"
+
+
 def test_what_a_run_writes_can_be_read_by_those_who_can_read_its_folder(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -115,4 +139,4 @@ def test_a_sampler_that_does_not_exist_is_refused_before_the_first_step(
     words = ["train", "digits", "--steps", "1", "--samples.solver", "sde9", "--device", "cpu", "--out", str(run)]
     assert main(words) == 2
     assert "did you mean 'sde2'" in capsys.readouterr().err
-    assert not list(run.rglob("*.safetensors"))
+    assert not run.exists()

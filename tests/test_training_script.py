@@ -136,7 +136,12 @@ def test_the_callers_random_numbers_go_on_as_if_nothing_had_been(whole: Path, tm
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
 def test_a_network_that_is_not_in_float32_is_refused_before_anything_is_made(kind: torch.dtype, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"in float32, and .* of the network is {kind}: pass backbone.float"):
+        bsi.train(recipe(steps=1), data=IMAGES, backbone=MyNet().to(kind), out=tmp_path / "runs" / "run")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UsageError, match="in float32"):
         bsi.train(recipe(steps=1), data=IMAGES, backbone=MyNet().to(kind), out=tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == [], "a folder that was there stays, as it was"
     bsi.train(recipe(steps=1), data=IMAGES, backbone=MyNet().to(kind).float(), out=tmp_path / "run")
 
 
@@ -428,7 +433,7 @@ def test_a_network_for_other_data_is_refused_before_anything_is_recorded(tmp_pat
     other = build("mlp-8x1", (3, 32, 32), 256)
     with pytest.raises(UsageError, match=r"built for data of shape \(3, 32, 32\), and this data has shape"):
         bsi.train(recipe(steps=1), data=IMAGES, backbone=other, out=tmp_path / "run")
-    assert not list((tmp_path / "run").iterdir())
+    assert not (tmp_path / "run").exists()
 
 
 def test_weights_alone_are_taken_from_another_run(whole: Path, tmp_path: Path) -> None:

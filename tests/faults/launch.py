@@ -9,7 +9,9 @@ torchrun starts again must not die again). Points:
     step      before a step                    loss      in the middle of one, with its losses at hand
     data      while a batch is fetched         network   when the network is called
     evaluate  before an evaluation, with its step as that of the last one trained
+    measure   within one, on the rank's own test samples; sample, before samples are drawn
     save:X    in a save: space, write, half, publish, latest, prune
+    leave     when a rank leaves the others
 """
 
 from __future__ import annotations
@@ -77,6 +79,12 @@ class Faults:
             with self.reached:
                 self.reached.wait_for(lambda: self.step >= self.saving + 2, FOREVER_S)
             os.kill(os.getpid(), signal.SIGKILL)
+        elif do == "linger":
+            time.sleep(2.0)
+        elif do == "kill the first":  # the rank that holds the run folder's lock, if it is still there
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                lock = Path(sys.argv[sys.argv.index("--out") + 1]) / "lock.json"
+                os.kill(json.loads(lock.read_text())["pid"], signal.SIGKILL)
         elif do == "no space":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif do == "no disk":
@@ -98,6 +106,7 @@ def patch(faults: Faults) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from bsi.backbones.base import Backbone
+    from bsi.model import Model
     from bsi.training import checkpoint, loop
     from bsi.training.step import Engine
     from bsi.training.stop import StopFlag
@@ -124,6 +133,8 @@ def patch(faults: Faults) -> None:
     around(checkpoint, "prune", "save:prune")
     around(Backbone, "forward", "network")
     around(loop, "bound", "evaluate")
+    around(loop, "draw_samples", "sample")
+    around(Model, "elbo", "measure")
 
     save, step, losses, batch_of = checkpoint.save, Engine.step, Engine._losses, Stream._batch
 
@@ -172,6 +183,7 @@ def patch(faults: Faults) -> None:
 
     def alone() -> None:
         """A reducer that outlives its group destroys it with Python's lock held, and gloo's threads may want that."""
+        faults.meet("leave")
         left = [type(kept).__name__ for kept in gc.get_objects() if isinstance(kept, DistributedDataParallel)]
         leave()
         if left:

@@ -7,6 +7,7 @@ typed, shown with its value by `bsi train RECIPE --help`, and a typo is answered
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -100,8 +101,6 @@ def run(words: Sequence[str]) -> int:
     args.recipe.check(place.size)
     device = pick_device(options.device, place.local_rank)
     dataset, first = opened(args.recipe), place.rank == 0
-    if first:
-        _announce(args.recipe, dataset, out, device.type)
     sinks: list[Sink] = [_tell] if first else []
     if options.tensorboard:
         sinks.append(tensorboard(out / "tensorboard"))
@@ -114,6 +113,7 @@ def run(words: Sequence[str]) -> int:
         device=options.device,
         hang_after_s=options.hang_after_s,
         named=named,
+        begin=functools.partial(_announce, args.recipe, dataset, out, device.type) if first else None,
     )
     if first:
         status = json.loads((out / "status.json").read_text("utf-8"))

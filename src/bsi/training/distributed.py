@@ -22,7 +22,7 @@ from torch import Tensor
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
 from bsi.training.rendezvous import Meeting, meet
 
-__all__ = ["Place", "World", "find_place", "first_host", "join"]
+__all__ = ["FailedTogether", "Place", "World", "find_place", "first_host", "join"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,14 @@ def first_host(nodes: str) -> str:
         raise UsageError(f"cannot read Slurm's list of nodes {nodes!r}: set MASTER_ADDR")
     prefix, numbers, suffix = match.groups()
     return prefix + re.split(r"[-,]", numbers)[0] + suffix if numbers else prefix
+
+
+class FailedTogether(Exception):
+    """What ranks do in parts failed on one, and all know: they can still meet. `error` is what this one is to raise."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,14 @@ class World:
                 raise known("another rank refused: its message says why")
         if int(code):
             raise BsiError("another rank failed: its message says why")
+
+    def fail_together(self, error: Exception | None) -> None:
+        """After a part of each rank's own, and before they put the parts together: raise on all if one has failed.
+
+        A rank that left instead would be waited for: over NCCL until the launcher kills who waits.
+        """
+        if self.any(error is not None):
+            raise FailedTogether(error or BsiError("another rank failed: its message says why"))
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -25,19 +25,23 @@ __all__ = ["bound", "draw_samples"]
 
 
 def bound(model: Model, test: BatchSource, recipe: Recipe, world: World) -> Elbo:
-    """The bound of the first test samples. Every rank calls it and gets the same."""
+    """The bound of the first test samples. Every rank calls it and gets the same, or FailedTogether."""
     wanted = recipe.evaluation
     count = min(wanted.images, len(test))
     size = wanted.at_a_time(count)
     chunks = [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
     each = torch.zeros(4, count, dtype=torch.float64, device=world.device)  # one column for each sample, 0 elsewhere
     both = torch.zeros(2, len(chunks), dtype=torch.float64, device=world.device)
-    for i, ids in enumerate(chunks):
-        if i % world.size == world.rank:
+    failed: Exception | None = None
+    try:
+        for i, ids in list(enumerate(chunks))[world.rank :: world.size]:
             seed = derive(recipe.seed, "evaluate", i)
             found = model.elbo(test.take(ids), None, wanted.measure, wanted.recon, seed, wanted.batch)
             each[:, ids] = torch.stack([found.reconstruction, found.measurement, found.prior, found.sample_variance])
             both[:, i] = torch.tensor([found.sum_variance, found.between])
+    except Exception as error:
+        failed = error
+    world.fail_together(failed)
     each, both = world.sum(each).cpu(), world.sum(both).cpu()
     n, unit = math.prod(model.shape), 0.0 if model.standardise is None else model.standardise.log_determinant
     parts = []

@@ -21,7 +21,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,12 +65,24 @@ class RunFolder:
     def journal(self) -> Path:
         return self.path / "journal.jsonl"
 
-    def create(self) -> None:
-        """Make the folder, or say why it cannot be."""
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Make the folder, or say why it cannot be. What was made and is empty in the end, of a run that was refused,
+        is taken away again.
+        """
+        new: list[Path] = []
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot make the run folder {self.path}: {error.strerror}. Use another --out.") from error
+            try:
+                new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+                self.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                words = f"cannot make the run folder {self.path}: {error.strerror}. Use another --out."
+                raise UsageError(words) from error
+            yield
+        finally:
+            with suppress(OSError):  # not empty, as it should be
+                for folder in new:
+                    folder.rmdir()
 
     def write_record(self, record: RunRecord, named: Recipe | None, world: World) -> None:
         write_json(

@@ -4,8 +4,8 @@
 
 A sink is called with each record; `bsi.train(..., sinks=[print])` is all it takes. Records are dictionaries of numbers
 and short strings, always with `step` and `event` ("train", "evaluate", "sample"). Only the first rank writes. When a
-run goes on from a checkpoint, lines after its step are dropped: they will be written again. So is the evaluation of
-that step, where the checkpoint says that it is still to be made.
+run goes on from a checkpoint, lines after its step are dropped: they will be written again. So are the evaluation and
+the samples of that step, where the checkpoint says that they are still to be made, if they are still asked for.
 
 `loss` is what is minimised. `bits_per_dim` of a "train" line is L_M^inf of the batches seen, each level weighed as the
 ELBO does even where the objective weighs it otherwise; a run that minimises L_M^k has that, which is larger, under
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from bsi.errors import UsageError
@@ -32,11 +32,11 @@ Sink = Callable[[Mapping[str, Value]], None]
 class JsonLines:
     """The sink that is always there."""
 
-    def __init__(self, path: Path, resumed_at: int, evaluation_pending: bool = False) -> None:
+    def __init__(self, path: Path, resumed_at: int, made_again: Collection[str] = ()) -> None:
+        """`made_again` names the events of the step `resumed_at` that will be written again."""
         self.path = path
         kept = [line for line in _lines(path) if int(line["step"]) <= resumed_at] if path.exists() else []
-        if evaluation_pending:
-            kept = [line for line in kept if int(line["step"]) < resumed_at or line.get("event") == "train"]
+        kept = [line for line in kept if int(line["step"]) < resumed_at or line.get("event") not in made_again]
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def __call__(self, record: Mapping[str, Value]) -> None:

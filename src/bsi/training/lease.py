@@ -2,8 +2,10 @@
 
 `lock.json` names the host, the process and the batch system's job that train here. Its owner touches it every few
 seconds; a lock whose heartbeat has stopped for LEASE_S has expired, and the next job takes it over. So it does at once
-when the lock is ours: the same host and a process that no longer runs, or the same job, requeued on another host.
-Anyone else is refused, and told who is there.
+when the lock is ours: the same host and a process that no longer runs, or the same job, which came back on another
+host. Steps of one batch job share its number, and may run beside each other on several nodes: only a requeue, which
+Slurm counts, or torchrun's own name for its ranks says that the one before is over. Anyone else is refused, and told
+who is there.
 
 Ages are differences of modification times on the file system that holds the lock: clocks of two hosts may disagree.
 """
@@ -14,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -36,19 +39,28 @@ NO_ID = "none"  # torchrun's --rdzv-id of all jobs that were given none: it tell
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a run folder. `started` tells a process from a later one of the same number."""
+    """Who holds a run folder. `started` tells a process from a later one of the same number.
+
+    `requeues` counts how often Slurm put the job back into its queue; `group` is torchrun's name for its ranks.
+    """
 
     host: str
     pid: int
     started: str
     job: str
     token: str
+    requeues: int = 0
+    group: str = ""
 
     @classmethod
     def me(cls) -> Owner:
-        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or ""
-        job = "" if job == NO_ID else job
-        return cls(socket.gethostname(), os.getpid(), _process_start(os.getpid()), job, uuid.uuid4().hex)
+        group = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        group = "" if group == NO_ID else group
+        job = os.environ.get("SLURM_JOB_ID") or group
+        count = os.environ.get("SLURM_RESTART_COUNT", "")  # not set before the first requeue
+        requeues = int(count) if re.fullmatch(r"[0-9]+", count) else 0
+        started = _process_start(os.getpid())
+        return cls(socket.gethostname(), os.getpid(), started, job, uuid.uuid4().hex, requeues, group)
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}" + (f", job {self.job}" if self.job else "")
@@ -163,7 +175,10 @@ def _reason_to_take_over(path: Path, holder: Owner, me: Owner) -> str:
     if holder.host == me.host and not _alive(holder):
         return f"taking over the lock of {holder}: its process ended"
     if holder.host != me.host and me.job and holder.job == me.job:
-        return f"taking over the lock of {holder}: this is the same job, requeued"
+        if me.requeues > holder.requeues:
+            return f"taking over the lock of {holder}: this is the same job, requeued"
+        if me.group and holder.group == me.group:
+            return f"taking over the lock of {holder}: these are the same ranks, started again"
     if age < LEASE_S:
         raise InUse(
             f"{path.parent} is in use by {holder} (last sign of life {age:.0f} s ago). Wait for it, stop it, or use "
@@ -178,8 +193,9 @@ def _read(path: Path) -> Owner | None:
     try:
         given = json.loads(path.read_text("utf-8"))
         return Owner(
-            str(given["host"]), int(given["pid"]), str(given["started"]), str(given["job"]), str(given["token"])
-        )
+            str(given["host"]), int(given["pid"]), str(given["started"]), str(given["job"]), str(given["token"]),
+            int(given.get("requeues", 0)), str(given.get("group", given["job"])),  # earlier versions wrote neither
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -19,7 +19,7 @@ from bsi.progress import Progress, readable_seconds
 from bsi.training.averages import write_snapshot
 from bsi.training.checkpoint import Snapshot
 from bsi.training.dataset import TrainingData
-from bsi.training.distributed import World
+from bsi.training.distributed import FailedTogether, World
 from bsi.training.evaluate import bound, draw_samples
 from bsi.training.files import write_json
 from bsi.training.folder import RunFolder
@@ -97,7 +97,8 @@ def run(job: Job) -> None:
             lap_began = step
         if stored and job.world.first:
             write_snapshot(job.folder.path, step, engine.powers.state())
-        if job.world.any(bool(job.stop)):
+        unfinished = step < recipe.steps or due.evaluate or due.sample
+        if job.world.any(bool(job.stop)) and unfinished:
             _save(job, evaluation_pending=due.evaluate or due.sample)
             _finish_saves(job)
             reason = job.stop.reason or "another rank's signal"
@@ -142,18 +143,29 @@ def _look(job: Job) -> float:
     started = time.perf_counter()
     try:
         _observe(job)
-    except Exception:
-        _save(job, evaluation_pending=True)
-        job.saver.wait()  # for this rank's own: the others may never come
-        step = job.engine.steps_done
-        job.watchdog.at(step, "evaluate")  # the save went well: whose error this is, room.py asks
-        if job.world.first:
-            tell(
-                f"the evaluation or the samples of step {step} failed, as follows; what was trained is saved. The same "
-                f"command tries them again; with --every.evaluate 0 --every.sample 0 it goes on without"
-            )
-        raise
-    return time.perf_counter() - started
+    except FailedTogether as failed:
+        error = failed.error
+        _save_unseen(job)
+        job.world.barrier()  # a rank that leaves before the first has saved would have it killed
+    except Exception as failed:
+        error = failed
+        _save_unseen(job)  # and the others may never come
+    else:
+        return time.perf_counter() - started
+    step = job.engine.steps_done
+    job.watchdog.at(step, "evaluate")  # the save went well: whose error this is, room.py asks
+    if job.world.first:
+        tell(
+            f"the evaluation or the samples of step {step} failed, as follows; what was trained is saved. The same "
+            f"command tries them again; with --every.evaluate 0 --every.sample 0 it goes on without"
+        )
+    raise error
+
+
+def _save_unseen(job: Job) -> None:
+    """What was trained, to be looked at later; on this rank until it is on the disk."""
+    _save(job, evaluation_pending=True)
+    job.saver.wait()
 
 
 def _observe(job: Job) -> None:

@@ -47,10 +47,17 @@ class Saver:
         """Until what was begun is on the disk."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
-            # In short waits: a signal may reach another thread than this one, which alone can act on it.
-            while not wait([under_way], timeout=0.2).done:
-                pass
+            _until_done(under_way)
             under_way.result()
 
     def close(self) -> None:
+        """Let what was begun come to its end, also where a later step failed: it is that step's error that counts."""
+        if self._under_way is not None:
+            _until_done(self._under_way)
         self._pool.shutdown()
+
+
+def _until_done(save: Future[None]) -> None:
+    """In short waits: a signal may reach another thread than this one, which alone can act on it."""
+    while not wait([save], timeout=0.2).done:
+        pass

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +65,7 @@ def train(
     device: str | None = None,
     hang_after_s: float = 600.0,
     named: Recipe | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> Path:
     """Train a recipe and return its run folder, by default `runs/NAME`.
 
@@ -72,7 +73,7 @@ def train(
     them the recipe's prepared dataset is opened. `labels` are the data's, for a recipe with `data.labels`. `backbone`
     is your own network. `init_from` takes the weights of another run or export; `allow` names settings that may differ
     from the interrupted run's; `sinks` get every journal record. `named` is the recipe that this one was edited from,
-    for the record.
+    for the record. `begin` is called when there is something to train and nothing was refused.
     """
     _check_recipe(recipe)
     if not hang_after_s > 0:
@@ -97,11 +98,15 @@ def train(
         if resumed.finished:
             more = ", or more --steps" if recipe.optimiser.schedule == "constant" else ""
             _say(world, f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")
+            if world.first and folder.read_status().get("state") != "finished":  # killed after its last save
+                folder.write_status("finished", recipe.steps)
             return folder.path
         check_host(recipe, training_data.spec, world, functools.partial(_say, world))
         with enough_to_train(recipe, training_data.spec, world, watchdog):
             model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
             engine = Engine(recipe, model, world, _half(recipe, world))
+        if begin is not None:
+            begin()
         restore(engine, resumed.checkpoint, world, _warn)
         engine.share()
         spec, done = training_data.spec, engine.steps_done
@@ -110,10 +115,12 @@ def train(
         journal: list[Sink] = []
         if world.first:
             folder.write_record(record, named, world)
-            journal.append(JsonLines(folder.journal, engine.steps_done, resumed.evaluation_pending))
+            again = _due(recipe, training_data, done) if resumed.evaluation_pending else []
+            journal.append(JsonLines(folder.journal, done, again))
         with (
             _progress(recipe, engine, world) as progress,
             _status(folder, engine, lease),
+            contextlib.closing(saver),  # while the lease is held: nothing is written without
             contextlib.closing(engine),
             contextlib.closing(stream),
             enough_to_train(recipe, training_data.spec, world, watchdog),
@@ -137,7 +144,6 @@ def train(
                     evaluation_pending=resumed.evaluation_pending,
                 )
             )
-        saver.close()
     return folder.path
 
 
@@ -177,7 +183,7 @@ def _alone_in(folder: RunFolder, world: World) -> Iterator[Lease | None]:
         lease, error = None, None
         if world.first:
             try:
-                folder.create()
+                stack.enter_context(folder.made())
                 lease = stack.enter_context(hold(folder.path, _warn))
             except BsiError as refused:
                 error = refused
@@ -221,6 +227,12 @@ def _fast(recipe: Recipe, model: Model, world: World) -> Model:
     elif wanted and compiles(world.device):
         network.compile()
     return model
+
+
+def _due(recipe: Recipe, data: TrainingData, step: int) -> list[str]:
+    """The journal's events of looking at the model after a step, of those that the recipe asks for now."""
+    due = recipe.every.due(step, recipe.steps)
+    return ["evaluate"] * (due.evaluate and data.test is not None) + ["sample"] * due.sample
 
 
 @contextlib.contextmanager

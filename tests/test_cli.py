@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -435,7 +436,11 @@ def test_a_few_arrays_lead_to_an_array_of_samples(elsewhere: Path, capsys: pytes
 def test_a_network_too_large_for_a_cpu_is_cautioned_about(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bsi.training.train.train", lambda *args, **kwargs: pytest.fail("here training would begin"))
+    def begins(*args: object, begin: Callable[[], None], **kwargs: object) -> None:
+        begin()
+        pytest.fail("here training would begin")
+
+    monkeypatch.setattr("bsi.training.train.train", begins)
     with pytest.raises(pytest.fail.Exception, match="would begin"):
         call("train", "digits", "--device", "cpu", "--backbone", "dit-l/2")
     err = capsys.readouterr().err

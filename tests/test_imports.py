@@ -29,6 +29,7 @@ LAYERS = [
         "noising",
         "objective",
         "oracle",
+        "refusals",
         "sampling",
         "solvers",
     },

@@ -11,7 +11,6 @@ Integer tensors are bin indices, floats are values. Float32 or wider outside the
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,6 +30,15 @@ from bsi.likelihood import Bins, Standardise
 from bsi.methods.base import Method, Parametrisation
 from bsi.noise import SeededNoise
 from bsi.objective import Weight, training_loss
+from bsi.refusals import (
+    check_backbone,
+    check_condition,
+    check_finite,
+    check_labels,
+    check_method,
+    check_tensor,
+    check_width,
+)
 from bsi.sampling import default_solver, noisy_steps, sample
 from bsi.solvers import Solver
 
@@ -58,8 +66,8 @@ class Model(nn.Module):
         class_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
-        _check_method(method)
-        _check_backbone(backbone)
+        check_method(method)
+        check_backbone(backbone)
         if bins is not None and standardise is not None:
             raise UsageError("data is either binned or standardised, not both: drop bins or standardise")
         self.method, self.shape, self.bins, self.standardise = method, tuple(shape), bins, standardise
@@ -80,7 +88,7 @@ class Model(nn.Module):
 
     def values(self, data: Tensor) -> Float[Tensor, "batch *data"]:
         """Data as the method sees it: bin centres for integers, standardised for continuous data."""
-        _check_tensor(data)
+        check_tensor(data)
         if data.shape[1:] != self.shape:
             raise UsageError(
                 f"data of shape (batch, {', '.join(map(str, self.shape))}) expected: got {tuple(data.shape)}"
@@ -97,38 +105,29 @@ class Model(nn.Module):
 
     def check(self, data: Tensor) -> None:
         """Raise if data is not finite or lies outside its bins. Reads the data: `forward` does so on the CPU only."""
-        _check_tensor(data)
+        check_tensor(data)
         if len(data) < 1:
             raise UsageError("there is no loss and no bound of no data at all: pass at least one sample")
         if not data.is_floating_point():
             if self.bins is not None:
                 self.bins.check(data)
-        elif not bool(torch.isfinite(data).all()):
-            bad = int((~torch.isfinite(data)).flatten(1).any(1).sum())
-            raise DataError(f"data holds NaN or infinity in {bad} of {len(data)} samples: remove or repair them")
-        elif self.bins is not None and (float(data.min()) < self.bins.low or float(data.max()) > self.bins.high):
+            return
+        check_finite(data)
+        if self.bins is not None and (float(data.min()) < self.bins.low or float(data.max()) > self.bins.high):
             raise DataError(
                 f"data outside its bins: found values {float(data.min()):g} to {float(data.max()):g}, expected "
                 f"{self.bins.low:g} to {self.bins.high:g}. Integer tensors are bin indices, floats are values."
             )
 
-    def _check_width(self, data: Tensor) -> None:
-        """NumPy makes float64, of which a layer in float32 would say no more than that it cannot multiply it."""
-        if data.dtype != torch.float64:
-            return
-        widths = {p.dtype for p in self.denoiser.backbone.parameters() if p.is_floating_point()}
-        if widths and torch.float64 not in widths:
-            raise UsageError("data is float64, and the network is not: pass data.float(), or make it network.double()")
-
     def forward(
         self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None
     ) -> Float[Tensor, " batch"]:
         """The training loss 2 L_M / n of each sample, at levels stratified over the global batch."""
-        _check_tensor(data)
+        check_tensor(data)
         if data.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check(data)
-        _check_condition(cond, len(data))
-        self._check_width(data)
+        check_condition(cond, len(data))
+        check_width(data, self.denoiser.backbone)
         x = self.values(data)
         return training_loss(self.method, self.denoiser.given(cond), x, _levels(x), torch.randn_like(x), weight)
 
@@ -152,8 +151,8 @@ class Model(nn.Module):
         """
         if num < 1 or batch_size < 1:
             raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch_size={batch_size}")
-        _check_condition(cond, num)
-        _check_labels(cond, self.classes)
+        check_condition(cond, num)
+        check_labels(cond, self.classes)
         solver = solver or default_solver(self.method)
         levels = self.sampling_levels(steps, solver, grid)
         drawn = []
@@ -194,8 +193,8 @@ class Model(nn.Module):
     ) -> Elbo:
         """The bound of each sample by the paper's protocol: `measure` levels and `recon` reconstructions."""
         self.check(data)
-        self._check_width(data)
-        _check_condition(cond, len(data))
+        check_width(data, self.denoiser.backbone)
+        check_condition(cond, len(data))
         if measure < 1 or recon < 1:
             raise UsageError(f"the bound needs levels and reconstructions: got measure={measure}, recon={recon}")
         generator = torch.Generator().manual_seed(seed)
@@ -214,70 +213,6 @@ class Model(nn.Module):
     def bits_per_dim(self, data: Tensor, cond: Condition | None = None, measure: int = 5, recon: int = 2) -> Elbo:
         """`elbo`, under the name people look for; prints as bound ± Monte Carlo error ± data-set error."""
         return self.elbo(data, cond, measure, recon)
-
-
-def _check_method(method: object) -> None:
-    if isinstance(method, type):
-        raise UsageError(f"a method is an object, not its class: got {method.__name__}. Pass {method.__name__}().")
-    if not isinstance(method, Method):
-        raise UsageError(f"a method is bsi.BSI(), bsi.BFN() or bsi.VDM(): got {method!r}")
-
-
-def _check_backbone(backbone: object) -> None:
-    """What can be told of a network before it is called: that it is one, and takes what it will be given."""
-    if isinstance(backbone, type):
-        name = backbone.__name__
-        raise UsageError(f"a network is an object, not its class: got {name}. Pass {name}(...).")
-    if not callable(backbone):
-        raise UsageError(f"a network is a torch module: got {backbone!r}. bsi.backbones.build(name, shape) makes ours.")
-    call = backbone.forward if isinstance(backbone, nn.Module) else backbone
-    try:
-        takes = inspect.signature(call)
-    except (TypeError, ValueError):  # not written in Python
-        return
-    if not (_binds(takes, "input", "t") or _binds(takes, "input", "t", "cond")):
-        raise UsageError(
-            f"a network is called as network(input, t), or network(input, t, cond) with a condition: got "
-            f"{type(backbone).__name__}, whose forward is {takes}. Give it a forward(self, input, t), t the time in "
-            f"[0, 1] of each sample; one that needs no t may ignore it."
-        )
-
-
-def _binds(signature: inspect.Signature, *arguments: str) -> bool:
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        return False
-    return True
-
-
-def _check_tensor(data: object) -> None:
-    if not isinstance(data, Tensor):
-        raise UsageError(f"data is a torch.Tensor: got a {type(data).__name__}. Pass torch.as_tensor(data).")
-
-
-def _check_condition(cond: Condition | None, num: int) -> None:
-    """One row of each condition for each sample: too many would be dropped silently."""
-    named = cond if isinstance(cond, dict) else {} if cond is None else {"cond": cond}
-    for name, value in named.items():
-        if not isinstance(value, Tensor):
-            raise UsageError(
-                f"a condition is a torch.Tensor, or a dict of them: got a {type(value).__name__} as {name}. Classes "
-                f"are numbers, one for each sample: torch.tensor([0, 1, ...])."
-            )
-        if value.ndim == 0:
-            raise UsageError(f"a condition has one row per sample: got one number as {name}. Use {name}.expand({num}).")
-        if len(value) != num:
-            raise UsageError(f"a condition has one row per sample: got {len(value)} rows of {name} for {num} samples")
-
-
-def _check_labels(cond: Condition | None, classes: int | None) -> None:
-    """Only labels that a network of ours knows; one past the last stands for none. A GPU would not survive others."""
-    if not isinstance(cond, Tensor) or not classes or cond.is_floating_point():
-        return
-    low, high = int(cond.min()), int(cond.max())
-    if low < 0 or high > classes:
-        raise UsageError(f"this network has labels 0 to {classes - 1}: got {low if low < 0 else high}")
 
 
 def _dealt(count: int, generator: torch.Generator) -> Float[Tensor, " count"]:

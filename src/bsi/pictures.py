@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from bsi.errors import UsageError
 
-__all__ = ["Moment", "animate", "animation_bytes", "belief_frames", "class_columns", "grid", "pixels"]
+__all__ = ["Moment", "animate", "animation_bytes", "belief_frames", "class_columns", "grid", "is_image", "pixels"]
 
 Images = Shaped[np.ndarray, "n channels height width"]
 Number = float | int
@@ -30,6 +30,11 @@ SHEET, PANEL = 384, 256  # pixels that a grid, and one of an animation, is enlar
 COLUMNS = 20  # of classes, at most, that have one each
 LINE = 18  # pixels that a line of text takes
 ANIMATIONS = (".gif", ".webp")
+
+
+def is_image(shape: tuple[int, ...]) -> bool:
+    """Whether samples of this shape have a picture."""
+    return len(shape) == 3 and shape[0] in (1, 3)
 
 
 def pixels(

@@ -31,6 +31,7 @@ from bsi.methods import VDM, Method
 from bsi.methods.base import Predictor
 from bsi.model import Model
 from bsi.noise import standard_normal
+from bsi.pictures import is_image
 from bsi.sampling import Step, belief, default_solver, evaluations, measurement
 from bsi.solvers import SOLVERS, named_solver
 from bsi.training.export import load, read_trained
@@ -164,7 +165,7 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
     """The model of a run folder or an exported file, with images of its test set where that is at hand."""
     trained = read_trained(path)
     model = load(path).to(device)
-    if len(model.shape) != 3 or model.shape[0] not in (1, 3):
+    if not is_image(model.shape):
         raise UsageError(
             f"the page shows images, of shape (1 or 3, height, width): {name} models data of shape {model.shape}. "
             f"`bsi sample` draws from it."

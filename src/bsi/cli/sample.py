@@ -190,11 +190,10 @@ def text(record: dict[str, Any]) -> str:
 
 
 def check_files(model: Model, args: Sample, picture: Path | None) -> None:
-    from bsi.pictures import ANIMATIONS, animation_bytes
+    from bsi.pictures import ANIMATIONS, animation_bytes, is_image
     from bsi.training.host import host_memory
 
-    is_image = len(model.shape) == 3 and model.shape[0] in (1, 3)
-    if not is_image and (picture or args.animate):
+    if not is_image(model.shape) and (picture or args.animate):
         raise UsageError(f"data of shape {model.shape} has no picture: save it with --npz FILE")
     for option, path, suffixes in (
         ("--out", picture, (".png",)),

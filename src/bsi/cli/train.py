@@ -91,6 +91,7 @@ def run(words: Sequence[str]) -> int:
     args, named = parse(words)
     if args.options.dry_run:
         return _dry_run(args, named)
+    from bsi.pictures import is_image
     from bsi.training.distributed import find_place, pick_device
     from bsi.training.journal import Sink, tensorboard
     from bsi.training.train import train
@@ -119,8 +120,7 @@ def run(words: Sequence[str]) -> int:
         status = json.loads((out / "status.json").read_text("utf-8"))
         print(json.dumps({"run": str(out), **status}) if options.json else out)
         run = shlex.quote(str(out))
-        is_image = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
-        sample = f"bsi sample {run}" if is_image else f"bsi sample {run} --npz samples.npz"
+        sample = f"bsi sample {run}" if is_image(dataset.shape) else f"bsi sample {run} --npz samples.npz"
         sample += " --labels" if args.recipe.data.labels else ""
         print(f"go on with  {sample} · bsi eval {run} --bpd · bsi report {run}", file=sys.stderr)
     return 0
@@ -140,18 +140,18 @@ def opened(recipe: Recipe) -> Dataset:
 def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
     """What is trained on what and where, and a word of caution where it is too much for a CPU."""
     from bsi.cli.size import Size, cpu_hours
+    from bsi.pictures import is_image
 
     size = Size.of(recipe, dataset)
     print(f"bsi train: {size}, into {out}", file=sys.stderr, flush=True)
-    is_image = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
-    if is_image and isinstance(recipe.backbone, MLPConfig):
+    if is_image(dataset.shape) and isinstance(recipe.backbone, MLPConfig):
         told = "an MLP sees images as vectors. `bsi train folder`, or folder-mini on a CPU, is made for them."
         print(f"bsi train: caution: {told}", file=sys.stderr, flush=True)
     hours = cpu_hours(size, recipe.steps)
     if device == "cpu" and hours > PATIENCE_H:
         smaller = "take a smaller --backbone, --batch and --steps."
         mini = "`bsi train folder-mini` is made for images on a CPU; or "
-        fits = is_image and not recipe.name.startswith("folder-mini")  # what is asked for is no advice
+        fits = is_image(dataset.shape) and not recipe.name.startswith("folder-mini")  # what is asked for is no advice
         print(
             f"bsi train: caution: {recipe.steps} steps of {size.tflops_per_step:.2g} TFLOP take about {hours:,.0f} "
             f"hours on this CPU. {mini + smaller if fits else smaller.capitalize()}",

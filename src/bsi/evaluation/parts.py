@@ -3,20 +3,19 @@
 samples.npz.parts/            while it is being made: one .npy for each part, written beside and renamed
   about.json                  what is being made; parts of something else are never joined to these
   000000000.npy ...
-samples.npz                   when all parts are there: arr_0, `about` as JSON, and what belongs to the rows (labels)
+samples.npz                   when all parts are there: arr_0, `about` as JSON, and `labels`, if samples have them
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Int64, Shaped
 
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.writing import make_folder, whole
@@ -24,7 +23,6 @@ from bsi.writing import make_folder, whole
 __all__ = ["PART", "Parts"]
 
 PART = 1024  # rows
-NOTHING: Mapping[str, Shaped[np.ndarray, "..."]] = {}
 
 
 @dataclass(frozen=True)
@@ -62,15 +60,16 @@ class Parts:
         with whole(self._file(ids), "--npz") as beside:
             np.save(beside, rows, allow_pickle=False)
 
-    def join(self, beside: Mapping[str, Shaped[np.ndarray, "num ..."]] = NOTHING) -> Shaped[np.ndarray, "num ..."]:
-        """All rows; the parts become the file, with other arrays beside them."""
+    def join(self, labels: Int64[np.ndarray, " num"] | None = None) -> Shaped[np.ndarray, "num ..."]:
+        """All rows; the parts become the file, with the rows' labels if they have any."""
         if self.path.exists():
             with np.load(self.path, allow_pickle=False) as arrays:
                 return arrays["arr_0"]
         rows = np.concatenate([np.load(self._file(ids), allow_pickle=False) for ids in self._ranges()])
         about = np.array(json.dumps({**self.about, "num": self.num}))
-        with whole(self.path, "--npz") as new, new.open("wb") as file:
-            np.savez(file, allow_pickle=False, arr_0=rows, about=about, **beside)
+        arrays = {"arr_0": rows, "about": about} | ({} if labels is None else {"labels": labels})
+        with whole(self.path, "--npz") as beside, beside.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
         shutil.rmtree(self.folder)
         return rows
 

@@ -25,6 +25,7 @@ from bsi.metrics import Extractor, Generation, QualityWarning, SampleQuality, co
 from bsi.metrics.features import KEPT
 from bsi.metrics.images import array_batches
 from bsi.model import Model
+from bsi.pictures import is_image
 from bsi.progress import Progress
 from bsi.sampling import evaluations
 from bsi.training.distributed import World
@@ -91,7 +92,7 @@ def measure_quality(
 
 def check_images(model: Model) -> None:
     """Raise what has no features: before any weights are fetched, and before any sample is drawn."""
-    if model.bins is None or len(model.shape) != 3 or model.shape[0] not in (1, 3):
+    if model.bins is None or not is_image(model.shape):
         raise UsageError(
             f"only binned images with 1 or 3 channels have features: got data of shape {model.shape}. --bpd judges any "
             f"model."

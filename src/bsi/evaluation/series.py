@@ -97,7 +97,7 @@ class Stored:
                     self.parts.write(ids, self.series.rows(ids, progress))
             world.barrier()
             labels = self.series.how.labels(torch.arange(num))
-            return self.parts.join({} if labels is None else {"labels": labels.numpy()}) if world.first else None
+            return self.parts.join(None if labels is None else labels.numpy()) if world.first else None
         except KeyboardInterrupt:
             kept = num - sum(map(len, self.parts.missing()))
             told = f"{kept} of {num} samples are kept, in parts of {PART}; the same command goes on"

@@ -24,7 +24,7 @@ from bsi.errors import BsiError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.model import Model
 from bsi.noise import standard_normal
-from bsi.pictures import SMALLEST, Moment, animate, belief_frames
+from bsi.pictures import SMALLEST, Moment, animate, belief_frames, is_image
 from bsi.report.charts import Point
 from bsi.sampling import evaluations, measurement
 from bsi.training.export import load
@@ -62,8 +62,7 @@ def measure(
     afford = _affordable(recipe, model)
     animation = bound = None
     by_level: list[Point] = []
-    is_image = len(model.shape) == 3 and model.shape[0] in (1, 3)
-    if not is_image:
+    if not is_image(model.shape):
         missing.append(f"no animation: data of shape {model.shape} has no picture")
     elif afford < ANIMATED * evaluations(model.method, STEPS):
         missing.append(_too_much("no animation"))

@@ -82,6 +82,8 @@ def _at_a_glance(results: Path) -> str:
     """Which claims held, study by study, at the scales that can show it."""
     scales = [scale for scale in SCALES.values() if scale.name != "smoke"]
     lines = [
+        "How the claims fared, study by study:",
+        "",
         f"| study | the paper's | {' | '.join(scale.name for scale in scales)} |",
         "|---" * (2 + len(scales)) + "|",
     ]

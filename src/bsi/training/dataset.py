@@ -29,6 +29,7 @@ from bsi.errors import DataError, UsageError
 from bsi.likelihood import Bins, Standardise
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.model import Model
+from bsi.refusals import check_finite
 from bsi.training.method_specs import BFNSpec, BSISpec, MethodSpec
 from bsi.training.recipe import Recipe
 
@@ -202,9 +203,7 @@ def _classes(labels: Labels | None) -> int:
 def _fit(data: object, source: BatchSource) -> Standard:
     """Mean and standard deviation over all of a tensor, or over samples spread through anything else."""
     x = data.double() if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES)).double()
-    if not bool(torch.isfinite(x).all()):
-        bad = int((~torch.isfinite(x)).flatten(1).any(1).sum())
-        raise DataError(f"data holds NaN or infinity in {bad} of {len(x)} samples: remove or repair them")
+    check_finite(x)
     mean, std = float(x.mean()), float(x.std(correction=0))
     if not (np.isfinite(mean) and np.isfinite(std) and std > 0):
         raise DataError(f"data has mean {mean} and standard deviation {std}: constant data cannot be standardised")

@@ -16,7 +16,7 @@ import torch
 from bsi.data.batches import BatchSource
 from bsi.elbo import Elbo
 from bsi.model import Model
-from bsi.pictures import class_columns, grid
+from bsi.pictures import class_columns, grid, is_image
 from bsi.training.distributed import World
 from bsi.training.recipe import Recipe
 from bsi.training.stream import derive
@@ -61,7 +61,7 @@ def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
     labels = torch.arange(wanted.count) % model.classes if model.classes else None
     x = model.sample(wanted.count, wanted.steps, seed, wanted.solver, wanted.grid, labels).cpu().numpy()
     path.parent.mkdir(exist_ok=True)
-    if len(model.shape) == 3 and model.shape[0] in (1, 3):
+    if is_image(model.shape):
         low, high = (0.0, float(model.bins.count - 1)) if model.bins is not None else (float(x.min()), float(x.max()))
         path = path.with_suffix(".png")
         grid(x, class_columns(model.classes), low, max(high, low + 1e-6)).save(path)

@@ -580,6 +580,21 @@ class TestFigures:
         assert min(np.diff(sorted(places))) > 10.99
         assert min(places) > 5.4
 
+    @pytest.mark.parametrize("second", [(0.5, 0.52), (0.35, 0.5), (0.95, 0.5), (0.65, 0.45)])
+    def test_words_beside_points_hide_neither_points_nor_words(self, second):
+        pytest.importorskip("matplotlib")
+        points = [figures.End(x, y, "some words", "black") for x, y in ((0.5, 0.5), second)]
+        with figures.style():
+            figure, (axes,) = figures.panels(1)
+            figure.draw_without_rendering()
+            figures.label_points(axes, points)
+        boxes = [words.get_window_extent() for words in axes.texts]
+        assert len(boxes) == 2
+        assert not boxes[0].overlaps(boxes[1])
+        for box in boxes:
+            assert not box.count_contains([axes.transData.transform((end.x, end.y)) for end in points])
+            assert axes.get_window_extent().x0 <= box.x0 < box.x1 <= axes.get_window_extent().x1
+
     def test_files_do_not_tell_when_or_by_what_they_were_drawn(self, tmp_path):
         pytest.importorskip("matplotlib")
         with figures.style():

@@ -20,6 +20,8 @@ from bsi.studies.estimates import Estimate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
 
 __all__ = [
     "COLOURS",
@@ -34,6 +36,7 @@ __all__ = [
     "error_line",
     "label",
     "label_ends",
+    "label_points",
     "panels",
     "remove",
     "save",
@@ -51,6 +54,11 @@ MARKS = {"bsi": "o", "vdm": "s", "bfn": "^"}
 # Light to dark, for few to many of something of one method; in print without colour too, by their marks.
 SHADES = (("#3C9DD8", "o"), ("#0072B2", "s"), ("#00344F", "^"), ("#000000", "D"))
 NAMES = {"bsi": "BSI", "vdm": "VDM", "bfn": "BFN"}
+# Where words may stand beside a point, in points: right, left, above, below, then the corners.
+SIDES: tuple[tuple[int, int, Side], ...] = (
+    (7, 0, "left"), (-7, 0, "right"), (0, 10, "center"), (0, -10, "center"),
+    (5, 12, "left"), (5, -12, "left"), (-5, 12, "right"), (-5, -12, "right"),
+)  # fmt: skip
 INK, GREY, FAINT = "#222228", "#6F6F78", "#E4E4EA"
 
 STYLE: dict[Any, Any] = {
@@ -136,10 +144,10 @@ def label(
     dy: Number = 0,
     side: Side = "left",
     clear: bool = False,
-) -> None:
+) -> Annotation:
     """Words beside a point, in the line's colour: no legend to look up. `side` is the end of the words at the point;
     `clear` keeps lines from running through them."""
-    axes.annotate(
+    return axes.annotate(
         words, (x, y), xytext=(dx, dy), textcoords="offset points", color=colour, va="center", ha=side, fontsize=8.5,
         fontweight="bold", annotation_clip=False,
         bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6} if clear else None,
@@ -148,7 +156,7 @@ def label(
 
 @dataclass(frozen=True)
 class End:
-    """Where a line ends, and what it is called."""
+    """A point, the end of a line or one alone, and what it is called."""
 
     x: Number
     y: Number
@@ -170,6 +178,25 @@ def label_ends(axes: Axes, ends: Sequence[End], apart: float = 11.0) -> None:
     excess = min(excess, taken[0] - apart / 2)  # above the axis
     for y, end in zip(taken, order, strict=True):
         label(axes, end.x, end.y, end.words, end.colour, dx=6, dy=y - wanted[end] - excess, clear=True)
+
+
+def label_points(axes: Axes, points: Sequence[End]) -> None:
+    """Label points that stand alone, each on the first side where its words hide neither point nor other words. Call it
+    when the figure's layout is final."""
+    marks = [axes.transData.transform((point.x, point.y)) for point in points]
+    room = axes.get_window_extent()
+    taken: list[Bbox] = []
+    for point in points:
+        for dx, dy, side in SIDES:
+            words = label(axes, point.x, point.y, point.words, point.colour, dx, dy, side)
+            box = words.get_window_extent()
+            inside = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
+            if inside and not box.count_contains(marks) and not box.count_overlaps(taken):
+                break
+            words.remove()
+        else:  # no side is free: the first has to do
+            words = label(axes, point.x, point.y, point.words, point.colour, *SIDES[0])
+        taken.append(words.get_window_extent())
 
 
 def tile(images: np.ndarray, columns: int, gap: int = 1) -> np.ndarray:

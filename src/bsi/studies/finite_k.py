@@ -54,12 +54,12 @@ def _draw(scale: Scale, store: Store) -> Figure:
     figure, both = figures.panels(2, width=3.4, height=2.8)
     for axes, statistic, name in zip(both, (_distance, _bits), (scale.metric, "bits/dim"), strict=True):
         axes.axhline(0, color=figures.GREY, linewidth=0.9)
-        ends = []
+        ends, last = [], evaluated[-1] * 1.08 ** (len(scale.varied.trained_k) - 1)
         for i, (trained, (colour, mark)) in enumerate(zip(scale.varied.trained_k, figures.SHADES, strict=False)):
             found = [statistic(scale, store, trained, k) for k in evaluated]
             beside = [k * 1.08**i for k in evaluated]  # bars do not hide each other
             figures.error_line(axes, beside, found, colour, mark)
-            ends.append(figures.End(beside[-1], found[-1].value, f"k = {trained}", colour))
+            ends.append(figures.End(last, found[-1].value, f"k = {trained}", colour))
         axes.set_xscale("log", base=2)
         axes.set_xticks(evaluated, [str(k) for k in evaluated])
         axes.set_xlabel("evaluated for k' steps")

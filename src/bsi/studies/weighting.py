@@ -86,17 +86,13 @@ def _draw(scale: Scale, store: Store) -> Figure:
     left.set_xlabel("bits per dimension")
     left.set_ylabel(f"{scale.metric}, {max(scale.drawn.steps)} steps")
     left.margins(x=0.3, y=0.2)
-    middle = sum(left.get_xlim()) / 2
-    for point in points:  # towards the middle, where there is room
-        if point.x < middle:
-            figures.label(left, point.x, point.y, point.words, point.colour, dx=6, dy=7)
-        else:
-            figures.label(left, point.x, point.y, point.words, point.colour, dx=-6, dy=7, side="right")
     left.set_title("Likelihood against quality")
     right.set_xlabel("ln SNR")
     right.set_ylabel("factor on the ELBO's weight")
-    right.legend(loc="lower left")
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     right.set_title("The weights")
+    figure.draw_without_rendering()  # the layout
+    figures.label_points(left, points)
     return figure
 
 

@@ -201,6 +201,34 @@ def test_a_finished_study_is_not_replaced_by_an_unfinished_one(folder, tmp_path)
     assert publish(written, tmp_path / "docs").read_text() == finished
 
 
+def test_a_network_is_not_trained_again_when_all_of_it_is_measured(folder, tmp_path, monkeypatch):
+    store = some_of(folder, tmp_path, lambda job: True)
+    monkeypatch.setattr(runner, "train_network", lambda *_: pytest.fail("there is nothing left to measure of it"))
+    run([STUDIES["finite-k"]], TINY, store.folder)
+    (store.folder / "measurements" / f"{name_of(Bound(tiny('bsi'), 4, 2, 2))}.json").unlink()
+    left = [p.job for p in plan([STUDIES["finite-k"]], TINY, store) if not p.done]
+    assert left == [Train(tiny("bsi")), Bound(tiny("bsi"), 4, 2, 2)]
+
+
+def test_more_seeds_add_to_those_that_are_there(folder, tmp_path):
+    more, store = TINY.with_seeds(2), some_of(folder, tmp_path, lambda job: True)
+    left = [p.job for p in plan([STUDIES["finite-k"]], more, store) if not p.done]
+    assert {job.network.seed for job in left} == {1}
+    (results,) = run([STUDIES["finite-k"]], more, store.folder)
+    found = json.loads((results / "numbers.json").read_text())
+    assert found["seeds"] == 2
+    assert found["command"] == "bsi study finite-k --scale smoke --seeds 2 --out FOLDER"
+    assert f"`{found['command']}`" in publish([results], tmp_path / "docs").read_text()
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_what_is_compared_between_networks_can_have_more_seeds(name):
+    """In the other studies each network is looked at by itself, or shown, or the curve of one is the figure."""
+    seeds = {job.network.seed for job in STUDIES[name].measures(TINY.with_seeds(3))}
+    compared = {"comparison", "architecture", "disentangle", "initial-precision", "finite-k", "weighting"}
+    assert seeds == ({0, 1, 2} if name in compared else {0} if seeds else set())
+
+
 def test_the_plan_shows_what_was_measured(folder, tmp_path):
     store = some_of(folder, tmp_path, lambda job: job["kind"] == "bound")
     text = plan_text(plan([STUDIES["comparison"]], TINY, store), TINY, store)
@@ -399,6 +427,8 @@ def test_the_command_line_plans_runs_and_refuses(tmp_path, capsys, monkeypatch):
     assert main(["study", "comparsion", "--out", str(tmp_path)]) == 2
     assert "Did you mean 'comparison'?" in capsys.readouterr().err
     assert main(["study", "all", "--minutes", "0"]) == 2
+    assert main(["study", "all", "--seeds", "0"]) == 2
+    assert "--seeds is a number of seeds, 1 or more: got 0" in capsys.readouterr().err
     assert main(["study", "all", "--so-far", "--json", "--out", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["studies"] == [
         str(tmp_path / f"{name}-smoke") for name in ("illustration", "noise-levels")

@@ -626,6 +626,8 @@ class TestPublished:
                 cell = re.search(rf"\[([^\]]*)\]\(#{name}-{scale}\)", row).group(1)
                 found = re.findall(r"(\d+) (held|not held|undecided)", cell)
                 assert {verdict: int(count) for count, verdict in found} == said
+                seeds = re.search(r"^- .*: \*\*[a-z ]+(, for \w+ seeds?)?\*\*", section, re.M)
+                assert cell.endswith((seeds and seeds.group(1)) or ""), "what hangs on a seed says so here too"
 
     def test_figures_are_small_and_name_no_machine(self):
         for path in (self.DOCS / "results").iterdir():

@@ -31,6 +31,9 @@ class StudyOptions:
     """which study, or all"""
     scale: Literal["smoke", "mini", "paper"] = "smoke"
     """digits on a CPU in minutes; CIFAR-10 on one GPU; the paper's own"""
+    seeds: int | None = None
+    """train the networks that are compared with each other from so many seeds, instead of the scale's own one to three;
+    what there is of the first stays"""
     out: Path = Path("runs/studies")
     """folder of networks, measurements and results"""
     plan: bool = False
@@ -50,6 +53,8 @@ class StudyOptions:
 def run(args: StudyOptions) -> int:
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes is a time to run for, positive: got {args.minutes}")
+    if args.seeds is not None and args.seeds < 1:
+        raise UsageError(f"--seeds is a number of seeds, 1 or more: got {args.seeds}")
     from bsi.studies.job import Train, title
     from bsi.studies.plan_text import plan_text
     from bsi.studies.publish import publish
@@ -60,6 +65,8 @@ def run(args: StudyOptions) -> int:
     from bsi.studies.store import Store
 
     studies, scale = named_studies(args.name), SCALES[args.scale]
+    if args.seeds is not None:
+        scale = scale.with_seeds(args.seeds)
     if args.plan:
         store = Store(args.out)
         planned = plan(studies, scale, store)

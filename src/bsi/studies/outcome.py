@@ -105,7 +105,7 @@ def record(
         "scale": scale.name,
         "hardware": sorted({str(each["device"]) for each in made}),
         "commits": sorted({str(each["commit"]) for each in made}),
-        "command": f"bsi study {study.name} --scale {scale.name} --out FOLDER",
+        "command": scale.command(study.name),
         "commands": sorted({str(each["command"]) for each in made}),
         "claims": [
             {"statement": claim.statement, "verdict": claim.verdict, "because": claim.because}

@@ -37,9 +37,10 @@ that is not what the paper found.
 
 "Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are
 several, else the Monte Carlo error of a bound, or that of having drawn these samples. "For one seed" says that what
-training anew would change is in no error, "for two seeds" that the error has one degree of freedom, and may be much
-too small by chance. Bars in figures are one standard error. In a study that is not finished "missing" is still to be
-measured; – is not asked for.
+training anew would change is in no error: such a verdict is about these networks, and a second seed may turn it, as it
+did one of [finite-k](#finite-k) ([log](log.md)). "For two seeds" says that the error has one degree of freedom, and may
+be much too small by chance; `--seeds 3` trains more. Bars in figures are one standard error. In a study that is not
+finished "missing" is still to be measured; – is not asked for.
 `fd-digits` is a Fréchet distance in the features of a small classifier of digits, and is comparable to no FID.
 """
 
@@ -101,7 +102,7 @@ def _verdicts(study: Study, scale: Scale, results: Path) -> str:
         return "unfinished"
     counts = Counter(claim["verdict"] for claim in found["claims"])
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
-    return f"[{said or 'shown'}](#{study.name}-{scale.name})"
+    return f"[{said + seeds_said(found['seeds']) if said else 'shown'}](#{study.name}-{scale.name})"
 
 
 def _read(study: Study, scale: Scale, results: Path) -> Mapping[str, Any] | None:
@@ -113,12 +114,8 @@ def _read(study: Study, scale: Scale, results: Path) -> Mapping[str, Any] | None
 def _section(study: Study, scale: Scale, results: Path) -> str:
     found = _read(study, scale, results)
     if found is None:
-        return f"### {study.name}, {scale.name}\n\nNot yet run: `{_command(study, scale)}`\n"
+        return f"### {study.name}, {scale.name}\n\nNot yet run: `{scale.command(study.name)}`\n"
     return _outcome(study, scale, found)
-
-
-def _command(study: Study, scale: Scale) -> str:
-    return f"bsi study {study.name} --scale {scale.name} --out FOLDER"
 
 
 def _outcome(study: Study, scale: Scale, found: Mapping[str, Any]) -> str:
@@ -135,5 +132,5 @@ def _outcome(study: Study, scale: Scale, found: Mapping[str, Any]) -> str:
         lines += [f"{table['name'][0].upper()}{table['name'][1:]}:", "", table["markdown"], ""]
     lines += [note + "\n" for note in found["notes"]]
     made = f"{', '.join(found['hardware'])}; commit {', '.join(found['commits'])}"
-    lines += [f"`{_command(study, scale)}` · {made}", ""]
+    lines += [f"`{found['command']}` · {made}", ""]
     return "\n".join(lines)

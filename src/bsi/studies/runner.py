@@ -49,11 +49,14 @@ class Planned:
 
 def plan(studies: Sequence[Study], scale: Scale, store: Store) -> list[Planned]:
     """All jobs of the studies, each once, in the order in which they are done."""
+    wanted = {study.name: study.measures(scale) for study in studies}
+    open_networks = {network_name(job.network) for jobs in wanted.values() for job in jobs if not store.done(job)}
     planned: dict[str, Planned] = {}
-    for study in studies:
-        for job in _by_network(study.measures(scale)):
+    for name, measures in wanted.items():
+        for job in _by_network(measures):
             if name_of(job) not in planned:
-                planned[name_of(job)] = Planned(job, study.name, estimate_s(job, scale), store.done(job))
+                done = store.done(job) or network_name(job.network) not in open_networks  # all measured: not needed
+                planned[name_of(job)] = Planned(job, name, estimate_s(job, scale), done)
     return list(planned.values())
 
 
@@ -94,9 +97,9 @@ def _finish(study: Study, at_work: _Bench) -> None:
     store, deadline = at_work.store, at_work.deadline
     todo = plan([study], at_work.scale, store)
     for i, planned in enumerate(todo):
-        if store.done(planned.job):
+        if planned.done or store.done(planned.job):
             continue
-        _begin(planned, deadline, sum(not store.done(p.job) for p in todo))
+        _begin(planned, deadline, sum(not (p.done or store.done(p.job)) for p in todo))
         print(f"{study.name} {i + 1}/{len(todo)}: {title(planned.job)}", file=sys.stderr, flush=True)
         started = time.monotonic()
         shown = in_turn(planned.job, store, deadline, at_work.do)

@@ -6,7 +6,7 @@ The three that there are stand in scales.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bsi.training.method_specs import MethodName
@@ -145,3 +145,22 @@ class Scale:
     speed: Speed
     kept: Literal["float32", "bfloat16"]
     """Type of the weights that are kept."""
+    asked_seeds: int | None = None
+    """How many seeds were asked for, instead of the scale's own."""
+
+    def with_seeds(self, number: int) -> Scale:
+        """Every network that is compared with others from so many seeds; the first are those of the scale, and what was
+        measured of them stays."""
+        seeds = tuple(range(number))
+        return replace(
+            self,
+            comparisons=tuple(replace(comparison, seeds=seeds) for comparison in self.comparisons),
+            architecture=replace(self.architecture, seeds=seeds),
+            parameter_seeds=seeds,
+            asked_seeds=number,
+        )
+
+    def command(self, study: str) -> str:
+        """What redoes a study at this scale, in a folder of anyone's choice."""
+        seeds = "" if self.asked_seeds is None else f" --seeds {self.asked_seeds}"
+        return f"bsi study {study} --scale {self.name}{seeds} --out FOLDER"

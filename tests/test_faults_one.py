@@ -1,4 +1,4 @@
-"""What may befall one process: rows 1, 3, 7, 8, 11, 15 to 20, 23 and 36 of docs/reliability.md, with real processes.
+"""What may befall one process: rows 1, 3, 7, 8, 11, 15 to 20, 23, 36 and 38 of docs/reliability.md, with real processes.
 
 A row is a chain of runs in one folder, most of which die. One launcher imports torch and forks a process for each of
 them; the tests then look at how they ended and what they left.
@@ -75,6 +75,11 @@ def chains(base: Path) -> Chains:
         "undrawn": [
             out("undrawn", fault("sample", "no disk", 11), words="--every.sample 12"),
             out("undrawn", words="--every.evaluate 0 --every.sample 0"),
+        ],
+        "interrupted": [
+            out("interrupted", fault("measure", "signal SIGTERM self", 11), copy="interrupted-left"),
+            out("interrupted", fault("measure", "signal SIGTERM self", -1)),
+            out("interrupted"),
         ],
         "broken": [
             out("broken", fault("save:write", "linger", 16), fault("data", "no disk", 17), copy="broken-failed"),
@@ -204,6 +209,19 @@ def test_an_evaluation_that_went_well_stays_though_the_samples_after_it_failed(b
     assert "evaluation or the samples of step 12 failed" in chains["undrawn"][0].stderr
     looks = [line for line in metrics(base / "undrawn") if line["event"] != "train"]
     assert looks == [line for line in metrics(base / "whole") if line["event"] == "evaluate" and line["step"] == 12]
+
+
+def test_an_evaluation_is_not_waited_for_by_who_asks_to_stop(base: Path, chains: Chains) -> None:
+    """Row 38: within that of step 12, and again when it is made up for."""
+    assert codes(chains["interrupted"]) == [75, 75, 0]
+    for ended in chains["interrupted"][:2]:
+        assert "saved step 12 of 24; run the same command to go on" in ended.stderr
+        assert "failed" not in ended.stderr
+    assert latest(base / "interrupted-left") == "step-00000012"
+    assert status(base / "interrupted-left")["state"] == "preempted"
+    assert not [line for line in metrics(base / "interrupted-left") if line["event"] == "evaluate"]
+    assert fingerprint(base / "interrupted") == fingerprint(base / "whole")
+    assert metrics(base / "interrupted") == metrics(base / "whole")
 
 
 def test_a_checkpoint_that_is_being_written_when_a_step_fails_is_finished(base: Path, chains: Chains) -> None:

@@ -1,4 +1,4 @@
-"""What may befall several ranks: rows 2, 4, 5, 6, 10, 11, 12, 13 and 36 of docs/reliability.md.
+"""What may befall several ranks: rows 2, 4, 5, 6, 10, 11, 12, 13, 36 and 38 of docs/reliability.md.
 
 torchrun starts what is about torchrun; where only the ranks matter, one launcher forks them. Both meet over gloo.
 """
@@ -61,6 +61,10 @@ def chains(base: Path) -> Chains:
                 fault("leave", "kill the first", 11, rank=1),
             ),
             out("impatient", 2),
+        ],
+        "interrupted": [
+            out("interrupted", 2, fault("measure", "signal SIGTERM self", 11, rank=1)),
+            out("interrupted", 2),
         ],
         "three": [out("three", 3)],
         "srun": [Entry(base / "srun", ranks=2, slurm=True)],
@@ -139,6 +143,14 @@ def test_an_evaluation_that_fails_on_another_rank_than_the_first_costs_no_step(b
         assert "step-00000012" in stderr
     assert fingerprint(base / "unseen") == fingerprint(base / "two")
     assert metrics(base / "unseen") == metrics(base / "two")
+
+
+def test_an_evaluation_is_not_waited_for_though_another_rank_is_asked_to_stop(base: Path, chains: Chains) -> None:
+    """Row 38."""
+    assert codes(chains["interrupted"]) == [[75, 75], [0, 0]]
+    assert chains["interrupted"][0].stderr.count("saved step 12 of 24; run the same command to go on") == 2
+    assert fingerprint(base / "interrupted") == fingerprint(base / "two")
+    assert metrics(base / "interrupted") == metrics(base / "two")
 
 
 def test_who_failed_in_an_evaluation_leaves_once_the_first_has_saved(base: Path, chains: Chains) -> None:

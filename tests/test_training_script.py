@@ -29,6 +29,7 @@ from bsi.training.export import export, read_trained
 from bsi.training.journal import Value, read_journal, tensorboard
 from bsi.training.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe
 from bsi.training.resume import check_changes
+from bsi.training.stop import StopFlag
 from bsi.training.stream import Piece, piece_ids
 
 IMAGES = torch.randint(0, 256, (200, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -122,6 +123,27 @@ def test_a_dataset_and_a_tensor_of_the_same_samples_give_the_same_run_whatever_t
     assert events[0] == events[1], "the evaluation that was due is made up for"
 
 
+@pytest.mark.parametrize(("event", "step"), [("train", 3), ("train", 6), ("evaluate", 6)])
+def test_a_sink_that_raises_costs_no_step(
+    whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], event: str, step: int
+) -> None:
+    """Row 39: its error is the caller's, who may want just this; the same call goes on, with what was due."""
+
+    def sink(record: Mapping[str, Value]) -> None:
+        if (record["event"], record["step"]) == (event, step):
+            raise ValueError("no server to log to")
+
+    out, given = tmp_path / "run", {"data": IMAGES, "test": IMAGES[:20]}
+    with pytest.raises(ValueError, match="no server to log to"):
+        bsi.train(recipe(), backbone=network(), out=out, sinks=[sink], **given)
+    assert f"of step {step} failed" in (told := capfd.readouterr().err) or f"a sink failed at step {step}" in told
+    assert (out / "checkpoints" / "latest").read_text().strip() == f"step-{step:08d}"
+    bsi.train(recipe(), backbone=network(), out=out, **given)
+    assert same(out, whole)
+    events = [[(line["event"], line["step"]) for line in read_journal(run)] for run in (out, whole)]
+    assert events[0] == events[1]
+
+
 def test_the_callers_random_numbers_go_on_as_if_nothing_had_been(whole: Path, tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = torch.randn(3)
@@ -208,7 +230,7 @@ def test_the_error_of_the_bound_along_the_way_is_no_accident() -> None:
     test = open_training_data(recipe(), world.device, data, data).test
     assert test is not None
     small = recipe(evaluation=Evaluation(images=64, measure=2, recon=2))
-    found = [bound(model, test, replace(small, seed=seed), world) for seed in range(100)]
+    found = [bound(model, test, replace(small, seed=seed), world, StopFlag()) for seed in range(100)]
     mean = sum(each.bits_per_dim for each in found) / len(found)
     assert sum(abs(each.bits_per_dim - mean) > 4 * each.monte_carlo_error for each in found) < 5
 

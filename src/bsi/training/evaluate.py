@@ -19,13 +19,19 @@ from bsi.model import Model
 from bsi.pictures import class_columns, grid, is_image
 from bsi.training.distributed import World
 from bsi.training.recipe import Recipe
+from bsi.training.stop import StopFlag
 from bsi.training.stream import derive
 
 __all__ = ["bound", "draw_samples"]
 
 
-def bound(model: Model, test: BatchSource, recipe: Recipe, world: World) -> Elbo:
-    """The bound of the first test samples. Every rank calls it and gets the same, or FailedTogether."""
+class Interrupted(Exception):
+    """An evaluation was asked to stop."""
+
+
+def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: StopFlag) -> Elbo:
+    """The bound of the first test samples. Every rank calls it and gets the same, or FailedTogether; so it ends when
+    one is asked to `stop`: who asks may not wait for a long one."""
     wanted = recipe.evaluation
     count = min(wanted.images, len(test))
     size = wanted.at_a_time(count)
@@ -35,6 +41,8 @@ def bound(model: Model, test: BatchSource, recipe: Recipe, world: World) -> Elbo
     failed: Exception | None = None
     try:
         for i, ids in list(enumerate(chunks))[world.rank :: world.size]:
+            if stop:
+                raise Interrupted
             seed = derive(recipe.seed, "evaluate", i)
             found = model.elbo(test.take(ids), None, wanted.measure, wanted.recon, seed, wanted.batch)
             each[:, ids] = torch.stack([found.reconstruction, found.measurement, found.prior, found.sample_variance])

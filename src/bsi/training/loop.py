@@ -92,17 +92,20 @@ def run(job: Job) -> None:
         fault = engine.first_fault()
         if fault is not None:
             raise _replayable(job, fault)
+        unseen = due.evaluate or due.sample
         if due.journal:
-            _journal(job, step - lap_began, clock.lap())
+            try:
+                _journal(job, step - lap_began, clock.lap())
+            except Exception:  # of a sink, which may be anyone's
+                _save(job, evaluation_pending=unseen)
+                job.saver.wait()
+                tell(f"a sink failed at step {step}, as follows; what was trained is saved, the same command goes on")
+                raise
             lap_began = step
         if stored and job.world.first:
             write_snapshot(job.folder.path, step, engine.powers.state())
-        unfinished = step < recipe.steps or due.evaluate or due.sample
-        if job.world.any(bool(job.stop)) and unfinished:
-            _save(job, evaluation_pending=due.evaluate or due.sample)
-            _finish_saves(job)
-            reason = job.stop.reason or "another rank's signal"
-            raise Preempted(f"{reason}: saved step {step} of {recipe.steps}; run the same command to go on")
+        if job.world.any(bool(job.stop)) and (step < recipe.steps or unseen):
+            raise _preempted(job, evaluation_pending=unseen)
         clock.leave_out(_look(job))
         if due.checkpoint:
             clock.leave_out(_save(job))
@@ -139,11 +142,14 @@ def _tell(job: Job, record: Mapping[str, Value]) -> None:
 
 
 def _look(job: Job) -> float:
-    """Evaluate and draw samples where that is due; the seconds it took. If it fails, the steps until here are saved."""
+    """Evaluate and draw samples where that is due; the seconds it took. If it fails, or is interrupted, the steps until
+    here are saved."""
     started = time.perf_counter()
     try:
         _observe(job)
     except FailedTogether as failed:
+        if job.world.any(bool(job.stop)):  # that is why; or it fails again when the run goes on
+            raise _preempted(job, evaluation_pending=True) from None
         error = failed.error
         _save_unseen(job)
         job.world.barrier()  # a rank that leaves before the first has saved would have it killed
@@ -173,7 +179,7 @@ def _observe(job: Job) -> None:
     due = recipe.every.due(step, recipe.steps)
     job.watchdog.at(step, "evaluate")
     if due.evaluate and job.data.test is not None:
-        found = bound(job.engine.ema.model, job.data.test, recipe, job.world)
+        found = bound(job.engine.ema.model, job.data.test, recipe, job.world, job.stop)
         unit = found.n * math.log(2)
         _tell(job, {
             "event": "evaluate", "step": step, "bits_per_dim": found.bits_per_dim, "error": found.monte_carlo_error,
@@ -201,6 +207,14 @@ def _finish_saves(job: Job) -> None:
     """Until what was saved is on the disk, on every rank: a rank that leaves early would have the others killed."""
     job.saver.wait()
     job.world.barrier()
+
+
+def _preempted(job: Job, evaluation_pending: bool) -> Preempted:
+    """Save on all ranks, to go on later."""
+    _save(job, evaluation_pending)
+    _finish_saves(job)
+    reason, step = job.stop.reason or "another rank's signal", job.engine.steps_done
+    return Preempted(f"{reason}: saved step {step} of {job.recipe.steps}; run the same command to go on")
 
 
 def _replayable(job: Job, fault: int) -> NonFinite:

@@ -1,7 +1,8 @@
 """Being asked to stop: SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (Slurm's warning) set a flag; a second Ctrl-C leaves.
 
-The loop looks at the flag between steps, all ranks agree on it, save the same step and leave with exit code 75. Leaving
-at once is safe too, since a checkpoint is never half there; it only costs the steps since the last one.
+The loop looks at the flag between steps, and within an evaluation between its parts; all ranks agree on it, save the
+same step and leave with exit code 75. Leaving at once is safe too, since a checkpoint is never half there; it only
+costs the steps since the last one.
 """
 
 from __future__ import annotations

@@ -198,7 +198,8 @@ os.environ["COLUMNS"] = "80"
 from bsi.cli import COMMANDS, main
 heavy = ("torch", "numpy", "PIL", "matplotlib", "fastapi", "safetensors")
 found = {}
-general = [["--help"], ["--version"], ["--completion", "bash"], ["train", "digits", "--help"]]
+general = [["--help"], ["--version"], ["--completion", "bash"], ["train", "digits", "--help"],
+           ["train", "cifar10-20min-bpd", "--help"]]
 for words in (*general, *([name, "--help"] for name in COMMANDS)):
     out = io.StringIO()
     code = 0
@@ -233,7 +234,9 @@ def test_help_of_every_command_imports_no_torch() -> None:
     assert "--no-json" not in found["sample --help"]["text"]
     assert "None" not in found["eval --help"]["text"]
     digits = " ".join(re.sub("│", " ", found["train digits --help"]["text"]).split())
-    assert "None" not in digits.replace("(default: None)", "")  # which would be refused
+    assert "None" not in digits  # which would be refused
+    likelihood = " ".join(re.sub("│", " ", found["train cifar10-20min-bpd --help"]["text"]).split())
+    assert "and expected under others. (default: expected)" in likelihood  # what a recipe has set is its default
     assert "the defaults are the paper's" not in digits  # whose alpha_M is another
     assert "--method.alpha-M FLOAT (default: 10000.0)" in digits
 

@@ -1,4 +1,4 @@
-"""What may befall one process: rows 1, 3, 7, 8, 11, 15 to 20, 23, 36 and 38 of docs/reliability.md, with real processes.
+"""What may befall one process: rows 1, 3, 7, 8, 11, 15 to 20, 23, 36, 38 of docs/reliability.md; real processes.
 
 A row is a chain of runs in one folder, most of which die. One launcher imports torch and forks a process for each of
 them; the tests then look at how they ended and what they left.

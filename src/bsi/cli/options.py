@@ -12,18 +12,19 @@ import sys
 import textwrap
 import typing
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Annotated, TypeVar
 
 import tyro
 
 from bsi.progress import speaks_unicode
 
-__all__ = ["lines", "quiet", "read", "wrapped"]
+__all__ = ["lines", "quiet", "quiet_parts", "read", "wrapped"]
 
 T = TypeVar("T")
 
 LEFT_OUT = tyro.conf.arg(help_behavior_hint="")
+UNLESS_SET = tyro.conf.arg(help_behavior_hint=lambda shown: "" if shown == "None" else f"(default: {shown})")
 
 
 def read(options: type[T], words: Sequence[str], prog: str) -> T:
@@ -39,6 +40,16 @@ def quiet(options: type[T]) -> type[T]:
         if field.default is None or field.default is False or field.default == ():
             options.__annotations__[field.name] = Annotated[hints[field.name], LEFT_OUT, tyro.conf.FlagCreatePairsOff]
     return options
+
+
+def quiet_parts(options: type) -> None:
+    """In the help of a class and of the classes it is made of, None is no default to show; what it is set to is."""
+    for name, hint in typing.get_type_hints(options, include_extras=True).items():
+        parts = [part for part in (hint, *typing.get_args(hint)) if is_dataclass(part)]
+        for part in parts:
+            quiet_parts(typing.cast(type, part))
+        if not parts and type(None) in typing.get_args(hint):
+            options.__annotations__[name] = Annotated[hint, UNLESS_SET]
 
 
 def lines(text: str, indent: str) -> str:

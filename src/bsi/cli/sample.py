@@ -53,8 +53,8 @@ class Sample:
     steps: int = STEPS
     """Steps k of the solver."""
     solver: str | None = None
-    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI (sde2 where
-    its gamma_0 is inf), sde2 with BFN and VDM."""
+    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI (sde2 where its gamma_0 is
+    inf), sde2 with BFN and VDM."""
     grid: str = GRID
     """Where the steps lie: paper, edm or geometric."""
     noise: Literal["path", "independent"] = "path"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import tyro
 
 from bsi.backbones.config import MLPConfig, resolve
-from bsi.cli.options import lines, quiet, wrapped
+from bsi.cli.options import lines, quiet, quiet_parts, wrapped
 from bsi.errors import DataError, UsageError
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.training.method_specs import MethodName
@@ -178,6 +178,7 @@ def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
     chosen: MethodName = next((known for known in get_args(MethodName) if known == method), "bsi")
     named = named_recipe(name, chosen)
     start = named if backbone is None else replace(named, backbone=resolve(backbone))
+    quiet_parts(Recipe)
     args = tyro.cli(
         tyro.conf.AvoidSubcommands[Train],
         args=rest,

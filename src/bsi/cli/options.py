@@ -45,9 +45,9 @@ def quiet(options: type[T]) -> type[T]:
 def quiet_parts(options: type) -> None:
     """In the help of a class and of the classes it is made of, None is no default to show; what it is set to is."""
     for name, hint in typing.get_type_hints(options, include_extras=True).items():
-        parts = [part for part in (hint, *typing.get_args(hint)) if is_dataclass(part)]
+        parts = [part for part in (hint, *typing.get_args(hint)) if isinstance(part, type) and is_dataclass(part)]
         for part in parts:
-            quiet_parts(typing.cast(type, part))
+            quiet_parts(part)
         if not parts and type(None) in typing.get_args(hint):
             options.__annotations__[name] = Annotated[hint, UNLESS_SET]
 

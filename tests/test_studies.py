@@ -227,6 +227,8 @@ def test_what_is_compared_between_networks_can_have_more_seeds(name):
     seeds = {job.network.seed for job in STUDIES[name].measures(TINY.with_seeds(3))}
     compared = {"comparison", "architecture", "disentangle", "initial-precision", "finite-k", "weighting"}
     assert seeds == ({0, 1, 2} if name in compared else {0} if seeds else set())
+    asked = " --seeds 3" if name in compared else ""
+    assert STUDIES[name].command(TINY.with_seeds(3)) == f"bsi study {name} --scale smoke{asked} --out FOLDER"
 
 
 def test_the_plan_shows_what_was_measured(folder, tmp_path):
@@ -429,6 +431,10 @@ def test_the_command_line_plans_runs_and_refuses(tmp_path, capsys, monkeypatch):
     assert main(["study", "all", "--minutes", "0"]) == 2
     assert main(["study", "all", "--seeds", "0"]) == 2
     assert "--seeds is a number of seeds, 1 or more: got 0" in capsys.readouterr().err
+    assert main(["study", "fid-convergence", "--seeds", "3", "--plan"]) == 2
+    assert "fid-convergence trains nothing from more seeds: leave --seeds out" in capsys.readouterr().err
+    assert main(["study", "all", "--seeds", "3", "--plan", "--out", str(tmp_path)]) == 0
+    assert "seed 2" in capsys.readouterr().out
     assert main(["study", "all", "--so-far", "--json", "--out", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["studies"] == [
         str(tmp_path / f"{name}-smoke") for name in ("illustration", "noise-levels")

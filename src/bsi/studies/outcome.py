@@ -105,7 +105,7 @@ def record(
         "scale": scale.name,
         "hardware": sorted({str(each["device"]) for each in made}),
         "commits": sorted({str(each["commit"]) for each in made}),
-        "command": scale.command(study.name),
+        "command": study.command(scale),
         "commands": sorted({str(each["command"]) for each in made}),
         "claims": [
             {"statement": claim.statement, "verdict": claim.verdict, "because": claim.because}

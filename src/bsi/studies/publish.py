@@ -114,7 +114,7 @@ def _read(study: Study, scale: Scale, results: Path) -> Mapping[str, Any] | None
 def _section(study: Study, scale: Scale, results: Path) -> str:
     found = _read(study, scale, results)
     if found is None:
-        return f"### {study.name}, {scale.name}\n\nNot yet run: `{scale.command(study.name)}`\n"
+        return f"### {study.name}, {scale.name}\n\nNot yet run: `{study.command(scale)}`\n"
     return _outcome(study, scale, found)
 
 

@@ -159,8 +159,3 @@ class Scale:
             parameter_seeds=seeds,
             asked_seeds=number,
         )
-
-    def command(self, study: str) -> str:
-        """What redoes a study at this scale, in a folder of anyone's choice."""
-        seeds = "" if self.asked_seeds is None else f" --seeds {self.asked_seeds}"
-        return f"bsi study {study} --scale {self.name}{seeds} --out FOLDER"

@@ -201,6 +201,18 @@ def test_a_finished_study_is_not_replaced_by_an_unfinished_one(folder, tmp_path)
     assert publish(written, tmp_path / "docs").read_text() == finished
 
 
+def test_what_more_seeds_found_is_not_replaced_by_fewer(folder, tmp_path, capsys):
+    two = publish([folder / "comparison-smoke"], tmp_path / "docs").read_text()
+    store = some_of(folder, tmp_path / "some", lambda job: True)
+    written = run([STUDIES["comparison"]], TINY.with_seeds(1), store.folder)
+    capsys.readouterr()
+    figure = (tmp_path / "docs" / "results" / "comparison-smoke.png").read_bytes()
+    assert publish(written, tmp_path / "docs").read_text() == two
+    assert (tmp_path / "docs" / "results" / "comparison-smoke.png").read_bytes() == figure
+    said = "comparison-smoke.json stays as it is: from 2 seeds, and this is from 1. Delete it to publish this"
+    assert said in capsys.readouterr().err
+
+
 def test_a_network_is_not_trained_again_when_all_of_it_is_measured(folder, tmp_path, monkeypatch):
     store = some_of(folder, tmp_path, lambda job: True)
     monkeypatch.setattr(runner, "train_network", lambda *_: pytest.fail("there is nothing left to measure of it"))

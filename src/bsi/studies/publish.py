@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,15 +54,30 @@ def publish(folders: Sequence[Path], docs: Path) -> Path:
         found = json.loads((folder / "numbers.json").read_text("utf-8"))
         if not STUDIES[found["study"]].scaled and found["scale"] != "smoke":
             continue  # it says the same at every scale, and the page has it once
-        stem = f"{found['study']}-{found['scale']}"
-        if found["left"] == 0:
-            shutil.copyfile(folder / "figure.png", target / f"{stem}.png")
-        elif (target / f"{stem}.png").is_file():  # what is finished is not replaced by what is not
+        path = target / f"{found['study']}-{found['scale']}.json"
+        if better := _better(path, found):
+            print(f"bsi study: {path} stays as it is: {better}. Delete it to publish this", file=sys.stderr)
             continue
+        if found["left"] == 0:
+            shutil.copyfile(folder / "figure.png", path.with_suffix(".png"))
         del found["commands"], found["about"]["command"]  # with the folders of one machine; `command` has it without
-        write_json(target / f"{stem}.json", found)
+        write_json(path, found)
     write_text(docs / "results.md", page(target))
     return docs / "results.md"
+
+
+def _better(path: Path, found: Mapping[str, Any]) -> str | None:
+    """In what a published outcome is better than one that would replace it: it is finished, or from more seeds."""
+    if not path.is_file():
+        return None
+    there = json.loads(path.read_text("utf-8"))
+    if there.get("left"):
+        return None
+    if found["left"]:
+        return "finished, and this is not"
+    if there["seeds"] > found["seeds"]:
+        return f"from {there['seeds']} seeds, and this is from {found['seeds']}"
+    return None
 
 
 def page(results: Path) -> str:

@@ -68,7 +68,7 @@ def run(args: StudyOptions) -> int:
     if args.seeds is not None:
         if not any(study.takes_seeds(scale) for study in studies):
             taking = ", ".join(study.name for study in STUDIES.values() if study.takes_seeds(scale))
-            raise UsageError(f"{args.name} trains nothing from more seeds: leave --seeds out. It is for {taking} or all")
+            raise UsageError(f"{args.name} trains nothing from more seeds: leave --seeds out. {taking} and all take it")
         scale = scale.with_seeds(args.seeds)
     if args.plan:
         store = Store(args.out)

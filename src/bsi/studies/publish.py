@@ -33,15 +33,16 @@ that is not what the paper found.
 | scale | what | what it can show |
 |---|---|---|
 | smoke | {smoke}; networks train for seconds | that everything runs. Its numbers are no evidence for any claim |
-| mini | {mini}; networks of 10M parameters train for one or two minutes | whether a claim shows at small scale |
+| mini | {mini}; DiTs of 10M parameters, U-Nets of 2M train for a minute or two | whether a claim shows at small scale |
 | paper | {paper}; the paper's networks, budgets and seeds | the claims themselves |
 
 "Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are
 several, else the Monte Carlo error of a bound, or that of having drawn these samples. "For one seed" says that what
-training anew would change is in no error: such a verdict is about these networks, and a second seed may turn it, as it
-did one of [finite-k](#finite-k) ([log](log.md)). "For two seeds" says that the error has one degree of freedom, and may
-be much too small by chance; `--seeds 3` trains more. Bars in figures are one standard error. In a study that is not
-finished "missing" is still to be measured; – is not asked for.
+training anew would change is in no error: such a verdict is about these networks, and a second seed may turn it. The
+one of [finite-k](#finite-k) at mini rests on k = 64, and with another seed its advantage was gone ([log](log.md)). "For
+two seeds" says that the error has one degree of freedom, and may be much too small by chance; `--seeds 3` trains more.
+Bars in figures are one standard error. In a study that is not finished "missing" is still to be measured; – is not
+asked for.
 `fd-digits` is a Fréchet distance in the features of a small classifier of digits, and is comparable to no FID.
 """
 

@@ -233,6 +233,18 @@ def test_more_seeds_add_to_those_that_are_there(folder, tmp_path):
     assert f"`{found['command']}`" in publish([results], tmp_path / "docs").read_text()
 
 
+def test_networks_that_are_compared_with_none_of_ours_keep_their_one_seed(folder, tmp_path):
+    """As those on CIFAR-10 at the paper's scale: claims are about the others, and say their seeds."""
+    alone = Comparison(lambda method: replace(tiny(method), steps=3), seeds=(0,), methods=("bsi",), samples=False)
+    scale, store = replace(TINY, comparisons=(*TINY.comparisons, alone)), some_of(folder, tmp_path, lambda job: True)
+    assert scale.with_seeds(3).comparisons == (replace(TINY.comparisons[0], seeds=(0, 1, 2)), alone)
+    (results,) = run([STUDIES["comparison"]], scale, store.folder)
+    found = json.loads((results / "numbers.json").read_text())
+    assert [row["seeds"] for row in found["tables"][1]["rows"] if row["bits/dim"] is not None] == [1]
+    assert found["claims"]
+    assert found["seeds"] == 2
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_what_is_compared_between_networks_can_have_more_seeds(name):
     """In the other studies each network is looked at by itself, or shown, or the curve of one is the figure."""

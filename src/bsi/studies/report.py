@@ -150,6 +150,8 @@ class Report:
     claims: tuple[Claim, ...]
     draw: Callable[[], Figure] | None
     notes: tuple[str, ...] = ()
+    seeds: int | None = None
+    """From how many seeds the networks were trained that the claims are about, where there are others beside them."""
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,18 @@ def test_a_finished_study_is_not_replaced_by_an_unfinished_one(folder, tmp_path)
     assert publish(written, tmp_path / "docs").read_text() == finished
 
 
+def test_what_more_seeds_found_is_not_replaced_by_fewer(folder, tmp_path, capsys):
+    two = publish([folder / "comparison-smoke"], tmp_path / "docs").read_text()
+    store = some_of(folder, tmp_path / "some", lambda job: True)
+    written = run([STUDIES["comparison"]], TINY.with_seeds(1), store.folder)
+    capsys.readouterr()
+    figure = (tmp_path / "docs" / "results" / "comparison-smoke.png").read_bytes()
+    assert publish(written, tmp_path / "docs").read_text() == two
+    assert (tmp_path / "docs" / "results" / "comparison-smoke.png").read_bytes() == figure
+    said = "comparison-smoke.json stays as it is: from 2 seeds, and this is from 1. Delete it to publish this"
+    assert said in capsys.readouterr().err
+
+
 def test_a_network_is_not_trained_again_when_all_of_it_is_measured(folder, tmp_path, monkeypatch):
     store = some_of(folder, tmp_path, lambda job: True)
     monkeypatch.setattr(runner, "train_network", lambda *_: pytest.fail("there is nothing left to measure of it"))
@@ -221,12 +233,26 @@ def test_more_seeds_add_to_those_that_are_there(folder, tmp_path):
     assert f"`{found['command']}`" in publish([results], tmp_path / "docs").read_text()
 
 
+def test_networks_that_are_compared_with_none_of_ours_keep_their_one_seed(folder, tmp_path):
+    """As those on CIFAR-10 at the paper's scale: claims are about the others, and say their seeds."""
+    alone = Comparison(lambda method: replace(tiny(method), steps=3), seeds=(0,), methods=("bsi",), samples=False)
+    scale, store = replace(TINY, comparisons=(*TINY.comparisons, alone)), some_of(folder, tmp_path, lambda job: True)
+    assert scale.with_seeds(3).comparisons == (replace(TINY.comparisons[0], seeds=(0, 1, 2)), alone)
+    (results,) = run([STUDIES["comparison"]], scale, store.folder)
+    found = json.loads((results / "numbers.json").read_text())
+    assert [row["seeds"] for row in found["tables"][1]["rows"] if row["bits/dim"] is not None] == [1]
+    assert found["claims"]
+    assert found["seeds"] == 2
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_what_is_compared_between_networks_can_have_more_seeds(name):
     """In the other studies each network is looked at by itself, or shown, or the curve of one is the figure."""
     seeds = {job.network.seed for job in STUDIES[name].measures(TINY.with_seeds(3))}
     compared = {"comparison", "architecture", "disentangle", "initial-precision", "finite-k", "weighting"}
     assert seeds == ({0, 1, 2} if name in compared else {0} if seeds else set())
+    asked = " --seeds 3" if name in compared else ""
+    assert STUDIES[name].command(TINY.with_seeds(3)) == f"bsi study {name} --scale smoke{asked} --out FOLDER"
 
 
 def test_the_plan_shows_what_was_measured(folder, tmp_path):
@@ -429,6 +455,10 @@ def test_the_command_line_plans_runs_and_refuses(tmp_path, capsys, monkeypatch):
     assert main(["study", "all", "--minutes", "0"]) == 2
     assert main(["study", "all", "--seeds", "0"]) == 2
     assert "--seeds is a number of seeds, 1 or more: got 0" in capsys.readouterr().err
+    assert main(["study", "fid-convergence", "--seeds", "3", "--plan"]) == 2
+    assert "fid-convergence trains nothing from more seeds: leave --seeds out" in capsys.readouterr().err
+    assert main(["study", "all", "--seeds", "3", "--plan", "--out", str(tmp_path)]) == 0
+    assert "seed 2" in capsys.readouterr().out
     assert main(["study", "all", "--so-far", "--json", "--out", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["studies"] == [
         str(tmp_path / f"{name}-smoke") for name in ("illustration", "noise-levels")

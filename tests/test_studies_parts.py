@@ -201,6 +201,22 @@ class TestEstimates:
             assert claims.pop(f"{words.format(factor)}, by our solver") == by_ours
         assert not claims
 
+    def test_more_seeds_do_not_make_more_than_four_edges(self, tmp_path):
+        """Twice the same network at every corner: how the four edges differ is known no better than from one."""
+        store, steps, effects = Store(tmp_path), max(SMOKE.drawn.steps), []
+        for scale in (SMOKE, SMOKE.with_seeds(2)):
+            for i, corner in enumerate(disentangle.CORNERS):
+                for network in disentangle.networks(scale, corner):
+                    self.store(tmp_path, bounds(scale, [network]), [np.array([[0.5, 0.7, 0.5, 0.7]] * 2) * i**2])
+                    for job in (*qualities(scale, [network], steps), *disentangle._ours(scale, [network])):
+                        store.write(job, Result({"distance": float(i**2), "error": 0.1}), {})
+            effects.append(disentangle._effect(scale, store, "offset").mean)
+        once, twice = effects
+        assert once.paper.error > 4
+        for a, b in ((once.paper, twice.paper), (once.ours, twice.ours), (once.median, twice.median)):
+            assert b.value == pytest.approx(a.value)
+            assert b.error == pytest.approx(a.error)
+
     def test_the_noise_floor_is_that_of_the_difference(self, tmp_path):
         noise = np.array([[3.0, -1.0, 2.0, 0.0], [-2.0, 4.0, 1.0, -3.0]])
         jobs = [Bound(bsi.recipes.digits(), 4, 2, k) for k in (8, None)]

@@ -32,8 +32,8 @@ class StudyOptions:
     scale: Literal["smoke", "mini", "paper"] = "smoke"
     """digits on a CPU in minutes; CIFAR-10 on one GPU; the paper's own"""
     seeds: int | None = None
-    """train the networks that are compared with each other from so many seeds, instead of the scale's own one to three;
-    what there is of the first stays"""
+    """train the networks of comparison, architecture, disentangle, initial-precision, weighting and finite-k from so
+    many seeds, instead of the scale's own one to three; what there is of the first stays"""
     out: Path = Path("runs/studies")
     """folder of networks, measurements and results"""
     plan: bool = False
@@ -58,7 +58,7 @@ def run(args: StudyOptions) -> int:
     from bsi.studies.job import Train, title
     from bsi.studies.plan_text import plan_text
     from bsi.studies.publish import publish
-    from bsi.studies.registry import named_studies
+    from bsi.studies.registry import STUDIES, named_studies
     from bsi.studies.runner import plan, report_so_far
     from bsi.studies.runner import run as run_studies
     from bsi.studies.scales import SCALES
@@ -66,6 +66,9 @@ def run(args: StudyOptions) -> int:
 
     studies, scale = named_studies(args.name), SCALES[args.scale]
     if args.seeds is not None:
+        if not any(study.takes_seeds(scale) for study in studies):
+            taking = ", ".join(study.name for study in STUDIES.values() if study.takes_seeds(scale))
+            raise UsageError(f"{args.name} trains nothing from more seeds: leave --seeds out. {taking} and all take it")
         scale = scale.with_seeds(args.seeds)
     if args.plan:
         store = Store(args.out)

@@ -233,6 +233,7 @@ def report(scale: Scale, store: Store) -> Report:
             solvers_said(scale.comparisons[0].recipe, ORDER),
             *((PAPERS,) if scale.name != "paper" else ()),
         ),
+        seeds=min(len(c.seeds) for c in whole),
     )
 
 

@@ -38,6 +38,8 @@ from bsi.studies.estimates import (
     distance_difference,
     median_bits,
     median_bits_difference,
+    over_images,
+    over_seeds,
 )
 from bsi.studies.job import Measure, Quality
 from bsi.studies.report import Cell, Claim, Report, Study, Table, less
@@ -141,10 +143,9 @@ def _found(scale: Scale, store: Store, some: list[Recipe]) -> Found:
     )
 
 
-def _change(scale: Scale, store: Store, a: list[Corner], b: list[Corner]) -> Found:
-    """a - b, corner by corner."""
-    steps = max(scale.drawn.steps)
-    p, q = ([network for corner in corners for network in networks(scale, corner)] for corners in (a, b))
+def _change(scale: Scale, store: Store, corner: Corner, factor: Factor) -> Found:
+    """What BSI's choice of a factor changes there: along one edge of the cube."""
+    steps, p, q = max(scale.drawn.steps), networks(scale, corner), networks(scale, corner.without(factor))
     return Found(
         median_bits_difference(store, bounds(scale, p), bounds(scale, q)),
         distance_difference(store, qualities(scale, p, steps), qualities(scale, q, steps)),
@@ -163,14 +164,16 @@ class Effect:
 
 
 def _effect(scale: Scale, store: Store, factor: Factor) -> Effect:
-    """The four edges of the cube count as seeds do: images are paired, and how the edges differ is in the error."""
-    having = [corner for corner in CORNERS if corner.has(factor)]
-    alone = next(corner for corner in having if corner.without(factor) == BFN_CORNER)
-    at_bsi, at_bfn, mean = (
-        _change(scale, store, some, [corner.without(factor) for corner in some])
-        for some in ([BSI_CORNER], [alone], having)
+    """The four edges of the cube count as seeds do: images are paired, and how the edges differ is in the error. They
+    are four from however many seeds."""
+    edges = {corner: _change(scale, store, corner, factor) for corner in CORNERS if corner.has(factor)}
+    alone = next(corner for corner in edges if corner.without(factor) == BFN_CORNER)
+    mean = Found(
+        over_images([edge.median for edge in edges.values()]),
+        over_seeds([edge.paper for edge in edges.values()]),
+        over_seeds([edge.ours for edge in edges.values()]),
     )
-    return Effect(factor, at_bsi, at_bfn, mean)
+    return Effect(factor, edges[BSI_CORNER], edges[alone], mean)
 
 
 def _draw_effects(axes: Axes, effects: list[Effect], which: Literal["median", "paper", "ours"], unit: str) -> None:
@@ -224,8 +227,8 @@ def _claims(scale: Scale, store: Store) -> tuple[Claim, ...]:
     """For each factor and sampler: does BSI's choice alone, the others being BSI's too, improve the samples?"""
     bsi, found = _found(scale, store, networks(scale, BSI_CORNER)), []
     for factor in FACTORS:
-        corner = BSI_CORNER.without(factor)
-        other, change = _found(scale, store, networks(scale, corner)), _change(scale, store, [BSI_CORNER], [corner])
+        other = _found(scale, store, networks(scale, BSI_CORNER.without(factor)))
+        change = _change(scale, store, BSI_CORNER, factor)
         said = f"BSI's {factor} alone improves {scale.metric} over BFN's"
         found.append(less(said, bsi.paper, other.paper, change.paper))
         found.append(less(f"{said}, by our solver", bsi.ours, other.ours, change.ours))

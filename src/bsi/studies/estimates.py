@@ -35,6 +35,7 @@ __all__ = [
     "finite_gap",
     "median_bits",
     "median_bits_difference",
+    "over_images",
     "over_seeds",
 ]
 
@@ -98,16 +99,16 @@ def bits_difference(store: Store, a: Sequence[Bound], b: Sequence[Bound]) -> Est
 
 def median_bits(store: Store, jobs: Sequence[Bound]) -> Estimate:
     """Bits per dimension of the median image, of one network for each seed."""
-    return _over_images([_median(_image_bits(store.read(job))) for job in jobs])
+    return over_images([_median(_image_bits(store.read(job))) for job in jobs])
 
 
 def median_bits_difference(store: Store, a: Sequence[Bound], b: Sequence[Bound]) -> Estimate:
     """The median image's a - b in bits per dimension, paired by image and by seed."""
     pairs = zip(a, b, strict=True)
-    return _over_images([_median(_image_bits(store.read(p)) - _image_bits(store.read(q))) for p, q in pairs])
+    return over_images([_median(_image_bits(store.read(p)) - _image_bits(store.read(q))) for p, q in pairs])
 
 
-def _over_images(each: Sequence[Estimate]) -> Estimate:
+def over_images(each: Sequence[Estimate]) -> Estimate:
     """The mean over seeds of what was found of the same images, whose errors go together; and the spread over seeds."""
     found = over_seeds([Estimate(e.value, 0.0) for e in each])
     return Estimate(found.value, math.hypot(statistics.fmean(e.error for e in each), found.error))

@@ -89,7 +89,7 @@ def write_outcome(study: Study, scale: Scale, store: Store, about: Mapping[str, 
     left = len(wanted) - len(jobs)
     write_json(folder / "numbers.json", {**record(study, scale, report, jobs, store, about), "left": left})
     for claim in report.claims:
-        print(f"{study.name}: {claim.said(_fewest_seeds(jobs))}", flush=True)
+        print(f"{study.name}: {claim.said(_seeds(report, jobs))}", flush=True)
     print(folder if finished else f"{folder}: {len(jobs)} of {len(wanted)} measurements so far", flush=True)
     return folder
 
@@ -105,13 +105,13 @@ def record(
         "scale": scale.name,
         "hardware": sorted({str(each["device"]) for each in made}),
         "commits": sorted({str(each["commit"]) for each in made}),
-        "command": scale.command(study.name),
+        "command": study.command(scale),
         "commands": sorted({str(each["command"]) for each in made}),
         "claims": [
             {"statement": claim.statement, "verdict": claim.verdict, "because": claim.because}
             for claim in report.claims
         ],
-        "seeds": _fewest_seeds(measures),
+        "seeds": _seeds(report, measures),
         "notes": [*report.notes, *_how(measures)],
         "tables": [
             {"name": table.name, "markdown": table.markdown(), "rows": table.records()} for table in report.tables
@@ -135,8 +135,10 @@ def _how(measures: list[Measure]) -> list[str]:
     return list(found)
 
 
-def _fewest_seeds(measures: list[Measure]) -> int:
-    """From how many seeds each network was trained, at least; 0 if there is none."""
+def _seeds(report: Report, measures: list[Measure]) -> int:
+    """From how many seeds each network was trained that claims are about, at least; 0 if there is none."""
+    if report.seeds is not None:
+        return report.seeds
     seeds: dict[str, set[int]] = {}
     for job in measures:
         seeds.setdefault(network_name(replace(job.network, seed=0)), set()).add(job.network.seed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,15 +33,16 @@ that is not what the paper found.
 | scale | what | what it can show |
 |---|---|---|
 | smoke | {smoke}; networks train for seconds | that everything runs. Its numbers are no evidence for any claim |
-| mini | {mini}; networks of 10M parameters train for one or two minutes | whether a claim shows at small scale |
+| mini | {mini}; DiTs of 10M parameters, U-Nets of 2M train for a minute or two | whether a claim shows at small scale |
 | paper | {paper}; the paper's networks, budgets and seeds | the claims themselves |
 
 "Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are
 several, else the Monte Carlo error of a bound, or that of having drawn these samples. "For one seed" says that what
-training anew would change is in no error: such a verdict is about these networks, and a second seed may turn it, as it
-did one of [finite-k](#finite-k) ([log](log.md)). "For two seeds" says that the error has one degree of freedom, and may
-be much too small by chance; `--seeds 3` trains more. Bars in figures are one standard error. In a study that is not
-finished "missing" is still to be measured; – is not asked for.
+training anew would change is in no error: such a verdict is about these networks, and a second seed may turn it. The
+one of [finite-k](#finite-k) at mini rests on k = 64, and with another seed its advantage was gone ([log](log.md)). "For
+two seeds" says that the error has one degree of freedom, and may be much too small by chance; `--seeds 3` trains more.
+Bars in figures are one standard error. In a study that is not finished "missing" is still to be measured; – is not
+asked for.
 `fd-digits` is a Fréchet distance in the features of a small classifier of digits, and is comparable to no FID.
 """
 
@@ -53,15 +55,30 @@ def publish(folders: Sequence[Path], docs: Path) -> Path:
         found = json.loads((folder / "numbers.json").read_text("utf-8"))
         if not STUDIES[found["study"]].scaled and found["scale"] != "smoke":
             continue  # it says the same at every scale, and the page has it once
-        stem = f"{found['study']}-{found['scale']}"
-        if found["left"] == 0:
-            shutil.copyfile(folder / "figure.png", target / f"{stem}.png")
-        elif (target / f"{stem}.png").is_file():  # what is finished is not replaced by what is not
+        path = target / f"{found['study']}-{found['scale']}.json"
+        if better := _better(path, found):
+            print(f"bsi study: {path} stays as it is: {better}. Delete it to publish this", file=sys.stderr)
             continue
+        if found["left"] == 0:
+            shutil.copyfile(folder / "figure.png", path.with_suffix(".png"))
         del found["commands"], found["about"]["command"]  # with the folders of one machine; `command` has it without
-        write_json(target / f"{stem}.json", found)
+        write_json(path, found)
     write_text(docs / "results.md", page(target))
     return docs / "results.md"
+
+
+def _better(path: Path, found: Mapping[str, Any]) -> str | None:
+    """In what a published outcome is better than one that would replace it: it is finished, or from more seeds."""
+    if not path.is_file():
+        return None
+    there = json.loads(path.read_text("utf-8"))
+    if there.get("left"):
+        return None
+    if found["left"]:
+        return "finished, and this is not"
+    if there["seeds"] > found["seeds"]:
+        return f"from {there['seeds']} seeds, and this is from {found['seeds']}"
+    return None
 
 
 def page(results: Path) -> str:
@@ -114,7 +131,7 @@ def _read(study: Study, scale: Scale, results: Path) -> Mapping[str, Any] | None
 def _section(study: Study, scale: Scale, results: Path) -> str:
     found = _read(study, scale, results)
     if found is None:
-        return f"### {study.name}, {scale.name}\n\nNot yet run: `{scale.command(study.name)}`\n"
+        return f"### {study.name}, {scale.name}\n\nNot yet run: `{study.command(scale)}`\n"
     return _outcome(study, scale, found)
 
 

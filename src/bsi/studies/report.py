@@ -150,6 +150,8 @@ class Report:
     claims: tuple[Claim, ...]
     draw: Callable[[], Figure] | None
     notes: tuple[str, ...] = ()
+    seeds: int | None = None
+    """From how many seeds the networks were trained that the claims are about, where there are others beside them."""
 
 
 @dataclass(frozen=True)
@@ -164,3 +166,13 @@ class Study:
     report: Callable[[Scale, Store], Report]
     scaled: bool = True
     """Whether it says something else at another scale."""
+
+    def takes_seeds(self, scale: Scale) -> bool:
+        """Whether more seeds train more networks of it, or it looks at those of the first seed alone, or at none."""
+        return any(job.network.seed > 0 for job in self.measures(scale.with_seeds(2)))
+
+    def command(self, scale: Scale) -> str:
+        """What redoes it at a scale, in a folder of anyone's choice."""
+        asked = scale.asked_seeds is not None and self.takes_seeds(scale)
+        seeds = f" --seeds {scale.asked_seeds}" if asked else ""
+        return f"bsi study {self.name} --scale {scale.name}{seeds} --out FOLDER"

@@ -150,17 +150,12 @@ class Scale:
 
     def with_seeds(self, number: int) -> Scale:
         """Every network that is compared with others from so many seeds; the first are those of the scale, and what was
-        measured of them stays."""
+        measured of them stays. One that is compared with what others reported stays alone."""
         seeds = tuple(range(number))
         return replace(
             self,
-            comparisons=tuple(replace(comparison, seeds=seeds) for comparison in self.comparisons),
+            comparisons=tuple(replace(c, seeds=seeds) if len(c.methods) > 1 else c for c in self.comparisons),
             architecture=replace(self.architecture, seeds=seeds),
             parameter_seeds=seeds,
             asked_seeds=number,
         )
-
-    def command(self, study: str) -> str:
-        """What redoes a study at this scale, in a folder of anyone's choice."""
-        seeds = "" if self.asked_seeds is None else f" --seeds {self.asked_seeds}"
-        return f"bsi study {study} --scale {self.name}{seeds} --out FOLDER"

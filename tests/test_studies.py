@@ -153,6 +153,15 @@ def test_published_pages_are_made_of_what_was_written(folder, tmp_path):
     assert "3.448 ± 0.006" in text
 
 
+def test_a_remark_stands_below_the_claims_and_stays(folder, tmp_path):
+    publish([folder / "finite-k-smoke"], tmp_path)
+    (tmp_path / "results" / "finite-k-smoke.txt").write_text("Not so with another seed.\n")
+    text = publish([folder / "finite-k-smoke"], tmp_path).read_text()
+    assert (
+        text.index("Training on L_M^k") < text.index("*Remark.* Not so with another seed.\n") < text.index("| trained")
+    )
+
+
 def test_what_is_the_same_at_every_scale_is_published_once(tmp_path):
     written = run([STUDIES["illustration"]], replace(TINY, name="mini"), tmp_path / "out")
     publish(written, tmp_path / "docs")

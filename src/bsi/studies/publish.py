@@ -1,7 +1,8 @@
 """From finished studies to docs/results.md: figures and numbers are copied, the page is written anew from all of them.
 
 docs/results/NAME-SCALE.png     the figure
-docs/results/NAME-SCALE.json    the outcome: everything that the page says
+docs/results/NAME-SCALE.json    the outcome: everything that the page says of it
+docs/results/NAME-SCALE.txt     a remark, written by hand, where there is something to add
 docs/results.md                 made from these by `page`; a test holds it to them
 """
 
@@ -38,8 +39,7 @@ that is not what the paper found.
 
 "Held" and "not held" mean: beyond two standard errors. An error is one standard error: over seeds where there are
 several, else the Monte Carlo error of a bound, or that of having drawn these samples. "For one seed" says that what
-training anew would change is in no error: such a verdict is about these networks, and a second seed may turn it. The
-one of [finite-k](#finite-k) at mini rests on k = 64, and with another seed its advantage was gone ([log](log.md)). "For
+training anew would change is in no error: such a verdict is about these networks, and a second seed may turn it. "For
 two seeds" says that the error has one degree of freedom, and may be much too small by chance; `--seeds 3` trains more.
 Bars in figures are one standard error. In a study that is not finished "missing" is still to be measured; – is not
 asked for.
@@ -132,10 +132,11 @@ def _section(study: Study, scale: Scale, results: Path) -> str:
     found = _read(study, scale, results)
     if found is None:
         return f"### {study.name}, {scale.name}\n\nNot yet run: `{study.command(scale)}`\n"
-    return _outcome(study, scale, found)
+    remark = results / f"{study.name}-{scale.name}.txt"
+    return _outcome(study, scale, found, remark.read_text("utf-8").strip() if remark.is_file() else "")
 
 
-def _outcome(study: Study, scale: Scale, found: Mapping[str, Any]) -> str:
+def _outcome(study: Study, scale: Scale, found: Mapping[str, Any], remark: str) -> str:
     lines = [f"### {study.name}, {scale.name}", ""]
     if left := found.get("left"):  # results of before had to be finished
         done = len(found["measurements"])
@@ -145,6 +146,7 @@ def _outcome(study: Study, scale: Scale, found: Mapping[str, Any]) -> str:
     for claim in found["claims"]:
         lines += [f"- {claim['statement']}: **{claim['verdict']}{seeds_said(found['seeds'])}** ({claim['because']})."]
     lines += [""] if found["claims"] else []
+    lines += [f"*Remark.* {remark}", ""] if remark else []
     for table in found["tables"]:
         lines += [f"{table['name'][0].upper()}{table['name'][1:]}:", "", table["markdown"], ""]
     lines += [note + "\n" for note in found["notes"]]

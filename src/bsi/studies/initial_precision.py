@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bsi.studies import figures
-from bsi.studies.estimates import Estimate, bits, bits_difference, distance
+from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference
 from bsi.studies.job import Measure
 from bsi.studies.report import Cell, Claim, Report, Study, Table, Verdict, all_of, less
 from bsi.studies.scale import Scale
@@ -64,15 +64,22 @@ def _draw(scale: Scale, store: Store) -> Figure:
     return figure
 
 
+def _gap(scale: Scale, store: Store, a: float, b: float, steps: int) -> Estimate:
+    """The distance with lambda_0 = a less that with b, seed by seed."""
+    p, q = (qualities(scale, networks(scale, lambda_0), steps) for lambda_0 in (a, b))
+    return distance_difference(store, p, q)
+
+
 def _intermediate(scale: Scale, store: Store) -> Claim:
     """Some lambda_0 in between is better than both ends; not so if an end is better than all in between. Both beyond
     two standard errors."""
     few, precisions = min(scale.varied.steps), scale.varied.lambda_0
     found = _distances(scale, store, few)
-    ends, between = (found[0], found[-1]), found[1:-1]
+    ends, between = (precisions[0], precisions[-1]), precisions[1:-1]
 
-    def better(a: Estimate, b: Estimate) -> bool:
-        return (b - a).value > 2 * (b - a).error
+    def better(a: float, b: float) -> bool:
+        gap = _gap(scale, store, a, b, few)
+        return gap.value < -2 * gap.error
 
     verdict: Verdict = "undecided"
     if any(all(better(each, end) for end in ends) for each in between):
@@ -129,6 +136,7 @@ def report(scale: Scale, store: Store) -> Report:
                 f"With many steps ({many}) larger lambda_0 sample better: {highest:g} against {lowest:g}",
                 at_many[-1],
                 at_many[0],
+                _gap(scale, store, highest, lowest, many),
             ),
             _intermediate(scale, store),
         ),

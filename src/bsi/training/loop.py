@@ -94,13 +94,7 @@ def run(job: Job) -> None:
             raise _replayable(job, fault)
         unseen = due.evaluate or due.sample
         if due.journal:
-            try:
-                _journal(job, step - lap_began, clock.lap())
-            except Exception:  # of a sink, which may be anyone's
-                _save(job, evaluation_pending=unseen)
-                job.saver.wait()
-                tell(f"a sink failed at step {step}, as follows; what was trained is saved, the same command goes on")
-                raise
+            _journal(job, step - lap_began, clock.lap(), unseen)
             lap_began = step
         if stored and job.world.first:
             write_snapshot(job.folder.path, step, engine.powers.state())
@@ -112,18 +106,26 @@ def run(job: Job) -> None:
     _finish_saves(job)
 
 
-def _journal(job: Job, steps: int, seconds: float) -> None:
-    """One record of the steps since the last, to the journal and onto the progress line."""
+def _journal(job: Job, steps: int, seconds: float, unseen: bool) -> None:
+    """One record of the steps since the last, to the journal and onto the progress line. If a sink fails, which may be
+    anyone's, the steps until here are saved."""
     means, step = job.engine.means(), job.engine.steps_done
     bits = means.measured / 2 / math.log(2)  # 2 L_M / n in nats: L_M in bits per dimension
     k = job.recipe.objective.finite_k
     rate = steps * job.recipe.batch / seconds
     lr = job.recipe.rate(step - 1)
-    _tell(job, {
+    record: dict[str, Value] = {
         "event": "train", "step": step, "loss": means.loss,
         "bits_per_dim" if k is None else "bits_per_dim_finite_k": bits, "lr": lr,
         "grad_norm": means.grad_norm, "images_per_s": rate, "checkpoint_age_s": job.saver.age_s, "time": time.time(),
-    })  # fmt: skip
+    }  # fmt: skip
+    try:
+        _tell(job, record)
+    except Exception:
+        _save(job, evaluation_pending=unseen)
+        job.saver.wait()
+        tell(f"a sink failed at step {step}, as follows; what was trained is saved, the same command goes on")
+        raise
     saved = (
         f" · saved {readable_seconds(job.saver.age_s)} ago" if job.saver.has_saved and step < job.recipe.steps else ""
     )

@@ -327,6 +327,18 @@ class TestClaims:
             store.write(job, Result({"distance": distance, "error": 0.1}), {})
         assert initial_precision._intermediate(SMOKE, store).verdict == verdict
 
+    def test_precisions_are_compared_seed_by_seed(self, tmp_path):
+        """One seed is worse than the other by far more than the precisions differ."""
+        store, scale = Store(tmp_path), SMOKE.with_seeds(2)
+        low, *between, high = scale.varied.lambda_0
+        for lambda_0 in (low, *between, high):
+            jobs = qualities(scale, initial_precision.networks(scale, lambda_0), min(scale.varied.steps))
+            for seed, job in enumerate(jobs):
+                distance = 20.0 + 50 * seed + (0 if lambda_0 in between else 3 + seed)
+                store.write(job, Result({"distance": distance, "error": 0.1}), {})
+        assert between
+        assert initial_precision._intermediate(scale, store).verdict == "held"
+
 
 class TestJobs:
     def test_a_network_is_named_by_what_decides_its_weights(self):
@@ -590,7 +602,7 @@ class TestFigures:
             figure, (axes,) = figures.panels(1)
             axes.set_yscale(scale)
             axes.set_ylim(1, 1000)
-            figures.label_ends(axes, [figures.End(0.5, y, str(y), "black") for y in ends])
+            figures.label_ends(axes, [figures.Named(0.5, y, str(y), "black") for y in ends])
         points, bottom = 72 / figure.dpi, axes.get_window_extent().y0
         places = [(axes.transData.transform(text.xy)[1] - bottom) * points + text.xyann[1] for text in axes.texts]
         assert min(np.diff(sorted(places))) > 10.99
@@ -599,7 +611,7 @@ class TestFigures:
     @pytest.mark.parametrize("second", [(0.5, 0.52), (0.35, 0.5), (0.95, 0.5), (0.65, 0.45)])
     def test_words_beside_points_hide_neither_points_nor_words(self, second):
         pytest.importorskip("matplotlib")
-        points = [figures.End(x, y, "some words", "black") for x, y in ((0.5, 0.5), second)]
+        points = [figures.Named(x, y, "some words", "black") for x, y in ((0.5, 0.5), second)]
         with figures.style():
             figure, (axes,) = figures.panels(1)
             figure.draw_without_rendering()

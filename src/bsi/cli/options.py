@@ -23,8 +23,8 @@ __all__ = ["lines", "quiet", "quiet_parts", "read", "wrapped"]
 
 T = TypeVar("T")
 
-LEFT_OUT = tyro.conf.arg(help_behavior_hint="")
-UNLESS_SET = tyro.conf.arg(help_behavior_hint=lambda shown: "" if shown == "None" else f"(default: {shown})")
+NOTHING = ("None", "False", "")  # as tyro shows a default that means no more than leaving the option out
+LEFT_OUT = tyro.conf.arg(help_behavior_hint=lambda shown: "" if shown in NOTHING else f"(default: {shown})")
 
 
 def read(options: type[T], words: Sequence[str], prog: str) -> T:
@@ -49,7 +49,7 @@ def quiet_parts(options: type) -> None:
         for part in parts:
             quiet_parts(part)
         if not parts and type(None) in typing.get_args(hint):
-            options.__annotations__[name] = Annotated[hint, UNLESS_SET]
+            options.__annotations__[name] = Annotated[hint, LEFT_OUT]
 
 
 def lines(text: str, indent: str) -> str:

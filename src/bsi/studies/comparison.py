@@ -188,7 +188,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
         if long not in steps:
             found.append(distance(store, qualities(scale, trained[:1], long)))
             figures.error_line(right, [long], found[-1:], colour, mark, hollow=True)
-        ends.append(figures.End(long, found[-1].value, figures.NAMES[method], colour))
+        ends.append(figures.Named(long, found[-1].value, figures.NAMES[method], colour))
     if long not in steps:
         right.plot([], [], "o", color=figures.GREY, markerfacecolor="white", label=f"{long} steps: one seed")
         right.legend(loc="upper right")

@@ -56,7 +56,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
         found, colour = [distance(store, [job]) for job in _paper_line(scale, method)], figures.COLOURS[method]
         figures.error_line(left, steps, found, colour, figures.MARKS[method])
         right.axhline(found[-1].value, color=colour, linewidth=1, linestyle=":")
-        ends.append(figures.End(steps[-1], found[-1].value, figures.NAMES[method], colour))
+        ends.append(figures.Named(steps[-1], found[-1].value, figures.NAMES[method], colour))
     lines = {SOLVER: "-", NOISY_SOLVER: "--"}
     for i, (method, solver) in enumerate(OURS):
         found, colour = [distance(store, [job]) for job in _our_line(scale, method, solver)], figures.COLOURS[method]

@@ -32,7 +32,7 @@ __all__ = [
     "NAMES",
     "PALETTE",
     "SHADES",
-    "End",
+    "Named",
     "error_line",
     "label",
     "label_ends",
@@ -155,7 +155,7 @@ def label(
 
 
 @dataclass(frozen=True)
-class End:
+class Named:
     """A point, the end of a line or one alone, and what it is called."""
 
     x: Number
@@ -164,7 +164,7 @@ class End:
     colour: str
 
 
-def label_ends(axes: Axes, ends: Sequence[End], apart: float = 11.0) -> None:
+def label_ends(axes: Axes, ends: Sequence[Named], apart: float = 11.0) -> None:
     """Label lines at their ends, at least so many points apart. Call it when the axes' scales and limits are final."""
     low, high = axes.get_ylim()
     size = axes.get_window_extent().height * 72 / axes.figure.dpi  # in points; about, before the layout is final
@@ -180,7 +180,7 @@ def label_ends(axes: Axes, ends: Sequence[End], apart: float = 11.0) -> None:
         label(axes, end.x, end.y, end.words, end.colour, dx=6, dy=y - wanted[end] - excess, clear=True)
 
 
-def label_points(axes: Axes, points: Sequence[End]) -> None:
+def label_points(axes: Axes, points: Sequence[Named]) -> None:
     """Label points that stand alone, each on the first side where its words hide neither point nor other words. Call it
     when the figure's layout is final."""
     marks = [axes.transData.transform((point.x, point.y)) for point in points]

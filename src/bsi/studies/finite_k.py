@@ -59,7 +59,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
             found = [statistic(scale, store, trained, k) for k in evaluated]
             beside = [k * 1.08**i for k in evaluated]  # bars do not hide each other
             figures.error_line(axes, beside, found, colour, mark)
-            ends.append(figures.End(last, found[-1].value, f"k = {trained}", colour))
+            ends.append(figures.Named(last, found[-1].value, f"k = {trained}", colour))
         axes.set_xscale("log", base=2)
         axes.set_xticks(evaluated, [str(k) for k in evaluated])
         axes.set_xlabel("evaluated for k' steps")

@@ -53,7 +53,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
     for steps, (colour, mark) in zip(scale.varied.steps, figures.SHADES, strict=False):
         each = _distances(scale, store, steps)
         figures.error_line(right, precisions, each, colour, mark)
-        ends.append(figures.End(precisions[-1], each[-1].value, f"{steps} steps", colour))
+        ends.append(figures.Named(precisions[-1], each[-1].value, f"{steps} steps", colour))
     right.set_ylabel(scale.metric)
     right.set_title("Sample quality")
     for axes in (left, right):

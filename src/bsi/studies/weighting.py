@@ -71,7 +71,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
             [likelihood.value], [quality.value], xerr=[likelihood.error], yerr=[quality.error], fmt="o", color=colour,
             capsize=2,
         )  # fmt: skip
-        points.append(figures.End(likelihood.value, quality.value, name, colour))
+        points.append(figures.Named(likelihood.value, quality.value, name, colour))
         if objective == PAPER:
             continue
         if objective.weight == "elbo":

@@ -122,8 +122,7 @@ def _journal(job: Job, steps: int, seconds: float, unseen: bool) -> None:
     try:
         _tell(job, record)
     except Exception:
-        _save(job, evaluation_pending=unseen)
-        job.saver.wait()
+        _save_alone(job, evaluation_pending=unseen)
         tell(f"a sink failed at step {step}, as follows; what was trained is saved, the same command goes on")
         raise
     saved = (
@@ -153,11 +152,11 @@ def _look(job: Job) -> float:
         if job.world.any(bool(job.stop)):  # that is why; or it fails again when the run goes on
             raise _preempted(job, evaluation_pending=True) from None
         error = failed.error
-        _save_unseen(job)
+        _save_alone(job, evaluation_pending=True)
         job.world.barrier()  # a rank that leaves before the first has saved would have it killed
     except Exception as failed:
         error = failed
-        _save_unseen(job)  # and the others may never come
+        _save_alone(job, evaluation_pending=True)  # the others may never come
     else:
         return time.perf_counter() - started
     step = job.engine.steps_done
@@ -170,9 +169,9 @@ def _look(job: Job) -> float:
     raise error
 
 
-def _save_unseen(job: Job) -> None:
-    """What was trained, to be looked at later; on this rank until it is on the disk."""
-    _save(job, evaluation_pending=True)
+def _save_alone(job: Job, evaluation_pending: bool) -> None:
+    """What was trained, before an error is raised; on this rank until it is on the disk."""
+    _save(job, evaluation_pending)
     job.saver.wait()
 
 

@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# How many processes run tests at a time, each with one thread; a file's tests stay in one of them and share what they make.
+# How many processes run tests at a time, each with one thread; the tests of a file stay in one of them (pyproject.toml).
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 .PHONY: demo test test-slow lint types format docs clean
 

@@ -17,7 +17,7 @@ from bsi.cli import main
 from bsi.errors import DataError, UsageError
 from bsi.evaluation.bound import Procedure, evaluate
 from bsi.evaluation.drawing import Drawing
-from bsi.evaluation.quality import drawn_images, measure_quality, quality_record
+from bsi.evaluation.quality import check_images, drawn_images, measure_quality, quality_record
 from bsi.evaluation.runs import bound_record, open_run, open_split, subject_of, weights_hash
 from bsi.metrics import QualityWarning
 from bsi.training.distributed import Place, World
@@ -341,3 +341,12 @@ def test_a_distance_of_what_is_no_image_is_refused_before_weights_are_fetched(tm
     run = bsi.train(recipe, data=torch.randn(64, 2), out=tmp_path / "run", device="cpu")
     assert main(["eval", str(run), "--fid", "--device", "cpu"]) == 2
     assert "only binned images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "bins"), [((3,), bsi.Bins.uint8()), ((2, 8, 8), bsi.Bins.uint8()), ((1, 8, 8), None)]
+)
+def test_what_is_no_binned_image_has_no_features(shape, bins):
+    model = bsi.Model(build("mlp-16x1", shape=shape), bsi.BSI(), shape=shape, bins=bins)
+    with pytest.raises(UsageError, match="only binned images with 1 or 3 channels have features"):
+        check_images(model)

@@ -143,6 +143,14 @@ class TestEstimates:
         assert found.value == pytest.approx(0.6 / unit)
         assert found.error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2 / unit)
 
+    def test_how_seeds_differ_is_in_the_error_of_a_difference(self, tmp_path):
+        """By 0.5 nats for one seed and by 0.9 for the other, of every image alike."""
+        jobs = [Bound(replace(bsi.recipes.digits(), seed=seed), 4, 2) for seed in (0, 1, 2)]
+        store = self.store(tmp_path, jobs, [np.full((2, 4), 0.5), np.full((2, 4), 0.9), np.zeros((2, 4))])
+        found, unit = bits_difference(store, jobs[:2], [jobs[2]] * 2), 2 * math.log(2)
+        assert found.value == pytest.approx(0.7 / unit)
+        assert found.error == pytest.approx(0.2 / unit)
+
     def test_replicates_count_by_their_size(self, tmp_path):
         jobs = [Bound(replace(bsi.recipes.digits(), seed=seed), 4, 2) for seed in (0, 1)]
         store = self.store(tmp_path, jobs, [np.array([[1.0] * 4, [6.0] * 4]), np.zeros((2, 4))], sizes=(3, 2))
@@ -302,6 +310,7 @@ class TestClaims:
             ((-1.0, -1.0), (1.0, 1.0), "not held"),  # better at every k'
             ((-1.0, 1.0), (1.0, 0.0), "held"),
             ((-1.0, 0.0), (1.0, 1.0), "undecided"),  # worse in bits, which says nothing of samples
+            ((-1.0, 0.15), (1.0, 1.0), "undecided"),  # worse by less than two standard errors
         ],
     )
     def test_an_advantage_is_refuted_for_each_measure_alone(self, distances, bits, verdict):

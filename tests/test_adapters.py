@@ -99,7 +99,7 @@ def test_a_foreign_denoiser_is_never_asked_about_more_noise_than_it_knows():
     from_denoiser(method, denoiser)(method.encoder(level).noise[:, None] * w, level)
     ((z, sigma),) = asked
     torch.testing.assert_close(sigma, torch.tensor([80.0, 80.0, 79.0], dtype=torch.float64))
-    torch.testing.assert_close(z, sigma[:, None] * w, msg="the noise, standardised, is the same")
+    torch.testing.assert_close(z, sigma[:, None] * w, msg="the noise, standardized, is the same")
 
 
 @pytest.mark.parametrize("method", [BSI(), BFN()], ids=repr)

@@ -35,9 +35,9 @@ from bsi.data.folder import Folder
 from bsi.data.prepare import prepare
 from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing, draw
+from bsi.recipe import Data, Optimizer, Recipe
 from bsi.sampling import evaluations
 from bsi.training.method_specs import BSISpec
-from bsi.training.recipe import Data, Optimiser, Recipe
 
 TOKEN = "a-token-for-tests"
 DRAW: dict[str, Any] = {"kind": "draw", "seed": 3, "num": 2, "evaluations": 5, "solver": "sde2", "grid": "geometric"}
@@ -61,21 +61,21 @@ def serving(bench: Any, jobs: int = 3) -> Iterator[int]:
         assert not thread.is_alive()
 
 
-def labelled_bench(folder: Path) -> Workbench:
+def labeled_bench(folder: Path) -> Workbench:
     """A tiny network, trained for a few steps on dark cats and bright dogs."""
-    for kind, grey in (("cat", 40), ("dog", 220)):
+    for kind, gray in (("cat", 40), ("dog", 220)):
         (folder / "pets" / kind).mkdir(parents=True)
         for i in range(16):
-            Image.new("L", (8, 8), grey + i).save(folder / "pets" / kind / f"{i}.png")
+            Image.new("L", (8, 8), gray + i).save(folder / "pets" / kind / f"{i}.png")
     prepare(Folder(folder / "pets", labels=True, size=8, channels=1).plan(), folder / "data")
     recipe = Recipe(
         name="pets",
         method=BSISpec(),
         backbone=MLPConfig(width=16, depth=1),
-        data=Data(str(folder / "data"), labels=True, unlabelled=0.3),
+        data=Data(str(folder / "data"), labels=True, unlabeled=0.3),
         steps=150,
         batch=16,
-        optimiser=Optimiser(lr=1e-2),
+        optimizer=Optimizer(lr=1e-2),
         virtual_shards=4,
         threads=1,
     )
@@ -191,7 +191,7 @@ def test_more_evaluations_converge_to_the_same_image(port: int) -> None:
 
 
 def test_a_class_that_is_asked_for_is_drawn_and_followed_as_much_as_asked(tmp_path: Path) -> None:
-    bench = labelled_bench(tmp_path)
+    bench = labeled_bench(tmp_path)
     assert bench.about.classes == ("cat", "dog")
     image, hidden = np.zeros((1, 8, 8), np.float32), np.ones((8, 8), np.uint8)
     kinds: tuple[dict[str, Any], ...] = (
@@ -550,7 +550,7 @@ def test_limits_shrink_with_the_size_of_an_image() -> None:
 
 
 def test_images_are_clipped_by_nothing_but_the_eye(bench: Workbench) -> None:
-    """Values go to the page as they are: early beliefs lie far outside the range of grey levels."""
+    """Values go to the page as they are: early beliefs lie far outside the range of gray levels."""
     frames = bench.frames(Draw(**DRAW))
     first = next(iter(frames))
     assert np.abs(first.mean).max() > 5

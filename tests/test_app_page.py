@@ -13,7 +13,7 @@ import torch
 from bsi import pretrained
 from bsi.app.workbench import Workbench, open_workbench
 from bsi.evaluation.drawing import Drawing, draw
-from test_app import TOKEN, labelled_bench, serving
+from test_app import TOKEN, labeled_bench, serving
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="the page is tested with playwright: pip install playwright"
@@ -108,7 +108,7 @@ def test_page_draws_what_the_package_draws(page: Any, bench: Workbench) -> None:
     assert "9 images, 9 evaluations" in page.inner_text("#status")
 
 
-def test_canvases_show_grey_levels_that_are_rounded(page: Any) -> None:
+def test_canvases_show_gray_levels_that_are_rounded(page: Any) -> None:
     drawn = values(page, "x_hat", state(page, "last"))[0, 0]
     expected = np.rint(255 * np.clip((drawn + 1) / 2, 0, 1))
     pixels = page.evaluate(
@@ -229,7 +229,7 @@ def test_a_network_without_labels_shows_no_classes(page: Any) -> None:
 
 
 def test_a_class_is_chosen_and_followed(browser: Any, tmp_path: Path) -> None:
-    bench = labelled_bench(tmp_path)
+    bench = labeled_bench(tmp_path)
     with serving(bench) as port, opened(browser, f"http://127.0.0.1:{port}/{TOKEN}/") as page:
         assert page.locator("#label option").all_inner_texts() == ["any", "cat", "dog"]
         assert page.locator("#guidance").is_disabled()
@@ -308,14 +308,14 @@ def test_page_is_readable_in_light_and_dark(page: Any) -> None:
         page.emulate_media(color_scheme=scheme)
         page.wait_for_selector(f"html[data-theme={scheme}]")
         names = ["card", "paper", "ink", "soft", "belief", "predict", "measure"]
-        colours = page.evaluate(
+        colors = page.evaluate(
             """names => { const style = getComputedStyle(document.documentElement);
                 return Object.fromEntries(names.map(name => [name, style.getPropertyValue("--" + name).trim()])); }""",
             names,
         )
         for ground in ("card", "paper"):
-            inks = [contrast(colours[name], colours[ground]) for name in ("ink", "soft")]
-            marks = [contrast(colours[name], colours[ground]) for name in ("belief", "predict", "measure")]
+            inks = [contrast(colors[name], colors[ground]) for name in ("ink", "soft")]
+            marks = [contrast(colors[name], colors[ground]) for name in ("belief", "predict", "measure")]
             assert min(inks) > 4.5
             assert min(marks) > 3
     page.click("#theme")
@@ -323,10 +323,10 @@ def test_page_is_readable_in_light_and_dark(page: Any) -> None:
 
 
 def contrast(a: str, b: str) -> float:
-    """Of two colours #rrggbb, as the Web Content Accessibility Guidelines define it."""
+    """Of two colors #rrggbb, as the Web Content Accessibility Guidelines define it."""
 
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

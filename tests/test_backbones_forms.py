@@ -28,10 +28,10 @@ from bsi.backbones import (
     freeze,
     unet,
 )
-from bsi.backbones.compiled import compile_like, is_compiled
 from bsi.backbones.dropout import draw_seeds, dropout
 from bsi.backbones.precision import type_name
 from bsi.errors import UsageError
+from bsi.kernels.compiled import compile_like, is_compiled
 from bsi.training.ema import EmaModel
 
 SMALL: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {

@@ -15,17 +15,19 @@ import pytest
 import torch
 
 import bsi
-from bsi.backbones import DiTConfig, UNetConfig, accelerate, acceleration, build
-from bsi.backbones.acceleration import check_fp8
+from bsi.backbones import DiTConfig, UNetConfig, accelerate, build
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import UsageError
+from bsi.kernels import acceleration
+from bsi.kernels.acceleration import check_fp8
 from bsi.recipes import digits
 
 SETTING = """
 import torch
 from torch.nn.functional import gelu, linear
 
-from bsi.backbones import DiTConfig, build, cublaslt
+from bsi.backbones import DiTConfig, build
+from bsi.kernels import cublaslt
 from bsi.backbones.adaln import modulated_norm
 from bsi.backbones.dropout import draw_seeds, dropout
 
@@ -61,8 +63,8 @@ def errors(trunk, p):
 """
 
 FUSED = """
-from bsi.backbones.fused import bf16, fused_trunk
-from bsi.backbones.norm_kernels import gate_norm
+from bsi.kernels.fused_dit import bf16, fused_trunk
+from bsi.kernels.layer_norm import gate_norm
 
 for lean in (False, True):
     for p in (0.0, 0.25):
@@ -97,9 +99,9 @@ def convert(data, source, target, rounding):  # the interpreter's own forgets to
 
 interpreter._convert_float = convert
 
-from bsi.backbones.branch_kernels import quantise, turn
-from bsi.backbones.fp8 import fp8_forms, quantise_weights
-from bsi.backbones.fused import fused_trunk
+from bsi.kernels.branch import quantize, turn
+from bsi.kernels.fp8 import fp8_forms, quantize_weights
+from bsi.kernels.fused_dit import fused_trunk
 
 def product8(a, b, epilogue=1, bias=None, aux=None, out_dtype=None, out_scale=None, fast=True):
     out = (a.rows.float() * a.inverse) @ (b.rows.float() * b.inverse).t()
@@ -113,18 +115,18 @@ def product8(a, b, epilogue=1, bias=None, aux=None, out_dtype=None, out_scale=No
 cublaslt.product8 = product8
 x = torch.randn(200, 96, generator=torch.Generator().manual_seed(0))
 for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
-    q = quantise(x, x.abs().amax(), kind)
+    q = quantize(x, x.abs().amax(), kind)
     print(float((q.rows.float() - (x / q.inverse).to(kind).float()).abs().max()))
     print(float((turn(q.rows).float() - q.rows.float().t()).abs().max()))
     print(float(q.rows.float().abs().max() < 0.9 * torch.finfo(kind).max / 2))  # rounded down, it may be half
-print(float(quantise(torch.zeros(4, 16), torch.zeros(())).inverse != 1))
+print(float(quantize(torch.zeros(4, 16), torch.zeros(())).inverse != 1))
 for p in (0.0, 0.25):
     print("out", *errors(lambda *inputs: fused_trunk(*inputs, fp8_forms(inputs[1])), p))
 
 blocks = list(build(DiTConfig(width=48, depth=2, heads=4), (3, 8, 8), 256).blocks)
 inputs = torch.randn(2, 16, 48), blocks, [torch.randn(2, 6, 48)] * 2, torch.randn(2, 2, 48), 4, 0.0, None
 with torch.no_grad():
-    again = fused_trunk(*inputs, fp8_forms(blocks, quantise_weights(blocks, for_training=False)))
+    again = fused_trunk(*inputs, fp8_forms(blocks, quantize_weights(blocks, for_training=False)))
 print(float((again - fused_trunk(*inputs, fp8_forms(blocks))).abs().max()))
 """
 
@@ -156,7 +158,7 @@ def test_the_8_bit_trunk_is_the_plain_one_up_to_the_rounding_of_its_formats() ->
     lines = printed(SETTING + EIGHT)
     exact, errors = [float(line) for line in lines if not line.startswith("out")], lines[7:9]
     assert len(exact) == 8
-    assert max(exact) == 0, "scaling, rounding, turning, and the weights that were quantised before"
+    assert max(exact) == 0, "scaling, rounding, turning, and the weights that were quantized before"
     for line in errors:
         output, *gradients = map(float, line.split()[1:])
         assert output < 0.06, "four digits, in four products"
@@ -166,7 +168,7 @@ def test_the_8_bit_trunk_is_the_plain_one_up_to_the_rounding_of_its_formats() ->
 @needs_triton
 @pytest.mark.parametrize("times", [[3.0, 1.0, 2.0, 1.02, 9.0, 0.99], [float("inf"), 2.0, 1.0], [1.0], [2e-5, 1e-5]])
 def test_the_fastest_product_is_found_and_slow_ones_run_once(times: list[float]) -> None:
-    from bsi.backbones.cublaslt import TIMED_RUNS, quickest
+    from bsi.kernels.cublaslt import TIMED_RUNS, quickest
 
     runs = dict.fromkeys(range(len(times)), 0)
 

@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import silu
 
 from bsi.backbones.dropout import draw_seeds, dropout
-from bsi.backbones.fused_unet import rows_of
-from bsi.backbones.group_kernels import _grid, norm_act, norm_act_backward
-from bsi.backbones.join_kernels import join, join_weighed, pixel_sums
+from bsi.kernels.fused_unet import rows_of
+from bsi.kernels.group_norm import _grid, norm_act, norm_act_backward
+from bsi.kernels.join import join, join_weighed, pixel_sums
 from bsi.backbones.norms import GroupNorm, on_pixels, pixels
 
 def distances(wanted, found):
@@ -75,9 +75,11 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-from bsi.backbones import UNetConfig, build, fused_unet, group_kernels
-from bsi.backbones.acceleration import freeze
-from bsi.backbones.group_kernels import Moments
+from bsi.backbones import UNetConfig, build
+from bsi.kernels import fused_unet
+from bsi.kernels import group_norm as group_kernels
+from bsi.kernels.acceleration import freeze
+from bsi.kernels.group_norm import Moments
 from bsi.backbones.memory import training_memory
 
 def awake(config, shape, classes=0):
@@ -172,8 +174,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bsi.backbones import group_kernels, join_kernels
-from bsi.backbones.norm_kernels import mask_of
+from bsi.kernels import group_norm as group_kernels
+from bsi.kernels import join as join_kernels
+from bsi.kernels.layer_norm import mask_of
 
 def kind(name, half):
     numbers = name in ("pixels", "channels", "rows", "count") or name.startswith("stride")

@@ -19,7 +19,7 @@ from bsi.gaussian import Belief
 from bsi.grids import named_grid, paper_grid
 from bsi.interpolant import euler_maruyama_step
 from bsi.levels import ExpectedError, Fitted, LogUniform, Uniform, low_discrepancy
-from bsi.likelihood import categorical_normal, discretised_normal, normal
+from bsi.likelihood import categorical_normal, discretized_normal, normal
 from bsi.noising import noising
 from bsi.objective import training_loss
 from bsi.oracle import Mixture
@@ -294,13 +294,13 @@ def test_impossible_bins_are_refused(arguments):
 
 def test_impossible_units_are_refused():
     for mean, std in ((0.0, 0.0), (0.0, -1.0), (NAN, 1.0), (0.0, INF)):
-        refused(lambda mean=mean, std=std: bsi.Standardise(mean, std), f"std={std}", f"mean={mean}")
-    refused(lambda: bsi.Standardise.fit(torch.full((4, 2), 3.0)), "std=0.0")
-    units = bsi.Standardise(0.0, 1.0)
+        refused(lambda mean=mean, std=std: bsi.Standardize(mean, std), f"std={std}", f"mean={mean}")
+    refused(lambda: bsi.Standardize.fit(torch.full((4, 2), 3.0)), "std=0.0")
+    units = bsi.Standardize(0.0, 1.0)
     refused(lambda: bsi.Model(Identity(), bsi.BSI(), (2,), bsi.Bins.uint8(), units), "either", "not both")
 
 
-@pytest.mark.parametrize("decoder", [discretised_normal, categorical_normal])
+@pytest.mark.parametrize("decoder", [discretized_normal, categorical_normal])
 def test_decoders_refuse_impossible_precisions_and_shapes(decoder):
     bins, index = bsi.Bins.uint8(), torch.zeros(2, 3, dtype=torch.int64)
     for precision in (0.0, -1.0, INF, NAN):

@@ -110,7 +110,7 @@ def test_steps_below_the_resolution_are_refused():
 PROGRAM = """
 import torch
 from bsi.brownian import _combine, expansion
-from bsi.noise import standard_normal
+from bsi.rng import standard_normal
 terms = expansion(3.0)
 arguments = (torch.tensor([1, 2]), torch.arange(3), torch.tensor(terms.keys), torch.tensor(terms.weights), 10)
 compiled = torch.compile(_combine, fullgraph=True)
@@ -122,7 +122,7 @@ torch.testing.assert_close(compiled(5, torch.arange(5), 0, (10,)), standard_norm
 
 @pytest.mark.slow
 def test_compiled_noise_is_the_same_noise():
-    """A product that overflowed was undefined behaviour, and compiled C++ drew other numbers.
+    """A product that overflowed was undefined behavior, and compiled C++ drew other numbers.
 
     In a process of its own: the checks of annotations under pytest are Python that torch.compile cannot follow.
     """

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
-from bsi.training import checkpoint, lease
-from bsi.training.checkpoint import DiskFull, Snapshot
-from bsi.training.folder import RunFolder
+from bsi.recipe import Keep
+from bsi.runtime import checkpoint
+from bsi.runtime.checkpoint import DiskFull, Snapshot
+from bsi.runtime.run_folder import RunFolder
+from bsi.training import lease
 from bsi.training.journal import JsonLines, read_journal
 from bsi.training.lease import LEASE_S, LOCK, Owner, hold
-from bsi.training.recipe import Keep
 from bsi.training.saver import Saver
 
 
@@ -149,8 +150,9 @@ import resource, sys
 from pathlib import Path
 import torch
 from bsi.errors import BsiError
-from bsi.training import averages, checkpoint
-from bsi.training.recipe import Keep
+from bsi.runtime import averages
+from bsi.runtime import checkpoint
+from bsi.recipe import Keep
 root, weights = Path(sys.argv[1]), {"w": torch.zeros(1000)}
 save = lambda step: checkpoint.save(root / "checkpoints", checkpoint.Snapshot(step, {"model": weights}, {}), Keep())
 save(1)

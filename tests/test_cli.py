@@ -59,7 +59,7 @@ WRONG: list[tuple[str, int, str]] = [
     ("quux", 2, "`bsi --help` lists the commands"),
     ("sample digits --nmu 3", 2, "--num"),
     ("train digits --step 10", 2, "--steps"),
-    ("train digits --optimizer.lr 1", 2, "--optimiser.lr"),
+    ("train digits --optimizer.lr 1", 2, "--optimizer.lr"),
     ("doctor --jsno", 2, "--json"),
     ("train digts", 2, "Did you mean 'digits'?"),
     ("train digits --method bis", 2, "bsi, bfn, vdm"),
@@ -77,7 +77,7 @@ WRONG: list[tuple[str, int, str]] = [
     ("eval digits digits --bpd", 2, "take one run"),
     # a wrong type
     ("sample digits --num many", 2, "--num"),
-    ("train digits --optimiser.lr fast", 2, "--optimiser.lr"),
+    ("train digits --optimizer.lr fast", 2, "--optimizer.lr"),
     ("view digits --port http", 2, "--port"),
     ("bench fly", 2, "'train', 'sample', 'elbo'"),
     ("sample digits --out samples.exe", 2, ".png"),
@@ -224,7 +224,7 @@ def test_help_of_every_command_imports_no_torch() -> None:
     for name, command in COMMANDS.items():
         assert name in found["--help"]["text"]
         assert command.summary in found["--help"]["text"]
-    assert "--optimiser.lr" in found["train digits --help"]["text"]
+    assert "--optimizer.lr" in found["train digits --help"]["text"]
     for words, record in found.items():
         if words.endswith(" --help"):
             lines = record["text"].splitlines()[1:]  # the first says how it is used
@@ -370,7 +370,7 @@ def test_a_locale_that_lacks_our_letters_is_told_the_rest(encoding: str, monkeyp
 
 @pytest.mark.parametrize("words", ["view --help", "sample digits --num many", "smaple"])
 @pytest.mark.parametrize("wish", [{"NO_COLOR": "1", "TERM": "xterm"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"])
-def test_a_terminal_gets_no_colours_against_its_wish(words: str, wish: dict[str, str]) -> None:
+def test_a_terminal_gets_no_colors_against_its_wish(words: str, wish: dict[str, str]) -> None:
     terminal, end = pty.openpty()
     command = [sys.executable, "-m", "bsi", *words.split()]
     subprocess.run(command, stdin=end, stdout=end, stderr=end, env={**os.environ, **wish})

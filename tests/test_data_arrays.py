@@ -54,26 +54,26 @@ def test_our_headers_are_numpys(shape: list[int], dtype: str) -> None:
     assert np.lib.format.read_array_header_1_0(raw) == (tuple(shape), False, np.dtype(dtype))
 
 
-def test_continuous_data_keeps_its_units_and_its_standardisation_is_that_of_the_training_part(tmp_path: Path) -> None:
+def test_continuous_data_keeps_its_units_and_its_standardization_is_that_of_the_training_part(tmp_path: Path) -> None:
     data = rng.normal(170.0, 8.0, (3000, 2, 3))
     dataset = prepare(Arrays(saved(tmp_path / "heights.npy", data)).plan(), tmp_path / "out")
     assert (dataset.name, dataset.shape, dataset.bins, dataset.train.dtype) == ("heights", (2, 3), None, np.float32)
     assert len(dataset.train) + len(dataset.test) == 3000
     assert abs(len(dataset.test) - 300) < 4 * np.sqrt(3000 * 0.1 * 0.9)
     train = np.array(dataset.train, np.float64)
-    assert dataset.standardisation.mean == pytest.approx(train.mean(), rel=1e-12)
-    assert dataset.standardisation.std == pytest.approx(train.std(), rel=1e-12)
+    assert dataset.standardization.mean == pytest.approx(train.mean(), rel=1e-12)
+    assert dataset.standardization.std == pytest.approx(train.std(), rel=1e-12)
     rows = {row.tobytes() for row in data.astype(np.float32)}
     assert all(row.tobytes() in rows for row in (*dataset.train, *dataset.test))
 
 
-def test_standardisation_over_many_blocks_is_that_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standardization_over_many_blocks_is_that_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bsi.data.prepare.BLOCK_BYTES", 100)
     data = rng.normal(1000.0, 0.5, 997).astype(np.float32)
     dataset = prepare(Arrays(saved(tmp_path / "x.npy", data), test_fraction=0.0).plan(), tmp_path / "out")
     assert dataset.shape == ()
-    assert dataset.standardisation.mean == pytest.approx(data.astype(np.float64).mean(), rel=1e-13)
-    assert dataset.standardisation.std == pytest.approx(data.astype(np.float64).std(), rel=1e-9)
+    assert dataset.standardization.mean == pytest.approx(data.astype(np.float64).mean(), rel=1e-13)
+    assert dataset.standardization.std == pytest.approx(data.astype(np.float64).std(), rel=1e-9)
 
 
 def test_integers_are_bin_indices_and_floats_are_values(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_images_that_fit_are_stored_unchanged_in_sorted_order(photos: Path, tmp_
         for name, image in zip(mine, stored, strict=True):
             assert np.array_equal(image, noise(int(Path(name).stem), 8, 8).transpose(2, 0, 1))
     assert dataset.manifest.options["resampling"] == "lanczos"
-    assert dataset.manifest.options["crop"] == "largest centred square"
+    assert dataset.manifest.options["crop"] == "largest centerd square"
 
 
 def test_the_split_of_an_image_does_not_depend_on_the_others(photos: Path, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_the_split_of_an_image_does_not_depend_on_the_others(photos: Path, tmp_p
     assert abs(chosen - 1000) < 4 * np.sqrt(4000 * 0.25 * 0.75)
 
 
-def test_a_wide_image_is_cropped_to_its_centre_and_resampled(tmp_path: Path) -> None:
+def test_a_wide_image_is_cropped_to_its_center_and_resampled(tmp_path: Path) -> None:
     pixels = np.zeros((4, 12, 3), np.uint8)
     pixels[:, 4:8] = 200
     Image.fromarray(pixels).save(tmp_path / "wide.png")
@@ -71,14 +71,14 @@ def test_a_wide_image_is_cropped_to_its_centre_and_resampled(tmp_path: Path) -> 
         assert (read(tmp_path / name, name, 2, 1, "box") == 200).all()
 
 
-def test_grey_palette_and_opaque_images_become_colour_or_grey(tmp_path: Path) -> None:
-    grey = noise(0, 8, 8, 1)
-    Image.fromarray(grey).save(tmp_path / "grey.png")
-    Image.fromarray(np.dstack([grey] * 3 + [np.full_like(grey, 255)])).save(tmp_path / "opaque.png")
-    Image.fromarray(grey).convert("P").save(tmp_path / "palette.png")
-    for name in ("grey.png", "opaque.png", "palette.png"):
-        assert np.array_equal(read(tmp_path / name, name, 8, 3, "lanczos"), np.stack([grey] * 3))
-        assert np.array_equal(read(tmp_path / name, name, 8, 1, "lanczos"), grey[None])
+def test_gray_palette_and_opaque_images_become_color_or_gray(tmp_path: Path) -> None:
+    gray = noise(0, 8, 8, 1)
+    Image.fromarray(gray).save(tmp_path / "gray.png")
+    Image.fromarray(np.dstack([gray] * 3 + [np.full_like(gray, 255)])).save(tmp_path / "opaque.png")
+    Image.fromarray(gray).convert("P").save(tmp_path / "palette.png")
+    for name in ("gray.png", "opaque.png", "palette.png"):
+        assert np.array_equal(read(tmp_path / name, name, 8, 3, "lanczos"), np.stack([gray] * 3))
+        assert np.array_equal(read(tmp_path / name, name, 8, 1, "lanczos"), gray[None])
 
 
 def test_an_image_is_turned_as_its_camera_says(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_row_27_images_that_cannot_be_used_are_named_and_skipped_only_up_to_a_ca
 
 
 def test_sixteen_bits_are_found_even_where_the_decoder_hides_them(tmp_path: Path) -> None:
-    """A colour PNG of 16 bits per channel opens as an ordinary RGB image."""
+    """A color PNG of 16 bits per channel opens as an ordinary RGB image."""
     import struct
     import zlib
 
@@ -232,7 +232,7 @@ def test_what_is_in_no_class_or_in_one_alone_or_cannot_be_named_is_refused(photo
 def test_impossible_options_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
     for options, why in (
         ({"size": 0}, "side of the images"),
-        ({"channels": 2}, "3 .colour. or 1"),
+        ({"channels": 2}, "3 .color. or 1"),
         ({"test_fraction": 1.0}, "test_fraction"),
     ):
         with pytest.raises(UsageError, match=why):

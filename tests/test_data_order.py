@@ -56,7 +56,7 @@ def test_all_orders_of_a_small_set_are_equally_frequent(n: int) -> None:
     assert stats.chisquare(counts).pvalue > 1e-3
 
 
-def test_every_position_of_an_epoch_is_uniform_and_neighbours_are_unrelated() -> None:
+def test_every_position_of_an_epoch_is_uniform_and_neighbors_are_unrelated() -> None:
     n, epochs = 200, 1500
     orders = sample_ids(5, n, 0, n * epochs).reshape(epochs, n)
     for position in (0, 1, n // 2, n - 1):

@@ -25,19 +25,19 @@ def test_an_index_survives_the_round_trip(bins: BinRange, data: st.DataObject) -
 
 @settings(max_examples=100, deadline=None)
 @given(bins=ranges, fraction=st.floats(0, 1))
-def test_the_index_of_a_value_is_that_of_the_nearest_centre(bins: BinRange, fraction: float) -> None:
+def test_the_index_of_a_value_is_that_of_the_nearest_center(bins: BinRange, fraction: float) -> None:
     value = np.array([bins.low + fraction * (bins.high - bins.low)])
     distance = np.abs(bins.values(bins.indices(value)) - value)
     assert distance[0] <= bins.width * (0.5 + 1e-9) + 1e-12
 
 
 def test_8_bit_images_are_rounded_and_never_truncated() -> None:
-    grey = UINT8.values(np.arange(256))
+    gray = UINT8.values(np.arange(256))
     almost = 0.4 * UINT8.width
     for shift in (-almost, 0.0, almost):
-        assert np.array_equal(to_uint8(grey + shift), np.arange(256, dtype=np.uint8))
+        assert np.array_equal(to_uint8(gray + shift), np.arange(256, dtype=np.uint8))
     assert to_uint8(np.array([-7.0, 7.0])).tolist() == [0, 255]
-    assert (grey[0], grey[-1]) == (-1, 1)
+    assert (gray[0], gray[-1]) == (-1, 1)
 
 
 def test_the_storage_type_holds_every_index() -> None:

@@ -231,7 +231,7 @@ def test_row_22_the_version_names_the_content_and_its_meaning(whole: Dataset, tm
         whole.version,
         prepare(plan(blocks=changed), tmp_path / "changed").version,
         prepare(plan(bins=replace(UINT8, low=0.0)), tmp_path / "bins").version,
-        prepare(plan(label_dtype=None), tmp_path / "unlabelled").version,
+        prepare(plan(label_dtype=None), tmp_path / "unlabeled").version,
     }
     assert len(versions) == 4
 

@@ -1,4 +1,4 @@
-"""Section "Model Design": preconditioning from the encoder, the noise parametrisation, the precision encoding."""
+"""Section "Model Design": preconditioning from the encoder, the noise parametrization, the precision encoding."""
 
 import math
 
@@ -48,7 +48,7 @@ def test_network_input_and_target_have_unit_variance(method, sigma_data):
 
 @pytest.mark.parametrize("sigma_data", [1.0, 0.5])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_c_skip_minimises_c_out(method, sigma_data):
+def test_c_skip_minimizes_c_out(method, sigma_data):
     """c_out^2 = Var[x - c_skip psi] as a function of c_skip is a parabola: its vertex is ours, and so is its value."""
     encoder = method.encoder(inner_levels(method))
     coefficients = edm(encoder, sigma_data)
@@ -74,7 +74,7 @@ def test_bsi_coefficients_are_the_kappa_formulas(lambda_0):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_epsilon_parametrisation_solves_for_the_sample(method):
+def test_epsilon_parametrization_solves_for_the_sample(method):
     generator = torch.Generator().manual_seed(0)
     level = inner_levels(method)
     x, eps = torch.randn(2, len(level), generator=generator, dtype=torch.float64)
@@ -108,47 +108,47 @@ def test_network_is_given_the_scaled_latent_and_t(method):
     torch.testing.assert_close(seen, edm(method.encoder(level)).c_in[:, None, None] * latent)
 
 
-@pytest.mark.parametrize("parametrisation", ["edm", "epsilon"])
+@pytest.mark.parametrize("parametrization", ["edm", "epsilon"])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_prediction_is_skip_plus_out_times_the_network(method, parametrisation):
+def test_prediction_is_skip_plus_out_times_the_network(method, parametrization):
     level = inner_levels(method, 8)
     latent = torch.randn(len(level), 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    make = {"edm": edm, "epsilon": epsilon}[parametrisation]
+    make = {"edm": edm, "epsilon": epsilon}[parametrization]
     coefficients = make(method.encoder(level), 1.0)
     expected = coefficients.c_skip[:, None] * latent + coefficients.c_out[:, None] * 0.7
-    torch.testing.assert_close(Denoiser(Constant(0.7), method, parametrisation)(latent, level), expected)
+    torch.testing.assert_close(Denoiser(Constant(0.7), method, parametrization)(latent, level), expected)
 
 
-@pytest.mark.parametrize("parametrisation", ["edm", "epsilon"])
-def test_bfns_first_prediction_is_finite_in_value_and_gradient(parametrisation):
-    """Where signal = noise = 0; by default, with the noise parametrisation, the prediction is exactly 0."""
+@pytest.mark.parametrize("parametrization", ["edm", "epsilon"])
+def test_bfns_first_prediction_is_finite_in_value_and_gradient(parametrization):
+    """Where signal = noise = 0; by default, with the noise parametrization, the prediction is exactly 0."""
     network = Constant(0.3)
-    denoiser = Denoiser(network, BFN(), parametrisation)
+    denoiser = Denoiser(network, BFN(), parametrization)
     latent = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
     level = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True)
     x_hat = denoiser(latent, level)
     gradients = torch.autograd.grad(x_hat.sum(), [latent, network.value, level], allow_unused=True)
     assert torch.isfinite(x_hat).all()
     assert all(torch.isfinite(g).all() for g in gradients[:2])
-    if parametrisation == "epsilon":
+    if parametrization == "epsilon":
         assert (x_hat == 0).all()
     else:
         assert x_hat.tolist() == [[0.3] * 3] * 2  # sigma_data times what the network makes of nothing
-    assert BFN().parametrisation == "epsilon"
+    assert BFN().parametrization == "epsilon"
 
 
-@pytest.mark.parametrize("parametrisation", ["edm", "epsilon"])
+@pytest.mark.parametrize("parametrization", ["edm", "epsilon"])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_float32_predictions_follow_float64_ones_also_next_to_the_start(method, parametrisation):
+def test_float32_predictions_follow_float64_ones_also_next_to_the_start(method, parametrization):
     """Coefficients are computed in float64: only the latent's own rounding is left, amplified by c_skip and c_out."""
     t = torch.tensor([0.0, 1e-12, 1e-9, 1e-6, 1e-3, 0.1, 0.5, 0.9, 1.0], dtype=torch.float64)
     level = method.levels.icdf(t)
     generator = torch.Generator().manual_seed(4)
     x, eps = torch.randn(2, len(t), 16, generator=generator, dtype=torch.float64)
     latent = method.encoder(level).encode(x, eps).float()
-    exact = Denoiser(Constant(0.5), method, parametrisation)(latent.double(), level)
-    ours = Denoiser(Constant(0.5), method, parametrisation)(latent, level)
-    make = {"edm": edm, "epsilon": epsilon}[parametrisation]
+    exact = Denoiser(Constant(0.5), method, parametrization)(latent.double(), level)
+    ours = Denoiser(Constant(0.5), method, parametrization)(latent, level)
+    make = {"edm": edm, "epsilon": epsilon}[parametrization]
     coefficients = make(method.encoder(level), 1.0)
     size = coefficients.c_skip[:, None].abs() * latent.abs() + 0.5 * coefficients.c_out[:, None].abs()
     assert ours.dtype == torch.float32
@@ -165,7 +165,7 @@ def test_a_bf16_network_is_finite_and_exact_outside_itself_at_extreme_levels(met
     rounded = Denoiser(Constant(network.value.double().item()), method)(latent.double(), level)
     assert ours.dtype == torch.float32
     assert torch.isfinite(ours).all()
-    coefficients = (edm if method.parametrisation == "edm" else epsilon)(method.encoder(level), 1.0)
+    coefficients = (edm if method.parametrization == "edm" else epsilon)(method.encoder(level), 1.0)
     size = coefficients.c_skip[:, None].abs() * latent.abs() + 0.3 * coefficients.c_out[:, None].abs()
     assert ((ours - rounded).abs() <= 4e-7 * size).all()
     (gradient,) = torch.autograd.grad(ours.sum(), network.value)

@@ -20,7 +20,7 @@ from bsi.denoiser import Denoiser
 from bsi.elbo import Elbo, between_samples, elbo, finite_measurement_loss, measurement_loss, reconstruction_loss
 from bsi.grids import paper_grid
 from bsi.levels import ExpectedError, Fitted, LogUniform, Uniform, low_discrepancy
-from bsi.likelihood import Bins, categorical_normal, discretised_normal, normal
+from bsi.likelihood import Bins, categorical_normal, discretized_normal, normal
 from bsi.methods import BFN, BSI, VDM, Method, Predictor
 from bsi.oracle import Mixture
 from bsi.solvers import posterior
@@ -281,7 +281,7 @@ def test_estimates_agree_whatever_the_proposal(method):
 
 
 def test_expected_error_of_the_identity_has_the_papers_closed_form():
-    """Equation "expected-h" through the estimator: f(mu, lambda) = mu, standardised data that is not Gaussian."""
+    """Equation "expected-h" through the estimator: f(mu, lambda) = mu, standardized data that is not Gaussian."""
     method, n, count = BSI(), 3, 40_000
     x = torch.where(uniform(8, count, n) < 0.5, -1.0, 1.0).double()  # mean 0, variance 1
     for level in (method.lambda_0, 0.03, 1.0, 300.0):
@@ -342,13 +342,13 @@ def test_reconstruction_decodes_the_sharpest_latent(method, bins):
     if bins is None:
         expected = normal(x, x_hat, method.density_precision)
     else:
-        decoder = categorical_normal if method.decoder == "softmax" else discretised_normal
+        decoder = categorical_normal if method.decoder == "softmax" else discretized_normal
         expected = decoder(bins, index, x_hat, method.recon_precision)
     torch.testing.assert_close(loss, -expected, rtol=1e-9, atol=1e-12)
 
 
 def test_reconstruction_is_negligible_when_the_last_belief_fits_a_bin():
-    """Section "Hyperparameters": alpha_M = 1e6 identifies an 8-bit colour."""
+    """Section "Hyperparameters": alpha_M = 1e6 identifies an 8-bit color."""
     bins = Bins.uint8()
     x = bins.values(torch.randint(256, (500, 8), generator=torch.Generator().manual_seed(0)), torch.float64)
     for method in (BSI(), BFN()):

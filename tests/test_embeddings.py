@@ -55,14 +55,14 @@ def test_fourier_features_hold_a_value_even_after_rounding_to_bfloat16() -> None
     assert not ((u + 2e-5).bfloat16() != u.bfloat16()).all()  # u alone would not do
 
 
-def test_neighbouring_precisions_are_distinguishable_everywhere() -> None:
+def test_neighboring_precisions_are_distinguishable_everywhere() -> None:
     t = torch.arange(1025) * STEP
     e = PrecisionEmbedding()(t)
     assert e.shape == (1025, 32)
     distance = (e[1:] - e[:-1]).norm(dim=1)
     torch.testing.assert_close(distance, torch.full_like(distance, distance.mean().item()), rtol=1e-3, atol=0)
     assert distance.min() > 0.09  # for vectors of norm 4
-    # and no two precisions of the whole range are ever nearer than neighbours
+    # and no two precisions of the whole range are ever nearer than neighbors
     assert torch.cdist(e, e)[~torch.eye(1025, dtype=torch.bool)].min() > 0.09
     assert (e.bfloat16()[1:] != e.bfloat16()[:-1]).any(dim=1).all()
 
@@ -71,7 +71,7 @@ def test_similarity_falls_smoothly_with_distance() -> None:
     s = similarity(torch.arange(1025) * STEP)
     highest_later = s.flip(0).cummax(0).values.flip(0)
     assert (highest_later - s).max() < 0.01, "similarity rises again with the distance"
-    assert -s.diff().min() < 0.005, "similarity jumps between neighbours"
+    assert -s.diff().min() < 0.005, "similarity jumps between neighbors"
     assert s[1] > 0.999
     assert s[-1] < 0.3
 

@@ -28,7 +28,7 @@ from bsi.levels import Fitted
 from bsi.likelihood import Bins
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.oracle import Mixture
-from bsi.training.distributed import Place, World, join
+from bsi.runtime.distributed import Place, World, join
 from repetitions import repeat
 
 ALONE = World(Place(), torch.device("cpu"))
@@ -219,7 +219,7 @@ def test_a_model_is_evaluated_on_stored_samples_and_their_cost_is_counted():
 def test_continuous_data_is_evaluated_in_its_own_units():
     network, x = model().denoiser.backbone, torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(2))
     plain = bsi.Model(network, bsi.BSI(), (1, 4, 4)).eval()
-    wide = bsi.Model(network, bsi.BSI(), (1, 4, 4), standardise=bsi.Standardise(1.0, 10.0)).eval()
+    wide = bsi.Model(network, bsi.BSI(), (1, 4, 4), standardize=bsi.Standardize(1.0, 10.0)).eval()
     bounds = [
         evaluate(Subject.of(m, as_source(data)), Procedure(), ALONE).elbo
         for m, data in ((plain, x), (wide, 1 + 10 * x))

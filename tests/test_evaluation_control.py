@@ -28,7 +28,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def images(count: int = 40, seed: int = 0) -> torch.Tensor:
-    """Values on the bins of BINS, neighbours alike."""
+    """Values on the bins of BINS, neighbors alike."""
     x = torch.randn(count, 2, 3, 4, generator=generator(seed), dtype=torch.float64).cumsum(-1) / 3
     return BINS.values(BINS.indices(x), torch.float64)
 
@@ -125,9 +125,9 @@ def test_pixelwise_is_the_posterior_mean_of_each_value_alone(method):
     x = images(400)
     levels = torch.exp(knots(method.levels, 9))
     pixelwise = Valuewise.fit(Wiener.fit(method, levels, x), x, BINS, contexts=1)
-    centres = BINS.values(torch.arange(5), torch.float64)[:, None]
+    centers = BINS.values(torch.arange(5), torch.float64)[:, None]
     weights = torch.bincount(BINS.indices(x).flatten().long(), minlength=5).double()
-    predict = Mixture.isotropic(centres, 0.0, weights).predictor(method)
+    predict = Mixture.isotropic(centers, 0.0, weights).predictor(method)
     # in the middle of a cell the table is exact
     eps = torch.full((400, 2, 3, 4), 0.125 * 3 + 0.0625, dtype=torch.float64)
     for k in range(8):
@@ -186,7 +186,7 @@ def test_in_context_is_the_posterior_mean_under_the_context_s_histogram(method):
     assert len(context.unique()) > 5
     index = BINS.indices(x).flatten().long()
     overall = torch.bincount(index, minlength=5).double() / len(index)
-    centres = BINS.values(torch.arange(5), torch.float64)[:, None]
+    centers = BINS.values(torch.arange(5), torch.float64)[:, None]
     # in the middle of a cell the table is exact
     eps = torch.full((400, 2, 3, 4), 0.125 * 3 + 0.0625, dtype=torch.float64)
     for k in (0, 3, 5, 7):
@@ -194,7 +194,7 @@ def test_in_context_is_the_posterior_mean_under_the_context_s_histogram(method):
         for c in context.unique():
             here = context == c
             weights = torch.bincount(index[here], minlength=5) + overall
-            predict = Mixture.isotropic(centres, 0.0, weights).predictor(method)
+            predict = Mixture.isotropic(centers, 0.0, weights).predictor(method)
             values, noise = x.flatten()[here][:, None], eps.flatten()[here][:, None]
             expected[here] = integrand(method, predict, values, noise, levels[k])
         found = in_context.expected(x)[:, k] + in_context.deviations(x, eps, torch.full((400,), k))[:, 0]
@@ -297,8 +297,8 @@ def test_a_small_pilot_learns_a_reference_that_is_right():
 
     def model(seen):
         left = Between.of(basis.knots, seen.u).left
-        centre = basis.centre[torch.stack([left, left + 1], 1), 1]
-        return along(basis, seen.u, centre + seen.steady[..., 5] + seen.noisy[..., 1])
+        center = basis.center[torch.stack([left, left + 1], 1), 1]
+        return along(basis, seen.u, center + seen.steady[..., 5] + seen.noisy[..., 1])
 
     few, fresh = (observations(basis, x, seed, pairs, model) for seed, pairs in ((0, 128), (10, 2000)))
     left_over = fresh.g - fit_control(basis, few).predict(fresh)

@@ -141,7 +141,7 @@ def test_a_pilot_covers_samples_and_levels():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 31, 127])
 def test_a_pilot_of_few_samples_leaves_no_knot_unseen(count):
-    """Each knot is told of by what lies between its neighbours, and the regression asks for the average there."""
+    """Each knot is told of by what lies between its neighbors, and the regression asks for the average there."""
 
     def knots_seen(seed: int) -> int:
         pilot = Pilot(count, FEWEST // 2, seed)

@@ -20,8 +20,8 @@ from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.quality import check_images, drawn_images, measure_quality, quality_record
 from bsi.evaluation.runs import bound_record, open_run, open_split, subject_of, weights_hash
 from bsi.metrics import QualityWarning
-from bsi.training.distributed import Place, World
-from bsi.training.recipe import Every
+from bsi.recipe import Every
+from bsi.runtime.distributed import Place, World
 
 ALONE = World(Place(), torch.device("cpu"))
 
@@ -181,7 +181,7 @@ def test_other_data_than_the_run_s_own_must_be_named(runs):
 
 
 def test_an_exported_file_is_evaluated_like_its_run(runs, capsys, tmp_path):
-    from bsi.training.export import export
+    from bsi.runtime.export import export
 
     file = export(runs[0], tmp_path / "a.safetensors")
     record = answer(capsys, file, "--bpd", "--limit", 8)
@@ -258,11 +258,11 @@ def test_the_record_counts_the_evaluations_of_guidance_too(guidance, tmp_path, m
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     run = open_run(Path("digits"), ALONE)
     network = build("mlp-16x1", shape=(1, 8, 8), num_classes=10)
-    labelled = bsi.Model(network, run.model.method, shape=(1, 8, 8), bins=run.model.bins).eval()
+    labeled = bsi.Model(network, run.model.method, shape=(1, 8, 8), bins=run.model.bins).eval()
     seen: list[int] = []
     network.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     how = Drawing(steps=3, guidance=guidance, classes=10)
-    found = measure_quality(labelled, open_split(run, "test"), how, 20, Averages(), ALONE, batch=8)
+    found = measure_quality(labeled, open_split(run, "test"), how, 20, Averages(), ALONE, batch=8)
     assert found is not None
     assert found.generation is not None
     assert sum(seen) == 20 * found.generation.evaluations
@@ -273,7 +273,7 @@ def test_several_guidances_are_measured_one_after_the_other(tmp_path, monkeypatc
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     monkeypatch.setattr("bsi.metrics.Inception", lambda weights, device: Averages())
     run = tmp_path / "run"
-    short = "--data.labels --steps 2 --batch 8 --virtual-shards 1 --optimiser.warmup 1 --every.evaluate 0"
+    short = "--data.labels --steps 2 --batch 8 --virtual-shards 1 --optimizer.warmup 1 --every.evaluate 0"
     assert main(["train", "digits", *short.split(), "--every.sample", "0", "--out", str(run)]) == 0
     capsys.readouterr()
     asked = ["eval", str(run), "--fid", "--labels", "--num", "30", "--steps", "2"]

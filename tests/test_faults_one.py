@@ -18,8 +18,8 @@ import torch
 
 from bsi.errors import CorruptCheckpoint, UsageError
 from bsi.recipes import digits
-from bsi.training import checkpoint
-from bsi.training.export import load
+from bsi.runtime import checkpoint
+from bsi.runtime.export import load
 from bsi.training.lease import LEASE_S, LOCK, hold
 from faults.runs import Ended, Entry, fault, fingerprint, latest, metrics, sequence, status
 
@@ -92,7 +92,7 @@ def chains(base: Path) -> Chains:
         ],
         "changed": [
             out("changed", fault("step", "signal SIGTERM self", 5)),
-            out("changed", words="--optimiser.lr 1e-3 --seed 1"),
+            out("changed", words="--optimizer.lr 1e-3 --seed 1"),
             out("changed", words="--backbone.width 32"),
             out("changed", words="--steps 48"),
             out("changed", words="--steps 3"),
@@ -101,9 +101,9 @@ def chains(base: Path) -> Chains:
             out("changed"),
         ],
         "constant": [
-            out("constant", words="--optimiser.schedule constant --steps 6"),
-            out("constant", words="--optimiser.schedule constant --steps 8"),
-            out("constant-whole", words="--optimiser.schedule constant --steps 8"),
+            out("constant", words="--optimizer.schedule constant --steps 6"),
+            out("constant", words="--optimizer.schedule constant --steps 8"),
+            out("constant-whole", words="--optimizer.schedule constant --steps 8"),
         ],
         "uneven": [out("uneven", words="--batch 20")],
         "nowhere": [Entry(Path("/proc/bsi-run"))],
@@ -244,16 +244,16 @@ def test_changed_settings_are_listed_and_refused_unless_safe(base: Path, chains:
     """Row 20."""
     assert codes(chains["changed"]) == [75, 2, 2, 2, 2, 2, 0, 0]
     _, rate, network, longer, shorter, typo, safe, finished = (ended.stderr for ended in chains["changed"])
-    assert f"optimiser.lr: {digits().optimiser.lr} -> 0.001" in rate
+    assert f"optimizer.lr: {digits().optimizer.lr} -> 0.001" in rate
     assert "seed: 0 -> 1" in rate
-    assert "--allow optimiser.lr" in rate
+    assert "--allow optimizer.lr" in rate
     assert len(rate.strip().splitlines()) <= 10
     assert "backbone.width: 16 -> 32" in network
     assert "--init-from" in network
     assert "cosine" in longer
     assert "cannot end before" not in longer
     assert "steps: 24 -> 3" in shorter
-    assert "optimiser.lr" in typo
+    assert "optimizer.lr" in typo
     assert "changed since the run began: keep.last: 2 -> 5" in safe
     assert "is finished: 24 steps" in finished
 
@@ -285,7 +285,7 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(chains: Chains) -> Non
     assert "Traceback" not in chains["nowhere"][0].stderr
 
 
-FILES = ("model.safetensors", "ema.safetensors", "optimiser.safetensors", "state.json", "manifest.json")
+FILES = ("model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
 
 def flip(path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_damaged_run_a_foreign_lock_and_malicious_files_meet_real_processes(ba
     runs = {name: base / f"again-{name}" for name in ("damaged", "ruined", "held", "expired", "older", "malicious")}
     for run in runs.values():
         shutil.copytree(base / "whole", run)
-    flip(runs["damaged"] / "checkpoints" / "step-00000024" / "optimiser.safetensors")
+    flip(runs["damaged"] / "checkpoints" / "step-00000024" / "optimizer.safetensors")
     for folder in (runs["ruined"] / "checkpoints").glob("step-*"):
         truncate(folder / "model.safetensors")
 
@@ -385,7 +385,7 @@ def test_a_damaged_run_a_foreign_lock_and_malicious_files_meet_real_processes(ba
 
     assert damaged.codes == [0]
     assert "DAMAGED CHECKPOINT" in damaged.stderr
-    assert "optimiser.safetensors" in damaged.stderr
+    assert "optimizer.safetensors" in damaged.stderr
     assert "going on from" in damaged.stderr
     assert "step-00000016" in damaged.stderr
     assert fingerprint(runs["damaged"]) == fingerprint(base / "whole")

@@ -228,20 +228,20 @@ def test_signals_to_the_launcher_or_to_one_rank_save_one_step_on_all_and_leave_n
     base: Path, chains: Chains
 ) -> None:
     """Rows 4, 5 and 6: SIGTERM to torchrun, SIGTERM to a rank, SIGUSR1 to torchrun; then to the end."""
-    run = base / "signalled"
+    run = base / "signaled"
     signals = [
         fault("step", "signal SIGTERM parent", 5),
         fault("step", "signal SIGTERM self", 10, rank=1),
         fault("step", "signal SIGUSR1 parent", 15),
     ]
     for i, one in enumerate(signals):
-        ended = torchrun(Entry(run, faults=[one], ranks=2), base / f"signalled-{i}")
+        ended = torchrun(Entry(run, faults=[one], ranks=2), base / f"signaled-{i}")
         assert ended.codes != [0]
         assert not still_training(run)
         assert status(run)["state"] == "preempted"
         assert status(run)["step"] == one["step"] + 1
         assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{one['step'] + 1:08d}"
-    ended = torchrun(Entry(run, ranks=2), base / "signalled-end")
+    ended = torchrun(Entry(run, ranks=2), base / "signaled-end")
     assert ended.codes == [0], ended.stderr
     assert status(run)["state"] == "finished"
     assert fingerprint(run) == fingerprint(base / "two")

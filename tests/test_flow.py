@@ -123,7 +123,7 @@ def test_the_flow_leads_back_to_what_it_came_from(method):
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_data_in_bins_has_the_probability_it_has(method):
-    """Data on three grey values: P(x) is its weight, less the part of the last level's noise that leaves the bin."""
+    """Data on three gray values: P(x) is its weight, less the part of the last level's noise that leaves the bin."""
     bins = Bins.uint8()
     index = torch.tensor([[20, 30], [200, 90], [130, 250]])
     data = Mixture.isotropic(bins.values(index, torch.float64), 0.0, at(0.2, 0.5, 0.3))

@@ -21,11 +21,11 @@ from bsi.denoiser import Denoiser
 from bsi.errors import DataError, UsageError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.evaluation.quality import drawn_images
-from bsi.training.dataset import DataSpec
-from bsi.training.distributed import Place, World
-from bsi.training.export import export
+from bsi.recipe import Data, Every, Objective, Optimizer, Recipe
+from bsi.runtime.dataset import DataSpec
+from bsi.runtime.distributed import Place, World
+from bsi.runtime.export import export
 from bsi.training.method_specs import BSISpec
-from bsi.training.recipe import Data, Every, Objective, Optimiser, Recipe
 from bsi.training.stream import Stream
 from test_replay import compiles
 
@@ -44,10 +44,10 @@ def _recipe(**changes: object) -> Recipe:
         name="blobs",
         method=BSISpec(alpha_M=1e3),
         backbone=MLPConfig(width=64, depth=2),
-        data=Data("blobs", labels=True, unlabelled=0.25),
+        data=Data("blobs", labels=True, unlabeled=0.25),
         steps=400,
         batch=64,
-        optimiser=Optimiser(lr=3e-3, warmup=20, schedule="cosine"),
+        optimizer=Optimizer(lr=3e-3, warmup=20, schedule="cosine"),
         virtual_shards=4,
         objective=Objective(),
         every=Every(journal=100, evaluate=0, sample=400, checkpoint=200),
@@ -102,7 +102,7 @@ def test_a_network_with_labels_is_looked_at_on_the_way_on_a_gpu_too(tmp_path: Pa
 
 
 def test_labels_belong_to_what_a_resumed_run_compares(tmp_path: Path) -> None:
-    out, short = tmp_path / "run", _recipe(steps=2, optimiser=Optimiser(lr=3e-3), every=Every(journal=1, checkpoint=1))
+    out, short = tmp_path / "run", _recipe(steps=2, optimizer=Optimizer(lr=3e-3), every=Every(journal=1, checkpoint=1))
     bsi.train(short, data=_points(), labels=LABELS, out=out)
     with pytest.raises(UsageError, match=r"data\.version"):
         bsi.train(replace(short, steps=4), data=_points(), labels=(LABELS + 1) % 3, out=out)
@@ -118,15 +118,15 @@ def test_labels_that_are_not_there_or_not_whole_are_refused_before_anything_is_b
         bsi.train(_recipe(), data=_points(), labels=LABELS - 1, out=tmp_path / "c")
     with pytest.raises(DataError, match="whole numbers from 0 on"):
         bsi.train(_recipe(), data=_points(), labels=LABELS.double(), out=tmp_path / "d")
-    with pytest.raises(UsageError, match=r"data\.unlabelled"):
-        Data("blobs", labels=True, unlabelled=0.0)
+    with pytest.raises(UsageError, match=r"data\.unlabeled"):
+        Data("blobs", labels=True, unlabeled=0.0)
 
 
 def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    options = ["--data.labels", "--steps", "2", "--batch", "8", "--virtual-shards", "1", "--optimiser.warmup", "1"]
+    options = ["--data.labels", "--steps", "2", "--batch", "8", "--virtual-shards", "1", "--optimizer.warmup", "1"]
     looked = ["--every.evaluate", "0", "--every.sample", "2", "--samples.count", "20", "--samples.steps", "2"]
     assert main(["train", "digits", *options, *looked, "--out", str(run)]) == 0
     assert bsi.load(run).classes == 10
@@ -161,7 +161,7 @@ def test_names_of_classes_go_from_a_folder_into_run_export_and_samples(
         Image.new("L", (4, 4), 90 if name.startswith("cat") else 200).save(tmp_path / "pets" / name)
     shape = ["--size", "4", "--channels", "1"]
     assert main(["data", "folder", "--from", str(tmp_path / "pets"), "--labels", *shape]) == 0
-    recipe = _recipe(data=Data("pets", labels=True), steps=2, optimiser=Optimiser(lr=1e-3), every=Every(evaluate=0))
+    recipe = _recipe(data=Data("pets", labels=True), steps=2, optimizer=Optimizer(lr=1e-3), every=Every(evaluate=0))
     run = bsi.train(recipe, out=tmp_path / "run")
     for model in (bsi.load(run), bsi.load(export(run))):
         assert (model.classes, model.class_names) == (3, ("cat", "dog", "owl"))
@@ -199,8 +199,8 @@ def test_a_distance_asks_for_one_class_after_the_other_whatever_the_batch() -> N
     free = model.sample(6, steps=4)
     expected = {0: free, 3: asked}
     for classes, pictures in drawn.items():
-        grey = expected[classes].double() * (255 / 16)
-        assert float((pictures[:, :1].double() - grey).abs().max()) <= 1
+        gray = expected[classes].double() * (255 / 16)
+        assert float((pictures[:, :1].double() - gray).abs().max()) <= 1
     assert not torch.equal(asked, free)
 
 

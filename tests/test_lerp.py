@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bsi.training import lerp
-from bsi.training.lerp import lerp_
+from bsi.runtime import lerp
+from bsi.runtime.lerp import lerp_
 
 
 @pytest.mark.parametrize("large", [1, 4, 2**20])  # all of them one by one, some, none

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bsi
-from bsi.likelihood import Bins, Standardise, bits_per_dim, categorical_normal, discretised_normal, normal
+from bsi.likelihood import Bins, Standardize, bits_per_dim, categorical_normal, discretized_normal, normal
 
 GREY, BYTE, AUDIO = Bins(-1.0, 1.0, 17), Bins.uint8(), Bins.int16()
 SKEWED = Bins(0.3, 7.9, 11)
@@ -19,8 +19,8 @@ def log_mass(bins: Bins, index: int, x_hat: float, precision: float) -> mpmath.m
     """ln N'(x | x_hat, precision) of the bin `index`, by mpmath with as many digits as the tail needs."""
     with mpmath.workdps(60):
         width = (mpmath.mpf(bins.high) - mpmath.mpf(bins.low)) / (bins.count - 1)
-        centre, scale = mpmath.mpf(bins.low) + index * width - mpmath.mpf(x_hat), mpmath.sqrt(mpmath.mpf(precision))
-        left, right = (centre - width / 2) * scale, (centre + width / 2) * scale
+        center, scale = mpmath.mpf(bins.low) + index * width - mpmath.mpf(x_hat), mpmath.sqrt(mpmath.mpf(precision))
+        left, right = (center - width / 2) * scale, (center + width / 2) * scale
     with mpmath.workdps(40 + int(0.22 * max(abs(left), abs(right)) ** 2)):  # e^-(z^2 / 2) has 0.217 z^2 zeros
         upper = mpmath.mpf(1) if index == bins.count - 1 else mpmath.erfc(-right / mpmath.sqrt(2)) / 2
         lower = mpmath.mpf(0) if index == 0 else mpmath.erfc(-left / mpmath.sqrt(2)) / 2
@@ -29,7 +29,7 @@ def log_mass(bins: Bins, index: int, x_hat: float, precision: float) -> mpmath.m
 
 @pytest.mark.parametrize("bins", [GREY, BYTE, AUDIO, SKEWED], ids=repr)
 @pytest.mark.parametrize("sharpness", [1e-6, 1e-3, 0.05, 0.5, 1.0, 3.0, 30.0])
-def test_discretised_normal_agrees_with_mpmath_far_into_the_tails(bins, sharpness):
+def test_discretized_normal_agrees_with_mpmath_far_into_the_tails(bins, sharpness):
     """`sharpness` is a bin's width in standard deviations: narrow bins to bins that hold everything."""
     precision = (sharpness / bins.width) ** 2
     deviation = 1 / math.sqrt(precision)
@@ -40,24 +40,24 @@ def test_discretised_normal_agrees_with_mpmath_far_into_the_tails(bins, sharpnes
     ]
     index = torch.tensor([i for i, _ in cases])[:, None]
     x_hat = torch.tensor([prediction for _, prediction in cases], dtype=torch.float64)[:, None]
-    ours = discretised_normal(bins, index, x_hat, precision)
+    ours = discretized_normal(bins, index, x_hat, precision)
     for value, (i, prediction) in zip(ours.tolist(), cases, strict=True):
         # A rounding of the bin's edge, relative to a deviation, is the error nobody can avoid.
         slack = 4e-16 * (abs(bins.low) + abs(bins.high)) / deviation * 45
         assert value == pytest.approx(float(log_mass(bins, i, prediction, precision)), rel=1e-10, abs=slack)
 
 
-def test_discretised_normal_is_right_a_thousand_deviations_away():
+def test_discretized_normal_is_right_a_thousand_deviations_away():
     """Where probabilities underflow a thousand times over; the reference is Mills' ratio as a continued fraction."""
     precision = 2e6
     for index, x_hat in ((100, 0.9), (3, 1.0), (252, -1.0)):
-        ours = discretised_normal(
+        ours = discretized_normal(
             BYTE, torch.tensor([[index]]), torch.tensor([[x_hat]], dtype=torch.float64), precision
         )
         with mpmath.workdps(60):
             width = mpmath.mpf(2) / 255
-            centre = -1 + index * width
-            near = (abs(centre - mpmath.mpf(x_hat)) - width / 2) * mpmath.sqrt(precision)
+            center = -1 + index * width
+            near = (abs(center - mpmath.mpf(x_hat)) - width / 2) * mpmath.sqrt(precision)
             log_tail = lambda z: mpmath.log(mpmath.erfc(z / mpmath.sqrt(2)) / 2)  # noqa: E731
             far = near + width * mpmath.sqrt(precision)
             reference = log_tail(near) + mpmath.log1p(-mpmath.exp(log_tail(far) - log_tail(near)))
@@ -65,7 +65,7 @@ def test_discretised_normal_is_right_a_thousand_deviations_away():
         assert ours.item() < -50_000
 
 
-@pytest.mark.parametrize("decoder", [discretised_normal, categorical_normal])
+@pytest.mark.parametrize("decoder", [discretized_normal, categorical_normal])
 @pytest.mark.parametrize(("bins", "precision"), [(GREY, 2.0), (GREY, 1e3), (BYTE, 1e4), (BYTE, 2e6), (AUDIO, 1e8)])
 @pytest.mark.parametrize("x_hat", [-3.0, 0.1234, 1.0])
 def test_probabilities_of_all_bins_sum_to_one(decoder, bins, precision, x_hat):
@@ -92,7 +92,7 @@ def test_bins_follow_the_papers_edge_rules(count):
         if 0 <= x <= count - 1:
             left, right = (torch.tensor([[edge]], dtype=torch.float64) for edge in bounds(x))
             index = bins.indices(torch.tensor([[x]], dtype=torch.float64))
-            ours = discretised_normal(bins, index, x_hat, precision)
+            ours = discretized_normal(bins, index, x_hat, precision)
             expected = (cdf(right) - cdf(left)).item()
             assert torch.exp(ours).item() == pytest.approx(expected, rel=1e-9), (x, bounds(x))
 
@@ -104,18 +104,18 @@ def test_bins_and_values_undo_each_other(bins):
         values = bins.values(index, dtype)
         assert values.dtype == dtype
         assert torch.equal(bins.indices(values).long(), index)
-    centres = bins.values(index, torch.float64)
-    assert (centres[0].item(), centres[-1].item()) == pytest.approx((bins.low, bins.high))
-    assert torch.equal(bins.indices(centres + 0.49 * bins.width).long(), index)  # rounding, never truncating
-    assert torch.equal(bins.indices(centres - 0.49 * bins.width).long(), index)
+    centers = bins.values(index, torch.float64)
+    assert (centers[0].item(), centers[-1].item()) == pytest.approx((bins.low, bins.high))
+    assert torch.equal(bins.indices(centers + 0.49 * bins.width).long(), index)  # rounding, never truncating
+    assert torch.equal(bins.indices(centers - 0.49 * bins.width).long(), index)
 
 
 @pytest.mark.parametrize("x_hat", [-1.2, -0.3337, 0.5, 1.0])
 @pytest.mark.parametrize("precision", [5.0, 3e3, math.exp(13.3)])
-def test_vdms_decoder_is_a_softmax_over_all_centres(precision, x_hat):
+def test_vdms_decoder_is_a_softmax_over_all_centers(precision, x_hat):
     with mpmath.workdps(40):
-        centres = [-1 + mpmath.mpf(2 * i) / 255 for i in range(256)]
-        logits = [-mpmath.mpf(precision) / 2 * (centre - mpmath.mpf(x_hat)) ** 2 for centre in centres]
+        centers = [-1 + mpmath.mpf(2 * i) / 255 for i in range(256)]
+        logits = [-mpmath.mpf(precision) / 2 * (center - mpmath.mpf(x_hat)) ** 2 for center in centers]
         peak = max(logits)
         total = peak + mpmath.log(mpmath.fsum(mpmath.exp(logit - peak) for logit in logits))
     index = torch.arange(256)[:, None]
@@ -137,7 +137,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("decoder", [discretised_normal, categorical_normal])
+@pytest.mark.parametrize("decoder", [discretized_normal, categorical_normal])
 @pytest.mark.parametrize("count", [17, 256, 65536])
 def test_memory_does_not_grow_with_the_number_of_bins(decoder, count):
     index = torch.zeros(5, 3, dtype=torch.int64)
@@ -146,7 +146,7 @@ def test_memory_does_not_grow_with_the_number_of_bins(decoder, count):
     assert largest.elements == 15
 
 
-@pytest.mark.parametrize("decoder", [discretised_normal, categorical_normal])
+@pytest.mark.parametrize("decoder", [discretized_normal, categorical_normal])
 @pytest.mark.parametrize("x_hat", [-1e4, -30.0, -1.0, 0.0, 1.0, 30.0, 1e4])
 @pytest.mark.parametrize("precision", [1e-6, 1.0, 2e6, 1e10])
 def test_likelihood_and_gradient_are_finite_at_any_prediction(decoder, x_hat, precision):
@@ -163,8 +163,8 @@ def test_likelihood_and_gradient_are_finite_at_any_prediction(decoder, x_hat, pr
 def test_a_low_precision_prediction_is_decoded_in_float64():
     x_hat = torch.tensor([[0.1, -0.7, 1.0]], dtype=torch.bfloat16)
     index = torch.tensor([[5, 200, 255]])
-    exact = discretised_normal(BYTE, index, x_hat.double(), 2e6)
-    assert discretised_normal(BYTE, index, x_hat, 2e6).item() == exact.item()
+    exact = discretized_normal(BYTE, index, x_hat.double(), 2e6)
+    assert discretized_normal(BYTE, index, x_hat, 2e6).item() == exact.item()
     assert exact.dtype == torch.float64
 
 
@@ -179,7 +179,7 @@ def test_a_density_is_the_limit_of_narrow_bins():
     x_hat = torch.tensor([[0.3]], dtype=torch.float64)
     bins = Bins(-1.0, 1.0, 20_001)
     index = torch.tensor([[12_000]])
-    per_width = discretised_normal(bins, index, x_hat, 10.0) - math.log(bins.width)
+    per_width = discretized_normal(bins, index, x_hat, 10.0) - math.log(bins.width)
     torch.testing.assert_close(per_width, normal(bins.values(index, torch.float64), x_hat, 10.0), rtol=0, atol=1e-7)
 
 
@@ -187,15 +187,15 @@ def test_eight_bits_are_what_a_uniform_guess_over_a_byte_costs():
     assert bits_per_dim(torch.tensor([3072 * math.log(256)]), 3072).item() == pytest.approx(8)
 
 
-def test_standardise_fits_applies_and_undoes():
+def test_standardize_fits_applies_and_undoes():
     data = 40 + 7 * torch.randn(1000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    standardise = Standardise.fit(data)
-    x = standardise.apply(data)
+    standardize = Standardize.fit(data)
+    x = standardize.apply(data)
     assert (x.mean().item(), x.std(correction=0).item()) == pytest.approx((0, 1), abs=1e-12)
-    torch.testing.assert_close(standardise.undo(x), data)
-    density = torch.distributions.Normal(standardise.mean, standardise.std).log_prob(data).mean()
+    torch.testing.assert_close(standardize.undo(x), data)
+    density = torch.distributions.Normal(standardize.mean, standardize.std).log_prob(data).mean()
     unit = torch.distributions.Normal(0.0, 1.0).log_prob(x).mean()
-    assert (unit - density).item() == pytest.approx(standardise.log_determinant)
+    assert (unit - density).item() == pytest.approx(standardize.log_determinant)
 
 
 class Shrink(torch.nn.Module):
@@ -207,7 +207,7 @@ class Shrink(torch.nn.Module):
 def test_rescaling_the_data_by_ten_shifts_nats_per_dimension_by_ln_ten(method):
     data = 5 + 2 * torch.randn(16, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     bounds = [
-        bsi.Model(Shrink(), method, shape=(4,), standardise=Standardise.fit(scaled)).elbo(scaled, seed=3).nats_per_dim
+        bsi.Model(Shrink(), method, shape=(4,), standardize=Standardize.fit(scaled)).elbo(scaled, seed=3).nats_per_dim
         for scaled in (data, 10 * data)
     ]
     assert bounds[1] - bounds[0] == pytest.approx(math.log(10), abs=1e-9)

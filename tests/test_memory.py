@@ -19,17 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bsi
 from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, compile_regions, resolve
 from bsi.backbones.cost import cost
-from bsi.backbones.memory import CONTEXT, Form, OptimiserKind, evaluation_memory, training_memory
+from bsi.backbones.memory import CONTEXT, Form, OptimizerKind, evaluation_memory, training_memory
 from bsi.cli import main
 from bsi.cli.train import parse
 from bsi.errors import UsageError
-from bsi.training.dataset import BinSpec, DataSpec
-from bsi.training.distributed import Place, World
+from bsi.recipe import Evaluation, Every, Optimizer, Recipe
+from bsi.runtime.dataset import BinSpec, DataSpec
+from bsi.runtime.distributed import Place, World
+from bsi.runtime.watchdog import watching
 from bsi.training.host import host_memory
-from bsi.training.optimisers import Optimisers
-from bsi.training.recipe import Evaluation, Every, Optimiser, Recipe
+from bsi.training.optimizers import Optimizers
 from bsi.training.room import LEAST, MOST, check_host, enough_for_batch, enough_to_train
-from bsi.training.watchdog import watching
 
 GIB = 2**30
 SHAPE = (3, 16, 16)
@@ -160,13 +160,13 @@ NETWORKS = [
 
 @pytest.mark.parametrize("config", NETWORKS, ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_account_has_every_byte_of_the_optimisers_moments(config: BackboneConfig, kind: OptimiserKind):
+def test_the_account_has_every_byte_of_the_optimizers_moments(config: BackboneConfig, kind: OptimizerKind):
     """AdamW has two, Muon one for the matrices inside; counts of steps are left out."""
     network = build(config, SHAPE, 256, num_classes=3)
-    state = Optimisers(network, Optimiser(lr=1e-3, kind=kind)).state()
+    state = Optimizers(network, Optimizer(lr=1e-3, kind=kind)).state()
     found = sum(tensor.nbytes for name, tensor in state.items() if not name.startswith("step/"))
     weights_and_average = 2 * sum(p.nbytes for p in network.parameters())
-    account = training_memory(config, SHAPE, 256, 3, half=False, optimiser=kind)
+    account = training_memory(config, SHAPE, 256, 3, half=False, optimizer=kind)
     assert account.state == weights_and_average + found
 
 
@@ -196,13 +196,13 @@ def test_the_account_has_what_muon_takes_to_turn_its_matrices(config: BackboneCo
     if half:
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     network = build(config, SHAPE, 256)
-    muon = Optimisers(network, Optimiser(lr=1e-3, kind="muon")).muon
+    muon = Optimizers(network, Optimizer(lr=1e-3, kind="muon")).muon
     for matrix in muon.matrices:
         matrix.grad = torch.randn_like(matrix)
     one, there = torch.ones(()), [*muon.matrices, *muon.momenta, *(p.grad for p in muon.matrices if p.grad is not None)]
     with Peak(there) as found:
         muon.step(0.1 * one, one, one > 0)
-    account = training_memory(config, SHAPE, 256, half=half, optimiser="muon")
+    account = training_memory(config, SHAPE, 256, half=half, optimizer="muon")
     assert found.peak <= account.update + 64 < 1.3 * found.peak  # a few numbers on the way
     few, none = account.bytes(1) - CONTEXT, training_memory(config, SHAPE, 256, half=half).update
     assert few >= account.state + account.gradients + account.update
@@ -333,7 +333,7 @@ def small_steps(name: str) -> tuple[Recipe, int]:
     """A run of two steps with one network, and the bytes that its account says of a step on a CPU."""
     every = Every(journal=1, evaluate=0, sample=0, checkpoint=1)
     config, digits = resolve(name), bsi.recipes.digits()
-    account = training_memory(config, SHAPE, 256, form="plain", half=False, optimiser=digits.optimiser.kind)
+    account = training_memory(config, SHAPE, 256, form="plain", half=False, optimizer=digits.optimizer.kind)
     return replace(digits, backbone=config, steps=2, batch=64, every=every), account.bytes(64) - CONTEXT
 
 
@@ -409,13 +409,13 @@ def test_a_gpu_that_is_full_hears_of_the_lean_form_where_that_is_enough(monkeypa
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_gpu_that_is_full_is_answered_by_the_account_of_the_recipes_optimiser(kind: OptimiserKind, monkeypatch):
+def test_a_gpu_that_is_full_is_answered_by_the_account_of_the_recipes_optimizer(kind: OptimizerKind, monkeypatch):
     """DiT-L/2 on 16 GiB: 31 images at a time with AdamW's moments, 36 with Muon's."""
     monkeypatch.setattr("bsi.training.room.form_of", lambda config, half, device, lean=False: "fused")
     monkeypatch.setattr("bsi.training.room.compute_dtype", lambda precision, device: torch.bfloat16)
     monkeypatch.setattr("bsi.training.room.room", lambda device, sharing=1: 16 * GIB)
     cifar, gpu = bsi.recipes.cifar10_dit_s(), World(Place(), torch.device("cuda"))
-    large = replace(cifar, backbone=resolve("dit-l/2"), optimiser=replace(cifar.optimiser, kind=kind))
+    large = replace(cifar, backbone=resolve("dit-l/2"), optimizer=replace(cifar.optimizer, kind=kind))
     with (
         watching(gpu.place, limit_s=600.0) as watchdog,
         pytest.raises(UsageError, match=rf"bsi.backbones.memory {31 if kind == 'adamw' else 36} fit"),

@@ -12,7 +12,7 @@ from brute_force import condition, mean_and_variance, source
 from bsi.gaussian import Belief
 from bsi.grids import paper_grid
 from bsi.methods import BFN, BSI, VDM, Method
-from bsi.noise import SeededNoise
+from bsi.rng import SeededNoise
 from bsi.sampling import sample, trajectory
 from bsi.solvers import posterior
 
@@ -189,7 +189,7 @@ def test_paper_hyperparameters_are_the_defaults():
     assert bsi.density_precision == 1e6
     assert BFN().recon_precision == BFN().density_precision == pytest.approx(1e6)
     assert VDM().recon_precision == VDM().levels.high == math.exp(13.3)
-    assert [m.parametrisation for m in METHODS] == ["edm", "epsilon", "epsilon"]
+    assert [m.parametrization for m in METHODS] == ["edm", "epsilon", "epsilon"]
     assert [m.decoder for m in METHODS] == ["cdf", "cdf", "softmax"]
     assert [m.clips for m in METHODS] == [False, True, False]
 

@@ -18,7 +18,7 @@ from bsi.errors import DataError, UsageError
 
 
 class Corners:
-    """Three features: the mean of each colour in the upper left quarter. Holds still for the tests' arithmetic."""
+    """Three features: the mean of each color in the upper left quarter. Holds still for the tests' arithmetic."""
 
     name, hash, resize, precision, dim, device = "corners", "c0", "none", "float32", 3, torch.device("cpu")
 
@@ -102,7 +102,7 @@ def test_a_prepared_dataset_is_a_stored_reference(quality: Callable[..., dict[st
     assert Corners.seen == record["n"], "the reference was computed again"
 
 
-def test_sixteen_greys_are_stretched_to_eight_bits(quality: Callable[..., dict[str, object]]) -> None:
+def test_sixteen_grays_are_stretched_to_eight_bits(quality: Callable[..., dict[str, object]]) -> None:
     source = fid.dataset_images("digits:test", 32, None)
     batches = torch.cat(list(source.batches))
     assert batches.dtype == torch.uint8

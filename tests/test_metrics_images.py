@@ -27,30 +27,30 @@ def test_a_folder_is_read_in_order_and_batched_by_size(tmp_path: Path) -> None:
     np.testing.assert_array_equal(batches[0][1].numpy(), picture(4, 5, 1).transpose(2, 0, 1))
 
 
-def test_grey_palette_and_opaque_images_are_their_rgb(tmp_path: Path) -> None:
-    colour = Image.fromarray(picture(4, 4))
+def test_gray_palette_and_opaque_images_are_their_rgb(tmp_path: Path) -> None:
+    color = Image.fromarray(picture(4, 4))
     for mode in ("L", "P", "RGBA"):
-        colour.convert(mode).save(tmp_path / f"{mode}.png")
-        expected = np.asarray(colour.convert(mode).convert("RGB")).transpose(2, 0, 1)
+        color.convert(mode).save(tmp_path / f"{mode}.png")
+        expected = np.asarray(color.convert(mode).convert("RGB")).transpose(2, 0, 1)
         np.testing.assert_array_equal(read_image(tmp_path / f"{mode}.png"), expected)
 
 
 def test_what_is_no_plain_image_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    colour = Image.fromarray(picture(8, 8))
+    color = Image.fromarray(picture(8, 8))
     bad = {
         name: tmp_path / name for name in ("cmyk.jpg", "deep.png", "clear.png", "moving.webp", "cut.png", "empty.png")
     }
-    colour.convert("CMYK").save(bad["cmyk.jpg"])
+    color.convert("CMYK").save(bad["cmyk.jpg"])
     Image.fromarray(np.full((8, 8), 9000, np.uint16)).save(bad["deep.png"])
     Image.fromarray(np.dstack([picture(8, 8), np.full((8, 8), 7, np.uint8)])).save(bad["clear.png"])
-    colour.save(bad["moving.webp"], save_all=True, append_images=[Image.fromarray(picture(8, 8, 1))])
-    colour.save(bad["cut.png"])
+    color.save(bad["moving.webp"], save_all=True, append_images=[Image.fromarray(picture(8, 8, 1))])
+    color.save(bad["cut.png"])
     bad["cut.png"].write_bytes(bad["cut.png"].read_bytes()[:60])
     bad["empty.png"].touch()
     for name, path in bad.items():
         with pytest.raises(DataError, match=name):
             read_image(path)
-    colour.save(tmp_path / "large.png")
+    color.save(tmp_path / "large.png")
     monkeypatch.setattr(images, "MAX_PIXELS", 64)
     assert read_image(tmp_path / "large.png").shape == (3, 8, 8)
     monkeypatch.setattr(images, "MAX_PIXELS", 63)
@@ -68,8 +68,8 @@ def test_arrays_of_every_layout_become_three_channels_first() -> None:
     first = torch.from_numpy(last).permute(0, 3, 1, 2)
     for array in (last, first.numpy()):
         torch.testing.assert_close(torch.cat(list(array_batches([array[:3], array[3:]], 2, "x"))), first)
-    grey = last[..., 0]
-    for array in (grey, grey[:, None], grey[..., None]):
+    gray = last[..., 0]
+    for array in (gray, gray[:, None], gray[..., None]):
         torch.testing.assert_close(next(array_batches([array], 8, "x")), first[:, :1].expand(-1, 3, -1, -1))
 
 

@@ -58,7 +58,7 @@ def test_sorted_images_have_the_kid_of_shuffled_ones(n: int) -> None:
     shuffled = offset[torch.randperm(400, generator=torch.Generator().manual_seed(7))]
     real, drawn = normal(400, 8, seed=8) + offset, normal(400, 8, seed=9) + shuffled
     kid = kernel_distance(drawn[:n], real, block_size=100)
-    assert abs(kid.value) < 15  # about 4 standard errors; blocks of neighbours give 150
+    assert abs(kid.value) < 15  # about 4 standard errors; blocks of neighbors give 150
 
 
 def test_kid_needs_two_finite_samples() -> None:

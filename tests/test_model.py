@@ -10,8 +10,8 @@ from bsi.elbo import Elbo
 from bsi.errors import UsageError
 from bsi.levels import low_discrepancy
 from bsi.model import _dealt, _levels, _rows
-from bsi.noise import SeededNoise
 from bsi.objective import training_loss
+from bsi.rng import SeededNoise
 
 METHODS = [bsi.BSI(), bsi.BFN(), bsi.VDM()]
 
@@ -117,9 +117,9 @@ def test_integers_are_bins_and_floats_are_values():
         assert model.elbo(same, seed=5).bits_per_dim == pytest.approx(model.elbo(index, seed=5).bits_per_dim, rel=1e-4)
 
 
-def test_standardised_samples_come_back_in_the_units_of_the_data():
-    standardise = bsi.Standardise(mean=50.0, std=4.0)
-    model = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,), standardise=standardise)
+def test_standardized_samples_come_back_in_the_units_of_the_data():
+    standardize = bsi.Standardize(mean=50.0, std=4.0)
+    model = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,), standardize=standardize)
     plain = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,)).sample(4, steps=3)
     torch.testing.assert_close(model.sample(4, steps=3), 4 * plain + 50)
 
@@ -209,7 +209,7 @@ def test_an_image_and_a_dictionary_condition_too():
             coarse = torch.nn.functional.interpolate(cond["image"], scale_factor=2.0)
             return coarse - mu + cond["label"][:, None, None, None]
 
-    model = bsi.Model(Superresolution(), bsi.VDM(), shape=(1, 4, 4), parametrisation="edm")
+    model = bsi.Model(Superresolution(), bsi.VDM(), shape=(1, 4, 4), parametrization="edm")
     generator = torch.Generator().manual_seed(6)
     image, label = torch.randn(5, 1, 2, 2, generator=generator), torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])
     x = torch.nn.functional.interpolate(image, scale_factor=2.0)
@@ -244,7 +244,7 @@ def test_the_bound_is_reproducible_and_independent_of_the_training_mode(method):
 
 
 def test_every_sample_of_a_bound_has_noise_and_a_stratum_of_its_own(monkeypatch):
-    """Whatever the batch; and which stratum is chance: a sample's spread says more than its neighbour's."""
+    """Whatever the batch; and which stratum is chance: a sample's spread says more than its neighbor's."""
     model, drawn = bsi.Model(Elementwise(), bsi.BSI(), shape=(2,)), []
 
     def noted(seed, samples, shape, dtype):
@@ -272,7 +272,7 @@ def test_an_untrained_model_never_beats_the_entropy_of_its_data():
     """Uniform bytes cost 8 bits: an upper bound on the negative log-likelihood may not promise less."""
     data = torch.randint(256, (64, 8), generator=torch.Generator().manual_seed(9), dtype=torch.uint8)
     for method in METHODS:
-        bound = bsi.Model(Elementwise(), method, shape=(8,), bins=bsi.Bins.uint8(), parametrisation="edm").elbo(data)
+        bound = bsi.Model(Elementwise(), method, shape=(8,), bins=bsi.Bins.uint8(), parametrization="edm").elbo(data)
         assert bound.bits_per_dim > 8 - 4 * bound.monte_carlo_error
 
 

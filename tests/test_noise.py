@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 
 import bsi
-from bsi.noise import SeededNoise, normals, philox, seed_words, standard_normal, weighted_normals
+from bsi.rng import SeededNoise, normals, philox, seed_words, standard_normal, weighted_normals
 
 
 def words(*values: int) -> tuple[torch.Tensor, ...]:
@@ -48,7 +48,7 @@ def test_noise_is_standard_normal(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_finite_whatever_the_words(word, dtype, monkeypatch):
     """One word in four billion is 0: a sample of images takes millions."""
-    monkeypatch.setattr("bsi.noise.philox", lambda counter, key: words(word, word, word, word))
+    monkeypatch.setattr("bsi.rng.philox", lambda counter, key: words(word, word, word, word))
     assert all(bool(torch.isfinite(z).all()) for z in normals(words(0, 0, 0, 0), (0, 0), dtype))
 
 
@@ -79,7 +79,7 @@ def test_noise_of_another_seed_sample_or_draw_is_independent(other):
         assert abs(products.mean()) < 4 * products.std() / math.sqrt(len(products))
 
 
-def test_neighbouring_numbers_of_one_draw_are_independent():
+def test_neighboring_numbers_of_one_draw_are_independent():
     """Box and Muller make two Normals of a pair of words: they share a radius, and yet are independent."""
     eps = standard_normal(5, torch.arange(40), 0, (1000,), torch.float64)
     for lag in (1, 2, 3, 4):
@@ -135,9 +135,9 @@ def test_where_there_is_a_kernel_it_draws_all_but_float64(dtype: torch.dtype, mo
         seen.append(samples.tolist())
         return torch.zeros(len(samples), 6)
 
-    monkeypatch.setattr("bsi.noise.compiles", lambda device: True)
-    monkeypatch.setitem(sys.modules, "bsi.noise_kernels", types.SimpleNamespace(weighted_normals=kernel))
-    monkeypatch.setattr(bsi, "noise_kernels", sys.modules["bsi.noise_kernels"], raising=False)
+    monkeypatch.setattr("bsi.rng.compiles", lambda device: True)
+    monkeypatch.setitem(sys.modules, "bsi.kernels.philox", types.SimpleNamespace(weighted_normals=kernel))
+    monkeypatch.setattr(bsi, "noise_kernels", sys.modules["bsi.kernels.philox"], raising=False)
     found = standard_normal(1, torch.arange(2), 0, (2, 3), dtype)
     assert (found.shape, found.dtype) == ((2, 2, 3), dtype)
     assert seen == ([] if dtype == torch.float64 else [[0, 1]])

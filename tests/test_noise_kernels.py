@@ -8,13 +8,14 @@ import torch
 
 import bsi
 from bsi.brownian import BrownianPath
-from bsi.noise import seed_words, standard_normal, weighted_normals
+from bsi.rng import seed_words, standard_normal, weighted_normals
 from test_backbones_fused import needs_triton, printed
 
 SAME = """
 import torch
 
-from bsi import noise, noise_kernels
+from bsi import rng as noise
+from bsi.kernels import philox as noise_kernels
 
 def differ(seed, samples, places, weights, n):
     inputs = noise.seed_words(seed, samples.device), samples, torch.tensor(places), torch.tensor(weights)
@@ -34,7 +35,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bsi import noise_kernels
+from bsi.kernels import philox as noise_kernels
 
 kernel = noise_kernels._weighted_normals
 kinds = {"n": "i32", "terms": "i32", "QUADS": "constexpr", "weights": "*fp32", "out": "*fp32"}

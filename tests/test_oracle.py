@@ -140,7 +140,7 @@ def test_samples_have_the_mixtures_moments():
 
 
 def test_no_prediction_has_a_smaller_error():
-    """The posterior mean minimises E |x - x_hat|^2: any other function of psi does worse."""
+    """The posterior mean minimizes E |x - x_hat|^2: any other function of psi does worse."""
     method, count = BSI(), 20_000
     generator = torch.Generator().manual_seed(4)
     x = PLANE.sample(

@@ -13,11 +13,11 @@ import bsi
 from bsi import recipes
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
 from bsi.errors import UsageError
+from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
 from bsi.recipes import RECIPES, evidence, named_recipe
-from bsi.training.dataset import build_method
+from bsi.runtime.dataset import build_method
+from bsi.runtime.serialization import KINDS, changes, flat, from_plain, to_plain
 from bsi.training.method_specs import METHODS, BFNSpec, BSISpec, VDMSpec
-from bsi.training.plain import KINDS, changes, flat, from_plain, to_plain
-from bsi.training.recipe import Data, Ema, Every, Optimiser, Recipe
 
 ALL = [(name, method) for name in RECIPES for method in METHODS]
 
@@ -48,9 +48,9 @@ def test_the_papers_tables_are_in_its_recipes(name: str, method) -> None:
     assert {field: getattr(recipe.backbone, field) for field in NETWORKS[name]} == NETWORKS[name]
     assert recipe.steps == STEPS[name]
     found = {
-        "lr": recipe.optimiser.lr,
-        "schedule": recipe.optimiser.schedule,
-        "weight_decay": recipe.optimiser.weight_decay,
+        "lr": recipe.optimizer.lr,
+        "schedule": recipe.optimizer.schedule,
+        "weight_decay": recipe.optimizer.weight_decay,
         "batch": recipe.batch,
         "beta": recipe.ema.beta,
         "first": recipe.ema.start,
@@ -58,8 +58,8 @@ def test_the_papers_tables_are_in_its_recipes(name: str, method) -> None:
     assert found == table
     assert not recipe.data.flips
     assert recipe.sigma_data == 1.0
-    if recipe.optimiser.schedule == "cosine":
-        assert recipe.optimiser.final_lr == 5e-5
+    if recipe.optimizer.schedule == "cosine":
+        assert recipe.optimizer.final_lr == 5e-5
         assert recipe.rate(0) == 1e-8, "linear warm-up from 1e-8"
         assert recipe.rate(recipe.steps - 1) == pytest.approx(5e-5)
 
@@ -116,8 +116,8 @@ def test_every_kind_is_one_of_ours() -> None:
         ({"steps": 3.5}, "steps must be int"),
         ({"compile": 1}, "compile must be bool"),
         ({"precision": "fp4"}, "precision is one of auto"),
-        ({"optimiser": {"beta_1": 0.9}}, "optimiser: missing lr"),
-        ({"optimiser": 3}, "optimiser must be a table"),
+        ({"optimizer": {"beta_1": 0.9}}, "optimizer: missing lr"),
+        ({"optimizer": 3}, "optimizer must be a table"),
         ({"sigma_data": "big"}, "sigma_data must be float"),
         ({"batch": 0}, "batch must be at least 1"),
     ],
@@ -130,17 +130,17 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(change: dict, message: str)
 
 def test_changes_are_listed_by_dotted_name() -> None:
     a = recipes.digits()
-    b = replace(a, steps=7, optimiser=replace(a.optimiser, lr=1e-4), method=BFNSpec())
+    b = replace(a, steps=7, optimizer=replace(a.optimizer, lr=1e-4), method=BFNSpec())
     names = [change.name for change in changes(a, b)]
     assert names[:2] == ["method.kind", "method.lambda_0"]
-    assert {"steps", "optimiser.lr", "method.sigma_1"} <= set(names)
+    assert {"steps", "optimizer.lr", "method.sigma_1"} <= set(names)
     assert str(changes(a, replace(a, seed=3))[0]) == "seed: 0 -> 3"
     assert changes(a, a) == []
     assert flat(a)["ema.beta"] == a.ema.beta
 
 
 def test_the_rate_rises_from_1e_8_and_falls_by_a_cosine() -> None:
-    o = Optimiser(lr=1e-3, warmup=10, schedule="cosine", final_lr=1e-5)
+    o = Optimizer(lr=1e-3, warmup=10, schedule="cosine", final_lr=1e-5)
     assert o.rate(0, 111) == 1e-8
     assert o.rate(5, 111) == pytest.approx((1e-3 + 1e-8) / 2)
     assert o.rate(10, 111) == 1e-3
@@ -170,9 +170,9 @@ def test_something_is_due_at_multiples_and_at_the_end() -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: Optimiser(lr=0.0),
-        lambda: Optimiser(lr=1e-3, final_lr=1e-2),
-        lambda: Optimiser(lr=1e-3, beta_1=1.0),
+        lambda: Optimizer(lr=0.0),
+        lambda: Optimizer(lr=1e-3, final_lr=1e-2),
+        lambda: Optimizer(lr=1e-3, beta_1=1.0),
         lambda: Ema(beta=1.0),
         lambda: Every(journal=0),
         lambda: Data("x", workers=-1),

@@ -24,14 +24,14 @@ import bsi
 from bsi import recipes
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, accelerate, build, compute_dtype
 from bsi.backbones.base import Backbone
-from bsi.backbones.compiled import compile_like, compile_regions
 from bsi.data.batches import as_source
-from bsi.training.distributed import Place, World
-from bsi.training.recipe import Ema, Objective, Optimiser, Recipe
+from bsi.kernels.compiled import compile_like, compile_regions
+from bsi.recipe import Ema, Objective, Optimizer, Recipe
+from bsi.runtime.distributed import Place, World
+from bsi.runtime.watchdog import Watchdog, watching
 from bsi.training.replay import PLAIN_STEPS, Replay
 from bsi.training.step import Engine, replayable
 from bsi.training.stream import Batch, Piece, Stream
-from bsi.training.watchdog import Watchdog, watching
 
 DIT = DiTConfig(width=64, depth=2, heads=1, patch=2, dropout=0.1)
 RECIPE = replace(
@@ -42,11 +42,11 @@ RECIPE = replace(
     virtual_shards=1,
     steps=40,
     ema=Ema(0.9, 3, powers=(0.05, 0.1), snapshot=10),
-    optimiser=Optimiser(1e-2, warmup=4, schedule="cosine"),
+    optimizer=Optimizer(1e-2, warmup=4, schedule="cosine"),
 )
 VARIED = [
     RECIPE,
-    replace(RECIPE, optimiser=replace(RECIPE.optimiser, kind="muon")),
+    replace(RECIPE, optimizer=replace(RECIPE.optimizer, kind="muon")),
     replace(RECIPE, objective=Objective(weight="edm")),
     replace(RECIPE, objective=Objective(finite_k=8)),
     replace(RECIPE, backbone=UNetConfig(width=32, levels=2, dropout=0.1)),
@@ -55,7 +55,7 @@ VARIED = [
     replace(RECIPE, backbone=UNetConfig(width=32, levels=2, dropout=0.1, checkpoint=True)),
     replace(RECIPE, backbone=MLPConfig(width=64, depth=2, dropout=0.1)),
     replace(RECIPE, precision="float16"),
-    replace(RECIPE, objective=Objective(weight="sigmoid"), optimiser=replace(RECIPE.optimiser, kind="muon")),
+    replace(RECIPE, objective=Objective(weight="sigmoid"), optimizer=replace(RECIPE.optimizer, kind="muon")),
     replace(RECIPE, objective=Objective(levels="expected")),
     replace(RECIPE, backbone=UNetConfig(width=32, levels=1, dropout=0.1, coarser=(48,))),
 ]
@@ -374,7 +374,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="recording 
 
 
 def assert_near(a: Engine, b: Engine) -> None:
-    """Attention adds up in no fixed order, and an optimiser makes a whole step of a tiny gradient."""
+    """Attention adds up in no fixed order, and an optimizer makes a whole step of a tiny gradient."""
     mine, theirs = state(a), state(b)
     for name in mine:
         distance = torch.linalg.vector_norm((theirs[name] - mine[name]).double())

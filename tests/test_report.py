@@ -18,10 +18,10 @@ import bsi
 from bsi.backbones.config import DiTConfig, MLPConfig
 from bsi.cli import main
 from bsi.errors import UsageError
+from bsi.recipe import Evaluation, Every, Samples
 from bsi.report import write_report
 from bsi.report.charts import Axis, Point, Series, chart, label, log_ticks, nice_ticks
 from bsi.report.measured import bits_by_level
-from bsi.training.recipe import Evaluation, Every, Samples
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_report_tells_what_was_trained_and_how_it_differs(report: str) -> None:
     assert "Differs from <b>digits</b> in:" in report
     assert "<code>backbone.width</code>" in report
     assert "64 -&gt; 8" in report
-    assert "<code>optimiser.lr</code>" in report
+    assert "<code>optimizer.lr</code>" in report
     assert "BSI on digits" in report
     assert "finished" in report
 

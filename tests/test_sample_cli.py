@@ -29,10 +29,10 @@ from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.parts import PART, Parts
 from bsi.grids import GRIDS
 from bsi.pictures import grid
+from bsi.recipe import Samples
+from bsi.runtime.export import read_trained
 from bsi.sampling import default_solver
 from bsi.solvers import SOLVERS
-from bsi.training.export import read_trained
-from bsi.training.recipe import Samples
 
 SHAPE = (1, 4, 4)
 
@@ -368,7 +368,7 @@ def test_the_command_writes_a_picture_and_says_what_it_did(tmp_path, capsys, mon
 
 def test_samples_of_a_run_that_is_not_finished_are_told_from_those_of_one_that_is(tmp_path, capsys, monkeypatch):
     finished = read_trained(Path("digits"))
-    monkeypatch.setattr("bsi.training.export.read_trained", lambda path, ema: replace(finished, step=500))
+    monkeypatch.setattr("bsi.runtime.export.read_trained", lambda path, ema: replace(finished, step=500))
     assert command.run(Sample(Path("digits"), num=1, steps=1, device="cpu", out=tmp_path / "one.png")) == 0
     (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("bsi sample: ")]
     assert told == "bsi sample: digits is not trained to its end: step 500 of 8000"

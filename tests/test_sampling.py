@@ -11,8 +11,8 @@ from bsi.brownian import BrownianPath
 from bsi.errors import UsageError
 from bsi.grids import geometric_grid, paper_grid
 from bsi.methods import BFN, BSI, VDM, Method
-from bsi.noise import SeededNoise
 from bsi.oracle import Mixture
+from bsi.rng import SeededNoise
 from bsi.sampling import belief, evaluations, measurement, sample, trajectory
 from bsi.solvers import SOLVERS, Path, Table
 from repetitions import repeat

@@ -13,8 +13,8 @@ from torch import Tensor
 from bsi import BFN, BSI, VDM
 from bsi.grids import GRIDS, named_grid
 from bsi.methods import Method
-from bsi.noise import SeededNoise
 from bsi.oracle import Mixture
+from bsi.rng import SeededNoise
 from bsi.sampling import measurement, sample, trajectory
 
 playwright = pytest.importorskip(
@@ -169,19 +169,19 @@ def test_page_names_every_control_and_says_what_is_seen(page: Any) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_is_readable_in_light_and_dark(page: Any, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme)
-    colours = page.evaluate(
+    colors = page.evaluate(
         """() => { const style = getComputedStyle(document.documentElement);
             return Object.fromEntries(["card", "paper", "ink", "soft", "belief", "predict", "measure"].map(
                 name => [name, style.getPropertyValue("--" + name).trim()])); }"""
     )
 
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     def contrast(a: str, b: str) -> float:
-        high, low = sorted((luminance(colours[a]), luminance(colours[b])), reverse=True)
+        high, low = sorted((luminance(colors[a]), luminance(colors[b])), reverse=True)
         return (high + 0.05) / (low + 0.05)
 
     for ground in ("card", "paper"):

@@ -25,6 +25,7 @@ import bsi.evaluation.parts
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.cli import main
 from bsi.errors import DataError, Preempted, UsageError
+from bsi.recipe import Every, Recipe
 from bsi.studies import measure, runner
 from bsi.studies.deadline import Deadline
 from bsi.studies.job import Bound, Profile, Quality, Train, name_of
@@ -39,16 +40,15 @@ from bsi.studies.scales import SMOKE
 from bsi.studies.store import Result, Store
 from bsi.studies.turns import in_turn
 from bsi.training.lease import hold
-from bsi.training.recipe import Every, Recipe
 
 VERDICTS = {"held", "not held", "undecided"}
 
 
 def tiny(method) -> Recipe:
     recipe = SMOKE.comparisons[0].recipe(method)
-    optimiser = replace(recipe.optimiser, warmup=0)
+    optimizer = replace(recipe.optimizer, warmup=0)
     backbone = DiTConfig(width=16, depth=1, heads=2, patch=4, dropout=0.0)
-    return replace(recipe, backbone=backbone, steps=2, batch=16, optimiser=optimiser)
+    return replace(recipe, backbone=backbone, steps=2, batch=16, optimizer=optimizer)
 
 
 def tiny_unet(method) -> Recipe:

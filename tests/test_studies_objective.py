@@ -11,14 +11,14 @@ from bsi.backbones.config import MLPConfig
 from bsi.errors import UsageError
 from bsi.grids import paper_grid
 from bsi.objective import edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
+from bsi.recipe import Every, Objective, Recipe
+from bsi.runtime.dataset import build_method
+from bsi.runtime.distributed import Place, World
+from bsi.runtime.serialization import from_plain, to_plain
 from bsi.studies import weighting
 from bsi.studies.scales import SMOKE
-from bsi.training.dataset import build_method
-from bsi.training.distributed import Place, World
 from bsi.training.journal import read_journal
 from bsi.training.method_specs import BFNSpec, BSISpec, VDMSpec
-from bsi.training.plain import from_plain, to_plain
-from bsi.training.recipe import Every, Objective, Recipe
 from bsi.training.step import Engine
 from bsi.training.stream import Batch, Piece
 
@@ -75,7 +75,7 @@ def batch() -> Batch:
 
 
 @pytest.mark.parametrize("spec", [BSISpec(), BFNSpec(), VDMSpec()])
-def test_the_trainer_minimises_the_finite_bound_when_told(spec):
+def test_the_trainer_minimizes_the_finite_bound_when_told(spec):
     trainer, given = engine(Objective(finite_k=7), spec), batch()
     method = trainer.model.method
     i = torch.floor(given.t * 7).long()
@@ -154,7 +154,7 @@ def test_a_weighted_run_has_its_bits_and_a_finite_one_its_own_name(tmp_path):
     small = replace(
         bsi.recipes.digits(), backbone=MLPConfig(width=16, depth=1), steps=3, batch=512, every=Every(journal=3)
     )
-    small = replace(small, optimiser=replace(small.optimiser, lr=1e-12, final_lr=0.0))
+    small = replace(small, optimizer=replace(small.optimizer, lr=1e-12, final_lr=0.0))
 
     def last(name: str, **changes: object) -> dict:
         recipe = replace(small, **changes)

@@ -25,7 +25,9 @@ from bsi.elbo import reconstruction_loss
 from bsi.errors import DataError, Preempted
 from bsi.levels import LogUniform
 from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
-from bsi.noise import standard_normal
+from bsi.recipe import Objective
+from bsi.rng import standard_normal
+from bsi.runtime.dataset import build_method
 from bsi.studies import comparison, disentangle, figures, illustration, initial_precision, noise_levels, proposal
 from bsi.studies.deadline import Deadline
 from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
@@ -51,9 +53,7 @@ from bsi.studies.runner import Planned, _begin, commit, plan
 from bsi.studies.scales import MINI, PAPER, SCALES, SMOKE
 from bsi.studies.standard import bounds, qualities
 from bsi.studies.store import Result, Store
-from bsi.training.dataset import build_method
 from bsi.training.method_specs import BSISpec
-from bsi.training.recipe import Objective
 
 PUBLISHED = "13c809cff5b50a068d8777d1946344f3e566c01df1caa164707bf67ad763149f"
 
@@ -357,7 +357,7 @@ class TestJobs:
         others = [
             replace(recipe, seed=1),
             replace(recipe, steps=recipe.steps + 1),
-            replace(recipe, parametrisation="epsilon"),
+            replace(recipe, parametrization="epsilon"),
             replace(recipe, objective=Objective(weight="edm")),
             replace(recipe, objective=Objective(levels="expected")),
             replace(recipe, data=replace(recipe.data, flips=True)),
@@ -383,7 +383,7 @@ class TestJobs:
         assert store.read(job).values == {"bits_per_dim": 1.0}
         path = store.record(job)
         record = json.loads(path.read_text())
-        record["job"]["recipe"]["optimiser"]["beta_2"] = 0.5
+        record["job"]["recipe"]["optimizer"]["beta_2"] = 0.5
         path.write_text(json.dumps(record))
         with pytest.raises(DataError, match="another network, with other defaults"):
             store.read(job)
@@ -473,8 +473,8 @@ class TestJobs:
 
     def test_the_networks_of_parameter_studies_at_mini_train_half_as_long_and_average_in_proportion(self):
         usual, short = MINI.profiled("bsi"), MINI.parameter_recipe("bsi")
-        assert (2 * short.steps, 2 * short.optimiser.warmup, 2 * short.ema.start) == (
-            usual.steps, usual.optimiser.warmup, usual.ema.start
+        assert (2 * short.steps, 2 * short.optimizer.warmup, 2 * short.ema.start) == (
+            usual.steps, usual.optimizer.warmup, usual.ema.start
         )  # fmt: skip
         assert 1 - short.ema.beta == pytest.approx(2 * (1 - usual.ema.beta))
 

@@ -18,11 +18,11 @@ from bsi import recipes
 from bsi.backbones import MLPConfig
 from bsi.cli import main
 from bsi.errors import Preempted, UsageError
+from bsi.recipe import Ema, Every
+from bsi.runtime.averages import PowerAverages, Profile, coefficients, exponent, reconstruct
+from bsi.runtime.export import read_trained
+from bsi.runtime.hub import download, write_hub_folder
 from bsi.training import loop
-from bsi.training.averages import PowerAverages, Profile, coefficients, exponent, reconstruct
-from bsi.training.export import read_trained
-from bsi.training.hub import download, write_hub_folder
-from bsi.training.recipe import Ema, Every
 
 IMAGES = torch.randint(0, 256, (64, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
 

@@ -13,9 +13,9 @@ from bsi.training.method_specs import BFNSpec, VDMSpec
 
 
 def test_keys_edit_the_recipe() -> None:
-    words = "digits --steps 7 --optimiser.lr 1e-4 --backbone.width 32 --no-compile --out x --allow seed steps".split()  # noqa: SIM905
+    words = "digits --steps 7 --optimizer.lr 1e-4 --backbone.width 32 --no-compile --out x --allow seed steps".split()  # noqa: SIM905
     args, named = parse(words)
-    assert (args.recipe.steps, args.recipe.optimiser.lr, args.recipe.backbone.width) == (7, 1e-4, 32)
+    assert (args.recipe.steps, args.recipe.optimizer.lr, args.recipe.backbone.width) == (7, 1e-4, 32)
     assert args.options.out == Path("x")
     assert args.options.allow == ("seed", "steps")
     assert named == RECIPES["digits"]("bsi")
@@ -39,7 +39,7 @@ def test_a_backbone_is_chosen_by_name_and_brings_its_own_keys() -> None:
     ("words", "message"),
     [
         (["digits", "--stepz", "3"], "--steps"),
-        (["digits", "--lr", "3"], "--optimiser.lr"),
+        (["digits", "--lr", "3"], "--optimizer.lr"),
         (["digits", "--steps", "many"], "--steps"),
         (["digits", "--steps", "0"], "steps must be at least 1"),
         (["digitz"], "Did you mean 'digits'"),
@@ -105,7 +105,7 @@ def test_what_is_refused_is_not_announced_and_leaves_nothing(
     before = sorted(tmp_path.rglob("*"))
     capsys.readouterr()
     words = ["train", "digits", "--data.name", "points", "--backbone", "mlp-16x1", "--device", "cpu"]
-    words += ["--steps", "1", "--batch", "16", "--optimiser.warmup", "1", "--every.sample", "0"]
+    words += ["--steps", "1", "--batch", "16", "--optimizer.warmup", "1", "--every.sample", "0"]
     assert main([*words, *wrong]) in (2, 3)
     said = capsys.readouterr().err
     assert "into runs" not in said

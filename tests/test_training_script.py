@@ -22,12 +22,12 @@ from bsi import recipes
 from bsi.backbones import DiTConfig, MLPConfig, build, resolve
 from bsi.backbones.mlp import MLP
 from bsi.errors import BsiError, DataError, NonFinite, Preempted, UsageError
-from bsi.training.dataset import build_method, config_of, open_training_data
-from bsi.training.distributed import Place, World
+from bsi.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe
+from bsi.runtime.dataset import build_method, config_of, open_training_data
+from bsi.runtime.distributed import Place, World
+from bsi.runtime.export import export, read_trained
 from bsi.training.evaluate import bound
-from bsi.training.export import export, read_trained
 from bsi.training.journal import Value, read_journal, tensorboard
-from bsi.training.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe
 from bsi.training.resume import check_changes
 from bsi.training.stop import StopFlag
 from bsi.training.stream import Piece, piece_ids
@@ -289,9 +289,9 @@ def test_what_was_allowed_once_is_the_runs_own_though_no_checkpoint_has_it_yet(t
     out, small = tmp_path / "run", recipe(steps=4, every=Every(journal=1))
     with pytest.raises(Preempted):
         bsi.train(small, data=IMAGES, backbone=network(), out=out, sinks=[stop_at(2)])
-    slower = replace(small, optimiser=replace(small.optimiser, lr=1e-5))
+    slower = replace(small, optimizer=replace(small.optimizer, lr=1e-5))
     with pytest.raises(KeyboardInterrupt):
-        bsi.train(slower, data=IMAGES, backbone=network(), out=out, allow=["optimiser.lr"], sinks=[killed])
+        bsi.train(slower, data=IMAGES, backbone=network(), out=out, allow=["optimizer.lr"], sinks=[killed])
     bsi.train(slower, data=IMAGES, backbone=network(), out=out)
 
 
@@ -316,7 +316,7 @@ def test_a_network_of_the_same_class_and_another_shape_cannot_go_on_with_a_run(t
             bsi.train(recipe(), data=IMAGES, backbone=Scaled(scales), out=out)
     frozen = Scaled(1)
     frozen.inner.requires_grad_(False)
-    with pytest.raises(UsageError, match=r"optimiser is of another network(.|\n)*inner.weight"):
+    with pytest.raises(UsageError, match=r"optimizer is of another network(.|\n)*inner.weight"):
         bsi.train(recipe(), data=IMAGES, backbone=frozen, out=out)
     bsi.train(recipe(), data=IMAGES, backbone=Scaled(1), out=out)
 
@@ -389,8 +389,8 @@ def test_who_lost_the_folder_leaves_the_winners_status_alone(tmp_path: Path) -> 
 
 
 def test_the_names_to_allow_are_all_of_them_though_not_all_changes_are_listed() -> None:
-    before, rates = recipe(), replace(recipe().optimiser, lr=0.1, clip=2.0, beta_1=0.8, beta_2=0.9, momentum=0.9)
-    now = replace(before, optimiser=rates, seed=1, batch=32, sigma_data=0.5, ema=Ema(0.8, 5))
+    before, rates = recipe(), replace(recipe().optimizer, lr=0.1, clip=2.0, beta_1=0.8, beta_2=0.9, momentum=0.9)
+    now = replace(before, optimizer=rates, seed=1, batch=32, sigma_data=0.5, ema=Ema(0.8, 5))
     with pytest.raises(UsageError, match="and 3 more") as refused:
         check_changes(before, now, ("", ""), ("a", "a"), 5, ())
     assert len(str(refused.value).splitlines()) <= 10
@@ -405,11 +405,11 @@ def test_what_changes_rounding_alone_may_change_on_the_way() -> None:
 
 def test_what_decides_which_tensors_a_checkpoint_has_cannot_be_allowed(tmp_path: Path) -> None:
     out, small = tmp_path / "run", recipe(steps=3, every=Every(journal=1, checkpoint=1))
-    small = replace(small, optimiser=replace(small.optimiser, schedule="constant"))
+    small = replace(small, optimizer=replace(small.optimizer, schedule="constant"))
     bsi.train(small, data=IMAGES, out=out)
     more = replace(small, steps=4)
     changed = {
-        "optimiser.kind": replace(more, optimiser=replace(more.optimiser, kind="adamw")),
+        "optimizer.kind": replace(more, optimizer=replace(more.optimizer, kind="adamw")),
         "objective.weight": replace(more, objective=replace(more.objective, weight="edm")),
         "ema.powers": replace(more, ema=replace(more.ema, powers=(0.05, 0.1))),
         "data.labels": replace(more, data=replace(more.data, labels=True)),
@@ -460,7 +460,7 @@ def test_a_network_for_other_data_is_refused_before_anything_is_recorded(tmp_pat
 
 
 def test_weights_alone_are_taken_from_another_run(whole: Path, tmp_path: Path) -> None:
-    frozen = recipe(steps=1, optimiser=replace(recipe().optimiser, lr=1e-30, final_lr=0.0, weight_decay=0.0, warmup=0))
+    frozen = recipe(steps=1, optimizer=replace(recipe().optimizer, lr=1e-30, final_lr=0.0, weight_decay=0.0, warmup=0))
     out = bsi.train(frozen, data=IMAGES, backbone=MyNet(), out=tmp_path / "run", init_from=whole)
     assert same(out, whole)
     assert json.loads((out / "status.json").read_text())["step"] == 1
@@ -498,13 +498,13 @@ def test_what_would_be_left_aside_is_refused(tmp_path: Path) -> None:
             bsi.train(recipe(), data=IMAGES, hang_after_s=seconds, out=tmp_path / "run")
 
 
-def test_continuous_data_is_standardised_and_keeps_its_units(tmp_path: Path) -> None:
+def test_continuous_data_is_standardized_and_keeps_its_units(tmp_path: Path) -> None:
     data = 50 + 3 * torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
     flat = recipe(steps=4, backbone=recipes.arrays().backbone)
     run = bsi.train(flat, data=data, test=data[:20], out=tmp_path / "run")
     model = bsi.load(run)
-    assert model.standardise is not None
-    assert model.standardise.mean == pytest.approx(50, abs=0.5)
+    assert model.standardize is not None
+    assert model.standardize.mean == pytest.approx(50, abs=0.5)
     drawn = model.sample(64, steps=4)
     assert 30 < float(drawn.mean()) < 70
     assert list((run / "samples").glob("*.npy")), "no picture can be made of these"

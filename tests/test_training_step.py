@@ -18,14 +18,14 @@ from bsi.backbones import build
 from bsi.data.batches import as_source
 from bsi.errors import UsageError
 from bsi.objective import training_loss
+from bsi.recipe import Ema, Optimizer, Recipe
+from bsi.runtime.averages import exponent
+from bsi.runtime.distributed import Place, World, find_place, first_host
+from bsi.runtime.watchdog import Watchdog, verdict, watching
 from bsi.training.audit import TreeSum
-from bsi.training.averages import exponent
-from bsi.training.distributed import Place, World, find_place, first_host
 from bsi.training.ema import EmaModel
-from bsi.training.recipe import Ema, Optimiser, Recipe
 from bsi.training.step import Engine
 from bsi.training.stream import Batch, Piece, Stream, derive, piece_ids, piece_levels, pieces
-from bsi.training.watchdog import Watchdog, verdict, watching
 
 CPU = World(Place(), torch.device("cpu"))
 DATA = torch.randint(0, 17, (100, 1, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -51,7 +51,7 @@ def tiny_recipe(**changes) -> Recipe:
         virtual_shards=8,
         steps=40,
         ema=Ema(0.9, 3),
-        optimiser=Optimiser(1e-2),
+        optimizer=Optimizer(1e-2),
     )
     return replace(recipe, **changes)
 
@@ -147,7 +147,7 @@ def test_flips_follow_the_position() -> None:
 @pytest.mark.parametrize("clip", [0.5, 1e3])
 def test_a_step_is_the_textbooks(watchdog: Watchdog, clip: float) -> None:
     """Clipped gradient of the mean loss, AdamW, EMA: the same numbers as torch's own parts, one after the other."""
-    recipe = tiny_recipe(optimiser=Optimiser(1e-2, clip=clip, warmup=2, schedule="cosine"))
+    recipe = tiny_recipe(optimizer=Optimizer(1e-2, clip=clip, warmup=2, schedule="cosine"))
     engine, stream = engine_of(recipe), stream_of(recipe)
     model = copy.deepcopy(engine.model)
     reference = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=1e-2, fused=True)

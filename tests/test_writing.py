@@ -16,7 +16,7 @@ import pytest
 from bsi.cli import main
 from bsi.denoiser import Denoiser
 from bsi.errors import BsiError, UsageError
-from bsi.writing import check_writable, make_folder, system_error, whole
+from bsi.io import check_writable, make_folder, system_error, whole
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
     python docs/benchmarks/batches.py                     # 32 x 32 images in three channels, bfloat16
     python docs/benchmarks/batches.py --size 64 --ranks 8
-    python docs/benchmarks/batches.py --optimiser muon
+    python docs/benchmarks/batches.py --optimizer muon
 
 Images at a time on one GPU; a larger batch is computed in pieces with `--accumulation`. Needs no GPU and no torch.
 """
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import get_args
 
 from bsi.backbones.config import BackboneConfig, resolve
-from bsi.backbones.memory import Form, OptimiserKind, training_memory
+from bsi.backbones.memory import Form, OptimizerKind, training_memory
 
 GIB = 2**30
 ROOM = (8, 16, 24, 40, 80, 141)
@@ -26,9 +26,9 @@ CASES: tuple[tuple[str, Form], ...] = (
 
 
 def row(
-    name: str, form: str, config: BackboneConfig, shape: tuple[int, ...], ranks: int, kept: Form, kind: OptimiserKind
+    name: str, form: str, config: BackboneConfig, shape: tuple[int, ...], ranks: int, kept: Form, kind: OptimizerKind
 ) -> str:
-    memory = training_memory(config, shape, 256, form=kept, optimiser=kind)
+    memory = training_memory(config, shape, 256, form=kept, optimizer=kind)
     fits = (memory.largest(room * GIB, ranks) for room in ROOM)
     return f"| {name} | {form} | {' | '.join(str(images) if images else '-' for images in fits)} |"
 
@@ -37,17 +37,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", type=int, default=32, help="height and width of the images")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--optimiser", choices=get_args(OptimiserKind), default="adamw")
+    parser.add_argument("--optimizer", choices=get_args(OptimizerKind), default="adamw")
     args = parser.parse_args()
     shape = (3, args.size, args.size)
     print(f"| network | form | {' | '.join(f'{room} GiB' for room in ROOM)} |")
     print(f"|---|---|{'---|' * len(ROOM)}")
     for name, form in CASES:
         config = resolve(name)
-        print(row(name, form, config, shape, args.ranks, form, args.optimiser))
+        print(row(name, form, config, shape, args.ranks, form, args.optimizer))
         if form == "fused":
             print(
-                row(name, "checkpoint", replace(config, checkpoint=True), shape, args.ranks, "compiled", args.optimiser)
+                row(name, "checkpoint", replace(config, checkpoint=True), shape, args.ranks, "compiled", args.optimizer)
             )
 
 

@@ -49,7 +49,7 @@ from bsi.evaluation.plan import Plan, ProposalName, describe, make_plan
 from bsi.evaluation.points import Design, noise
 from bsi.evaluation.runs import open_run, open_split, speed_up, subject_of
 from bsi.evaluation.subject import Subject
-from bsi.training.distributed import Place, World, pick_device
+from bsi.runtime.distributed import Place, World, pick_device
 
 PAIR_LEVELS, PAIR_IMAGES, PAIRS = 49, 64, 2
 TARGETS = {"stratified": 4, "independent": 10}  # times fewer evaluations that are asked for

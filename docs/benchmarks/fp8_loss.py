@@ -22,8 +22,8 @@ import torch
 import bsi
 from bsi.backbones import Backbone, accelerate, compute_dtype, resolve
 from bsi.data import open_dataset
+from bsi.recipe import Every, Optimizer, Precision
 from bsi.recipes import named_recipe
-from bsi.training.recipe import Every, Optimiser, Precision
 
 
 def last_fifth(run: Path, steps: int) -> float:
@@ -55,10 +55,10 @@ def main() -> None:
     parser.add_argument("--third", choices=get_args(Precision), default="fp8")
     args = parser.parse_args()
     every = Every(journal=max(1, args.steps // 100), evaluate=0, sample=0, checkpoint=args.steps)
-    optimiser = Optimiser(lr=args.lr, beta_2=0.99, warmup=args.steps // 10, schedule="constant")
+    optimizer = Optimizer(lr=args.lr, beta_2=0.99, warmup=args.steps // 10, schedule="constant")
     base = replace(
         named_recipe("cifar10-dit-s"), backbone=resolve(args.backbone), batch=args.batch, steps=args.steps, every=every,
-        optimiser=optimiser, virtual_shards=1,
+        optimizer=optimizer, virtual_shards=1,
     )  # fmt: skip
     found, learned = [], []
     for precision, seed in ((args.first, 0), (args.first, 1), (args.third, 0)):

@@ -3,7 +3,7 @@
     python docs/benchmarks/fp8_rounding.py --seeds 0 1 2 3                       some minutes for each row, on a CPU
 
 A DiT on the digits, trained once as it is and once for each kind of rounding, with the same weights, data and noise at
-the start. Formats and scales are those of `bsi.backbones.fp8`. Printed are the mean loss of the last fifth of the steps
+the start. Formats and scales are those of `bsi.kernels.fp8`. Printed are the mean loss of the last fifth of the steps
 and the loss of the final weights on fixed batches without any rounding, both relative to the plain run: the first holds
 the noise of rounding, the second only what was learned.
 """
@@ -91,18 +91,18 @@ def train(how: Rounding | None, seed: int, steps: int) -> tuple[float, float]:
         for layer, scale in layers:
             layer.forward = rounding(layer, scale, how)  # type: ignore[method-assign, assignment]
     data, order = torch.tensor(open_dataset("digits").train), torch.Generator().manual_seed(seed)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99))
     losses = []
     for step in range(steps):
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, 10 * (step + 1) / steps)
         x = data[torch.randint(len(data), (64,), generator=order)]
         torch.manual_seed(1_000_000 + 1000 * seed + step)
         loss = model(x).mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         losses.append(float(loss.detach()))
     for layer, _ in layers:
         layer.forward = functools.partial(nn.Linear.forward, layer)  # type: ignore[method-assign]

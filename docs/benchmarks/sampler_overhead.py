@@ -27,7 +27,7 @@ from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.denoiser import Denoiser
 from bsi.grids import named_grid
 from bsi.methods import BSI
-from bsi.noise import SeededNoise
+from bsi.rng import SeededNoise
 from bsi.sampling import sample
 
 SHAPE = (3, 32, 32)

@@ -111,7 +111,7 @@ class Results:
         return f"{row[self.value]:.4g}" + (f" ± {row['error']:.2g}" if "error" in row else "")
 
     def draw(self) -> None:
-        """Evaluations across, the value up: colours are solvers, dashes are grids, a panel for each network."""
+        """Evaluations across, the value up: colors are solvers, dashes are grids, a panel for each network."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -123,7 +123,7 @@ class Results:
         names = self.networks()
         figure, panels = pyplot.subplots(1, len(names), figsize=(1.7 + 3.6 * len(names), 3.8), squeeze=False)
         styles = dict(zip(GRIDS, ("-", "--", "-."), strict=True))
-        colours = dict(zip(SOLVERS, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+        colors = dict(zip(SOLVERS, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
         for axes, name in zip(panels[0], names, strict=True):
             for solver in SOLVERS:
                 for grid in GRIDS:
@@ -131,7 +131,7 @@ class Results:
                     if line:
                         errors = [row.get("error", 0.0) for _, row in line]
                         axes.errorbar([count for count, _ in line], [row[self.value] for _, row in line], errors,
-                                      fmt=styles[grid], marker=".", elinewidth=1, color=colours[solver],
+                                      fmt=styles[grid], marker=".", elinewidth=1, color=colors[solver],
                                       label=f"{solver}, {grid}")  # fmt: skip
             # an oracle's distance can be 0: at the same image
             found = [row[self.value] for row in self.rows]

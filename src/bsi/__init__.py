@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bsi.likelihood import Bins as Bins
-    from bsi.likelihood import Standardise as Standardise
+    from bsi.likelihood import Standardize as Standardize
     from bsi.methods import BFN as BFN
     from bsi.methods import BSI as BSI
     from bsi.methods import VDM as VDM
     from bsi.model import Model as Model
-    from bsi.training.export import load as load
-    from bsi.training.recipe import Recipe as Recipe
+    from bsi.recipe import Recipe as Recipe
+    from bsi.runtime.export import load as load
     from bsi.training.train import train as train
 
 __version__ = "0.1.0"
@@ -28,10 +28,10 @@ _HOME = {
     "BFN": "bsi.methods",
     "VDM": "bsi.methods",
     "Bins": "bsi.likelihood",
-    "Standardise": "bsi.likelihood",
+    "Standardize": "bsi.likelihood",
     "Model": "bsi.model",
-    "Recipe": "bsi.training.recipe",
-    "load": "bsi.training.export",
+    "Recipe": "bsi.recipe",
+    "load": "bsi.runtime.export",
     "train": "bsi.training.train",
 }
 

@@ -41,7 +41,7 @@ def from_denoiser(method: Method, denoiser: GaussianDenoiser, sigma_max: float =
     """D(z, sigma) as a predictor for BSI, BFN or VDM.
 
     Where a latent says less than D was trained for (sigma > sigma_max; BSI and BFN start at infinity), D is asked at
-    sigma_max about a z with the same standardised noise.
+    sigma_max about a z with the same standardized noise.
     """
 
     def predictor(latent: Data, level: PerSample) -> Data:

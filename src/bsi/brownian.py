@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.noise import seed_words, weighted_normals
+from bsi.rng import seed_words, weighted_normals
 
 __all__ = ["RESOLUTION", "BrownianPath", "Expansion", "check_resolved", "expansion"]
 

@@ -43,7 +43,7 @@ from bsi.errors import DataError, NonFinite, UsageError
 from bsi.gaussian import over
 from bsi.grids import EDM_SIGMA, geometric_grid, onward_grid
 from bsi.methods.base import Method, Predictor, level_at, rho_at
-from bsi.noise import Noise
+from bsi.rng import Noise
 from bsi.sampling import Step, end_of, trajectory
 from bsi.solvers import SOLVERS, Solver, named_solver, posterior
 

@@ -8,7 +8,7 @@ d = signal^2 sigma_data^2 + noise^2,
 
     c_skip = signal sigma_data^2 / d,    c_out = noise sigma_data / sqrt(d),    c_in = 1 / sqrt(d),
 
-for BSI exactly the paper's kappa formulas. The noise (epsilon) parametrisation of BFN and VDM solves psi = signal x +
+for BSI exactly the paper's kappa formulas. The noise (epsilon) parametrization of BFN and VDM solves psi = signal x +
 noise eps for x.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from bsi.conditioning import guided
 from bsi.errors import UsageError
 from bsi.gaussian import Encoder, over
-from bsi.methods.base import Method, Parametrisation, Predictor
+from bsi.methods.base import Method, Parametrization, Predictor
 
 __all__ = ["COEFFICIENTS", "Coefficients", "Condition", "Denoiser", "check_guidance", "edm", "epsilon"]
 
@@ -74,7 +74,7 @@ def epsilon(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
     )
 
 
-COEFFICIENTS: dict[Parametrisation, Callable[[Encoder, float], Coefficients]] = {"edm": edm, "epsilon": epsilon}
+COEFFICIENTS: dict[Parametrization, Callable[[Encoder, float], Coefficients]] = {"edm": edm, "epsilon": epsilon}
 
 
 def check_guidance(guidance: float) -> None:
@@ -93,16 +93,16 @@ class Denoiser(nn.Module):
         self,
         backbone: nn.Module,
         method: Method,
-        parametrisation: Parametrisation | None = None,
+        parametrization: Parametrization | None = None,
         sigma_data: float = 1.0,
         clip: tuple[float, float] | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.method = method
-        self.parametrisation = parametrisation or method.parametrisation
-        if self.parametrisation not in COEFFICIENTS:
-            raise UsageError(f"unknown parametrisation {self.parametrisation!r}: use one of {', '.join(COEFFICIENTS)}")
+        self.parametrization = parametrization or method.parametrization
+        if self.parametrization not in COEFFICIENTS:
+            raise UsageError(f"unknown parametrization {self.parametrization!r}: use one of {', '.join(COEFFICIENTS)}")
         if not sigma_data > 0:
             raise UsageError(f"sigma_data is the data's standard deviation, positive: got {sigma_data}")
         self.sigma_data, self.clip = sigma_data, clip
@@ -110,7 +110,7 @@ class Denoiser(nn.Module):
     def forward(
         self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], cond: Condition | None = None
     ) -> Float[Tensor, "batch *data"]:
-        coefficients = COEFFICIENTS[self.parametrisation](self.method.encoder(level), self.sigma_data)
+        coefficients = COEFFICIENTS[self.parametrization](self.method.encoder(level), self.sigma_data)
         t = self.method.levels.cdf(level).to(latent.dtype)
         scaled = over(coefficients.c_in, latent) * latent
         output = self.backbone(scaled, t) if cond is None else self.backbone(scaled, t, cond)

@@ -33,7 +33,7 @@ from bsi.errors import UsageError
 from bsi.gaussian import squared_norm
 from bsi.grids import check_grid
 from bsi.levels import Proposal
-from bsi.likelihood import Bins, categorical_normal, discretised_normal, normal
+from bsi.likelihood import Bins, categorical_normal, discretized_normal, normal
 from bsi.methods.base import Method, Predictor
 
 __all__ = ["Elbo", "between_samples", "elbo", "finite_measurement_loss", "measurement_loss", "reconstruction_loss"]
@@ -127,7 +127,7 @@ def reconstruction_loss(method: Method, predict: Predictor, x: Data, eps: Data, 
     x_hat = _check_prediction(method.decode(_encode(method, x, level, eps), level, predict), x)
     if bins is None:
         return -normal(x, x_hat, method.density_precision)
-    decoder = discretised_normal if method.decoder == "cdf" else categorical_normal
+    decoder = discretized_normal if method.decoder == "cdf" else categorical_normal
     return -decoder(bins, bins.indices(x), x_hat, method.recon_precision)
 
 

@@ -14,8 +14,8 @@ is rho near 0 and ln rho beyond, and v = w / cosh(u), which stays of the data's 
 integrated backwards by Dormand and Prince's pair of orders 5 and 4. Every sample takes its own steps, so that its
 likelihood does not depend on its batch.
 
-Data that is stored in bins is dequantised by noise that the last level could have added: a Normal of deviation sigma_M,
-truncated to the bin. Then -ln P(x) <= E[ln q(z | x) - ln p(z)], variational dequantisation (Ho et al., 2019) with the
+Data that is stored in bins is dequantized by noise that the last level could have added: a Normal of deviation sigma_M,
+truncated to the bin. Then -ln P(x) <= E[ln q(z | x) - ln p(z)], variational dequantization (Ho et al., 2019) with the
 truncated Normal of Zheng et al. (2023). This is the flow's likelihood. The ELBO is the likelihood of another model, the
 stochastic one: report them apart.
 """
@@ -34,7 +34,7 @@ from bsi.errors import NonFinite, UsageError
 from bsi.gaussian import over
 from bsi.likelihood import Bins
 from bsi.methods.base import Method, Predictor, level_at, rho_at
-from bsi.noise import standard_normal
+from bsi.rng import standard_normal
 
 __all__ = ["Divergence", "Flow", "binned_flow", "exact_divergence", "flow_density", "hutchinson"]
 

@@ -102,7 +102,7 @@ class Uniform:
 class ExpectedError:
     """p(level) ~ offset / level^2 + 1 / level: Equation "expected-h", with offset = lambda_0^2 for BSI.
 
-    The CDF in u = ln(level / low) is, up to its normaliser, G(u) = u + (offset / low) (1 - e^-u): increasing and
+    The CDF in u = ln(level / low) is, up to its normalizer, G(u) = u + (offset / low) (1 - e^-u): increasing and
     concave, so that Newton's method from the left converges from the left, and quadratically.
     """
 

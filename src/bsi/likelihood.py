@@ -1,13 +1,13 @@
 """From nats to bits per dimension: what a model's last prediction says about data that is stored in bins.
 
-Data that is stored as integers 0 .. count - 1 (8-bit images, 16-bit audio, 17 grey levels) has a probability, not a
-density. The decoder is a discretised Normal (Appendix "ELBO in Bits per Dimension"): the mass that N(x_hat, 1 /
+Data that is stored as integers 0 .. count - 1 (8-bit images, 16-bit audio, 17 gray levels) has a probability, not a
+density. The decoder is a discretized Normal (Appendix "ELBO in Bits per Dimension"): the mass that N(x_hat, 1 /
 alpha) puts on the bin of x, where the first bin reaches to -inf and the last to +inf,
 
     N'(x_j | x_hat, alpha) = Phi(r_j | x_hat, alpha) - Phi(l_j | x_hat, alpha),
 
-evaluated in log space. `categorical_normal` is the other published decoder, VDM's: a softmax over the bins' centres.
-Without bins, data is continuous, the decoder a plain Normal and the unit nats; `Standardise` keeps the units of the
+evaluated in log space. `categorical_normal` is the other published decoder, VDM's: a softmax over the bins' centers.
+Without bins, data is continuous, the decoder a plain Normal and the unit nats; `Standardize` keeps the units of the
 data.
 """
 
@@ -23,12 +23,12 @@ from torch import Tensor
 from bsi.errors import DataError, UsageError
 from bsi.gaussian import squared_norm, sum_over_data
 
-__all__ = ["Bins", "Standardise", "bits_per_dim", "categorical_normal", "discretised_normal", "normal"]
+__all__ = ["Bins", "Standardize", "bits_per_dim", "categorical_normal", "discretized_normal", "normal"]
 
 
 @dataclass(frozen=True)
 class Bins:
-    """`count` bins whose centres are equally spaced from `low` to `high`, both included."""
+    """`count` bins whose centers are equally spaced from `low` to `high`, both included."""
 
     low: float
     high: float
@@ -37,7 +37,7 @@ class Bins:
     def __post_init__(self) -> None:
         if self.count < 2 or not (-math.inf < self.low < self.high < math.inf):
             raise UsageError(
-                f"bins need at least two centres between finite low < high: got low={self.low}, high={self.high}, "
+                f"bins need at least two centers between finite low < high: got low={self.low}, high={self.high}, "
                 f"count={self.count}. Use Bins.uint8() for 8-bit images."
             )
 
@@ -56,7 +56,7 @@ class Bins:
         return (self.high - self.low) / (self.count - 1)
 
     def values(self, index: Integer[Tensor, "*shape"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "*shape"]:
-        """The centres of the bins `index`."""
+        """The centers of the bins `index`."""
         return (self.low + index.double() * self.width).to(dtype)
 
     def indices(self, x: Float[Tensor, "*shape"]) -> Integer[Tensor, "*shape"]:
@@ -77,7 +77,7 @@ class Bins:
 
 
 @dataclass(frozen=True)
-class Standardise:
+class Standardize:
     """x = (data - mean) / std, fitted on the training set and kept with the model: continuous data of any scale."""
 
     mean: float
@@ -86,11 +86,11 @@ class Standardise:
     def __post_init__(self) -> None:
         if not (0 < self.std < math.inf and math.isfinite(self.mean)):
             raise UsageError(
-                f"standardising needs a finite mean and a positive std: got mean={self.mean}, std={self.std}"
+                f"standardizing needs a finite mean and a positive std: got mean={self.mean}, std={self.std}"
             )
 
     @classmethod
-    def fit(cls, data: Float[Tensor, "..."]) -> Standardise:
+    def fit(cls, data: Float[Tensor, "..."]) -> Standardize:
         return cls(float(data.double().mean()), float(data.double().std(correction=0)))
 
     def apply(self, data: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -139,15 +139,15 @@ def _check_decoder(x: Tensor, x_hat: Tensor, precision: float) -> None:
         raise UsageError(f"a decoder's precision is positive and finite: got {precision}. The paper uses 2e6.")
 
 
-def discretised_normal(
+def discretized_normal(
     bins: Bins, index: Integer[Tensor, "batch *data"], x_hat: Float[Tensor, "batch *data"], precision: float
 ) -> Float[Tensor, " batch"]:
     """ln N'(x | x_hat, precision), summed over each sample: nats, float64, memory independent of `count`."""
     _check_decoder(index, x_hat, precision)
     scale = math.sqrt(precision)
-    centre = bins.low + index.double() * bins.width
-    left = (centre - 0.5 * bins.width - x_hat.double()) * scale
-    right = (centre + 0.5 * bins.width - x_hat.double()) * scale
+    center = bins.low + index.double() * bins.width
+    left = (center - 0.5 * bins.width - x_hat.double()) * scale
+    right = (center + 0.5 * bins.width - x_hat.double()) * scale
     inner = _log_mass(left, bins.width * scale)
     log_p = torch.where(index == 0, torch.special.log_ndtr(right), inner)
     log_p = torch.where(index == bins.count - 1, torch.special.log_ndtr(-left), log_p)
@@ -157,7 +157,7 @@ def discretised_normal(
 def categorical_normal(
     bins: Bins, index: Integer[Tensor, "batch *data"], x_hat: Float[Tensor, "batch *data"], precision: float
 ) -> Float[Tensor, " batch"]:
-    """VDM's published decoder: a softmax over the bins' centres of the Normal's log density, in nats, float64.
+    """VDM's published decoder: a softmax over the bins' centers of the Normal's log density, in nats, float64.
 
     Only the bins around the one nearest to x_hat can matter: those further than `reach` are below rounding, so the
     sum runs over a fixed window and memory does not grow with `count`.

@@ -26,9 +26,8 @@ from bsi.elbo import Elbo, elbo
 from bsi.errors import DataError, NonFinite, UsageError
 from bsi.grids import named_grid
 from bsi.levels import low_discrepancy
-from bsi.likelihood import Bins, Standardise
-from bsi.methods.base import Method, Parametrisation
-from bsi.noise import SeededNoise
+from bsi.likelihood import Bins, Standardize
+from bsi.methods.base import Method, Parametrization
 from bsi.objective import Weight, training_loss
 from bsi.refusals import (
     check_backbone,
@@ -39,6 +38,7 @@ from bsi.refusals import (
     check_tensor,
     check_width,
 )
+from bsi.rng import SeededNoise
 from bsi.sampling import default_solver, noisy_steps, sample
 from bsi.solvers import Solver
 
@@ -48,9 +48,9 @@ __all__ = ["Model"]
 class Model(nn.Module):
     """A network, a method and a description of the data.
 
-    `backbone(input, t)` sees latents (with the `edm` parametrisation, BSI's, scaled to unit variance) and t in [0, 1],
+    `backbone(input, t)` sees latents (with the `edm` parametrization, BSI's, scaled to unit variance) and t in [0, 1],
     0 at the noisy end; it is called as `backbone(input, t, cond)` when a condition is given. `bins` describes data
-    stored as integers; without it data is continuous, in the units of `standardise`. `class_names` are those of the
+    stored as integers; without it data is continuous, in the units of `standardize`. `class_names` are those of the
     labels 0, 1, ..., where they have names.
     """
 
@@ -60,19 +60,19 @@ class Model(nn.Module):
         method: Method,
         shape: tuple[int, ...],
         bins: Bins | None = None,
-        standardise: Standardise | None = None,
-        parametrisation: Parametrisation | None = None,
+        standardize: Standardize | None = None,
+        parametrization: Parametrization | None = None,
         sigma_data: float = 1.0,
         class_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         check_method(method)
         check_backbone(backbone)
-        if bins is not None and standardise is not None:
-            raise UsageError("data is either binned or standardised, not both: drop bins or standardise")
-        self.method, self.shape, self.bins, self.standardise = method, tuple(shape), bins, standardise
+        if bins is not None and standardize is not None:
+            raise UsageError("data is either binned or standardized, not both: drop bins or standardize")
+        self.method, self.shape, self.bins, self.standardize = method, tuple(shape), bins, standardize
         clip = (bins.low, bins.high) if method.clips and bins is not None else None
-        self.denoiser = Denoiser(backbone, method, parametrisation, sigma_data, clip)
+        self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip)
         self.class_names = class_names
         if class_names and self.classes not in (None, len(class_names)):
             raise UsageError(f"one name for each label: got {len(class_names)} names for {self.classes} labels")
@@ -87,7 +87,7 @@ class Model(nn.Module):
         return getattr(self.denoiser.backbone, "num_classes", None)
 
     def values(self, data: Tensor) -> Float[Tensor, "batch *data"]:
-        """Data as the method sees it: bin centres for integers, standardised for continuous data."""
+        """Data as the method sees it: bin centers for integers, standardized for continuous data."""
         check_tensor(data)
         if data.shape[1:] != self.shape:
             raise UsageError(
@@ -95,7 +95,7 @@ class Model(nn.Module):
             )
         if data.is_floating_point():
             data = data.to(torch.promote_types(data.dtype, torch.float32))
-            return data if self.standardise is None else self.standardise.apply(data)
+            return data if self.standardize is None else self.standardize.apply(data)
         if self.bins is None:
             raise UsageError(
                 f"integer data needs bins: got {data.dtype}. Pass bins=bsi.Bins.uint8() for 8-bit images, or convert "
@@ -176,10 +176,10 @@ class Model(nn.Module):
         return levels
 
     def data(self, x: Float[Tensor, "batch *data"]) -> Tensor:
-        """Values back to data: bin indices by rounding, or the units that `standardise` took away."""
+        """Values back to data: bin indices by rounding, or the units that `standardize` took away."""
         if self.bins is not None:
             return self.bins.indices(x)
-        return x if self.standardise is None else self.standardise.undo(x)
+        return x if self.standardize is None else self.standardize.undo(x)
 
     @torch.no_grad()
     def elbo(
@@ -198,7 +198,7 @@ class Model(nn.Module):
         if measure < 1 or recon < 1:
             raise UsageError(f"the bound needs levels and reconstructions: got measure={measure}, recon={recon}")
         generator = torch.Generator().manual_seed(seed)
-        log_determinant = 0.0 if self.standardise is None else self.standardise.log_determinant
+        log_determinant = 0.0 if self.standardize is None else self.standardize.log_determinant
         parts = []
         with _evaluating(self):
             for ids in torch.arange(len(data)).split(batch_size):
@@ -219,7 +219,7 @@ def _dealt(count: int, generator: torch.Generator) -> Float[Tensor, " count"]:
     """Stratified levels dealt to the samples of a batch at random.
 
     Without the dealing, replicates would differ by one shift for the whole batch, and no sample's spread over
-    replicates would say anything that its neighbour's does not.
+    replicates would say anything that its neighbor's does not.
     """
     t = low_discrepancy(count, torch.rand((), generator=generator, dtype=torch.float64))
     return t[torch.randperm(count, generator=generator)]

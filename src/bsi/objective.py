@@ -1,4 +1,4 @@
-"""What training minimises, Algorithm "Estimating the BSI training loss": 2 L_M / n for all three methods.
+"""What training minimizes, Algorithm "Estimating the BSI training loss": 2 L_M / n for all three methods.
 
 The reconstruction term is left out, as in the paper: by the last level the sample is all but determined. A weight
 over the level trades likelihood for sample quality; the default, 1, is the ELBO's. Weights are functions of

@@ -153,7 +153,7 @@ def _frame(panels: dict[str, Image.Image], caption: str, reached: float) -> Imag
 def animate(frames: Sequence[Image.Image], path: Path, seconds: float = 4.0, lossless: bool = False) -> None:
     """Write an endless animation that takes `seconds` and then rests on the last frame: a .gif or a .webp.
 
-    A .webp of much enlarged pixels, areas of one colour, is both sharper and smaller when it is `lossless`.
+    A .webp of much enlarged pixels, areas of one color, is both sharper and smaller when it is `lossless`.
     """
     if path.suffix.lower() not in ANIMATIONS:
         raise UsageError(f"an animation is written as {' or '.join(ANIMATIONS)}: got {path.name!r}")

@@ -47,8 +47,8 @@ def speaks_unicode(encoding: str | None) -> bool:
     return encoding is None or encoding.lower().startswith("utf")
 
 
-def in_colour(terminal: bool) -> bool:
-    """Whether to colour what goes to a terminal, or not: not where it has no colours or its user wants none."""
+def in_color(terminal: bool) -> bool:
+    """Whether to color what goes to a terminal, or not: not where it has no colors or its user wants none."""
     return terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
@@ -124,6 +124,6 @@ class Progress:
         filled = width * min(self.done, self.total) // max(self.total, 1)
         if not self.unicode:
             return f"{'#' * filled}{'-' * (width - filled)} {line}"
-        if not in_colour(self.live):
+        if not in_color(self.live):
             return f"{'━' * filled}{'─' * (width - filled)} {line}"
         return f"\x1b[36m{'━' * filled}\x1b[2m{'━' * (width - filled)}\x1b[0m {line}"

@@ -18,7 +18,7 @@ from bsi.errors import UsageError
 from bsi.gaussian import Belief, over
 from bsi.grids import check_grid
 from bsi.methods.base import Method, Predictor
-from bsi.noise import Noise
+from bsi.rng import Noise
 from bsi.solvers import Path, Solver, Table, named_solver
 
 __all__ = [

@@ -107,7 +107,8 @@ def patch(faults: Faults) -> None:
 
     from bsi.backbones.base import Backbone
     from bsi.model import Model
-    from bsi.training import checkpoint, loop
+    from bsi.runtime import checkpoint
+    from bsi.training import loop
     from bsi.training.step import Engine
     from bsi.training.stop import StopFlag
     from bsi.training.stream import Batch, Piece, Stream, piece_ids
@@ -211,7 +212,7 @@ def sequence(plan: Path) -> int:
 
     `copy` keeps the run folder as it was left.
     """
-    import torch._dynamo  # noqa: F401  # before the forks, which need not import it again; optimisers do
+    import torch._dynamo  # noqa: F401  # before the forks, which need not import it again; optimizers do
 
     import bsi.training.train  # noqa: F401
 

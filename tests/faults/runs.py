@@ -26,7 +26,7 @@ TINY = [
         "8",
         "--ema.start",
         "4",
-        "--optimiser.warmup",
+        "--optimizer.warmup",
         "4",
     ),
     *("--backbone.width", "16", "--backbone.depth", "1", "--backbone.heads", "2", "--backbone.dropout", "0.1"),
@@ -111,7 +111,7 @@ def torchrun(entry: Entry, marks: Path, restarts: int = 0, launch: Path = LAUNCH
 
 
 def fingerprint(run: Path, step: int = 24) -> dict[str, str]:
-    """SHA-256 of the parameters, the EMA and the optimiser after a step."""
+    """SHA-256 of the parameters, the EMA and the optimizer after a step."""
     manifest = json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
     return {name: record["sha256"] for name, record in manifest["files"].items() if name.endswith(".safetensors")}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from bsi.conditioning import denoising, inpainted
 from bsi.grids import named_grid
 from bsi.methods.base import Method, Predictor
-from bsi.noise import Noise
+from bsi.rng import Noise
 from bsi.sampling import Step, trajectory
 
 __all__ = ["Finisher"]

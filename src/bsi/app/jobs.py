@@ -53,7 +53,7 @@ class JobResponse(StreamingResponse):
             with anyio.move_on_after(self._seconds):
                 await super().__call__(scope, receive, send)
         finally:
-            self._lines.close()  # no thread is in it: a cancelled wait for one ends when the thread does
+            self._lines.close()  # no thread is in it: a canceled wait for one ends when the thread does
             self._slots.give_back()
 
 

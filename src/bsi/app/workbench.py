@@ -30,11 +30,11 @@ from bsi.grids import GRIDS, named_grid
 from bsi.methods import VDM, Method
 from bsi.methods.base import Predictor
 from bsi.model import Model
-from bsi.noise import standard_normal
 from bsi.pictures import is_image
+from bsi.rng import standard_normal
+from bsi.runtime.export import load, read_trained
 from bsi.sampling import Step, belief, default_solver, evaluations, measurement
 from bsi.solvers import SOLVERS, named_solver
-from bsi.training.export import load, read_trained
 
 __all__ = ["About", "Frame", "Workbench", "open_workbench"]
 
@@ -179,7 +179,7 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         parameters=sum(p.numel() for p in model.parameters()),
         trained_steps=trained.step,
         shape=model.shape,
-        low=-2.0 if bins is None else bins.low,  # standardised data has unit variance
+        low=-2.0 if bins is None else bins.low,  # standardized data has unit variance
         high=2.0 if bins is None else bins.high,
         bins=None if bins is None else bins.count,
         lowest=levels.low,

@@ -14,18 +14,18 @@ from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, Precision
 from bsi.backbones.cost import Cost, cost
 
 if TYPE_CHECKING:
-    from bsi.backbones.acceleration import accelerate, freeze
     from bsi.backbones.base import Backbone
-    from bsi.backbones.compiled import compile_regions
     from bsi.backbones.precision import compute_dtype
     from bsi.backbones.registry import build
+    from bsi.kernels.acceleration import accelerate, freeze
+    from bsi.kernels.compiled import compile_regions
 
 _HOME = {
-    "accelerate": "bsi.backbones.acceleration",
-    "freeze": "bsi.backbones.acceleration",
+    "accelerate": "bsi.kernels.acceleration",
+    "freeze": "bsi.kernels.acceleration",
     "Backbone": "bsi.backbones.base",
     "build": "bsi.backbones.registry",
-    "compile_regions": "bsi.backbones.compiled",
+    "compile_regions": "bsi.kernels.compiled",
     "compute_dtype": "bsi.backbones.precision",
 }
 

@@ -24,7 +24,7 @@ from bsi.backbones.embeddings import ConditionEmbedding, positions
 from bsi.backbones.starts import xavier_
 
 if TYPE_CHECKING:
-    from bsi.backbones.fp8 import Weights8
+    from bsi.kernels.fp8 import Weights8
 
 
 class DiT(Backbone):
@@ -75,11 +75,11 @@ class DiT(Backbone):
         last: Float[Tensor, "batch 2 width"],
         seeds: Int32[Tensor, "depth 2 2"] | None,
     ) -> Float[Tensor, "batch tokens width"]:
-        from bsi.backbones.fused import bf16, fused_trunk  # which need Triton, and only some machines have it
+        from bsi.kernels.fused_dit import bf16, fused_trunk  # which need Triton, and only some machines have it
 
         blocks = [cast(Block, block) for block in self.blocks]
         if self.trunk == "fp8":
-            from bsi.backbones.fp8 import fp8_forms
+            from bsi.kernels.fp8 import fp8_forms
 
             forms = fp8_forms(blocks, self._frozen)
         else:
@@ -88,9 +88,9 @@ class DiT(Backbone):
 
     def freeze_fp8(self) -> None:
         """Keep the blocks' weights in 8 bits, for evaluations without gradients: they will not change any more."""
-        from bsi.backbones.fp8 import quantise_weights
+        from bsi.kernels.fp8 import quantize_weights
 
-        self._frozen = quantise_weights([cast(Block, block) for block in self.blocks], for_training=False)
+        self._frozen = quantize_weights([cast(Block, block) for block in self.blocks], for_training=False)
 
     def _blocks(
         self,

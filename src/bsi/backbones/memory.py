@@ -41,10 +41,10 @@ from typing import Literal
 from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, input_channels
 from bsi.backbones.cost import cost, inner_matrices
 
-__all__ = ["CONTEXT", "Form", "Memory", "OptimiserKind", "evaluation_memory", "training_memory"]
+__all__ = ["CONTEXT", "Form", "Memory", "OptimizerKind", "evaluation_memory", "training_memory"]
 
 Form = Literal["plain", "compiled", "fused", "lean"]
-OptimiserKind = Literal["adamw", "muon"]
+OptimizerKind = Literal["adamw", "muon"]
 
 CONTEXT = 1 << 30  # the driver's own, the libraries' workspaces, and what an allocator cannot use
 SLACK = 1.03  # small tensors, and rounding up to whole pages
@@ -81,11 +81,11 @@ def training_memory(
     form: Form = "compiled",
     half: bool = True,
     averages: int = 1,
-    optimiser: OptimiserKind = "adamw",
+    optimizer: OptimizerKind = "adamw",
 ) -> Memory:
     """Of a training step of `build(config, shape, bins_count, num_classes)`, with so many moving averages."""
     parameters = cost(config, shape, bins_count, num_classes).parameters
-    turned = inner_matrices(config, shape) if optimiser == "muon" else {}
+    turned = inner_matrices(config, shape) if optimizer == "muon" else {}
     moments = 2 * parameters - sum(rows * columns * count for (rows, columns), count in turned.items())
     size = 2 if half else 4
     unit, features = _unit(config, shape) * size, _features(shape, bins_count) * size

@@ -1,4 +1,4 @@
-"""Group normalisation of images that lie channels-last, in one pass for the moments and one for the result.
+"""Group normalization of images that lie channels-last, in one pass for the moments and one for the result.
 
     y = x scale + offset,   scale = w (var + eps)^(-1/2),   offset = b - (mean - shift) scale
 
@@ -17,7 +17,7 @@ NORM_EPS = 1e-6  # as VDM's (Flax's default)
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group normalisation that leaves a channels-last image as it lies in memory; the result is in float32."""
+    """Group normalization that leaves a channels-last image as it lies in memory; the result is in float32."""
 
     def forward(
         self, x: Float[Tensor, "batch channels *space"], shift: Float[Tensor, "batch channels"] | None = None
@@ -35,10 +35,10 @@ class GroupNorm(nn.GroupNorm):
         var, mean = (torch.cat(parts, dim=1).unflatten(1, groups) for parts in moments)
         shifts = torch.zeros_like(mean) if shift is None else wide(shift).unflatten(1, groups)
         mean = mean + shifts
-        centre = mean.mean(2, keepdim=True)
-        var = var.mean(2, keepdim=True) + (mean - centre).square().mean(2, keepdim=True)
+        center = mean.mean(2, keepdim=True)
+        var = var.mean(2, keepdim=True) + (mean - center).square().mean(2, keepdim=True)
         scale = torch.rsqrt(var + self.eps) * self.weight.view(groups)
-        offset = self.bias.view(groups) - (centre - shifts) * scale
+        offset = self.bias.view(groups) - (center - shifts) * scale
         sizes = [image.shape[1] for image in images]
         factors = (part.flatten(1)[:, None].split(sizes, dim=2) for part in (scale, offset))
         return [on_pixels(r * s + o, x) for r, s, o, x in zip(rows, *factors, images, strict=True)]

@@ -1,6 +1,6 @@
 """Float32 outside, something faster inside.
 
-The parameters, the optimiser, the Fourier features and everything around the network stay in float32. Inside the
+The parameters, the optimizer, the Fourier features and everything around the network stay in float32. Inside the
 network, after `backbone.compute_dtype = compute_dtype("auto", device)`, autocast runs matrix products, convolutions and
 attention in bfloat16 (or float16), and sums in float32; it converts each weight when it is used. fp8 is bfloat16 with
 the products of a DiT's blocks in 8 bits (fp8.py): experimental, and only where a user asks for it.

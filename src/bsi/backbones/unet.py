@@ -35,7 +35,7 @@ from bsi.backbones.norms import group_norm, on_pixels, pixels
 from bsi.backbones.starts import lecun_, zero_
 
 if TYPE_CHECKING:
-    from bsi.backbones.fused_unet import Rounded
+    from bsi.kernels.fused_unet import Rounded
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS: dict[int, type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = {
@@ -82,7 +82,7 @@ class UNet(Backbone):
         shifts = self.project(self.condition(t, cond))
         rounded: list["Rounded | None"] = [None] * len(self.widths)
         if self.trunk != "plain":
-            from bsi.backbones.fused_unet import round_weights  # which needs Triton, and only some machines have it
+            from bsi.kernels.fused_unet import round_weights  # which needs Triton, and only some machines have it
 
             blocks = list(self.blocks())
             shifts = shifts + torch.cat([bias_of(block.conv_in, torch.float32) for block in blocks])
@@ -116,7 +116,7 @@ class UNet(Backbone):
     ) -> tuple[Tensor, Tensor]:
         """What the block makes of x, and x, as others should use it."""
         if rounded is not None:
-            from bsi.backbones.fused_unet import fused_block
+            from bsi.kernels.fused_unet import fused_block
 
             out, x = fused_block(block, x, skip, shift, seed, rounded, self.trunk == "lean")
             return out if block.attention is None else self._attend(block.attention, out), x
@@ -128,14 +128,14 @@ class UNet(Backbone):
     def _attend(self, attention: "Attention", x: Tensor) -> Tensor:
         if self.trunk == "plain":
             return attention(x)
-        from bsi.backbones.fused_unet import fused_attention
+        from bsi.kernels.fused_unet import fused_attention
 
         return fused_attention(attention, x)
 
     def _read_out(self, x: Tensor) -> Tensor:
         if self.trunk == "plain":
             return self.head(x)
-        from bsi.backbones.fused_unet import fused_norm
+        from bsi.kernels.fused_unet import fused_norm
 
         return self.head.conv(fused_norm(self.head.norm, x, act=True))
 

@@ -15,8 +15,8 @@ import sys
 from dataclasses import dataclass
 
 from bsi.errors import BsiError, UsageError
-from bsi.progress import forget, in_colour, speaks_unicode
-from bsi.writing import FULL, cannot_write, system_error
+from bsi.io import FULL, cannot_write, system_error
+from bsi.progress import forget, in_color, speaks_unicode
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -142,7 +142,7 @@ def _refused(error: Exception) -> BsiError | None:
 
 def _red(text: str) -> str:
     """In a terminal; elsewhere as it is."""
-    return f"\x1b[1;31m{text}\x1b[0m" if in_colour(sys.stderr.isatty()) else text
+    return f"\x1b[1;31m{text}\x1b[0m" if in_color(sys.stderr.isatty()) else text
 
 
 def _run(argv: list[str]) -> int:

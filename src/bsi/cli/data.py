@@ -51,7 +51,7 @@ class Data:
     size: Annotated[int | None, _shown("INT")] = None
     """folder, huggingface: the side of the images in pixels (64)."""
     channels: Annotated[int | None, _shown("INT")] = None
-    """folder, huggingface: 3 for colour, 1 for grey (3)."""
+    """folder, huggingface: 3 for color, 1 for gray (3)."""
     resampling: Annotated[Literal["lanczos", "bicubic", "bilinear", "box"] | None, _shown("NAME")] = None
     """folder, huggingface: how images are shrunk: lanczos, bicubic, bilinear or box (lanczos)."""
     test_fraction: Annotated[float | None, _shown("FLOAT")] = None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small BSI on handwritten digits (8x8, 17 grey levels, part of the package), measure it, and draw samples.
+    """Train a small BSI on handwritten digits (8x8, 17 gray levels, part of the package), measure it, and draw samples.
 
     Takes under three minutes on two cores. Interrupted, the same command goes on; finished, it measures and draws
     again.
@@ -39,7 +39,7 @@ def run(args: Demo) -> int:
     from bsi.cli.eval_text import bound_line
     from bsi.data.store import open_dataset
     from bsi.report import write_report
-    from bsi.training.distributed import join
+    from bsi.runtime.distributed import join
 
     recipe = replace(bsi.recipes.digits(), seed=args.seed)
     if args.steps is not None:

@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from bsi.progress import in_colour, readable_bytes, speaks_unicode
+from bsi.progress import in_color, readable_bytes, speaks_unicode
 
 __all__ = ["Check", "Doctor", "examine", "run"]
 
 State = Literal["ok", "missing", "broken"]
 MARKS: dict[State, str] = {"ok": "✓", "missing": "–", "broken": "✗"}
 PLAIN_MARKS: dict[State, str] = {"ok": "+", "missing": "-", "broken": "x"}  # where a locale has not those
-COLOURS: dict[State, str] = {"ok": "32", "missing": "33", "broken": "31"}
+COLORS: dict[State, str] = {"ok": "32", "missing": "33", "broken": "31"}
 ROOMY = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a few checkpoints
 
 TORCH = "2.10"
@@ -75,16 +75,16 @@ def run(args: Doctor) -> int:
         return 0 if healthy else 1
     width = max(len(check.name) for check in checks)
     for check in checks:
-        print(f"{_coloured(check.state)} {check.name:<{width}}  {check.found}")
+        print(f"{_colored(check.state)} {check.name:<{width}}  {check.found}")
         if check.fix and check.state != "ok":
             print(f"  {'':<{width}}  {'→' if speaks_unicode(sys.stdout.encoding) else '->'} {check.fix}")
     print("the core works" if healthy else "the core does not work: see above", file=sys.stderr)
     return 0 if healthy else 1
 
 
-def _coloured(state: State) -> str:
+def _colored(state: State) -> str:
     mark = (MARKS if speaks_unicode(sys.stdout.encoding) else PLAIN_MARKS)[state]
-    return f"\x1b[{COLOURS[state]}m{mark}\x1b[0m" if in_colour(sys.stdout.isatty()) else mark
+    return f"\x1b[{COLORS[state]}m{mark}\x1b[0m" if in_color(sys.stdout.isatty()) else mark
 
 
 def examine() -> Iterator[Check]:

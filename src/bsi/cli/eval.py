@@ -17,12 +17,12 @@ from bsi.cli.eval_text import text
 from bsi.cli.labels import all_labels
 from bsi.defaults import GRID, STEPS
 from bsi.errors import BsiError, UsageError
-from bsi.writing import check_writable
+from bsi.io import check_writable
 
 if TYPE_CHECKING:
     from bsi.evaluation.bound import Evaluation
     from bsi.evaluation.runs import Run, Split
-    from bsi.training.distributed import World
+    from bsi.runtime.distributed import World
 
 __all__ = ["Eval", "run"]
 
@@ -108,7 +108,7 @@ class Eval:
 def run(args: Eval) -> int:
     check(args)
     from bsi.evaluation.runs import save_samples
-    from bsi.training.distributed import join
+    from bsi.runtime.distributed import join
     from bsi.training.room import enough_for_batch
 
     with join(args.device, TIMEOUT_S) as world, enough_for_batch(args.batch_size, "--batch-size", world.device):

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from bsi.errors import UsageError
-from bsi.writing import check_writable, make_folder
+from bsi.io import check_writable, make_folder
 
 __all__ = ["Export", "run"]
 
@@ -47,7 +47,7 @@ def run(args: Export) -> int:
         raise UsageError("--upload puts a folder on the hub: say where to write it with --hub-folder")
     if args.out is not None:
         check_writable(args.out, "--out")
-    from bsi.training.export import export
+    from bsi.runtime.export import export
 
     path = export(args.run, args.out, not args.weights, args.step, args.sigma_rel)
     print(json.dumps({"file": str(path), "bytes": path.stat().st_size}) if args.json else path)
@@ -57,7 +57,7 @@ def run(args: Export) -> int:
 def _hub(args: Export, folder: Path) -> int:
     if args.out is not None or args.sigma_rel is not None:
         raise UsageError("--hub-folder writes the EMA or the weights into a folder: leave --out and --sigma-rel out")
-    from bsi.training.hub import upload, write_hub_folder
+    from bsi.runtime.hub import upload, write_hub_folder
 
     make_folder(folder, "--hub-folder")
     write_hub_folder(args.run, folder, not args.weights, args.step)

@@ -44,7 +44,7 @@ class Fid:
     kid: bool = False
     """Also the kernel inception distance, with its standard error."""
     precision_recall: bool = False
-    """Also precision and recall, with 3 nearest neighbours."""
+    """Also precision and recall, with 3 nearest neighbors."""
     weights: Path | None = None
     """The network's weights as safetensors; by default inception-2015-12-05.safetensors in the data cache."""
     device: Literal["cuda", "cpu"] | None = None

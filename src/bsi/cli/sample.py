@@ -16,16 +16,16 @@ import tyro
 from bsi.cli.labels import all_labels, label_of
 from bsi.defaults import GRID, STEPS
 from bsi.errors import UsageError
+from bsi.io import check_writable, whole
 from bsi.progress import readable_bytes
-from bsi.writing import check_writable, whole
 
 if TYPE_CHECKING:
     import numpy as np
 
     from bsi.evaluation.series import Series
     from bsi.model import Model
+    from bsi.runtime.distributed import World
     from bsi.sampling import Step
-    from bsi.training.distributed import World
 
 __all__ = ["Sample", "run", "write_samples"]
 
@@ -90,8 +90,8 @@ def run(args: Sample) -> int:
     for name, value in (("num", args.num), ("steps", args.steps), ("batch-size", args.batch_size)):
         if value < 1:
             raise UsageError(f"--{name} must be at least 1: got {value}")
-    from bsi.training.distributed import join
-    from bsi.training.export import model_of, read_trained
+    from bsi.runtime.distributed import join
+    from bsi.runtime.export import model_of, read_trained
     from bsi.training.room import enough_for_batch
 
     with join(None if args.device == "auto" else args.device, TIMEOUT_S) as world:
@@ -128,7 +128,7 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
 
     from bsi.evaluation.drawing import Drawing
     from bsi.evaluation.series import Series, Stored
-    from bsi.training.distributed import Place, World
+    from bsi.runtime.distributed import Place, World
 
     world = world or World(Place(), model.device)
     if args.label is not None and args.labels:

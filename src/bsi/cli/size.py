@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bsi.backbones.cost import cost
 from bsi.data.store import Dataset
-from bsi.training.recipe import Recipe
+from bsi.recipe import Recipe
 
 __all__ = ["Size", "cpu_hours"]
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from bsi.errors import UsageError
-from bsi.writing import make_folder
+from bsi.io import make_folder
 
 __all__ = ["StudyOptions", "run"]
 

@@ -22,10 +22,10 @@ import tyro
 from bsi.backbones.config import MLPConfig, resolve
 from bsi.cli.options import lines, quiet, quiet_parts, wrapped
 from bsi.errors import DataError, UsageError
+from bsi.recipe import Recipe
 from bsi.recipes import RECIPES, evidence, named_recipe
+from bsi.runtime.serialization import changes, to_plain
 from bsi.training.method_specs import MethodName
-from bsi.training.plain import changes, to_plain
-from bsi.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from bsi.data.store import Dataset
@@ -92,7 +92,7 @@ def run(words: Sequence[str]) -> int:
     if args.options.dry_run:
         return _dry_run(args, named)
     from bsi.pictures import is_image
-    from bsi.training.distributed import find_place, pick_device
+    from bsi.runtime.distributed import find_place, pick_device
     from bsi.training.journal import Sink, tensorboard
     from bsi.training.train import train
 

@@ -41,7 +41,7 @@ def run(args: View) -> int:
     from bsi import pretrained
     from bsi.app.server import create_app, listen, server_of
     from bsi.app.workbench import open_workbench
-    from bsi.training.distributed import pick_device
+    from bsi.runtime.distributed import pick_device
 
     with listen(args.port) as listener:
         bench = open_workbench(pretrained.find(args.run), Path(args.run).name, pick_device(args.device, 0))

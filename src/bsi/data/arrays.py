@@ -2,7 +2,7 @@
 
 With bins, integers are bin indices and floats are values that are stored as the nearest bin's index. Without bins the
 data is continuous: it is stored as float32 in its own units, and the manifest carries mean and std of the training
-part, with which a model standardises it. An archive with arrays named `train` and `test` is split as it says; any other
+part, with which a model standardizes it. An archive with arrays named `train` and `test` is split as it says; any other
 single array is split by a hash of the row's number. Labels may be given as `train_labels` and `test_labels`; those of
 a single array also as `labels` or `y`.
 """
@@ -50,7 +50,7 @@ class Arrays:
         bins = BinRange(*self.bins) if self.bins else None
         with ExitStack() as stack:
             arrays = _opened(path, stack)
-            labelled = "train_labels" in arrays
+            labeled = "train_labels" in arrays
             data = {name: array for name, array in arrays.items() if not name.endswith("_labels")}
             first = next(iter(data.values()))
             for array in data.values():
@@ -73,7 +73,7 @@ class Arrays:
             rows=total,
             unit="row",
             blocks=lambda start: _blocks(path, bins, self.test_fraction, start),
-            label_dtype=np.dtype("<i4") if labelled else None,
+            label_dtype=np.dtype("<i4") if labeled else None,
         )
 
 

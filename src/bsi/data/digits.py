@@ -1,4 +1,4 @@
-"""The embedded dataset: 1797 handwritten digits of 8 x 8 pixels with 17 grey levels, inside the package (digits.npz,
+"""The embedded dataset: 1797 handwritten digits of 8 x 8 pixels with 17 gray levels, inside the package (digits.npz,
 digits.txt).
 
 The split is fixed: image i of the published order is a test image if i % 6 == 5, which gives 1498 training and 299 test

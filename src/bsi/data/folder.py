@@ -36,7 +36,7 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True)
 class Folder:
-    """Every image below `path`, centre-cropped to a square and resampled to `size`."""
+    """Every image below `path`, center-cropped to a square and resampled to `size`."""
 
     summary: ClassVar[str] = (
         "a folder of images in any tree; --labels, --size, --channels, --resampling, --test-fraction, --skip"
@@ -77,7 +77,7 @@ class Folder:
             options={
                 "size": self.size,
                 "channels": self.channels,
-                "crop": "largest centred square",
+                "crop": "largest centerd square",
                 "resampling": self.resampling,
                 "split": f"an image is for testing if sha256(relative path) < {self.test_fraction}",
                 **({"labels": "the folder below the root"} if self.labels else {}),

@@ -71,7 +71,7 @@ class HuggingFace:
                 "revision": self.revision,
                 "size": self.size,
                 "channels": self.channels,
-                "crop": "largest centred square",
+                "crop": "largest centerd square",
                 "resampling": self.resampling,
                 "split": "by name" if "test" in parts else f"row i is for testing if hash(i) < {self.test_fraction}",
                 **({} if labels is None else {"labels": labels.column}),

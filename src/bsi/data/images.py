@@ -1,6 +1,6 @@
 """One image file to one array of bytes, or a refusal that names the file.
 
-What is done is said in the manifest: the largest centred square, resampled to size x size. What cannot be done
+What is done is said in the manifest: the largest centerd square, resampled to size x size. What cannot be done
 faithfully is refused: a truncated file, more than eight bits per channel, CMYK, transparency, several frames, sizes
 that a decoder should not be asked for, and images smaller than the size, which would have to be made up.
 """
@@ -38,7 +38,7 @@ def check_options(size: int, channels: int, resampling: str, test_fraction: floa
     if not 1 <= size <= 4096:
         raise UsageError(f"size is the side of the images in pixels, 1 to 4096: got {size}")
     if channels not in (1, 3):
-        raise UsageError(f"channels is 3 (colour) or 1 (grey): got {channels}")
+        raise UsageError(f"channels is 3 (color) or 1 (gray): got {channels}")
     if resampling not in get_args(Resampling):
         raise UsageError(f"resampling is one of {', '.join(get_args(Resampling))}: got {resampling!r}")
     if not 0 <= test_fraction < 1:
@@ -72,11 +72,11 @@ def decode(
     if getattr(image, "is_animated", False) and image.format != "MPO":  # a camera's MPO begins with the picture itself
         raise DataError(f"{name} is animated or has several pages: save one of them")
     if image.mode == "CMYK":
-        raise DataError(f"{name} is CMYK: its colours depend on a profile; convert it to RGB first")
+        raise DataError(f"{name} is CMYK: its colors depend on a profile; convert it to RGB first")
     if _wide(image):
         raise DataError(f"{name} has more than eight bits per channel: convert it to 8 bits first")
     if image.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA"):
-        raise DataError(f"{name} has the colour mode {image.mode}: convert it to RGB first")
+        raise DataError(f"{name} has the color mode {image.mode}: convert it to RGB first")
     image = ImageOps.exif_transpose(image)  # upright, as every viewer shows it
     if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
         image = image.convert("RGBA")
@@ -91,7 +91,7 @@ def decode(
 
 
 def _wide(image: Image.Image) -> bool:
-    """More than eight bits per channel. Pillow hides this for colour PNGs, so the decoder's own mode is looked at."""
+    """More than eight bits per channel. Pillow hides this for color PNGs, so the decoder's own mode is looked at."""
     if image.mode.startswith(("I", "F")):
         return True
     if image.format not in ("PNG", "TIFF"):

@@ -22,7 +22,7 @@ __all__ = [
     "MANIFEST",
     "FileRecord",
     "Manifest",
-    "Standardisation",
+    "Standardization",
     "check_classes",
     "digest",
     "digest_file",
@@ -43,7 +43,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Standardisation:
+class Standardization:
     """Mean and standard deviation of the training part, over all its elements."""
 
     mean: float
@@ -54,7 +54,7 @@ class Standardisation:
 class Manifest:
     """A dataset described: `counts` per split, `shape` and `dtype` of a sample, `options` of its source, its files.
 
-    `bins` gives stored integers their values; it is None for continuous data, which has a `standardisation` instead.
+    `bins` gives stored integers their values; it is None for continuous data, which has a `standardization` instead.
     `input` names what the dataset was made from, `skipped` the input files that could not be read and why. `classes`
     are the names of the labels 0, 1, ..., empty where there are no labels or they have no names.
     """
@@ -65,7 +65,7 @@ class Manifest:
     shape: tuple[int, ...]
     dtype: str
     bins: BinRange | None
-    standardisation: Standardisation | None
+    standardization: Standardization | None
     files: Mapping[str, FileRecord]
     options: Mapping[str, Any]
     input: str
@@ -104,7 +104,7 @@ class Manifest:
                 shape=tuple(int(d) for d in given["shape"]),
                 dtype=str(given["dtype"]),
                 bins=BinRange(**given["bins"]) if given["bins"] else None,
-                standardisation=Standardisation(**given["standardisation"]) if given["standardisation"] else None,
+                standardization=Standardization(**given["standardization"]) if given["standardization"] else None,
                 files={name: FileRecord(**record) for name, record in given["files"].items()},
                 options=dict(given["options"]),
                 input=str(given["input"]),

@@ -1,6 +1,6 @@
 """Stored integers and the values they stand for, in NumPy: the bins of a dataset before any tensor is made.
 
-Data is stored as indices 0 .. count - 1 of bins whose centres are equally spaced from low to high, both included:
+Data is stored as indices 0 .. count - 1 of bins whose centers are equally spaced from low to high, both included:
 
     value = low + index (high - low) / (count - 1),        index = round((value - low) (count - 1) / (high - low)).
 
@@ -22,7 +22,7 @@ __all__ = ["UINT8", "BinRange", "to_uint8"]
 
 @dataclass(frozen=True)
 class BinRange:
-    """`count` bins whose centres are equally spaced from `low` to `high`, both included."""
+    """`count` bins whose centers are equally spaced from `low` to `high`, both included."""
 
     low: float
     high: float
@@ -31,7 +31,7 @@ class BinRange:
     def __post_init__(self) -> None:
         if not (2 <= self.count <= 2**16 and -math.inf < self.low < self.high < math.inf):
             raise UsageError(
-                f"bins need 2 to 65536 centres between finite low < high: got low={self.low}, high={self.high}, "
+                f"bins need 2 to 65536 centers between finite low < high: got low={self.low}, high={self.high}, "
                 f"count={self.count}. For 8-bit images use low=-1, high=1, count=256."
             )
 
@@ -45,7 +45,7 @@ class BinRange:
         return np.dtype("uint8" if self.count <= 256 else "<u2")
 
     def values(self, index: Integer[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """The centres of the bins `index`, in float64."""
+        """The centers of the bins `index`, in float64."""
         return self.low + index.astype(np.float64) * self.width
 
     def indices(self, values: Float[np.ndarray, "*shape"]) -> Integer[np.ndarray, "*shape"]:

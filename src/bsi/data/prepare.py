@@ -22,13 +22,13 @@ from typing import IO, Any
 
 import numpy as np
 
-from bsi.data.manifest import MANIFEST, FileRecord, Manifest, Standardisation, digest_file
+from bsi.data.manifest import MANIFEST, FileRecord, Manifest, Standardization, digest_file
 from bsi.data.npy import HEADER_BYTES, ArrayFile, header_bytes
 from bsi.data.plan import BLOCK_BYTES, Block, Plan
 from bsi.data.store import Dataset, open_dataset
 from bsi.errors import BsiError, DataError, UsageError
+from bsi.io import FULL, cannot_write, make_folder
 from bsi.progress import Progress, readable_bytes
-from bsi.writing import FULL, cannot_write, make_folder
 
 __all__ = ["prepare"]
 
@@ -220,7 +220,7 @@ class _Staging:
             shape=plan.shape,
             dtype=plan.dtype.name,
             bins=plan.bins,
-            standardisation=None if plan.bins else _standardise(self.path / "train.npy"),
+            standardization=None if plan.bins else _standardize(self.path / "train.npy"),
             files={path.name: FileRecord(path.stat().st_size, digest_file(path)) for path in paths},
             options=plan.options,
             input=plan.input,
@@ -234,7 +234,7 @@ class _Staging:
         _sync_folder(self.path)
 
 
-def _standardise(path: Path) -> Standardisation:
+def _standardize(path: Path) -> Standardization:
     """Mean and std over all elements in one pass, block by block (Chan, Golub and LeVeque, 1979), in float64."""
     count, mean, squares = 0, 0.0, 0.0
     with ArrayFile.at(path) as array:
@@ -250,7 +250,7 @@ def _standardise(path: Path) -> Standardisation:
             f"the training part has mean {mean:.6g} and std {std:.6g}: in float32 nothing would be left of the data. "
             f"Subtract a constant first."
         )
-    return Standardisation(mean, std)
+    return Standardization(mean, std)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Integer, Shaped
 
 from bsi.data import digits
-from bsi.data.manifest import MANIFEST, FileRecord, Manifest, Standardisation, digest, digest_file
+from bsi.data.manifest import MANIFEST, FileRecord, Manifest, Standardization, digest, digest_file
 from bsi.data.npy import ArrayFile, header_bytes
 from bsi.data.pixels import BinRange
 from bsi.errors import DataError, UsageError
@@ -73,9 +73,9 @@ class Dataset:
         return self.manifest.bins
 
     @property
-    def standardisation(self) -> Standardisation | None:
+    def standardization(self) -> Standardization | None:
         """Mean and std of the training part of continuous data; None for binned data."""
-        return self.manifest.standardisation
+        return self.manifest.standardization
 
     def split(self, name: str) -> Shaped[np.ndarray, "n *shape"]:
         """`train` or `test`, refused if empty."""
@@ -186,7 +186,7 @@ def _embedded_digits() -> Dataset:
             shape=(1, 8, 8),
             dtype="uint8",
             bins=digits.BINS,
-            standardisation=None,
+            standardization=None,
             files={name: _record(array) for name, array in arrays.items()},
             options=digits.OPTIONS,
             input="embedded",

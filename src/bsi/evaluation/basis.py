@@ -3,7 +3,7 @@
 At each knot,
 
     steady   of x alone: 1, three traits of x (the mean logarithm of its spectrum, that of its squared differences
-             between neighbours, and the logarithm of their mean: rough images are harder than smooth ones, and at some
+             between neighbors, and the logarithm of their mean: rough images are harder than smooth ones, and at some
              levels more than at others), and what each reference expects for x, less its average over the data;
     noisy    of x and eps: how far each reference's error is from its expectation. Their mean over eps is 0.
 
@@ -29,7 +29,7 @@ from bsi.methods.base import Method
 __all__ = ["Basis", "Flat", "Traits", "knots"]
 
 KNOTS = 33
-CONTEXTS = 1, 17  # odd: a sample of middle grey lies within one, not on the edge of two
+CONTEXTS = 1, 17  # odd: a sample of middle gray lies within one, not on the edge of two
 WHOLE = 4  # samples for each value from which a covariance is learned whole, not as a product over the data's axes
 TRAIT_SCALE = 0.25  # traits are given this standard deviation: about what a reference's relative expectation has
 SMALLEST = 1 / 256  # of the average: where logarithms of squares end
@@ -60,13 +60,13 @@ class Traits:
     """A few numbers that say how rough a sample is, with mean 0 and one standard deviation over the data."""
 
     wiener: Wiener
-    difference: float  # mean square difference between neighbours, over the data
+    difference: float  # mean square difference between neighbors, over the data
     mean: Float64[Tensor, " traits"]
     std: Float64[Tensor, " traits"]
 
     @classmethod
     def fit(cls, wiener: Wiener, x: Float[Tensor, "batch *data"]) -> Traits:
-        steps = _neighbour_steps(x)
+        steps = _neighbor_steps(x)
         difference = float(steps.mean()) + 1e-30 if steps.numel() else 1.0
         found = _roughness(wiener, difference, x)
         return cls(wiener, difference, found.mean(0), found.std(0, correction=0) + 1e-12)
@@ -78,13 +78,13 @@ class Traits:
 def _roughness(wiener: Wiener, difference: float, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch traits"]:
     spectrum = wiener.coordinates(x).square() / wiener.variance
     found = [torch.log(spectrum + SMALLEST).mean(1)]
-    steps = _neighbour_steps(x) / difference
+    steps = _neighbor_steps(x) / difference
     if steps.numel():
         found += [torch.log(steps + SMALLEST).mean(1), torch.log(steps.mean(1) + SMALLEST)]
     return torch.stack(found, 1)
 
 
-def _neighbour_steps(x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch steps"]:
+def _neighbor_steps(x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch steps"]:
     """Squared differences along every axis but the first, which holds channels, or all there is."""
     along = [torch.diff(x.double(), dim=axis).square().flatten(1) for axis in range(2, x.ndim)]
     return torch.cat([torch.zeros(len(x), 0, dtype=torch.float64, device=x.device), *along], 1)
@@ -96,7 +96,7 @@ class Basis:
 
     knots: Float64[Tensor, " knots"]
     references: tuple[Reference, ...]
-    centre: Float64[Tensor, "knots references"]
+    center: Float64[Tensor, "knots references"]
     traits: Traits
 
     @classmethod
@@ -109,8 +109,8 @@ class Basis:
         known: tuple[Reference, ...] = (linear,)
         if bins is not None and bins.count <= GRID_BINS:
             known += tuple(Valuewise.fit(wiener, x, bins, count) for count in CONTEXTS)
-        centre = torch.stack([reference.expected(x).mean(0) for reference in known], 1)
-        return cls(at, known, centre, Traits.fit(wiener, x))
+        center = torch.stack([reference.expected(x).mean(0) for reference in known], 1)
+        return cls(at, known, center, Traits.fit(wiener, x))
 
     @property
     def num_steady(self) -> int:
@@ -123,7 +123,7 @@ class Basis:
     def steady(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots steady"]:
         expected = torch.stack([reference.expected(x) for reference in self.references], 2)
         traits = self.traits(x)[:, None].expand(-1, len(self.knots), -1)
-        return torch.cat([torch.ones_like(expected[..., :1]), traits, expected - self.centre], 2)
+        return torch.cat([torch.ones_like(expected[..., :1]), traits, expected - self.center], 2)
 
     def noisy(
         self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]

@@ -32,8 +32,8 @@ from bsi.evaluation.plan import Plan, ProposalName, make_plan
 from bsi.evaluation.points import ENOUGH, Design, Spread, noise, spread
 from bsi.evaluation.subject import Subject
 from bsi.progress import Progress
+from bsi.runtime.distributed import World
 from bsi.sampling import evaluations
-from bsi.training.distributed import World
 
 __all__ = ["Evaluation", "Procedure", "Replicates", "evaluate", "joined", "measure"]
 

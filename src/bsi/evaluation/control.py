@@ -188,7 +188,7 @@ def _design(
 def _regression(
     design: Float64[Tensor, "rows knots functions"], target: Float64[Tensor, " rows"], weight: Float64[Tensor, " rows"]
 ) -> Float64[Tensor, "knots functions"]:
-    """Weighted least squares under N(0, STEP^2) differences between neighbouring knots."""
+    """Weighted least squares under N(0, STEP^2) differences between neighboring knots."""
     _, count, functions = design.shape
     flat = design.flatten(1)
     eye = torch.eye(count * functions, dtype=torch.float64, device=design.device)

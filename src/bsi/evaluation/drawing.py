@@ -28,7 +28,7 @@ from bsi.denoiser import Condition, Denoiser, check_guidance
 from bsi.errors import UsageError
 from bsi.grids import named_grid
 from bsi.methods.base import Method
-from bsi.noise import Noise, SeededNoise
+from bsi.rng import Noise, SeededNoise
 from bsi.sampling import Step, default_solver, noisy_steps, trajectory
 
 __all__ = ["Drawing", "NoiseKind", "draw"]

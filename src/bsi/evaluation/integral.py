@@ -67,7 +67,7 @@ class Between:
         return value[self.left] * (1 - self.along) + value[self.left + 1] * self.along
 
     def total(self, value: Float64[Tensor, " batch"], knots: int) -> Float64[Tensor, " knots"]:
-        """The sum of the values at each knot, dealt to the two neighbours by their hat functions."""
+        """The sum of the values at each knot, dealt to the two neighbors by their hat functions."""
         sums = value.new_zeros(knots).index_add(0, self.left, value * (1 - self.along))
         return sums.index_add(0, self.left + 1, value * self.along)
 

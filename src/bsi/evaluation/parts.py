@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from bsi.errors import BsiError, DataError, UsageError
-from bsi.writing import make_folder, whole
+from bsi.io import make_folder, whole
 
 __all__ = ["PART", "Parts"]
 

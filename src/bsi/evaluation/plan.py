@@ -20,7 +20,7 @@ from bsi.evaluation.points import Pilot, noise
 from bsi.evaluation.subject import Subject
 from bsi.levels import ExpectedError, Fitted, Proposal
 from bsi.methods.base import Method
-from bsi.training.distributed import World
+from bsi.runtime.distributed import World
 
 __all__ = ["Plan", "ProposalName", "describe", "expected_error", "make_plan", "shared_plans"]
 

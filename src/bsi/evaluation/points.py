@@ -46,7 +46,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.noise import philox, standard_normal
+from bsi.rng import philox, standard_normal
 
 __all__ = ["BLOCKS", "Design", "Pilot", "Spread", "noise", "spread"]
 

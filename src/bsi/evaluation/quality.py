@@ -27,8 +27,8 @@ from bsi.metrics.images import array_batches
 from bsi.model import Model
 from bsi.pictures import is_image
 from bsi.progress import Progress
+from bsi.runtime.distributed import World
 from bsi.sampling import evaluations
-from bsi.training.distributed import World
 
 __all__ = ["check_images", "drawn_images", "measure_quality", "quality_record"]
 

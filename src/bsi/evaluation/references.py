@@ -8,7 +8,7 @@ each is
 
     z / (1 + rho^2 v)  -  rho v / (1 + rho^2 v) e,
 
-and its square has expectation (z^2 + rho^2 v^2) / (1 + rho^2 v)^2. It knows how values depend on their neighbours:
+and its square has expectation (z^2 + rho^2 v^2) / (1 + rho^2 v)^2. It knows how values depend on their neighbors:
 what counts at all but the last levels. valuewise.py has those that know that values lie on a grid.
 
 None needs a network, or data other than the samples that are evaluated: given x, only eps is random. All are taken at

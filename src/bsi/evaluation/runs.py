@@ -29,12 +29,12 @@ from bsi.errors import DataError, UsageError
 from bsi.evaluation.bound import Evaluation
 from bsi.evaluation.paired import Difference
 from bsi.evaluation.subject import Subject
+from bsi.io import make_folder, whole
 from bsi.model import Model
-from bsi.training.dataset import build_model
-from bsi.training.distributed import World
-from bsi.training.export import read_trained, set_weights
-from bsi.training.files import canonical_json
-from bsi.writing import make_folder, whole
+from bsi.runtime.dataset import build_model
+from bsi.runtime.distributed import World
+from bsi.runtime.export import read_trained, set_weights
+from bsi.runtime.files import canonical_json
 
 __all__ = [
     "Run",
@@ -180,7 +180,7 @@ def bound_record(run: Run, split: Split, found: Evaluation) -> dict[str, Any]:
         "measurement": float(elbo.measurement.mean()) / unit,
         "reconstruction": float(elbo.reconstruction.mean()) / unit,
         "prior": float(elbo.prior.mean()) / unit,
-        "change_of_units": elbo.log_determinant / math.log(2),  # of continuous data, which was standardised
+        "change_of_units": elbo.log_determinant / math.log(2),  # of continuous data, which was standardized
         **_effort(found),
         **split.record(),
         **run.record(),

@@ -23,8 +23,8 @@ from bsi.evaluation.parts import PART, Parts
 from bsi.evaluation.runs import inner_precision, weights_hash
 from bsi.model import Model
 from bsi.progress import Progress
+from bsi.runtime.distributed import World
 from bsi.sampling import Step, evaluations
-from bsi.training.distributed import World
 
 __all__ = ["Series", "Stored", "check_finite"]
 

@@ -20,23 +20,23 @@ from typing import Literal
 import torch
 
 from bsi.backbones import Backbone, BackboneConfig, Precision, build, compute_dtype, cost
-from bsi.backbones.acceleration import accelerate, freeze
 from bsi.elbo import measurement_loss
 from bsi.evaluation.start import Start
 from bsi.grids import paper_grid
+from bsi.kernels.acceleration import accelerate, freeze
 from bsi.levels import low_discrepancy
 from bsi.likelihood import Bins
 from bsi.model import Model
-from bsi.noise import SeededNoise
+from bsi.recipe import Data, Optimizer, Recipe
+from bsi.rng import SeededNoise
+from bsi.runtime.dataset import build_method, build_model, open_training_data
+from bsi.runtime.distributed import Place, World
+from bsi.runtime.watchdog import watching
 from bsi.sampling import evaluations, sample
-from bsi.training.dataset import build_method, build_model, open_training_data
-from bsi.training.distributed import Place, World
 from bsi.training.method_specs import METHODS, MethodName
-from bsi.training.recipe import Data, Optimiser, Recipe
 from bsi.training.replay import PLAIN_STEPS
 from bsi.training.step import Engine
 from bsi.training.stream import Stream
-from bsi.training.watchdog import watching
 
 __all__ = ["BINS", "Case", "Speed", "Work", "measure"]
 
@@ -189,7 +189,7 @@ def _recipe(case: Case) -> Recipe:
         data=Data("bench"),
         steps=10**9,
         batch=case.batch,
-        optimiser=Optimiser(lr=1e-4),
+        optimizer=Optimizer(lr=1e-4),
         virtual_shards=1,
         precision=case.precision,
     )

@@ -16,7 +16,7 @@ from bsi.gaussian import squared_norm
 from bsi.likelihood import Bins
 from bsi.methods.base import Method, Predictor
 from bsi.model import Model
-from bsi.training.distributed import World
+from bsi.runtime.distributed import World
 
 __all__ = ["Subject"]
 
@@ -66,11 +66,11 @@ class Subject:
             shape=model.shape,
             bins=model.bins,
             device=model.device,
-            log_determinant=0.0 if model.standardise is None else model.standardise.log_determinant,
+            log_determinant=0.0 if model.standardize is None else model.standardize.log_determinant,
         )
 
     def batches(self, count: int, size: int, world: World) -> Iterator[Int[Tensor, " batch"]]:
-        """This rank's part of 0 .. count - 1, in batches: neighbours stay together, as they lie on the disk."""
+        """This rank's part of 0 .. count - 1, in batches: neighbors stay together, as they lie on the disk."""
         first, last = world.rank * count // world.size, (world.rank + 1) * count // world.size
         if first < last:  # an empty tensor splits into one empty part
             yield from torch.arange(first, last, device=self.device).split(size)

@@ -64,7 +64,7 @@ class Valuewise:
     @classmethod
     def fit(cls, wiener: Wiener, x: Float[Tensor, "batch *data"], bins: Bins, contexts: int) -> Valuewise:
         """For data like x, at the wiener's knots."""
-        centres = bins.values(torch.arange(bins.count, device=x.device), torch.float64)
+        centers = bins.values(torch.arange(bins.count, device=x.device), torch.float64)
         counts = torch.bincount(_kinds(wiener, bins, contexts, x).flatten(), minlength=contexts * bins.count)
         counts = counts.view(contexts, bins.count).double()
         overall = counts.sum(0) / counts.sum()
@@ -73,13 +73,13 @@ class Valuewise:
         edges = torch.arange(-REACH, REACH + CELL / 2, CELL, dtype=torch.float64, device=x.device)
         below = torch.cat([edges.new_zeros(1), torch.special.ndtr(edges), edges.new_ones(1)])
         middles = torch.cat([edges[:1] - CELL / 2, edges + CELL / 2])
-        table = centres.new_empty(len(wiener.rho), contexts, bins.count, len(middles))
+        table = centers.new_empty(len(wiener.rho), contexts, bins.count, len(middles))
         for knot, (rho, half_level) in enumerate(zip(wiener.rho, wiener.half_level, strict=True)):
-            distance = rho * (centres[:, None] - centres)[:, None] + middles[:, None]  # bins, cells, bins
+            distance = rho * (centers[:, None] - centers)[:, None] + middles[:, None]  # bins, cells, bins
             exponent = occurs - 0.5 * distance.square()
             likelihood = torch.exp(exponent - exponent.amax(-1, keepdim=True))
-            x_hat = (likelihood @ (prior * centres).T) / (likelihood @ prior.T)  # bins, cells, contexts
-            table[knot] = half_level * (centres[:, None, None] - x_hat).square().movedim(2, 0)
+            x_hat = (likelihood @ (prior * centers).T) / (likelihood @ prior.T)  # bins, cells, contexts
+            table[knot] = half_level * (centers[:, None, None] - x_hat).square().movedim(2, 0)
         table = table.flatten(1, 2)
         mean = table @ torch.diff(below)
         return cls(wiener, bins, contexts, table.sub_(mean[..., None]), mean)

@@ -27,15 +27,15 @@ from torch import Tensor
 from bsi.gaussian import Encoder
 from bsi.levels import LogUniform
 
-__all__ = ["Decoder", "Method", "Parametrisation", "Predictor", "level_at", "rho_at"]
+__all__ = ["Decoder", "Method", "Parametrization", "Predictor", "level_at", "rho_at"]
 
 # f_theta(latent, level): a Denoiser, its DDP or compiled form, the EMA, or an oracle.
 Predictor = Callable[[Float[Tensor, "batch *data"], Float[Tensor, " batch"]], Float[Tensor, "batch *data"]]
 
 # How a network's output becomes x_hat: EDM's preconditioning, or the prediction of the latent's noise.
-Parametrisation = Literal["edm", "epsilon"]
+Parametrization = Literal["edm", "epsilon"]
 
-# How binned data is decoded from x_hat: the mass of a Normal on a bin, or a softmax over the bins' centres.
+# How binned data is decoded from x_hat: the mass of a Normal on a bin, or a softmax over the bins' centers.
 Decoder = Literal["cdf", "softmax"]
 
 
@@ -64,7 +64,7 @@ class Method(Protocol):
         ...
 
     @property
-    def parametrisation(self) -> Parametrisation:
+    def parametrization(self) -> Parametrization:
         """What this method's networks predict unless told otherwise."""
         ...
 

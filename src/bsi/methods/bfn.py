@@ -21,7 +21,7 @@ from torch import Tensor
 from bsi.errors import UsageError
 from bsi.gaussian import Encoder
 from bsi.levels import LogUniform
-from bsi.methods.base import Decoder, Parametrisation, Predictor
+from bsi.methods.base import Decoder, Parametrization, Predictor
 from bsi.methods.bsi import BSI
 
 __all__ = ["BFN"]
@@ -35,7 +35,7 @@ class BFN:
     clips: bool = True
 
     c: ClassVar[float] = 0.0
-    parametrisation: ClassVar[Parametrisation] = "epsilon"
+    parametrization: ClassVar[Parametrization] = "epsilon"
     decoder: ClassVar[Decoder] = "cdf"
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from bsi.errors import UsageError
 from bsi.gaussian import Encoder
 from bsi.levels import LogUniform
-from bsi.methods.base import Decoder, Parametrisation, Predictor
+from bsi.methods.base import Decoder, Parametrization, Predictor
 
 __all__ = ["BSI"]
 
@@ -37,7 +37,7 @@ class BSI:
     alpha_M: float = 1e6
     alpha_R: float | None = None
 
-    parametrisation: ClassVar[Parametrisation] = "edm"
+    parametrization: ClassVar[Parametrization] = "edm"
     decoder: ClassVar[Decoder] = "cdf"
     clips: ClassVar[bool] = False
 

@@ -4,7 +4,7 @@
 
 with a log-SNR that is linear in t. Sampling starts from N(0, 1), which is not quite the encoder at the first level:
 hence a prior term in the ELBO. The last latent is rescaled, not predicted from. The published decoder is a softmax
-over the bins' centres of N(z / signal, 1 / nu); `decoder="cdf"` takes the mass on the bin instead, as BSI and BFN do.
+over the bins' centers of N(z / signal, 1 / nu); `decoder="cdf"` takes the mass on the bin instead, as BSI and BFN do.
 
 The update from nu to nu' > nu printed in the paper's table is, in information coordinates s = sqrt(nu (1 + nu)) z,
 the same addition of information as BSI's: no evaluation in log space is needed.
@@ -23,7 +23,7 @@ from torch import Tensor
 from bsi.errors import UsageError
 from bsi.gaussian import Encoder, Normal, kl_divergence, over
 from bsi.levels import LogUniform
-from bsi.methods.base import Decoder, Parametrisation, Predictor
+from bsi.methods.base import Decoder, Parametrization, Predictor
 
 __all__ = ["VDM"]
 
@@ -37,7 +37,7 @@ class VDM:
     decoder: Decoder = "softmax"
 
     c: ClassVar[float] = 0.0
-    parametrisation: ClassVar[Parametrisation] = "epsilon"
+    parametrization: ClassVar[Parametrization] = "epsilon"
     clips: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

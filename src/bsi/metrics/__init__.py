@@ -15,7 +15,7 @@ from bsi.metrics.frechet import Moments, frechet_distance
 from bsi.metrics.frechet_error import frechet_error
 from bsi.metrics.inception import Inception
 from bsi.metrics.kid import Kid, kernel_distance
-from bsi.metrics.neighbours import PrecisionRecall, precision_recall
+from bsi.metrics.neighbors import PrecisionRecall, precision_recall
 from bsi.metrics.quality import Generation, SampleQuality, metric_name, sample_quality
 from bsi.metrics.references import Reference, reference
 

@@ -63,6 +63,6 @@ def require_images(images: Tensor) -> UInt8[Tensor, "n 3 h w"]:
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
         raise DataError(
             f"images must have the shape (n, 3, height, width): got {tuple(images.shape)}. "
-            "Repeat a single grey channel three times; permute(0, 3, 1, 2) if channels come last."
+            "Repeat a single gray channel three times; permute(0, 3, 1, 2) if channels come last."
         )
     return images

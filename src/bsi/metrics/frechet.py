@@ -44,8 +44,8 @@ class Moments:
             return cls.empty(features.shape[1], features.device)
         x = features.double()
         mean = x.mean(0)
-        centred = x - mean
-        return cls(len(x), mean, centred.T @ centred)
+        centerd = x - mean
+        return cls(len(x), mean, centerd.T @ centerd)
 
     def __add__(self, other: Moments) -> Moments:
         """The moments of both sets together."""

@@ -52,8 +52,8 @@ class Yardstick:
     def __call__(self, samples: Float[Tensor, "n dim"]) -> Measured:
         x = samples.double()
         mean = x.mean(0)
-        centred = x - mean
-        covariance = centred.T @ centred / (len(x) - 1)
+        centerd = x - mean
+        covariance = centerd.T @ centerd / (len(x) - 1)
         product = self.root @ covariance @ self.root
         values, vectors = torch.linalg.eigh((product + product.T) / 2)
         present = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
@@ -61,8 +61,8 @@ class Yardstick:
         distance = offset.square().sum() + traces - 2 * values[present].sqrt().sum()
         half = self.root @ (vectors[:, present] / values[present].sqrt().sqrt())
         # G is I - half half^T, which need not be formed
-        quadratic = centred.square().sum(1) - (centred @ half).square().sum(1)
-        influence = 2 * centred @ offset + quadratic
+        quadratic = centerd.square().sum(1) - (centerd @ half).square().sum(1)
+        influence = 2 * centerd @ offset + quadratic
         return Measured(float(distance), influence - influence.mean())
 
 

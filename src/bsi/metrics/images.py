@@ -1,6 +1,6 @@
 """Images from files and arrays as extractors take them: batches of uint8 (n, 3, h, w).
 
-Nothing is resized, cropped or requantised here: what a file holds in 8 bits is what the extractor sees. Files that hold
+Nothing is resized, cropped or requantized here: what a file holds in 8 bits is what the extractor sees. Files that hold
 something else (16 bits, CMYK, transparency, an animation) are refused by name rather than converted by a guess.
 """
 
@@ -30,7 +30,7 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def read_image(path: Path) -> UInt8[np.ndarray, "3 h w"]:
-    """One 8-bit image, grey ones repeated to three channels."""
+    """One 8-bit image, gray ones repeated to three channels."""
     try:
         with Image.open(path) as image:
             if image.width * image.height > MAX_PIXELS:
@@ -42,7 +42,7 @@ def read_image(path: Path) -> UInt8[np.ndarray, "3 h w"]:
                 if image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
                     raise DataError(f"{path} is transparent in places. Put it on a background first.")
             elif image.mode not in ("1", "L", "P", "RGB"):
-                raise DataError(f"{path} has the mode {image.mode}, which is not 8-bit grey or RGB. Convert it first.")
+                raise DataError(f"{path} has the mode {image.mode}, which is not 8-bit gray or RGB. Convert it first.")
             return np.asarray(image.convert("RGB")).transpose(2, 0, 1).copy()
     except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         if isinstance(error, DataError):

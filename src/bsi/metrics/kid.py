@@ -7,7 +7,7 @@ With the kernel k(x, y) = (x . y / dim + 1)^3, the unbiased estimate over m samp
 Both sets are cut into disjoint blocks of m samples, each block gives one estimate, and the value is their mean. The
 blocks are independent, so that their spread over sqrt(blocks) is the standard error of that mean: unlike the usual
 overlapping subsets, whose spread says nothing about it. They are drawn at random, from a fixed seed: images often lie
-sorted, by class or by folder, and a block of neighbours would be a block of one class. Unbiased, KID may be negative,
+sorted, by class or by folder, and a block of neighbors would be a block of one class. Unbiased, KID may be negative,
 and needs fewer samples than FID.
 """
 

@@ -24,7 +24,7 @@ from bsi.metrics.frechet import frechet_distance
 from bsi.metrics.frechet_error import frechet_error
 from bsi.metrics.inception import OTHER_NAME, PUBLISHED_HASH
 from bsi.metrics.kid import Kid, kernel_distance
-from bsi.metrics.neighbours import PrecisionRecall, precision_recall
+from bsi.metrics.neighbors import PrecisionRecall, precision_recall
 from bsi.metrics.references import Reference
 
 

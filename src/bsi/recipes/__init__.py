@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bsi.errors import UsageError
+from bsi.recipe import Recipe
 from bsi.recipes.cifar10 import (
     cifar10_20min_bpd,
     cifar10_20min_fid,
@@ -26,7 +27,6 @@ from bsi.recipes.digits import digits
 from bsi.recipes.imagenet import imagenet32_dit_l2, imagenet32_unet, imagenet64_dit_l4
 from bsi.recipes.own import arrays, folder, folder_mini
 from bsi.training.method_specs import MethodName
-from bsi.training.recipe import Recipe
 
 __all__ = [
     "RECIPES",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bsi.backbones.config import DIT_SIZES, UNetConfig
+from bsi.recipe import Data, Ema, Evaluation, Every, Keep, Objective, Optimizer, Recipe
 from bsi.training.method_specs import METHODS, MethodName
-from bsi.training.recipe import Data, Ema, Evaluation, Every, Keep, Objective, Optimiser, Recipe
 
 __all__ = ["cifar10_20min_bpd", "cifar10_20min_fid", "cifar10_dit_mini", "cifar10_dit_s", "cifar10_unet"]
 
@@ -27,7 +27,7 @@ def cifar10_unet(method: MethodName = "bsi") -> Recipe:
         data=Data("cifar10"),
         steps=5_000_000,
         batch=128,
-        optimiser=Optimiser(
+        optimizer=Optimizer(
             lr=2e-4,
             weight_decay=1e-2,
             schedule="constant",
@@ -57,7 +57,7 @@ def cifar10_dit_s(method: MethodName = "bsi") -> Recipe:
         data=Data("cifar10"),
         steps=7000,
         batch=512,
-        optimiser=Optimiser(lr=1e-3, beta_2=0.99, weight_decay=1e-2, warmup=500, schedule="cosine", final_lr=1e-5),
+        optimizer=Optimizer(lr=1e-3, beta_2=0.99, weight_decay=1e-2, warmup=500, schedule="cosine", final_lr=1e-5),
         ema=Ema(beta=0.999, start=1000),
         every=Every(journal=50, evaluate=1000, sample=1000, checkpoint=1000),
         evaluation=Evaluation(images=2048, measure=2, recon=2, batch=512),
@@ -97,7 +97,7 @@ def cifar10_20min_bpd(method: MethodName = "bsi") -> Recipe:
         objective=Objective(levels="expected"),
         steps=45_000,
         batch=128,
-        optimiser=Optimiser(lr=3e-3, kind="muon", beta_2=0.99, warmup=300, schedule="cosine"),
+        optimizer=Optimizer(lr=3e-3, kind="muon", beta_2=0.99, warmup=300, schedule="cosine"),
         ema=Ema(beta=0.999, start=1000),
         every=Every(journal=200, evaluate=10_000, sample=10_000, checkpoint=5000),
         evaluation=Evaluation(images=2048, measure=2, recon=2, batch=512),

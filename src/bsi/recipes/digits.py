@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bsi.backbones.config import DiTConfig
+from bsi.recipe import Data, Ema, Evaluation, Every, Optimizer, Recipe
 from bsi.training.method_specs import BFNSpec, BSISpec, MethodName, MethodSpec, VDMSpec
-from bsi.training.recipe import Data, Ema, Evaluation, Every, Optimiser, Recipe
 
 __all__ = ["digits"]
 
-# With 17 grey levels a value is known when it is known to a sixteenth of the range: precisions beyond 1e4, which 256
+# With 17 gray levels a value is known when it is known to a sixteenth of the range: precisions beyond 1e4, which 256
 # levels need, would only be learned at the expense of the others (2.08 against 1.92 bits/dim after 3000 steps, with
 # another rate too).
 METHODS: dict[MethodName, MethodSpec] = {
@@ -19,7 +19,7 @@ METHODS: dict[MethodName, MethodSpec] = {
 
 
 def digits(method: MethodName = "bsi") -> Recipe:
-    """8x8 digits with 17 grey levels, a small DiT, float32. All values are ours.
+    """8x8 digits with 17 gray levels, a small DiT, float32. All values are ours.
 
     Command: bsi train digits
     Hardware: two CPU cores
@@ -35,7 +35,7 @@ def digits(method: MethodName = "bsi") -> Recipe:
         steps=4000,
         batch=64,
         virtual_shards=16,
-        optimiser=Optimiser(
+        optimizer=Optimizer(
             kind="muon", lr=1e-2, beta_2=0.99, weight_decay=1e-2, warmup=100, schedule="cosine", final_lr=1e-5
         ),
         ema=Ema(beta=0.995, start=100),

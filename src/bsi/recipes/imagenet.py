@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bsi.backbones.config import DIT_SIZES, UNetConfig
+from bsi.recipe import Data, Ema, Every, Keep, Optimizer, Recipe
 from bsi.training.method_specs import METHODS, MethodName
-from bsi.training.recipe import Data, Ema, Every, Keep, Optimiser, Recipe
 
 __all__ = ["imagenet32_dit_l2", "imagenet32_unet", "imagenet64_dit_l4"]
 
-COSINE = Optimiser(
+COSINE = Optimizer(
     lr=5e-4,
     weight_decay=1e-2,
     schedule="cosine",
@@ -44,7 +44,7 @@ def imagenet32_dit_l2(method: MethodName = "bsi") -> Recipe:
         data=Data("imagenet32"),
         steps=2_000_000,
         batch=512,
-        optimiser=COSINE,
+        optimizer=COSINE,
         ema=Ema(beta=0.9999, start=1000),
         every=LONG,
         keep=Keep(last=2, every=200_000),
@@ -83,7 +83,7 @@ def imagenet32_unet(method: MethodName = "bsi") -> Recipe:
         name="imagenet32-unet",
         backbone=UNetConfig(width=256, levels=32, heads=1, dropout=0.1),
         steps=100_000,
-        optimiser=replace(COSINE, warmup=2000),  # ours
+        optimizer=replace(COSINE, warmup=2000),  # ours
         every=replace(LONG, evaluate=5000, sample=5000),
         keep=Keep(last=2, every=20_000),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bsi.backbones.config import DIT_SIZES, DiTConfig, MLPConfig
+from bsi.recipe import Data, Ema, Evaluation, Every, Optimizer, Recipe, Samples
 from bsi.training.method_specs import METHODS, MethodName
-from bsi.training.recipe import Data, Ema, Evaluation, Every, Optimiser, Recipe, Samples
 
 __all__ = ["arrays", "folder", "folder_mini"]
 
@@ -27,7 +27,7 @@ def folder(method: MethodName = "bsi") -> Recipe:
         data=Data("folder", flips=True),
         steps=40_000,
         batch=512,
-        optimiser=Optimiser(lr=5e-4, weight_decay=1e-2, warmup=1000, schedule="cosine", final_lr=5e-5),
+        optimizer=Optimizer(lr=5e-4, weight_decay=1e-2, warmup=1000, schedule="cosine", final_lr=5e-5),
         ema=Ema(beta=0.9995, start=1000),
         every=Every(journal=50, evaluate=2000, sample=2000, checkpoint=1000),
     )
@@ -49,7 +49,7 @@ def folder_mini(method: MethodName = "bsi") -> Recipe:
         data=Data("folder", flips=True),
         steps=3000,
         batch=64,
-        optimiser=Optimiser(lr=1e-3, weight_decay=1e-2, warmup=100, schedule="cosine", final_lr=1e-5),
+        optimizer=Optimizer(lr=1e-3, weight_decay=1e-2, warmup=100, schedule="cosine", final_lr=1e-5),
         ema=Ema(beta=0.995, start=100),
         every=Every(journal=20, evaluate=500, sample=500, checkpoint=500),
         evaluation=Evaluation(images=256),
@@ -74,7 +74,7 @@ def arrays(method: MethodName = "bsi") -> Recipe:
         data=Data("arrays"),
         steps=20_000,
         batch=256,
-        optimiser=Optimiser(lr=1e-3, weight_decay=1e-2, warmup=500, schedule="cosine", final_lr=1e-5),
+        optimizer=Optimizer(lr=1e-3, weight_decay=1e-2, warmup=500, schedule="cosine", final_lr=1e-5),
         ema=Ema(beta=0.999, start=1000),
         compile=False,
         every=Every(journal=100, evaluate=2000, sample=0, checkpoint=1000),

@@ -1,6 +1,6 @@
 """Curves as inline SVG: axes with round numbers, lines, dots with error bars, and a tooltip on every dot.
 
-Colours are classes, so that the document's style decides them, in light and in dark.
+Colors are classes, so that the document's style decides them, in light and in dark.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _draw(series: Series, across: _Scale, up: _Scale, x_name: str) -> list[str]:
 
 
 def _legend(shown: Sequence[Series]) -> str:
-    """Names at the top right, each in its colour."""
+    """Names at the top right, each in its color."""
     names = " ".join(
         f'<tspan class="text {s.role}" dx="14">{"●" if s.dots else "—"} {escape(s.name)}</tspan>' for s in shown
     )

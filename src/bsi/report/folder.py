@@ -14,10 +14,10 @@ from typing import Any
 
 from bsi.data.manifest import digest_file
 from bsi.errors import UsageError
-from bsi.training.folder import RunFolder
+from bsi.recipe import Recipe
+from bsi.runtime.run_folder import RunFolder
+from bsi.runtime.serialization import flat
 from bsi.training.journal import Value, read_journal
-from bsi.training.plain import flat
-from bsi.training.recipe import Recipe
 
 __all__ = ["Hash", "Picture", "Run", "read_run"]
 

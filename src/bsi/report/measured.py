@@ -23,12 +23,12 @@ from bsi.elbo import Elbo, measurement_loss
 from bsi.errors import BsiError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.model import Model
-from bsi.noise import standard_normal
 from bsi.pictures import SMALLEST, Moment, animate, belief_frames, is_image
+from bsi.recipe import Recipe
 from bsi.report.charts import Point
+from bsi.rng import standard_normal
+from bsi.runtime.export import load
 from bsi.sampling import evaluations, measurement
-from bsi.training.export import load
-from bsi.training.recipe import Recipe
 
 __all__ = ["Measured", "measure"]
 

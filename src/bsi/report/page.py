@@ -14,13 +14,13 @@ from statistics import median
 from torch import nn
 
 from bsi import __version__
+from bsi.io import check_writable, whole
 from bsi.progress import readable_seconds
 from bsi.report import sections
 from bsi.report.folder import Run, read_run
 from bsi.report.measured import Measured, measure
-from bsi.training.distributed import pick_device
-from bsi.training.plain import to_plain
-from bsi.writing import check_writable, whole
+from bsi.runtime.distributed import pick_device
+from bsi.runtime.serialization import to_plain
 
 __all__ = ["write_report"]
 

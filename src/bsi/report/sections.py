@@ -16,7 +16,7 @@ from bsi.elbo import Elbo
 from bsi.report.charts import Axis, Point, Role, Series, chart
 from bsi.report.folder import Run
 from bsi.report.measured import Measured
-from bsi.training.plain import flat
+from bsi.runtime.serialization import flat
 
 __all__ = ["Terms", "animation", "curves", "environment", "likelihood", "pictures", "quality", "recipe"]
 
@@ -154,7 +154,7 @@ def _short(value: object) -> str:
 
 def curves(run: Run) -> str:
     bits = [Point(step, value) for step, value in run.numbers("train", "bits_per_dim")]
-    # What training minimises of the bound, and so what can be drawn beside it; for images it is nearly all of it.
+    # What training minimizes of the bound, and so what can be drawn beside it; for images it is nearly all of it.
     looks = dict(run.numbers("evaluate", "measurement"))
     errors = dict(run.numbers("evaluate", "error"))
     tested = [Point(step, value, errors.get(step, 0.0)) for step, value in looks.items()]
@@ -231,8 +231,8 @@ def _guidance(record: Mapping[str, Any]) -> float | None:
     said = drawing.get("guidance") if isinstance(drawing, dict) else None
     if not isinstance(drawing, dict) or not isinstance(said, int | float):
         return None
-    labelled = bool(drawing.get("classes")) or drawing.get("label") is not None
-    return float(said) if labelled or said != 1 else None
+    labeled = bool(drawing.get("classes")) or drawing.get("label") is not None
+    return float(said) if labeled or said != 1 else None
 
 
 def recipe(run: Run) -> str:

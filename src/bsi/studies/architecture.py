@@ -30,9 +30,9 @@ def _draw(scale: Scale, store: Store) -> Figure:
     left.set_title("Likelihood, U-Net")
     for i, method in enumerate(ORDER):
         found = distance(store, qualities(scale, networks(comparison, method), steps))
-        colour, mark = figures.COLOURS[method], figures.MARKS[method]
-        right.errorbar([i], [found.value], yerr=[found.error], fmt=mark, color=colour, capsize=3)
-        figures.label(right, i, found.value, f"{found.value:.1f}", colour, dx=8)
+        color, mark = figures.COLORS[method], figures.MARKS[method]
+        right.errorbar([i], [found.value], yerr=[found.error], fmt=mark, color=color, capsize=3)
+        figures.label(right, i, found.value, f"{found.value:.1f}", color, dx=8)
     right.set_xticks(range(len(ORDER)), [figures.NAMES[method] for method in ORDER])
     right.set_xlim(-0.5, len(ORDER) - 0.2)
     right.margins(y=0.25)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bsi.recipe import Recipe
 from bsi.studies import figures, paper_values
 from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference
 from bsi.studies.job import Measure
@@ -17,7 +18,6 @@ from bsi.studies.scale import DATASETS, Comparison, Scale
 from bsi.studies.standard import OURS, bounds, default_quality, qualities, quality, seeded, solvers_said
 from bsi.studies.store import Store
 from bsi.training.method_specs import MethodName
-from bsi.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,12 +163,12 @@ def claims_of(scale: Scale, store: Store, comparison: Comparison, gaps: Sequence
 def draw_bits(axes: Axes, scale: Scale, store: Store, comparison: Comparison) -> None:
     """Every seed's bits per dimension, and the mean with its error."""
     for i, method in enumerate(ORDER):
-        jobs, colour = bounds(scale, networks(comparison, method)), figures.COLOURS[method]
+        jobs, color = bounds(scale, networks(comparison, method)), figures.COLORS[method]
         each, mean = [bits(store, [job]).value for job in jobs], bits(store, jobs)
         if len(each) > 1:
-            axes.plot([i + 0.18] * len(each), each, ".", color=colour, alpha=0.55, markersize=7)
-        axes.errorbar([i], [mean.value], yerr=[mean.error], fmt=figures.MARKS[method], color=colour, capsize=3)
-        figures.label(axes, i, mean.value, f"{mean.value:.3f}", colour, dx=-6, side="right")
+            axes.plot([i + 0.18] * len(each), each, ".", color=color, alpha=0.55, markersize=7)
+        axes.errorbar([i], [mean.value], yerr=[mean.error], fmt=figures.MARKS[method], color=color, capsize=3)
+        figures.label(axes, i, mean.value, f"{mean.value:.3f}", color, dx=-6, side="right")
     axes.set_xticks(range(len(ORDER)), [figures.NAMES[method] for method in ORDER])
     axes.set_xlim(-0.8, len(ORDER) - 0.5)
     axes.margins(y=0.25)
@@ -182,13 +182,13 @@ def _draw(scale: Scale, store: Store) -> Figure:
     left.set_title("Likelihood")
     steps, long, ends = scale.drawn.steps, scale.drawn.long, []
     for method in ORDER:
-        trained, colour, mark = networks(comparison, method), figures.COLOURS[method], figures.MARKS[method]
+        trained, color, mark = networks(comparison, method), figures.COLORS[method], figures.MARKS[method]
         found = [distance(store, qualities(scale, trained, k)) for k in steps]
-        figures.error_line(right, steps, found, colour, mark)
+        figures.error_line(right, steps, found, color, mark)
         if long not in steps:
             found.append(distance(store, qualities(scale, trained[:1], long)))
-            figures.error_line(right, [long], found[-1:], colour, mark, hollow=True)
-        ends.append(figures.Named(long, found[-1].value, figures.NAMES[method], colour))
+            figures.error_line(right, [long], found[-1:], color, mark, hollow=True)
+        ends.append(figures.Named(long, found[-1].value, figures.NAMES[method], color))
     if long not in steps:
         right.plot([], [], "o", color=figures.GREY, markerfacecolor="white", label=f"{long} steps: one seed")
         right.legend(loc="upper right")

@@ -67,8 +67,8 @@ class DigitsFeatures:
             raise DataError(
                 f"fd-digits is for images of 8x8 pixels: got {tuple(images.shape[2:])}. Use FID for others."
             )
-        grey = images[:, :1].to(self.device)
-        return self._network.features(grey.float() / 127.5 - 1)
+        gray = images[:, :1].to(self.device)
+        return self._network.features(gray.float() / 127.5 - 1)
 
     @torch.no_grad()
     def classify(self, images: UInt8[Tensor, "n 3 h w"]) -> Int[Tensor, " n"]:
@@ -89,14 +89,14 @@ def fit(steps: int = 3000, batch: int = 128) -> dict[str, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = Classifier()
-    optimiser = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         ids = torch.randint(len(x), (batch,), generator=generator)
         shift = torch.randint(-1, 2, (2,), generator=generator).tolist()
         loss = nn.functional.cross_entropy(network(x[ids].roll(shift, (2, 3))), labels[ids], label_smoothing=0.1)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
     return {name: tensor.detach().contiguous() for name, tensor in network.state_dict().items()}

@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from bsi.defaults import GRID, SOLVER, STEPS
-from bsi.methods import Parametrisation
+from bsi.methods import Parametrization
+from bsi.recipe import Recipe
 from bsi.studies import figures
 from bsi.studies.estimates import (
     Estimate,
@@ -47,7 +48,6 @@ from bsi.studies.scale import Scale
 from bsi.studies.standard import OURS, bounds, bsi_of, qualities, quality, seeded
 from bsi.studies.store import Store
 from bsi.training.method_specs import BSISpec
-from bsi.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,8 +94,8 @@ BSI_CORNER, BFN_CORNER = CORNERS[0], CORNERS[-1]
 def networks(scale: Scale, corner: Corner) -> list[Recipe]:
     """BSI's own preconditioning is left unsaid, so that BSI is the network of the other studies."""
     found = seeded(scale.parameter_recipe, "bsi", scale.parameter_seeds)
-    parametrisation: Parametrisation | None = None if corner.preconditioning else "epsilon"
-    return [replace(r, method=corner.method(bsi_of(r)), parametrisation=parametrisation) for r in found]
+    parametrization: Parametrization | None = None if corner.preconditioning else "epsilon"
+    return [replace(r, method=corner.method(bsi_of(r)), parametrization=parametrization) for r in found]
 
 
 def _moved(scale: Scale, gamma_0: float) -> list[Recipe]:
@@ -183,9 +183,9 @@ def _draw_effects(axes: Axes, effects: list[Effect], which: Literal["median", "p
         for offset, (mark, name, words) in zip((-0.2, 0.0, 0.2), marks, strict=True):
             change = {"at_bsi": effect.at_bsi, "at_bfn": effect.at_bfn, "mean": effect.mean}[name]
             found = {"median": change.median, "paper": change.paper, "ours": change.ours}[which]
-            colour = figures.PALETTE[("at_bsi", "at_bfn", "mean").index(name) * 2 % 6]
+            color = figures.PALETTE[("at_bsi", "at_bfn", "mean").index(name) * 2 % 6]
             axes.errorbar(
-                [found.value], [row + offset], xerr=[found.error], fmt=mark, color=colour, capsize=2,
+                [found.value], [row + offset], xerr=[found.error], fmt=mark, color=color, capsize=2,
                 label=words if row == 0 else None,
             )  # fmt: skip
     axes.set_yticks(range(len(effects)), [effect.factor for effect in effects] if which == "paper" else [])
@@ -212,7 +212,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
     likelihoods = [bits_difference(store, bounds(scale, some), bounds(scale, moved[0])) for some in moved]
     below = zip(axes[3:], (paper, ours, likelihoods), (scale.metric, scale.metric, "bits/dim less BSI's"), strict=True)
     for panel, found, name in below:
-        figures.error_line(panel, list(places), found, figures.COLOURS["bsi"])
+        figures.error_line(panel, list(places), found, figures.COLORS["bsi"])
         panel.set_xticks(places, ["∞" if math.isinf(g) else f"{g:g}" for g in gammas])
         panel.set_xlabel(r"$\gamma_0$, from $\lambda_0$ to a deterministic start")
         panel.set_ylabel(name)

@@ -20,6 +20,8 @@ from torch import Tensor
 from bsi.data.store import open_dataset
 from bsi.grids import paper_grid
 from bsi.methods import Method
+from bsi.recipe import Recipe
+from bsi.runtime.dataset import build_method
 from bsi.studies import figures
 from bsi.studies.comparison import networks
 from bsi.studies.estimates import Estimate, finite_gap
@@ -27,8 +29,6 @@ from bsi.studies.job import Bound, Measure, Reconstruction
 from bsi.studies.report import Claim, Report, Study, Table, Verdict, less
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
-from bsi.training.dataset import build_method
-from bsi.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,9 +110,9 @@ def _draw(scale: Scale, store: Store) -> Figure:
     left.plot(ks, theory, "--", color=figures.GREY)
     figures.label(left, ks[1], theory[1], "Gaussian data", figures.GREY, dx=6, dy=8)
     shown = [(k, gap) for k, gap in zip(ks, gaps, strict=True) if gap.value > 0]
-    colour = figures.COLOURS["bsi"]
-    figures.error_line(left, [k for k, _ in shown], [gap for _, gap in shown], colour)
-    figures.label(left, shown[0][0], shown[0][1].value, "BSI", colour, dx=-2, dy=-10, side="center")
+    color = figures.COLORS["bsi"]
+    figures.error_line(left, [k for k, _ in shown], [gap for _, gap in shown], color)
+    figures.label(left, shown[0][0], shown[0][1].value, "BSI", color, dx=-2, dy=-10, side="center")
     left.set_xscale("log", base=2)
     left.set_yscale("log")
     left.set_xticks(ks, [str(k) for k in ks])
@@ -123,7 +123,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
     left.set_title("The finite bound")
     values = store.read(_reconstruction(scale)).values["reconstruction"]
     seen = {factor: bits for factor, bits in zip(FACTORS, values, strict=True) if bits > 1e-12 * max(values)}
-    right.plot(list(seen), list(seen.values()), "-o", color=colour)  # less is nothing
+    right.plot(list(seen), list(seen.values()), "-o", color=color)  # less is nothing
     if max(seen.values()) > 100 * min(seen.values()):
         right.set_yscale("log")
     right.axvline(2.0, color=figures.GREY, linewidth=0.8, linestyle=":")

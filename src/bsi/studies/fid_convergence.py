@@ -53,15 +53,15 @@ def _draw(scale: Scale, store: Store) -> Figure:
     steps, ours = scale.drawn.convergence, _our_steps(scale)
     ends = []
     for method in ORDER:
-        found, colour = [distance(store, [job]) for job in _paper_line(scale, method)], figures.COLOURS[method]
-        figures.error_line(left, steps, found, colour, figures.MARKS[method])
-        right.axhline(found[-1].value, color=colour, linewidth=1, linestyle=":")
-        ends.append(figures.Named(steps[-1], found[-1].value, figures.NAMES[method], colour))
+        found, color = [distance(store, [job]) for job in _paper_line(scale, method)], figures.COLORS[method]
+        figures.error_line(left, steps, found, color, figures.MARKS[method])
+        right.axhline(found[-1].value, color=color, linewidth=1, linestyle=":")
+        ends.append(figures.Named(steps[-1], found[-1].value, figures.NAMES[method], color))
     lines = {SOLVER: "-", NOISY_SOLVER: "--"}
     for i, (method, solver) in enumerate(OURS):
-        found, colour = [distance(store, [job]) for job in _our_line(scale, method, solver)], figures.COLOURS[method]
+        found, color = [distance(store, [job]) for job in _our_line(scale, method, solver)], figures.COLORS[method]
         beside = [k * 1.025 ** (i - len(OURS) / 2) for k in ours]  # bars do not hide each other
-        figures.error_line(right, beside, found, colour, figures.MARKS[method], lines[solver])
+        figures.error_line(right, beside, found, color, figures.MARKS[method], lines[solver])
     for line, words in ((lines[SOLVER], SOLVER), (lines[NOISY_SOLVER], NOISY_SOLVER), (":", f"paper's, {steps[-1]}")):
         right.plot([], [], line, color=figures.GREY, label=words)
     right.legend(loc="upper right", ncols=3, columnspacing=1.2, handlelength=1.8)

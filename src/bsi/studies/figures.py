@@ -1,4 +1,4 @@
-"""How figures look: one style, colours that colour-blind readers tell apart, labels beside the lines.
+"""How figures look: one style, colors that color-blind readers tell apart, labels beside the lines.
 
 matplotlib is imported when a figure is drawn, and only then (`pip install matplotlib`).
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
 
 __all__ = [
-    "COLOURS",
+    "COLORS",
     "FAINT",
     "GREY",
     "INK",
@@ -47,11 +47,11 @@ __all__ = [
 Number = float | int
 Side = Literal["left", "center", "right"]
 
-# Okabe and Ito (2008): told apart with any kind of colour vision.
+# Okabe and Ito (2008): told apart with any kind of color vision.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-COLOURS = {"bsi": PALETTE[0], "vdm": PALETTE[1], "bfn": PALETTE[2]}
+COLORS = {"bsi": PALETTE[0], "vdm": PALETTE[1], "bfn": PALETTE[2]}
 MARKS = {"bsi": "o", "vdm": "s", "bfn": "^"}
-# Light to dark, for few to many of something of one method; in print without colour too, by their marks.
+# Light to dark, for few to many of something of one method; in print without color too, by their marks.
 SHADES = (("#3C9DD8", "o"), ("#0072B2", "s"), ("#00344F", "^"), ("#000000", "D"))
 NAMES = {"bsi": "BSI", "vdm": "VDM", "bfn": "BFN"}
 # Where words may stand beside a point, in points: right, left, above, below, then the corners.
@@ -122,15 +122,15 @@ def error_line(
     axes: Axes,
     x: Sequence[Number],
     found: Sequence[Estimate],
-    colour: str,
+    color: str,
     mark: str = "o",
     dashes: str = "-",
     hollow: bool = False,
 ) -> None:
     """A line with its points, and bars of one standard error."""
     axes.errorbar(
-        x, [e.value for e in found], yerr=[e.error for e in found], color=colour, linestyle=dashes, marker=mark,
-        markerfacecolor="white" if hollow else colour, capsize=2, elinewidth=1,
+        x, [e.value for e in found], yerr=[e.error for e in found], color=color, linestyle=dashes, marker=mark,
+        markerfacecolor="white" if hollow else color, capsize=2, elinewidth=1,
     )  # fmt: skip
 
 
@@ -139,16 +139,16 @@ def label(
     x: Number,
     y: Number,
     words: str,
-    colour: str,
+    color: str,
     dx: Number = 5,
     dy: Number = 0,
     side: Side = "left",
     clear: bool = False,
 ) -> Annotation:
-    """Words beside a point, in the line's colour: no legend to look up. `side` is the end of the words at the point;
+    """Words beside a point, in the line's color: no legend to look up. `side` is the end of the words at the point;
     `clear` keeps lines from running through them."""
     return axes.annotate(
-        words, (x, y), xytext=(dx, dy), textcoords="offset points", color=colour, va="center", ha=side, fontsize=8.5,
+        words, (x, y), xytext=(dx, dy), textcoords="offset points", color=color, va="center", ha=side, fontsize=8.5,
         fontweight="bold", annotation_clip=False,
         bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6} if clear else None,
     )  # fmt: skip
@@ -161,7 +161,7 @@ class Named:
     x: Number
     y: Number
     words: str
-    colour: str
+    color: str
 
 
 def label_ends(axes: Axes, ends: Sequence[Named], apart: float = 11.0) -> None:
@@ -177,7 +177,7 @@ def label_ends(axes: Axes, ends: Sequence[Named], apart: float = 11.0) -> None:
     excess = sum(y - wanted[end] for y, end in zip(taken, order, strict=True)) / len(order)
     excess = min(excess, taken[0] - apart / 2)  # above the axis
     for y, end in zip(taken, order, strict=True):
-        label(axes, end.x, end.y, end.words, end.colour, dx=6, dy=y - wanted[end] - excess, clear=True)
+        label(axes, end.x, end.y, end.words, end.color, dx=6, dy=y - wanted[end] - excess, clear=True)
 
 
 def label_points(axes: Axes, points: Sequence[Named]) -> None:
@@ -188,14 +188,14 @@ def label_points(axes: Axes, points: Sequence[Named]) -> None:
     taken: list[Bbox] = []
     for point in points:
         for dx, dy, side in SIDES:
-            words = label(axes, point.x, point.y, point.words, point.colour, dx, dy, side)
+            words = label(axes, point.x, point.y, point.words, point.color, dx, dy, side)
             box = words.get_window_extent()
             inside = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
             if inside and not box.count_contains(marks) and not box.count_overlaps(taken):
                 break
             words.remove()
         else:  # no side is free: the first has to do
-            words = label(axes, point.x, point.y, point.words, point.colour, *SIDES[0])
+            words = label(axes, point.x, point.y, point.words, point.color, *SIDES[0])
         taken.append(words.get_window_extent())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from bsi.recipe import Objective, Recipe
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate, bits_difference, distance_difference
 from bsi.studies.job import Measure
@@ -15,7 +16,6 @@ from bsi.studies.report import Cell, Claim, Report, Study, Table, Verdict
 from bsi.studies.scale import Scale
 from bsi.studies.standard import bound, qualities, quality, seeded
 from bsi.studies.store import Store
-from bsi.training.recipe import Objective, Recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,11 +55,11 @@ def _draw(scale: Scale, store: Store) -> Figure:
     for axes, statistic, name in zip(both, (_distance, _bits), (scale.metric, "bits/dim"), strict=True):
         axes.axhline(0, color=figures.GREY, linewidth=0.9)
         ends, last = [], evaluated[-1] * 1.08 ** (len(scale.varied.trained_k) - 1)
-        for i, (trained, (colour, mark)) in enumerate(zip(scale.varied.trained_k, figures.SHADES, strict=False)):
+        for i, (trained, (color, mark)) in enumerate(zip(scale.varied.trained_k, figures.SHADES, strict=False)):
             found = [statistic(scale, store, trained, k) for k in evaluated]
             beside = [k * 1.08**i for k in evaluated]  # bars do not hide each other
-            figures.error_line(axes, beside, found, colour, mark)
-            ends.append(figures.Named(last, found[-1].value, f"k = {trained}", colour))
+            figures.error_line(axes, beside, found, color, mark)
+            ends.append(figures.Named(last, found[-1].value, f"k = {trained}", color))
         axes.set_xscale("log", base=2)
         axes.set_xticks(evaluated, [str(k) for k in evaluated])
         axes.set_xlabel("evaluated for k' steps")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bsi.gaussian import Belief
 from bsi.methods import BSI
-from bsi.noise import SeededNoise
 from bsi.oracle import Mixture
+from bsi.rng import SeededNoise
 from bsi.sampling import Step, measurement, trajectory
 from bsi.studies import figures
 from bsi.studies.job import Measure
@@ -58,14 +58,14 @@ def steps() -> list[Step]:
     return list(trajectory(METHOD, spiral().predictor(METHOD), noise, grid))
 
 
-def _circle(axes: Axes, centre: Float[Tensor, " 2"], precision: float, strength: float) -> None:
+def _circle(axes: Axes, center: Float[Tensor, " 2"], precision: float, strength: float) -> None:
     """A belief: the discs that hold it with one and two standard deviations."""
     from matplotlib.patches import Circle
 
     for deviations in (2, 1):
         radius = deviations / math.sqrt(precision)
-        axes.add_patch(Circle(tuple(centre.tolist()), radius, color=BELIEF, alpha=strength, linewidth=0))
-    axes.plot(*centre.tolist(), "+", color=BELIEF, markersize=8, markeredgewidth=1.6)
+        axes.add_patch(Circle(tuple(center.tolist()), radius, color=BELIEF, alpha=strength, linewidth=0))
+    axes.plot(*center.tolist(), "+", color=BELIEF, markersize=8, markeredgewidth=1.6)
 
 
 def _draw() -> Figure:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STUDY", "profile", "proposals", "relative_spread"]
 
-COLOURS = {
+COLORS = {
     "uniform": figures.PALETTE[1],
     "log-uniform": figures.PALETTE[0],
     "exact": figures.PALETTE[4],
@@ -128,7 +128,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
         ratio = errors.mean(1) / _density(proposal, level)
         mean = _integral(errors.mean(1), level)
         line, width = LINES.get(name, ("-", 1.6))
-        axes.plot(level, ratio / mean, color=COLOURS[name], linestyle=line, linewidth=width, label=name)
+        axes.plot(level, ratio / mean, color=COLORS[name], linestyle=line, linewidth=width, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel(r"$\lambda$")

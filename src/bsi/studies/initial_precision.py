@@ -10,6 +10,7 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from bsi.recipe import Recipe
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference
 from bsi.studies.job import Measure
@@ -17,7 +18,6 @@ from bsi.studies.report import Cell, Claim, Report, Study, Table, Verdict, all_o
 from bsi.studies.scale import Scale
 from bsi.studies.standard import bounds, bsi_of, qualities, quality, seeded
 from bsi.studies.store import Store
-from bsi.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,14 +46,14 @@ def _draw(scale: Scale, store: Store) -> Figure:
     precisions = scale.varied.lambda_0
     figure, (left, right) = figures.panels(2, width=3.4, height=2.8)
     found = [bits(store, bounds(scale, networks(scale, l))) for l in precisions]
-    figures.error_line(left, precisions, found, figures.COLOURS["bsi"])
+    figures.error_line(left, precisions, found, figures.COLORS["bsi"])
     left.set_ylabel("bits per dimension")
     left.set_title("Likelihood")
     ends = []
-    for steps, (colour, mark) in zip(scale.varied.steps, figures.SHADES, strict=False):
+    for steps, (color, mark) in zip(scale.varied.steps, figures.SHADES, strict=False):
         each = _distances(scale, store, steps)
-        figures.error_line(right, precisions, each, colour, mark)
-        ends.append(figures.Named(precisions[-1], each[-1].value, f"{steps} steps", colour))
+        figures.error_line(right, precisions, each, color, mark)
+        ends.append(figures.Named(precisions[-1], each[-1].value, f"{steps} steps", color))
     right.set_ylabel(scale.metric)
     right.set_title("Sample quality")
     for axes in (left, right):

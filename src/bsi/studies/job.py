@@ -18,11 +18,11 @@ from typing import Any
 
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.backbones.cost import cost
+from bsi.recipe import Recipe
+from bsi.runtime.files import canonical_json
+from bsi.runtime.serialization import changes, to_plain
 from bsi.studies.scale import DATASETS, MetricName, Scale
-from bsi.training.files import canonical_json
 from bsi.training.method_specs import BFNSpec, BSISpec, VDMSpec
-from bsi.training.plain import changes, to_plain
-from bsi.training.recipe import Recipe
 from bsi.training.resume import SAFE
 
 __all__ = [
@@ -156,7 +156,7 @@ def describe(recipe: Recipe) -> str:
         case VDMSpec():
             words = ["VDM"]
     words += ["U-Net"] if isinstance(recipe.backbone, UNetConfig) else []
-    words += [recipe.parametrisation] if recipe.parametrisation is not None else []
+    words += [recipe.parametrization] if recipe.parametrization is not None else []
     objective = recipe.objective
     words += [f"trained on k={objective.finite_k}"] if objective.finite_k is not None else []
     words += [f"weight {objective.weight}"] if objective.weight != "elbo" else []

@@ -42,14 +42,14 @@ from bsi.metrics import (
 )
 from bsi.metrics.images import array_batches
 from bsi.model import Model
-from bsi.noise import standard_normal
+from bsi.recipe import Recipe
+from bsi.rng import standard_normal
+from bsi.runtime.distributed import Place, World
 from bsi.studies.deadline import Deadline
 from bsi.studies.digits_features import DigitsFeatures
 from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, name_of
 from bsi.studies.scale import MetricName, Scale
 from bsi.studies.store import Result
-from bsi.training.distributed import Place, World
-from bsi.training.recipe import Recipe
 
 __all__ = ["Laboratory"]
 

@@ -17,13 +17,13 @@ import safetensors
 import safetensors.torch
 import torch
 
+from bsi.runtime.export import export
+from bsi.runtime.files import readable_as_folder
+from bsi.runtime.run_folder import RunFolder
 from bsi.studies.deadline import Deadline
 from bsi.studies.job import Train
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
-from bsi.training.export import export
-from bsi.training.files import readable_as_folder
-from bsi.training.folder import RunFolder
 from bsi.training.journal import Sink, Value, read_journal
 from bsi.training.train import train
 

@@ -1,6 +1,6 @@
 """Figure "noise-levels": what the encoders of the three methods make of an image, from t = 0 to t = 1.
 
-Nothing is trained. The top half of each picture is the encoder's mean, the bottom half a sample; grey is 0. The table
+Nothing is trained. The top half of each picture is the encoder's mean, the bottom half a sample; gray is 0. The table
 has the numbers of Section "Discussion": BFN adds little noise and is deterministic at t = 0, VDM keeps 8 % of the image
 there, and BSI converges to its prior, with a variance of 15.85 at t = 0.1 against VDM's 0.96.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from bsi.data.store import open_dataset
 from bsi.gaussian import Encoder
-from bsi.noise import standard_normal
+from bsi.rng import standard_normal
+from bsi.runtime.dataset import build_method
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate
 from bsi.studies.job import Measure
 from bsi.studies.report import Claim, Report, Study, Table, Verdict
 from bsi.studies.scale import METHOD_NAMES, Scale
 from bsi.studies.store import Store
-from bsi.training.dataset import build_method
 from bsi.training.method_specs import METHODS, MethodName
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _draw(scale: Scale) -> Figure:
     axes.set_xticks([i * step + width / 2 for i in range(len(TIMES))], [f"{t:g}" for t in TIMES])
     axes.set_yticks([i * rise + height / 2 for i in range(len(METHOD_NAMES))], [figures.NAMES[m] for m in METHOD_NAMES])
     for tick, method in zip(axes.get_yticklabels(), METHOD_NAMES, strict=True):
-        tick.set(color=figures.COLOURS[method], fontweight="bold", fontsize=10)
+        tick.set(color=figures.COLORS[method], fontweight="bold", fontsize=10)
     axes.set_xlabel("t: noise at 0, data at 1 (above the mean, below a sample)")
     axes.grid(False)
     axes.tick_params(length=0)

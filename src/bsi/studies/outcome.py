@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bsi.runtime.files import write_json, write_text
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate
 from bsi.studies.job import (
@@ -27,7 +28,6 @@ from bsi.studies.job import (
 from bsi.studies.report import Cell, Report, Study, Table, as_csv
 from bsi.studies.scale import Scale
 from bsi.studies.store import Result, Store
-from bsi.training.files import write_json, write_text
 
 __all__ = ["line", "write_outcome"]
 

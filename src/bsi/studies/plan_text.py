@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bsi.recipe import Recipe
 from bsi.recipes import named_recipe
+from bsi.runtime.serialization import changes
 from bsi.studies.job import Train, title
 from bsi.studies.outcome import line
 from bsi.studies.runner import Planned
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
 from bsi.training.method_specs import METHODS
-from bsi.training.plain import changes
-from bsi.training.recipe import Recipe
 
 __all__ = ["plan_text", "train_command"]
 

@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Float64
 
 from bsi.denoiser import edm
+from bsi.runtime.dataset import build_method
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate
 from bsi.studies.job import Measure, Profile
 from bsi.studies.report import Report, Study, Table, less
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
-from bsi.training.dataset import build_method
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,12 +52,12 @@ def _draw(scale: Scale, store: Store) -> Figure:
     level, distance = arrays["level"], arrays["distance"]
     low, middle, high = np.quantile(distance, (0.05, 0.5, 0.95), axis=1)
     figure, (axes,) = figures.panels(1, width=4.4, height=3.0)
-    colour = figures.COLOURS["bsi"]
-    axes.fill_between(level, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes.plot(level, middle, color=colour)
+    color = figures.COLORS["bsi"]
+    axes.fill_between(level, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.plot(level, middle, color=color)
     axes.plot(level, _skip(scale, level), "--", color=figures.GREY)
     i = round(0.55 * (len(level) - 1))
-    figures.label(axes, level[i], middle[i], "network: median,\n5 to 95 % of images", colour, dx=8, dy=12)
+    figures.label(axes, level[i], middle[i], "network: median,\n5 to 95 % of images", color, dx=8, dy=12)
     j = round(0.3 * (len(level) - 1))
     figures.label(
         axes,

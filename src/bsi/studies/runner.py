@@ -22,6 +22,8 @@ from bsi import __version__
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, Preempted, UsageError
 from bsi.model import Model
+from bsi.runtime.distributed import find_place, pick_device
+from bsi.runtime.export import read_trained
 from bsi.studies.deadline import Deadline
 from bsi.studies.job import Job, Measure, Train, estimate_s, name_of, network_name, same_network, title
 from bsi.studies.measure import Laboratory
@@ -31,8 +33,6 @@ from bsi.studies.report import Study
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
 from bsi.studies.turns import in_turn
-from bsi.training.distributed import find_place, pick_device
-from bsi.training.export import read_trained
 
 __all__ = ["Planned", "plan", "report_so_far", "run"]
 

@@ -48,7 +48,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
     for panel, (name, indices) in zip(axes, shown.items(), strict=True):
         pixels = to_uint8(bins.values(indices), bins.low, bins.high)
         panel.imshow(figures.tile(pixels, COLUMNS), interpolation="nearest")
-        panel.set_title(name, loc="center", color=figures.COLOURS.get(name.lower(), figures.INK))
+        panel.set_title(name, loc="center", color=figures.COLORS.get(name.lower(), figures.INK))
         panel.set_axis_off()
     return figure
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from bsi.recipe import Recipe
 from bsi.training.method_specs import MethodName
-from bsi.training.recipe import Recipe
 
 __all__ = [
     "DATASETS",

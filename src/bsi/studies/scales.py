@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bsi.backbones.config import DiTConfig, UNetConfig
+from bsi.recipe import Ema, Every, Keep, Optimizer, Recipe
 from bsi.recipes import (
     cifar10_dit_mini,
     cifar10_unet,
@@ -22,7 +23,6 @@ from bsi.recipes import (
 )
 from bsi.studies.scale import Comparison, Drawn, Measured, Scale, ScaleName, Speed, Varied
 from bsi.training.method_specs import MethodName
-from bsi.training.recipe import Ema, Every, Keep, Optimiser, Recipe
 
 __all__ = ["MINI", "PAPER", "SCALES", "SMOKE"]
 
@@ -38,7 +38,7 @@ def _smoke(method: MethodName) -> Recipe:
     return replace(
         _plain(digits(method), steps=750, checkpoint=250),
         backbone=DiTConfig(width=48, depth=2, heads=4, patch=2, dropout=0.0),
-        optimiser=Optimiser(lr=4e-3, beta_2=0.99, weight_decay=1e-2, warmup=50, schedule="cosine", final_lr=1e-5),
+        optimizer=Optimizer(lr=4e-3, beta_2=0.99, weight_decay=1e-2, warmup=50, schedule="cosine", final_lr=1e-5),
         ema=Ema(beta=0.98, start=50),
     )
 
@@ -58,7 +58,7 @@ def _mini(method: MethodName) -> Recipe:
 def _mini_parameter(method: MethodName) -> Recipe:
     """Half of that, as the paper shortens training for its parameter studies: warm-up and averages in proportion."""
     recipe = _plain(cifar10_dit_mini(method), steps=2000)
-    return replace(recipe, optimiser=replace(recipe.optimiser, warmup=250), ema=Ema(beta=0.998, start=500))
+    return replace(recipe, optimizer=replace(recipe.optimizer, warmup=250), ema=Ema(beta=0.998, start=500))
 
 
 def _mini_unet(method: MethodName) -> Recipe:
@@ -73,8 +73,8 @@ def _paper_cifar10(steps: int) -> Callable[[MethodName], Recipe]:
 def _paper_parameter(method: MethodName) -> Recipe:
     """ "We reduced the training steps to 100k for our parameter studies." """
     recipe = imagenet32_dit_l2(method)
-    warmup = replace(recipe.optimiser, warmup=2000)  # ours
-    return replace(recipe, steps=100_000, optimiser=warmup, keep=Keep(last=2, every=20_000))
+    warmup = replace(recipe.optimizer, warmup=2000)  # ours
+    return replace(recipe, steps=100_000, optimizer=warmup, keep=Keep(last=2, every=20_000))
 
 
 SMOKE = Scale(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from bsi.defaults import GRID, STEPS
+from bsi.recipe import Recipe
 from bsi.studies.job import Bound, Quality
 from bsi.studies.scale import Scale
 from bsi.training.method_specs import BSISpec, MethodName
-from bsi.training.recipe import Recipe
 
 __all__ = [
     "OURS",
@@ -64,8 +64,8 @@ def default_quality(scale: Scale, network: Recipe) -> Quality:
 
 def our_solver(network: Recipe) -> str:
     """That of its method."""
+    from bsi.runtime.dataset import build_method
     from bsi.sampling import default_solver  # with torch, which a plan does without
-    from bsi.training.dataset import build_method
 
     return default_solver(build_method(network.method))
 

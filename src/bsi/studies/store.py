@@ -20,10 +20,10 @@ from zipfile import BadZipFile
 import numpy as np
 
 from bsi.errors import DataError
+from bsi.recipe import Recipe
+from bsi.runtime.files import write_json
+from bsi.runtime.serialization import from_plain, to_plain
 from bsi.studies.job import Job, Measure, Train, name_of, network_name, same_network, settings
-from bsi.training.files import write_json
-from bsi.training.plain import from_plain, to_plain
-from bsi.training.recipe import Recipe
 
 __all__ = ["Result", "Store"]
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from bsi.objective import edm_weight, sigmoid_weight
+from bsi.recipe import Objective, Recipe
+from bsi.runtime.dataset import build_method
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference
 from bsi.studies.job import Measure
@@ -21,8 +23,6 @@ from bsi.studies.report import Claim, Report, Study, Table, less
 from bsi.studies.scale import Scale
 from bsi.studies.standard import OURS, bounds, default_quality, qualities, seeded, solvers_said
 from bsi.studies.store import Store
-from bsi.training.dataset import build_method
-from bsi.training.recipe import Objective, Recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,13 +65,13 @@ def _draw(scale: Scale, store: Store) -> Figure:
     gain = method.gain(level)
     log_snr = 2 * torch.log(gain) - torch.log(gain + method.c)
     points = []
-    for (name, objective), colour in zip(objectives(scale).items(), figures.PALETTE, strict=False):
+    for (name, objective), color in zip(objectives(scale).items(), figures.PALETTE, strict=False):
         likelihood, quality = _measured(scale, store, objective)
         left.errorbar(
-            [likelihood.value], [quality.value], xerr=[likelihood.error], yerr=[quality.error], fmt="o", color=colour,
+            [likelihood.value], [quality.value], xerr=[likelihood.error], yerr=[quality.error], fmt="o", color=color,
             capsize=2,
         )  # fmt: skip
-        points.append(figures.Named(likelihood.value, quality.value, name, colour))
+        points.append(figures.Named(likelihood.value, quality.value, name, color))
         if objective == PAPER:
             continue
         if objective.weight == "elbo":
@@ -82,7 +82,7 @@ def _draw(scale: Scale, store: Store) -> Figure:
             weight = edm_weight(method)(level)
             weight = weight / weight.max()
             name = f"{name}, over its largest"
-        right.plot(log_snr, weight, LINES[objective.weight], color=colour, label=name)
+        right.plot(log_snr, weight, LINES[objective.weight], color=color, label=name)
     left.set_xlabel("bits per dimension")
     left.set_ylabel(f"{scale.metric}, {max(scale.drawn.steps)} steps")
     left.margins(x=0.3, y=0.2)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bsi.training.recipe import Recipe
+from bsi.recipe import Recipe
 
 __all__ = ["TreeSum", "flatten_gradients", "numerics", "set_gradients"]
 

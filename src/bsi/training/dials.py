@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from bsi.training.averages import Profile
-from bsi.training.recipe import Recipe
+from bsi.recipe import Recipe
+from bsi.runtime.averages import Profile
 
 __all__ = ["Dials"]
 

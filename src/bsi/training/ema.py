@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bsi.backbones.compiled import compile_like
+from bsi.kernels.compiled import compile_like
 from bsi.model import Model
-from bsi.training.lerp import lerp_
+from bsi.runtime.lerp import lerp_
 
 __all__ = ["EmaModel"]
 

@@ -17,8 +17,8 @@ from bsi.data.batches import BatchSource
 from bsi.elbo import Elbo
 from bsi.model import Model
 from bsi.pictures import class_columns, grid, is_image
-from bsi.training.distributed import World
-from bsi.training.recipe import Recipe
+from bsi.recipe import Recipe
+from bsi.runtime.distributed import World
 from bsi.training.stop import StopFlag
 from bsi.training.stream import derive
 
@@ -51,7 +51,7 @@ def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: S
         failed = error
     world.fail_together(failed)
     each, both = world.sum(each).cpu(), world.sum(both).cpu()
-    n, unit = math.prod(model.shape), 0.0 if model.standardise is None else model.standardise.log_determinant
+    n, unit = math.prod(model.shape), 0.0 if model.standardize is None else model.standardize.log_determinant
     parts = []
     for i, ids in enumerate(chunks):
         reconstruction, measurement, prior, variance = each[:, ids]

@@ -7,8 +7,8 @@ and short strings, always with `step` and `event` ("train", "evaluate", "sample"
 run goes on from a checkpoint, lines after its step are dropped: they will be written again. So are the evaluation and
 the samples of that step, where the checkpoint says that they are still to be made, if they are still asked for.
 
-`loss` is what is minimised. `bits_per_dim` of a "train" line is L_M^inf of the batches seen, each level weighed as the
-ELBO does even where the objective weighs it otherwise; a run that minimises L_M^k has that, which is larger, under
+`loss` is what is minimized. `bits_per_dim` of a "train" line is L_M^inf of the batches seen, each level weighed as the
+ELBO does even where the objective weighs it otherwise; a run that minimizes L_M^k has that, which is larger, under
 `bits_per_dim_finite_k`. Of an "evaluate" line `bits_per_dim` is the whole bound, of test samples under the EMA.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from bsi.errors import UsageError
-from bsi.training.files import append_line, write_text
+from bsi.runtime.files import append_line, write_text
 
 __all__ = ["JsonLines", "Sink", "Value", "read_journal", "tensorboard"]
 

@@ -16,20 +16,20 @@ from typing import Any
 
 from bsi.errors import NonFinite, Preempted
 from bsi.progress import Progress, readable_seconds
-from bsi.training.averages import write_snapshot
-from bsi.training.checkpoint import Snapshot
-from bsi.training.dataset import TrainingData
-from bsi.training.distributed import FailedTogether, World
+from bsi.recipe import Recipe
+from bsi.runtime.averages import write_snapshot
+from bsi.runtime.checkpoint import Snapshot
+from bsi.runtime.dataset import TrainingData
+from bsi.runtime.distributed import FailedTogether, World
+from bsi.runtime.files import write_json
+from bsi.runtime.run_folder import RunFolder
+from bsi.runtime.watchdog import Watchdog
 from bsi.training.evaluate import bound, draw_samples
-from bsi.training.files import write_json
-from bsi.training.folder import RunFolder
 from bsi.training.journal import Sink, Value
-from bsi.training.recipe import Recipe
 from bsi.training.saver import Saver
 from bsi.training.step import Engine
 from bsi.training.stop import StopFlag, tell
 from bsi.training.stream import Piece, Stream, piece_ids, piece_levels
-from bsi.training.watchdog import Watchdog
 
 __all__ = ["Job", "run"]
 
@@ -235,5 +235,5 @@ def _replayable(job: Job, fault: int) -> NonFinite:
     _finish_saves(job)
     return NonFinite(
         f"the loss or the gradient of step {step} was not finite. Nothing was updated from it: the state before it is "
-        f"saved, and {path} lists the samples, levels and seed it saw. Lower --optimiser.lr, or look at the data."
+        f"saved, and {path} lists the samples, levels and seed it saw. Lower --optimizer.lr, or look at the data."
     )

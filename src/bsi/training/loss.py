@@ -1,4 +1,4 @@
-"""What a step minimises, as a recipe's objective has it, and at which levels it looks.
+"""What a step minimizes, as a recipe's objective has it, and at which levels it looks.
 
 2 L_M^inf / n at levels log-uniform or expected, each level weighed as the ELBO does or otherwise; or 2 L_M^k / n at one
 of the k measurements of the paper's grid. The mathematics is in bsi.objective.
@@ -16,7 +16,7 @@ from bsi.grids import paper_grid
 from bsi.levels import Proposal
 from bsi.methods.base import Method, Predictor
 from bsi.objective import Weight, edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
-from bsi.training.recipe import Objective
+from bsi.recipe import Objective
 
 __all__ = ["Loss"]
 

@@ -2,7 +2,7 @@
 
 The defaults are the paper's; a recipe may have others, as that of the digits does.
 
-`bsi.training.dataset.build_method` makes the method of one.
+`bsi.runtime.dataset.build_method` makes the method of one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One rule to resume: the same folder goes on. Settings that changed are listed, and refused unless that is safe.
 
 Safe is what cannot change the result (intervals, what is kept, workers) or changes it by rounding alone (how a batch is
-cut into pieces, what is computed again). Anything else must be allowed by its name, `--allow optimiser.lr`; what
-decides which tensors there are (the network, the kind of optimiser, the averages) never fits, and can only start anew
+cut into pieces, what is computed again). Anything else must be allowed by its name, `--allow optimizer.lr`; what
+decides which tensors there are (the network, the kind of optimizer, the averages) never fits, and can only start anew
 (`--init-from` takes the weights). The length of the schedule is part of the recipe: a constant schedule may be
 extended, a cosine may not, since every step so far would have had another rate.
 """
@@ -13,13 +13,13 @@ import difflib
 from collections.abc import Sequence
 
 from bsi.errors import UsageError
-from bsi.training.plain import Change, changes, flat
-from bsi.training.recipe import Recipe
+from bsi.recipe import Recipe
+from bsi.runtime.serialization import Change, changes, flat
 
 __all__ = ["DATA_VERSION", "check_changes"]
 
 SAFE = ("name", "accumulation", "lean", "data.workers", "every", "evaluation", "samples", "keep")
-NEVER = ("backbone", "network", "data.labels", "optimiser.kind", "objective.weight", "ema.powers")
+NEVER = ("backbone", "network", "data.labels", "optimizer.kind", "objective.weight", "ema.powers")
 DATA_VERSION = "data.version"
 SHOWN = 7  # changes in a message of at most ten lines
 
@@ -50,7 +50,7 @@ def _within(name: str, groups: Sequence[str]) -> bool:
 
 def _safe(change: Change, now: Recipe, step: int) -> bool:
     if change.name == "steps":
-        return now.optimiser.schedule == "constant" and now.steps >= step
+        return now.optimizer.schedule == "constant" and now.steps >= step
     return _within(change.name, SAFE)
 
 
@@ -62,10 +62,10 @@ def _refusal(refused: Sequence[Change], now: Recipe, step: int) -> str:
     names = [change.name for change in refused]
     if any(_within(name, NEVER) for name in names):
         lines.append(
-            "a checkpoint cannot be read into another network, optimiser or objective: use another --out; --init-from "
+            "a checkpoint cannot be read into another network, optimizer or objective: use another --out; --init-from "
             "takes the weights of a network of the same shape"
         )
-    elif names == ["steps"] and now.optimiser.schedule == "cosine":
+    elif names == ["steps"] and now.optimizer.schedule == "cosine":
         lines.append(
             "a cosine schedule's length decides every rate so far: extending it gives no run that ever was. Use "
             "another --out with --init-from, or --allow steps if you mean it"

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bsi.errors import BsiError, UsageError
-from bsi.training import checkpoint
-from bsi.training.checkpoint import Checkpoint
-from bsi.training.dataset import DataSpec
-from bsi.training.distributed import World
-from bsi.training.folder import RunFolder, RunRecord
-from bsi.training.plain import from_plain
-from bsi.training.recipe import Recipe
+from bsi.recipe import Recipe
+from bsi.runtime import checkpoint
+from bsi.runtime.checkpoint import Checkpoint
+from bsi.runtime.dataset import DataSpec
+from bsi.runtime.distributed import World
+from bsi.runtime.run_folder import RunFolder, RunRecord
+from bsi.runtime.serialization import from_plain
 from bsi.training.resume import check_changes
 from bsi.training.step import Engine
 

@@ -19,17 +19,17 @@ from dataclasses import replace
 
 import torch
 
-from bsi.backbones.acceleration import form_of
 from bsi.backbones.config import MLPConfig
 from bsi.backbones.memory import CONTEXT, Memory, training_memory
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import UsageError
+from bsi.kernels.acceleration import form_of
 from bsi.progress import readable_bytes
-from bsi.training.dataset import DataSpec
-from bsi.training.distributed import World
+from bsi.recipe import Recipe
+from bsi.runtime.dataset import DataSpec
+from bsi.runtime.distributed import World
+from bsi.runtime.watchdog import Watchdog
 from bsi.training.host import host_memory
-from bsi.training.recipe import Recipe
-from bsi.training.watchdog import Watchdog
 
 __all__ = ["check_host", "enough_for_batch", "enough_to_train", "room"]
 
@@ -168,7 +168,7 @@ def _account(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
     half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
     form = form_of(config, half, world.device, recipe.lean) if recipe.compile and not recipe.audit else "plain"
     bins_count = None if data.bins is None else data.bins.count
-    averages, kind = 1 + len(recipe.ema.powers), recipe.optimiser.kind
+    averages, kind = 1 + len(recipe.ema.powers), recipe.optimizer.kind
     return training_memory(config, data.shape, bins_count, data.classes, form, half is not None, averages, kind)
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from bsi.training import checkpoint
-from bsi.training.checkpoint import Snapshot
-from bsi.training.recipe import Keep
+from bsi.recipe import Keep
+from bsi.runtime import checkpoint
+from bsi.runtime.checkpoint import Snapshot
 
 __all__ = ["Saver"]
 

@@ -2,7 +2,7 @@
 
     loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch; L_M^k or a weighted L_M if the recipe says so (loss.py)
     gradient  DDP's sum over ranks and pieces; in the audit mode, a sum over virtual shards in a fixed order
-    update    AdamW (or Muon: optimisers.py) with the gradient's norm clipped, then the EMA; under a flag on the device
+    update    AdamW (or Muon: optimizers.py) with the gradient's norm clipped, then the EMA; under a flag on the device
 
 The flag is up while every loss and every gradient norm so far was finite. Once one was not, nothing moves any more, on
 any rank: the norm of the summed gradient and the summed loss are the same everywhere. The host finds out when it next
@@ -26,18 +26,18 @@ from bsi.backbones.base import Backbone
 from bsi.errors import UsageError
 from bsi.methods.base import Predictor
 from bsi.model import Model
+from bsi.recipe import Recipe
+from bsi.runtime.averages import PowerAverages
+from bsi.runtime.checkpoint import differences
+from bsi.runtime.distributed import World
+from bsi.runtime.watchdog import Watchdog
 from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
-from bsi.training.averages import PowerAverages
-from bsi.training.checkpoint import differences
 from bsi.training.dials import Dials
-from bsi.training.distributed import World
 from bsi.training.ema import EmaModel
 from bsi.training.loss import Loss
-from bsi.training.optimisers import Optimisers
-from bsi.training.recipe import Recipe
+from bsi.training.optimizers import Optimizers
 from bsi.training.replay import Replay
 from bsi.training.stream import Batch, Stream
-from bsi.training.watchdog import Watchdog
 
 __all__ = ["Engine", "Means", "replayable"]
 
@@ -56,7 +56,7 @@ class Means:
 
 
 class Engine:
-    """The model, its optimiser, its average, and the counters on the device. `step` advances all of them."""
+    """The model, its optimizer, its average, and the counters on the device. `step` advances all of them."""
 
     def __init__(
         self, recipe: Recipe, model: Model, world: World, half: torch.dtype | None, record: bool = True
@@ -65,7 +65,7 @@ class Engine:
         self.ema = EmaModel(model)
         self.powers = PowerAverages(model.denoiser.backbone, recipe.ema.powers)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimiser = Optimisers(model.denoiser.backbone, recipe.optimiser)
+        self.optimizer = Optimizers(model.denoiser.backbone, recipe.optimizer)
         self.steps_done = 0
         self.dials = Dials.new(recipe, world.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=world.device)
@@ -101,7 +101,7 @@ class Engine:
         batch = stream.first(self.steps_done)
         batch.seed_dropout(self.recipe.seed)
         self._losses(batch).sum().backward()
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         for buffer, value in zip(network.buffers(), before, strict=True):
             buffer.copy_(value)
 
@@ -121,7 +121,7 @@ class Engine:
         if self._replay is not None:
             self._replay(self._whole, next(batches))
         else:
-            self.optimiser.zero_grad()
+            self.optimizer.zero_grad()
             losses = self._audited(batches) if self.recipe.audit else self._summed(batches)
             watchdog.at(self.steps_done, "update")
             self._update(losses)
@@ -136,7 +136,7 @@ class Engine:
 
     def _whole(self, batch: Batch) -> None:
         """A step of one batch: nothing in it depends on the host."""
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         self._update(self._summed([batch]))
 
     def _losses(self, batch: Batch) -> Float[Tensor, " batch"]:
@@ -196,8 +196,8 @@ class Engine:
         self.bad_step.copy_(torch.where(first_fault, self.dials.step, self.bad_step))
         counts = finite & (self.bad_step < 0)
 
-        scale = self.scale * torch.clamp(norm / self.recipe.optimiser.clip, min=1.0)
-        self.optimiser.step(self.dials.lr, scale, counts)
+        scale = self.scale * torch.clamp(norm / self.recipe.optimizer.clip, min=1.0)
+        self.optimizer.step(self.dials.lr, scale, counts)
         self.ema.update(counts * self.dials.ema)
         self.powers.update(counts, self.dials.powers)
         seen = torch.cat([losses[:1], norm.reshape(1), torch.ones_like(losses[:1]), losses[1:]]).double()
@@ -253,7 +253,7 @@ class Engine:
         return {
             "model": self.model.denoiser.backbone.state_dict(),
             "ema": self.ema.model.denoiser.backbone.state_dict(),
-            "optimiser": {**self.optimiser.state(), **counters},
+            "optimizer": {**self.optimizer.state(), **counters},
             **({"powers": self.powers.state()} if self.recipe.ema.powers else {}),
         }
 

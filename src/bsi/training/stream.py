@@ -29,9 +29,9 @@ from torch import Tensor
 from bsi.data.batches import BatchSource, ahead, flip
 from bsi.data.order import sample_ids, shards_of, uniforms
 from bsi.levels import low_discrepancy
-from bsi.noise import seed_words, standard_normal
-from bsi.training.distributed import World
-from bsi.training.recipe import Recipe
+from bsi.recipe import Recipe
+from bsi.rng import seed_words, standard_normal
+from bsi.runtime.distributed import World
 
 __all__ = ["Batch", "Piece", "Stream", "derive", "piece_ids", "piece_levels", "pieces"]
 
@@ -153,5 +153,5 @@ class Stream:
         if self.labels is None:
             return None
         chance = uniforms(derive(self.recipe.seed, "unlabelled"), start, piece.count)
-        seen = np.where(chance < self.recipe.data.unlabelled, self._classes, self.labels[self._ids(piece)])
+        seen = np.where(chance < self.recipe.data.unlabeled, self._classes, self.labels[self._ids(piece)])
         return torch.from_numpy(seen).to(self.world.device, non_blocking=True)

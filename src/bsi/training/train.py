@@ -19,31 +19,31 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.base import Backbone
 from bsi.backbones.precision import compute_dtype
 from bsi.errors import BsiError, Preempted, UsageError
 from bsi.kernels import compiles
+from bsi.kernels.acceleration import accelerate, check_fp8
 from bsi.likelihood import Bins
 from bsi.model import Model
 from bsi.progress import Progress
+from bsi.recipe import Recipe
+from bsi.runtime.dataset import TrainingData, build_model, config_of, open_training_data
+from bsi.runtime.distributed import World, find_place, join
+from bsi.runtime.export import class_name, read_trained, set_weights
+from bsi.runtime.run_folder import RunFolder, RunRecord, State
+from bsi.runtime.serialization import to_plain
+from bsi.runtime.watchdog import watching
 from bsi.training.audit import numerics
-from bsi.training.dataset import TrainingData, build_model, config_of, open_training_data
-from bsi.training.distributed import World, find_place, join
-from bsi.training.export import class_name, read_trained, set_weights
-from bsi.training.folder import RunFolder, RunRecord, State
 from bsi.training.journal import JsonLines, Sink
 from bsi.training.lease import Lease, hold
 from bsi.training.loop import Job, run
-from bsi.training.plain import to_plain
-from bsi.training.recipe import Recipe
 from bsi.training.resumed import find_checkpoint, restore
 from bsi.training.room import check_host, enough_to_train
 from bsi.training.saver import Saver
 from bsi.training.step import Engine
 from bsi.training.stop import listening
 from bsi.training.stream import Stream, derive
-from bsi.training.watchdog import watching
 
 __all__ = ["train"]
 
@@ -96,7 +96,7 @@ def train(
         record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
         resumed = find_checkpoint(folder, record, training_data.spec, world, allow, _warn)
         if resumed.finished:
-            more = ", or more --steps" if recipe.optimiser.schedule == "constant" else ""
+            more = ", or more --steps" if recipe.optimizer.schedule == "constant" else ""
             _say(world, f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")
             if world.first and folder.read_status().get("state") != "finished":  # killed after its last save
                 folder.write_status("finished", recipe.steps)
@@ -217,7 +217,7 @@ def _half(recipe: Recipe, world: World) -> torch.dtype | None:
 
 
 def _fast(recipe: Recipe, model: Model, world: World) -> Model:
-    """The fastest form of the network that this device runs; in place, before the optimiser sees its weights."""
+    """The fastest form of the network that this device runs; in place, before the optimizer sees its weights."""
     network = model.denoiser.backbone
     wanted = recipe.compile and not recipe.audit
     if isinstance(network, Backbone):

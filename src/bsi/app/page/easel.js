@@ -1,5 +1,5 @@
 // The image that a request starts from: chosen from the test set or drawn before, measured, or hidden in part.
-import { Sheet, colour, fit, picture } from "./sheets.js";
+import { Sheet, color, fit, picture } from "./sheets.js";
 
 const STRIP_COLUMNS = 8;
 
@@ -130,19 +130,19 @@ export class Easel {
     const context = fit(canvas), [, height, width] = this.about.shape;
     const unit = [canvas.width / width, canvas.height / height];
     context.imageSmoothingEnabled = false;
-    context.fillStyle = colour("wash"); context.fillRect(0, 0, canvas.width, canvas.height);
+    context.fillStyle = color("wash"); context.fillRect(0, 0, canvas.width, canvas.height);
     if (values) context.drawImage(picture(values, 0, this.about), 0, 0, canvas.width, canvas.height);
-    context.fillStyle = colour(cover === 1 ? "wash" : "measure");
+    context.fillStyle = color(cover === 1 ? "wash" : "measure");
     context.globalAlpha = cover;
     for (let i = 0; cover && i < this.hidden.length; i++) {
       if (!this.hidden[i]) continue;
-      // whole pixels of the canvas, so that neighbours neither overlap nor leave a seam
+      // whole pixels of the canvas, so that neighbors neither overlap nor leave a seam
       const edges = [i % width, i % width + 1].map(x => Math.round(x * unit[0])), rows = [Math.floor(i / width), Math.floor(i / width) + 1].map(y => Math.round(y * unit[1]));
       context.fillRect(edges[0], rows[0], edges[1] - edges[0], rows[1] - rows[0]);
     }
     context.globalAlpha = 1;
     if (cursor) {
-      context.lineWidth = 3 * (window.devicePixelRatio || 1); context.strokeStyle = colour("belief");
+      context.lineWidth = 3 * (window.devicePixelRatio || 1); context.strokeStyle = color("belief");
       context.strokeRect(cursor.column * unit[0], cursor.row * unit[1], ...unit);
     }
   }

@@ -271,14 +271,14 @@ document.addEventListener("keydown", event => {
 for (const name of about.solvers) $("#solver").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === about.solver, name === about.solver));
 for (const name of about.grids) $("#grid").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === about.grid, name === about.grid));
 about.classes.forEach((name, number) => $("#label").add(new Option(name, number)));
-for (const element of document.querySelectorAll("[data-labelled]")) element.hidden = !about.classes.length;
-$(".settings").classList.toggle("labelled", about.classes.length > 0);
+for (const element of document.querySelectorAll("[data-labeled]")) element.hidden = !about.classes.length;
+$(".settings").classList.toggle("labeled", about.classes.length > 0);
 for (const element of document.querySelectorAll("[data-symbol]")) element.textContent = about.symbol;
 Object.assign($("#num"), { max: Math.min(about.limits.num, 36), value: Math.min(about.limits.num, 9) });
 Object.assign($("#evaluations"), { max: about.limits.evaluations, value: about.evaluations });
 $("#span").textContent = tidy(about.high - about.low);
 const [channels, height, width] = about.shape;
-$("#what").textContent = `${about.name} · ${about.method} · ${about.parameters.toLocaleString("en")} parameters, ${about.trained_steps.toLocaleString("en")} steps · ${width} × ${height}${channels === 3 ? " in colour" : ""}${about.bins ? `, ${about.bins} levels` : ""}`;
+$("#what").textContent = `${about.name} · ${about.method} · ${about.parameters.toLocaleString("en")} parameters, ${about.trained_steps.toLocaleString("en")} steps · ${width} × ${height}${channels === 3 ? " in color" : ""}${about.bins ? `, ${about.bins} levels` : ""}`;
 document.title = `${about.name}: a belief sharpens`;
 labels();
 choose("draw");

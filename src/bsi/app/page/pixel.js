@@ -1,5 +1,5 @@
 // Charts: the precision over the steps, one pixel's belief now, and how it came about.
-import { colour, fit } from "./sheets.js";
+import { color, fit } from "./sheets.js";
 
 const CHANNELS = { light: ["#c0392b", "#2e8b57", "#2566ad"], dark: ["#ff8a80", "#7fd8a4", "#6fb1f7"] };
 const MOST_BARS = 32;
@@ -26,8 +26,8 @@ function path(context, points) {
   }
 }
 
-function lineColours(channels) {
-  if (channels === 1) return [colour("belief")];
+function lineColors(channels) {
+  if (channels === 1) return [color("belief")];
   return CHANNELS[document.documentElement.dataset.theme === "dark" ? "dark" : "light"];
 }
 
@@ -42,25 +42,25 @@ export function drawTimeline(canvas, history, position, about) {
   const [low, high] = [Math.log(about.lowest), Math.log(about.highest)];
   const base = height - 6, tall = base - 24; // captions above
   const y = value => base - tall * Math.min(1, Math.max(0, (Math.log(value) - low) / (high - low)));
-  context.strokeStyle = colour("line"); context.lineWidth = 1;
+  context.strokeStyle = color("line"); context.lineWidth = 1;
   path(context, [[pad, base + 1.5], [width - pad, base + 1.5]]); context.stroke();
   if (!history) return;
   const moves = history.steps.map(step => step.move), most = Math.max(...moves.filter(move => move !== null), 1e-9);
-  context.strokeStyle = colour("predict"); context.globalAlpha = 0.65; context.lineWidth = 1.5;
+  context.strokeStyle = color("predict"); context.globalAlpha = 0.65; context.lineWidth = 1.5;
   path(context, moves.map((move, i) => move === null ? null : [x(i - 0.5), base - tall * move / most])); context.stroke();
   context.globalAlpha = 1;
   const points = history.steps.map((step, i) => [x(i), y(step.precision)]);
-  context.strokeStyle = colour("belief"); context.lineWidth = 2;
+  context.strokeStyle = color("belief"); context.lineWidth = 2;
   path(context, points); context.stroke();
-  context.fillStyle = colour("belief");
+  context.fillStyle = color("belief");
   if (last <= 48) for (const point of points) { context.beginPath(); context.arc(...point, 2, 0, 7); context.fill(); }
   const now = points[Math.min(Math.round(position), points.length - 1)];
   if (now) {
     context.beginPath(); context.arc(...now, 5.5, 0, 7); context.fill();
-    context.strokeStyle = colour("paper"); context.stroke();
+    context.strokeStyle = color("paper"); context.stroke();
   }
-  context.fillStyle = colour("belief"); context.fillText("precision, as a logarithm", pad, 11);
-  context.fillStyle = colour("predict"); context.textAlign = "right";
+  context.fillStyle = color("belief"); context.fillText("precision, as a logarithm", pad, 11);
+  context.fillStyle = color("predict"); context.textAlign = "right";
   context.fillText(width > 360 ? "how far the prediction moves" : "moves of x̂", width - pad, 11);
 }
 
@@ -74,43 +74,43 @@ export function tidy(value) {
   return value.toLocaleString("en", { maximumSignificantDigits: 3 });
 }
 
-// N(mean, 1 / precision) over the grey levels: bars where they are few, and the curve through their tops.
+// N(mean, 1 / precision) over the gray levels: bars where they are few, and the curve through their tops.
 export function drawCurve(canvas, step, pixel, about) {
   const { context, width, height } = prepare(canvas), { low, high, bins, shape } = about;
   const reach = 0.12 * (high - low), x = value => width * (value - low + reach) / (high - low + 2 * reach);
   const base = height - 22, tall = base - 12, count = bins ?? 256, gap = (high - low) / (count - 1);
-  const centres = Array.from({ length: count }, (_, j) => low + j * gap);
-  context.strokeStyle = colour("line"); context.lineWidth = 1;
+  const centers = Array.from({ length: count }, (_, j) => low + j * gap);
+  context.strokeStyle = color("line"); context.lineWidth = 1;
   path(context, [[0, base + 0.5], [width, base + 0.5]]); context.stroke();
-  context.fillStyle = colour("soft"); context.textAlign = "center";
-  for (const [value, name] of [[low, "black"], [(low + high) / 2, "grey"], [high, "white"]]) {
-    context.fillText(shape[0] === 3 ? { black: "none", grey: "half", white: "full" }[name] : name, x(value), height - 6);
+  context.fillStyle = color("soft"); context.textAlign = "center";
+  for (const [value, name] of [[low, "black"], [(low + high) / 2, "gray"], [high, "white"]]) {
+    context.fillText(shape[0] === 3 ? { black: "none", gray: "half", white: "full" }[name] : name, x(value), height - 6);
   }
   if (!step || !pixel) return;
-  const found = places(pixel, shape), colours = lineColours(shape[0]), bars = count <= MOST_BARS;
+  const found = places(pixel, shape), colors = lineColors(shape[0]), bars = count <= MOST_BARS;
   found.forEach((place, c) => {
     const mean = step.mean[place], log = value => -0.5 * step.precision * (value - mean) ** 2;
-    const logs = centres.map(log), top = Math.max(...logs);
+    const logs = centers.map(log), top = Math.max(...logs);
     // Few levels: probabilities, on a scale from 0 to the largest, or to LEAST_SCALE. Many: to the likeliest value shown.
     const ends = bars ? [low - gap / 2, high + gap / 2] : [low - reach, high + reach];
     const total = bars ? top + Math.log(logs.reduce((sum, value) => sum + Math.exp(value - top), 0)) : log(Math.min(ends[1], Math.max(ends[0], mean)));
     const scale = bars ? Math.max(LEAST_SCALE, Math.exp(top - total)) : 1;
     const up = value => base - tall * Math.min(1, Math.exp(log(value) - total) / scale);
     if (bars) {
-      context.globalAlpha = 0.28 / shape[0] ** 0.5; context.fillStyle = colours[c];
-      for (const centre of centres) context.fillRect(x(centre - 0.42 * gap), up(centre), x(centre + 0.42 * gap) - x(centre - 0.42 * gap), base - up(centre));
+      context.globalAlpha = 0.28 / shape[0] ** 0.5; context.fillStyle = colors[c];
+      for (const center of centers) context.fillRect(x(center - 0.42 * gap), up(center), x(center + 0.42 * gap) - x(center - 0.42 * gap), base - up(center));
       context.globalAlpha = 1;
     }
     // Sampled everywhere, and densely around the mean, where a sharp belief would slip between the pixels.
     const std = step.precision ** -0.5, dense = Array.from({ length: 81 }, (_, i) => mean + (i - 40) / 10 * std);
     const at = [...Array.from({ length: 161 }, (_, i) => ends[0] + (ends[1] - ends[0]) * i / 160), ...dense].filter(value => value >= ends[0] && value <= ends[1]).sort((a, b) => a - b);
     const points = at.map(value => [x(value), up(value)]);
-    context.strokeStyle = colours[c]; context.lineWidth = 2;
+    context.strokeStyle = colors[c]; context.lineWidth = 2;
     path(context, points); context.stroke();
-    context.globalAlpha = bars ? 0 : 0.14; context.fillStyle = colours[c];
+    context.globalAlpha = bars ? 0 : 0.14; context.fillStyle = colors[c];
     context.lineTo(x(ends[1]), base); context.lineTo(x(ends[0]), base); context.fill(); context.globalAlpha = 1;
-    mark(context, x(step.x_hat[place]), base, tall, colour("predict"), width);
-    if (step.y) tick(context, x(step.y[place]), base, colour("measure"), width);
+    mark(context, x(step.x_hat[place]), base, tall, color("predict"), width);
+    if (step.y) tick(context, x(step.y[place]), base, color("measure"), width);
   });
 }
 
@@ -133,32 +133,32 @@ export function drawPast(canvas, history, position, pixel, about) {
   const { context, width, height } = prepare(canvas), { low, high, shape } = about, left = 40, bottom = height - 22;
   const reach = 0.12 * (high - low), last = history ? history.last : 1;
   const x = i => left + (width - left - 8) * i / Math.max(1, last), y = value => bottom - (bottom - 6) * (value - low + reach) / (high - low + 2 * reach);
-  context.fillStyle = colour("soft"); context.textAlign = "right"; context.textBaseline = "middle";
+  context.fillStyle = color("soft"); context.textAlign = "right"; context.textBaseline = "middle";
   for (const [value, name] of [[low, "black"], [high, "white"]]) context.fillText(shape[0] === 3 ? { black: "none", white: "full" }[name] : name, left - 8, y(value));
   context.textAlign = "center"; context.textBaseline = "alphabetic";
   context.fillText("first step", left + 24, height - 6); context.fillText("sample", width - 26, height - 6);
-  context.strokeStyle = colour("line"); context.lineWidth = 1;
+  context.strokeStyle = color("line"); context.lineWidth = 1;
   for (const value of [low, high]) { path(context, [[left, y(value)], [width - 8, y(value)]]); context.stroke(); }
   if (!history || !pixel) return;
   context.save();
   context.beginPath(); context.rect(left, 0, width - left, bottom); context.clip();
-  const colours = lineColours(shape[0]);
+  const colors = lineColors(shape[0]);
   places(pixel, shape).forEach((place, c) => {
     const { steps } = history;
     for (const widths of [2, 1]) {
       const up = steps.map((step, i) => [x(i), y(step.mean[place] + widths * step.precision ** -0.5)]);
       const down = steps.map((step, i) => [x(i), y(step.mean[place] - widths * step.precision ** -0.5)]);
-      context.globalAlpha = 0.13 / shape[0] ** 0.5; context.fillStyle = colours[c];
+      context.globalAlpha = 0.13 / shape[0] ** 0.5; context.fillStyle = colors[c];
       path(context, [...up, ...down.reverse()]); context.fill();
     }
-    context.globalAlpha = 1; context.strokeStyle = colours[c]; context.lineWidth = 2;
+    context.globalAlpha = 1; context.strokeStyle = colors[c]; context.lineWidth = 2;
     path(context, steps.map((step, i) => [x(i), y(step.mean[place])])); context.stroke();
-    context.strokeStyle = colour("predict"); context.lineWidth = 1.75;
+    context.strokeStyle = color("predict"); context.lineWidth = 1.75;
     path(context, steps.map((step, i) => [x(i), y(step.x_hat[place])])); context.stroke();
-    context.fillStyle = colour("measure");
+    context.fillStyle = color("measure");
     steps.forEach((step, i) => { if (step.y) { context.beginPath(); context.arc(x(i + 0.5), y(step.y[place]), 1.8, 0, 7); context.fill(); } });
   });
-  context.strokeStyle = colour("ink"); context.globalAlpha = 0.35; context.lineWidth = 1;
+  context.strokeStyle = color("ink"); context.globalAlpha = 0.35; context.lineWidth = 1;
   path(context, [[x(position), 0], [x(position), bottom]]); context.stroke();
   context.restore();
 }

@@ -1,4 +1,4 @@
-// Images side by side on a canvas: values in [low, high] as grey levels or colours, enlarged without smoothing.
+// Images side by side on a canvas: values in [low, high] as gray levels or colors, enlarged without smoothing.
 
 export function fit(canvas) {
   const ratio = window.devicePixelRatio || 1, box = canvas.getBoundingClientRect();
@@ -7,7 +7,7 @@ export function fit(canvas) {
   return canvas.getContext("2d");
 }
 
-export function colour(name) {
+export function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
@@ -61,7 +61,7 @@ export class Sheet {
     for (let i = 0; i < this.num; i++) {
       const { left, top } = this.place(i);
       if (values) context.drawImage(picture(values, i * this.size, this.about), left, top, wide, high);
-      else { context.fillStyle = colour("wash"); context.fillRect(left, top, wide, high); }
+      else { context.fillStyle = color("wash"); context.fillRect(left, top, wide, high); }
     }
     if (chosen !== null) this.outline(context, chosen, null);
     if (mark && values) this.outline(context, mark.image, mark);
@@ -71,8 +71,8 @@ export class Sheet {
     const [, height, width] = this.about.shape, { wide, high } = this.layout(), { left, top } = this.place(image);
     const unit = [wide / width, high / height], ratio = window.devicePixelRatio || 1;
     const box = pixel ? [left + pixel.column * unit[0], top + pixel.row * unit[1], ...unit] : [left, top, wide, high];
-    context.lineWidth = 4 * ratio; context.strokeStyle = colour("paper"); context.strokeRect(...box);
-    context.lineWidth = 2 * ratio; context.strokeStyle = colour("belief"); context.strokeRect(...box);
+    context.lineWidth = 4 * ratio; context.strokeStyle = color("paper"); context.strokeRect(...box);
+    context.lineWidth = 2 * ratio; context.strokeStyle = color("belief"); context.strokeRect(...box);
   }
 
   // The image, row and column under a pointer; null between images.

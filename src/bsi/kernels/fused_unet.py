@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from bsi.backbones.attention import attend
-from bsi.backbones.group_kernels import Moments, norm_act, norm_act_backward
-from bsi.backbones.join_kernels import join, join_weighed, pixel_sums
 from bsi.backbones.norms import GroupNorm, on_pixels, pixels
+from bsi.kernels.group_norm import Moments, norm_act, norm_act_backward
+from bsi.kernels.join import join, join_weighed, pixel_sums
 
 if TYPE_CHECKING:
     from bsi.backbones.unet import Attention, Block

@@ -1,6 +1,6 @@
 """Improved precision and recall (Kynkaanniemi et al.): how much of each set lies on the other's manifold.
 
-The manifold of a set is the union of balls around its samples, each reaching to its k-th nearest neighbour in the set.
+The manifold of a set is the union of balls around its samples, each reaching to its k-th nearest neighbor in the set.
 Precision is the part of the generated samples on the real manifold: do the samples look real? Recall is the part of the
 real ones on the generated manifold: is everything real generated? Both grow with the number of samples; compare equal
 n.
@@ -34,15 +34,15 @@ def precision_recall(samples: Float[Tensor, "n dim"], real: Float[Tensor, "m dim
     if not (samples.isfinite().all() and real.isfinite().all()):
         raise NonFinite("the features hold NaN or infinity: precision and recall do not exist. Check the extractor.")
     # Distances come from squared norms and a product: float64, and a mean near zero, keep their difference sharp.
-    centre = real.double().mean(0)
-    samples, real = samples.double() - centre, real.double() - centre
+    center = real.double().mean(0)
+    samples, real = samples.double() - center, real.double() - center
     precision = _inside(samples, real, _radii(real, k)).double().mean().item()
     recall = _inside(real, samples, _radii(samples, k)).double().mean().item()
     return PrecisionRecall(precision, recall, k)
 
 
 def _radii(x: Float64[Tensor, "n dim"], k: int) -> Float64[Tensor, " n"]:
-    """Squared distance of each sample to its k-th nearest neighbour."""
+    """Squared distance of each sample to its k-th nearest neighbor."""
     radii = []
     for rows in x.split(ROWS):
         nearest = rows.new_full((len(rows), k + 1), torch.inf)  # one more than k: the sample itself is among them
@@ -52,12 +52,12 @@ def _radii(x: Float64[Tensor, "n dim"], k: int) -> Float64[Tensor, " n"]:
     return torch.cat(radii)
 
 
-def _inside(x: Float64[Tensor, "n dim"], centres: Float64[Tensor, "m dim"], radii: Float64[Tensor, " m"]) -> Tensor:
+def _inside(x: Float64[Tensor, "n dim"], centers: Float64[Tensor, "m dim"], radii: Float64[Tensor, " m"]) -> Tensor:
     """Whether each x lies in any of the balls."""
     parts = []
     for rows in x.split(ROWS):
         found = torch.zeros(len(rows), dtype=torch.bool, device=x.device)
-        for columns, reach in zip(centres.split(COLUMNS), radii.split(COLUMNS), strict=True):
+        for columns, reach in zip(centers.split(COLUMNS), radii.split(COLUMNS), strict=True):
             found |= (_squared(rows, columns) <= reach).any(1)
         parts.append(found)
     return torch.cat(parts)

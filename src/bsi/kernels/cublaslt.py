@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from bsi.backbones.branch_kernels import Matrix8
+from bsi.kernels.branch import Matrix8
 
 __all__ = ["Epilogue", "linear", "linear_gelu", "product", "product8", "quickest", "weight_grad"]
 

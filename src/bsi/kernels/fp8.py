@@ -30,16 +30,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bsi.backbones import cublaslt
-from bsi.backbones.branch_kernels import Matrix8, gather, gelu_backward, quantise, turn
-from bsi.backbones.cublaslt import Epilogue
-from bsi.backbones.fused import NO_GRADIENT, Form, Half, PerSample, Stream
-from bsi.backbones.norm_kernels import gate_norm
+from bsi.kernels import cublaslt
+from bsi.kernels.branch import Matrix8, gather, gelu_backward, quantize, turn
+from bsi.kernels.cublaslt import Epilogue
+from bsi.kernels.fused_dit import NO_GRADIENT, Form, Half, PerSample, Stream
+from bsi.kernels.layer_norm import gate_norm
 
 if TYPE_CHECKING:
     from bsi.backbones.dit import Block
 
-__all__ = ["Weights8", "fp8_forms", "quantise_weights"]
+__all__ = ["Weights8", "fp8_forms", "quantize_weights"]
 
 ACTIVATION = torch.float8_e4m3fn
 H_SCALE, MIXED_SCALE, HIDDEN_SCALE = 4.0, 16.0, 2.0
@@ -57,7 +57,7 @@ class Weights8:
     contract_bound: Tensor | None
 
 
-def quantise_weights(blocks: Sequence[Block], for_training: bool) -> list[Weights8]:
+def quantize_weights(blocks: Sequence[Block], for_training: bool) -> list[Weights8]:
     """All weights of all blocks, with what only gradients need."""
     each = [
         (b.attention.qkv.weight, b.attention.out.weight, b.mlp.expand.weight, b.mlp.contract.weight) for b in blocks
@@ -65,7 +65,7 @@ def quantise_weights(blocks: Sequence[Block], for_training: bool) -> list[Weight
     with torch.no_grad():
         weights = [w for four in each for w in four]
         largest = torch._foreach_norm(weights, ord=float("inf"))
-        eight = [quantise(w.detach(), m, ACTIVATION) for w, m in zip(weights, largest, strict=True)]
+        eight = [quantize(w.detach(), m, ACTIVATION) for w, m in zip(weights, largest, strict=True)]
         bounds = [
             torch.linalg.vector_norm(four[3], 1, dim=0).amax().float() * GELU_SLOPE if for_training else None
             for four in each
@@ -111,7 +111,7 @@ class _AttentionHalf8(torch.autograd.Function):
             q, k, v = (part.detach().requires_grad_(keep) for part in parts)
             mixed = scaled_dot_product_attention(q, k, v)
         rows = mixed.detach().transpose(1, 2).reshape(batch * tokens, width)
-        mixed8 = quantise(rows, _constant(torch.finfo(ACTIVATION).max / MIXED_SCALE, x.device), ACTIVATION)
+        mixed8 = quantize(rows, _constant(torch.finfo(ACTIVATION).max / MIXED_SCALE, x.device), ACTIVATION)
         out = cublaslt.product8(mixed8, weights.out).view_as(x)
         if keep:
             inputs = (branch, bias, gate, shift, scale, seed)
@@ -124,7 +124,7 @@ class _AttentionHalf8(torch.autograd.Function):
         half, weights = Half(ctx), ctx.weights
         (mixed_rows, mixed_inverse, master), (parts, mixed) = half.own, half.attention(ctx)
         batch, heads, tokens, size = mixed.shape
-        dout8 = quantise(dout.flatten(0, 1), _largest(dout))
+        dout8 = quantize(dout.flatten(0, 1), _largest(dout))
         dmixed = cublaslt.product8(dout8, _turned(weights.out)).view(batch, tokens, heads, size)
         grads = dq, dk, dv = torch.autograd.grad(mixed, parts, dmixed.transpose(1, 2))
         gathered = gather(dq, dk, dv, _largest(*(g.transpose(1, 2) for g in grads)))
@@ -168,7 +168,7 @@ class _MlpHalf8(torch.autograd.Function):
         half, weights = Half(ctx), ctx.weights
         before, hidden, master = half.own
         largest = _largest(dout)
-        dout8 = quantise(dout.flatten(0, 1), largest)
+        dout8 = quantize(dout.flatten(0, 1), largest)
         dhidden = cublaslt.product8(dout8, _turned(weights.contract))
         grads = gelu_backward(dhidden, before, largest=largest * weights.contract_bound)
         dbefore, h = grads.before8, Matrix8(half.h(), _constant(1.0 / H_SCALE, dout.device))
@@ -185,5 +185,5 @@ class _MlpHalf8(torch.autograd.Function):
 def fp8_forms(blocks: Sequence[Block], frozen: Sequence[Weights8] | None = None) -> list[Form]:
     """How each block is computed. `frozen`, weights that are known already, serve where no gradient is wanted."""
     training = torch.is_grad_enabled()
-    eight = frozen if frozen is not None and not training else quantise_weights(blocks, training)
+    eight = frozen if frozen is not None and not training else quantize_weights(blocks, training)
     return [Form(_AttentionHalf8, _MlpHalf8, weights) for weights in eight]

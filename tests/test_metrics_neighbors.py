@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bsi.errors import DataError, NonFinite
-from bsi.metrics import neighbours
-from bsi.metrics.neighbours import precision_recall
+from bsi.metrics import neighbors
+from bsi.metrics.neighbors import precision_recall
 
 
 def normal(n: int, seed: int, offset: float = 0.0) -> torch.Tensor:
@@ -53,8 +53,8 @@ def test_a_far_mean_costs_no_digits() -> None:
 
 def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = precision_recall(normal(120, 6), normal(130, 7))
-    monkeypatch.setattr(neighbours, "ROWS", 11)
-    monkeypatch.setattr(neighbours, "COLUMNS", 17)
+    monkeypatch.setattr(neighbors, "ROWS", 11)
+    monkeypatch.setattr(neighbors, "COLUMNS", 17)
     assert precision_recall(normal(120, 6), normal(130, 7)) == whole
 
 

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 
 from bsi import pretrained
 from bsi.errors import CorruptCheckpoint, UsageError
+from bsi.io import check_writable, whole
 from bsi.model import Model
-from bsi.training import checkpoint
-from bsi.training.averages import reconstruct
-from bsi.training.dataset import DataSpec, build_model
-from bsi.training.files import readable_as_folder
-from bsi.training.folder import RunFolder
-from bsi.training.plain import from_plain, to_plain
-from bsi.training.recipe import Recipe
-from bsi.writing import check_writable, whole
+from bsi.recipe import Recipe
+from bsi.runtime import checkpoint
+from bsi.runtime.averages import reconstruct
+from bsi.runtime.dataset import DataSpec, build_model
+from bsi.runtime.files import readable_as_folder
+from bsi.runtime.run_folder import RunFolder
+from bsi.runtime.serialization import from_plain, to_plain
 
 __all__ = ["Trained", "class_name", "export", "load", "model_of", "read_trained"]
 

@@ -1,6 +1,6 @@
 """What a training run is: one frozen record of plain values, complete, and free of torch.
 
-A recipe says everything that decides the result: the method, the network, the data, the optimiser, the averages, the
+A recipe says everything that decides the result: the method, the network, the data, the optimizer, the averages, the
 seed. It is what a run folder stores, what a resumed run is compared with, and what the command line edits. Numbers that
 the paper gives are in the recipes (`bsi.recipes`); the defaults here are ours unless a comment says otherwise.
 """
@@ -25,7 +25,7 @@ __all__ = [
     "Every",
     "Keep",
     "Objective",
-    "Optimiser",
+    "Optimizer",
     "Precision",
     "Recipe",
     "Samples",
@@ -44,23 +44,23 @@ class Data:
     """Mirror each image with probability one half."""
     labels: bool = False
     """Learn the data's labels too, so that samples of a class can be asked for."""
-    unlabelled: float = 0.1
+    unlabeled: float = 0.1
     """With labels, the share of samples that is seen without: bounds and guidance need a model that can do without."""
     workers: int = 0
     """Threads that fetch the samples of a Dataset; the order does not depend on it."""
 
     def __post_init__(self) -> None:
         _at_least("data.workers", self.workers, 0)
-        if not 0 < self.unlabelled < 1:
-            raise UsageError(f"data.unlabelled is a share of the samples, between 0 and 1: got {self.unlabelled}")
+        if not 0 < self.unlabeled < 1:
+            raise UsageError(f"data.unlabeled is a share of the samples, between 0 and 1: got {self.unlabeled}")
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: 2 L_M / n, by default of infinitely many measurements, each level weighed as the ELBO does."""
+    """What is minimized: 2 L_M / n, by default of infinitely many measurements, each level weighed as the ELBO does."""
 
     finite_k: int | None = None
-    """Minimise L_M^k instead, of so many measurements on the paper's grid."""
+    """Minimize L_M^k instead, of so many measurements on the paper's grid."""
     weight: Literal["elbo", "sigmoid", "edm"] = "elbo"
     """A factor on the ELBO's weight of each level, by its signal-to-noise ratio: see `bsi.objective`."""
     bias: float = 2.0
@@ -85,7 +85,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Optimiser:
+class Optimizer:
     """AdamW, or Muon beside it. The rate rises linearly from 1e-8 over `warmup` steps, then stays or falls to
     `final_lr` by a cosine."""
 
@@ -105,14 +105,14 @@ class Optimiser:
     """Largest norm of the gradient; inf does not clip."""
 
     def __post_init__(self) -> None:
-        _at_least("optimiser.warmup", self.warmup, 0)
+        _at_least("optimizer.warmup", self.warmup, 0)
         for name, value in (("lr", self.lr), ("clip", self.clip)):
             if not value > 0:
-                raise UsageError(f"optimiser.{name} must be positive: got {value}")
+                raise UsageError(f"optimizer.{name} must be positive: got {value}")
         if not 0 <= self.final_lr <= self.lr:
-            raise UsageError(f"optimiser.final_lr lies in 0 .. lr: got final_lr={self.final_lr}, lr={self.lr}")
+            raise UsageError(f"optimizer.final_lr lies in 0 .. lr: got final_lr={self.final_lr}, lr={self.lr}")
         if not 0 <= self.momentum < 1:
-            raise UsageError(f"optimiser.momentum lies in [0, 1): got {self.momentum}")
+            raise UsageError(f"optimizer.momentum lies in [0, 1): got {self.momentum}")
         if not (0 <= self.beta_1 < 1 and 0 <= self.beta_2 < 1 and self.weight_decay >= 0):
             raise UsageError(
                 f"AdamW needs betas in [0, 1) and weight_decay >= 0: got beta_1={self.beta_1}, beta_2={self.beta_2}, "
@@ -253,7 +253,7 @@ class Recipe:
     steps: int
     batch: int
     """Samples per step over all ranks and accumulation steps."""
-    optimiser: Optimiser
+    optimizer: Optimizer
     objective: Objective = field(default_factory=Objective)
     accumulation: int = 1
     """Pieces that a rank's part of a batch is computed in."""
@@ -266,7 +266,7 @@ class Recipe:
     """On a GPU, the network's fastest form: fused where it has one, else compiled; on a CPU always as it is."""
     lean: bool = False
     """A fused form that keeps less: up to a tenth slower, in 3/4 of a DiT's memory, in half of a U-Net's."""
-    parametrisation: Literal["edm", "epsilon"] | None = None
+    parametrization: Literal["edm", "epsilon"] | None = None
     """What the network predicts; if left out, what the method's networks do."""
     sigma_data: float = 1.0
     """Standard deviation of the data in the preconditioning (paper: 1)."""
@@ -306,7 +306,7 @@ class Recipe:
         check_batch(self.batch, world, self.accumulation, self.virtual_shards)
 
     def rate(self, step: int) -> float:
-        return self.optimiser.rate(step, self.steps)
+        return self.optimizer.rate(step, self.steps)
 
 
 def _at_least(name: str, value: int, least: int) -> None:

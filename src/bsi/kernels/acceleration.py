@@ -15,7 +15,6 @@ import sys
 import torch
 
 from bsi.backbones.base import Backbone
-from bsi.backbones.compiled import compile_regions
 from bsi.backbones.config import BackboneConfig, DiTConfig, UNetConfig
 from bsi.backbones.dit import DiT
 from bsi.backbones.embeddings import ConditionEmbedding
@@ -23,12 +22,13 @@ from bsi.backbones.memory import Form
 from bsi.backbones.unet import UNet
 from bsi.errors import UsageError
 from bsi.kernels import compiles
+from bsi.kernels.compiled import compile_regions
 
 __all__ = ["accelerate", "check_fp8", "form_of", "freeze"]
 
 
 def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8: bool = False) -> None:
-    """Change a network in place, before an optimiser sees it; its weights and their names stay the same.
+    """Change a network in place, before an optimizer sees it; its weights and their names stay the same.
 
     `lean` keeps less for the backward pass and computes norms and pointwise work again: a step of DiT-L/2 takes a
     quarter less memory and 4 % longer, one of the U-Net 128 x 32 half the memory and 9 % longer. `fp8` takes 8-bit

@@ -2,7 +2,7 @@
 
     gelu_backward    the gradient of GELU's argument
     gather           the gradients of q, k and v, side by side, as the gradient of their one product
-    quantise, turn   any matrix in 8 bits; the transpose of one that has them
+    quantize, turn   any matrix in 8 bits; the transpose of one that has them
 
 Each reads its inputs once and writes its outputs once; the sums over tokens that biases need are taken on the way, as
 in norm_kernels.py. Both gradients can be written in 8 bits: given a bound on them, which lies on the device, they are
@@ -21,9 +21,9 @@ import triton.language as tl
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from bsi.backbones.norm_kernels import CHUNK, block_of, warps_of
+from bsi.kernels.layer_norm import CHUNK, block_of, warps_of
 
-__all__ = ["Gathered", "GeluGradients", "Matrix8", "gather", "gelu_backward", "quantise", "turn"]
+__all__ = ["Gathered", "GeluGradients", "Matrix8", "gather", "gelu_backward", "quantize", "turn"]
 
 GRADIENT8 = torch.float8_e5m2  # three digits, thirty powers of two
 
@@ -104,7 +104,7 @@ def _gather(
 
 @triton.jit
 @no_type_check
-def _quantise(
+def _quantize(
     x, out, largest, inverse, rows, width,
     LIMIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -216,14 +216,14 @@ def _limit(largest: Scalar | None, kind: torch.dtype = GRADIENT8) -> float:
     return 0.0 if largest is None else float(torch.finfo(kind).max)
 
 
-def quantise(x: Rows, largest: Scalar, kind: torch.dtype = GRADIENT8) -> Matrix8:
+def quantize(x: Rows, largest: Scalar, kind: torch.dtype = GRADIENT8) -> Matrix8:
     """x in 8 bits."""
     x = x.contiguous()
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=kind, device=x.device)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
     block, chunk = min(1024, block_of(width)), 8
-    _quantise[(triton.cdiv(rows, chunk), triton.cdiv(width, block))](
+    _quantize[(triton.cdiv(rows, chunk), triton.cdiv(width, block))](
         x, out, largest, inverse, rows, width,
         LIMIT=_limit(largest, kind), CHUNK=chunk, TILE=1, BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip

@@ -74,14 +74,14 @@ def _gate_norm(
         # The norm sees the stream as it is stored, so that the backward, which reads it, sees the same.
         value = value.to(stream.dtype.element_ty).to(tl.float32)
         tl.store(stream + place, value, mask=inside)
-    centre = tl.sum(value, axis=0) / width
-    centred = tl.where(inside, value - centre, 0.0)
-    inverse = tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    tl.store(mean + row, centre)
+    center = tl.sum(value, axis=0) / width
+    centerd = tl.where(inside, value - center, 0.0)
+    inverse = tl.rsqrt(tl.sum(centerd * centerd, axis=0) / width + eps)
+    tl.store(mean + row, center)
     tl.store(rstd + row, inverse)
     scale_here = tl.load(scale + sample * stride_norm + column, mask=inside, other=0.0).to(tl.float32)
     shift_here = tl.load(shift + sample * stride_norm + column, mask=inside, other=0.0).to(tl.float32)
-    out = centred * inverse * (1.0 + scale_here) + shift_here
+    out = centerd * inverse * (1.0 + scale_here) + shift_here
     if H_SCALE != 1.0:
         out = tl.minimum(tl.maximum(out * H_SCALE, -H_LIMIT), H_LIMIT)
     tl.store(h + place, out.to(h.dtype.element_ty), mask=inside)
@@ -119,8 +119,8 @@ def _gate_norm_backward(
         value = tl.load(stream + place, mask=here, other=0.0).to(tl.float32)
         d_stream = tl.load(dstream + place, mask=here, other=0.0).to(tl.float32)
         inverse = tl.load(rstd + row, mask=present, other=0.0)[:, None]
-        centre = tl.load(mean + row, mask=present, other=0.0)[:, None]
-        normed = tl.where(here, (value - centre) * inverse, 0.0)
+        center = tl.load(mean + row, mask=present, other=0.0)[:, None]
+        normed = tl.where(here, (value - center) * inverse, 0.0)
         sum_shift += tl.sum(d_h, axis=0)
         sum_scale += tl.sum(d_h * normed, axis=0)
         d_normed = d_h * one_plus_scale[None, :]

@@ -30,9 +30,9 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor, nn
 
 from bsi.errors import UsageError
-from bsi.training.files import sync_folder
-from bsi.training.lerp import lerp_
-from bsi.writing import whole
+from bsi.io import whole
+from bsi.runtime.files import sync_folder
+from bsi.runtime.lerp import lerp_
 
 __all__ = ["PowerAverages", "Profile", "coefficients", "exponent", "reconstruct", "write_snapshot"]
 

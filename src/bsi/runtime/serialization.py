@@ -103,7 +103,7 @@ def _number_or_string(hint: Any, value: object, where: str) -> Any:
 
 
 def flat(record: object) -> dict[str, Any]:
-    """A record's values by dotted name: {"optimiser.lr": 0.0002, ...}."""
+    """A record's values by dotted name: {"optimizer.lr": 0.0002, ...}."""
     return dict(_walk("", to_plain(record)))
 
 

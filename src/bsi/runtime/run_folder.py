@@ -31,10 +31,10 @@ import torch
 
 from bsi import __version__
 from bsi.errors import UsageError
-from bsi.training.distributed import World
-from bsi.training.files import write_json
-from bsi.training.plain import changes, from_plain, to_plain
-from bsi.training.recipe import Recipe
+from bsi.recipe import Recipe
+from bsi.runtime.distributed import World
+from bsi.runtime.files import write_json
+from bsi.runtime.serialization import changes, from_plain, to_plain
 
 __all__ = ["FORMAT", "RunFolder", "RunRecord", "State"]
 

@@ -26,12 +26,12 @@ from bsi.data.manifest import check_classes, digest, fingerprint
 from bsi.data.order import sample_ids
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
-from bsi.likelihood import Bins, Standardise
+from bsi.likelihood import Bins, Standardize
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.model import Model
+from bsi.recipe import Recipe
 from bsi.refusals import check_finite
 from bsi.training.method_specs import BFNSpec, BSISpec, MethodSpec
-from bsi.training.recipe import Recipe
 
 Labels = Int64[np.ndarray, " count"]
 
@@ -55,7 +55,7 @@ class BinSpec:
 
 @dataclass(frozen=True)
 class Standard:
-    """`bsi.Standardise` as plain values."""
+    """`bsi.Standardize` as plain values."""
 
     mean: float
     std: float
@@ -160,7 +160,7 @@ def open_training_data(
 
 def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
     dataset = open_dataset(recipe.data.name)
-    bins, standard = dataset.bins, dataset.standardisation
+    bins, standard = dataset.bins, dataset.standardization
     given = None if dataset.labels is None else dataset.labels.train
     known = _labels(given, len(dataset.train), dataset.name) if recipe.data.labels else None
     names = () if known is None or dataset.labels is None else dataset.labels.names
@@ -206,7 +206,7 @@ def _fit(data: object, source: BatchSource) -> Standard:
     check_finite(x)
     mean, std = float(x.mean()), float(x.std(correction=0))
     if not (np.isfinite(mean) and np.isfinite(std) and std > 0):
-        raise DataError(f"data has mean {mean} and standard deviation {std}: constant data cannot be standardised")
+        raise DataError(f"data has mean {mean} and standard deviation {std}: constant data cannot be standardized")
     return Standard(mean, std)
 
 
@@ -289,8 +289,8 @@ def build_model(recipe: Recipe, data: DataSpec, backbone: torch.nn.Module | None
         build_method(recipe.method),
         data.shape,
         bins=None if data.bins is None else Bins(data.bins.low, data.bins.high, data.bins.count),
-        standardise=None if data.standard is None else Standardise(data.standard.mean, data.standard.std),
-        parametrisation=recipe.parametrisation,
+        standardize=None if data.standard is None else Standardize(data.standard.mean, data.standard.std),
+        parametrization=recipe.parametrization,
         sigma_data=recipe.sigma_data,
         class_names=data.class_names,
     )

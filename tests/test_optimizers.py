@@ -10,9 +10,9 @@ from torch import nn
 import bsi
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, build
 from bsi.errors import UsageError
+from bsi.recipe import Data, Every, Optimizer, Recipe
 from bsi.training.method_specs import BSISpec
-from bsi.training.optimisers import ADAMS_SIZE, Muon, Optimisers, polar
-from bsi.training.recipe import Data, Every, Optimiser, Recipe
+from bsi.training.optimizers import ADAMS_SIZE, Muon, Optimizers, polar
 
 YES, NO, ONE = torch.tensor(True), torch.tensor(False), torch.ones(())
 
@@ -96,9 +96,9 @@ def test_filters_are_turned_alike_however_they_lie_in_memory() -> None:
 
 def test_a_matrix_whose_rows_do_not_lie_together_is_adamws() -> None:
     layers = nn.Sequential(*(nn.Conv2d(4, 4, 3) for _ in range(4)))
-    odd, settings = layers[1], Optimiser(lr=0.1, kind="muon")
+    odd, settings = layers[1], Optimizer(lr=0.1, kind="muon")
     odd.weight = nn.Parameter(odd.weight.detach().transpose(0, 1).contiguous().transpose(0, 1))
-    assert {id(p) for p in Optimisers(layers, settings).muon.matrices} == {id(layers[2].weight)}
+    assert {id(p) for p in Optimizers(layers, settings).muon.matrices} == {id(layers[2].weight)}
 
 
 def test_a_step_that_does_not_count_moves_neither_weights_nor_momenta_even_from_nan() -> None:
@@ -120,7 +120,7 @@ def test_muon_has_the_matrices_inside_and_adamw_the_rest() -> None:
         "unet": build(UNetConfig(width=32, levels=2), (3, 8, 8), 256),
     }
     for network in networks.values():
-        both = Optimisers(network, Optimiser(lr=1e-3, kind="muon"))
+        both = Optimizers(network, Optimizer(lr=1e-3, kind="muon"))
         names = set(both.state())
         turned = {name.removeprefix("momentum/") for name in names if name.startswith("momentum/")}
         kept = {name.removeprefix("exp_avg/") for name in names if name.startswith("exp_avg/")}
@@ -130,7 +130,7 @@ def test_muon_has_the_matrices_inside_and_adamw_the_rest() -> None:
         parameters = dict(network.named_parameters())
         assert all(parameters[name].ndim >= 2 for name in turned)
         assert not any(name.startswith(("head", "embed", "condition", "modulation", "stem")) for name in turned)
-    plain = Optimisers(networks["mlp"], Optimiser(lr=1e-3))
+    plain = Optimizers(networks["mlp"], Optimizer(lr=1e-3))
     assert not any(name.startswith("momentum/") for name in plain.state())
 
 
@@ -142,7 +142,7 @@ def _recipe(steps: int) -> Recipe:
         data=Data("points"),
         steps=steps,
         batch=16,
-        optimiser=Optimiser(lr=1e-2, kind="muon", warmup=2),
+        optimizer=Optimizer(lr=1e-2, kind="muon", warmup=2),
         virtual_shards=2,
         every=Every(journal=1, checkpoint=3),
         threads=1,
@@ -169,7 +169,7 @@ def test_of_a_network_from_elsewhere_muon_has_all_layers_but_the_first_and_the_l
             return self.layers(x)
 
     network = Own()
-    state = Optimisers(network, Optimiser(lr=1e-3, kind="muon")).state()
+    state = Optimizers(network, Optimizer(lr=1e-3, kind="muon")).state()
     assert [name for name in state if name.startswith("momentum/")] == ["momentum/layers.2.weight"]
     before = network.layers[2].weight.detach().clone()
     bsi.train(_recipe(2), data=_normal(64, 3), backbone=network, out=tmp_path / "own")
@@ -177,5 +177,5 @@ def test_of_a_network_from_elsewhere_muon_has_all_layers_but_the_first_and_the_l
 
 
 def test_a_momentum_of_one_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"optimiser\.momentum"):
-        replace(_recipe(2).optimiser, momentum=1.0)
+    with pytest.raises(UsageError, match=r"optimizer\.momentum"):
+        replace(_recipe(2).optimizer, momentum=1.0)

@@ -21,8 +21,8 @@ from typing import Literal
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs lack it
 
-from bsi.training.distributed import Place
-from bsi.training.rendezvous import Meeting, connect
+from bsi.runtime.distributed import Place
+from bsi.runtime.rendezvous import Meeting, connect
 
 __all__ = ["HUNG", "Phase", "Watchdog", "watching"]
 

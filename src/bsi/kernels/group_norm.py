@@ -31,8 +31,8 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from bsi.backbones.norm_kernels import keeps, mask_of
 from bsi.backbones.norms import NORM_EPS
+from bsi.kernels.layer_norm import keeps, mask_of
 
 __all__ = ["Moments", "norm_act", "norm_act_backward"]
 
@@ -126,11 +126,11 @@ def _norm_act(
         squares += value * value
     off = tl.sum(sums, axis=0) / pixels
     spread = tl.sum(squares, axis=0) / pixels - off * off
-    centre = pivot + off
-    tl.store(own + sample * channels + channel, centre, mask=inside)
-    centre += added
-    middle = _over_groups(centre, GROUP, SLAB) / GROUP
-    spread += (centre - middle) * (centre - middle)
+    center = pivot + off
+    tl.store(own + sample * channels + channel, center, mask=inside)
+    center += added
+    middle = _over_groups(center, GROUP, SLAB) / GROUP
+    spread += (center - middle) * (center - middle)
     inverse = tl.rsqrt(_over_groups(spread, GROUP, SLAB) / GROUP + eps)
     middle -= added  # of x itself
     tl.store(mean + sample * channels + channel, middle, mask=inside)
@@ -190,7 +190,7 @@ def _norm_act_backward(
     inverse = tl.load(rstd + sample * channels + channel, mask=inside, other=0.0)
     scale = inverse * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32) - middle * scale
-    own_centred = tl.load(own + sample * channels + channel, mask=inside, other=0.0) - middle
+    own_centerd = tl.load(own + sample * channels + channel, mask=inside, other=0.0) - middle
     sum_d = tl.zeros([TILE, SLAB], tl.float32)
     sum_dx = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
@@ -206,7 +206,7 @@ def _norm_act_backward(
     total_dx = (tl.sum(sum_dx, axis=0) * (1.0 / (1.0 - DROPOUT)) - middle * total_d) * inverse
     level = _over_groups(scale * total_d, GROUP, SLAB) / (GROUP * pixels)  # A and B, and one factor rstd of dx
     slope = _over_groups(scale * total_dx, GROUP, SLAB) / (GROUP * pixels) * inverse
-    d_shift = scale * total_d - pixels * (level + slope * own_centred)
+    d_shift = scale * total_d - pixels * (level + slope * own_centerd)
     level -= slope * middle
     factor = scale * (1.0 / (1.0 - DROPOUT))
     sum_add = tl.zeros([TILE, SLAB], tl.float32)

@@ -24,10 +24,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from bsi.backbones.base import Backbone
-from bsi.training.lerp import lerp_
-from bsi.training.recipe import Optimiser
+from bsi.recipe import Optimizer
+from bsi.runtime.lerp import lerp_
 
-__all__ = ["GatedAdamW", "Muon", "Optimisers", "inner_matrices", "polar"]
+__all__ = ["GatedAdamW", "Muon", "Optimizers", "inner_matrices", "polar"]
 
 # A quintic that brings every singular value in 0 .. 1 into 0.7 .. 1.2: quickly rather than exactly.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -38,7 +38,7 @@ ADAMS_SIZE = 0.2
 class GatedAdamW(torch.optim.AdamW):
     """Fused AdamW that stands still where `found_inf` is 1, and divides the gradients by `grad_scale`.
 
-    Both are what torch.amp.GradScaler sets on a fused optimiser: its kernel reads them on the device.
+    Both are what torch.amp.GradScaler sets on a fused optimizer: its kernel reads them on the device.
     """
 
     found_inf: Tensor
@@ -103,10 +103,10 @@ def inner_matrices(network: nn.Module) -> Sequence[Tensor]:
     return [layer.weight for layer in layers[1:-1]]
 
 
-class Optimisers:
-    """What a recipe's optimiser is for a network's parameters, by name."""
+class Optimizers:
+    """What a recipe's optimizer is for a network's parameters, by name."""
 
-    def __init__(self, network: nn.Module, settings: Optimiser) -> None:
+    def __init__(self, network: nn.Module, settings: Optimizer) -> None:
         named = {n: p for n, p in network.named_parameters() if p.requires_grad}
         inner = inner_matrices(network) if settings.kind == "muon" else []
         turned = {id(p) for p in inner if by_rows(p, p).data_ptr() == p.data_ptr()}

@@ -2,7 +2,7 @@
 
     checkpoints/
       step-00001000/
-        model.safetensors  ema.safetensors  optimiser.safetensors
+        model.safetensors  ema.safetensors  optimizer.safetensors
         state.json                     the step, the recipe, the data's description: everything that is not a tensor
         manifest.json                  size and SHA-256 of each file above, and of itself
       latest                           the name of the folder to go on from
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from bsi.data.manifest import digest_file, fingerprint
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
-from bsi.training.files import canonical_json, readable_as_folder, sync_file, sync_folder, write_text
-from bsi.training.recipe import Keep
-from bsi.writing import is_full
+from bsi.io import is_full
+from bsi.recipe import Keep
+from bsi.runtime.files import canonical_json, readable_as_folder, sync_file, sync_folder, write_text
 
 __all__ = ["FORMAT", "Checkpoint", "DiskFull", "Snapshot", "differences", "find", "read_tensors", "save", "verify"]
 

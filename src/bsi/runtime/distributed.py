@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
-from bsi.training.rendezvous import Meeting, meet
+from bsi.runtime.rendezvous import Meeting, meet
 
 __all__ = ["FailedTogether", "Place", "World", "find_place", "first_host", "join"]
 

@@ -38,7 +38,7 @@ def _multiply(word: Words, multiplier: int) -> tuple[Words, Words]:
     """High and low halves of the 64-bit product of two 32-bit words, held in int64.
 
     The product with multiplier - 2^32 fits into int64, and word 2^32 is added to its high half: an overflow would be
-    undefined behaviour to a C++ compiler, which then drops a mask that is needed.
+    undefined behavior to a C++ compiler, which then drops a mask that is needed.
     """
     product = word * (multiplier - (1 << 32))
     return (product >> 32) + word, product & _MASK
@@ -82,7 +82,7 @@ def weighted_normals(
     """For each sample and each of its n elements the sum of weights[i] times the Normal of places[i]."""
     samples = samples.long()  # in fewer bits there is no high word to shift down, and the products overflow
     if weights.dtype == torch.float32 and compiles(samples.device):
-        from bsi import noise_kernels  # which needs Triton, and only some machines have it
+        from bsi.kernels import philox as noise_kernels  # which needs Triton, and only some machines have it
 
         return noise_kernels.weighted_normals(seed, samples, places, weights, n)
     block, sample, place = torch.broadcast_tensors(

@@ -26,9 +26,9 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bsi.backbones import cublaslt
-from bsi.backbones.branch_kernels import gather, gelu_backward
-from bsi.backbones.norm_kernels import Normed, gate_norm, gate_norm_backward
+from bsi.kernels import cublaslt
+from bsi.kernels.branch import gather, gelu_backward
+from bsi.kernels.layer_norm import Normed, gate_norm, gate_norm_backward
 
 if TYPE_CHECKING:
     from bsi.backbones.dit import Block

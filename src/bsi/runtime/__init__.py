@@ -1,0 +1,1 @@
+"""What training and evaluation share: ranks, run folders, checkpoints, exports. Nothing here trains."""

@@ -14,12 +14,12 @@ from bsi.denoiser import Denoiser
 from bsi.elbo import finite_measurement_loss, measurement_loss, reconstruction_loss
 from bsi.grids import paper_grid
 from bsi.levels import ExpectedError
-from bsi.likelihood import Bins
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.model import Model
 from bsi.objective import edm_weight, expected_levels, training_loss
 from bsi.sampling import advance
 from bsi.solvers import sde2
+from bsi.values import Bins
 
 
 class Net(torch.nn.Module):

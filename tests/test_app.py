@@ -37,7 +37,6 @@ from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.recipe import Data, Optimizer, Recipe
 from bsi.sampling import evaluations
-from bsi.training.method_specs import BSISpec
 
 TOKEN = "a-token-for-tests"
 DRAW: dict[str, Any] = {"kind": "draw", "seed": 3, "num": 2, "evaluations": 5, "solver": "sde2", "grid": "geometric"}
@@ -70,7 +69,7 @@ def labeled_bench(folder: Path) -> Workbench:
     prepare(Folder(folder / "pets", labels=True, size=8, channels=1).plan(), folder / "data")
     recipe = Recipe(
         name="pets",
-        method=BSISpec(),
+        method=BSI(),
         backbone=MLPConfig(width=16, depth=1),
         data=Data(str(folder / "data"), labels=True, unlabeled=0.3),
         steps=150,

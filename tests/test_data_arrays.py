@@ -61,8 +61,8 @@ def test_continuous_data_keeps_its_units_and_its_standardization_is_that_of_the_
     assert len(dataset.train) + len(dataset.test) == 3000
     assert abs(len(dataset.test) - 300) < 4 * np.sqrt(3000 * 0.1 * 0.9)
     train = np.array(dataset.train, np.float64)
-    assert dataset.standardization.mean == pytest.approx(train.mean(), rel=1e-12)
-    assert dataset.standardization.std == pytest.approx(train.std(), rel=1e-12)
+    assert dataset.standardize.mean == pytest.approx(train.mean(), rel=1e-12)
+    assert dataset.standardize.std == pytest.approx(train.std(), rel=1e-12)
     rows = {row.tobytes() for row in data.astype(np.float32)}
     assert all(row.tobytes() in rows for row in (*dataset.train, *dataset.test))
 
@@ -72,8 +72,8 @@ def test_standardization_over_many_blocks_is_that_of_the_whole(tmp_path: Path, m
     data = rng.normal(1000.0, 0.5, 997).astype(np.float32)
     dataset = prepare(Arrays(saved(tmp_path / "x.npy", data), test_fraction=0.0).plan(), tmp_path / "out")
     assert dataset.shape == ()
-    assert dataset.standardization.mean == pytest.approx(data.astype(np.float64).mean(), rel=1e-13)
-    assert dataset.standardization.std == pytest.approx(data.astype(np.float64).std(), rel=1e-9)
+    assert dataset.standardize.mean == pytest.approx(data.astype(np.float64).mean(), rel=1e-13)
+    assert dataset.standardize.std == pytest.approx(data.astype(np.float64).std(), rel=1e-9)
 
 
 def test_integers_are_bin_indices_and_floats_are_values(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import pytest
 
 from bsi.data.digits import EmbeddedDigits
 from bsi.data.manifest import MANIFEST
-from bsi.data.pixels import UINT8
 from bsi.data.plan import Block, Plan
 from bsi.data.prepare import prepare
 from bsi.data.store import Dataset, open_dataset, prepared
 from bsi.errors import BsiError, DataError, UsageError
+from bsi.values import Bins
 
 BLOCKS, ROWS = 12, 10
 
@@ -40,7 +40,7 @@ def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
         source="noise",
         shape=(1, 4, 4),
         dtype=np.dtype("uint8"),
-        bins=UINT8,
+        bins=Bins.uint8(),
         options={"size": 4},
         input="seeds",
         total=total,
@@ -230,7 +230,7 @@ def test_row_22_the_version_names_the_content_and_its_meaning(whole: Dataset, tm
     versions = {
         whole.version,
         prepare(plan(blocks=changed), tmp_path / "changed").version,
-        prepare(plan(bins=replace(UINT8, low=0.0)), tmp_path / "bins").version,
+        prepare(plan(bins=replace(Bins.uint8(), low=0.0)), tmp_path / "bins").version,
         prepare(plan(label_dtype=None), tmp_path / "unlabeled").version,
     }
     assert len(versions) == 4

@@ -20,10 +20,11 @@ from bsi.denoiser import Denoiser
 from bsi.elbo import Elbo, between_samples, elbo, finite_measurement_loss, measurement_loss, reconstruction_loss
 from bsi.grids import paper_grid
 from bsi.levels import ExpectedError, Fitted, LogUniform, Uniform, low_discrepancy
-from bsi.likelihood import Bins, categorical_normal, discretized_normal, normal
+from bsi.likelihood import categorical_normal, discretized_normal, normal
 from bsi.methods import BFN, BSI, VDM, Method, Predictor
 from bsi.oracle import Mixture
 from bsi.solvers import posterior
+from bsi.values import Bins
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "measurement.json").read_text())
 METHODS = [BSI(), BFN(), VDM()]

@@ -25,10 +25,10 @@ from bsi.evaluation.points import Design, noise
 from bsi.evaluation.subject import Subject
 from bsi.gaussian import over
 from bsi.levels import Fitted
-from bsi.likelihood import Bins
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.oracle import Mixture
 from bsi.runtime.distributed import Place, World, join
+from bsi.values import Bins
 from repetitions import repeat
 
 ALONE = World(Place(), torch.device("cpu"))

@@ -15,9 +15,9 @@ from bsi.evaluation.valuewise import Valuewise, from_the_others
 from bsi.gaussian import squared_norm
 from bsi.grids import paper_grid
 from bsi.levels import Fitted
-from bsi.likelihood import Bins
 from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
+from bsi.values import Bins
 
 METHODS = [BSI(), BFN(), VDM()]
 BINS = Bins(-1.0, 1.0, 5)

@@ -10,10 +10,10 @@ from torch import Tensor
 from bsi.errors import NonFinite, UsageError
 from bsi.flow import binned_flow, flow_density, hutchinson
 from bsi.grids import geometric_grid
-from bsi.likelihood import Bins
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.oracle import Mixture
 from bsi.sampling import sample
+from bsi.values import Bins
 from mixtures import at, mixture
 
 # VDM's own prior is not its encoder at e^-5; with less signal there, it is.

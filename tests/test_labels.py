@@ -21,11 +21,11 @@ from bsi.denoiser import Denoiser
 from bsi.errors import DataError, UsageError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.evaluation.quality import drawn_images
+from bsi.methods import BSI
 from bsi.recipe import Data, Every, Objective, Optimizer, Recipe
 from bsi.runtime.dataset import DataSpec
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import export
-from bsi.training.method_specs import BSISpec
 from bsi.training.stream import Stream
 from test_replay import compiles
 
@@ -42,7 +42,7 @@ def _points() -> torch.Tensor:
 def _recipe(**changes: object) -> Recipe:
     recipe = Recipe(
         name="blobs",
-        method=BSISpec(alpha_M=1e3),
+        method=BSI(alpha_M=1e3),
         backbone=MLPConfig(width=64, depth=2),
         data=Data("blobs", labels=True, unlabeled=0.25),
         steps=400,

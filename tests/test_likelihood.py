@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bsi
-from bsi.likelihood import Bins, Standardize, bits_per_dim, categorical_normal, discretized_normal, normal
+from bsi.likelihood import bits_per_dim, categorical_normal, discretized_normal, normal
+from bsi.values import Bins, Standardize
 
 GREY, BYTE, AUDIO = Bins(-1.0, 1.0, 17), Bins.uint8(), Bins.int16()
 SKEWED = Bins(0.3, 7.9, 11)

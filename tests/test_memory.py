@@ -24,7 +24,7 @@ from bsi.cli import main
 from bsi.cli.train import parse
 from bsi.errors import UsageError
 from bsi.recipe import Evaluation, Every, Optimizer, Recipe
-from bsi.runtime.dataset import BinSpec, DataSpec
+from bsi.runtime.dataset import Bins, DataSpec
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.watchdog import watching
 from bsi.training.host import host_memory
@@ -368,7 +368,7 @@ def test_a_step_on_a_cpu_takes_what_the_account_says_within_its_margins(name: st
     assert LEAST * needed < int(done.stdout.splitlines()[-1]) < MOST * needed + apart
 
 
-CIFAR = DataSpec("cifar10", "v", 50000, (3, 32, 32), BinSpec(-1.0, 1.0, 256), None)
+CIFAR = DataSpec("cifar10", "v", 50000, (3, 32, 32), Bins(-1.0, 1.0, 256), None)
 
 
 def has(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:

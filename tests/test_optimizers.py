@@ -10,8 +10,8 @@ from torch import nn
 import bsi
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, build
 from bsi.errors import UsageError
+from bsi.methods import BSI
 from bsi.recipe import Data, Every, Optimizer, Recipe
-from bsi.training.method_specs import BSISpec
 from bsi.training.optimizers import ADAMS_SIZE, Muon, Optimizers, polar
 
 YES, NO, ONE = torch.tensor(True), torch.tensor(False), torch.ones(())
@@ -137,7 +137,7 @@ def test_muon_has_the_matrices_inside_and_adamw_the_rest() -> None:
 def _recipe(steps: int) -> Recipe:
     return Recipe(
         name="muon",
-        method=BSISpec(alpha_M=1e3),
+        method=BSI(alpha_M=1e3),
         backbone=MLPConfig(width=32, depth=2),
         data=Data("points"),
         steps=steps,

@@ -13,11 +13,10 @@ import bsi
 from bsi import recipes
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
 from bsi.errors import UsageError
+from bsi.methods import BFN, BSI, METHODS, VDM
 from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
 from bsi.recipes import RECIPES, evidence, named_recipe
-from bsi.runtime.dataset import build_method
-from bsi.runtime.serialization import KINDS, changes, flat, from_plain, to_plain
-from bsi.training.method_specs import METHODS, BFNSpec, BSISpec, VDMSpec
+from bsi.runtime.serialization import changes, flat, from_plain, kinds, to_plain
 
 ALL = [(name, method) for name in RECIPES for method in METHODS]
 
@@ -65,12 +64,12 @@ def test_the_papers_tables_are_in_its_recipes(name: str, method) -> None:
 
 
 def test_the_methods_have_the_papers_parameters() -> None:
-    ours = build_method(BSISpec())
+    ours = BSI()
     assert (ours.levels.low, ours.levels.high, ours.recon_precision) == (1e-2, 1e-2 + 1e6, 2e6)
     assert ours == bsi.BSI()
-    assert build_method(BFNSpec()) == bsi.BFN()
-    assert build_method(VDMSpec()) == bsi.VDM()
-    assert build_method(VDMSpec()).levels.high == pytest.approx(math.exp(13.3))
+    assert BFN() == bsi.BFN()
+    assert VDM() == bsi.VDM()
+    assert VDM().levels.high == pytest.approx(math.exp(13.3))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -91,12 +90,12 @@ def test_a_recipe_survives_json(name: str, method) -> None:
 
 
 def test_infinity_survives_json() -> None:
-    recipe = replace(recipes.digits(), method=BSISpec(gamma_0=math.inf))
+    recipe = replace(recipes.digits(), method=BSI(gamma_0=math.inf))
     assert from_plain(Recipe, json.loads(json.dumps(to_plain(recipe), allow_nan=False))) == recipe
 
 
 def test_every_kind_is_one_of_ours() -> None:
-    assert set(KINDS.values()) == {BSISpec, BFNSpec, VDMSpec, DiTConfig, UNetConfig, MLPConfig}
+    assert set(kinds().values()) == {BSI, BFN, VDM, DiTConfig, UNetConfig, MLPConfig}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(change: dict, message: str)
 
 def test_changes_are_listed_by_dotted_name() -> None:
     a = recipes.digits()
-    b = replace(a, steps=7, optimizer=replace(a.optimizer, lr=1e-4), method=BFNSpec())
+    b = replace(a, steps=7, optimizer=replace(a.optimizer, lr=1e-4), method=BFN())
     names = [change.name for change in changes(a, b)]
     assert names[:2] == ["method.kind", "method.lambda_0"]
     assert {"steps", "optimizer.lr", "method.sigma_1"} <= set(names)

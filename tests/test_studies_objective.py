@@ -10,15 +10,14 @@ import bsi
 from bsi.backbones.config import MLPConfig
 from bsi.errors import UsageError
 from bsi.grids import paper_grid
+from bsi.methods import BFN, BSI, VDM
 from bsi.objective import edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
 from bsi.recipe import Every, Objective, Recipe
-from bsi.runtime.dataset import build_method
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.serialization import from_plain, to_plain
 from bsi.studies import weighting
 from bsi.studies.scales import SMOKE
 from bsi.training.journal import read_journal
-from bsi.training.method_specs import BFNSpec, BSISpec, VDMSpec
 from bsi.training.step import Engine
 from bsi.training.stream import Batch, Piece
 
@@ -59,11 +58,11 @@ def test_weights_are_finite_from_the_first_level_to_the_last(method):
 
 
 def engine(objective: Objective, spec=None) -> Engine:
-    recipe = replace(bsi.recipes.digits(), method=spec or BSISpec(), objective=objective)
+    recipe = replace(bsi.recipes.digits(), method=spec or BSI(), objective=objective)
     torch.manual_seed(0)
     network = torch.nn.Conv2d(1, 1, 3, padding=1)
     network.forward = lambda x, t: torch.tanh(x)
-    model = bsi.Model(network, build_method(recipe.method), (1, 8, 8), bsi.Bins(-1.0, 1.0, 17))
+    model = bsi.Model(network, recipe.method, (1, 8, 8), bsi.Bins(-1.0, 1.0, 17))
     return Engine(recipe, model, World(Place(), torch.device("cpu")), None)
 
 
@@ -74,7 +73,7 @@ def batch() -> Batch:
     return Batch(Piece(0, 0, 0, 32), data, t, torch.randn(32, 1, 8, 8), None)
 
 
-@pytest.mark.parametrize("spec", [BSISpec(), BFNSpec(), VDMSpec()])
+@pytest.mark.parametrize("spec", [BSI(), BFN(), VDM()])
 def test_the_trainer_minimizes_the_finite_bound_when_told(spec):
     trainer, given = engine(Objective(finite_k=7), spec), batch()
     method = trainer.model.method

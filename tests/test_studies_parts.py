@@ -18,16 +18,15 @@ import torch
 import bsi
 from bsi.cli.train import parse
 from bsi.data import digits
-from bsi.data.pixels import to_uint8
 from bsi.data.store import open_dataset
 from bsi.denoiser import COEFFICIENTS
 from bsi.elbo import reconstruction_loss
 from bsi.errors import DataError, Preempted
 from bsi.levels import LogUniform
+from bsi.methods import BSI
 from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
 from bsi.recipe import Objective
 from bsi.rng import standard_normal
-from bsi.runtime.dataset import build_method
 from bsi.studies import comparison, disentangle, figures, illustration, initial_precision, noise_levels, proposal
 from bsi.studies.deadline import Deadline
 from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
@@ -53,7 +52,7 @@ from bsi.studies.runner import Planned, _begin, commit, plan
 from bsi.studies.scales import MINI, PAPER, SCALES, SMOKE
 from bsi.studies.standard import bounds, qualities
 from bsi.studies.store import Result, Store
-from bsi.training.method_specs import BSISpec
+from bsi.values import to_uint8
 
 PUBLISHED = "13c809cff5b50a068d8777d1946344f3e566c01df1caa164707bf67ad763149f"
 
@@ -513,9 +512,7 @@ class TestNumbers:
         assert min(spread, key=spread.__getitem__) == "fitted"
 
     def test_the_corners_of_the_cube_are_bsi_and_bfn(self):
-        bsi_method, bfn_like = (
-            build_method(corner.method(BSISpec())) for corner in (disentangle.CORNERS[0], disentangle.CORNERS[-1])
-        )
+        bsi_method, bfn_like = (corner.method(BSI()) for corner in (disentangle.CORNERS[0], disentangle.CORNERS[-1]))
         assert bsi_method == bsi.BSI()
         bfn, level = bsi.BFN(), torch.logspace(0, 5, 20, dtype=torch.float64)
         for ours, theirs in zip(vars(bfn_like.encoder(level)).values(), vars(bfn.encoder(level)).values(), strict=True):
@@ -524,7 +521,7 @@ class TestNumbers:
 
     def test_each_factor_changes_one_thing(self):
         for corner in disentangle.CORNERS:
-            method = build_method(corner.method(BSISpec()))
+            method = corner.method(BSI())
             assert method.c == pytest.approx(1e-2 if corner.hyper_prior else 0.0)
             assert method.levels.low == (1e-2 if corner.offset else 1.0)
         assert len({corner.name for corner in disentangle.CORNERS}) == 8
@@ -533,7 +530,7 @@ class TestNumbers:
         """Near t = 0 the sample's squared error grows like t^-1, with a hyper-prior like t^-2; BSI's is bounded."""
         t = torch.tensor([1e-9, 1e-8], dtype=torch.float64)
         for corner in disentangle.CORNERS:
-            method = build_method(corner.method(BSISpec()))
+            method = corner.method(BSI())
             form = COEFFICIENTS["edm" if corner.preconditioning else "epsilon"]
             small, large = form(method.encoder(method.levels.icdf(t)), 1.0).c_out.square().log10().tolist()
             power = 0 if corner.preconditioning else -2 if corner.hyper_prior else -1

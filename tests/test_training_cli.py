@@ -8,8 +8,8 @@ import pytest
 
 from bsi.cli import main
 from bsi.cli.train import parse
+from bsi.methods import BFN, VDM
 from bsi.recipes import RECIPES
-from bsi.training.method_specs import BFNSpec, VDMSpec
 
 
 def test_keys_edit_the_recipe() -> None:
@@ -24,7 +24,7 @@ def test_keys_edit_the_recipe() -> None:
 @pytest.mark.parametrize("words", [["--method", "bfn"], ["--method=bfn"], ["--method", "vdm", "--method", "bfn"]])
 def test_a_method_is_chosen_by_name_and_brings_its_own_keys(words: list[str]) -> None:
     args, named = parse(["digits", *words, "--method.sigma-1", "0.02"])
-    assert args.recipe.method == BFNSpec(sigma_1=0.02)
+    assert args.recipe.method == BFN(sigma_1=0.02)
     assert named == RECIPES["digits"]("bfn")
 
 
@@ -32,7 +32,7 @@ def test_a_backbone_is_chosen_by_name_and_brings_its_own_keys() -> None:
     args, _ = parse(["cifar10-unet", "--backbone", "dit-s/4", "--backbone.heads", "3", "--method", "vdm"])
     assert args.recipe.backbone is not None
     assert (args.recipe.backbone.patch, args.recipe.backbone.heads) == (4, 3)
-    assert args.recipe.method == VDMSpec()
+    assert args.recipe.method == VDM()
 
 
 @pytest.mark.parametrize(

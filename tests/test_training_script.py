@@ -23,7 +23,7 @@ from bsi.backbones import DiTConfig, MLPConfig, build, resolve
 from bsi.backbones.mlp import MLP
 from bsi.errors import BsiError, DataError, NonFinite, Preempted, UsageError
 from bsi.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe
-from bsi.runtime.dataset import build_method, config_of, open_training_data
+from bsi.runtime.dataset import config_of, open_training_data
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import export, read_trained
 from bsi.training.evaluate import bound
@@ -555,7 +555,7 @@ def test_a_nan_in_the_data_ends_with_a_replay_of_the_step(objective: Objective, 
     replay = json.loads((tmp_path / "run" / "replay-00000003.json").read_text())
     assert bad in replay["ids"]
     levels = torch.tensor(replay["levels"], dtype=torch.float64)
-    assert torch.allclose(build_method(whole.method).levels.cdf(levels).float(), seen[3], atol=1e-6)
+    assert torch.allclose(whole.method.levels.cdf(levels).float(), seen[3], atol=1e-6)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
 

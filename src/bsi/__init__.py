@@ -11,8 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bsi.likelihood import Bins as Bins
-    from bsi.likelihood import Standardize as Standardize
     from bsi.methods import BFN as BFN
     from bsi.methods import BSI as BSI
     from bsi.methods import VDM as VDM
@@ -20,6 +18,8 @@ if TYPE_CHECKING:
     from bsi.recipe import Recipe as Recipe
     from bsi.runtime.export import load as load
     from bsi.training.train import train as train
+    from bsi.values import Bins as Bins
+    from bsi.values import Standardize as Standardize
 
 __version__ = "0.1.0"
 
@@ -27,8 +27,8 @@ _HOME = {
     "BSI": "bsi.methods",
     "BFN": "bsi.methods",
     "VDM": "bsi.methods",
-    "Bins": "bsi.likelihood",
-    "Standardize": "bsi.likelihood",
+    "Bins": "bsi.values",
+    "Standardize": "bsi.values",
     "Model": "bsi.model",
     "Recipe": "bsi.recipe",
     "load": "bsi.runtime.export",

@@ -33,8 +33,9 @@ from bsi.errors import UsageError
 from bsi.gaussian import squared_norm
 from bsi.grids import check_grid
 from bsi.levels import Proposal
-from bsi.likelihood import Bins, categorical_normal, discretized_normal, normal
+from bsi.likelihood import categorical_normal, discretized_normal, normal
 from bsi.methods.base import Method, Predictor
+from bsi.values import Bins
 
 __all__ = ["Elbo", "between_samples", "elbo", "finite_measurement_loss", "measurement_loss", "reconstruction_loss"]
 

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from bsi.errors import NonFinite, UsageError
 from bsi.gaussian import over
-from bsi.likelihood import Bins
 from bsi.methods.base import Method, Predictor, level_at, rho_at
 from bsi.rng import standard_normal
+from bsi.values import Bins
 
 __all__ = ["Divergence", "Flow", "binned_flow", "exact_divergence", "flow_density", "hutchinson"]
 

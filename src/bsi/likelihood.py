@@ -14,95 +14,16 @@ data.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from bsi.errors import DataError, UsageError
+from bsi.errors import UsageError
 from bsi.gaussian import squared_norm, sum_over_data
+from bsi.values import Bins
 
-__all__ = ["Bins", "Standardize", "bits_per_dim", "categorical_normal", "discretized_normal", "normal"]
-
-
-@dataclass(frozen=True)
-class Bins:
-    """`count` bins whose centers are equally spaced from `low` to `high`, both included."""
-
-    low: float
-    high: float
-    count: int
-
-    def __post_init__(self) -> None:
-        if self.count < 2 or not (-math.inf < self.low < self.high < math.inf):
-            raise UsageError(
-                f"bins need at least two centers between finite low < high: got low={self.low}, high={self.high}, "
-                f"count={self.count}. Use Bins.uint8() for 8-bit images."
-            )
-
-    @classmethod
-    def uint8(cls) -> Bins:
-        """8-bit images, rescaled to [-1, 1]."""
-        return cls(-1.0, 1.0, 256)
-
-    @classmethod
-    def int16(cls) -> Bins:
-        """16-bit audio, stored as 0 .. 65535 and rescaled to [-1, 1]."""
-        return cls(-1.0, 1.0, 65536)
-
-    @property
-    def width(self) -> float:
-        return (self.high - self.low) / (self.count - 1)
-
-    def values(self, index: Integer[Tensor, "*shape"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "*shape"]:
-        """The centers of the bins `index`."""
-        return (self.low + index.double() * self.width).to(dtype)
-
-    def indices(self, x: Float[Tensor, "*shape"]) -> Integer[Tensor, "*shape"]:
-        """The bin of each value, by rounding, never truncating; what lies outside is in an end bin.
-
-        A value on the edge of two bins belongs to the upper one, as in the paper: floor(x + 1/2), not half to even.
-        """
-        index = torch.floor((x.double() - self.low) / self.width + 0.5).clamp(0, self.count - 1)
-        return index.to(torch.uint8 if self.count <= 256 else torch.int32)
-
-    def check(self, index: Integer[Tensor, "*shape"]) -> None:
-        """Raise if an index lies outside 0 .. count - 1. Reads the data: not for the inner loop."""
-        if index.numel() and (int(index.min()) < 0 or int(index.max()) >= self.count):
-            raise DataError(
-                f"data outside its bins: found indices {int(index.min())} to {int(index.max())}, "
-                f"expected 0 to {self.count - 1}. Describe the data with bsi.Bins(low, high, count)."
-            )
-
-
-@dataclass(frozen=True)
-class Standardize:
-    """x = (data - mean) / std, fitted on the training set and kept with the model: continuous data of any scale."""
-
-    mean: float
-    std: float
-
-    def __post_init__(self) -> None:
-        if not (0 < self.std < math.inf and math.isfinite(self.mean)):
-            raise UsageError(
-                f"standardizing needs a finite mean and a positive std: got mean={self.mean}, std={self.std}"
-            )
-
-    @classmethod
-    def fit(cls, data: Float[Tensor, "..."]) -> Standardize:
-        return cls(float(data.double().mean()), float(data.double().std(correction=0)))
-
-    def apply(self, data: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        return (data - self.mean) / self.std
-
-    def undo(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        return x * self.std + self.mean
-
-    @property
-    def log_determinant(self) -> float:
-        """ln |d data / d x| per dimension: what the change of units adds to -ln p per dimension."""
-        return math.log(self.std)
+__all__ = ["bits_per_dim", "categorical_normal", "discretized_normal", "normal"]
 
 
 # Gauss-Legendre nodes and weights on [-1, 1]: ten points integrate exp(-m u - u^2 / 2) over |m u| <= 1/2 to rounding.

@@ -26,7 +26,6 @@ from bsi.elbo import Elbo, elbo
 from bsi.errors import DataError, NonFinite, UsageError
 from bsi.grids import named_grid
 from bsi.levels import low_discrepancy
-from bsi.likelihood import Bins, Standardize
 from bsi.methods.base import Method, Parametrization
 from bsi.objective import Weight, training_loss
 from bsi.refusals import (
@@ -41,6 +40,7 @@ from bsi.refusals import (
 from bsi.rng import SeededNoise
 from bsi.sampling import default_solver, noisy_steps, sample
 from bsi.solvers import Solver
+from bsi.values import Bins, Standardize
 
 __all__ = ["Model"]
 

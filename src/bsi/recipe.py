@@ -15,7 +15,7 @@ from bsi.backbones.config import BackboneConfig, Precision
 from bsi.data.order import SHARDS, check_batch
 from bsi.defaults import GRID, STEPS
 from bsi.errors import UsageError
-from bsi.training.method_specs import MethodSpec
+from bsi.methods import Method
 
 __all__ = [
     "Data",
@@ -247,7 +247,7 @@ class Recipe:
     """A complete training run. `backbone=None` stands for a network that the caller brings along."""
 
     name: str
-    method: MethodSpec
+    method: Method
     backbone: BackboneConfig | None
     data: Data
     steps: int

@@ -149,9 +149,9 @@ def opened(path: Path) -> Iterator[ArrayFile]:
 
 
 def dataset_images(where: str, batch: int, num: int | None) -> Images:
-    from bsi.data.pixels import to_uint8
     from bsi.data.store import open_dataset
     from bsi.metrics.images import array_batches
+    from bsi.values import to_uint8
 
     name, split = where, "test"
     if where.endswith((":train", ":test")):

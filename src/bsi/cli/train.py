@@ -15,17 +15,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from bsi.backbones.config import MLPConfig, resolve
 from bsi.cli.options import lines, quiet, quiet_parts, wrapped
 from bsi.errors import DataError, UsageError
+from bsi.methods import METHODS
 from bsi.recipe import Recipe
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.runtime.serialization import changes, to_plain
-from bsi.training.method_specs import MethodName
 
 if TYPE_CHECKING:
     from bsi.data.store import Dataset
@@ -173,11 +173,11 @@ def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
     name, *rest = words
     method, rest = _take(rest, "--method")
     backbone, rest = _take(rest, "--backbone")
-    if method is not None and method not in get_args(MethodName):
-        raise UsageError(f"--method is one of {', '.join(get_args(MethodName))}: got {method!r}")
-    chosen: MethodName = next((known for known in get_args(MethodName) if known == method), "bsi")
-    named = named_recipe(name, chosen)
+    if method is not None and method not in METHODS:
+        raise UsageError(f"--method is one of {', '.join(METHODS)}: got {method!r}")
+    named = named_recipe(name, method or "bsi")
     start = named if backbone is None else replace(named, backbone=resolve(backbone))
+    Recipe.__annotations__["method"] = type(start.method)  # its fields are options
     quiet_parts(Recipe)
     args = tyro.cli(
         tyro.conf.AvoidSubcommands[Train],

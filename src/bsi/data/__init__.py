@@ -5,12 +5,12 @@ ids = sample_ids(seed=0, n=len(dataset.train), start=step * batch, count=batch)
 """
 
 from bsi.data.order import SHARDS, check_batch, coins, sample_ids, shards_of
-from bsi.data.pixels import BinRange, to_uint8
 from bsi.data.store import Dataset, Labels, data_folder, open_dataset
+from bsi.values import Bins, to_uint8
 
 __all__ = [
     "SHARDS",
-    "BinRange",
+    "Bins",
     "Dataset",
     "Labels",
     "check_batch",

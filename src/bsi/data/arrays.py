@@ -21,9 +21,9 @@ from jaxtyping import Integer, Shaped
 from bsi.data.manifest import digest_file
 from bsi.data.npy import ArrayFile, NpzFile
 from bsi.data.order import uniforms
-from bsi.data.pixels import BinRange
 from bsi.data.plan import BLOCK_BYTES, MOST_CLASSES, Block, Plan
 from bsi.errors import DataError, UsageError
+from bsi.values import Bins
 
 __all__ = ["Arrays"]
 
@@ -47,7 +47,7 @@ class Arrays:
         if not 0 <= self.test_fraction < 1:
             raise UsageError(f"test_fraction lies in [0, 1): got {self.test_fraction}")
         path = self.path.expanduser()
-        bins = BinRange(*self.bins) if self.bins else None
+        bins = Bins(*self.bins) if self.bins else None
         with ExitStack() as stack:
             arrays = _opened(path, stack)
             labeled = "train_labels" in arrays
@@ -111,7 +111,7 @@ def _named(path: Path, names: Sequence[str]) -> dict[str, str]:
     return {**known, **({"train_labels": labels[0]} if labels else {})}
 
 
-def _check(array: ArrayFile, first: ArrayFile, bins: BinRange | None) -> None:
+def _check(array: ArrayFile, first: ArrayFile, bins: Bins | None) -> None:
     if array.header.shape[1:] != first.header.shape[1:]:
         raise DataError(
             f"{array.name} has samples of shape {array.header.shape[1:]}, {first.name} of {first.header.shape[1:]}."
@@ -134,7 +134,7 @@ def _check_labels(array: ArrayFile, data: dict[str, ArrayFile], split: str) -> N
     _numbers(array)
 
 
-def _blocks(path: Path, bins: BinRange | None, test_fraction: float, start: int) -> Iterator[Block]:
+def _blocks(path: Path, bins: Bins | None, test_fraction: float, start: int) -> Iterator[Block]:
     with ExitStack() as stack:
         arrays = _opened(path, stack)
         first = 0  # the number of the first row of this array among all rows
@@ -170,7 +170,7 @@ def _numbers(labels: ArrayFile) -> Integer[np.ndarray, " rows"]:
 
 
 def _stored(
-    rows: Shaped[np.ndarray, "rows *shape"], bins: BinRange | None, name: str, first: int
+    rows: Shaped[np.ndarray, "rows *shape"], bins: Bins | None, name: str, first: int
 ) -> Shaped[np.ndarray, "rows *shape"]:
     """Rows as they are stored, refused with the number of the first bad one."""
     if rows.dtype.kind == "f":

@@ -16,11 +16,11 @@ import numpy as np
 
 from bsi.data.archives import Member, members
 from bsi.data.manifest import check_classes, digest, fingerprint
-from bsi.data.pixels import UINT8
 from bsi.data.plan import Block, Plan
 from bsi.data.store import data_folder
 from bsi.download import download
 from bsi.errors import DataError
+from bsi.values import Bins
 
 __all__ = ["Cifar10"]
 
@@ -61,7 +61,7 @@ class Cifar10:
             source=URL,
             shape=(3, 32, 32),
             dtype=np.dtype("uint8"),
-            bins=UINT8,
+            bins=Bins.uint8(),
             options={},
             input=fingerprint(SHA256),
             total=total,

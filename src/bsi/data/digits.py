@@ -14,13 +14,13 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import UInt8
 
-from bsi.data.pixels import BinRange
 from bsi.data.plan import Block, Plan
+from bsi.values import Bins
 
 __all__ = ["BINS", "OPTIONS", "SOURCE", "Digits", "EmbeddedDigits", "load"]
 
 SOURCE = "Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI, CC BY 4.0, by way of scikit-learn"
-BINS = BinRange(-1.0, 1.0, 17)
+BINS = Bins(-1.0, 1.0, 17)
 OPTIONS = {"split": "image i is for testing if i % 6 == 5"}
 
 

@@ -25,9 +25,9 @@ from jaxtyping import UInt8
 
 from bsi.data.images import SUFFIXES, Resampling, check_options, read
 from bsi.data.manifest import check_classes
-from bsi.data.pixels import UINT8
 from bsi.data.plan import BLOCK_BYTES, Block, Plan
 from bsi.errors import DataError
+from bsi.values import Bins
 
 __all__ = ["Folder", "for_testing", "walk"]
 
@@ -73,7 +73,7 @@ class Folder:
             source=f"the images of a folder {path.resolve().name!r}",
             shape=(self.channels, self.size, self.size),
             dtype=np.dtype("uint8"),
-            bins=UINT8,
+            bins=Bins.uint8(),
             options={
                 "size": self.size,
                 "channels": self.channels,

@@ -19,9 +19,9 @@ from PIL import Image
 from bsi.data.images import Resampling, check_options, decode
 from bsi.data.manifest import check_classes, fingerprint
 from bsi.data.order import uniforms
-from bsi.data.pixels import UINT8
 from bsi.data.plan import BLOCK_BYTES, MOST_CLASSES, Block, Plan
 from bsi.errors import DataError, UsageError
+from bsi.values import Bins
 
 __all__ = ["HuggingFace"]
 
@@ -66,7 +66,7 @@ class HuggingFace:
             source=f"Hugging Face dataset {self.path}, column {self.column!r}",
             shape=(self.channels, self.size, self.size),
             dtype=np.dtype("uint8"),
-            bins=UINT8,
+            bins=Bins.uint8(),
             options={
                 "revision": self.revision,
                 "size": self.size,

@@ -20,10 +20,10 @@ from jaxtyping import UInt16
 from bsi.data.archives import Member, members
 from bsi.data.manifest import fingerprint
 from bsi.data.npy import ArrayFile, NpzFile
-from bsi.data.pixels import UINT8
 from bsi.data.plan import BLOCK_BYTES, Block, Plan
 from bsi.errors import DataError, UsageError
 from bsi.progress import Progress
+from bsi.values import Bins
 
 __all__ = ["ImageNet32", "ImageNet64"]
 
@@ -75,7 +75,7 @@ def _plan(path: Path, size: int) -> Plan:
         source=WHERE,
         shape=(3, size, size),
         dtype=np.dtype("uint8"),
-        bins=UINT8,
+        bins=Bins.uint8(),
         options={},
         input=fingerprint(counts),
         total=total,

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bsi.data.pixels import BinRange
 from bsi.errors import BsiError, DataError
+from bsi.values import Bins, Standardize
 
 __all__ = [
     "FILES",
@@ -22,7 +22,6 @@ __all__ = [
     "MANIFEST",
     "FileRecord",
     "Manifest",
-    "Standardization",
     "check_classes",
     "digest",
     "digest_file",
@@ -43,18 +42,10 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Standardization:
-    """Mean and standard deviation of the training part, over all its elements."""
-
-    mean: float
-    std: float
-
-
-@dataclass(frozen=True)
 class Manifest:
     """A dataset described: `counts` per split, `shape` and `dtype` of a sample, `options` of its source, its files.
 
-    `bins` gives stored integers their values; it is None for continuous data, which has a `standardization` instead.
+    `bins` gives stored integers their values; it is None for continuous data, which has a `standardize` instead.
     `input` names what the dataset was made from, `skipped` the input files that could not be read and why. `classes`
     are the names of the labels 0, 1, ..., empty where there are no labels or they have no names.
     """
@@ -64,8 +55,8 @@ class Manifest:
     counts: Mapping[str, int]
     shape: tuple[int, ...]
     dtype: str
-    bins: BinRange | None
-    standardization: Standardization | None
+    bins: Bins | None
+    standardize: Standardize | None
     files: Mapping[str, FileRecord]
     options: Mapping[str, Any]
     input: str
@@ -103,8 +94,8 @@ class Manifest:
                 counts={split: int(given["counts"][split]) for split in ("train", "test")},
                 shape=tuple(int(d) for d in given["shape"]),
                 dtype=str(given["dtype"]),
-                bins=BinRange(**given["bins"]) if given["bins"] else None,
-                standardization=Standardization(**given["standardization"]) if given["standardization"] else None,
+                bins=Bins(**given["bins"]) if given["bins"] else None,
+                standardize=_standardize(given),
                 files={name: FileRecord(**record) for name, record in given["files"].items()},
                 options=dict(given["options"]),
                 input=str(given["input"]),
@@ -123,6 +114,12 @@ class Manifest:
                 f"dataset again."
             )
         return manifest
+
+
+def _standardize(given: Mapping[str, Any]) -> Standardize | None:
+    """The record of continuous data; version 0.1.0 wrote it under another name."""
+    found = given["standardisation"] if "standardisation" in given else given["standardize"]
+    return Standardize(**found) if found else None
 
 
 def check_classes(given: Iterable[object]) -> tuple[str, ...]:

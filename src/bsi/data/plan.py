@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Integer, Shaped
 
 from bsi.data.manifest import FORMAT, fingerprint
-from bsi.data.pixels import BinRange
+from bsi.values import Bins
 
 __all__ = ["BLOCK_BYTES", "MOST_CLASSES", "Block", "Plan", "Source"]
 
@@ -41,7 +41,7 @@ class Plan:
     source: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    bins: BinRange | None
+    bins: Bins | None
     options: Mapping[str, Any]
     input: str
     total: int

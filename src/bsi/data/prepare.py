@@ -22,13 +22,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from bsi.data.manifest import MANIFEST, FileRecord, Manifest, Standardization, digest_file
+from bsi.data.manifest import MANIFEST, FileRecord, Manifest, digest_file
 from bsi.data.npy import HEADER_BYTES, ArrayFile, header_bytes
 from bsi.data.plan import BLOCK_BYTES, Block, Plan
 from bsi.data.store import Dataset, open_dataset
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import FULL, cannot_write, make_folder
 from bsi.progress import Progress, readable_bytes
+from bsi.values import Standardize
 
 __all__ = ["prepare"]
 
@@ -220,7 +221,7 @@ class _Staging:
             shape=plan.shape,
             dtype=plan.dtype.name,
             bins=plan.bins,
-            standardization=None if plan.bins else _standardize(self.path / "train.npy"),
+            standardize=None if plan.bins else _standardize(self.path / "train.npy"),
             files={path.name: FileRecord(path.stat().st_size, digest_file(path)) for path in paths},
             options=plan.options,
             input=plan.input,
@@ -234,7 +235,7 @@ class _Staging:
         _sync_folder(self.path)
 
 
-def _standardize(path: Path) -> Standardization:
+def _standardize(path: Path) -> Standardize:
     """Mean and std over all elements in one pass, block by block (Chan, Golub and LeVeque, 1979), in float64."""
     count, mean, squares = 0, 0.0, 0.0
     with ArrayFile.at(path) as array:
@@ -250,7 +251,7 @@ def _standardize(path: Path) -> Standardization:
             f"the training part has mean {mean:.6g} and std {std:.6g}: in float32 nothing would be left of the data. "
             f"Subtract a constant first."
         )
-    return Standardization(mean, std)
+    return Standardize(mean, std)
 
 
 @contextmanager

@@ -20,10 +20,10 @@ import numpy as np
 from jaxtyping import Integer, Shaped
 
 from bsi.data import digits
-from bsi.data.manifest import MANIFEST, FileRecord, Manifest, Standardization, digest, digest_file
+from bsi.data.manifest import MANIFEST, FileRecord, Manifest, digest, digest_file
 from bsi.data.npy import ArrayFile, header_bytes
-from bsi.data.pixels import BinRange
 from bsi.errors import DataError, UsageError
+from bsi.values import Bins, Standardize
 
 __all__ = ["Dataset", "Labels", "data_folder", "open_dataset", "prepared", "verify"]
 
@@ -68,14 +68,14 @@ class Dataset:
         return self.manifest.shape
 
     @property
-    def bins(self) -> BinRange | None:
+    def bins(self) -> Bins | None:
         """What the stored integers stand for; None for continuous data."""
         return self.manifest.bins
 
     @property
-    def standardization(self) -> Standardization | None:
+    def standardize(self) -> Standardize | None:
         """Mean and std of the training part of continuous data; None for binned data."""
-        return self.manifest.standardization
+        return self.manifest.standardize
 
     def split(self, name: str) -> Shaped[np.ndarray, "n *shape"]:
         """`train` or `test`, refused if empty."""
@@ -186,7 +186,7 @@ def _embedded_digits() -> Dataset:
             shape=(1, 8, 8),
             dtype="uint8",
             bins=digits.BINS,
-            standardization=None,
+            standardize=None,
             files={name: _record(array) for name, array in arrays.items()},
             options=digits.OPTIONS,
             input="embedded",

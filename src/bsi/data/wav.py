@@ -17,9 +17,9 @@ from typing import ClassVar
 import numpy as np
 
 from bsi.data.folder import for_testing, walk
-from bsi.data.pixels import BinRange
 from bsi.data.plan import BLOCK_BYTES, Block, Plan
 from bsi.errors import DataError, UsageError
+from bsi.values import Bins
 
 __all__ = ["Wav"]
 
@@ -65,7 +65,7 @@ class Wav:
             source=f"the WAV files of a folder {path.resolve().name!r}",
             shape=(channels, self.length),
             dtype=np.dtype("<u2"),
-            bins=BinRange(-1.0, 1.0, 65536),
+            bins=Bins(-1.0, 1.0, 65536),
             options={
                 "length": self.length,
                 "rate": rate,

@@ -23,8 +23,8 @@ from torch import Tensor
 from bsi.evaluation.references import Reference, Wiener
 from bsi.evaluation.valuewise import GRID_BINS, Valuewise
 from bsi.levels import LogUniform
-from bsi.likelihood import Bins
 from bsi.methods.base import Method
+from bsi.values import Bins
 
 __all__ = ["Basis", "Flat", "Traits", "knots"]
 

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
-from bsi.data.pixels import BinRange, to_uint8
 from bsi.errors import DataError, NonFinite, UsageError
 from bsi.evaluation.drawing import Drawing, draw
 from bsi.evaluation.runs import Run, Split
@@ -29,6 +28,7 @@ from bsi.pictures import is_image
 from bsi.progress import Progress
 from bsi.runtime.distributed import World
 from bsi.sampling import evaluations
+from bsi.values import Bins, to_uint8
 
 __all__ = ["check_images", "drawn_images", "measure_quality", "quality_record"]
 
@@ -105,7 +105,7 @@ def drawn_images(
     """This rank's samples of 0 .. num - 1 as 8-bit images."""
     check_images(model)
     assert model.bins is not None
-    bins = BinRange(model.bins.low, model.bins.high, model.bins.count)
+    bins = Bins(model.bins.low, model.bins.high, model.bins.count)
     mine = torch.arange(world.rank, num, world.size, device=model.device)
     with Progress("samples", len(mine), "sample", stream=None if show and world.first else io.StringIO()) as progress:
         for ids in mine.split(batch) if len(mine) else ():
@@ -118,7 +118,7 @@ def drawn_images(
             progress.advance(len(ids))
 
 
-def _pixels(index: Shaped[np.ndarray, "n *shape"], bins: BinRange) -> UInt8[np.ndarray, "n *shape"]:
+def _pixels(index: Shaped[np.ndarray, "n *shape"], bins: Bins) -> UInt8[np.ndarray, "n *shape"]:
     """Bin indices as 8-bit images, by rounding."""
     return np.asarray(index) if bins.count == 256 else to_uint8(bins.values(index), bins.low, bins.high)
 

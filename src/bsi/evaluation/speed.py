@@ -25,18 +25,18 @@ from bsi.evaluation.start import Start
 from bsi.grids import paper_grid
 from bsi.kernels.acceleration import accelerate, freeze
 from bsi.levels import low_discrepancy
-from bsi.likelihood import Bins
+from bsi.methods import METHODS
 from bsi.model import Model
 from bsi.recipe import Data, Optimizer, Recipe
 from bsi.rng import SeededNoise
-from bsi.runtime.dataset import build_method, build_model, open_training_data
+from bsi.runtime.dataset import build_model, open_training_data
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.watchdog import watching
 from bsi.sampling import evaluations, sample
-from bsi.training.method_specs import METHODS, MethodName
 from bsi.training.replay import PLAIN_STEPS
 from bsi.training.step import Engine
 from bsi.training.stream import Stream
+from bsi.values import Bins
 
 __all__ = ["BINS", "Case", "Speed", "Work", "measure"]
 
@@ -56,7 +56,7 @@ class Case:
     backbone: BackboneConfig
     shape: tuple[int, ...]
     batch: int
-    method: MethodName
+    method: str
     precision: Precision
     lean: bool
     device: torch.device
@@ -249,7 +249,7 @@ def _trained(case: Case) -> Model:
     """A model as it is used after training: its weights in the type of the computation, since nothing changes them."""
     with case.device:
         network = build(case.backbone, case.shape, BINS.count)
-    model = Model(network, build_method(METHODS[case.method]()), case.shape, BINS)
+    model = Model(network, METHODS[case.method](), case.shape, BINS)
     model = _fast(model.to(case.device).eval(), case)
     freeze(network)
     return model

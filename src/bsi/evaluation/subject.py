@@ -13,10 +13,10 @@ from bsi.data.batches import BatchSource
 from bsi.denoiser import Condition
 from bsi.errors import UsageError
 from bsi.gaussian import squared_norm
-from bsi.likelihood import Bins
 from bsi.methods.base import Method, Predictor
 from bsi.model import Model
 from bsi.runtime.distributed import World
+from bsi.values import Bins
 
 __all__ = ["Subject"]
 

@@ -24,7 +24,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from bsi.evaluation.references import Wiener
-from bsi.likelihood import Bins
+from bsi.values import Bins
 
 __all__ = ["GRID_BINS", "Valuewise", "from_the_others"]
 

@@ -1,8 +1,38 @@
-"""The three methods: one row of the paper's table "Central structures" per file."""
+"""The methods: one row of the paper's table "Central structures" per file, and their registry. Imports no torch.
 
+A recipe, a run folder and an export name a method by its key in `METHODS` and hold its fields. To add a method, write a
+frozen dataclass that has what `Method` asks for, and register it:
+
+    bsi.methods.register("mine", Mine)
+"""
+
+from bsi.errors import UsageError
 from bsi.methods.base import Decoder, Method, Parametrization, Predictor
 from bsi.methods.bfn import BFN
 from bsi.methods.bsi import BSI
 from bsi.methods.vdm import VDM
 
-__all__ = ["BFN", "BSI", "VDM", "Decoder", "Method", "Parametrization", "Predictor"]
+__all__ = [
+    "BFN",
+    "BSI",
+    "METHODS",
+    "VDM",
+    "Decoder",
+    "Method",
+    "Parametrization",
+    "Predictor",
+    "method_name",
+    "register",
+]
+
+METHODS: dict[str, type] = {"bsi": BSI, "bfn": BFN, "vdm": VDM}
+
+
+def register(name: str, method: type) -> None:
+    """Make a method known by name, so that recipes, run folders and exports can hold it.
+
+    Raises:
+        UsageError: if the name is taken by another class.
+    """
+    if METHODS.setdefault(name, method) is not method:
+        raise UsageError(f"the method name {name!r} is taken by {METHODS[name].__name__}: choose another name")

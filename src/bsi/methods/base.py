@@ -18,16 +18,19 @@ is a measurement of the precision rho^2, rho = signal / noise: `rho_at` a level,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float
-from torch import Tensor
 
-from bsi.gaussian import Encoder
-from bsi.levels import LogUniform
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = ["Decoder", "Method", "Parametrization", "Predictor", "level_at", "rho_at"]
+    from bsi.gaussian import Encoder
+    from bsi.levels import LogUniform
+else:
+    Encoder = LogUniform = Tensor = Any  # importing a method does not import torch; shapes are checked nevertheless
+
+__all__ = ["Decoder", "Encoder", "LogUniform", "Method", "Parametrization", "Predictor", "Tensor", "level_at", "rho_at"]
 
 # f_theta(latent, level): a Denoiser, its DDP or compiled form, the EMA, or an oracle.
 Predictor = Callable[[Float[Tensor, "batch *data"], Float[Tensor, " batch"]], Float[Tensor, "batch *data"]]
@@ -105,6 +108,8 @@ class Method(Protocol):
 
 def rho_at(method: Method, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """rho = signal / noise = gain / sqrt(Lambda), in float64, and 0 where Lambda is."""
+    import torch
+
     gain = method.gain(level)
     # not sqrt(Lambda) - c / sqrt(Lambda): that cancels at the start, where BSI's rho is exactly 0
     return gain / torch.sqrt(torch.where(gain + method.c > 0, gain + method.c, 1.0))
@@ -113,4 +118,4 @@ def rho_at(method: Method, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*ba
 def level_at(method: Method, rho: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """The level where signal / noise is rho, in float64: the gain solves alpha^2 / (alpha + c) = rho^2."""
     rho = rho.double()
-    return method.level(0.5 * rho * (rho + torch.sqrt(rho.square() + 4 * method.c)))
+    return method.level(0.5 * rho * (rho + (rho.square() + 4 * method.c).sqrt()))

@@ -16,12 +16,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxtyping import Float
-from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.gaussian import Encoder
-from bsi.levels import LogUniform
-from bsi.methods.base import Decoder, Parametrization, Predictor
+from bsi.methods.base import Decoder, Encoder, LogUniform, Parametrization, Predictor, Tensor
 from bsi.methods.bsi import BSI
 
 __all__ = ["BFN"]

@@ -16,14 +16,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.gaussian import Encoder
-from bsi.levels import LogUniform
-from bsi.methods.base import Decoder, Parametrization, Predictor
+from bsi.methods.base import Decoder, Encoder, LogUniform, Parametrization, Predictor, Tensor
 
 __all__ = ["BSI"]
 
@@ -55,7 +51,9 @@ class BSI:
 
     @property
     def levels(self) -> LogUniform:
-        return LogUniform(self.lambda_0, self.lambda_0 + self.alpha_M)
+        from bsi import levels
+
+        return levels.LogUniform(self.lambda_0, self.lambda_0 + self.alpha_M)
 
     @property
     def c(self) -> float:
@@ -76,9 +74,11 @@ class BSI:
         return math.sqrt(self.c) / self.lambda_0 * eps
 
     def encoder(self, level: Float[Tensor, "*batch"]) -> Encoder:
+        from bsi import gaussian
+
         level = level.double()
         alpha = self.gain(level)
-        return Encoder(signal=alpha / level, noise=torch.sqrt(alpha + self.c) / level)
+        return gaussian.Encoder(signal=alpha / level, noise=(alpha + self.c).sqrt() / level)
 
     def gain(self, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         return level.double() - self.lambda_0

@@ -16,14 +16,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.gaussian import Encoder, Normal, kl_divergence, over
-from bsi.levels import LogUniform
-from bsi.methods.base import Decoder, Parametrization, Predictor
+from bsi.methods.base import Decoder, Encoder, LogUniform, Parametrization, Predictor, Tensor
 
 __all__ = ["VDM"]
 
@@ -49,7 +45,9 @@ class VDM:
 
     @property
     def levels(self) -> LogUniform:
-        return LogUniform(self.nu_min, self.nu_max)
+        from bsi import levels
+
+        return levels.LogUniform(self.nu_min, self.nu_max)
 
     @property
     def recon_precision(self) -> float:
@@ -64,9 +62,11 @@ class VDM:
         return eps
 
     def encoder(self, level: Float[Tensor, "*batch"]) -> Encoder:
+        from bsi import gaussian
+
         nu = level.double()
-        noise = torch.rsqrt(1 + nu)
-        return Encoder(signal=torch.sqrt(nu) * noise, noise=noise)
+        noise = (1 + nu).rsqrt()
+        return gaussian.Encoder(signal=nu.sqrt() * noise, noise=noise)
 
     def gain(self, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         return level.double()
@@ -78,10 +78,16 @@ class VDM:
         self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], predict: Predictor
     ) -> Float[Tensor, "batch *data"]:
         """z / signal: no network."""
+        from bsi.gaussian import over
+
         return latent / over(self.encoder(level).signal, latent)
 
     def prior_kl(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
         """KL( q(z | x, nu_min) || N(0, 1) )."""
+        import torch
+
+        from bsi.gaussian import Normal, kl_divergence
+
         first = torch.full((len(x),), self.nu_min, dtype=torch.float64, device=x.device)
         encoded = self.encoder(first).distribution(x.double())
         return kl_divergence(encoded, Normal(torch.zeros_like(encoded.mean), torch.ones_like(encoded.std)))

@@ -26,7 +26,6 @@ from bsi.recipes.cifar10 import (
 from bsi.recipes.digits import digits
 from bsi.recipes.imagenet import imagenet32_dit_l2, imagenet32_unet, imagenet64_dit_l4
 from bsi.recipes.own import arrays, folder, folder_mini
-from bsi.training.method_specs import MethodName
 
 __all__ = [
     "RECIPES",
@@ -47,7 +46,7 @@ __all__ = [
     "named_recipe",
 ]
 
-RECIPES: dict[str, Callable[[MethodName], Recipe]] = {
+RECIPES: dict[str, Callable[[str], Recipe]] = {
     "digits": digits,
     "cifar10-unet": cifar10_unet,
     "cifar10-dit-s": cifar10_dit_s,
@@ -75,7 +74,7 @@ class Evidence:
     paper: str
 
 
-def named_recipe(name: str, method: MethodName = "bsi") -> Recipe:
+def named_recipe(name: str, method: str = "bsi") -> Recipe:
     """The recipe of that name, for one of the three methods."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bsi.backbones.config import DIT_SIZES, UNetConfig
+from bsi.methods import METHODS
 from bsi.recipe import Data, Ema, Evaluation, Every, Keep, Objective, Optimizer, Recipe
-from bsi.training.method_specs import METHODS, MethodName
 
 __all__ = ["cifar10_20min_bpd", "cifar10_20min_fid", "cifar10_dit_mini", "cifar10_dit_s", "cifar10_unet"]
 
 
-def cifar10_unet(method: MethodName = "bsi") -> Recipe:
+def cifar10_unet(method: str = "bsi") -> Recipe:
     """The paper's CIFAR-10 model: VDM's U-Net, 5M steps (BFN's budget), or 10M (VDM's) with --steps 10000000.
 
     Command: torchrun --nproc-per-node 4 -m bsi train cifar10-unet
@@ -41,7 +41,7 @@ def cifar10_unet(method: MethodName = "bsi") -> Recipe:
     )
 
 
-def cifar10_dit_s(method: MethodName = "bsi") -> Recipe:
+def cifar10_dit_s(method: str = "bsi") -> Recipe:
     """DiT-S/2 on CIFAR-10, for an evening's or a coffee's experiments on one GPU. All values are ours.
 
     Command: bsi train cifar10-dit-s
@@ -64,7 +64,7 @@ def cifar10_dit_s(method: MethodName = "bsi") -> Recipe:
     )
 
 
-def cifar10_dit_mini(method: MethodName = "bsi") -> Recipe:
+def cifar10_dit_mini(method: str = "bsi") -> Recipe:
     """A DiT of 10M parameters on CIFAR-10, for studies that need many runs. All values are ours.
 
     Command: bsi train cifar10-dit-mini
@@ -80,7 +80,7 @@ def cifar10_dit_mini(method: MethodName = "bsi") -> Recipe:
     )
 
 
-def cifar10_20min_bpd(method: MethodName = "bsi") -> Recipe:
+def cifar10_20min_bpd(method: str = "bsi") -> Recipe:
     """The likelihood that twenty minutes of one GPU can have: VDM's U-Net with a quarter of its levels, and Muon.
 
     Command: bsi train cifar10-20min-bpd
@@ -104,7 +104,7 @@ def cifar10_20min_bpd(method: MethodName = "bsi") -> Recipe:
     )
 
 
-def cifar10_20min_fid(method: MethodName = "bsi") -> Recipe:
+def cifar10_20min_fid(method: str = "bsi") -> Recipe:
     """The samples that twenty minutes of one GPU can have: a U-Net at three resolutions, labels, and EDM's weights.
 
     Command: bsi train cifar10-20min-fid, then bsi eval runs/cifar10-20min-fid --fid --num 10000 --labels --guidance 1.7

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bsi.backbones.config import DIT_SIZES, UNetConfig
+from bsi.methods import METHODS
 from bsi.recipe import Data, Ema, Every, Keep, Optimizer, Recipe
-from bsi.training.method_specs import METHODS, MethodName
 
 __all__ = ["imagenet32_dit_l2", "imagenet32_unet", "imagenet64_dit_l4"]
 
@@ -28,7 +28,7 @@ COSINE = Optimizer(
 LONG = Every(journal=100, evaluate=20_000, sample=20_000, checkpoint=2000)
 
 
-def imagenet32_dit_l2(method: MethodName = "bsi") -> Recipe:
+def imagenet32_dit_l2(method: str = "bsi") -> Recipe:
     """The paper's main model on ImageNet32: DiT-L/2, 2M steps.
 
     Command: torchrun --nproc-per-node 4 -m bsi train imagenet32-dit-l2
@@ -51,7 +51,7 @@ def imagenet32_dit_l2(method: MethodName = "bsi") -> Recipe:
     )
 
 
-def imagenet64_dit_l4(method: MethodName = "bsi") -> Recipe:
+def imagenet64_dit_l4(method: str = "bsi") -> Recipe:
     """The paper's model on ImageNet64: DiT-L/4, 1M steps.
 
     Command: torchrun --nproc-per-node 4 -m bsi train imagenet64-dit-l4
@@ -69,7 +69,7 @@ def imagenet64_dit_l4(method: MethodName = "bsi") -> Recipe:
     )
 
 
-def imagenet32_unet(method: MethodName = "bsi") -> Recipe:
+def imagenet32_unet(method: str = "bsi") -> Recipe:
     """The paper's check that the architecture does not matter: VDM's U-Net on ImageNet32, 100k steps.
 
     Command: torchrun --nproc-per-node 4 -m bsi train imagenet32-unet

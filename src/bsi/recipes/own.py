@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bsi.backbones.config import DIT_SIZES, DiTConfig, MLPConfig
+from bsi.methods import METHODS
 from bsi.recipe import Data, Ema, Evaluation, Every, Optimizer, Recipe, Samples
-from bsi.training.method_specs import METHODS, MethodName
 
 __all__ = ["arrays", "folder", "folder_mini"]
 
 
-def folder(method: MethodName = "bsi") -> Recipe:
+def folder(method: str = "bsi") -> Recipe:
     """Your own images, prepared with `bsi data`: DiT-S/2, mirrored at random. For 64x64 add --backbone dit-s/4.
 
     Command: bsi train folder --data.name NAME
@@ -33,7 +33,7 @@ def folder(method: MethodName = "bsi") -> Recipe:
     )
 
 
-def folder_mini(method: MethodName = "bsi") -> Recipe:
+def folder_mini(method: str = "bsi") -> Recipe:
     """Your own small images on a CPU: a DiT of 1.3M parameters, 8x8 patches of 4x4 for 32x32. See `folder` for a GPU.
 
     Command: bsi train folder-mini --data.name NAME
@@ -58,7 +58,7 @@ def folder_mini(method: MethodName = "bsi") -> Recipe:
     )
 
 
-def arrays(method: MethodName = "bsi") -> Recipe:
+def arrays(method: str = "bsi") -> Recipe:
     """Your own vectors, prepared with `bsi data`: a residual MLP. With space or time in them, add --backbone dit-s/4.
 
     Command: bsi train arrays --data.name NAME

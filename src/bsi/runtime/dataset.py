@@ -26,39 +26,20 @@ from bsi.data.manifest import check_classes, digest, fingerprint
 from bsi.data.order import sample_ids
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
-from bsi.likelihood import Bins, Standardize
-from bsi.methods import BFN, BSI, VDM, Method
 from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.refusals import check_finite
-from bsi.training.method_specs import BFNSpec, BSISpec, MethodSpec
+from bsi.values import Bins, Standardize
 
 Labels = Int64[np.ndarray, " count"]
 
 __all__ = [
-    "BinSpec", "DataSpec", "Standard", "TrainingData", "build_method", "build_model", "config_of", "open_training_data",
+    "DataSpec", "TrainingData", "build_model", "config_of", "open_training_data",
 ]  # fmt: skip
 
 SPOT_CHECK = 64  # samples of a Dataset whose content is hashed
 FIT_SAMPLES = 4096  # samples of a Dataset that its mean and standard deviation, or its largest value, are taken from
 DARKEST = 64  # 8-bit images reach at least this value somewhere; what never does has fewer levels
-
-
-@dataclass(frozen=True)
-class BinSpec:
-    """`bsi.Bins` as plain values."""
-
-    low: float
-    high: float
-    count: int
-
-
-@dataclass(frozen=True)
-class Standard:
-    """`bsi.Standardize` as plain values."""
-
-    mean: float
-    std: float
 
 
 @dataclass(frozen=True)
@@ -69,8 +50,8 @@ class DataSpec:
     version: str
     count: int
     shape: tuple[int, ...]
-    bins: BinSpec | None
-    standard: Standard | None
+    bins: Bins | None
+    standardize: Standardize | None
     classes: int = 0
     """Labels 0 .. classes - 1 are learned; 0: none are."""
     class_names: tuple[str, ...] = ()
@@ -139,8 +120,8 @@ def open_training_data(
         version=version if known is None else fingerprint([version, digest([known.tobytes()])]),
         count=len(train),
         shape=shape,
-        bins=None if bins is None else BinSpec(bins.low, bins.high, bins.count),
-        standard=standard,
+        bins=bins,
+        standardize=standard,
         classes=_classes(known),
     )
     tested = None if test is None else as_source(test, device, recipe.data.workers)
@@ -160,7 +141,7 @@ def open_training_data(
 
 def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
     dataset = open_dataset(recipe.data.name)
-    bins, standard = dataset.bins, dataset.standardization
+    bins, standard = dataset.bins, dataset.standardize
     given = None if dataset.labels is None else dataset.labels.train
     known = _labels(given, len(dataset.train), dataset.name) if recipe.data.labels else None
     names = () if known is None or dataset.labels is None else dataset.labels.names
@@ -171,8 +152,8 @@ def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
         version=dataset.version,
         count=len(dataset.train),
         shape=dataset.shape,
-        bins=None if bins is None else BinSpec(bins.low, bins.high, bins.count),
-        standard=None if standard is None else Standard(standard.mean, standard.std),
+        bins=bins,
+        standardize=standard,
         classes=len(names) or _classes(known),
         class_names=names,
     )
@@ -200,14 +181,14 @@ def _classes(labels: Labels | None) -> int:
     return 0 if labels is None else int(labels.max(initial=-1)) + 1
 
 
-def _fit(data: object, source: BatchSource) -> Standard:
+def _fit(data: object, source: BatchSource) -> Standardize:
     """Mean and standard deviation over all of a tensor, or over samples spread through anything else."""
     x = data.double() if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES)).double()
     check_finite(x)
     mean, std = float(x.mean()), float(x.std(correction=0))
     if not (np.isfinite(mean) and np.isfinite(std) and std > 0):
         raise DataError(f"data has mean {mean} and standard deviation {std}: constant data cannot be standardized")
-    return Standard(mean, std)
+    return Standardize(mean, std)
 
 
 def _largest(data: object, source: BatchSource) -> int:
@@ -246,17 +227,6 @@ def _spread(source: BatchSource, count: int) -> Int64[np.ndarray, " count"]:
     return np.sort(sample_ids(2**63, len(source), 0, min(count, len(source))))
 
 
-def build_method(spec: MethodSpec) -> Method:
-    """The method that a recipe names."""
-    match spec:
-        case BSISpec():
-            return BSI(spec.lambda_0, spec.gamma_0, spec.alpha_M, spec.alpha_R)
-        case BFNSpec():
-            return BFN(spec.sigma_1, spec.clips)
-        case _:
-            return VDM(spec.nu_min, spec.nu_max, spec.decoder)
-
-
 def config_of(backbone: torch.nn.Module, data: DataSpec) -> BackboneConfig | None:
     """The config that `build_model` would make this network of for this data; None for any other network."""
     if type(backbone) not in (DiT, UNet, MLP):  # a subclass may compute anything
@@ -286,10 +256,10 @@ def build_model(recipe: Recipe, data: DataSpec, backbone: torch.nn.Module | None
         )
     return Model(
         backbone,
-        build_method(recipe.method),
+        recipe.method,
         data.shape,
-        bins=None if data.bins is None else Bins(data.bins.low, data.bins.high, data.bins.count),
-        standardize=None if data.standard is None else Standardize(data.standard.mean, data.standard.std),
+        bins=data.bins,
+        standardize=data.standardize,
         parametrization=recipe.parametrization,
         sigma_data=recipe.sigma_data,
         class_names=data.class_names,

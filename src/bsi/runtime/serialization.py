@@ -1,7 +1,7 @@
 """Records to and from plain data: what JSON can hold, and nothing that could run.
 
 A record becomes a dictionary of its fields. Where a field may hold one of several records (the method, the network),
-the dictionary says which by its `kind`, a name from the fixed table KINDS: a file cannot name anything else, and
+the dictionary says which by its `kind`, a name from `kinds()`: a file cannot name anything else, and
 nothing is ever imported by a name read from a file. Reading is strict: an unknown field, a missing one or a value of
 another type is an error that names it.
 """
@@ -18,12 +18,25 @@ from typing import Any, Literal, TypeVar, Union
 
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
 from bsi.errors import UsageError
-from bsi.training.method_specs import METHODS
+from bsi.methods import METHODS, Method
 
-__all__ = ["KINDS", "Change", "changes", "flat", "from_plain", "to_plain"]
+__all__ = ["Change", "changes", "flat", "from_plain", "kinds", "to_plain"]
 
-KINDS: dict[str, type] = {str(name): cls for name, cls in METHODS.items()}
-KINDS |= {"dit": DiTConfig, "unet": UNetConfig, "mlp": MLPConfig}
+NETWORKS: dict[str, type] = {"dit": DiTConfig, "unet": UNetConfig, "mlp": MLPConfig}
+
+# Fields that version 0.1.0 wrote under other names.
+FORMER = {
+    "optimiser": "optimizer",
+    "parametrisation": "parametrization",
+    "unlabelled": "unlabeled",
+    "standard": "standardize",
+}
+
+
+def kinds() -> dict[str, type]:
+    """The registered methods and the networks, by the name that a file may give them."""
+    return {**METHODS, **NETWORKS}
+
 
 Record = TypeVar("Record")
 
@@ -31,7 +44,7 @@ Record = TypeVar("Record")
 def to_plain(value: Any) -> Any:
     """A record as dictionaries, lists, numbers and strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = next((name for name, cls in KINDS.items() if cls is type(value)), None)
+        kind = next((name for name, cls in kinds().items() if cls is type(value)), None)
         fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return fields if kind is None else {"kind": kind, **fields}
     if isinstance(value, tuple | list):
@@ -47,7 +60,9 @@ def from_plain(cls: type[Record], data: object, where: str = "") -> Record:
         raise UsageError(f"{where or cls.__name__} must be a table of fields: got {data!r:.80}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    given = {name: value for name, value in data.items() if name != "kind" or "kind" in fields}
+    given = {
+        FORMER.get(str(name), str(name)): value for name, value in data.items() if name != "kind" or "kind" in fields
+    }
     unknown = sorted(set(given) - set(fields))
     missing = [
         name for name, f in fields.items()
@@ -78,6 +93,8 @@ def _value(hint: Any, value: object, where: str) -> Any:
         if not isinstance(value, list):
             raise UsageError(f"{where} must be a list: got {value!r:.80}")
         return tuple(_value(choices[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if hint is Method:
+        return _one_of(tuple(METHODS.values()), value, where)
     if dataclasses.is_dataclass(hint):
         return from_plain(typing.cast(type, hint), value, where)
     return _number_or_string(hint, value, where)
@@ -85,7 +102,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
 
 def _one_of(classes: tuple[Any, ...], value: object, where: str) -> Any:
     """The record whose registered kind the value names, among those that the field may hold."""
-    known = {name: cls for name, cls in KINDS.items() if cls in classes}
+    known = {name: cls for name, cls in kinds().items() if cls in classes}
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in known:
         raise UsageError(f"{where} is of kind {', '.join(known)}: got {kind!r:.80}")

@@ -17,7 +17,6 @@ from bsi.studies.report import Cell, Claim, Report, Study, Table, equal, less
 from bsi.studies.scale import DATASETS, Comparison, Scale
 from bsi.studies.standard import OURS, bounds, default_quality, qualities, quality, seeded, solvers_said
 from bsi.studies.store import Store
-from bsi.training.method_specs import MethodName
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,11 +30,11 @@ PAPERS = (
     "against the test set; its errors are standard deviations over three seeds. On CIFAR-10 it trained U-Nets, and "
     "quotes VDM's and BFN's values from their authors."
 )
-ORDER: tuple[MethodName, ...] = ("bfn", "vdm", "bsi")  # of the paper's tables
-PAIRS: tuple[tuple[MethodName, MethodName], ...] = (("bsi", "vdm"), ("bsi", "bfn"), ("vdm", "bfn"))
+ORDER: tuple[str, ...] = ("bfn", "vdm", "bsi")  # of the paper's tables
+PAIRS: tuple[tuple[str, str], ...] = (("bsi", "vdm"), ("bsi", "bfn"), ("vdm", "bfn"))
 
 
-def networks(comparison: Comparison, method: MethodName) -> list[Recipe]:
+def networks(comparison: Comparison, method: str) -> list[Recipe]:
     return seeded(comparison.recipe, method, comparison.seeds)
 
 
@@ -61,7 +60,7 @@ def measures(scale: Scale) -> list[Measure]:
     ]
 
 
-def printed(recipe: Recipe) -> Mapping[MethodName, paper_values.Printed]:
+def printed(recipe: Recipe) -> Mapping[str, paper_values.Printed]:
     """The paper's values for what is most like this."""
     if recipe.data.name == "imagenet64":
         return paper_values.IMAGENET64
@@ -75,7 +74,7 @@ def table_of(
     store: Store,
     comparison: Comparison,
     steps: tuple[int, ...],
-    paper: Mapping[MethodName, paper_values.Printed],
+    paper: Mapping[str, paper_values.Printed],
     long: int | None = None,
 ) -> Table:
     """Bits per dimension and Fréchet distances with their errors, the paper's values beside them."""
@@ -109,8 +108,8 @@ def table_of(
 class Gap:
     """What one method has more than another, paired by seed, and for bits per dimension by image."""
 
-    a: MethodName
-    b: MethodName
+    a: str
+    b: str
     bits: Estimate
     distance: Estimate
 
@@ -143,7 +142,7 @@ def claims_of(scale: Scale, store: Store, comparison: Comparison, gaps: Sequence
     """Equal bits per dimension; FID of BSI < VDM < BFN."""
     on = _on(scale, comparison)
 
-    def quality_of(method: MethodName) -> Estimate:
+    def quality_of(method: str) -> Estimate:
         return distance(store, qualities(scale, networks(comparison, method), steps))
 
     return (

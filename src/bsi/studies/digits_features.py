@@ -18,8 +18,8 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 from bsi.data import digits
-from bsi.data.pixels import to_uint8
 from bsi.errors import DataError
+from bsi.values import to_uint8
 
 __all__ = ["DigitsFeatures", "fit", "packaged_weights"]
 

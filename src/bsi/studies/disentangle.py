@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from bsi.defaults import GRID, SOLVER, STEPS
-from bsi.methods import Parametrization
+from bsi.methods import BSI, Parametrization
 from bsi.recipe import Recipe
 from bsi.studies import figures
 from bsi.studies.estimates import (
@@ -47,7 +47,6 @@ from bsi.studies.report import Cell, Claim, Report, Study, Table, less
 from bsi.studies.scale import Scale
 from bsi.studies.standard import OURS, bounds, bsi_of, qualities, quality, seeded
 from bsi.studies.store import Store
-from bsi.training.method_specs import BSISpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +66,7 @@ class Corner:
     offset: bool
     preconditioning: bool
 
-    def method(self, bsi: BSISpec) -> BSISpec:
+    def method(self, bsi: BSI) -> BSI:
         """BSI with these choices; BSI's own hyper-prior is gamma_0 = lambda_0, left unsaid."""
         lambda_0, c = bsi.lambda_0 if self.offset else 1.0, bsi.lambda_0
         gamma_0 = math.inf if not self.hyper_prior else None if self.offset else lambda_0**2 / c

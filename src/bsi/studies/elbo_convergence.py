@@ -21,7 +21,6 @@ from bsi.data.store import open_dataset
 from bsi.grids import paper_grid
 from bsi.methods import Method
 from bsi.recipe import Recipe
-from bsi.runtime.dataset import build_method
 from bsi.studies import figures
 from bsi.studies.comparison import networks
 from bsi.studies.estimates import Estimate, finite_gap
@@ -86,7 +85,7 @@ def _variances(recipe: Recipe) -> Float64[Tensor, " n"]:
 
 def _theory(scale: Scale) -> list[float]:
     recipe = network(scale)
-    return gaussian_gap(build_method(recipe.method), _variances(recipe), scale.measured.ks)
+    return gaussian_gap(recipe.method, _variances(recipe), scale.measured.ks)
 
 
 def _gaps(scale: Scale, store: Store) -> list[Estimate]:

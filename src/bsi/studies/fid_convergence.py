@@ -17,7 +17,6 @@ from bsi.studies.report import Cell, Report, Study, Table, all_of, less
 from bsi.studies.scale import Scale
 from bsi.studies.standard import our_solver, quality, solvers_said
 from bsi.studies.store import Store
-from bsi.training.method_specs import MethodName
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +27,7 @@ OURS = tuple((method, solver) for method in ORDER for solver in (SOLVER, NOISY_S
 FROM = 16  # steps, in the paper's claim
 
 
-def _paper_line(scale: Scale, method: MethodName) -> list[Quality]:
+def _paper_line(scale: Scale, method: str) -> list[Quality]:
     network = networks(scale.convergence, method)[0]
     return [quality(scale, network, k) for k in scale.drawn.convergence]
 
@@ -38,7 +37,7 @@ def _our_steps(scale: Scale) -> list[int]:
     return [k for k in scale.drawn.convergence if k <= 64]
 
 
-def _our_line(scale: Scale, method: MethodName, solver: str) -> list[Quality]:
+def _our_line(scale: Scale, method: str, solver: str) -> list[Quality]:
     network = networks(scale.convergence, method)[0]
     return [quality(scale, network, k, solver, GRID) for k in _our_steps(scale)]
 

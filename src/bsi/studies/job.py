@@ -18,11 +18,11 @@ from typing import Any
 
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.backbones.cost import cost
+from bsi.methods import BFN, BSI, VDM
 from bsi.recipe import Recipe
 from bsi.runtime.files import canonical_json
 from bsi.runtime.serialization import changes, to_plain
 from bsi.studies.scale import DATASETS, MetricName, Scale
-from bsi.training.method_specs import BFNSpec, BSISpec, VDMSpec
 from bsi.training.resume import SAFE
 
 __all__ = [
@@ -147,13 +147,13 @@ def _hash(plain: dict[str, Any]) -> str:
 def describe(recipe: Recipe) -> str:
     """A network in a few words: what makes it different from the method's default."""
     match recipe.method:
-        case BSISpec(lambda_0=lambda_0, gamma_0=gamma_0):
+        case BSI(lambda_0=lambda_0, gamma_0=gamma_0):
             words = ["BSI"]
-            words += [f"lambda_0={lambda_0:g}"] if lambda_0 != BSISpec().lambda_0 else []
+            words += [f"lambda_0={lambda_0:g}"] if lambda_0 != BSI().lambda_0 else []
             words += [f"gamma_0={gamma_0:g}"] if gamma_0 is not None else []
-        case BFNSpec():
+        case BFN():
             words = ["BFN"]
-        case VDMSpec():
+        case VDM():
             words = ["VDM"]
     words += ["U-Net"] if isinstance(recipe.backbone, UNetConfig) else []
     words += [recipe.parametrization] if recipe.parametrization is not None else []

@@ -20,7 +20,6 @@ from torch import Tensor
 import bsi
 from bsi.backbones import Backbone, accelerate, compute_dtype, freeze
 from bsi.data.batches import as_source
-from bsi.data.pixels import to_uint8
 from bsi.data.store import Dataset
 from bsi.elbo import reconstruction_loss
 from bsi.errors import NonFinite, UsageError
@@ -50,6 +49,7 @@ from bsi.studies.digits_features import DigitsFeatures
 from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, name_of
 from bsi.studies.scale import MetricName, Scale
 from bsi.studies.store import Result
+from bsi.values import to_uint8
 
 __all__ = ["Laboratory"]
 

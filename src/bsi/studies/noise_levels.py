@@ -16,15 +16,14 @@ from torch import Tensor
 
 from bsi.data.store import open_dataset
 from bsi.gaussian import Encoder
+from bsi.methods import METHODS
 from bsi.rng import standard_normal
-from bsi.runtime.dataset import build_method
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate
 from bsi.studies.job import Measure
 from bsi.studies.report import Claim, Report, Study, Table, Verdict
 from bsi.studies.scale import METHOD_NAMES, Scale
 from bsi.studies.store import Store
-from bsi.training.method_specs import METHODS, MethodName
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,9 +38,9 @@ def measures(scale: Scale) -> list[Measure]:
     return []
 
 
-def encoder(method: MethodName, t: float) -> Encoder:
+def encoder(method: str, t: float) -> Encoder:
     """q(psi | x, F^-1(t)) at the paper's parameters."""
-    built = build_method(METHODS[method]())
+    built = METHODS[method]()
     return built.encoder(built.levels.icdf(torch.tensor(t, dtype=torch.float64)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bsi.methods import METHODS
 from bsi.recipe import Recipe
 from bsi.recipes import named_recipe
 from bsi.runtime.serialization import changes
@@ -13,7 +14,6 @@ from bsi.studies.outcome import line
 from bsi.studies.runner import Planned
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
-from bsi.training.method_specs import METHODS
 
 __all__ = ["plan_text", "train_command"]
 

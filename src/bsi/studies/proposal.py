@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float64
 
 from bsi.denoiser import edm
-from bsi.runtime.dataset import build_method
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate
 from bsi.studies.job import Measure, Profile
@@ -43,7 +42,7 @@ def measures(scale: Scale) -> list[Measure]:
 def _skip(scale: Scale, level: np.ndarray) -> np.ndarray:
     """|1 - c_skip|: the distance of a network that answers 0."""
     recipe = profile(scale).network
-    found = edm(build_method(recipe.method).encoder(torch.from_numpy(level)), recipe.sigma_data)
+    found = edm(recipe.method.encoder(torch.from_numpy(level)), recipe.sigma_data)
     return (1 - found.c_skip).abs().numpy()
 
 

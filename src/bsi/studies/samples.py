@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bsi.data.pixels import to_uint8
 from bsi.data.store import open_dataset
 from bsi.studies import figures
 from bsi.studies.comparison import networks
@@ -16,7 +15,7 @@ from bsi.studies.report import Report, Study, Table
 from bsi.studies.scale import METHOD_NAMES, Scale
 from bsi.studies.standard import quality
 from bsi.studies.store import Store
-from bsi.training.method_specs import MethodName
+from bsi.values import to_uint8
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +25,7 @@ __all__ = ["STUDY"]
 ROWS, COLUMNS = 8, 4
 
 
-def _job(scale: Scale, method: MethodName) -> Quality:
+def _job(scale: Scale, method: str) -> Quality:
     """The most steps that every study draws; the first samples are kept with the distance."""
     return quality(scale, networks(scale.comparisons[0], method)[0], max(scale.drawn.steps))
 

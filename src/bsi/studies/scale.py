@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bsi.recipe import Recipe
-from bsi.training.method_specs import MethodName
 
 __all__ = [
     "DATASETS",
@@ -28,7 +27,7 @@ __all__ = [
 
 ScaleName = Literal["smoke", "mini", "paper"]
 MetricName = Literal["fd-digits", "FID"]
-METHOD_NAMES: tuple[MethodName, ...] = ("bsi", "bfn", "vdm")
+METHOD_NAMES: tuple[str, ...] = ("bsi", "bfn", "vdm")
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,9 @@ class Speed:
 class Comparison:
     """Networks of one backbone, dataset and budget, for each of the methods and seeds."""
 
-    recipe: Callable[[MethodName], Recipe]
+    recipe: Callable[[str], Recipe]
     seeds: tuple[int, ...]
-    methods: tuple[MethodName, ...] = METHOD_NAMES
+    methods: tuple[str, ...] = METHOD_NAMES
     samples: bool = True
     """Whether the quality of samples is compared, or the likelihood alone."""
 
@@ -133,9 +132,9 @@ class Scale:
     """The same with the U-Net."""
     convergence: Comparison
     """Whose samples are drawn in few and many steps: on ImageNet64 in the paper."""
-    profiled: Callable[[MethodName], Recipe]
+    profiled: Callable[[str], Recipe]
     """The network whose range of h/p is looked at: on CIFAR-10 in the paper."""
-    parameter_recipe: Callable[[MethodName], Recipe]
+    parameter_recipe: Callable[[str], Recipe]
     """The networks of parameter studies: at the paper's scale, of a shorter training."""
     parameter_seeds: tuple[int, ...]
     metric: MetricName

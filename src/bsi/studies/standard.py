@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from bsi.defaults import GRID, STEPS
+from bsi.methods import BSI
 from bsi.recipe import Recipe
 from bsi.studies.job import Bound, Quality
 from bsi.studies.scale import Scale
-from bsi.training.method_specs import BSISpec, MethodName
 
 __all__ = [
     "OURS",
@@ -29,14 +29,14 @@ __all__ = [
 OURS = f"our solver on {GRID} in {STEPS}"
 
 
-def seeded(recipe: Callable[[MethodName], Recipe], method: MethodName, seeds: Sequence[int]) -> list[Recipe]:
+def seeded(recipe: Callable[[str], Recipe], method: str, seeds: Sequence[int]) -> list[Recipe]:
     """The same recipe from several seeds: of the weights, the order of images, the levels and the noise."""
     return [replace(recipe(method), seed=seed) for seed in seeds]
 
 
-def bsi_of(recipe: Recipe) -> BSISpec:
+def bsi_of(recipe: Recipe) -> BSI:
     """The method of a recipe for BSI, to be varied."""
-    assert isinstance(recipe.method, BSISpec), recipe.name
+    assert isinstance(recipe.method, BSI), recipe.name
     return recipe.method
 
 
@@ -64,12 +64,11 @@ def default_quality(scale: Scale, network: Recipe) -> Quality:
 
 def our_solver(network: Recipe) -> str:
     """That of its method."""
-    from bsi.runtime.dataset import build_method
     from bsi.sampling import default_solver  # with torch, which a plan does without
 
-    return default_solver(build_method(network.method))
+    return default_solver(network.method)
 
 
-def solvers_said(recipe: Callable[[MethodName], Recipe], methods: Sequence[MethodName]) -> str:
+def solvers_said(recipe: Callable[[str], Recipe], methods: Sequence[str]) -> str:
     """Our solvers by name, below a table: they may be others when it is read."""
     return f"Our solver is {', '.join(f'{our_solver(recipe(method))} for {method.upper()}' for method in methods)}."

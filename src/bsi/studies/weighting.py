@@ -15,7 +15,6 @@ import torch
 
 from bsi.objective import edm_weight, sigmoid_weight
 from bsi.recipe import Objective, Recipe
-from bsi.runtime.dataset import build_method
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference
 from bsi.studies.job import Measure
@@ -60,7 +59,7 @@ def _measured(scale: Scale, store: Store, objective: Objective) -> tuple[Estimat
 
 def _draw(scale: Scale, store: Store) -> Figure:
     figure, (left, right) = figures.panels(2, width=3.5, height=2.9)
-    method = build_method(scale.parameter_recipe("bsi").method)
+    method = scale.parameter_recipe("bsi").method
     level = method.levels.icdf(torch.linspace(0.05, 1, 400, dtype=torch.float64))
     gain = method.gain(level)
     log_snr = 2 * torch.log(gain) - torch.log(gain + method.c)

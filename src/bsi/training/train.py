@@ -24,7 +24,6 @@ from bsi.backbones.precision import compute_dtype
 from bsi.errors import BsiError, Preempted, UsageError
 from bsi.kernels import compiles
 from bsi.kernels.acceleration import accelerate, check_fp8
-from bsi.likelihood import Bins
 from bsi.model import Model
 from bsi.progress import Progress
 from bsi.recipe import Recipe
@@ -44,6 +43,7 @@ from bsi.training.saver import Saver
 from bsi.training.step import Engine
 from bsi.training.stop import listening
 from bsi.training.stream import Stream, derive
+from bsi.values import Bins
 
 __all__ = ["train"]
 

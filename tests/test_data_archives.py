@@ -20,9 +20,9 @@ from bsi.data import cifar10
 from bsi.data.archives import members
 from bsi.data.cifar10 import Cifar10
 from bsi.data.prepare import prepare
-from bsi.data.store import data_folder
 from bsi.download import download
 from bsi.errors import DataError
+from bsi.io import data_folder
 
 RECORDS = 20
 

@@ -11,10 +11,10 @@ import pytest
 
 import bsi.data.digits
 from bsi.data.arrays import Arrays
-from bsi.data.manifest import digest, fingerprint
 from bsi.data.prepare import prepare
 from bsi.data.store import open_dataset
 from bsi.errors import DataError
+from bsi.io import digest, fingerprint
 
 
 def test_the_digits_are_the_published_ones() -> None:

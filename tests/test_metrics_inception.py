@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bsi.errors import DataError, UsageError
+from bsi.io import data_folder
 from bsi.metrics import inception, resize
-from bsi.metrics.cache import data_folder
 from bsi.metrics.extractor import Extractor, QualityWarning, require_images
 from bsi.metrics.inception import (
     BATCH_NORM_EPS,

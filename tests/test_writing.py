@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from bsi import io
 from bsi.cli import main
 from bsi.denoiser import Denoiser
 from bsi.errors import BsiError, UsageError
-from bsi.io import check_writable, make_folder, system_error, whole
+from bsi.io import atomic, check_writable, make_folder, system_error
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +30,14 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RuntimeError(), KeyboardInterrupt()])
 def test_a_file_is_the_new_one_whole_or_the_old_one(elsewhere: Path, error: BaseException) -> None:
     file = elsewhere / "x.txt"
-    with whole(file) as beside:
-        beside.write_text("old")
-    with pytest.raises((BsiError, RuntimeError, KeyboardInterrupt)), whole(file) as beside:  # noqa: PT012
-        beside.write_text("ne")
+    with atomic(file) as temporary:
+        temporary.write_text("old")
+    with pytest.raises((BsiError, RuntimeError, KeyboardInterrupt)), atomic(file) as temporary:  # noqa: PT012
+        temporary.write_text("ne")
         raise error
     assert file.read_text() == "old"
-    with whole(file) as beside:
-        beside.write_text("new")
+    with atomic(file) as temporary:
+        temporary.write_text("new")
     assert file.read_text() == "new"
     assert os.listdir(elsewhere) == ["x.txt"]
 
@@ -51,7 +52,7 @@ def test_a_full_disk_is_exit_code_1_and_another_place_exit_code_2(number: int, c
 
     told = os.strerror(number)
     error = OSError(number, told) if kind == "OSError" else SafetensorError(f"I/O error: {told} (os error {number})")
-    with pytest.raises(BsiError) as caught, whole(Path("x.npz"), "--npz"):
+    with pytest.raises(BsiError) as caught, atomic(Path("x.npz"), "--npz"):
         raise error
     assert caught.value.code == code
     again = "Make room and run the same command again, or give" if code == 1 else "Give"
@@ -61,7 +62,7 @@ def test_a_full_disk_is_exit_code_1_and_another_place_exit_code_2(number: int, c
 
 def test_numpy_tells_of_a_full_disk_without_its_number() -> None:
     told = r"cannot write x\.npy: No space left on device\. Make room"
-    with pytest.raises(BsiError, match=told) as caught, whole(Path("x.npy"), "--npz"):
+    with pytest.raises(BsiError, match=told) as caught, atomic(Path("x.npy"), "--npz"):
         raise OSError("65536 requested and 36736 written")
     assert caught.value.code == 1
 
@@ -206,3 +207,30 @@ def test_output_that_cannot_be_written_is_said_and_not_taken_for_done() -> None:
         "bsi --version: cannot write the output: No space left on device. "
         "Make room and run the same command again, or give another place.\n"
     )
+
+
+@pytest.mark.parametrize("write", [lambda path: io.write_text(path, "new"), lambda path: _atomically(path, "new")])
+def test_devices_pipes_and_links_are_written_to_and_never_replaced(elsewhere: Path, write) -> None:
+    """Row 40."""
+    (elsewhere / "target").write_text("old")
+    (elsewhere / "link").symlink_to("target")
+    os.mkfifo(elsewhere / "pipe")
+    write(elsewhere / "link")
+    assert (elsewhere / "link").is_symlink()
+    assert (elsewhere / "target").read_text() == "new"
+    reader = os.open(elsewhere / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write(elsewhere / "pipe")
+    assert os.read(reader, 10) == b"new"
+    os.close(reader)
+    assert (elsewhere / "pipe").is_fifo()
+    write(Path("/dev/null"))
+    assert Path("/dev/null").is_char_device()
+    check_writable(Path("/dev/null"), "--out")
+    with pytest.raises(OSError, match=r"(?i)directory"):
+        io.write_text(elsewhere, "new")
+    assert sorted(os.listdir(elsewhere)) == ["link", "pipe", "target"]
+
+
+def _atomically(path: Path, text: str) -> None:
+    with atomic(path) as temporary:
+        temporary.write_text(text)

@@ -1,42 +1,187 @@
-"""Files that were asked for: whole or not there, and one message where the system does not let them be written.
+"""Files: atomic writing, hashes, the data folder, and one message where a file cannot be written. Imports no torch.
 
-check_writable(path, "--out")            # before the work
-with whole(path, "--out") as beside:     # after it: written beside, synced, renamed; nothing is left if that fails
-    picture.save(beside)
+    check_writable(path, "--out")                 # before the work
+    with atomic(path, "--out") as temporary:      # after it
+        picture.save(temporary)
+    write_json(path, record)
 
-A full disk is exit code 1, and the same command again does it; any other place that cannot be written is a mistake in
-the command, exit code 2. Imports no torch.
+An atomic write goes to a temporary file in the same folder, is synced and renamed: a reader, or a crash, finds the old
+file or the new one. Symbolic links are followed. Devices and pipes are never replaced: they are written to. A full disk
+is exit code 1, and the same command works once there is space; any other failure is exit code 2.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import re
+import shutil
+import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from bsi.errors import BsiError, UsageError
 
-__all__ = ["cannot_write", "check_writable", "is_full", "make_folder", "system_error", "whole"]
+__all__ = [
+    "append_line",
+    "atomic",
+    "cannot_write",
+    "canonical_json",
+    "check_writable",
+    "data_folder",
+    "digest",
+    "digest_file",
+    "fingerprint",
+    "is_full",
+    "make_folder",
+    "share",
+    "sync_file",
+    "sync_folder",
+    "system_error",
+    "write_bytes",
+    "write_json",
+    "write_text",
+]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+STEM = 40  # characters of a file's name in that of its temporary file: names end at 255 bytes
+
+
+def data_folder() -> Path:
+    """The folder of datasets, reference statistics and downloads: $BSI_DATA, by default ~/.cache/bsi-data."""
+    return Path(os.environ.get("BSI_DATA") or "~/.cache/bsi-data").expanduser()
+
+
+# ---- Atomic writing --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def atomic(path: Path, option: str | None = None) -> Iterator[Path]:
+    """Yield a temporary path to write to, which replaces `path` at the end and is removed after any failure.
+
+    Args:
+        path: The file to write.
+        option: The command-line option that names another place, for the error message.
+
+    Raises:
+        BsiError: The system cannot write the file.
+    """
+    try:
+        with _replacing(path) as temporary:
+            yield temporary
+    except Exception as error:
+        failure = system_error(error)
+        if failure is None:
+            raise
+        raise cannot_write(path, failure, option) from error
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file atomically. An OSError names the file."""
+    try:
+        with _replacing(path) as temporary:
+            temporary.write_bytes(data)
+    except OSError as error:
+        error.filename = str(path)  # the system gives no name if the disk is full
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, canonical_json(value))
+
+
+def canonical_json(value: Any) -> str:
+    """JSON in one fixed form, so that equal content is equal text."""
+    return json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line in one write, so that readers never see a part of it."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    if not _is_regular(path):
+        with tempfile.TemporaryDirectory() as folder:
+            temporary = Path(folder) / path.name
+            yield temporary
+            with temporary.open("rb") as source, path.open("wb", buffering=0) as sink:
+                shutil.copyfileobj(source, sink)
+        return
+    target = path.resolve()
+    temporary = target.with_name(f".{target.stem[:STEM]}.{os.getpid()}{target.suffix[:STEM]}")
+    try:
+        yield temporary
+        sync_file(temporary)
+        temporary.replace(target)
+        sync_folder(target.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _is_regular(path: Path) -> bool:
+    """Whether a path is a regular file, through symbolic links, or names a file that does not exist yet."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return True
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return stat.S_ISREG(mode)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's bytes are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until a folder's entries are on the disk, where the file system can sync folders."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def share(path: Path) -> None:
+    """Make a file readable for everyone who can read its folder: safetensors (0.8) writes for the owner alone."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+# ---- What cannot be written ------------------------------------------------------------------------------------------
 
 
 def cannot_write(path: Path | str, error: OSError, option: str | None = None) -> BsiError:
-    """What to tell of a file that the system refused to write; `option` is the one that names another place."""
-    told = f"cannot write {path}: {error.strerror or error}."
+    """The error to raise for a file that cannot be written; `option` names the option for another place."""
+    what = f"cannot write {path}: {error.strerror or error}."
     if error.errno in FULL:
         again = f" Make room and run the same command again, or give another {option}." if option else ""
-        return BsiError(told + again)
-    return UsageError(told + (f" Give another {option}." if option else ""))
+        return BsiError(what + again)
+    return UsageError(what + (f" Give another {option}." if option else ""))
 
 
 def system_error(error: Exception) -> OSError | None:
-    """What the system said, if it was the system: safetensors tells its number in words alone, `(os error 28)`, and
-    NumPy tells of a disk that took less than it was given without one.
+    """The OSError behind an error, if there is one.
+
+    safetensors gives its number as text, `(os error 28)`; NumPy reports a short write, to a full disk, without one.
     """
     if isinstance(error, OSError):
         short = error.errno is None and re.search(r"\d+ requested and \d+ written", str(error))
@@ -46,22 +191,27 @@ def system_error(error: Exception) -> OSError | None:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether there was no room left, on the disk or in what we may use of it."""
-    refused = system_error(error)
-    return refused is not None and refused.errno in FULL
+    """Whether an error means a full disk, an exceeded quota or the limit on the size of a file."""
+    failure = system_error(error)
+    return failure is not None and failure.errno in FULL
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse a file that could not be written, before the work that would be lost."""
+    """Raise before the work if a file could not be written after it."""
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: there is no folder {path.parent}. Make it, or give another {option}.")
-    if path.is_dir():
-        raise cannot_write(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)), option)
-    _try(path.parent, path, option)
+    try:
+        regular = _is_regular(path)
+    except OSError as error:
+        raise cannot_write(path, error, option) from error
+    if regular:
+        _try(path.resolve().parent, path, option)
+    elif not os.access(path, os.W_OK):
+        raise cannot_write(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), option)
 
 
 def make_folder(folder: Path, option: str | None = None) -> None:
-    """A folder that can be written into, made if it is not there."""
+    """Make a folder if it does not exist, and raise if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:  # a file
@@ -72,7 +222,7 @@ def make_folder(folder: Path, option: str | None = None) -> None:
 
 
 def _try(folder: Path, path: Path, option: str | None) -> None:
-    """Permissions do not tell (root, network disks, read-only mounts): a file that is gone at once does."""
+    """Write a temporary file: permissions alone do not decide (root, network disks, read-only mounts)."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -80,20 +230,22 @@ def _try(folder: Path, path: Path, option: str | None) -> None:
         raise cannot_write(path, error, option) from error
 
 
-@contextlib.contextmanager
-def whole(path: Path, option: str | None = None) -> Iterator[Path]:
-    """A name beside `path` to write to. At the end it takes the path's place; after any failure it is gone."""
-    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except Exception as error:
-        refused = system_error(error)
-        if refused is None:
-            raise
-        raise cannot_write(path, refused, option) from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+# ---- Hashes ----------------------------------------------------------------------------------------------------------
+
+
+def digest(chunks: Iterable[bytes]) -> str:
+    """SHA-256 of a sequence of bytes."""
+    sha = hashlib.sha256()
+    for chunk in chunks:
+        sha.update(chunk)
+    return sha.hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(content: Any) -> str:
+    """SHA-256 of JSON-serializable content."""
+    return digest([json.dumps(content, sort_keys=True, separators=(",", ":")).encode()])

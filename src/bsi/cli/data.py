@@ -123,7 +123,8 @@ def _next(args: Data, dataset: Dataset) -> str:
 
 def _list(args: Data) -> int:
     from bsi.data.sources import SOURCES
-    from bsi.data.store import data_folder, open_dataset, prepared
+    from bsi.data.store import open_dataset, prepared
+    from bsi.io import data_folder
 
     datasets, damaged = [open_dataset("digits")], []
     for folder in prepared():

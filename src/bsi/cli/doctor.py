@@ -166,7 +166,8 @@ def _cuda() -> Check:
 
 def _data() -> Iterator[Check]:
     from bsi import pretrained
-    from bsi.data.store import data_folder, prepared
+    from bsi.data.store import prepared
+    from bsi.io import data_folder
 
     root = data_folder()
     there = sorted(path.name for path in prepared(root))
@@ -186,7 +187,7 @@ def _data() -> Iterator[Check]:
 
 
 def _disk() -> Iterator[Check]:
-    from bsi.data.store import data_folder
+    from bsi.io import data_folder
 
     places: dict[str, Path] = {"disk here": Path.cwd(), "disk of data": data_folder()}
     for name, place in places.items():

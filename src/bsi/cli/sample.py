@@ -16,7 +16,7 @@ import tyro
 from bsi.cli.labels import all_labels, label_of
 from bsi.defaults import GRID, STEPS
 from bsi.errors import UsageError
-from bsi.io import check_writable, whole
+from bsi.io import atomic, check_writable
 from bsi.progress import readable_bytes
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
         from bsi import pictures
 
         low, high = picture_range(model, samples)
-        with whole(picture, "--out") as beside:
-            pictures.grid(samples[:SHOWN], pictures.class_columns(how.classes), low, high).save(beside)
+        with atomic(picture, "--out") as temporary:
+            pictures.grid(samples[:SHOWN], pictures.class_columns(how.classes), low, high).save(temporary)
     return {
         "run": str(args.run),
         "num": num,
@@ -253,5 +253,5 @@ def animation(series: Series, num: int, path: Path) -> None:
     moments.append(moment(after, None))
     bins = model.bins
     low, high = (bins.low, bins.high) if bins is not None else extremes(moments[-1].prediction)
-    with whole(path, "--animate") as beside:
-        animate(belief_frames(moments, low, high), beside, lossless=min(model.shape[1:]) < SMALLEST)
+    with atomic(path, "--animate") as temporary:
+        animate(belief_frames(moments, low, high), temporary, lossless=min(model.shape[1:]) < SMALLEST)

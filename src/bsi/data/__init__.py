@@ -5,7 +5,8 @@ ids = sample_ids(seed=0, n=len(dataset.train), start=step * batch, count=batch)
 """
 
 from bsi.data.order import SHARDS, check_batch, coins, sample_ids, shards_of
-from bsi.data.store import Dataset, Labels, data_folder, open_dataset
+from bsi.data.store import Dataset, Labels, open_dataset
+from bsi.io import data_folder
 from bsi.values import Bins, to_uint8
 
 __all__ = [

@@ -18,11 +18,11 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Integer, Shaped
 
-from bsi.data.manifest import digest_file
 from bsi.data.npy import ArrayFile, NpzFile
 from bsi.data.order import uniforms
 from bsi.data.plan import BLOCK_BYTES, MOST_CLASSES, Block, Plan
 from bsi.errors import DataError, UsageError
+from bsi.io import digest_file
 from bsi.values import Bins
 
 __all__ = ["Arrays"]

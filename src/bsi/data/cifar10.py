@@ -15,11 +15,11 @@ from typing import ClassVar
 import numpy as np
 
 from bsi.data.archives import Member, members
-from bsi.data.manifest import check_classes, digest, fingerprint
+from bsi.data.manifest import check_classes
 from bsi.data.plan import Block, Plan
-from bsi.data.store import data_folder
 from bsi.download import download
 from bsi.errors import DataError
+from bsi.io import data_folder, digest, fingerprint
 from bsi.values import Bins
 
 __all__ = ["Cifar10"]

@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import UInt16
 
 from bsi.data.archives import Member, members
-from bsi.data.manifest import fingerprint
 from bsi.data.npy import ArrayFile, NpzFile
 from bsi.data.plan import BLOCK_BYTES, Block, Plan
 from bsi.errors import DataError, UsageError
+from bsi.io import fingerprint
 from bsi.progress import Progress
 from bsi.values import Bins
 

@@ -6,7 +6,6 @@ hold the same data; a run stores the version of the data it was trained on and c
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bsi.errors import BsiError, DataError
+from bsi.io import fingerprint
 from bsi.values import Bins, Standardize
 
 __all__ = [
@@ -23,9 +23,6 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "check_classes",
-    "digest",
-    "digest_file",
-    "fingerprint",
 ]
 
 FORMAT = 1
@@ -135,21 +132,3 @@ def check_classes(given: Iterable[object]) -> tuple[str, ...]:
         twice = next(name for name in names if names.count(name) > 1)
         raise DataError(f"two classes have the name {twice!r}: rename one.")
     return tuple(names)
-
-
-def digest(chunks: Iterable[bytes]) -> str:
-    """SHA-256 of a sequence of bytes."""
-    sha = hashlib.sha256()
-    for chunk in chunks:
-        sha.update(chunk)
-    return sha.hexdigest()
-
-
-def digest_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return digest(iter(lambda: file.read(1 << 20), b""))
-
-
-def fingerprint(content: Any) -> str:
-    """SHA-256 of plain data, written as JSON in one fixed way."""
-    return digest([json.dumps(content, sort_keys=True, separators=(",", ":")).encode()])

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Integer, Shaped
 
-from bsi.data.manifest import FORMAT, fingerprint
+from bsi.data.manifest import FORMAT
+from bsi.io import fingerprint
 from bsi.values import Bins
 
 __all__ = ["BLOCK_BYTES", "MOST_CLASSES", "Block", "Plan", "Source"]

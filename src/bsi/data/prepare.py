@@ -22,12 +22,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from bsi.data.manifest import MANIFEST, FileRecord, Manifest, digest_file
+from bsi.data.manifest import MANIFEST, FileRecord, Manifest
 from bsi.data.npy import HEADER_BYTES, ArrayFile, header_bytes
 from bsi.data.plan import BLOCK_BYTES, Block, Plan
 from bsi.data.store import Dataset, open_dataset
 from bsi.errors import BsiError, DataError, UsageError
-from bsi.io import FULL, cannot_write, make_folder
+from bsi.io import FULL, cannot_write, digest_file, make_folder, sync_folder, write_text
 from bsi.progress import Progress, readable_bytes
 from bsi.values import Standardize
 
@@ -109,7 +109,7 @@ def _write(plan: Plan, folder: Path) -> None:
         raise
     staging.finish()
     os.rename(partial, folder)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
 class _Staging:
@@ -186,11 +186,7 @@ class _Staging:
         for file in self.files.values():
             _sync(file)
         note = {"identity": self.plan.identity, **asdict(self.done)}
-        with (self.path / "state.json.new").open("wb") as file:
-            file.write(json.dumps(note).encode())
-            _sync(file)
-        os.replace(self.path / "state.json.new", self.path / "state.json")
-        _sync_folder(self.path)
+        write_text(self.path / "state.json", json.dumps(note))
         self.synced_at = time.monotonic()
 
     def close(self) -> None:
@@ -228,11 +224,9 @@ class _Staging:
             skipped=self.done.skipped,
             classes=plan.classes,
         )
-        with (self.path / MANIFEST).open("wb") as file:
-            file.write(manifest.to_json().encode())
-            _sync(file)
+        write_text(self.path / MANIFEST, manifest.to_json())
         (self.path / "state.json").unlink()
-        _sync_folder(self.path)
+        sync_folder(self.path)
 
 
 def _standardize(path: Path) -> Standardize:
@@ -270,12 +264,3 @@ def _locked(folder: Path) -> Iterator[None]:
 def _sync(file: IO[Any]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable: creating or renaming a file is not until its folder is synced."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,9 +15,10 @@ from bsi.data.huggingface import HuggingFace
 from bsi.data.imagenet import ImageNet32, ImageNet64
 from bsi.data.plan import Source
 from bsi.data.prepare import prepare
-from bsi.data.store import Dataset, data_folder, open_dataset, prepared
+from bsi.data.store import Dataset, open_dataset, prepared
 from bsi.data.wav import Wav
 from bsi.errors import UsageError
+from bsi.io import data_folder
 
 __all__ = ["SOURCES", "make_source", "prepare_named"]
 

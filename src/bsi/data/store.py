@@ -20,12 +20,13 @@ import numpy as np
 from jaxtyping import Integer, Shaped
 
 from bsi.data import digits
-from bsi.data.manifest import MANIFEST, FileRecord, Manifest, digest, digest_file
+from bsi.data.manifest import MANIFEST, FileRecord, Manifest
 from bsi.data.npy import ArrayFile, header_bytes
 from bsi.errors import DataError, UsageError
+from bsi.io import data_folder, digest, digest_file
 from bsi.values import Bins, Standardize
 
-__all__ = ["Dataset", "Labels", "data_folder", "open_dataset", "prepared", "verify"]
+__all__ = ["Dataset", "Labels", "open_dataset", "prepared", "verify"]
 
 OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER"}  # sources of one's own data, and what they are given
 
@@ -85,11 +86,6 @@ class Dataset:
         if not len(rows):
             raise DataError(f"dataset {self.name!r} has no {name} samples. Prepare it with another --test-fraction.")
         return rows
-
-
-def data_folder() -> Path:
-    """Where datasets are looked for and kept: $BSI_DATA, by default ~/.cache/bsi-data."""
-    return Path(os.environ.get("BSI_DATA") or "~/.cache/bsi-data").expanduser()
 
 
 def prepared(root: Path | None = None) -> list[Path]:

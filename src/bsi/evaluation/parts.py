@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from bsi.errors import BsiError, DataError, UsageError
-from bsi.io import make_folder, whole
+from bsi.io import atomic, make_folder
 
 __all__ = ["PART", "Parts"]
 
@@ -48,8 +48,8 @@ class Parts:
         else:
             make_folder(self.folder, "--npz")
             try:
-                with whole(about, "--npz") as beside:
-                    beside.write_text(json.dumps(self.about, indent=2), "utf-8")
+                with atomic(about, "--npz") as temporary:
+                    temporary.write_text(json.dumps(self.about, indent=2), "utf-8")
             except BsiError:
                 self.folder.rmdir()  # nothing is in it yet
                 raise
@@ -57,8 +57,8 @@ class Parts:
 
     def write(self, ids: range, rows: Shaped[np.ndarray, "rows ..."]) -> None:
         """Keep a part. It is whole or not there."""
-        with whole(self._file(ids), "--npz") as beside:
-            np.save(beside, rows, allow_pickle=False)
+        with atomic(self._file(ids), "--npz") as temporary:
+            np.save(temporary, rows, allow_pickle=False)
 
     def join(self, labels: Int64[np.ndarray, " num"] | None = None) -> Shaped[np.ndarray, "num ..."]:
         """All rows; the parts become the file, with the rows' labels if they have any."""
@@ -68,7 +68,7 @@ class Parts:
         rows = np.concatenate([np.load(self._file(ids), allow_pickle=False) for ids in self._ranges()])
         about = np.array(json.dumps({**self.about, "num": self.num}))
         arrays = {"arr_0": rows, "about": about} | ({} if labels is None else {"labels": labels})
-        with whole(self.path, "--npz") as beside, beside.open("wb") as file:
+        with atomic(self.path, "--npz") as temporary, temporary.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)
         shutil.rmtree(self.folder)
         return rows

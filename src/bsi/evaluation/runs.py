@@ -29,12 +29,11 @@ from bsi.errors import DataError, UsageError
 from bsi.evaluation.bound import Evaluation
 from bsi.evaluation.paired import Difference
 from bsi.evaluation.subject import Subject
-from bsi.io import make_folder, whole
+from bsi.io import atomic, canonical_json, make_folder
 from bsi.model import Model
 from bsi.runtime.dataset import build_model
 from bsi.runtime.distributed import World
 from bsi.runtime.export import read_trained, set_weights
-from bsi.runtime.files import canonical_json
 
 __all__ = [
     "Run",
@@ -233,15 +232,15 @@ def store(run: Run, what: str, record: Mapping[str, Any]) -> Path | None:
     make_folder(folder)
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:8]
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{what}-{digest}.json"
-    with whole(path) as beside:
-        beside.write_text(canonical_json(record), "utf-8")
+    with atomic(path) as temporary:
+        temporary.write_text(canonical_json(record), "utf-8")
     return path
 
 
 def save_samples(path: Path, found: Evaluation) -> None:
     """The bound of every sample, in nats, with its Monte Carlo variance, as one .npz."""
     elbo = found.elbo
-    with whole(path, "--per-sample") as beside, beside.open("wb") as file:
+    with atomic(path, "--per-sample") as temporary, temporary.open("wb") as file:
         np.savez(
             file,
             nats=elbo.nats.numpy(),

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from bsi.download import download
 from bsi.errors import DataError, UsageError
+from bsi.io import data_folder, write_bytes
 from bsi.metrics import resize
-from bsi.metrics.cache import alone, data_folder, replace_file
+from bsi.metrics.cache import alone
 from bsi.metrics.extractor import QualityWarning, require_images
 from bsi.metrics.inception_network import Conv, Network
 
@@ -132,7 +133,7 @@ def cached_weights() -> Path:
         if not path.is_file():
             fetched = download(URL, path.with_name(URL.rpartition("/")[2]), SHA256, f"put it into {path.parent}")
             state = torch.load(fetched, map_location="cpu", weights_only=True)  # tensors: nothing in the file is run
-            replace_file(path, save({name: state[name].contiguous() for name in expected_shapes()}))
+            write_bytes(path, save({name: state[name].contiguous() for name in expected_shapes()}))
             fetched.unlink()
     return path
 

@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from bsi.errors import DataError
-from bsi.metrics.cache import data_folder, replace_file
+from bsi.io import data_folder, write_bytes
 from bsi.metrics.extractor import Extractor, QualityWarning
 from bsi.metrics.features import Features, collect
 from bsi.metrics.frechet import Moments
@@ -115,5 +115,6 @@ def store_reference(key: Key, features: Features, folder: Path) -> None:
         tensors["vectors"] = features.vectors
     data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
     record = {"format": FORMAT, "key": asdict(key), "n": features.n, "sha256": hashlib.sha256(data).hexdigest()}
-    replace_file(folder / f"{key.stem}.safetensors", data)
-    replace_file(folder / f"{key.stem}.json", (json.dumps(record, indent=2) + "\n").encode())
+    folder.mkdir(parents=True, exist_ok=True)
+    write_bytes(folder / f"{key.stem}.safetensors", data)
+    write_bytes(folder / f"{key.stem}.json", (json.dumps(record, indent=2) + "\n").encode())

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bsi.data.manifest import digest_file
 from bsi.errors import UsageError
+from bsi.io import digest_file
 from bsi.recipe import Recipe
 from bsi.runtime.run_folder import RunFolder
 from bsi.runtime.serialization import flat

@@ -14,7 +14,7 @@ from statistics import median
 from torch import nn
 
 from bsi import __version__
-from bsi.io import check_writable, whole
+from bsi.io import atomic, check_writable
 from bsi.progress import readable_seconds
 from bsi.report import sections
 from bsi.report.folder import Run, read_run
@@ -46,8 +46,8 @@ def write_report(
         if ask_model
         else Measured(None, None, None, (), ["the model was not asked, as was wished"])
     )
-    with whole(target, "--out") as beside:
-        beside.write_text(document(found, asked), "utf-8")
+    with atomic(target, "--out") as temporary:
+        temporary.write_text(document(found, asked), "utf-8")
     return target
 
 

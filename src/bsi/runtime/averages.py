@@ -30,8 +30,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor, nn
 
 from bsi.errors import UsageError
-from bsi.io import whole
-from bsi.runtime.files import sync_folder
+from bsi.io import atomic
 from bsi.runtime.lerp import lerp_
 
 __all__ = ["PowerAverages", "Profile", "coefficients", "exponent", "reconstruct", "write_snapshot"]
@@ -99,9 +98,9 @@ def write_snapshot(run: Path, step: int, state: Mapping[str, Tensor]) -> None:
     """Keep the averages of a step for good."""
     folder = run / "averages"
     folder.mkdir(exist_ok=True)
-    with whole(folder / f"step-{step:08d}.safetensors") as beside:
-        safetensors.torch.save_file({n: t.detach().to("cpu", copy=True).contiguous() for n, t in state.items()}, beside)
-    sync_folder(folder)
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+    with atomic(folder / f"step-{step:08d}.safetensors") as temporary:
+        safetensors.torch.save_file(tensors, temporary)
 
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> tuple[int, dict[str, Tensor]]:

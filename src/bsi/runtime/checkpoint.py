@@ -27,11 +27,9 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from bsi.data.manifest import digest_file, fingerprint
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
-from bsi.io import is_full
+from bsi.io import canonical_json, digest_file, fingerprint, is_full, share, sync_file, sync_folder, write_text
 from bsi.recipe import Keep
-from bsi.runtime.files import canonical_json, readable_as_folder, sync_file, sync_folder, write_text
 
 __all__ = ["FORMAT", "Checkpoint", "DiskFull", "Snapshot", "differences", "find", "read_tensors", "save", "verify"]
 
@@ -110,7 +108,7 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
     folder.mkdir()
     for name, tensors in snapshot.tensors.items():
         safetensors.torch.save_file(dict(tensors), folder / f"{name}.safetensors")
-        readable_as_folder(folder / f"{name}.safetensors")
+        share(folder / f"{name}.safetensors")
     (folder / STATE).write_text(canonical_json({"format": FORMAT, "step": snapshot.step, **snapshot.state}), "utf-8")
     files = {}
     for path in sorted(folder.iterdir()):

@@ -24,13 +24,12 @@ from torch import Tensor, nn
 
 from bsi import pretrained
 from bsi.errors import CorruptCheckpoint, UsageError
-from bsi.io import check_writable, whole
+from bsi.io import atomic, check_writable, share
 from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.runtime import checkpoint
 from bsi.runtime.averages import reconstruct
 from bsi.runtime.dataset import DataSpec, build_model
-from bsi.runtime.files import readable_as_folder
 from bsi.runtime.run_folder import RunFolder
 from bsi.runtime.serialization import from_plain, to_plain
 
@@ -194,7 +193,7 @@ def export(
         "ema": ema,
         "sigma_rel": sigma_rel,
     }
-    with whole(target, "--out") as beside:
-        safetensors.torch.save_file(dict(trained.weights), beside, {METADATA: json.dumps(about)})
-        readable_as_folder(beside)
+    with atomic(target, "--out") as temporary:
+        safetensors.torch.save_file(dict(trained.weights), temporary, {METADATA: json.dumps(about)})
+        share(temporary)
     return target

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bsi.errors import UsageError
+from bsi.io import write_json, write_text
 from bsi.runtime.export import MODEL_FILE, Trained, export, read_trained
-from bsi.runtime.files import write_json, write_text
 from bsi.runtime.serialization import to_plain
 
 __all__ = ["download", "upload", "write_hub_folder"]

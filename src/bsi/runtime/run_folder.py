@@ -31,9 +31,9 @@ import torch
 
 from bsi import __version__
 from bsi.errors import UsageError
+from bsi.io import write_json
 from bsi.recipe import Recipe
 from bsi.runtime.distributed import World
-from bsi.runtime.files import write_json
 from bsi.runtime.serialization import changes, from_plain, to_plain
 
 __all__ = ["FORMAT", "RunFolder", "RunRecord", "State"]

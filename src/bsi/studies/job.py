@@ -18,9 +18,9 @@ from typing import Any
 
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.backbones.cost import cost
+from bsi.io import canonical_json
 from bsi.methods import BFN, BSI, VDM
 from bsi.recipe import Recipe
-from bsi.runtime.files import canonical_json
 from bsi.runtime.serialization import changes, to_plain
 from bsi.studies.scale import DATASETS, MetricName, Scale
 from bsi.training.resume import SAFE

@@ -17,8 +17,8 @@ import safetensors
 import safetensors.torch
 import torch
 
+from bsi.io import atomic, share
 from bsi.runtime.export import export
-from bsi.runtime.files import readable_as_folder
 from bsi.runtime.run_folder import RunFolder
 from bsi.studies.deadline import Deadline
 from bsi.studies.job import Train
@@ -59,10 +59,9 @@ def _round(exported: Path, kept: Path, scale: Scale) -> None:
         metadata = file.metadata()
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[scale.kept]
-    beside = kept.with_name(f".{kept.name}")
-    safetensors.torch.save_file({name: tensor.to(dtype) for name, tensor in weights.items()}, beside, metadata)
-    readable_as_folder(beside)
-    beside.replace(kept)
+    with atomic(kept) as temporary:
+        safetensors.torch.save_file({name: tensor.to(dtype) for name, tensor in weights.items()}, temporary, metadata)
+        share(temporary)
 
 
 def training_record(job: Train, store: Store) -> dict[str, float]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bsi.runtime.files import write_json, write_text
+from bsi.io import write_json, write_text
 from bsi.studies import figures
 from bsi.studies.estimates import Estimate
 from bsi.studies.job import (

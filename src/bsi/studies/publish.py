@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from bsi.runtime.files import write_json, write_text
+from bsi.io import write_json, write_text
 from bsi.studies.registry import STUDIES
 from bsi.studies.report import Study, Verdict, seeds_said
 from bsi.studies.scale import Scale

@@ -10,7 +10,6 @@ FOLDER/
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +19,8 @@ from zipfile import BadZipFile
 import numpy as np
 
 from bsi.errors import DataError
+from bsi.io import atomic, write_json
 from bsi.recipe import Recipe
-from bsi.runtime.files import write_json
 from bsi.runtime.serialization import from_plain, to_plain
 from bsi.studies.job import Job, Measure, Train, name_of, network_name, same_network, settings
 
@@ -67,9 +66,8 @@ class Store:
         path = self.record(job)
         path.parent.mkdir(parents=True, exist_ok=True)
         if result.arrays:
-            beside = path.with_name(f".{path.stem}.{os.getpid()}.npz")
-            np.savez_compressed(beside, allow_pickle=False, **result.arrays)
-            beside.replace(path.with_suffix(".npz"))
+            with atomic(path.with_suffix(".npz")) as temporary:
+                np.savez_compressed(temporary, allow_pickle=False, **result.arrays)
         kind = type(job).__name__.lower()
         what = {"kind": kind, "network": network_name(job.network), "recipe": to_plain(job.network), **settings(job)}
         names = sorted(result.arrays)

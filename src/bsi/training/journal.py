@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from bsi.errors import UsageError
-from bsi.runtime.files import append_line, write_text
+from bsi.io import append_line, write_text
 
 __all__ = ["JsonLines", "Sink", "Value", "read_journal", "tensorboard"]
 

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bsi.errors import BsiError, UsageError
-from bsi.runtime.files import write_text
+from bsi.io import write_text
 
 __all__ = ["BEAT_S", "LEASE_S", "InUse", "Lease", "Owner", "hold"]
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bsi.errors import NonFinite, Preempted
+from bsi.io import write_json
 from bsi.progress import Progress, readable_seconds
 from bsi.recipe import Recipe
 from bsi.runtime.averages import write_snapshot
 from bsi.runtime.checkpoint import Snapshot
 from bsi.runtime.dataset import TrainingData
 from bsi.runtime.distributed import FailedTogether, World
-from bsi.runtime.files import write_json
 from bsi.runtime.run_folder import RunFolder
 from bsi.runtime.watchdog import Watchdog
 from bsi.training.evaluate import bound, draw_samples

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from bsi.backbones import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, accelerate, build
+from bsi.backbones.acceleration import check_fp8, form_of, is_compiled
+from bsi.devices import compiles
 from bsi.errors import UsageError
-from bsi.kernels import compiles
-from bsi.kernels.acceleration import check_fp8, form_of
-from bsi.kernels.compiled import is_compiled
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 PASCAL, VOLTA, AMPERE = (6, 0), (7, 0), (8, 0)

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 import bsi
-from bsi.backbones import DiTConfig, UNetConfig, accelerate, build
-from bsi.backbones.precision import compute_dtype
+from bsi.backbones import DiTConfig, UNetConfig, accelerate, acceleration, build
+from bsi.backbones.acceleration import check_fp8
+from bsi.devices import compute_dtype
 from bsi.errors import UsageError
-from bsi.kernels import acceleration
-from bsi.kernels.acceleration import check_fp8
 from bsi.recipes import digits
 
 SETTING = """
@@ -183,7 +182,7 @@ def test_the_fastest_product_is_found_and_slow_ones_run_once(times: list[float])
 
 
 def test_fp8_is_refused_with_the_reason_where_it_cannot_be_had() -> None:
-    with pytest.raises(UsageError, match="the cpu does not compute in fp8"):
+    with pytest.raises(UsageError, match="fp8 needs a GPU"):
         compute_dtype("fp8", torch.device("cpu"))
     with pytest.raises(UsageError, match="fp8 exists for the DiT alone"):
         check_fp8(UNetConfig(width=32, levels=2), (3, 32, 32))

@@ -78,7 +78,7 @@ import triton.runtime.interpreter as interpreter
 from bsi.backbones import UNetConfig, build
 from bsi.kernels import fused_unet
 from bsi.kernels import group_norm as group_kernels
-from bsi.kernels.acceleration import freeze
+from bsi.backbones.acceleration import freeze
 from bsi.kernels.group_norm import Moments
 from bsi.backbones.memory import training_memory
 

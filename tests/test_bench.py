@@ -156,7 +156,7 @@ def test_the_line_says_what_is_counted(capsys: pytest.CaptureFixture[str]) -> No
         ({"batch": 0}, "at least 1"),
         ({"backbone": "unet-128x32", "lean": True}, "leave --lean out"),
         ({"backbone": "dit-mini/8", "lean": True}, "leave --lean out"),
-        ({"precision": "fp8"}, "the cpu does not compute in fp8"),
+        ({"precision": "fp8"}, "fp8 needs a GPU"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_it_is_built(options: dict, message: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "bsi"
 
 # What everything may import; it imports nothing of the package.
-FLOOR = {"defaults", "download", "errors", "io", "progress", "values"}
+FLOOR = {"defaults", "devices", "download", "errors", "io", "progress", "values"}
 
 # From the mathematics up to the faces. A module may import its own layer and those below.
 LAYERS = [
@@ -54,10 +54,11 @@ def home(path: Path) -> str:
     return first.removesuffix(".py")
 
 
-def imported(path: Path) -> set[str]:
-    """The modules and folders of this package that a file imports, wherever in the file it does so."""
+def imported(path: Path, at_once: bool = False) -> set[str]:
+    """The modules and folders of this package that a file imports: anywhere in it, or when it is itself imported."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -74,6 +75,7 @@ def layer(name: str) -> int:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_downwards(path):
     name, reached = home(path), imported(path) - FLOOR
+    assert "kernels" not in imported(path, at_once=True) - {name}
     if name in HOOKS:
         reached -= {"kernels"}
     if name in FLOOR:

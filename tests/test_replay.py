@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bsi
 from bsi import recipes
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, accelerate, build, compute_dtype
+from bsi.backbones.acceleration import compile_like, compile_regions
 from bsi.backbones.base import Backbone
 from bsi.data.batches import as_source
-from bsi.kernels.compiled import compile_like, compile_regions
 from bsi.recipe import Ema, Objective, Optimizer, Recipe
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.watchdog import Watchdog, watching

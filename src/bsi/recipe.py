@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bsi.backbones.config import BackboneConfig, Precision
+from bsi.backbones.config import BackboneConfig
 from bsi.data.order import SHARDS, check_batch
 from bsi.defaults import GRID, STEPS
+from bsi.devices import Precision
 from bsi.errors import UsageError
 from bsi.methods import Method
 

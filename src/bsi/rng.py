@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bsi.kernels import compiles
+from bsi.devices import compiles
 
 __all__ = ["Noise", "SeededNoise", "normals", "philox", "seed_words", "standard_normal", "weighted_normals"]
 

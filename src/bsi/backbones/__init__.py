@@ -10,23 +10,21 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, Precision, UNetConfig, resolve
+from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, resolve
 from bsi.backbones.cost import Cost, cost
+from bsi.devices import Precision, compute_dtype
 
 if TYPE_CHECKING:
+    from bsi.backbones.acceleration import accelerate, compile_regions, freeze
     from bsi.backbones.base import Backbone
-    from bsi.backbones.precision import compute_dtype
     from bsi.backbones.registry import build
-    from bsi.kernels.acceleration import accelerate, freeze
-    from bsi.kernels.compiled import compile_regions
 
 _HOME = {
-    "accelerate": "bsi.kernels.acceleration",
-    "freeze": "bsi.kernels.acceleration",
+    "accelerate": "bsi.backbones.acceleration",
+    "freeze": "bsi.backbones.acceleration",
     "Backbone": "bsi.backbones.base",
     "build": "bsi.backbones.registry",
-    "compile_regions": "bsi.kernels.compiled",
-    "compute_dtype": "bsi.backbones.precision",
+    "compile_regions": "bsi.backbones.acceleration",
 }
 
 __all__ = [

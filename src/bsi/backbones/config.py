@@ -16,11 +16,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Literal
 
 from bsi.errors import UsageError
-
-Precision = Literal["auto", "bf16", "fp8", "float16", "float32"]  # inside a network: precision.py
 
 PRECISION_DIM = 32  # section "Architecture": t becomes a 32-dimensional precision embedding
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bsi.backbones.config import Precision
+from bsi.devices import Precision
 from bsi.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ def run(args: Bench) -> int:
     backbone, shape = resolve(args.backbone), (3, args.size, args.size)
     cost(backbone, shape, 256)  # refuses what cannot be built, before torch allocates anything
 
-    from bsi.backbones.precision import type_name
+    from bsi.backbones.acceleration import check_fp8, form_of
+    from bsi.devices import type_name
     from bsi.evaluation.speed import Case, measure
-    from bsi.kernels.acceleration import check_fp8, form_of
     from bsi.runtime.distributed import pick_device
     from bsi.training.room import enough_for_batch
 
@@ -126,8 +126,8 @@ def _known(record: dict[str, Any]) -> dict[str, Any]:
 def _memory(case: Case) -> Memory:
     """The account of what is timed, for the case that it does not fit."""
     from bsi.backbones import compute_dtype
+    from bsi.backbones.acceleration import form_of
     from bsi.backbones.memory import evaluation_memory, training_memory
-    from bsi.kernels.acceleration import form_of
 
     half = compute_dtype(case.precision, case.device)
     if case.work != "train":

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bsi.backbones import build, compute_dtype
+from bsi.backbones.acceleration import accelerate
 from bsi.evaluation.speed import BINS, Case
-from bsi.kernels.acceleration import accelerate
 
 __all__ = ["Agreement", "check"]
 

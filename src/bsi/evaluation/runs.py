@@ -22,9 +22,9 @@ from torch import nn
 
 from bsi import __version__
 from bsi.backbones import Backbone, Precision, accelerate, compute_dtype, freeze
-from bsi.backbones.precision import type_name
 from bsi.data.batches import as_source
 from bsi.data.store import Dataset, open_dataset
+from bsi.devices import type_name
 from bsi.errors import DataError, UsageError
 from bsi.evaluation.bound import Evaluation
 from bsi.evaluation.paired import Difference

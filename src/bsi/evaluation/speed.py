@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 
 from bsi.backbones import Backbone, BackboneConfig, Precision, build, compute_dtype, cost
+from bsi.backbones.acceleration import accelerate, freeze
 from bsi.elbo import measurement_loss
 from bsi.evaluation.start import Start
 from bsi.grids import paper_grid
-from bsi.kernels.acceleration import accelerate, freeze
 from bsi.levels import low_discrepancy
 from bsi.methods import METHODS
 from bsi.model import Model

@@ -1,15 +1,15 @@
-"""Where kernels that are compiled on the spot can run: ours, and those of torch's compiler."""
+"""Kernels in Triton and products through cuBLASLt: faster forms of what the rest of the package computes.
 
-from __future__ import annotations
+`bsi.backbones.accelerate` gives a network its fast form, and `bsi.rng` draws noise on a GPU in one kernel; both import
+this folder only when they use it, and both work, more slowly, without it.
 
-import importlib.util
-
-import torch
-
-__all__ = ["compiles"]
-
-
-def compiles(device: torch.device) -> bool:
-    """Whether a compiler's kernels run on this device, and are worth their time: Triton's, on GPUs from Volta on."""
-    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return has_triton and torch.cuda.get_device_capability(device) >= (7, 0)
+| file | what it computes |
+|---|---|
+| fused_dit.py, fp8.py | a DiT's blocks, with one kernel between two matrix products; the same with 8-bit products |
+| fused_unet.py | a U-Net's blocks, with one kernel between two convolutions |
+| compiled.py | any network's blocks, each kind compiled once by torch.compile |
+| layer_norm.py, branch.py | gated residual and LayerNorm; gradients of GELU and of q, k, v; 8-bit conversion |
+| group_norm.py, join.py | GroupNorm with SiLU and dropout; residual sums |
+| cublaslt.py | matrix products with GELU in the epilogue, in bfloat16 or 8 bits |
+| philox.py | normal random numbers from counters |
+"""

@@ -25,8 +25,6 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor, fx, nn
 
-from bsi.backbones.base import Backbone
-
 # Torch's heuristics against recomputation, lifted; what is costly stays on its list of operations never to repeat.
 RECOMPUTE_POINTWISE = {
     "ban_recompute_materialized_backward": False,
@@ -49,18 +47,9 @@ WRITE_NO_POINTWISE = {
 FORMS = 64
 
 
-def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
-    """Compile the parts of a network that repeat or touch every token. Compilation happens at the first call.
-
-    The network computes the same function as before, dropout included, up to rounding.
-    """
+def compile_call(region: nn.Module, backend: str) -> Callable[..., Any]:
+    """The call of a region, compiled for inputs whose sizes are fixed except for the batch's."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FORMS)
-    for region in backbone.regions():
-        region._compiled_call_impl = _compiled(region, backend)  # as `region.compile` sets it
-
-
-def _compiled(region: nn.Module, backend: str) -> Callable[..., Any]:
-    """The region, compiled for inputs of fixed sizes but for the batch's."""
     run = torch.compile(region._call_impl, backend=_lean(backend), fullgraph=True)
 
     def call(*inputs: Any) -> Any:
@@ -70,17 +59,6 @@ def _compiled(region: nn.Module, backend: str) -> Callable[..., Any]:
         return run(*inputs)
 
     return call
-
-
-def compile_like(copied: nn.Module, original: nn.Module, backend: str = "inductor") -> None:
-    """Compile the networks in a copy that are compiled in the original: `copy.deepcopy` leaves that behind."""
-    for mine, theirs in zip(copied.modules(), original.modules(), strict=True):
-        if isinstance(mine, Backbone) and isinstance(theirs, Backbone) and is_compiled(theirs):
-            compile_regions(mine, backend)
-
-
-def is_compiled(backbone: Backbone) -> bool:
-    return any(region._compiled_call_impl is not None for region in backbone.regions())
 
 
 @functools.cache  # one object for all regions and networks: compiled code is shared only within one backend

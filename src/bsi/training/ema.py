@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bsi.kernels.compiled import compile_like
+from bsi.backbones.acceleration import compile_like
 from bsi.model import Model
 from bsi.runtime.lerp import lerp_
 

@@ -19,11 +19,11 @@ from dataclasses import replace
 
 import torch
 
+from bsi.backbones.acceleration import form_of
 from bsi.backbones.config import MLPConfig
 from bsi.backbones.memory import CONTEXT, Memory, training_memory
-from bsi.backbones.precision import compute_dtype
+from bsi.devices import compute_dtype
 from bsi.errors import UsageError
-from bsi.kernels.acceleration import form_of
 from bsi.progress import readable_bytes
 from bsi.recipe import Recipe
 from bsi.runtime.dataset import DataSpec

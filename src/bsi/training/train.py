@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.base import Backbone
-from bsi.backbones.precision import compute_dtype
+from bsi.devices import compiles, compute_dtype
 from bsi.errors import BsiError, Preempted, UsageError
-from bsi.kernels import compiles
-from bsi.kernels.acceleration import accelerate, check_fp8
 from bsi.model import Model
 from bsi.progress import Progress
 from bsi.recipe import Recipe

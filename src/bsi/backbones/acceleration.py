@@ -13,6 +13,7 @@ import math
 import sys
 
 import torch
+from torch import nn
 
 from bsi.backbones.base import Backbone
 from bsi.backbones.config import BackboneConfig, DiTConfig, UNetConfig
@@ -20,11 +21,10 @@ from bsi.backbones.dit import DiT
 from bsi.backbones.embeddings import ConditionEmbedding
 from bsi.backbones.memory import Form
 from bsi.backbones.unet import UNet
+from bsi.devices import compiles
 from bsi.errors import UsageError
-from bsi.kernels import compiles
-from bsi.kernels.compiled import compile_regions
 
-__all__ = ["accelerate", "check_fp8", "form_of", "freeze"]
+__all__ = ["accelerate", "check_fp8", "compile_like", "compile_regions", "form_of", "freeze", "is_compiled"]
 
 
 def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8: bool = False) -> None:
@@ -97,3 +97,25 @@ def freeze(backbone: Backbone) -> None:
         parameter.requires_grad_(False)
         if id(parameter) not in kept:  # what autocast too uses in float32
             parameter.data = parameter.data.to(backbone.compute_dtype)
+
+
+def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
+    """Compile the parts of a network that repeat or touch every token. Compilation happens at the first call.
+
+    The network computes the same function as before, dropout included, up to rounding.
+    """
+    from bsi.kernels.compiled import compile_call  # imports torch's compiler, which takes seconds
+
+    for region in backbone.regions():
+        region._compiled_call_impl = compile_call(region, backend)  # as `region.compile` sets it
+
+
+def compile_like(copied: nn.Module, original: nn.Module, backend: str = "inductor") -> None:
+    """Compile the networks in a copy that are compiled in the original: `copy.deepcopy` does not copy compiled code."""
+    for mine, theirs in zip(copied.modules(), original.modules(), strict=True):
+        if isinstance(mine, Backbone) and isinstance(theirs, Backbone) and is_compiled(theirs):
+            compile_regions(mine, backend)
+
+
+def is_compiled(backbone: Backbone) -> bool:
+    return any(region._compiled_call_impl is not None for region in backbone.regions())

@@ -34,8 +34,8 @@ from bsi.conditioning import measuring_solvers, start_of
 from bsi.data.folder import Folder
 from bsi.data.prepare import prepare
 from bsi.errors import NonFinite, UsageError
-from bsi.evaluation.drawing import Drawing, draw
 from bsi.recipe import Data, Optimizer, Recipe
+from bsi.sampler import Sampler
 from bsi.sampling import evaluations
 
 TOKEN = "a-token-for-tests"
@@ -132,9 +132,7 @@ def encoded(array: np.ndarray) -> str:
 def test_stream_is_the_trajectory_that_the_package_draws(bench: Workbench, port: int) -> None:
     answer = ask(port)
     assert answer.status == 200
-    how = Drawing(steps=4, seed=3, solver="sde2", grid="geometric")
-    with torch.no_grad():
-        ours = list(draw(bench.model.denoiser, bench.model.shape, torch.arange(2), how))
+    ours = list(bench.model.trajectory(range(2), Sampler(4, "sde2", "geometric"), seed=3))
     assert [line["step"] for line in answer.lines] == list(range(5))
     for line, step in zip(answer.lines, ours, strict=True):
         assert line["last"] == 4
@@ -201,10 +199,8 @@ def test_a_class_that_is_asked_for_is_drawn_and_followed_as_much_as_asked(tmp_pa
     with serving(bench) as port:
         assert request(port, f"/{TOKEN}/about").lines[0]["classes"] == ["cat", "dog"]
         for label, guidance in ((0, 1.0), (1, 1.0), (1, 2.5)):
-            how = Drawing(steps=4, seed=3, solver="sde2", grid="geometric", guidance=guidance)
-            with torch.no_grad():
-                cond = torch.full((2,), label)
-                ours = list(draw(bench.model.denoiser, bench.model.shape, torch.arange(2), how, cond))
+            sampler = Sampler(4, "sde2", "geometric", guidance=guidance)
+            ours = list(bench.model.trajectory(range(2), sampler, seed=3, cond=torch.full((2,), label)))
             drawn = decoded(ask(port, label=label, guidance=guidance).lines[-1]["x_hat"])
             np.testing.assert_allclose(drawn, ours[-1].x_hat.numpy(), atol=1e-5)
         for kind in kinds:

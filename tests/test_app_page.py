@@ -12,7 +12,7 @@ import torch
 
 from bsi import pretrained
 from bsi.app.workbench import Workbench, open_workbench
-from bsi.evaluation.drawing import Drawing, draw
+from bsi.sampler import Sampler
 from test_app import TOKEN, labeled_bench, serving
 
 playwright = pytest.importorskip(
@@ -98,9 +98,7 @@ def test_page_draws_what_the_package_draws(page: Any, bench: Workbench) -> None:
     page.evaluate("document.querySelector('#evaluations').value = 9")
     page.select_option("#solver", "sde2")
     go(page)
-    with torch.no_grad():
-        how = Drawing(steps=8, seed=5, solver="sde2")
-        ours = list(draw(bench.model.denoiser, bench.model.shape, torch.arange(9), how))
+    ours = list(bench.model.trajectory(range(9), Sampler(8, "sde2"), seed=5))
     assert state(page, "steps") == len(ours)
     for i in (0, 4, 8):
         np.testing.assert_allclose(values(page, "mean", i), ours[i].latent.numpy(), atol=1e-5)
@@ -243,9 +241,8 @@ def test_a_class_is_chosen_and_followed(browser: Any, tmp_path: Path) -> None:
         done(page)
         assert page.inner_text("#guidance-value") == "2.5"
         assert free.mean() < bright.mean()
-        with torch.no_grad():
-            how, cond = Drawing(guidance=2.5), torch.ones(9, dtype=torch.long)
-            *_, last = draw(bench.model.denoiser, bench.model.shape, torch.arange(9), how, cond)
+        cond = torch.ones(9, dtype=torch.long)
+        *_, last = bench.model.trajectory(range(9), Sampler(guidance=2.5), cond=cond)
         np.testing.assert_allclose(values(page, "x_hat", state(page, "last")), last.x_hat.numpy(), atol=1e-4)
         for width in (420, 800, 1280):
             page.set_viewport_size({"width": width, "height": 900})

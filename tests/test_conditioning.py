@@ -10,11 +10,11 @@ import bsi
 from bsi.brownian import BrownianPath
 from bsi.conditioning import _informed, _variance, denoise, guided, inpainted, measured, replaced, start_of
 from bsi.data.store import open_dataset
-from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.errors import DataError, NonFinite, UsageError
 from bsi.grids import geometric_grid, named_grid, onward_grid
 from bsi.methods import BFN, BSI, VDM, Method, Predictor
 from bsi.oracle import Mixture
+from bsi.sampler import FLOW_SOLVER, Sampler
 from bsi.sampling import sample
 from mixtures import at, mixture
 
@@ -178,7 +178,7 @@ def digits(count: int) -> tuple[bsi.Model, Tensor]:
     return model, model.values(torch.from_numpy(open_dataset("digits").test[:count].copy()))
 
 
-@pytest.mark.parametrize(("solver", "grid"), [(SOLVER, GRID), ("sde2", "geometric")])
+@pytest.mark.parametrize(("solver", "grid"), [(FLOW_SOLVER, Sampler.grid), ("sde2", "geometric")])
 def test_half_a_digit_is_finished_better_than_by_replacement(solver, grid):
     """Conjugate gradients reached errors of 10^9 here. Mean squared error of the lower half over 64 test digits:
 
@@ -186,7 +186,7 @@ def test_half_a_digit_is_finished_better_than_by_replacement(solver, grid):
     3.9 standard errors.
     """
     model, x = digits(64)
-    mask, levels = torch.ones_like(x), named_grid(grid)(model.method, STEPS)
+    mask, levels = torch.ones_like(x), named_grid(grid)(model.method, Sampler.steps)
     mask[..., 4:, :] = 0
 
     def error(predict: Predictor) -> Tensor:
@@ -205,10 +205,15 @@ def test_a_blurred_and_noisy_digit_is_sharpened_and_stays_near_what_was_measured
     model, x = digits(8)
     blur = lambda v: torch.nn.functional.avg_pool2d(v, 2)  # noqa: E731
     y = blur(x) + 0.1 * torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    noise, levels = BrownianPath(0, torch.arange(48), model.shape), named_grid(GRID)(model.method, STEPS)
+    noise, levels = (
+        BrownianPath(0, torch.arange(48), model.shape),
+        named_grid(Sampler.grid)(model.method, Sampler.steps),
+    )
     six = y.repeat_interleave(6, dim=0)
     with torch.no_grad():
-        drawn = sample(model.method, measured(model.method, model.denoiser, blur, six, 100.0), noise, levels, SOLVER)
+        drawn = sample(
+            model.method, measured(model.method, model.denoiser, blur, six, 100.0), noise, levels, FLOW_SOLVER
+        )
         free = model.values(model.sample(48))
     assert drawn.abs().max() < 1.5
     off = (blur(drawn) - six).square().mean().sqrt()

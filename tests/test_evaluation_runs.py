@@ -16,12 +16,12 @@ from bsi.backbones.config import MLPConfig
 from bsi.cli import main
 from bsi.errors import DataError, UsageError
 from bsi.evaluation.bound import Procedure, evaluate
-from bsi.evaluation.drawing import Drawing
 from bsi.evaluation.quality import check_images, drawn_images, measure_quality, quality_record
 from bsi.evaluation.runs import bound_record, open_run, open_split, subject_of, weights_hash
 from bsi.metrics import QualityWarning
 from bsi.recipe import Every
 from bsi.runtime.distributed import Place, World
+from bsi.sampler import Sampler
 
 ALONE = World(Place(), torch.device("cpu"))
 
@@ -217,11 +217,11 @@ def test_a_distance_between_enlarged_images_says_what_it_is_worth(tmp_path, monk
     run = open_run(Path("digits"), ALONE)
     split = open_split(run, "test")
     with pytest.warns(QualityWarning, match="8 x 8 pixels are enlarged"):
-        found = measure_quality(run.model, split, Drawing(steps=2), 8, Enlarged(), ALONE)
+        found = measure_quality(run.model, split, Sampler(steps=2), 8, Enlarged(), ALONE)
     assert found is not None
     assert "--bpd" in found.cautions[-1]
     monkeypatch.setattr("bsi.evaluation.quality.SMALL", 8)
-    measure_quality(run.model, split, Drawing(steps=2), 8, Enlarged(), ALONE)  # of the smallest size, without a word
+    measure_quality(run.model, split, Sampler(steps=2), 8, Enlarged(), ALONE)  # of the smallest size, without a word
 
 
 class Averages:
@@ -237,18 +237,18 @@ class Averages:
 def test_sample_quality_names_all_that_it_depends_on(runs, tmp_path, monkeypatch):
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     run = open_run(runs[0], ALONE)
-    split, how = open_split(run, "test"), Drawing(steps=3, seed=5)
-    found = measure_quality(run.model, split, how, 20, Averages(), ALONE, batch=8)
+    split, how = open_split(run, "test"), Sampler(steps=3)
+    found = measure_quality(run.model, split, how, 20, Averages(), ALONE, seed=5, batch=8)
     assert found is not None
-    record = quality_record(run, how, found)
+    record = quality_record(run, how, 5, None, found)
     assert (record["metric"], record["n"], record["reference_n"]) == ("fd-averages", 20, 299)
     assert (record["reference_split"], record["resize"], record["extractor_hash"]) == ("test", "none", "0" * 64)
     assert record["generation"] == {"solver": "ode2", "evaluations": 4, "seed": 5}
     assert record["weights_sha256"] == run.weights
     assert (record["precision"], record["extractor_precision"]) == (run.precision, "float32")
-    other = quality_record(replace(run, precision="bfloat16"), how, replace(found, precision="tf32"))
+    other = quality_record(replace(run, precision="bfloat16"), how, 5, None, replace(found, precision="tf32"))
     assert (other["precision"], other["extractor_precision"]) == ("bfloat16", "tf32")
-    again = measure_quality(run.model, split, how, 20, Averages(), ALONE, batch=20)
+    again = measure_quality(run.model, split, how, 20, Averages(), ALONE, seed=5, batch=20)
     assert again is not None
     assert again.value == pytest.approx(found.value, rel=1e-3)
 
@@ -261,8 +261,8 @@ def test_the_record_counts_the_evaluations_of_guidance_too(guidance, tmp_path, m
     labeled = bsi.Model(network, run.model.method, shape=(1, 8, 8), bins=run.model.bins).eval()
     seen: list[int] = []
     network.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    how = Drawing(steps=3, guidance=guidance, classes=10)
-    found = measure_quality(labeled, open_split(run, "test"), how, 20, Averages(), ALONE, batch=8)
+    how = Sampler(steps=3, guidance=guidance)
+    found = measure_quality(labeled, open_split(run, "test"), how, 20, Averages(), ALONE, label=range(10), batch=8)
     assert found is not None
     assert found.generation is not None
     assert sum(seen) == 20 * found.generation.evaluations
@@ -301,11 +301,11 @@ def test_a_reference_without_images_is_refused_before_samples_are_drawn(runs):
     split = open_split(run, "test")
     empty = replace(split, dataset=replace(split.dataset, test=split.dataset.test[:1]))
     with pytest.raises(DataError, match="has 1 in its test part"):
-        measure_quality(run.model, empty, Drawing(steps=2), 8, Averages(), ALONE)
+        measure_quality(run.model, empty, Sampler(steps=2), 8, Averages(), ALONE)
 
 
 def test_ranks_draw_the_samples_of_one_in_turns(runs):
-    model, how = open_run(runs[0], ALONE).model, Drawing(steps=2)
+    model, how = open_run(runs[0], ALONE).model, Sampler(steps=2)
 
     def images(rank: int, size: int) -> torch.Tensor:
         with torch.no_grad():
@@ -322,11 +322,11 @@ def test_too_few_samples_are_refused_and_few_are_warned_of(runs, tmp_path, monke
     run = open_run(runs[0], ALONE)
     split = open_split(run, "test")
     with pytest.raises(UsageError, match="num=0"):
-        measure_quality(run.model, split, Drawing(steps=2), 0, Averages(), ALONE)
+        measure_quality(run.model, split, Sampler(steps=2), 0, Averages(), ALONE)
     with pytest.raises(DataError, match="at least 2"):
-        measure_quality(run.model, split, Drawing(steps=2), 1, Averages(), ALONE)
+        measure_quality(run.model, split, Sampler(steps=2), 1, Averages(), ALONE)
     with pytest.warns(QualityWarning, match="singular"):
-        measure_quality(run.model, split, Drawing(steps=2), 3, Averages(), ALONE)
+        measure_quality(run.model, split, Sampler(steps=2), 3, Averages(), ALONE)
 
 
 def test_weights_of_another_shape_name_the_network_that_they_belong_to(tmp_path):

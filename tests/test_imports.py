@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "bsi"
 
 # What everything may import; it imports nothing of the package.
-FLOOR = {"defaults", "devices", "download", "errors", "io", "progress", "values"}
+FLOOR = {"devices", "download", "errors", "io", "progress", "values"}
 
 # From the mathematics up to the faces. A module may import its own layer and those below.
 LAYERS = [
@@ -20,7 +20,6 @@ LAYERS = [
         "adapters",
         "conditioning",
         "denoiser",
-        "drawing",
         "elbo",
         "flow",
         "grids",
@@ -30,6 +29,7 @@ LAYERS = [
         "objective",
         "oracle",
         "refusals",
+        "sampler",
         "sampling",
         "solvers",
     },
@@ -118,7 +118,7 @@ LIGHT = [
     path
     for path in FILES
     if home(path) in FLOOR | {"recipes"}
-    or home(path) in {"methods", "recipe", "values"}
+    or home(path) in {"methods", "recipe", "sampler", "values"}
     or path == PACKAGE / "cli" / "__init__.py"
 ]
 

@@ -19,13 +19,14 @@ from bsi.data.folder import for_testing
 from bsi.data.prepare import prepare
 from bsi.denoiser import Denoiser
 from bsi.errors import DataError, UsageError
-from bsi.evaluation.drawing import Drawing, draw
 from bsi.evaluation.quality import drawn_images
 from bsi.methods import BSI
 from bsi.recipe import Data, Every, Objective, Optimizer, Recipe
 from bsi.runtime.dataset import DataSpec
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import export
+from bsi.sampler import Sampler
+from bsi.sampling import drawing
 from bsi.training.stream import Stream
 from test_replay import compiles
 
@@ -127,7 +128,7 @@ def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
 ) -> None:
     run = tmp_path / "run"
     options = ["--data.labels", "--steps", "2", "--batch", "8", "--virtual-shards", "1", "--optimizer.warmup", "1"]
-    looked = ["--every.evaluate", "0", "--every.sample", "2", "--samples.count", "20", "--samples.steps", "2"]
+    looked = ["--every.evaluate", "0", "--every.sample", "2", "--samples.count", "20", "--samples.sampler.steps", "2"]
     assert main(["train", "digits", *options, *looked, "--out", str(run)]) == 0
     assert bsi.load(run).classes == 10
     with Image.open(run / "samples" / "step-00000002.png") as sheet:
@@ -194,12 +195,11 @@ def test_a_distance_asks_for_one_class_after_the_other_whatever_the_batch() -> N
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.3)
     model = bsi.Model(network, bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17)).eval()
-    drawn = {classes: _pictures(model, Drawing(steps=4, classes=classes), batch=4) for classes in (0, 3)}
     asked = model.sample(6, steps=4, cond=torch.arange(6) % 3)
     free = model.sample(6, steps=4)
-    expected = {0: free, 3: asked}
-    for classes, pictures in drawn.items():
-        gray = expected[classes].double() * (255 / 16)
+    for label, expected in ((None, free), (range(3), asked)):
+        pictures = torch.cat(list(drawn_images(model, Sampler(steps=4), 6, CPU, 4, label=label)))
+        gray = expected.double() * (255 / 16)
         assert float((pictures[:, :1].double() - gray).abs().max()) <= 1
     assert not torch.equal(asked, free)
 
@@ -211,13 +211,8 @@ def test_guidance_leads_away_from_what_would_be_drawn_without_a_label() -> None:
 
     denoiser, labels = Denoiser(Told(), bsi.BSI()), torch.tensor([1, 2])
     plain, guided, free = (
-        next(draw(denoiser, (2,), torch.arange(2), Drawing(steps=1, guidance=scale), cond))
+        next(drawing(denoiser.method, denoiser.given(cond, scale), Sampler(steps=1), torch.arange(2), (2,)))
         for scale, cond in ((1.0, labels), (3.0, labels), (1.0, None))
     )
     torch.testing.assert_close(guided.x_hat, free.x_hat + 3 * (plain.x_hat - free.x_hat))
     assert bool((guided.x_hat > plain.x_hat).all())
-
-
-def _pictures(model: bsi.Model, how: Drawing, batch: int) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.cat(list(drawn_images(model, how, 6, CPU, batch)))

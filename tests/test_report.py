@@ -22,6 +22,7 @@ from bsi.recipe import Evaluation, Every, Samples
 from bsi.report import write_report
 from bsi.report.charts import Axis, Point, Series, chart, label, log_ticks, nice_ticks
 from bsi.report.measured import bits_by_level
+from bsi.sampler import Sampler
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         steps=6,
         every=Every(journal=1, evaluate=3, sample=3, checkpoint=6),
         evaluation=Evaluation(images=8, measure=2, recon=2),
-        samples=Samples(count=4, steps=2),
+        samples=Samples(4, Sampler(steps=2)),
     )
     return bsi.train(recipe, out=tmp_path_factory.mktemp("runs") / "tiny", device="cpu", named=named)
 

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-import bsi.evaluation.parts
+import bsi.evaluation.samples
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.cli import main
 from bsi.errors import DataError, Preempted, UsageError
@@ -310,7 +310,7 @@ def test_training_that_runs_out_of_time_goes_on_to_the_same_network(tmp_path):
 
 
 def test_drawing_that_runs_out_of_time_goes_on_to_the_same_samples(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(bsi.evaluation.parts, "PART", 16)
+    monkeypatch.setattr(bsi.evaluation.samples, "PART", 16)
     store = Store(folder)
     job = Quality(tiny("bsi"), "fd-digits", 40, 4)
     bench = runner._Bench(TINY, store, Deadline(), "cpu")

@@ -94,7 +94,9 @@ def test_without_a_recipe_the_usage_is_shown(capsys: pytest.CaptureFixture[str])
     assert main(["train", "--help"]) == 0
 
 
-@pytest.mark.parametrize("wrong", [["--data.labels"], ["--init-from", "nowhere"], ["--samples.solver", "magic"]])
+@pytest.mark.parametrize(
+    "wrong", [["--data.labels"], ["--init-from", "nowhere"], ["--samples.sampler.solver", "magic"]]
+)
 def test_what_is_refused_is_not_announced_and_leaves_nothing(
     wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,7 +138,18 @@ def test_a_sampler_that_does_not_exist_is_refused_before_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    words = ["train", "digits", "--steps", "1", "--samples.solver", "sde9", "--device", "cpu", "--out", str(run)]
+    words = [
+        "train",
+        "digits",
+        "--steps",
+        "1",
+        "--samples.sampler.solver",
+        "sde9",
+        "--device",
+        "cpu",
+        "--out",
+        str(run),
+    ]
     assert main(words) == 2
     assert "did you mean 'sde2'" in capsys.readouterr().err
     assert not run.exists()

@@ -23,11 +23,11 @@ import torch
 
 from bsi.backbones import accelerate, build, compute_dtype, freeze, resolve
 from bsi.brownian import BrownianPath
-from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.denoiser import Denoiser
 from bsi.grids import named_grid
 from bsi.methods import BSI
 from bsi.rng import SeededNoise
+from bsi.sampler import FLOW_SOLVER, Sampler
 from bsi.sampling import sample
 
 SHAPE = (3, 32, 32)
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backbone", default="dit-s/2")
     parser.add_argument("--batch", type=int, nargs="+", default=[1024] if cuda else [4])
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=Sampler.steps)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     args = parser.parse_args()
@@ -58,7 +58,7 @@ def main() -> None:
     network.compute_dtype = compute_dtype("auto", device)
     accelerate(network, device)
     freeze(network)
-    denoiser, grid = Denoiser(network, method), named_grid(GRID)(method, args.steps)
+    denoiser, grid = Denoiser(network, method), named_grid(Sampler.grid)(method, args.steps)
     for batch in args.batch:
         ids, latent = torch.arange(batch, device=device), torch.randn(batch, *SHAPE, device=device)
         levels = grid.to(device)
@@ -67,7 +67,7 @@ def main() -> None:
             for level in levels:
                 denoiser(latent, level.expand(batch))
 
-        for solver, kind in ((SOLVER, BrownianPath), ("sde2", BrownianPath), ("sde2", SeededNoise)):
+        for solver, kind in ((FLOW_SOLVER, BrownianPath), ("sde2", BrownianPath), ("sde2", SeededNoise)):
 
             def draw(solver=solver, kind=kind, ids=ids) -> None:
                 sample(method, denoiser, kind(0, ids, SHAPE), grid, solver)

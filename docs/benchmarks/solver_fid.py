@@ -32,11 +32,11 @@ from torch import Tensor
 import bsi
 from bsi.backbones import Backbone, accelerate, compute_dtype, freeze
 from bsi.brownian import BrownianPath
-from bsi.defaults import GRID
 from bsi.evaluation.runs import weights_hash
 from bsi.metrics import Extractor, Inception, collect
 from bsi.metrics.frechet_error import Yardstick
-from bsi.sampling import default_solver, evaluations, sample
+from bsi.sampler import Sampler, default_solver
+from bsi.sampling import evaluations, sample
 
 STAGES = ("default", "sixteen", "paper", "few", "more", "between")
 SEEDS = (0, 1, 2)
@@ -74,7 +74,7 @@ def stage_cases(stage: str, network: Network, solvers: list[str], grids: list[st
     many = [evaluations(network.model.method, k) for k in {"paper": PAPER, "between": (128, 512)}.get(stage, ())]
     seeds = SEEDS if stage == "default" else ()
     return [
-        *(Case(name, default_solver(network.model.method), GRID, FEW, seed) for seed in seeds),
+        *(Case(name, default_solver(network.model.method), Sampler.grid, FEW, seed) for seed in seeds),
         *(Case(name, solver, grid, count) for count in counts for solver, grid in all_pairs),
         *(Case(name, "posterior", "paper", count) for count in many),
     ]
@@ -191,7 +191,9 @@ class Measuring:
         """
         for name, solver in ((n.name, default_solver(n.model.method)) for n in networks):
             rows = [row for row in self.results.rows if row["network"] == name and "ratio" in row]
-            ours = [row for row in rows if (row["solver"], row["grid"], row["evaluations"]) == (solver, GRID, FEW)]
+            ours = [
+                row for row in rows if (row["solver"], row["grid"], row["evaluations"]) == (solver, Sampler.grid, FEW)
+            ]
             if ours:
                 ratio, error = (sum(row[key] for row in ours) / len(ours) for key in ("ratio", "ratio_error"))
                 yield f"{name}: our default, {FEW} evaluations, {len(ours)} seeds: {ratio:.4f} ± {error:.4f} {LONGEST}"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bsi.model import Model as Model
     from bsi.recipe import Recipe as Recipe
     from bsi.runtime.export import load as load
+    from bsi.sampler import Sampler as Sampler
     from bsi.training.train import train as train
     from bsi.values import Bins as Bins
     from bsi.values import Standardize as Standardize
@@ -31,6 +32,7 @@ _HOME = {
     "Standardize": "bsi.values",
     "Model": "bsi.model",
     "Recipe": "bsi.recipe",
+    "Sampler": "bsi.sampler",
     "load": "bsi.runtime.export",
     "train": "bsi.training.train",
 }

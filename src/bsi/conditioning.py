@@ -38,12 +38,12 @@ import torch
 from jaxtyping import Float, Num, Shaped
 from torch import Tensor
 
-from bsi.defaults import NOISY_SOLVER, STEPS
 from bsi.errors import DataError, NonFinite, UsageError
 from bsi.gaussian import over
 from bsi.grids import EDM_SIGMA, geometric_grid, onward_grid
 from bsi.methods.base import Method, Predictor, level_at, rho_at
 from bsi.rng import Noise
+from bsi.sampler import NOISY_SOLVER, Sampler
 from bsi.sampling import Step, end_of, trajectory
 from bsi.solvers import SOLVERS, Solver, named_solver, posterior
 
@@ -85,7 +85,7 @@ def denoise(
     noise: Noise,
     y: Given,
     precision: float,
-    k: int = STEPS,
+    k: int = Sampler.steps,
     solver: Solver | str = NOISY_SOLVER,
 ) -> Data:
     """A draw from p(x | y) for each row of y ~ N(x, 1 / precision): generation, gone on with from y."""
@@ -98,7 +98,7 @@ def denoising(
     noise: Noise,
     y: Given,
     precision: float,
-    k: int = STEPS,
+    k: int = Sampler.steps,
     solver: Solver | str = NOISY_SOLVER,
 ) -> Iterator[Step]:
     """Every step on the way from y to what `denoise` returns."""

@@ -14,7 +14,6 @@ noise eps for x.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -27,8 +26,9 @@ from bsi.conditioning import guided
 from bsi.errors import UsageError
 from bsi.gaussian import Encoder, over
 from bsi.methods.base import Method, Parametrization, Predictor
+from bsi.sampler import check_guidance
 
-__all__ = ["COEFFICIENTS", "Coefficients", "Condition", "Denoiser", "check_guidance", "edm", "epsilon"]
+__all__ = ["COEFFICIENTS", "Coefficients", "Condition", "Denoiser", "edm", "epsilon"]
 
 # What a prediction is conditioned on besides the latent: class labels, an image, several of these by name.
 Condition = Tensor | dict[str, Tensor]
@@ -75,11 +75,6 @@ def epsilon(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
 
 
 COEFFICIENTS: dict[Parametrization, Callable[[Encoder, float], Coefficients]] = {"edm": edm, "epsilon": epsilon}
-
-
-def check_guidance(guidance: float) -> None:
-    if not 0 <= guidance < math.inf:
-        raise UsageError(f"guidance is 1 for none, more to follow the condition more: got {guidance:g}")
 
 
 class Denoiser(nn.Module):

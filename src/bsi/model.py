@@ -11,20 +11,19 @@ Integer tensors are bin indices, floats are values. Float32 or wider outside the
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
-from bsi.brownian import BrownianPath, check_resolved
-from bsi.defaults import GRID, STEPS
 from bsi.denoiser import Condition, Denoiser
 from bsi.elbo import Elbo, elbo
 from bsi.errors import DataError, NonFinite, UsageError
-from bsi.grids import named_grid
 from bsi.levels import low_discrepancy
 from bsi.methods.base import Method, Parametrization
 from bsi.objective import Weight, training_loss
@@ -38,8 +37,8 @@ from bsi.refusals import (
     check_width,
 )
 from bsi.rng import SeededNoise
-from bsi.sampling import default_solver, noisy_steps, sample
-from bsi.solvers import Solver
+from bsi.sampler import Sampler
+from bsi.sampling import Step, drawing
 from bsi.values import Bins, Standardize
 
 __all__ = ["Model"]
@@ -131,49 +130,89 @@ class Model(nn.Module):
         x = self.values(data)
         return training_loss(self.method, self.denoiser.given(cond), x, _levels(x), torch.randn_like(x), weight)
 
-    @torch.no_grad()
     def sample(
         self,
-        num: int,
-        steps: int = STEPS,
+        num: int | range,
+        sampler: Sampler | None = None,
+        *,
         seed: int = 0,
-        solver: Solver | str | None = None,
-        grid: str = GRID,
+        label: int | Sequence[int] | None = None,
         cond: Condition | None = None,
         batch_size: int = 256,
-        guidance: float = 1.0,
+        progress: Callable[[int], object] | None = None,
+        **changes: Any,
     ) -> Tensor:
-        """`num` samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone.
+        """Draw samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone.
 
-        `bsi sample` with the same seed draws the same ones. A solver is a name or a function of your own; without one
-        it is `default_solver(method)`. `guidance` says how strongly to follow `cond`: 1 is what was learned, more
-        exaggerates, at twice the evaluations.
+        Args:
+            num: how many samples, or a range of their numbers i.
+            sampler: how to draw them; `changes` are fields of it: `model.sample(16, steps=32, guidance=2.0)`.
+            seed: `bsi sample` with the same seed draws the same samples.
+            label: the class of all samples, or a sequence of classes that sample i takes in turn: `range(10)`.
+            cond: a condition with one row for each sample, in place of `label`.
+            batch_size: samples that are drawn together.
+            progress: is called with the number of samples after each of their steps + 1 predictions.
+
+        Raises:
+            NonFinite: if a sample holds NaN or infinity.
         """
-        if num < 1 or batch_size < 1:
-            raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch_size={batch_size}")
-        check_condition(cond, num)
+        ids = range(num) if isinstance(num, int) else num
+        if len(ids) < 1 or batch_size < 1:
+            raise UsageError(f"sampling needs num >= 1 and batch_size >= 1, got num={num}, batch_size={batch_size}")
+        if cond is not None and label is not None:
+            raise UsageError(f"samples have either a label or a condition, got label={label} and cond. Leave one out.")
+        sampler = replace(sampler or Sampler(), **changes)
+        cond = self.labels(ids, label) if cond is None else cond
+        check_condition(cond, len(ids))
         check_labels(cond, self.classes)
-        solver = solver or default_solver(self.method)
-        levels = self.sampling_levels(steps, solver, grid)
         drawn = []
-        with _evaluating(self):
-            for ids in torch.arange(num, device=self.device).split(batch_size):
-                part = _rows(cond, ids.cpu(), self.device)
-                noise = BrownianPath(seed, ids, self.shape)
-                drawn.append(sample(self.method, self.denoiser.given(part, guidance), noise, levels, solver))
-        x = torch.cat(drawn)
-        if not bool(torch.isfinite(x).all()):
-            bad = int((~torch.isfinite(x)).reshape(num, -1).any(1).sum())
-            raise NonFinite(f"{bad} of {num} samples hold NaN or infinity: the network's predictions are not finite")
-        return self.data(x)
+        for rows in torch.arange(len(ids)).split(batch_size):
+            batch = ids[int(rows[0]) : int(rows[-1]) + 1]
+            for step in self.trajectory(batch, sampler, seed=seed, cond=_rows(cond, rows, self.device)):
+                x = step.x_hat
+                if progress is not None:
+                    progress(len(rows))
+            drawn.append(self.data(x))
+        return torch.cat(drawn)
 
-    def sampling_levels(
-        self, steps: int = STEPS, solver: Solver | str | None = None, grid: str = GRID
-    ) -> Float[Tensor, " levels"]:
-        """The levels that `sample` visits. Raises what cannot be sampled so: for what wants to know long before."""
-        levels = named_grid(grid)(self.method, steps)
-        check_resolved(noisy_steps(self.method, levels, solver or default_solver(self.method)))
-        return levels
+    def trajectory(
+        self, ids: range, sampler: Sampler, *, seed: int = 0, cond: Condition | None = None
+    ) -> Iterator[Step]:
+        """Every step of the samples `ids`, as values; the x_hat of the last step is the sample.
+
+        Raises:
+            UsageError: before the first evaluation, if the sampler does not suit the method.
+            NonFinite: after the last step, if a sample holds NaN or infinity.
+        """
+        predict = self.denoiser.given(cond, sampler.guidance)
+        numbers = torch.arange(ids.start, ids.stop, ids.step, device=self.device)
+        return self._evaluated(drawing(self.method, predict, sampler, numbers, self.shape, seed), ids)
+
+    def _evaluated(self, steps: Iterator[Step], ids: range) -> Iterator[Step]:
+        """The steps of a trajectory in evaluation mode, and the one check that samples are finite."""
+        x = torch.empty(0)
+        while True:
+            with _evaluating(self):
+                step = next(steps, None)
+            if step is None:
+                break
+            x = step.x_hat
+            yield step
+        finite = torch.isfinite(x).reshape(len(ids), -1).all(1)
+        if not bool(finite.all()):
+            raise NonFinite(
+                f"{int((~finite).sum())} of the samples {ids[0]} to {ids[-1]} hold NaN or infinity: the network's "
+                f"predictions are not finite"
+            )
+
+    def labels(self, ids: range, label: int | Sequence[int] | None) -> Int[Tensor, " batch"] | None:
+        """The label of each of these samples: one for all, or sample i's from the sequence in turn."""
+        if label is None:
+            return None
+        if self.classes == 0:
+            raise UsageError(f"this network was trained without labels, got label={label}. Train it with labels.")
+        known = torch.as_tensor([label] if isinstance(label, int) else list(label))
+        return known[torch.arange(ids.start, ids.stop, ids.step) % len(known)]
 
     def data(self, x: Float[Tensor, "batch *data"]) -> Tensor:
         """Values back to data: bin indices by rounding, or the units that `standardize` took away."""

@@ -13,10 +13,10 @@ from typing import Literal
 
 from bsi.backbones.config import BackboneConfig
 from bsi.data.order import SHARDS, check_batch
-from bsi.defaults import GRID, STEPS
 from bsi.devices import Precision
 from bsi.errors import UsageError
 from bsi.methods import Method
+from bsi.sampler import Sampler
 
 __all__ = [
     "Data",
@@ -219,14 +219,10 @@ class Samples:
     """The grid of samples drawn along the way, by the EMA."""
 
     count: int = 64
-    steps: int = STEPS
-    solver: str | None = None
-    """By its name, or the method's default one."""
-    grid: str = GRID
+    sampler: Sampler = field(default_factory=Sampler)
 
     def __post_init__(self) -> None:
         _at_least("samples.count", self.count, 1)
-        _at_least("samples.steps", self.steps, 1)
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,36 @@
 """Drawing samples, Algorithms "Sampling with posterior inference" and "Sampling with BSI", for any method and solver.
 
-One loop makes the history: `sample` keeps the end of `trajectory`, figures and the page look at all of it.
+There is one loop, `trajectory`, which yields every step; `sample` keeps the end of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from bsi.defaults import NOISY_SOLVER, SOLVER
+from bsi.brownian import BrownianPath, check_resolved
 from bsi.errors import UsageError
 from bsi.gaussian import Belief, over
-from bsi.grids import check_grid
+from bsi.grids import check_grid, named_grid
 from bsi.methods.base import Method, Predictor
-from bsi.rng import Noise
+from bsi.rng import Noise, SeededNoise
+from bsi.sampler import Sampler
 from bsi.solvers import Path, Solver, Table, named_solver
 
 __all__ = [
     "Step",
     "advance",
     "belief",
-    "default_solver",
+    "drawing",
     "end_of",
     "evaluations",
+    "levels_of",
     "measurement",
     "noisy_steps",
     "sample",
@@ -42,15 +45,6 @@ class Step:
     latent: Float[Tensor, "batch *data"]
     level: Float[Tensor, ""]
     x_hat: Float[Tensor, "batch *data"]
-
-
-def default_solver(method: Method) -> str:
-    """A flow carries its start to the end; noise on the way forgets it. So a flow is for starts that are right.
-
-    BSI's is: a random belief whose c > 0 is part of the information. With c = 0 it is not: VDM's first latent keeps 8 %
-    of the signal, and its prior none of it; BFN starts from nothing, where its network knows nothing.
-    """
-    return SOLVER if method.c > 0 else NOISY_SOLVER
 
 
 def advance(
@@ -71,17 +65,24 @@ def trajectory(
     grid: Float[Tensor, " levels"] | Sequence[float],
     solver: Solver | str = "posterior",
     start: Float[Tensor, "batch *data"] | None = None,
+    differentiable: bool = False,
 ) -> Iterator[Step]:
     """Every step from the prior to the decoded sample: k + 1 of them for the k steps of the grid.
 
-    `noise(start, end)` draws standard noise for the information gained from `start` to `end`: first the prior's, then
-    that of each step whose solver adds noise. With a latent to `start` from, the grid begins at that latent's level
-    instead of the prior's. A grid may also be a list of numbers. What cannot be done is refused here, before the first
-    evaluation.
+    Args:
+        noise: `noise(start, end)` draws standard noise for the information gained from `start` to `end`: first the
+            prior's, then that of each step whose solver adds noise.
+        grid: levels, as a tensor or a list of numbers.
+        start: a latent to start from; the grid then begins at its level instead of the prior's.
+        differentiable: keep the graph of all evaluations, for gradients through the samples.
+
+    Raises:
+        UsageError: before the first evaluation, if the grid or the solver does not suit the method.
     """
     solve = named_solver(solver) if isinstance(solver, str) else solver
     levels = check_grid(method, grid, from_prior=start is None).cpu()
-    return _steps(method, predict, noise, levels, _rows(method, levels, solve(method, levels)), start)
+    rows = _rows(method, levels, solve(method, levels))
+    return _steps(method, predict, noise, levels, rows, start, nullcontext if differentiable else torch.no_grad)
 
 
 def _steps(
@@ -91,18 +92,24 @@ def _steps(
     grid: Float[Tensor, " levels"],
     rows: Float[Tensor, "steps 4"],
     start: Float[Tensor, "batch *data"] | None,
+    gradients: Callable[[], AbstractContextManager[object]],
 ) -> Iterator[Step]:
+    # The context is left before each yield: it must not change the mode of whoever reads the steps.
     informations = [float(value) for value in Path.of(method, grid).information]
     latent = method.prior(noise(0.0, informations[0])) if start is None else start
     noisy_rows, levels = (rows[:, 3] != 0).tolist(), grid.to(latent.device)
     rows = rows.to(latent.device, latent.dtype)
     previous = nothing = torch.zeros_like(latent)
     for i, noisy in enumerate(noisy_rows):
-        x_hat = predict(latent, levels[i].expand(len(latent)))
+        with gradients():
+            x_hat = predict(latent, levels[i].expand(len(latent)))
         yield Step(latent, levels[i], x_hat)
-        eps = noise(informations[i], informations[i + 1]) if noisy else nothing
-        latent, previous = advance(latent, x_hat, previous, eps, rows[i]), x_hat
-    yield Step(latent, levels[-1], method.decode(latent, levels[-1].expand(len(latent)), predict))
+        with gradients():
+            eps = noise(informations[i], informations[i + 1]) if noisy else nothing
+            latent, previous = advance(latent, x_hat, previous, eps, rows[i]), x_hat
+    with gradients():
+        x = method.decode(latent, levels[-1].expand(len(latent)), predict)
+    yield Step(latent, levels[-1], x)
 
 
 def _rows(method: Method, grid: Float[Tensor, " levels"], table: Table) -> Float[Tensor, "steps 4"]:
@@ -131,9 +138,10 @@ def sample(
     grid: Float[Tensor, " levels"] | Sequence[float],
     solver: Solver | str = "posterior",
     start: Float[Tensor, "batch *data"] | None = None,
+    differentiable: bool = False,
 ) -> Float[Tensor, "batch *data"]:
     """The end of a trajectory: one sample for each row of noise, as values (not bins)."""
-    return end_of(trajectory(method, predict, noise, grid, solver, start))
+    return end_of(trajectory(method, predict, noise, grid, solver, start, differentiable))
 
 
 def end_of(steps: Iterator[Step]) -> Float[Tensor, "batch *data"]:
@@ -142,10 +150,37 @@ def end_of(steps: Iterator[Step]) -> Float[Tensor, "batch *data"]:
     return last.x_hat
 
 
+def levels_of(method: Method, sampler: Sampler) -> Float[Tensor, " levels"]:
+    """The levels that a sampler visits.
+
+    Raises:
+        UsageError: whatever drawing with this sampler would raise, before any evaluation of the network.
+    """
+    levels = named_grid(sampler.grid)(method, sampler.steps)
+    steps = noisy_steps(method, levels, sampler.solver_for(method))
+    if sampler.noise == "path":
+        check_resolved(steps)
+    return levels
+
+
+def drawing(
+    method: Method,
+    predict: Predictor,
+    sampler: Sampler,
+    ids: Int[Tensor, " batch"],
+    shape: tuple[int, ...],
+    seed: int = 0,
+) -> Iterator[Step]:
+    """The trajectories of the samples `ids` of a seed, on the device of `ids`. `predict` includes any guidance."""
+    levels = levels_of(method, sampler)
+    noise = (BrownianPath if sampler.noise == "path" else SeededNoise)(seed, ids, shape)
+    return trajectory(method, predict, noise, levels, sampler.solver_for(method))
+
+
 def noisy_steps(
     method: Method, grid: Float[Tensor, " levels"], solver: Solver | str = "posterior"
 ) -> list[tuple[float, float]]:
-    """The informations between which a solver asks for noise, for what wants to know before it begins."""
+    """The informations between which a solver asks for noise, without drawing any."""
     solve = named_solver(solver) if isinstance(solver, str) else solver
     informations = Path.of(method, grid).information.tolist()
     ends = zip(informations, informations[1:], (solve(method, grid).eps != 0).tolist(), strict=False)

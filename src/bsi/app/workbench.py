@@ -24,7 +24,6 @@ from bsi.app.finishing import Finisher
 from bsi.brownian import BrownianPath
 from bsi.conditioning import measuring_solvers
 from bsi.data.store import open_dataset
-from bsi.defaults import GRID, NOISY_SOLVER, STEPS
 from bsi.errors import BsiError, UsageError
 from bsi.grids import GRIDS, named_grid
 from bsi.methods import VDM, Method
@@ -33,7 +32,8 @@ from bsi.model import Model
 from bsi.pictures import is_image
 from bsi.rng import standard_normal
 from bsi.runtime.export import load, read_trained
-from bsi.sampling import Step, belief, default_solver, evaluations, measurement
+from bsi.sampler import NOISY_SOLVER, Sampler, default_solver
+from bsi.sampling import Step, belief, evaluations, measurement
 from bsi.solvers import SOLVERS, named_solver
 
 __all__ = ["About", "Frame", "Workbench", "open_workbench"]
@@ -189,8 +189,8 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         measuring_solver=NOISY_SOLVER,
         grids=tuple(GRIDS),
         solver=default_solver(model.method),
-        grid=GRID,
-        evaluations=evaluations(model.method, STEPS),
+        grid=Sampler.grid,
+        evaluations=evaluations(model.method, Sampler.steps),
         limits=Limits.of(model.shape),
         classes=model.class_names or tuple(map(str, range(model.classes or 0))),
     )

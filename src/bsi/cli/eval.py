@@ -15,9 +15,9 @@ import tyro
 
 from bsi.cli.eval_text import text
 from bsi.cli.labels import all_labels
-from bsi.defaults import GRID, STEPS
 from bsi.errors import BsiError, UsageError
 from bsi.io import check_writable
+from bsi.sampler import Sampler
 
 if TYPE_CHECKING:
     from bsi.evaluation.bound import Evaluation
@@ -70,12 +70,12 @@ class Eval:
     """Samples to draw for --fid."""
     reference: Literal["test", "train"] = "test"
     """What --fid compares with; the paper compares with the test set."""
-    steps: int = STEPS
+    steps: int = Sampler.steps
     """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
     solver: str | None = None
     """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI (sde2 where its gamma_0 is
     inf), sde2 with BFN and VDM."""
-    grid: str = GRID
+    grid: str = Sampler.grid
     """Where the steps lie: paper, edm or geometric."""
     labels: bool = False
     """With --fid, ask a network with labels for one class after the other."""
@@ -229,31 +229,29 @@ def paired(args: Eval, world: World) -> Found:
 def quality(args: Eval, world: World) -> Iterator[Found]:
     """One for each guidance, on the first rank."""
     from bsi.evaluation import runs
-    from bsi.evaluation.drawing import Drawing
     from bsi.evaluation.quality import check_images, measure_quality, quality_record
     from bsi.metrics import Inception
+    from bsi.sampling import levels_of
 
     run = runs.open_run(args.runs[0], world, not args.weights, args.step, args.precision)
     check_images(run.model)
-    classes = all_labels(run.model, run.path) if args.labels else 0
-    asked = [
-        Drawing(args.steps, args.seed, args.solver, args.grid, guidance=each, classes=classes).by(run.model.method)
-        for each in args.guidance
+    label = range(all_labels(run.model, run.path)) if args.labels else None
+    samplers = [
+        Sampler(args.steps, args.solver, args.grid, guidance=each).named(run.model.method) for each in args.guidance
     ]
-    for how in asked:
-        how.check(run.model.method)
+    levels_of(run.model.method, samplers[0])  # raises what cannot be drawn
     split = runs.open_split(run, args.reference, args.data)
-    runs.speed_up(run, len(asked) * args.num * args.steps // world.size)
+    runs.speed_up(run, len(samplers) * args.num * args.steps // world.size)
     with _cautions(world):
         extractor = Inception(args.inception, world.device)
-    for how in asked:
+    for sampler in samplers:
         with _cautions(world):
             found = measure_quality(
-                run.model, split, how, args.num, extractor, world, args.batch_size, args.kid, args.precision_recall,
-                show=True,
+                run.model, split, sampler, args.num, extractor, world, args.seed, label, args.batch_size, args.kid,
+                args.precision_recall, show=True,
             )  # fmt: skip
         if found is not None:
-            yield Found(quality_record(run, how, found), run, f"fid-{args.reference}")
+            yield Found(quality_record(run, sampler, args.seed, label, found), run, f"fid-{args.reference}")
 
 
 @contextmanager

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from bsi.cli.labels import all_labels, label_of
-from bsi.defaults import GRID, STEPS
 from bsi.errors import UsageError
 from bsi.io import atomic, check_writable
-from bsi.progress import readable_bytes
+from bsi.progress import Progress, readable_bytes
+from bsi.sampler import Sampler
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from bsi.evaluation.series import Series
     from bsi.model import Model
     from bsi.runtime.distributed import World
-    from bsi.sampling import Step
 
 __all__ = ["Sample", "run", "write_samples"]
 
@@ -50,23 +47,13 @@ class Sample:
     """A run folder, a file that `bsi export` wrote, or the name of a bundled network: digits."""
     num: int = 64
     """How many samples."""
-    steps: int = STEPS
-    """Steps k of the solver."""
-    solver: str | None = None
-    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI (sde2 where its gamma_0 is
-    inf), sde2 with BFN and VDM."""
-    grid: str = GRID
-    """Where the steps lie: paper, edm or geometric."""
-    noise: Literal["path", "independent"] = "path"
-    """path: with one seed, more steps converge to one image; independent: fresh noise for each step."""
+    sampler: Annotated[Sampler, tyro.conf.arg(name="")] = field(default_factory=Sampler)
     seed: int = 0
     """Another seed, other samples."""
     label: str | None = None
     """Samples of this class, by its name or number, for a network with labels; by default of none in particular."""
     labels: bool = False
     """Samples of all classes in turn; of at most 20, each has a column of the picture."""
-    guidance: float = 1.0
-    """How strongly to follow the label: 1 is what was learned, 2 exaggerates, at twice the evaluations."""
     out: Path | None = None
     """The picture, a grid of the first 400; samples.png unless --npz or --animate is given."""
     npz: Path | None = None
@@ -87,7 +74,7 @@ class Sample:
 
 
 def run(args: Sample) -> int:
-    for name, value in (("num", args.num), ("steps", args.steps), ("batch-size", args.batch_size)):
+    for name, value in (("num", args.num), ("batch-size", args.batch_size)):
         if value < 1:
             raise UsageError(f"--{name} must be at least 1: got {value}")
     from bsi.runtime.distributed import join
@@ -124,37 +111,37 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
 
     Every rank calls it: they share the parts of --npz, the first does all else, and it alone gets the record.
     """
-    import torch
-
-    from bsi.evaluation.drawing import Drawing
-    from bsi.evaluation.series import Series, Stored
+    from bsi.evaluation.samples import SampleFile, animate_beliefs, described, draw_into
     from bsi.runtime.distributed import Place, World
+    from bsi.sampling import evaluations, levels_of
 
     world = world or World(Place(), model.device)
     if args.label is not None and args.labels:
         raise UsageError(f"samples of one class (--label {args.label}) or of all in turn (--labels): leave one out")
-    if args.guidance != 1 and args.label is None and not args.labels:
-        raise UsageError(f"--guidance needs a --label or --labels to follow: got --guidance {args.guidance} alone")
-    label, classes = label_of(model, args.label), all_labels(model, args.run) if args.labels else 0
-    how = Drawing(args.steps, args.seed, args.solver, args.grid, args.noise, args.guidance, label, classes)
-    how = how.by(model.method)
-    how.check(model.method)
-    series = Series(model, how, args.batch_size)
+    sampler = args.sampler.named(model.method)
+    if sampler.guidance != 1 and args.label is None and not args.labels:
+        raise UsageError(f"--guidance needs a --label or --labels to follow: got --guidance {sampler.guidance} alone")
+    label = range(all_labels(model, args.run)) if args.labels else label_of(model, args.label)
+    levels_of(model.method, sampler)  # raises what cannot be drawn
     picture = args.out or (Path("samples.png") if args.npz is None and args.animate is None else None)
     check_files(model, args, picture)
-    stored = None if args.npz is None else Stored.of(series, args.npz, args.num)
+    file = None if args.npz is None else SampleFile.of(model, sampler, args.seed, label, args.npz, args.num)
+    missing = [] if file is None else file.missing()
     world.barrier()  # every rank has seen what is there, and what is missing, before one of them writes
     num = fresh = min(args.num, ANIMATED)  # if nothing but an animation is asked for
     samples, started = None, time.perf_counter()
-    with torch.no_grad():
-        if world.first and args.animate is not None:
-            animation(series, num, args.animate)
-        if stored is not None:
-            started, num, fresh = time.perf_counter(), args.num, stored.fresh
-            samples = stored.drawn(world)
-        elif picture is not None and world.first:
-            started, num, fresh = time.perf_counter(), args.num, args.num
-            samples = series.first(num)
+    if world.first and args.animate is not None:
+        with atomic(args.animate, "--animate") as temporary:
+            animate_beliefs(model, sampler, args.seed, label, num, temporary)
+    if file is not None:
+        started, num, fresh = time.perf_counter(), args.num, sum(map(len, missing))
+        samples = draw_into(file, missing, model, sampler, args.seed, label, args.batch_size, world)
+    elif picture is not None and world.first:
+        started, num, fresh = time.perf_counter(), args.num, args.num
+        with Progress("sample", num * (sampler.steps + 1), "step") as progress:
+            samples = model.sample(
+                num, sampler, seed=args.seed, label=label, batch_size=args.batch_size, progress=progress.advance
+            ).cpu().numpy()  # fmt: skip
     seconds = time.perf_counter() - started
     if not world.first:
         return None
@@ -163,14 +150,15 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
 
         low, high = picture_range(model, samples)
         with atomic(picture, "--out") as temporary:
-            pictures.grid(samples[:SHOWN], pictures.class_columns(how.classes), low, high).save(temporary)
+            columns = pictures.class_columns(len(label) if isinstance(label, range) else 0)
+            pictures.grid(samples[:SHOWN], columns, low, high).save(temporary)
     return {
         "run": str(args.run),
         "num": num,
         "drawn": fresh,  # the others were in --npz already
-        "evaluations": sum(series.evaluations),
-        **asdict(how),
-        "class": model.class_names[label] if label is not None and model.class_names else None,
+        "evaluations": evaluations(model.method, sampler.steps, sampler.guidance != 1),
+        **described(sampler, args.seed, label),
+        "class": model.class_names[label] if isinstance(label, int) and model.class_names else None,
         "seconds": round(seconds, 3),
         "files": [str(path) for path in (picture, args.npz, args.animate) if path is not None],
     }
@@ -210,10 +198,10 @@ def check_files(model: Model, args: Sample, picture: Path | None) -> None:
             check_writable(path, option)
     there, narrow = host_memory(), model.bins is not None and model.bins.count <= 256
     kept = 2 * args.num * math.prod(model.shape) * (1 if narrow else 4)  # batches or parts, and the array made of them
-    shown = animation_bytes(model.shape, min(args.num, ANIMATED), args.steps + 1) if args.animate else 0
+    shown = animation_bytes(model.shape, min(args.num, ANIMATED), args.sampler.steps + 1) if args.animate else 0
     for what, needed, fix in (
         (f"{args.num} samples", kept, "take fewer, and others with another --seed"),
-        (f"an animation of {args.steps} steps", shown, "take fewer steps"),
+        (f"an animation of {args.sampler.steps} steps", shown, "take fewer steps"),
     ):
         if needed > there:
             free = readable_bytes(there)
@@ -224,34 +212,5 @@ def picture_range(model: Model, samples: np.ndarray) -> tuple[float, float]:
     """What is black and what is white: the first and the last bin, or the samples' own extremes."""
     if model.bins is not None:
         return 0.0, float(model.bins.count - 1)
-    return extremes(samples)
-
-
-def extremes(values: np.ndarray) -> tuple[float, float]:
-    low, high = float(values.min()), float(values.max())
+    low, high = float(samples.min()), float(samples.max())
     return low, high if high > low else low + 1
-
-
-def animation(series: Series, num: int, path: Path) -> None:
-    """The first `num` beliefs, step by step, as values; drawn by themselves, since samples in --npz have no history."""
-    import torch
-
-    from bsi.evaluation.series import check_finite
-    from bsi.pictures import SMALLEST, Moment, animate, belief_frames
-    from bsi.sampling import belief, measurement
-
-    model, ids = series.model, torch.arange(num, device=series.model.device)
-
-    def moment(step: Step, y: np.ndarray | None) -> Moment:
-        mean = belief(model.method, step).mean
-        return Moment(mean.cpu().numpy(), step.x_hat.cpu().numpy(), y, float(step.level))
-
-    moments = []
-    for step, after in itertools.pairwise(series.steps(ids)):  # as they come: a GPU holds two steps, not all
-        moments.append(moment(step, measurement(model.method, step, after).cpu().numpy()))
-    check_finite(after.x_hat, ids)
-    moments.append(moment(after, None))
-    bins = model.bins
-    low, high = (bins.low, bins.high) if bins is not None else extremes(moments[-1].prediction)
-    with atomic(path, "--animate") as temporary:
-        animate(belief_frames(moments, low, high), temporary, lossless=min(model.shape[1:]) < SMALLEST)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
-from bsi.errors import DataError, NonFinite, UsageError
-from bsi.evaluation.drawing import Drawing, draw
+from bsi.errors import DataError, UsageError
 from bsi.evaluation.runs import Run, Split
+from bsi.evaluation.samples import Label, described
 from bsi.metrics import Extractor, Generation, QualityWarning, SampleQuality, collect, reference, sample_quality
 from bsi.metrics.features import KEPT
 from bsi.metrics.images import array_batches
@@ -27,7 +27,8 @@ from bsi.model import Model
 from bsi.pictures import is_image
 from bsi.progress import Progress
 from bsi.runtime.distributed import World
-from bsi.sampling import evaluations
+from bsi.sampler import Sampler
+from bsi.sampling import evaluations, levels_of
 from bsi.values import Bins, to_uint8
 
 __all__ = ["check_images", "drawn_images", "measure_quality", "quality_record"]
@@ -39,10 +40,12 @@ SMALL = 32  # pixels: CIFAR-10's, the smallest images that distances by Inceptio
 def measure_quality(
     model: Model,
     split: Split,
-    how: Drawing,
+    sampler: Sampler,
     num: int,
     extractor: Extractor,
     world: World,
+    seed: int = 0,
+    label: Label = None,
     batch: int = 256,
     kid: bool = False,
     precision_and_recall: bool = False,
@@ -51,7 +54,7 @@ def measure_quality(
     """Draw `num` samples and compare them. Every rank calls it; the first gets the record, the others None."""
     if num < 1 or batch < 1:
         raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch={batch}")
-    how.check(model.method)
+    levels_of(model.method, sampler)  # raises what cannot be drawn
     bins = split.dataset.bins
     if bins is None:
         raise DataError(f"{split.dataset.name} is continuous data: a distance between images needs 8-bit ones")
@@ -61,7 +64,7 @@ def measure_quality(
             f"{split.name} part"
         )
     keep = kid or precision_and_recall
-    drawn = drawn_images(model, how, num, world, batch, show)
+    drawn = drawn_images(model, sampler, num, world, batch, seed, label, show)
     samples = collect(drawn, extractor, keep or num <= KEPT).over_ranks()
     if not world.first:
         return None
@@ -75,8 +78,8 @@ def measure_quality(
         extractor,
         keep,
     )
-    spent = evaluations(model.method, how.steps, how.guidance != 1)
-    generation = Generation(how.solver_for(model.method), spent, how.seed)
+    spent = evaluations(model.method, sampler.steps, sampler.guidance != 1)
+    generation = Generation(sampler.solver_for(model.method), spent, seed)
     found = sample_quality(samples, known, extractor, kid, precision_and_recall, generation)
     height, width = model.shape[1:]
     if extractor.resize == "none" or min(height, width) >= SMALL:
@@ -100,20 +103,25 @@ def check_images(model: Model) -> None:
 
 
 def drawn_images(
-    model: Model, how: Drawing, num: int, world: World, batch: int, show: bool = False
+    model: Model,
+    sampler: Sampler,
+    num: int,
+    world: World,
+    batch: int,
+    seed: int = 0,
+    label: Label = None,
+    show: bool = False,
 ) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
     """This rank's samples of 0 .. num - 1 as 8-bit images."""
     check_images(model)
     assert model.bins is not None
     bins = Bins(model.bins.low, model.bins.high, model.bins.count)
-    mine = torch.arange(world.rank, num, world.size, device=model.device)
+    mine = range(world.rank, num, world.size)
     with Progress("samples", len(mine), "sample", stream=None if show and world.first else io.StringIO()) as progress:
-        for ids in mine.split(batch) if len(mine) else ():
-            for step in draw(model.denoiser, model.shape, ids, how):
-                x_hat = step.x_hat
-            if not bool(torch.isfinite(x_hat).all()):
-                raise NonFinite(f"samples around {int(ids[0])} hold NaN or infinity: so do the network's predictions")
-            pixels = _pixels(model.data(x_hat).cpu().numpy(), bins)
+        for start in range(0, len(mine), batch):
+            ids = mine[start : start + batch]
+            drawn = model.sample(ids, sampler, seed=seed, label=label, batch_size=batch)
+            pixels = _pixels(drawn.cpu().numpy(), bins)
             yield from array_batches([pixels], batch, "the samples")
             progress.advance(len(ids))
 
@@ -130,8 +138,13 @@ def _shown(batches: Iterator[Tensor], count: int, show: bool) -> Iterator[Tensor
             progress.advance(len(batch))
 
 
-def quality_record(run: Run, how: Drawing, found: SampleQuality) -> dict[str, Any]:
+def quality_record(run: Run, sampler: Sampler, seed: int, label: Label, found: SampleQuality) -> dict[str, Any]:
     """The metric's own record, with how the samples were drawn and from which weights. There `precision` is that of the
     network that draws, as in the record of a bound, and the extractor's has a name of its own.
     """
-    return {**found.record(), "extractor_precision": found.precision, "drawing": asdict(how), **run.record()}
+    return {
+        **found.record(),
+        "extractor_precision": found.precision,
+        "drawing": described(sampler, seed, label),
+        **run.record(),
+    }

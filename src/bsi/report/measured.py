@@ -6,7 +6,6 @@ network on a CPU leaves out what would take hours, saying so.
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
 from collections.abc import Sequence
@@ -21,14 +20,15 @@ from bsi.backbones.cost import cost
 from bsi.data.store import open_dataset
 from bsi.elbo import Elbo, measurement_loss
 from bsi.errors import BsiError
-from bsi.evaluation.drawing import Drawing, draw
+from bsi.evaluation.samples import animate_beliefs
 from bsi.model import Model
-from bsi.pictures import SMALLEST, Moment, animate, belief_frames, is_image
+from bsi.pictures import is_image
 from bsi.recipe import Recipe
 from bsi.report.charts import Point
 from bsi.rng import standard_normal
 from bsi.runtime.export import load
-from bsi.sampling import evaluations, measurement
+from bsi.sampler import Sampler
+from bsi.sampling import evaluations
 
 __all__ = ["Measured", "measure"]
 
@@ -104,27 +104,12 @@ def _test_images(recipe: Recipe) -> np.ndarray | None:
     return test if len(test) else None
 
 
-@torch.no_grad()
 def sharpening(model: Model) -> bytes:
     """A belief from the prior to the sample, as an animated WebP."""
-    ids = torch.arange(ANIMATED, device=model.device)
-    steps = list(draw(model.denoiser, model.shape, ids, Drawing(steps=STEPS)))
-    measured = [measurement(model.method, a, b) for a, b in itertools.pairwise(steps)]
-    moments = [
-        Moment(_array(step.latent), _array(step.x_hat), None if y is None else _array(y), float(step.level))
-        for step, y in zip(steps, [*measured, None], strict=True)
-    ]
-    bins = model.bins
-    last = moments[-1].prediction
-    low, high = (bins.low, bins.high) if bins is not None else (float(last.min()), float(last.max()))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "belief.webp"
-        animate(belief_frames(moments, low, high), path, lossless=min(model.shape[1:]) < SMALLEST)
+        animate_beliefs(model, Sampler(steps=STEPS), 0, None, ANIMATED, path)
         return path.read_bytes()
-
-
-def _array(x: Tensor) -> np.ndarray:
-    return x.cpu().numpy()
 
 
 @torch.no_grad()

@@ -32,6 +32,9 @@ FORMER = {
     "standard": "standardize",
 }
 
+# Version 0.1.0 wrote the fields of a sampler into the record that holds it.
+FORMER_SAMPLER = ("steps", "solver", "grid")
+
 
 def kinds() -> dict[str, type]:
     """The registered methods and the networks, by the name that a file may give them."""
@@ -60,6 +63,9 @@ def from_plain(cls: type[Record], data: object, where: str = "") -> Record:
         raise UsageError(f"{where or cls.__name__} must be a table of fields: got {data!r:.80}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    if "sampler" in fields and "sampler" not in data and set(data) & set(FORMER_SAMPLER):
+        rest = {name: value for name, value in data.items() if name not in FORMER_SAMPLER}
+        data = {**rest, "sampler": {name: data[name] for name in FORMER_SAMPLER if name in data}}
     given = {
         FORMER.get(str(name), str(name)): value for name, value in data.items() if name != "kind" or "kind" in fields
     }

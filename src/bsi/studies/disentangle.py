@@ -27,9 +27,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from bsi.defaults import GRID, SOLVER, STEPS
 from bsi.methods import BSI, Parametrization
 from bsi.recipe import Recipe
+from bsi.sampler import FLOW_SOLVER, Sampler
 from bsi.studies import figures
 from bsi.studies.estimates import (
     Estimate,
@@ -112,7 +112,7 @@ def _published(scale: Scale) -> list[Recipe]:
 
 def _ours(scale: Scale, some: list[Recipe]) -> list[Quality]:
     """By our solver for BSI, whatever the network."""
-    return [quality(scale, network, STEPS, SOLVER, GRID) for network in some]
+    return [quality(scale, network, Sampler.steps, FLOW_SOLVER, Sampler.grid) for network in some]
 
 
 def measures(scale: Scale) -> list[Measure]:
@@ -275,7 +275,7 @@ def report(scale: Scale, store: Store) -> Report:
         claims=_claims(scale, store),
         draw=lambda: _draw(scale, store),
         notes=(
-            f"Our solver is {SOLVER} here, for BFN as published too.",
+            f"Our solver is {FLOW_SOLVER} here, for BFN as published too.",
             "Without BSI's preconditioning, and unclipped, the bound is infinite: a belief that begins with no "
             "information makes an unbounded error of the sample of any error of the noise. A few levels make all of "
             "its estimate. The median image's does not see them: it compares networks at equal numbers of levels, and "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bsi.defaults import GRID, NOISY_SOLVER, SOLVER
+from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler
 from bsi.studies import figures
 from bsi.studies.comparison import ORDER, networks
 from bsi.studies.estimates import distance
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STUDY"]
 
-OURS = tuple((method, solver) for method in ORDER for solver in (SOLVER, NOISY_SOLVER))
+OURS = tuple((method, solver) for method in ORDER for solver in (FLOW_SOLVER, NOISY_SOLVER))
 FROM = 16  # steps, in the paper's claim
 
 
@@ -39,7 +39,7 @@ def _our_steps(scale: Scale) -> list[int]:
 
 def _our_line(scale: Scale, method: str, solver: str) -> list[Quality]:
     network = networks(scale.convergence, method)[0]
-    return [quality(scale, network, k, solver, GRID) for k in _our_steps(scale)]
+    return [quality(scale, network, k, solver, Sampler.grid) for k in _our_steps(scale)]
 
 
 def measures(scale: Scale) -> list[Measure]:
@@ -56,17 +56,17 @@ def _draw(scale: Scale, store: Store) -> Figure:
         figures.error_line(left, steps, found, color, figures.MARKS[method])
         right.axhline(found[-1].value, color=color, linewidth=1, linestyle=":")
         ends.append(figures.Named(steps[-1], found[-1].value, figures.NAMES[method], color))
-    lines = {SOLVER: "-", NOISY_SOLVER: "--"}
+    lines = {FLOW_SOLVER: "-", NOISY_SOLVER: "--"}
     for i, (method, solver) in enumerate(OURS):
         found, color = [distance(store, [job]) for job in _our_line(scale, method, solver)], figures.COLORS[method]
         beside = [k * 1.025 ** (i - len(OURS) / 2) for k in ours]  # bars do not hide each other
         figures.error_line(right, beside, found, color, figures.MARKS[method], lines[solver])
-    for line, words in ((lines[SOLVER], SOLVER), (lines[NOISY_SOLVER], NOISY_SOLVER), (":", f"paper's, {steps[-1]}")):
+    for line, words in (*((lines[solver], solver) for solver in lines), (":", f"paper's, {steps[-1]}")):
         right.plot([], [], line, color=figures.GREY, label=words)
     right.legend(loc="upper right", ncols=3, columnspacing=1.2, handlelength=1.8)
     right.margins(y=0.2)  # room for the legend
     left.set_title("The paper's sampler")
-    right.set_title(f"Our solvers on the grid {GRID}")
+    right.set_title(f"Our solvers on the grid {Sampler.grid}")
     for axes, ticks in ((left, steps), (right, ours)):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -87,7 +87,7 @@ def report(scale: Scale, store: Store) -> Report:
     ours = {pair: [distance(store, [job]) for job in _our_line(scale, *pair)] for pair in OURS}
     missing = len(steps) - len(_our_steps(scale))
     rows += [
-        (f"{figures.NAMES[method]}, {solver}, {GRID}", *found, *[None] * missing)
+        (f"{figures.NAMES[method]}, {solver}, {Sampler.grid}", *found, *[None] * missing)
         for (method, solver), found in ours.items()
     ]
     compared = [
@@ -104,7 +104,7 @@ def report(scale: Scale, store: Store) -> Report:
         claims=(
             all_of(f"From {FROM} steps upwards, BSI is better than BFN and VDM at the same number", compared),
             all_of(
-                f"At {FROM} steps, our solver on {GRID} is better than the paper's sampler, for each method",
+                f"At {FROM} steps, our solver on {Sampler.grid} is better than the paper's sampler, for each method",
                 [less(figures.NAMES[method], ours[method, chosen[method]][at], lines[method][at]) for method in ORDER],
             ),
         ),

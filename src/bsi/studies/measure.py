@@ -24,9 +24,8 @@ from bsi.data.store import Dataset
 from bsi.elbo import reconstruction_loss
 from bsi.errors import NonFinite, UsageError
 from bsi.evaluation.bound import Evaluation, Procedure, evaluate
-from bsi.evaluation.drawing import Drawing, draw
-from bsi.evaluation.parts import Parts
 from bsi.evaluation.runs import inner_precision
+from bsi.evaluation.samples import SampleFile
 from bsi.evaluation.subject import Subject
 from bsi.gaussian import squared_norm
 from bsi.methods import BSI
@@ -44,6 +43,7 @@ from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.rng import standard_normal
 from bsi.runtime.distributed import Place, World
+from bsi.sampler import Sampler
 from bsi.studies.deadline import Deadline
 from bsi.studies.digits_features import DigitsFeatures
 from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, name_of
@@ -191,21 +191,12 @@ class Laboratory:
 
     def _drawn(self, job: Quality, model: Model, deadline: Deadline, path: Path) -> np.ndarray:
         """All samples as bin indices, drawn part by part: an interrupted drawing goes on where it was."""
-        how = Drawing(job.steps, job.seed, job.solver, job.grid)
-        parts = Parts(path, job.num, {"job": name_of(job), "precision": inner_precision(model)})
+        sampler, batch = Sampler(job.steps, job.solver, job.grid), self.scale.drawn.batch
+        parts = SampleFile(path, job.num, {"job": name_of(job), "precision": inner_precision(model)})
         for rows in parts.missing():
             deadline.check(f"{rows.start} of {job.num} samples are drawn")
-            batches = torch.arange(rows.start, rows.stop, device=self.device).split(self.scale.drawn.batch)
-            parts.write(rows, np.concatenate([_draw(model, ids, how) for ids in batches]))
+            parts.write(rows, model.sample(rows, sampler, seed=job.seed, batch_size=batch).cpu().numpy())
         return parts.join()
-
-
-def _draw(model: Model, ids: Tensor, how: Drawing) -> np.ndarray:
-    for step in draw(model.denoiser, model.shape, ids, how):
-        x_hat = step.x_hat
-    if not bool(torch.isfinite(x_hat).all()):
-        raise NonFinite(f"samples {int(ids[0])} to {int(ids[-1])} hold NaN or infinity: so do the predictions")
-    return model.data(x_hat).cpu().numpy()
 
 
 @functools.cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from bsi.defaults import GRID, STEPS
 from bsi.methods import BSI
 from bsi.recipe import Recipe
+from bsi.sampler import Sampler, default_solver
 from bsi.studies.job import Bound, Quality
 from bsi.studies.scale import Scale
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 # Our default sampler; `solvers_said` has the solver's name.
-OURS = f"our solver on {GRID} in {STEPS}"
+OURS = f"our solver on {Sampler.grid} in {Sampler.steps}"
 
 
 def seeded(recipe: Callable[[str], Recipe], method: str, seeds: Sequence[int]) -> list[Recipe]:
@@ -59,13 +59,11 @@ def qualities(scale: Scale, networks: Sequence[Recipe], steps: int) -> list[Qual
 
 def default_quality(scale: Scale, network: Recipe) -> Quality:
     """With our default sampler."""
-    return quality(scale, network, STEPS, our_solver(network), GRID)
+    return quality(scale, network, Sampler.steps, our_solver(network), Sampler.grid)
 
 
 def our_solver(network: Recipe) -> str:
     """That of its method."""
-    from bsi.sampling import default_solver  # with torch, which a plan does without
-
     return default_solver(network.method)
 
 

@@ -66,8 +66,8 @@ def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
     """
     wanted = recipe.samples
     seed = derive(recipe.seed, "samples") >> 32
-    labels = torch.arange(wanted.count) % model.classes if model.classes else None
-    x = model.sample(wanted.count, wanted.steps, seed, wanted.solver, wanted.grid, labels).cpu().numpy()
+    label = range(model.classes) if model.classes else None
+    x = model.sample(wanted.count, wanted.sampler, seed=seed, label=label).cpu().numpy()
     path.parent.mkdir(exist_ok=True)
     if is_image(model.shape):
         low, high = (0.0, float(model.bins.count - 1)) if model.bins is not None else (float(x.min()), float(x.max()))

@@ -32,6 +32,7 @@ from bsi.runtime.export import class_name, read_trained, set_weights
 from bsi.runtime.run_folder import RunFolder, RunRecord, State
 from bsi.runtime.serialization import to_plain
 from bsi.runtime.watchdog import watching
+from bsi.sampling import levels_of
 from bsi.training.audit import numerics
 from bsi.training.journal import JsonLines, Sink
 from bsi.training.lease import Lease, hold
@@ -202,8 +203,7 @@ def _model(
                 f"training keeps weights in float32, and {name} of the network is {parameter.dtype}: pass "
                 f"backbone.float(). What is computed in less is --precision's."
             )
-    wanted = recipe.samples
-    model.sampling_levels(wanted.steps, wanted.solver, wanted.grid)  # what cannot be drawn is refused now, not later
+    levels_of(model.method, recipe.samples.sampler)  # raises what cannot be drawn now, not at the first samples
     if recipe.precision == "fp8":
         check_fp8(recipe.backbone, data.spec.shape)
     if init_from is not None:

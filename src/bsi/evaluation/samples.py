@@ -1,0 +1,212 @@
+"""Many samples of one network in one file, drawn part by part by any number of ranks.
+
+    samples.npz.parts/          while samples are drawn: one .npy for each part, written atomically
+      about.json                which samples these are; parts of other samples are never joined with them
+      000000000.npy ...
+    samples.npz                 when all parts exist: arr_0, `about` as JSON, and `labels` if the samples have any
+
+Sample i depends on (seed, i) alone, so it does not matter which process draws a part. Rank r of w draws the parts r,
+r + w, r + 2w, ... of those that are missing. Finished parts survive whatever happens to the process, and the same
+command continues with the missing ones.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from bsi.errors import BsiError, DataError, UsageError
+from bsi.evaluation.runs import inner_precision, weights_hash
+from bsi.io import atomic, make_folder
+from bsi.model import Model
+from bsi.pictures import SMALLEST, Moment, animate, belief_frames
+from bsi.progress import Progress
+from bsi.runtime.distributed import World
+from bsi.sampler import Sampler
+from bsi.sampling import Step, belief, measurement
+
+__all__ = ["PART", "Label", "SampleFile", "animate_beliefs", "described", "draw_into"]
+
+PART = 1024  # samples
+
+Label = int | Sequence[int] | None
+
+
+def described(sampler: Sampler, seed: int, label: Label) -> dict[str, Any]:
+    """Everything that samples depend on besides the network, for records."""
+    one = label if isinstance(label, int) else None
+    classes = 0 if label is None or isinstance(label, int) else len(label)
+    return {**asdict(sampler), "seed": seed, "label": one, "classes": classes}
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """`num` samples that `about` describes, and their labels if they have any, on their way into the file `path`."""
+
+    path: Path
+    num: int
+    about: dict[str, Any]
+    labels: Int64[np.ndarray, " num"] | None = None
+
+    @classmethod
+    def of(cls, model: Model, sampler: Sampler, seed: int, label: Label, path: Path, num: int) -> SampleFile:
+        """The file for these samples of a model.
+
+        `about` has the precision that was used, not `auto`: parts from a GPU and from a CPU are different samples.
+        """
+        network = {"precision": inner_precision(model), "weights": weights_hash(model)}
+        labels = model.labels(range(num), label)
+        about = {**described(sampler, seed, label), **network}
+        return cls(path, num, about, None if labels is None else labels.numpy())
+
+    @property
+    def folder(self) -> Path:
+        return self.path.with_name(self.path.name + ".parts")
+
+    def missing(self) -> list[range]:
+        """The samples that are still to be drawn, part by part; none if the file is complete.
+
+        Raises:
+            UsageError: if the file or its parts hold other samples.
+            DataError: if they are damaged, or were not written here.
+        """
+        if self.path.exists():
+            self._check(self._about_of_file(), str(self.path))
+            return []
+        about = self.folder / "about.json"
+        if about.exists():
+            self._check(self._about_of_parts(about), str(self.folder))
+        else:
+            make_folder(self.folder, "--npz")
+            try:
+                with atomic(about, "--npz") as temporary:
+                    temporary.write_text(json.dumps(self.about, indent=2), "utf-8")
+            except BsiError:
+                self.folder.rmdir()  # it is still empty
+                raise
+        return [ids for ids in self._parts() if not self._exists(ids)]
+
+    def write(self, ids: range, rows: Shaped[np.ndarray, "rows ..."]) -> None:
+        """Write a part atomically."""
+        with atomic(self._file(ids), "--npz") as temporary:
+            np.save(temporary, rows, allow_pickle=False)
+
+    def join(self) -> Shaped[np.ndarray, "num ..."]:
+        """All samples; the parts are replaced by the file."""
+        if self.path.exists():
+            with np.load(self.path, allow_pickle=False) as arrays:
+                return arrays["arr_0"]
+        rows = np.concatenate([np.load(self._file(ids), allow_pickle=False) for ids in self._parts()])
+        arrays = {"arr_0": rows, "about": np.array(json.dumps({**self.about, "num": self.num}))}
+        if self.labels is not None:
+            arrays["labels"] = self.labels
+        with atomic(self.path, "--npz") as temporary, temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        shutil.rmtree(self.folder)
+        return rows
+
+    def _parts(self) -> list[range]:
+        return [range(start, min(start + PART, self.num)) for start in range(0, self.num, PART)]
+
+    def _file(self, ids: range) -> Path:
+        return self.folder / f"{ids.start:09d}.npy"
+
+    def _exists(self, ids: range) -> bool:
+        """A part of another length was the last one of a smaller number: it is drawn again, as a damaged one is."""
+        try:
+            return len(np.load(self._file(ids), mmap_mode="r", allow_pickle=False)) == len(ids)
+        except (OSError, ValueError, EOFError):
+            return False
+
+    def _about_of_parts(self, file: Path) -> dict[str, Any]:
+        try:
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"{file} is damaged, so it is unknown which samples the parts are. Remove {self.folder}."
+            ) from error
+
+    def _about_of_file(self) -> dict[str, Any]:
+        try:
+            with np.load(self.path, allow_pickle=False) as arrays:
+                found = json.loads(str(arrays["about"]))
+        except (KeyError, ValueError, OSError) as error:
+            raise DataError(f"{self.path} exists, but was not written by bsi sample. Choose another name.") from error
+        if found.pop("num", None) != self.num:
+            raise UsageError(f"{self.path} holds another number of samples. Remove it, or choose another name.")
+        return dict(found)
+
+    def _check(self, found: dict[str, Any], where: str) -> None:
+        differing = [
+            f"{name} {found.get(name)!r} there, {self.about.get(name)!r} here"
+            for name in {**found, **self.about}
+            if found.get(name) != self.about.get(name)
+        ]
+        if differing:
+            raise UsageError(
+                f"{where} holds other samples ({'; '.join(differing)}). Remove it, or choose another name."
+            )
+
+
+def draw_into(
+    file: SampleFile,
+    missing: list[range],
+    model: Model,
+    sampler: Sampler,
+    seed: int,
+    label: Label,
+    batch_size: int,
+    world: World,
+) -> Shaped[np.ndarray, "num ..."] | None:
+    """Draw the missing parts. Every rank calls it; the first rank gets all samples, the others None."""
+    mine, fresh = missing[world.rank :: world.size], sum(map(len, missing))
+    done = file.num - fresh
+    total, each = done + sum(map(len, mine)), sampler.steps + 1
+    stream = None if world.first else io.StringIO()
+    try:
+        with Progress("sample", total * each, "step", done * each, stream) as progress:
+            for ids in mine:
+                drawn = model.sample(
+                    ids, sampler, seed=seed, label=label, batch_size=batch_size, progress=progress.advance
+                )
+                file.write(ids, drawn.cpu().numpy())
+        world.barrier()
+        return file.join() if world.first else None
+    except KeyboardInterrupt:
+        kept = file.num - sum(map(len, file.missing()))
+        message = f"{kept} of {file.num} samples are kept, in parts of {PART}. Run the same command to continue."
+        raise KeyboardInterrupt(message) from None
+
+
+def animate_beliefs(model: Model, sampler: Sampler, seed: int, label: Label, num: int, path: Path) -> None:
+    """The first `num` samples as an animation: belief mean, prediction and measurement at every step, as values.
+
+    A VDM's latent is not a belief mean; `belief` rescales it to what its measurements say about the sample.
+    """
+    steps = model.trajectory(range(num), sampler, seed=seed, cond=model.labels(range(num), label))
+    moments = []
+    for step, after in itertools.pairwise(steps):  # one by one: a GPU holds two steps, not all
+        moments.append(_moment(model, step, measurement(model.method, step, after)))
+    moments.append(_moment(model, after, None))
+    if model.bins is not None:
+        low, high = model.bins.low, model.bins.high
+    else:
+        low, high = float(moments[-1].prediction.min()), float(moments[-1].prediction.max())
+    frames = belief_frames(moments, low, high if high > low else low + 1)
+    animate(frames, path, lossless=min(model.shape[1:]) < SMALLEST)
+
+
+def _moment(model: Model, step: Step, y: Tensor | None) -> Moment:
+    known = belief(model.method, step)
+    mean, x_hat = known.mean.cpu().numpy(), step.x_hat.cpu().numpy()
+    return Moment(mean, x_hat, None if y is None else y.cpu().numpy(), float(step.level))

@@ -1,0 +1,89 @@
+"""`Sampler`: how samples are drawn. Imports no torch.
+
+`Model.sample`, recipes, `bsi sample`, `bsi eval`, the studies, the page and the report hold this one record. Its
+defaults were chosen by measurement: docs/benchmarks/solvers.md has the FIDs. They were chosen on one CIFAR-10 network;
+on another, 16 evaluations gave 0.981 +- 0.007 times the FID of the paper's sampler with 1024 steps.
+
+Sample i depends on (seed, i) alone: not on the batch it is computed in, the number of samples, the ranks or the order,
+up to rounding. Its noise is the same to the last bit on one kind of device. A network rounds differently in another
+batch, and a network with Fourier features of its input, as the paper's, amplifies the last digits: a perturbation of
+1e-6 becomes 0.004. With 16 evaluations in float32 on a CPU, small batches compared with large ones give
+
+    digits (17 bins)            values that differ by 4e-6 (root mean square), and the same bins
+    CIFAR-10, dit-mini/2        values in [-1, 1] that differ by 0.001 to 0.003 with ode2 and 0.004 to 0.008 with sde2:
+                                one pixel in twenty to three in five differ by one or two bins of 256, none by more
+                                than 8
+
+The images are visually the same. Keep the batch size where every bit counts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+from bsi.errors import UsageError
+
+if TYPE_CHECKING:
+    from bsi.methods import Method
+
+__all__ = ["FLOW_SOLVER", "NOISY_SOLVER", "NoiseKind", "Sampler", "check_guidance", "default_solver"]
+
+# One Brownian path for each sample, along which more steps converge to one image; or fresh noise for each step.
+NoiseKind = Literal["path", "independent"]
+
+FLOW_SOLVER = "ode2"
+
+# For uses that need noise along the way, which a flow does not have: to forget a start that is not quite right, or to
+# continue from a given measurement. Of the solvers with noise, the best FID with 16 evaluations.
+NOISY_SOLVER = "sde2"
+
+
+def default_solver(method: Method) -> str:
+    """The flow where the start is exact, and a solver with noise where it is not.
+
+    A flow carries its start to the end; noise along the way forgets it. BSI starts exactly: from a random belief whose
+    c > 0 is part of the information. With c = 0 the start is not exact: VDM's first latent keeps 8 % of the signal and
+    its prior none of it, and BFN starts from no information, where its network knows nothing.
+    """
+    return FLOW_SOLVER if method.c > 0 else NOISY_SOLVER
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Steps, solver, grid, noise and guidance."""
+
+    steps: int = 15
+    """Number of steps k. The network is evaluated k + 1 times with BSI and BFN, k times with VDM."""
+    solver: str | None = None
+    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. Default: ode2 with BSI (sde2 if its gamma_0 is inf),
+    sde2 with BFN and VDM."""
+    grid: str = "edm"
+    """Where the steps lie: paper, edm or geometric."""
+    noise: NoiseKind = "path"
+    """path: with one seed, more steps converge to one image; independent: fresh noise for each step."""
+    guidance: float = 1.0
+    """How strongly to follow the label: 1 is what was learned, 2 exaggerates, at twice the evaluations."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError(f"sampling needs at least one step, got steps={self.steps}")
+        if self.noise not in get_args(NoiseKind):
+            raise UsageError(f"noise must be path or independent, got {self.noise!r}")
+        check_guidance(self.guidance)
+
+    def named(self, method: Method) -> Sampler:
+        """The same sampler with the name of its solver, also where that is the method's default."""
+        return replace(self, solver=self.solver_for(method))
+
+    def solver_for(self, method: Method) -> str:
+        return self.solver or default_solver(method)
+
+
+def check_guidance(guidance: float) -> None:
+    if not 0 <= guidance < math.inf:
+        raise UsageError(
+            f"guidance must be a finite number >= 0, got {guidance:g}. 1 follows the condition as learned, more "
+            f"exaggerates it."
+        )

@@ -1,8 +1,7 @@
-"""Fetch a file once: a download goes on where it stopped and counts only when its SHA-256 is the pinned one."""
+"""Download a file once: an interrupted download resumes, and the file must have the pinned SHA-256."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import urllib.error
 import urllib.request
@@ -10,6 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from bsi.errors import DataError
+from bsi.io import digest_file
 from bsi.progress import Progress
 
 __all__ = ["download"]
@@ -18,12 +18,13 @@ CHUNK = 1 << 18
 
 
 def download(url: str, to: Path, sha256: str, instead: str, timeout_s: float = 30.0) -> Path:
-    """The file at `url` as `to`, which is only ever whole; the part fetched so far lies beside it.
+    """Download `url` to `to`, which is complete whenever it exists; the part so far is stored next to it.
 
-    `instead` is how to go on with the file where it cannot be downloaded, as an error says it.
+    Args:
+        instead: What to do with a file fetched by other means, for the error message.
     """
     if to.is_file():
-        found = _sha256(to)
+        found = digest_file(to)
         if found != sha256:
             raise DataError(f"{to} is not the file of {url}: expected sha256 {sha256}, found {found}. Delete it.")
         return to
@@ -46,22 +47,17 @@ def download(url: str, to: Path, sha256: str, instead: str, timeout_s: float = 3
                 file.flush()
                 os.fsync(file.fileno())
         if part.stat().st_size < total:
-            raise DataError(f"the download of {url} ended early. Run the same command again: it goes on.")
+            raise DataError(f"the download of {url} ended early. Run the same command again to resume.")
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # 416: nothing is left to send; the hash decides
+        if error.code != 416:  # 416: everything was received; the hash decides
             raise DataError(f"cannot download {url}: {error}. Fetch it by other means and {instead}.") from error
     except (OSError, HTTPException) as error:
         raise DataError(
             f"cannot download {url}: {error}. Fetch it by other means and {instead}, or run the same command again."
         ) from error
-    found = _sha256(part)
+    found = digest_file(part)
     if found != sha256:
         part.unlink()
-        raise DataError(f"{url} is not the file it was: expected sha256 {sha256}, found {found}. It was deleted.")
+        raise DataError(f"{url} is not the expected file: expected sha256 {sha256}, found {found}. It was deleted.")
     os.replace(part, to)
     return to
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Files: atomic writing, hashes, the data folder, and one message where a file cannot be written. Imports no torch.
+"""Files: atomic writing, untrusted reading, hashes, the data folder, and one message where a file cannot be written. Imports no torch.
 
     check_writable(path, "--out")                 # before the work
     with atomic(path, "--out") as temporary:      # after it
@@ -22,10 +22,11 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from bsi.errors import BsiError, UsageError
+from bsi.errors import BsiError, DataError, UsageError
 
 __all__ = [
     "append_line",
@@ -39,6 +40,9 @@ __all__ = [
     "fingerprint",
     "is_full",
     "make_folder",
+    "open_untrusted",
+    "parse_json",
+    "read_json",
     "share",
     "sync_file",
     "sync_folder",
@@ -49,6 +53,8 @@ __all__ = [
 ]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MAX_JSON_BYTES = 64 << 20
+MAX_JSON_DEPTH = 64
 STEM = 40  # characters of a file's name in that of its temporary file: names end at 255 bytes
 
 
@@ -230,6 +236,63 @@ def _try(folder: Path, path: Path, option: str | None) -> None:
         raise cannot_write(path, error, option) from error
 
 
+# ---- Untrusted files -------------------------------------------------------------------------------------------------
+
+
+def open_untrusted(path: Path | str, limit: int | None = None) -> BufferedReader:
+    """Open a file that may be anything: only a regular file of at most `limit` bytes is accepted.
+
+    Raises:
+        DataError: The file is missing, unreadable or too large, or is a folder, pipe or device (which could block).
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):
+            # Without O_NONBLOCK, a pipe that has replaced the file since would block until it has a writer.
+            file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+            found = os.fstat(file.fileno())
+            mode = found.st_mode
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist. Check the path.") from error
+    except ValueError as error:  # a null byte in the path
+        raise DataError(f"{str(path)!r} is not a path: {error}.") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path!s:.200}: {error.strerror or error}.") from error
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise DataError(f"{path} is {kind}, expected a regular file.")
+    if limit is not None and found.st_size > limit:
+        file.close()
+        raise DataError(f"{path} has {found.st_size} bytes, expected at most {limit}. The file is not read.")
+    return file
+
+
+def parse_json(data: bytes, name: Path | str) -> Any:
+    """The value of JSON text that may be anything. Errors start with `name`.
+
+    Raises:
+        DataError: The text is not JSON, or is nested deeper than 64 levels.
+    """
+    try:
+        value = json.loads(data)
+    except RecursionError as error:
+        raise DataError(f"{name} is not valid: its JSON is nested too deeply.") from error
+    except ValueError as error:  # also bytes that are not UTF-8, and integers of too many digits
+        raise DataError(f"{name} is not valid JSON: {error}.") from error
+    level, depth = [value], 0
+    while level := [v for x in level if isinstance(x, dict | list) for v in (x.values() if isinstance(x, dict) else x)]:
+        depth += 1
+        if depth > MAX_JSON_DEPTH:
+            raise DataError(f"{name} is not valid: its JSON is nested deeper than {MAX_JSON_DEPTH} levels.")
+    return value
+
+
+def read_json(path: Path | str, limit: int = MAX_JSON_BYTES) -> Any:
+    """The value in a JSON file that may be anything: `open_untrusted`, then `parse_json`."""
+    with open_untrusted(path, limit) as file:
+        return parse_json(file.read(limit + 1), path)
+
+
 # ---- Hashes ----------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +305,8 @@ def digest(chunks: Iterable[bytes]) -> str:
 
 
 def digest_file(path: Path) -> str:
-    with path.open("rb") as file:
+    """SHA-256 of a file's content."""
+    with open_untrusted(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Files: atomic writing, untrusted reading, hashes, the data folder, and one message where a file cannot be written. Imports no torch.
+"""Files: atomic writing, untrusted reading, hashes and the data folder. Imports no torch.
 
     check_writable(path, "--out")                 # before the work
     with atomic(path, "--out") as temporary:      # after it

@@ -1,9 +1,8 @@
-"""The page of `bsi view`: a belief sharpens before one's eyes, on this machine alone.
+"""The page of `bsi view`: watch a belief sharpen, denoise and inpaint, in a browser on this machine.
 
-finishing.py    what the page can ask of a model: draw, denoise, inpaint, as trajectories
-workbench.py    a trained model and its test images, and the frames of one request
-jobs.py         a few requests at a time, each canceled when its client leaves
-guard.py        who may ask: this machine, this page, this token
-server.py       the addresses, put together
-page/           HTML, CSS and JavaScript as they are served
+requests.py     what the page can request, and the limits
+workbench.py    the model, its test images and the frames of a request
+guard.py        access control: this machine, this page, this token
+server.py       the addresses, the streaming and the server
+page/           HTML, CSS and JavaScript, served as they are
 """

@@ -1,11 +1,11 @@
-"""Who may ask: programs on this machine that were given the address. Everything else is refused before it costs work.
+"""Access control: only programs on this machine that know the address. Everything else is rejected before any work.
 
-- The address holds a random token: `/TOKEN/...`. Without it there is nothing here.
-- The Host header names this machine: a name that someone points at 127.0.0.1 (DNS rebinding) does not.
-- Requests that a browser makes for another site's page (Origin, Sec-Fetch-Site) are refused.
-- A body is read up to a limit, and for a limited time, before anything looks at it.
+- The address holds a random token, `/TOKEN/...`.
+- The Host header must name this machine. A foreign name that resolves to 127.0.0.1 (DNS rebinding) does not.
+- Requests that a browser makes for a page of another site (Origin, Sec-Fetch-Site) are rejected.
+- A body is limited in size and in the time it takes.
 
-The page itself may load nothing from elsewhere and be framed by nobody (Content-Security-Policy).
+The Content-Security-Policy keeps the page from loading anything from elsewhere and from being framed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SECURITY_HEADERS = {
 }
 
 
-class Refused(Exception):
-    """A request that goes no further."""
+class Rejected(Exception):
+    """A request that does not reach the application."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
@@ -43,42 +43,44 @@ class Refused(Exception):
 
 
 class Guard:
-    """An application behind a token; it sees the path after the token, and bodies of at most `most_bytes`."""
+    """ASGI middleware; the application sees the path after the token and bodies of at most `max_body` bytes."""
 
-    def __init__(self, app: ASGIApp, token: str, most_bytes: int) -> None:
-        self.app, self.token, self.most_bytes = app, token, most_bytes
+    def __init__(self, app: ASGIApp, token: str, max_body: int) -> None:
+        self.app, self.token, self.max_body = app, token, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # there are no websockets here
+        if scope["type"] != "http":  # there are no websockets
             await send({"type": "websocket.close", "code": 1008})
             return
 
-        async def send_guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
+        headers = Headers(scope=scope)
         try:
-            _check_origin(Headers(scope=scope))
-            path = _after_token(scope["path"], self.token)
-            receive = await self._read(Headers(scope=scope), receive)
-        except Refused as refused:
-            await PlainTextResponse(refused.reason, refused.status)(scope, receive, send_guarded)
+            path = _path_after_token(scope["path"], self.token)
+            _check_origin(headers)
+            receive = await self._read_body(headers, receive)
+        except Rejected as rejected:
+            await PlainTextResponse(rejected.reason, rejected.status)(scope, receive, send_with_headers)
             return
         except ClientDisconnect:
             return
-        await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_guarded)
+        await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
 
-    async def _read(self, headers: Headers, receive: Receive) -> Receive:
-        """The whole body, up to the limit; then whatever comes after it, such as the client's leaving."""
-        claimed = headers.get("content-length", "0")
-        if not claimed.isdecimal():
-            raise Refused(HTTPStatus.BAD_REQUEST, "Content-Length is a number")
-        if len(claimed) > 12 or int(claimed) > self.most_bytes:
-            raise _too_large(self.most_bytes)
+    async def _read_body(self, headers: Headers, receive: Receive) -> Receive:
+        """Read the body up to the limit, and return a `receive` that replays it and then waits for a disconnect."""
+        too_large = Rejected(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must have at most {self.max_body} bytes")
+        length = headers.get("content-length", "0")
+        if not length.isdecimal():
+            raise Rejected(HTTPStatus.BAD_REQUEST, "Content-Length must be a number")
+        if len(length) > 12 or int(length) > self.max_body:
+            raise too_large
         body, more = b"", True
         with anyio.move_on_after(BODY_SECONDS):
             while more:
@@ -86,37 +88,31 @@ class Guard:
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
                 body, more = body + message.get("body", b""), message.get("more_body", False)
-                if len(body) > self.most_bytes:
-                    raise _too_large(self.most_bytes)
+                if len(body) > self.max_body:
+                    raise too_large
         if more:
-            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {BODY_SECONDS:g} seconds")
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+            raise Rejected(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {BODY_SECONDS:g} seconds")
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
-            return whole.pop() if whole else await receive()
+            return messages.pop() if messages else await receive()
 
         return replay
 
 
-def _too_large(most: int) -> Refused:
-    return Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {most} bytes here")
+def _path_after_token(path: str, token: str) -> str:
+    """The path behind `/TOKEN`. The comparison takes the same time for every wrong token."""
+    given, slash, rest = path.removeprefix("/").partition("/")
+    if not (slash and secrets.compare_digest(given.encode(), token.encode())):
+        raise Rejected(HTTPStatus.FORBIDDEN, "open the complete address that `bsi view` printed, with its token")
+    return f"/{rest}"
 
 
 def _check_origin(headers: Headers) -> None:
     hosts = headers.getlist("host")
     name = hosts[0].rpartition(":")[0] or hosts[0] if hosts else ""
     if len(hosts) != 1 or name not in HOSTS:
-        raise Refused(HTTPStatus.MISDIRECTED_REQUEST, f"this page is at {' or '.join(HOSTS)} alone")
-    origin = headers.get("origin")
-    if origin is not None and origin != f"http://{hosts[0]}":
-        raise Refused(HTTPStatus.FORBIDDEN, "requests from other sites are refused")
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise Refused(HTTPStatus.FORBIDDEN, "requests from other sites are refused")
-
-
-def _after_token(path: str, token: str) -> str:
-    """The path behind `/TOKEN`; a wrong token takes as long to refuse as a nearly right one."""
-    given, slash, rest = path.removeprefix("/").partition("/")
-    if not (slash and secrets.compare_digest(given.encode(), token.encode())):
-        raise Refused(HTTPStatus.FORBIDDEN, "open the whole address that `bsi view` printed, token included")
-    return f"/{rest}"
+        raise Rejected(HTTPStatus.MISDIRECTED_REQUEST, f"the Host header must be {' or '.join(HOSTS)}")
+    foreign_origin = headers.get("origin", f"http://{hosts[0]}") != f"http://{hosts[0]}"
+    if foreign_origin or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise Rejected(HTTPStatus.FORBIDDEN, "requests from other sites are rejected")

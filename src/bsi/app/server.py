@@ -1,9 +1,12 @@
-"""The addresses of the page, and the server that answers there on this machine alone.
+"""The page's server, on this machine only.
 
-GET  /TOKEN/            the page, and the files it is made of
-GET  /TOKEN/about       what the model is, and what may be asked of it
-GET  /TOKEN/images      the test images, as values
-POST /TOKEN/run         a request (`asks.py`); one line of JSON for each step of its trajectory (`workbench.py`)
+GET  /TOKEN/            the page and its files
+GET  /TOKEN/about       the model's description, the offered choices and the limits
+GET  /TOKEN/images      test images as values
+POST /TOKEN/run         a request (`requests.py`); the answer streams one line of JSON per step (`workbench.py`)
+
+A few requests are computed at a time. Each line is computed in a thread once the line before has been sent, so a slow
+client delays only its own request. When a client disconnects, its request ends after the step in progress.
 """
 
 from __future__ import annotations
@@ -12,85 +15,87 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
+from dataclasses import asdict
 from importlib import resources
+from threading import BoundedSemaphore
 from typing import Any
 
+import anyio
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from bsi.app.asks import Ask
 from bsi.app.guard import Guard
-from bsi.app.jobs import Busy, JobResponse, Slots
-from bsi.app.workbench import Frame, Workbench, encoded
+from bsi.app.requests import Request, encode
+from bsi.app.workbench import Frame, Workbench
 from bsi.errors import BsiError, UsageError
 
 __all__ = ["create_app", "listen", "server_of"]
 
-HTML, CSS, SCRIPT = "text/html; charset=utf-8", "text/css; charset=utf-8", "text/javascript; charset=utf-8"
-# All files there are: a path is looked up here and never joined to a folder.
-FILES = {
-    "": ("index.html", HTML),
-    "page.css": ("page.css", CSS),
-    "main.js": ("main.js", SCRIPT),
-    "history.js": ("history.js", SCRIPT),
-    "sheets.js": ("sheets.js", SCRIPT),
-    "pixel.js": ("pixel.js", SCRIPT),
-    "easel.js": ("easel.js", SCRIPT),
-}
-JOBS = 3  # at once: each has the processor for itself while it makes a step
-CONNECTIONS = 128  # open at once; more are answered 503 by the server itself
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+JOBS = 3  # requests computed at once
+JOB_SECONDS = 600.0
+CONNECTIONS = 128  # open at once; the server answers more with 503
 
 
 def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
-    """The page of one model, behind a token."""
+    """The page of one model behind a token."""
     app = FastAPI(title="bsi view", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    slots = Slots(jobs)
-    files = {name: (_read(file), kind) for name, (file, kind) in FILES.items()}
+    slots = BoundedSemaphore(jobs)
+    files = _page_files()
 
     @app.get("/about")
     def about() -> dict[str, Any]:
-        return bench.about.plain()
+        return asdict(bench.about)
 
     @app.get("/images")
     def images() -> dict[str, Any]:
-        return {"count": len(bench.images), "values": encoded(bench.images)}
+        return {"count": len(bench.images), "values": encode(bench.images)}
 
     @app.post("/run")
-    def run(ask: Ask) -> Response:
-        frames = bench.frames(ask)
-        slots.take()
+    def run(request: Request) -> Response:
+        frames = bench.frames(request)
+        if not slots.acquire(blocking=False):
+            return _error(f"{jobs} requests are in progress: try again in a moment.", 429, {"Retry-After": "1"})
         return JobResponse(lines(frames), slots)
 
     @app.get("/{name}")
     @app.get("/")
-    def file(name: str = "") -> Response:
-        if name not in files:
-            return JSONResponse({"error": "there is no such file here"}, 404)
-        content, kind = files[name]
-        return Response(content, media_type=kind)
-
-    @app.exception_handler(Busy)
-    def busy(request: Request, error: Busy) -> Response:
-        return JSONResponse({"error": str(error)}, 429, headers={"Retry-After": "1"})
+    def file(name: str = "index.html") -> Response:
+        return files[name] if name in files else _error("there is no such file here.", 404)
 
     @app.exception_handler(BsiError)
-    def refused(request: Request, error: BsiError) -> Response:
-        return JSONResponse({"error": str(error)}, 422)
+    def rejected(request: HTTPRequest, error: BsiError) -> Response:
+        return _error(str(error), 422)
 
     @app.exception_handler(RequestValidationError)
-    def malformed(request: Request, error: RequestValidationError) -> Response:
+    def malformed(request: HTTPRequest, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
-        return JSONResponse({"error": f"{where}: {first['msg']}".removeprefix(": ")}, 422)
+        return _error(f"{where}: {first['msg']}".removeprefix(": "), 422)
 
     return Guard(app, token, bench.about.limits.body)
 
 
+def _error(message: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": message}, status, headers)
+
+
+def _page_files() -> dict[str, Response]:
+    """All files of the page, read once. A requested name is only looked up here, never joined to a folder."""
+    folder = resources.files("bsi.app") / "page"
+    return {
+        file.name: Response(file.read_bytes(), media_type=MEDIA_TYPES["." + file.name.rpartition(".")[2]])
+        for file in folder.iterdir()
+    }
+
+
 def lines(frames: Iterator[Frame]) -> Generator[bytes, None, None]:
-    """Frames as lines. What goes wrong on the way is a line too: the answer has begun, and its status is sent."""
+    """Frames as lines. An error is the last line, since the status has been sent already."""
     try:
         for frame in frames:
             yield frame.line()
@@ -98,23 +103,42 @@ def lines(frames: Iterator[Frame]) -> Generator[bytes, None, None]:
         yield json.dumps({"error": str(error)}).encode() + b"\n"
 
 
-def _read(file: str) -> bytes:
-    return (resources.files("bsi.app") / "page" / file).read_bytes()
+class JobResponse(StreamingResponse):
+    """Lines, streamed as they are computed. Releases its slot when all are sent or the client has disconnected."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, lines: Generator[bytes, None, None], slots: BoundedSemaphore) -> None:
+        super().__init__(_in_threads(lines))
+        self._lines, self._slots = lines, slots
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with anyio.move_on_after(JOB_SECONDS):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._lines.close()  # no thread runs it now: canceling waits for the thread's current line
+            self._slots.release()
+
+
+async def _in_threads(lines: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
+    while (line := await anyio.to_thread.run_sync(next, lines, None)) is not None:
+        yield line
 
 
 def listen(port: int) -> socket.socket:
-    """A socket on the loopback interface; port 0 is any free one."""
+    """A socket on the loopback interface; port 0 selects a free one."""
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
-        raise UsageError(f"port {port} {why}: choose another --port, or leave it out") from error
+        reason = "it is taken" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+        raise UsageError(f"cannot listen on port {port}: {reason}. Choose another --port, or leave it out.") from error
     except OverflowError as error:
-        raise UsageError(f"a port lies in 0 .. 65535: got {port}") from error
+        raise UsageError(f"--port must be 0 to 65535, got {port}.") from error
 
 
 def server_of(app: Guard) -> uvicorn.Server:
-    """What `run(sockets=[listen(0)])` serves until Ctrl-C."""
+    """A server for `run(sockets=[listen(0)])`, which serves until Ctrl-C."""
     return uvicorn.Server(
         uvicorn.Config(
             app,

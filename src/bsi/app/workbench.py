@@ -1,31 +1,28 @@
-"""A trained model on the page's table: what it is, the images it is tested on, and the frames that a request asks for.
+"""A trained model with its test images, and the frames that a request computes.
 
-A frame is one `Step` as a belief: its mean, its precision, the prediction, and the measurement of the prediction before
-that led here. BSI and BFN hold beliefs; a VDM's latent z is what measurements of precision nu said, z / signal. Noise
-is a path for each (seed, image), as in `bsi sample`: more evaluations converge to the same image.
+A frame is one `Step` as a belief: its mean, its precision, the prediction, and the measurement that led to it. The
+latent of a VDM is not a mean, so `sampling.belief` converts it. Noise is one Brownian path per (seed, image), as in
+`bsi sample`: more evaluations converge to the same image.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
-from bsi.app.asks import Ask, Denoise, Inpaint, Limits, mask, values
-from bsi.app.finishing import Finisher
+from bsi.app.requests import Denoise, Inpaint, Limits, Request, decode_image, decode_mask, encode
 from bsi.brownian import BrownianPath
-from bsi.conditioning import measuring_solvers
+from bsi.conditioning import denoising, inpainted, measuring_solvers
 from bsi.data.store import open_dataset
 from bsi.errors import BsiError, UsageError
-from bsi.grids import GRIDS, named_grid
+from bsi.grids import GRIDS
 from bsi.methods import VDM, Method
 from bsi.methods.base import Predictor
 from bsi.model import Model
@@ -33,18 +30,19 @@ from bsi.pictures import is_image
 from bsi.rng import standard_normal
 from bsi.runtime.export import load, read_trained
 from bsi.sampler import NOISY_SOLVER, Sampler, default_solver
-from bsi.sampling import Step, belief, evaluations, measurement
-from bsi.solvers import SOLVERS, named_solver
+from bsi.sampling import Step, belief, drawing, evaluations, measurement
+from bsi.solvers import SOLVERS
 
 __all__ = ["About", "Frame", "Workbench", "open_workbench"]
 
-FIRST_IMAGES = 96  # of the test set, to choose from
-MEASURING = 1 << 20  # the draw of a sample's noise that its given measurement takes: no step gets so far
+TEST_IMAGES = 96  # shown to choose from
+MEASUREMENT_DRAW = 1 << 20  # the index of the given measurement's noise: larger than that of any step
+INPAINT_ITERATIONS = 2  # backward passes per prediction: as good as five on digits, and more than twice as fast
 
 
 @dataclass(frozen=True)
 class About:
-    """What the page says and offers."""
+    """The model's description, the choices that the page offers, and their defaults."""
 
     name: str
     data: str
@@ -67,15 +65,12 @@ class About:
     evaluations: int
     limits: Limits
     classes: tuple[str, ...] = ()
-    """Names, or numbers, of the labels 0, 1, ... that may be asked for; empty for a network without labels."""
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
+    """Names, or else numbers, of the labels 0, 1, ...; empty for a network without labels."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One step of a request: the belief, what the network predicts from it, and the measurement that led to it."""
+    """One step of a request. `y` is the measurement that led to it; the first step from the prior has none."""
 
     step: int
     last: int
@@ -85,75 +80,72 @@ class Frame:
     y: Float32[np.ndarray, "num channels height width"] | None
 
     def line(self) -> bytes:
-        """One line of JSON, the images as base64 of little-endian float32."""
-        images = {"mean": self.mean, "x_hat": self.x_hat, "y": self.y}
-        return json.dumps(
-            {"step": self.step, "last": self.last, "precision": self.precision}
-            | {name: None if image is None else encoded(image) for name, image in images.items()}
-        ).encode() + b"\n"  # fmt: skip
-
-
-def encoded(image: Float32[np.ndarray, "..."]) -> str:
-    return base64.b64encode(image.astype("<f4").tobytes()).decode("ascii")
+        """The frame as one line of JSON."""
+        record = {
+            "step": self.step,
+            "last": self.last,
+            "precision": self.precision,
+            "mean": encode(self.mean),
+            "x_hat": encode(self.x_hat),
+            "y": None if self.y is None else encode(self.y),
+        }
+        return json.dumps(record).encode() + b"\n"
 
 
 @dataclass(frozen=True)
 class Workbench:
-    """A model and the images to try it on, as values."""
+    """A model and its test images as values."""
 
     model: Model
     about: About
     images: Float32[np.ndarray, "count channels height width"]
 
-    def frames(self, ask: Ask) -> Iterator[Frame]:
-        """The steps of a request. What cannot be done is refused here, before the first evaluation."""
-        self.about.limits.check(ask)
+    def frames(self, request: Request) -> Iterator[Frame]:
+        """The steps of a request. Invalid requests raise here, before the first evaluation of the network."""
+        self.about.limits.check(request)
         model, method = self.model, self.model.method
-        named_solver(ask.solver), named_grid(ask.grid)  # refuse unknown names
-        k = ask.evaluations - evaluations(method, 0)
-        ids = torch.arange(ask.num, device=model.device)
-        noise = BrownianPath(ask.seed, ids, model.shape)
-        finisher = Finisher(method, self._predictor(ask), noise, k, ask.solver, ask.grid)
-        match ask:
+        k = request.evaluations - evaluations(method, 0)
+        ids = torch.arange(request.num, device=model.device)
+        predict = self._predictor(request)
+        match request:
             case Denoise():
-                eps = standard_normal(ask.seed, ids[:1], MEASURING, model.shape)
-                y = self._given(ask.image, ask.num) + eps * ask.precision**-0.5
-                return _frames(method, finisher.denoise(y, ask.precision), k, y)
+                eps = standard_normal(request.seed, ids[:1], MEASUREMENT_DRAW, model.shape)
+                y = self._image(request) + eps * request.precision**-0.5
+                noise = BrownianPath(request.seed, ids, model.shape)
+                return _frames(method, denoising(method, predict, noise, y, request.precision, k, request.solver), k, y)
             case Inpaint():
-                x = self._given(ask.image, ask.num)
-                _, height, width = model.shape
-                hidden = torch.from_numpy(mask(ask.hidden, height, width) != 0).to(model.device).expand_as(x)
-                return _frames(method, finisher.inpaint(x, hidden), k)
-            case _:
-                return _frames(method, finisher.draw(), k)
+                x = self._image(request)
+                mask = torch.from_numpy(decode_mask(request.hidden, *model.shape[1:]) == 0)
+                known = mask.to(model.device, x.dtype).expand_as(x)
+                predict = inpainted(method, predict, x, known, iterations=INPAINT_ITERATIONS)
+        sampler = Sampler(k, request.solver, request.grid)
+        return _frames(method, drawing(method, predict, sampler, ids, model.shape, request.seed), k)
 
-    def _predictor(self, ask: Ask) -> Predictor:
-        """The network, told the label that is asked for and made to follow it as much as is asked for."""
+    def _predictor(self, request: Request) -> Predictor:
+        """The network given the requested label and guidance."""
         denoiser, classes = self.model.denoiser, self.about.classes
-        if ask.label is None:
-            return denoiser.given(None, ask.guidance)
-        if not 0 <= ask.label < len(classes):
+        if request.label is None:
+            return denoiser.given(None, request.guidance)
+        if not 0 <= request.label < len(classes):
             known = f"its labels are 0 to {len(classes) - 1}" if classes else "it was trained without labels"
-            raise UsageError(f"this network has no label {ask.label}: {known}")
-        return denoiser.given(torch.full((ask.num,), ask.label, device=self.model.device), ask.guidance)
+            raise UsageError(f"this network has no label {request.label}: {known}.")
+        return denoiser.given(torch.full((request.num,), request.label, device=self.model.device), request.guidance)
 
-    def _given(self, image: str, num: int) -> Float[Tensor, "num channels height width"]:
-        x = torch.from_numpy(values(image, self.model.shape).copy()).to(self.model.device)
-        return x.expand(num, *x.shape)
+    def _image(self, request: Denoise | Inpaint) -> Float[Tensor, "num channels height width"]:
+        x = torch.from_numpy(decode_image(request.image, self.model.shape).copy()).to(self.model.device)
+        return x.expand(request.num, *x.shape)
 
 
 def _frames(
     method: Method, steps: Iterator[Step], last: int, given: Float[Tensor, "batch *data"] | None = None
 ) -> Iterator[Frame]:
-    """Steps as frames; `given` is the measurement that led to the first."""
+    """Steps as frames; `given` is the measurement that led to the first one."""
     before = None
-    for i in range(last + 1):
-        with torch.no_grad():  # around each step: what is suspended in between must not switch gradients off for others
-            step = next(steps)
-            known = belief(method, step)
-            y = given if before is None else measurement(method, before, step)
-        measured = None if y is None else _array(y)
-        yield Frame(i, last, float(known.precision), _array(known.mean), _array(step.x_hat), measured)
+    for i, step in enumerate(steps):
+        current = belief(method, step)
+        y = given if before is None else measurement(method, before, step)
+        y_array = None if y is None else _array(y)
+        yield Frame(i, last, float(current.precision), _array(current.mean), _array(step.x_hat), y_array)
         before = step
 
 
@@ -162,12 +154,12 @@ def _array(x: Float[Tensor, "num channels height width"]) -> Float32[np.ndarray,
 
 
 def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
-    """The model of a run folder or an exported file, with images of its test set where that is at hand."""
+    """Load a run folder, an exported file or a bundled network, and its test images if the dataset is available."""
     trained = read_trained(path)
     model = load(path).to(device)
     if not is_image(model.shape):
         raise UsageError(
-            f"the page shows images, of shape (1 or 3, height, width): {name} models data of shape {model.shape}. "
+            f"the page needs images of shape (1 or 3, height, width), but {name} models data of shape {model.shape}. "
             f"`bsi sample` draws from it."
         )
     bins, levels = model.bins, model.method.levels
@@ -194,15 +186,14 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         limits=Limits.of(model.shape),
         classes=model.class_names or tuple(map(str, range(model.classes or 0))),
     )
-    bench = Workbench(model, about, _test_images(model, trained.data.name))
-    _warm_up(bench)
-    return bench
+    _warm_up(model)
+    return Workbench(model, about, _test_images(model, trained.data.name))
 
 
 def _test_images(model: Model, dataset: str) -> Float32[np.ndarray, "count channels height width"]:
-    """The first images of the test set as values, or none where the dataset is not prepared here."""
+    """Images of the test set as values; none if the dataset is not prepared on this machine."""
     try:
-        rows: Shaped[np.ndarray, "..."] = open_dataset(dataset).test[:FIRST_IMAGES]
+        rows: Shaped[np.ndarray, "..."] = open_dataset(dataset).test[:TEST_IMAGES]
     except BsiError:
         rows = np.empty((0, *model.shape), np.float32)
     if rows.shape[1:] != model.shape or not len(rows):
@@ -211,7 +202,8 @@ def _test_images(model: Model, dataset: str) -> Float32[np.ndarray, "count chann
 
 
 @torch.no_grad()
-def _warm_up(bench: Workbench) -> None:
-    """The first evaluation is slow wherever memory is reserved or kernels are chosen; nobody should wait for that."""
-    latent = torch.zeros(1, *bench.model.shape, device=bench.model.device)
-    bench.model.denoiser(latent, torch.full((1,), bench.about.highest, dtype=torch.float64, device=latent.device))
+def _warm_up(model: Model) -> None:
+    """Evaluate once: the first evaluation reserves memory and selects kernels, which takes long."""
+    latent = torch.zeros(1, *model.shape, device=model.device)
+    level = torch.full((1,), model.method.levels.high, dtype=torch.float64, device=model.device)
+    model.denoiser(latent, level)

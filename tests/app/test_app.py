@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from bsi import BFN, BSI, VDM, Bins, Model, pretrained, train
-from bsi.app.asks import Denoise, Draw, Inpaint, Limits
+from bsi.app.requests import Denoise, Draw, Inpaint, Limits
 from bsi.app.server import create_app, listen, server_of
 from bsi.app.workbench import About, Frame, Workbench, open_workbench
 from bsi.backbones import MLPConfig
@@ -374,7 +374,7 @@ def test_this_machine_is_heard_by_any_of_its_names(port: int) -> None:
         assert request(port, f"/{TOKEN}/about", headers={"Host": host, "Origin": f"http://{host}"}).status == 200
 
 
-def test_only_this_machine_can_connect() -> None:
+def test_only_this_machine_can_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     with listen(0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
         with pytest.raises(UsageError, match="taken"):
@@ -382,13 +382,11 @@ def test_only_this_machine_can_connect() -> None:
     with pytest.raises(UsageError, match="65535"):
         listen(10**6)
 
-
-def test_a_port_that_is_not_ours_to_take_is_not_called_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(address: tuple[str, int]) -> socket.socket:
+    def not_permitted(address: tuple[str, int]) -> socket.socket:
         raise PermissionError(errno.EACCES, "Permission denied (while attempting to bind)")
 
-    monkeypatch.setattr(socket, "create_server", refused)
-    with pytest.raises(UsageError, match=r"port 80 cannot be had \(Permission denied\): choose another --port"):
+    monkeypatch.setattr(socket, "create_server", not_permitted)
+    with pytest.raises(UsageError, match=r"port 80: Permission denied\. Choose another --port"):
         listen(80)
 
 

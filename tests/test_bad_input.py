@@ -137,7 +137,7 @@ def test_an_empty_batch_has_no_levels():
 def test_no_steps_at_all_are_refused(method, grid):
     for k in (0, -1):
         refused(lambda k=k: named_grid(grid)(method, k), "at least one step", f"k={k}")
-    refused(lambda: bsi.Model(Identity(), method, (3,)).sample(2, steps=0, grid=grid), "k=0")
+    refused(lambda: bsi.Model(Identity(), method, (3,)).sample(2, steps=0, grid=grid), "steps=0")
 
 
 def bad_schedules(method) -> list[tuple[torch.Tensor, str]]:
@@ -283,7 +283,7 @@ def test_samples_that_are_not_finite_are_an_error_and_not_black_pixels():
         def forward(self, mu, t):
             return mu / 0
 
-    with pytest.raises(NonFinite, match="3 of 3 samples"):
+    with pytest.raises(NonFinite, match="3 of the samples 0 to 2"):
         bsi.Model(Broken(), bsi.BSI(), (2,), bsi.Bins.uint8()).sample(3, steps=2)
 
 

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset
 
 from bsi.data import batches
 from bsi.data.batches import ResidentSource, ahead, as_source, flip, gather
-from bsi.data.order import coins, sample_ids
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
+from bsi.rng import coins, sample_ids
 
 
 class Pairs(Dataset):

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bsi.data.order import check_batch, coins, sample_ids, shards_of
+from bsi.data.order import check_batch, shards_of
 from bsi.errors import UsageError
+from bsi.rng import coins, sample_ids
 
 seeds = st.integers(0, 2**64 - 1)
 

@@ -19,13 +19,14 @@ from bsi.data.batches import as_source
 from bsi.errors import UsageError
 from bsi.objective import training_loss
 from bsi.recipe import Ema, Optimizer, Recipe
+from bsi.rng import derive
 from bsi.runtime.averages import exponent
 from bsi.runtime.distributed import Place, World, find_place, first_host
 from bsi.runtime.watchdog import Watchdog, verdict, watching
 from bsi.training.audit import TreeSum
 from bsi.training.ema import EmaModel
 from bsi.training.step import Engine
-from bsi.training.stream import Batch, Piece, Stream, derive, piece_ids, piece_levels, pieces
+from bsi.training.stream import Batch, Piece, Stream, piece_ids, piece_levels, pieces
 
 CPU = World(Place(), torch.device("cpu"))
 DATA = torch.randint(0, 17, (100, 1, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

@@ -49,7 +49,7 @@ from bsi.brownian import BrownianPath  # noqa: E402
 from bsi.cli import main as command_line  # noqa: E402
 from bsi.data import open_dataset  # noqa: E402
 from bsi.data.batches import as_source  # noqa: E402
-from bsi.data.order import coins, sample_ids, shards_of, uniforms  # noqa: E402
+from bsi.data.order import shards_of  # noqa: E402
 from bsi.elbo import finite_measurement_loss  # noqa: E402
 from bsi.flow import binned_flow, exact_divergence, flow_density, hutchinson  # noqa: E402
 from bsi.grids import GRIDS, named_grid  # noqa: E402
@@ -57,13 +57,24 @@ from bsi.metrics import Inception, Moments, frechet_distance, frechet_error, ker
 from bsi.metrics import precision_recall as precision_recall_of  # noqa: E402
 from bsi.metrics.inception import expected_shapes as inception_shapes  # noqa: E402
 from bsi.recipe import Data, Ema, Evaluation, Every, Keep, Objective, Optimizer, Recipe, Samples  # noqa: E402
-from bsi.rng import SeededNoise, normals, philox, seed_words, standard_normal, weighted_normals  # noqa: E402
+from bsi.rng import (  # noqa: E402
+    SeededNoise,
+    coins,
+    derive,
+    normals,
+    philox,
+    sample_ids,
+    seed_words,
+    standard_normal,
+    uniforms,
+    weighted_normals,
+)
 from bsi.runtime.distributed import Place, World  # noqa: E402
 from bsi.runtime.export import export as write_export  # noqa: E402
 from bsi.solvers import SOLVERS  # noqa: E402
 from bsi.studies.digits_features import DigitsFeatures  # noqa: E402
 from bsi.training.journal import read_journal  # noqa: E402
-from bsi.training.stream import Stream, derive, pieces  # noqa: E402
+from bsi.training.stream import Stream, pieces  # noqa: E402
 
 
 def standardized(mean: float, std: float) -> dict[str, Any]:

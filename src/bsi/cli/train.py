@@ -177,16 +177,20 @@ def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
         raise UsageError(f"--method is one of {', '.join(METHODS)}: got {method!r}")
     named = named_recipe(name, method or "bsi")
     start = named if backbone is None else replace(named, backbone=resolve(backbone))
-    Recipe.__annotations__["method"] = type(start.method)  # its fields are options
     quiet_parts(Recipe)
-    args = tyro.cli(
-        tyro.conf.AvoidSubcommands[Train],
-        args=rest,
-        prog=f"bsi train {name}",
-        description=wrapped(f"{evidence(name).summary}\n\n{CHOICES}"),
-        default=Train(start, Options()),
-        config=(tyro.conf.DisallowNone,),
-    )
+    declared = Recipe.__annotations__["method"]
+    Recipe.__annotations__["method"] = type(start.method)  # its fields are options
+    try:
+        args = tyro.cli(
+            tyro.conf.AvoidSubcommands[Train],
+            args=rest,
+            prog=f"bsi train {name}",
+            description=wrapped(f"{evidence(name).summary}\n\n{CHOICES}"),
+            default=Train(start, Options()),
+            config=(tyro.conf.DisallowNone,),
+        )
+    finally:
+        Recipe.__annotations__["method"] = declared
     return args, named
 
 

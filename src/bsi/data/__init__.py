@@ -4,7 +4,7 @@ dataset = open_dataset("digits")                    # .train, .test, .labels, .b
 ids = sample_ids(seed=0, n=len(dataset.train), start=step * batch, count=batch)
 """
 
-from bsi.data.order import SHARDS, check_batch, coins, sample_ids, shards_of
+from bsi.data.order import SHARDS, check_batch, shards_of
 from bsi.data.store import Dataset, Labels, open_dataset
 from bsi.io import data_folder
 from bsi.values import Bins, to_uint8
@@ -15,10 +15,8 @@ __all__ = [
     "Dataset",
     "Labels",
     "check_batch",
-    "coins",
     "data_folder",
     "open_dataset",
-    "sample_ids",
     "shards_of",
     "to_uint8",
 ]

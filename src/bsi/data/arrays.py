@@ -19,10 +19,10 @@ import numpy as np
 from jaxtyping import Integer, Shaped
 
 from bsi.data.npy import ArrayFile, NpzFile
-from bsi.data.order import uniforms
 from bsi.data.plan import BLOCK_BYTES, MOST_CLASSES, Block, Plan
 from bsi.errors import DataError, UsageError
 from bsi.io import digest_file
+from bsi.rng import uniforms
 from bsi.values import Bins
 
 __all__ = ["Arrays"]

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from bsi.data.order import coins
 from bsi.errors import DataError, UsageError
+from bsi.rng import coins
 
 __all__ = ["BatchSource", "MapSource", "MappedSource", "ResidentSource", "ahead", "as_source", "flip", "gather"]
 

@@ -18,10 +18,10 @@ from PIL import Image
 
 from bsi.data.images import Resampling, check_options, decode
 from bsi.data.manifest import check_classes
-from bsi.data.order import uniforms
 from bsi.data.plan import BLOCK_BYTES, MOST_CLASSES, Block, Plan
 from bsi.errors import DataError, UsageError
 from bsi.io import fingerprint
+from bsi.rng import uniforms
 from bsi.values import Bins
 
 __all__ = ["HuggingFace"]

@@ -46,7 +46,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.rng import philox, standard_normal
+from bsi.rng import standard_normal, uniform
 
 __all__ = ["BLOCKS", "Design", "Pilot", "Spread", "noise", "spread"]
 
@@ -68,15 +68,6 @@ def noise(
     """Standard noise of these samples for one evaluation: a function of its arguments alone."""
     assert 0 <= draw < DRAWS
     return standard_normal(seed, ids, KINDS[kind] * DRAWS + draw, shape, dtype)
-
-
-def _uniform(seed: int, block: Int[Tensor, " batch"], replicate: int, turn: int) -> Float64[Tensor, " batch"]:
-    """U(0, 1) with 53 bits for each block, replicate and round."""
-    words = philox(
-        (block, torch.full_like(block, replicate), torch.full_like(block, turn), torch.zeros_like(block)),
-        (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF),
-    )
-    return ((words[0] << 21) + (words[1] >> 11)).double() * 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -129,7 +120,7 @@ class Design:
         """The places of these samples' levels in one replicate of a round."""
         block = self.block(ids)
         size = (self.count - 1 - block) // self.blocks + 1
-        shift = ((ids // self.blocks).double() / size + _uniform(self.seed, block, replicate, turn)) % 1
+        shift = ((ids // self.blocks).double() / size + uniform(self.seed, block, replicate, turn)) % 1
         m = self.sizes[replicate]
         return (torch.arange(m, device=ids.device)[:, None] + shift) / m
 
@@ -167,7 +158,7 @@ class Pilot:
         """Multiples of the golden ratio with one shift: any stretch of them covers [0, 1] evenly, and all members and
         draws together are one.
         """
-        shift = _uniform(self.seed, torch.zeros_like(members), 1 << 16, 0)
+        shift = uniform(self.seed, torch.zeros_like(members), 1 << 16, 0)
         return ((members * self.draws + draw).double() * GOLDEN + shift) % 1
 
 

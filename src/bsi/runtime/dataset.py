@@ -23,13 +23,13 @@ from bsi.backbones.registry import build
 from bsi.backbones.unet import UNet
 from bsi.data.batches import BatchSource, as_source
 from bsi.data.manifest import check_classes
-from bsi.data.order import sample_ids
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
 from bsi.io import digest, fingerprint
 from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.refusals import check_finite
+from bsi.rng import sample_ids
 from bsi.values import Bins, Standardize
 
 Labels = Int64[np.ndarray, " count"]

@@ -18,9 +18,9 @@ from bsi.elbo import Elbo
 from bsi.model import Model
 from bsi.pictures import class_columns, grid, is_image
 from bsi.recipe import Recipe
+from bsi.rng import derive
 from bsi.runtime.distributed import World
 from bsi.training.stop import StopFlag
-from bsi.training.stream import derive
 
 __all__ = ["bound", "draw_samples"]
 

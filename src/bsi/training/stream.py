@@ -17,7 +17,6 @@ are the same: ranks x accumulation unchanged, or the audit mode.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
@@ -27,19 +26,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from bsi.data.batches import BatchSource, ahead, flip
-from bsi.data.order import sample_ids, shards_of, uniforms
+from bsi.data.order import shards_of
 from bsi.levels import low_discrepancy
 from bsi.recipe import Recipe
-from bsi.rng import seed_words, standard_normal
+from bsi.rng import derive, sample_ids, seed_words, standard_normal, uniforms
 from bsi.runtime.distributed import World
 
-__all__ = ["Batch", "Piece", "Stream", "derive", "piece_ids", "piece_levels", "pieces"]
-
-
-def derive(seed: int, purpose: str, *numbers: int) -> int:
-    """A seed of 63 bits for one purpose and place: unrelated to every other."""
-    text = ":".join(map(str, ("bsi", seed, purpose, *numbers)))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+__all__ = ["Batch", "Piece", "Stream", "piece_ids", "piece_levels", "pieces"]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from bsi.errors import BsiError, Preempted, UsageError
 from bsi.model import Model
 from bsi.progress import Progress
 from bsi.recipe import Recipe
+from bsi.rng import derive
 from bsi.runtime.dataset import TrainingData, build_model, config_of, open_training_data
 from bsi.runtime.distributed import World, find_place, join
 from bsi.runtime.export import class_name, read_trained, set_weights
@@ -42,7 +43,7 @@ from bsi.training.room import check_host, enough_to_train
 from bsi.training.saver import Saver
 from bsi.training.step import Engine
 from bsi.training.stop import listening
-from bsi.training.stream import Stream, derive
+from bsi.training.stream import Stream
 from bsi.values import Bins
 
 __all__ = ["train"]

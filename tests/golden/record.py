@@ -71,6 +71,8 @@ from bsi.rng import (  # noqa: E402
 )
 from bsi.runtime.distributed import Place, World  # noqa: E402
 from bsi.runtime.export import export as write_export  # noqa: E402
+from bsi.sampler import Sampler  # noqa: E402
+from bsi.sampling import levels_of  # noqa: E402
 from bsi.solvers import SOLVERS  # noqa: E402
 from bsi.studies.digits_features import DigitsFeatures  # noqa: E402
 from bsi.training.journal import read_journal  # noqa: E402
@@ -204,7 +206,7 @@ def tiny(method: str, config: Any = DIT, **settings: Any) -> Recipe:
         ema=Ema(beta=0.9, start=10),
         every=Every(journal=1, evaluate=50, sample=0, checkpoint=50),
         evaluation=Evaluation(images=16, measure=2, recon=2),
-        samples=Samples(count=4, steps=4),
+        samples=Samples(4, Sampler(4)),
         keep=Keep(last=1, background=False),
         precision="float32",
         compile=False,
@@ -258,7 +260,7 @@ def samples(tmp: Path) -> Iterator[Item]:
     for method in METHODS:
         binned, values = digits_model(method), digits_model(method, bins=None)
         for grid in GRIDS:
-            yield item(f"{method} {grid} levels", binned.sampling_levels(5, "posterior", grid))
+            yield item(f"{method} {grid} levels", levels_of(binned.method, Sampler(5, "posterior", grid)))
             for solver in [*SOLVERS, "churn:0.3"]:
                 drawn = binned.sample(4, steps=5, seed=3, solver=solver, grid=grid)
                 yield item(f"{method} {solver} {grid} indices", drawn, rounded=True)
@@ -469,7 +471,7 @@ def sizes(tmp: Path) -> Iterator[Item]:
 
 def legacy_recipe(method: str, steps: int) -> Recipe:
     """Constant rates, so that the run may go on; Muon and AdamW, averages, an evaluation and samples on the way."""
-    recipe = tiny(method, replace(DIT, depth=1), steps=steps, name="digits", samples=Samples(count=4, steps=4))
+    recipe = tiny(method, replace(DIT, depth=1), steps=steps, name="digits", samples=Samples(4, Sampler(4)))
     every = Every(journal=1, evaluate=10, sample=20, checkpoint=20)
     return with_optimizer(replace(recipe, every=every), schedule="constant", final_lr=0.0)
 

@@ -17,7 +17,7 @@ import torch
 
 import bsi
 from bsi.cli.train import parse
-from bsi.data import digits
+from bsi.data.digits import embedded_digits
 from bsi.data.store import open_dataset
 from bsi.denoiser import COEFFICIENTS
 from bsi.elbo import reconstruction_loss
@@ -58,7 +58,7 @@ PUBLISHED = "13c809cff5b50a068d8777d1946344f3e566c01df1caa164707bf67ad763149f"
 
 
 def pictures(indices: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(to_uint8(digits.BINS.values(indices))).expand(-1, 3, -1, -1)
+    return torch.from_numpy(to_uint8(embedded_digits().bins.values(indices))).expand(-1, 3, -1, -1)
 
 
 class TestDigitsFeatures:
@@ -73,11 +73,11 @@ class TestDigitsFeatures:
         assert metric_name(extractor) == "fd-digits"
 
     def test_it_knows_the_digits(self):
-        loaded, extractor = digits.load(), DigitsFeatures()
-        assert (extractor.classify(pictures(loaded.test)).numpy() == loaded.test_labels).mean() > 0.98
+        loaded, extractor = embedded_digits(), DigitsFeatures()
+        assert (extractor.classify(pictures(loaded.test)).numpy() == loaded.labels.test).mean() > 0.98
 
     def test_the_distance_tells_digits_from_noise(self):
-        loaded, extractor = digits.load(), DigitsFeatures()
+        loaded, extractor = embedded_digits(), DigitsFeatures()
         real = Moments.of(extractor(pictures(loaded.test)))
         noise = torch.randint(0, 256, (500, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
         near = frechet_distance(Moments.of(extractor(pictures(loaded.train))), real)

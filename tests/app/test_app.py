@@ -31,7 +31,7 @@ from bsi.app.server import create_app, listen, server_of
 from bsi.app.workbench import About, Frame, Workbench, open_workbench
 from bsi.backbones import MLPConfig
 from bsi.conditioning import measuring_solvers, start_of
-from bsi.data.folder import Folder
+from bsi.data.images import Folder
 from bsi.data.prepare import prepare
 from bsi.errors import NonFinite, UsageError
 from bsi.recipe import Data, Optimizer, Recipe

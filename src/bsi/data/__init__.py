@@ -1,4 +1,4 @@
-"""Datasets prepared once into memory-mapped arrays, and the order in which training sees them. Imports no torch.
+"""Datasets prepared once into memory-mapped arrays, and the order in which training reads them. Imports no torch.
 
 dataset = open_dataset("digits")                    # .train, .test, .labels, .bins, .shape, .version
 ids = sample_ids(seed=0, n=len(dataset.train), start=step * batch, count=batch)

@@ -1,10 +1,10 @@
-"""Arrays of any shape from a `.npy` or `.npz` file: the way in for data that is not images.
+"""Arrays of any shape from a `.npy` or `.npz` file: the source for data that is not images.
 
-With bins, integers are bin indices and floats are values that are stored as the nearest bin's index. Without bins the
-data is continuous: it is stored as float32 in its own units, and the manifest carries mean and std of the training
-part, with which a model standardizes it. An archive with arrays named `train` and `test` is split as it says; any other
-single array is split by a hash of the row's number. Labels may be given as `train_labels` and `test_labels`; those of
-a single array also as `labels` or `y`.
+With bins, integers are bin indices, and floats are values that are stored as the index of the nearest bin. Without bins
+the data is continuous: it is stored as float32 in its own units, and the manifest has the mean and standard deviation
+of the training split, with which a model standardizes it. An archive with arrays named `train` and `test` keeps these
+splits; a single array is split by a hash of the row's number. Labels are arrays named `train_labels` and `test_labels`;
+those of a single array can also be named `labels` or `y`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Integer, Shaped
 
 from bsi.data.npy import ArrayFile, NpzFile
-from bsi.data.plan import BLOCK_BYTES, MOST_CLASSES, Block, Plan
+from bsi.data.prepare import MAX_CLASSES, Block, Plan
 from bsi.errors import DataError, UsageError
 from bsi.io import digest_file
 from bsi.rng import uniforms
@@ -28,12 +28,12 @@ from bsi.values import Bins
 __all__ = ["Arrays"]
 
 SPLIT_SEED = 0
-LABELS = ("labels", "y")  # what the labels of a single array may be called
+LABELS = ("labels", "y")  # names of the labels of a single array
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """The rows of an array; `bins` describes integers (LOW HIGH COUNT), none says that the data is continuous."""
+    """The rows of an array; `bins` are the values of integers (LOW HIGH COUNT), None for continuous data."""
 
     summary: ClassVar[str] = (
         "arrays of any shape from a .npy or .npz file; --bins LOW HIGH COUNT, or none for continuous data"
@@ -45,52 +45,47 @@ class Arrays:
 
     def plan(self) -> Plan:
         if not 0 <= self.test_fraction < 1:
-            raise UsageError(f"test_fraction lies in [0, 1): got {self.test_fraction}")
+            raise UsageError(f"test_fraction must be in [0, 1): got {self.test_fraction}")
         path = self.path.expanduser()
         bins = Bins(*self.bins) if self.bins else None
         with ExitStack() as stack:
             arrays = _opened(path, stack)
-            labeled = "train_labels" in arrays
             data = {name: array for name, array in arrays.items() if not name.endswith("_labels")}
             first = next(iter(data.values()))
             for array in data.values():
                 _check(array, first, bins)
-            for name, array in arrays.items():
-                if name.endswith("_labels"):
-                    _check_labels(array, data, name.removesuffix("_labels"))
-            total = sum(len(array) for array in data.values())
-            shape = first.header.shape[1:]
-            split = "by name" if "test" in data else f"row i is for testing if hash(i) < {self.test_fraction}"
+            for split in data:
+                if f"{split}_labels" in arrays:
+                    _labels(arrays[f"{split}_labels"], len(data[split]), split)
         return Plan(
             name=path.stem,
             source=f"arrays of {path.name}",
-            shape=shape,
-            dtype=bins.dtype if bins else np.dtype("<f4"),
+            shape=first.shape[1:],
             bins=bins,
-            options={"split": split, "bins": asdict(bins) if bins else None},
+            options={
+                "split": "by name" if "test" in data else f"row i is for testing if hash(i) < {self.test_fraction}",
+                "bins": asdict(bins) if bins else None,
+            },
             input=digest_file(path),
-            total=total,
-            rows=total,
+            total=sum(len(array) for array in data.values()),
             unit="row",
             blocks=lambda start: _blocks(path, bins, self.test_fraction, start),
-            label_dtype=np.dtype("<i4") if labeled else None,
+            label_dtype=np.dtype("<i4") if "train_labels" in arrays else None,
         )
 
 
 def _opened(path: Path, stack: ExitStack) -> dict[str, ArrayFile]:
-    """The arrays by name: `train`, and what else there is of `test`, `train_labels`, `test_labels`."""
-    if not path.is_file():
-        raise DataError(f"{path} does not exist or is not a file. Give a .npy or .npz file with --from.")
+    """The arrays by name: `train`, and those that exist of `test`, `train_labels`, `test_labels`."""
     if path.suffix == ".npy":
         return {"train": stack.enter_context(ArrayFile.at(path))}
     if path.suffix != ".npz":
-        raise DataError(f"{path} is neither .npy nor .npz. Save arrays with numpy.save or numpy.savez.")
+        raise DataError(f"{path} is not a .npy or .npz file. Save arrays with numpy.save or numpy.savez.")
     archive = stack.enter_context(NpzFile.at(path))
-    return {name: stack.enter_context(archive.array(theirs)) for name, theirs in _named(path, archive.names).items()}
+    return {name: stack.enter_context(archive.array(theirs)) for name, theirs in _names(path, archive.names).items()}
 
 
-def _named(path: Path, names: Sequence[str]) -> dict[str, str]:
-    """Our names of the arrays in an archive, and theirs."""
+def _names(path: Path, names: Sequence[str]) -> dict[str, str]:
+    """Our names of the arrays in an archive, and those in the archive."""
     known = {name: name for name in ("train", "test", "train_labels", "test_labels") if name in names}
     labels = [name for name in LABELS if name in names]
     if "train" not in known:
@@ -103,7 +98,7 @@ def _named(path: Path, names: Sequence[str]) -> dict[str, str]:
         known, labels = {"train": data[0]}, [name for name in labels if name != data[0]]
     if labels and ("test" in known or "train_labels" in known or len(labels) > 1):
         raise DataError(
-            f"{path} holds {', '.join([*known, *labels])}, and it is not clear what {labels[-1]} labels: name labels "
+            f"{path} holds {', '.join([*known, *labels])}: it is unclear what {labels[-1]} belongs to. Name labels "
             f"train_labels and test_labels."
         )
     if ("train_labels" in known) != ("test_labels" in known) and "test" in known:
@@ -112,26 +107,33 @@ def _named(path: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _check(array: ArrayFile, first: ArrayFile, bins: Bins | None) -> None:
-    if array.header.shape[1:] != first.header.shape[1:]:
+    if array.shape[1:] != first.shape[1:]:
         raise DataError(
-            f"{array.name} has samples of shape {array.header.shape[1:]}, {first.name} of {first.header.shape[1:]}."
+            f"{array.name} has samples of shape {array.shape[1:]}, {first.name} of {first.shape[1:]}. Give both one "
+            f"shape."
         )
-    if not array.header.row_bytes:
-        raise DataError(f"{array.name} has shape {array.header.shape}: its samples are empty.")
-    if bins is None and array.header.dtype.kind != "f":
+    if not array.row_bytes:
+        raise DataError(f"{array.name} has shape {array.shape}: its samples are empty.")
+    if bins is None and array.dtype.kind != "f":
         raise UsageError(
-            f"{array.name} holds {array.header.dtype}: say what the integers stand for with --bins LOW HIGH COUNT "
-            f"(8-bit images: --bins -1 1 256), or convert continuous data to float."
+            f"{array.name} holds {array.dtype}: give the values of the integers with --bins LOW HIGH COUNT (8-bit "
+            f"images: --bins -1 1 256), or convert continuous data to float."
         )
 
 
-def _check_labels(array: ArrayFile, data: dict[str, ArrayFile], split: str) -> None:
-    if split not in data or array.header.shape != (len(data[split]),) or array.header.dtype.kind not in "iu":
+def _labels(array: ArrayFile, count: int, split: str) -> Integer[np.ndarray, " count"]:
+    """The labels of a split, at once: they take one number per sample."""
+    if array.shape != (count,) or array.dtype.kind not in "iu":
         raise DataError(
-            f"{array.name} has shape {array.header.shape} of {array.header.dtype}; expected one integer per {split} "
-            f"sample."
+            f"{array.name} has shape {array.shape} of {array.dtype}, expected one integer per {split} sample ({count})."
         )
-    _numbers(array)
+    labels = np.concatenate([np.empty(0, array.dtype), *array.blocks()])
+    bad = np.flatnonzero((labels < 0) | (labels >= MAX_CLASSES))
+    if len(bad):
+        raise DataError(
+            f"{array.name}: row {bad[0]} is {labels[bad[0]]}, expected a label from 0 to {MAX_CLASSES - 1}."
+        )
+    return labels
 
 
 def _blocks(path: Path, bins: Bins | None, test_fraction: float, start: int) -> Iterator[Block]:
@@ -141,16 +143,15 @@ def _blocks(path: Path, bins: Bins | None, test_fraction: float, start: int) -> 
         for split in ("train", "test"):
             if split not in arrays:
                 continue
-            array, labels = arrays[split], arrays.get(f"{split}_labels")
-            row = min(max(0, start - first), len(array))
-            numbers = None if labels is None else _numbers(labels)
-            for rows in array.blocks(row, BLOCK_BYTES):
+            array, row = arrays[split], min(max(0, start - first), len(arrays[split]))
+            labels = _labels(arrays[f"{split}_labels"], len(array), split) if f"{split}_labels" in arrays else None
+            for rows in array.blocks(row):
                 stored = _stored(rows, bins, array.name, row)
                 is_test = np.full(len(rows), split == "test")
                 if "test" not in arrays:
                     is_test = uniforms(SPLIT_SEED, row, len(rows)) < test_fraction
                 masks = {"train": ~is_test, "test": is_test}
-                here = None if numbers is None else numbers[row : row + len(rows)]
+                here = None if labels is None else labels[row : row + len(rows)]
                 yield Block(
                     items=len(rows),
                     rows={name: stored[mask] for name, mask in masks.items()},
@@ -160,19 +161,10 @@ def _blocks(path: Path, bins: Bins | None, test_fraction: float, start: int) -> 
             first += len(array)
 
 
-def _numbers(labels: ArrayFile) -> Integer[np.ndarray, " rows"]:
-    """Labels take one number per sample: they are read whole."""
-    numbers = np.concatenate([np.empty(0, labels.header.dtype), *labels.blocks(0, BLOCK_BYTES)])
-    bad = np.flatnonzero((numbers < 0) | (numbers >= MOST_CLASSES))
-    if len(bad):
-        raise DataError(f"{labels.name}: row {bad[0]} is {numbers[bad[0]]}. Labels count from 0, below {MOST_CLASSES}.")
-    return numbers
-
-
 def _stored(
     rows: Shaped[np.ndarray, "rows *shape"], bins: Bins | None, name: str, first: int
 ) -> Shaped[np.ndarray, "rows *shape"]:
-    """Rows as they are stored, refused with the number of the first bad one."""
+    """Rows as they are stored. Errors name the first invalid row."""
     if rows.dtype.kind == "f":
         with np.errstate(over="ignore"):
             values = rows.astype("<f4")
@@ -181,12 +173,12 @@ def _stored(
         problem = f"values outside [{low}, {high}]" if bins else "values that are NaN, infinite or beyond float32"
         stored = values if bins is None else bins.indices(np.where(bad, low, rows).astype(np.float64))
     else:
-        assert bins is not None, "integers without bins were refused by the plan"
+        assert bins is not None, "the plan rejects integers without bins"
         bad = (rows < 0) | (rows >= bins.count) if rows.dtype.kind != "b" else np.zeros_like(rows)
         problem = f"integers outside 0 .. {bins.count - 1}"
         stored = rows.astype(bins.dtype)
     if bad.any():
         row = first + int(np.flatnonzero(bad.reshape(len(rows), -1).any(1))[0])
-        fix = "Remove such rows" + (", or describe the data with other --bins." if bins else ", or repair them.")
-        raise DataError(f"{name}: row {row} has {problem}. {fix}")
+        fix = "or describe the data with other --bins" if bins else "or repair them"
+        raise DataError(f"{name}: row {row} has {problem}. Remove such rows, {fix}.")
     return stored

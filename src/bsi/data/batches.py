@@ -1,10 +1,10 @@
-"""Batches by index: whatever holds samples, asked for those of given ids. The one file of data/ that imports torch.
+"""Batches by index, from tensors, arrays, memory maps and torch Datasets. The only file of data/ that imports torch.
 
     source = as_source(dataset.train, device="cuda")          # or a tensor, or any map-style torch Dataset
     x = source.take(sample_ids(seed, len(source), start, count))
 
-A set that fits is kept on the device whole; a larger one is gathered from its memory map. What `take` gives depends on
-the ids alone, not on where the samples lie or how many workers fetch them.
+A set that fits is kept on the device; a larger one is gathered from its memory map. The result of `take` depends on the
+ids alone, not on where the samples are stored or how many workers fetch them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from bsi.rng import coins
 
 __all__ = ["BatchSource", "MapSource", "MappedSource", "ResidentSource", "ahead", "as_source", "flip", "gather"]
 
-# A set stays on the device when it takes at most this part of the memory that is free there.
+# A set is kept on the device if it takes at most this part of the free memory there.
 RESIDENT_PART = 0.25
 CHUNK_BYTES = 64 << 20
 
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Samples that can be asked for by index."""
+    """Samples by index."""
 
     def __len__(self) -> int: ...
 
@@ -39,8 +39,8 @@ class BatchSource(Protocol):
 
 
 def gather(array: Shaped[np.ndarray, "n *data"], ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
-    """The rows `ids` of an array or memory map, as a tensor in memory of its own."""
-    # Ascending reads of a memory map follow the disk; the order asked for is restored afterwards.
+    """A copy of the rows `ids` of an array or memory map."""
+    # Ascending reads of a memory map follow the disk; the requested order is restored afterwards.
     order = np.argsort(ids, kind="stable")
     rows = np.empty((len(ids), *array.shape[1:]), array.dtype)
     rows[order] = np.asarray(array)[ids[order]]
@@ -48,13 +48,13 @@ def gather(array: Shaped[np.ndarray, "n *data"], ids: Int64[np.ndarray, " batch"
 
 
 def _tensor(rows: Shaped[np.ndarray, "*shape"]) -> Shaped[Tensor, "*shape"]:
-    """A tensor of writable rows. Torch computes little with unsigned 16-bit integers, so they become 32-bit ones."""
+    """A tensor of writable rows; unsigned 16-bit integers, with which torch computes little, become 32-bit ones."""
     return torch.from_numpy(rows.astype(np.int32) if rows.dtype == np.uint16 else rows)
 
 
 @dataclass(frozen=True)
 class ResidentSource:
-    """The whole set on the device: a batch is one indexing there."""
+    """A set on the device: a batch is one indexing operation."""
 
     data: Shaped[Tensor, "n *data"]
 
@@ -67,7 +67,7 @@ class ResidentSource:
 
 @dataclass(frozen=True)
 class MappedSource:
-    """A memory map or array on the host: a batch is gathered and sent to the device."""
+    """A memory map or array on the host: a batch is gathered and copied to the device."""
 
     array: Shaped[np.ndarray, "n *data"]
     device: torch.device
@@ -80,7 +80,7 @@ class MappedSource:
 
 
 class MapSource:
-    """A map-style torch Dataset: a sample is `dataset[i]`, or the first part of that. Fetched by `workers` threads."""
+    """A map-style torch Dataset: a sample is `dataset[i]`, or its first element. Fetched by `workers` threads."""
 
     def __init__(self, dataset: Any, device: torch.device, workers: int = 0) -> None:
         self.dataset, self.device = dataset, device
@@ -117,7 +117,7 @@ class MapSource:
 
 
 def as_source(data: object, device: torch.device | str = "cpu", workers: int = 0) -> BatchSource:
-    """Batches on `device` from a tensor, a NumPy array or memory map, a map-style Dataset; a source stays as it is."""
+    """Batches on `device` from a tensor, an array, a memory map or a map-style Dataset; a BatchSource is returned."""
     device = torch.device(device)
     if isinstance(data, Tensor):
         _check(data.ndim, len(data) if data.ndim else 0)
@@ -131,11 +131,11 @@ def as_source(data: object, device: torch.device | str = "cpu", workers: int = 0
         return data
     if callable(getattr(data, "__getitem__", None)) and callable(getattr(data, "__len__", None)):
         if isinstance(data, Sequence | dict | str):
-            raise UsageError(f"a {type(data).__name__} is not a set of samples: make it one tensor or a torch Dataset.")
+            raise UsageError(f"a {type(data).__name__} is not a set of samples. Use one tensor or a torch Dataset.")
         _check(1, len(data))  # type: ignore[arg-type]
         return MapSource(data, device, workers)
     raise UsageError(
-        f"cannot take samples from a {type(data).__name__}: give a tensor, a NumPy array, a map-style torch Dataset "
+        f"cannot take samples from a {type(data).__name__}. Give a tensor, a NumPy array, a map-style torch Dataset "
         f"(__getitem__ and __len__), or an object with __len__ and take(ids)."
     )
 
@@ -146,7 +146,7 @@ def _check(axes: int, count: int) -> None:
 
 
 def _upload(array: Shaped[np.ndarray, "n *data"], device: torch.device) -> Shaped[Tensor, "n *data"]:
-    """Copy a memory map to the device piece by piece: the host never holds it whole."""
+    """Copy a memory map to the device in pieces, without holding all of it on the host."""
     each = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
     first = _tensor(np.array(array[:1]))
     out = torch.empty(array.shape, dtype=first.dtype, device=device)
@@ -156,20 +156,20 @@ def _upload(array: Shaped[np.ndarray, "n *data"], device: torch.device) -> Shape
 
 
 def _to_device(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
-    """Pinned memory lets the copy run beside the computation, so that the host does not wait for the device."""
+    """Copy through pinned memory, so that the copy overlaps with computation and the host does not wait."""
     if device.type == "cuda" and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 
 def flip(x: Shaped[Tensor, "batch *data width"], seed: int, start: int) -> Shaped[Tensor, "batch *data width"]:
-    """Mirror each image with probability one half: the coin of the image seen at position start + i of the stream."""
+    """Mirror each image with probability one half, by the coin of position start + i of the stream."""
     heads = _to_device(torch.from_numpy(coins(seed, start, len(x))), x.device)
     return torch.where(heads.view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
 
 
 def ahead(source: BatchSource, ids: Iterable[Int64[np.ndarray, " batch"]], depth: int = 2) -> Iterator[Tensor]:
-    """The batches of `ids`, in order, the next `depth` of them being fetched in the background meanwhile."""
+    """The batches of `ids`, in order, with the next `depth` of them fetched in the background."""
     with ThreadPoolExecutor(1, thread_name_prefix="bsi-ahead") as pool:
         waiting = []
         for batch in ids:

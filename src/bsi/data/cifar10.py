@@ -1,8 +1,8 @@
 """CIFAR-10 (Krizhevsky, 2009) from the official binary version: six files of 10,000 records.
 
 A record is one label byte and 3072 pixels, channel by channel. The pickled version is never read: a pickle is a
-program. Every file is compared with its known SHA-256 before a record is used, so it does not matter where it came
-from. The classes have the names of `batches.meta.txt`, one in a line, where that is there.
+program. Every file is compared with its known SHA-256 before a record is used, whatever its origin. The classes have
+the names in `batches.meta.txt`, one per line, if that file exists.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import ClassVar
 import numpy as np
 
 from bsi.data.archives import Member, members
-from bsi.data.manifest import check_classes
-from bsi.data.plan import Block, Plan
+from bsi.data.prepare import Block, Plan
+from bsi.data.store import check_classes
 from bsi.download import download
 from bsi.errors import DataError
 from bsi.io import data_folder, digest, fingerprint
@@ -55,17 +55,14 @@ class Cifar10:
         with members(path, {*SHA256, *PICKLES, NAMES}, MAX_BYTES) as found:
             counts = {name: _checked(path, found, name) for name in SHA256}
             classes = _names(path, found[NAMES]) if NAMES in found else ()
-        total = sum(counts.values())
         return Plan(
             name="cifar10",
             source=URL,
             shape=(3, 32, 32),
-            dtype=np.dtype("uint8"),
             bins=Bins.uint8(),
             options={},
             input=fingerprint(SHA256),
-            total=total,
-            rows=total,
+            total=sum(counts.values()),
             unit="image",
             blocks=lambda start: _blocks(path, start),
             label_dtype=np.dtype("uint8"),
@@ -81,18 +78,17 @@ def _located() -> Path:
 
 
 def _checked(path: Path, found: dict[str, Member], name: str) -> int:
-    """The number of records of one file, after its hash."""
+    """The number of records of one file, after comparing its hash."""
     if name not in found:
-        pickled = (
-            "It holds the Python version, made of pickles, which are never loaded. "
-            if set(PICKLES) & set(found)
-            else ""
-        )
-        raise DataError(f"{path} holds no {name}. {pickled}Give the binary version ({URL}), packed or unpacked.")
+        pickled = any(pickle in found for pickle in PICKLES)
+        hint = "It holds the Python version, made of pickles, which are never loaded. " if pickled else ""
+        raise DataError(f"{path} holds no {name}. {hint}Give the binary version ({URL}), packed or unpacked.")
     with found[name].open() as file:
         sha256 = digest(iter(lambda: file.read(1 << 20), b""))
     if sha256 != SHA256[name]:
-        raise DataError(f"{path}: {name} is damaged: expected sha256 {SHA256[name]}, found {sha256}. Fetch it again.")
+        raise DataError(
+            f"{path}: {name} is damaged: expected sha256 {SHA256[name]}, found {sha256}. Download it again."
+        )
     return found[name].size // RECORD
 
 
@@ -100,7 +96,7 @@ def _names(path: Path, member: Member) -> tuple[str, ...]:
     with member.open() as file:
         names = file.read(1024).decode("ascii", "backslashreplace").split()
     if len(names) != CLASSES:
-        raise DataError(f"{path}: {NAMES} holds {len(names)} names of classes, expected {CLASSES}. Fetch it again.")
+        raise DataError(f"{path}: {NAMES} holds {len(names)} names of classes, expected {CLASSES}. Download it again.")
     return check_classes(names)
 
 

@@ -1,24 +1,35 @@
-"""A dataset of the Hugging Face hub by name, read by the `datasets` package where it is installed: a column of images.
+"""A dataset of the Hugging Face hub, read with the package `datasets` if it is installed: a column of images.
 
-The images are treated as those of a folder. Parts named `train` and `test` (or `validation`) are kept; where there is
-only `train`, the hash of the row's number splits it. A column `label` or `labels` of classes or of whole numbers gives
-the labels, and the classes their names; it is left out where a part has rows without a label, which the hub marks by
--1. Code from the hub is never run.
+The images are treated like those of a folder. Parts named `train` and `test` (or `validation`) are kept; a dataset with
+only `train` is split by a hash of the row's number. A column `label` or `labels` of classes or integers gives the
+labels, and the classes their names; it is not used if rows of some part have no label, which the hub marks by -1. Code
+from the hub is never run.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int64
 from PIL import Image
 
-from bsi.data.images import Resampling, check_options, decode
-from bsi.data.manifest import check_classes
-from bsi.data.plan import BLOCK_BYTES, MOST_CLASSES, Block, Plan
+from bsi.data.images import (
+    Geometry,
+    Item,
+    Resampling,
+    check_options,
+    checked,
+    geometry,
+    image_block,
+    items_per_block,
+    pixels,
+)
+from bsi.data.prepare import MAX_CLASSES, Block, Plan
+from bsi.data.store import check_classes
 from bsi.errors import DataError, UsageError
 from bsi.io import fingerprint
 from bsi.rng import uniforms
@@ -28,11 +39,12 @@ __all__ = ["HuggingFace"]
 
 SPLIT_SEED = 0
 LABELS = ("label", "labels")
+SURVEYED = 256  # images of each part that are decoded to choose size and channels
 
 
 @dataclass(frozen=True)
 class _Labels:
-    """The numbers in `column` of each part, and the names of the classes where the column has them."""
+    """The numbers in `column` of each part, and the names of the classes if the column has them."""
 
     column: str
     numbers: Mapping[str, Int64[np.ndarray, " rows"]]
@@ -50,8 +62,8 @@ class HuggingFace:
     path: str
     column: str = "image"
     revision: str = "main"
-    size: int = 64
-    channels: int = 3
+    size: int | None = None
+    channels: int | Literal["auto"] = "auto"
     resampling: Resampling = "lanczos"
     test_fraction: float = 0.1
     skip: int = 0
@@ -60,35 +72,33 @@ class HuggingFace:
         check_options(self.size, self.channels, self.resampling, self.test_fraction)
         parts = self._parts()
         counts = {split: len(part) for split, part in parts.items()}
-        total = sum(counts.values())
         labels = _labels(parts)
+        form = geometry(self._headers(parts), self.size, self.channels)
         return Plan(
             name=self.path.rsplit("/", 1)[-1],
-            source=f"Hugging Face dataset {self.path}, column {self.column!r}",
-            shape=(self.channels, self.size, self.size),
-            dtype=np.dtype("uint8"),
+            source=f"Hugging Face dataset {self.path}, column {self.column!r}, cropped to the largest centered square",
+            shape=(form.channels, form.size, form.size),
             bins=Bins.uint8(),
             options={
                 "revision": self.revision,
-                "size": self.size,
-                "channels": self.channels,
-                "crop": "largest centerd square",
+                "size": form.size,
+                "channels": form.channels,
                 "resampling": self.resampling,
                 "split": "by name" if "test" in parts else f"row i is for testing if hash(i) < {self.test_fraction}",
                 **({} if labels is None else {"labels": labels.column}),
             },
             input=fingerprint([self.path, self.column, counts]),
-            total=total,
-            rows=total,
+            total=sum(counts.values()),
             unit="image",
-            blocks=self._blocks,
+            blocks=lambda start: self._blocks(form, start),
             label_dtype=None if labels is None else np.dtype("<i4"),
             classes=() if labels is None else labels.classes,
             skip=self.skip,
+            notes=form.notes,
         )
 
     def _parts(self) -> dict[str, Any]:
-        """The hub's parts under our names."""
+        """The hub's parts by our names."""
         try:
             import datasets  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
@@ -104,43 +114,42 @@ class HuggingFace:
         for part in parts.values():
             if self.column not in part.column_names:
                 raise UsageError(
-                    f"{self.path!r} has no column {self.column!r}; it has {', '.join(part.column_names)}. Choose with "
-                    f"--column."
+                    f"{self.path!r} has no column {self.column!r}; it has {', '.join(part.column_names)}. Choose one "
+                    f"with --column."
                 )
         return parts
 
-    def _blocks(self, start: int) -> Iterator[Block]:
-        each = max(1, min(256, BLOCK_BYTES // (self.channels * self.size**2)))
+    def _headers(self, parts: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
+        """Mode, width and height of the first images of each part."""
+        for part in parts.values():
+            for index in range(min(SURVEYED, len(part))):
+                try:
+                    image = self._image(part, index)
+                except DataError:
+                    continue  # reported when the row is read
+                yield image.mode, *image.size
+
+    def _blocks(self, form: Geometry, start: int) -> Iterator[Block]:
         parts = self._parts()
         labels = _labels(parts)
-        first = 0
-        for split, part in parts.items():
-            for row in range(min(max(0, start - first), len(part)), len(part), each):
-                rows: dict[str, list[UInt8[np.ndarray, "..."]]] = {"train": [], "test": []}
-                known: dict[str, list[int]] = {"train": [], "test": []}
-                skipped = []
-                stop = min(row + each, len(part))
-                draws = uniforms(SPLIT_SEED, row, stop - row)
-                for index in range(row, stop):
-                    testing = split == "test" or ("test" not in parts and draws[index - row] < self.test_fraction)
-                    target = "test" if testing else "train"
-                    try:
-                        image = self._image(part, index)
-                    except DataError as error:
-                        skipped.append(str(error))
-                    else:
-                        rows[target].append(image)
-                        if labels is not None:
-                            known[target].append(int(labels.numbers[split][index]))
-                yield Block(
-                    items=stop - row,
-                    rows={name: np.stack(images) for name, images in rows.items() if images},
-                    labels={name: np.array(own, "<i4") for name, own in known.items() if own},
-                    skipped=tuple(skipped),
-                )
-            first += len(part)
 
-    def _image(self, part: Any, index: int) -> UInt8[np.ndarray, "c s s"]:
+        def read(split: str, index: int) -> Item | str:
+            try:
+                array = pixels(
+                    self._image(parts[split], index), f"row {index}", form.size, form.channels, self.resampling
+                )
+            except DataError as error:
+                return str(error)
+            by_hash = "test" not in parts and uniforms(SPLIT_SEED, index, 1)[0] < self.test_fraction
+            label = None if labels is None else int(labels.numbers[split][index])
+            return "test" if by_hash else split, array, label
+
+        everything = ((split, index) for split, part in parts.items() for index in range(len(part)))
+        rows = itertools.islice(everything, start, None)
+        while batch := list(itertools.islice(rows, items_per_block(form))):
+            yield image_block(read(split, index) for split, index in batch)
+
+    def _image(self, part: Any, index: int) -> Image.Image:
         name = f"row {index}"
         try:
             image = part[index][self.column]
@@ -148,11 +157,11 @@ class HuggingFace:
             raise DataError(f"{name} cannot be decoded ({type(error).__name__}: {error})") from error
         if not isinstance(image, Image.Image):
             raise DataError(f"{name} holds a {type(image).__name__}, not an image")
-        return decode(image, name, self.size, self.channels, self.resampling)
+        return checked(image, name)
 
 
 def _labels(parts: Mapping[str, Any]) -> _Labels | None:
-    """The labels that every row of every part has, or None."""
+    """The labels, if every row of every part has one."""
     import datasets  # type: ignore[import-not-found, unused-ignore]
 
     features = parts["train"].features
@@ -164,7 +173,7 @@ def _labels(parts: Mapping[str, Any]) -> _Labels | None:
         if any(part.features.get(column) != feature for part in parts.values()):
             continue
         classes = check_classes(feature.names) if named else ()
-        most = len(classes) or MOST_CLASSES
+        most = len(classes) or MAX_CLASSES
         cells = {split: part[column][:] for split, part in parts.items()}
         if any(cell is None or not 0 <= cell < most for part in cells.values() for cell in part):
             continue

@@ -1,13 +1,14 @@
 """Downsampled ImageNet (Chrabaszcz, Loshchilov and Hutter, 2017) at 32 or 64 pixels, from the official `.npz` batches.
 
 `train_data_batch_1.npz` .. `train_data_batch_10.npz` and `val_data.npz` hold `data`, (N, 3 size^2) bytes channel by
-channel, and `labels` from 1 to 1000, stored here as 0 to 999. The files may lie in a folder, unpacked or in the zip
+channel, and `labels` from 1 to 1000, stored here as 0 to 999. The files may be in a folder, unpacked or in the zip
 archives in which they are distributed (one for 32 pixels, two for 64, and one for validation). They are read in place
-as a stream: memory is that of one block.
+as a stream: the memory is that of one block.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ import numpy as np
 from jaxtyping import UInt16
 
 from bsi.data.archives import Member, members
-from bsi.data.npy import ArrayFile, NpzFile
-from bsi.data.plan import BLOCK_BYTES, Block, Plan
+from bsi.data.npy import NpzFile
+from bsi.data.prepare import Block, Plan
 from bsi.errors import DataError, UsageError
 from bsi.io import fingerprint
 from bsi.progress import Progress
@@ -62,24 +63,25 @@ class ImageNet64:
 def _plan(path: Path, size: int) -> Plan:
     path = path.expanduser()
     counts = {}
-    # A header inside a zip inside a zip is reached by decompressing: minutes for the larger set.
+    # Decompressing up to a header inside a zip inside a zip takes minutes for the larger set.
     with _batches(path) as found, Progress(f"check imagenet{size}", len(BATCHES), "batch") as progress:
         for name in BATCHES:
             with _opened(found, name) as batch, batch.array("data") as data:
-                _check(data, size)
+                if len(data.shape) != 2 or data.shape[1] != 3 * size * size or data.dtype != np.uint8:
+                    raise UsageError(
+                        f"{data.name} holds {data.shape} of {data.dtype}, expected (N, {3 * size * size}) of uint8 at "
+                        f"{size} pixels."
+                    )
                 counts[name] = (len(data), found[name].size)
             progress.advance()
-    total = sum(count for count, _ in counts.values())
     return Plan(
         name=f"imagenet{size}",
         source=WHERE,
         shape=(3, size, size),
-        dtype=np.dtype("uint8"),
         bins=Bins.uint8(),
         options={},
         input=fingerprint(counts),
-        total=total,
-        rows=total,
+        total=sum(count for count, _ in counts.values()),
         unit="image",
         blocks=lambda start: _blocks(path, size, start),
         label_dtype=np.dtype("<u2"),
@@ -90,14 +92,14 @@ def _plan(path: Path, size: int) -> Plan:
 def _batches(path: Path) -> Iterator[dict[str, Member]]:
     """The batches found in a folder, in the zips of a folder, or in one zip."""
     with ExitStack() as stack:
-        places = [path, *sorted(path.glob("*.zip"))] if path.is_dir() else [path]
+        places = [path, *sorted(path.glob("*.zip"))] if os.path.isdir(path) else [path]
         found: dict[str, Member] = {}
         for place in places:
             for name, member in stack.enter_context(members(place, BATCHES, MAX_BYTES)).items():
                 found.setdefault(name, member)
         missing = [name for name in BATCHES if name not in found]
         if missing:
-            pickled = path.is_dir() and (path / "train_data_batch_1").exists()
+            pickled = os.path.exists(path / "train_data_batch_1")
             hint = "It holds the pickled version, which is never loaded. " if pickled else ""
             raise DataError(f"{path} holds no {', '.join(missing[:3])}. {hint}Get the npz version from {WHERE}.")
         yield found
@@ -107,23 +109,13 @@ def _opened(found: dict[str, Member], name: str) -> NpzFile:
     return NpzFile(found[name].open(), found[name].name)
 
 
-def _check(data: ArrayFile, size: int) -> None:
-    shape, dtype = data.header.shape, data.header.dtype
-    if len(shape) != 2 or shape[1] != 3 * size * size or dtype != np.uint8:
-        raise UsageError(
-            f"{data.name} holds {shape} of {dtype}; expected (N, {3 * size * size}) of uint8 at {size} pixels."
-        )
-
-
 def _labels(batch: NpzFile, count: int) -> UInt16[np.ndarray, " count"]:
     with batch.array("labels") as array:
-        if array.header.shape != (count,) or array.header.dtype.kind not in "iu":
-            raise DataError(
-                f"{array.name} holds {array.header.shape} of {array.header.dtype}; expected {count} integers."
-            )
-        labels = np.concatenate(list(array.blocks(0, BLOCK_BYTES)))
-    if labels.min() < 1 or labels.max() > 1000:
-        raise DataError(f"{batch.name} has labels from {labels.min()} to {labels.max()}; expected 1 to 1000.")
+        if array.shape != (count,) or array.dtype.kind not in "iu":
+            raise DataError(f"{array.name} holds {array.shape} of {array.dtype}, expected {count} integers.")
+        labels = np.concatenate([np.empty(0, array.dtype), *array.blocks()])
+    if count and (labels.min() < 1 or labels.max() > 1000):
+        raise DataError(f"{batch.name} has labels from {labels.min()} to {labels.max()}, expected 1 to 1000.")
     return (labels - 1).astype(np.uint16)
 
 
@@ -136,12 +128,10 @@ def _blocks(path: Path, size: int, start: int) -> Iterator[Block]:
                 with batch.array("data") as data:
                     count = len(data)
                 if start < first + count:
-                    labels = _labels(
-                        batch, count
-                    )  # before the images: alternating would rewind a nested archive each time
+                    labels = _labels(batch, count)  # before the images: alternating would rewind a nested archive
                     row = max(0, start - first)
                     with batch.array("data") as data:
-                        for rows in data.blocks(row, BLOCK_BYTES):
+                        for rows in data.blocks(row):
                             images = rows.reshape(-1, 3, size, size)
                             yield Block(len(rows), {split: images}, {split: labels[row : row + len(rows)]})
                             row += len(rows)

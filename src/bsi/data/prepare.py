@@ -1,10 +1,10 @@
-"""From a source to a prepared dataset: written beside, synced, then renamed. There is never half a dataset.
+"""From a source to a prepared dataset.
 
 A source describes what it will write before it reads a row (`Plan`) and then yields the rows in blocks, in a fixed
-order. The blocks are appended to files in a hidden folder beside the target, so memory is that of one block at any
-size. Every few seconds, and when interrupted, the files are synced and the number of input items consumed is noted: the
-same command run again goes on from there. The header of each file, which holds the number of rows, and the manifest are
-written last; then the folder is renamed.
+order. The blocks are appended to files in a hidden folder next to the target, so the memory is that of one block at any
+size. Every few seconds, and when interrupted, the files are synced together with the number of input items consumed:
+the same command resumes from there. The headers, which hold the number of rows, and the manifest are written last; then
+the folder is renamed. A folder of the target's name is therefore always a complete dataset.
 """
 
 from __future__ import annotations
@@ -14,50 +14,110 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Integer, Shaped
 
-from bsi.data.manifest import MANIFEST, FileRecord, Manifest
 from bsi.data.npy import HEADER_BYTES, ArrayFile, header_bytes
-from bsi.data.plan import BLOCK_BYTES, Block, Plan
-from bsi.data.store import Dataset, open_dataset
+from bsi.data.store import FORMAT, MANIFEST, Dataset, FileRecord, Manifest, open_dataset
 from bsi.errors import BsiError, DataError, UsageError
-from bsi.io import FULL, cannot_write, digest_file, make_folder, sync_folder, write_text
+from bsi.io import FULL, cannot_write, digest_file, fingerprint, make_folder, sync_folder, write_text
 from bsi.progress import Progress, readable_bytes
-from bsi.values import Standardize
+from bsi.values import Bins, Standardize
 
-__all__ = ["prepare"]
+__all__ = ["MAX_CLASSES", "Block", "Plan", "Source", "prepare"]
 
+MAX_CLASSES = 2**31  # labels are stored as int32
 SYNC_EVERY_S = 5.0
-# Float32 keeps seven digits: beyond this ratio of mean to std, fewer than two of them are left to the data.
+# Float32 keeps seven digits: beyond this ratio of mean to std, fewer than two of them are left for the data.
 MAX_OFFSET = 1e5
 
 
 @dataclass(frozen=True)
-class _Done:
-    """How far a preparation has come. Replaced as a whole, so that an interruption finds the old or the new one."""
+class Block:
+    """The rows and labels of each split made from the next `items` items of the input.
+
+    `skipped` has one line for each item that could not be read, with the reason.
+    """
 
     items: int
-    counts: Mapping[str, int]
-    skipped: tuple[str, ...]
+    rows: Mapping[str, Shaped[np.ndarray, "rows *shape"]]
+    labels: Mapping[str, Integer[np.ndarray, " rows"]] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a source is going to write.
+
+    Attributes:
+        bins: The values of stored integers; None for continuous data, stored as float32.
+        options: What the source was asked for, for the manifest.
+        input: A hash that changes when the input does.
+        total: Number of input items, and an upper bound on the number of rows.
+        unit: What an item is called in the progress.
+        blocks: `blocks(i)` yields the rows of the input items from i on, the same ones in every call.
+        classes: Names of the labels 0, 1, ..., if they have names.
+        skip: How many unreadable items may be skipped.
+        notes: What was assumed because it was not given.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    bins: Bins | None
+    options: Mapping[str, Any]
+    input: str
+    total: int
+    unit: str
+    blocks: Callable[[int], Iterator[Block]]
+    label_dtype: np.dtype | None = None
+    classes: tuple[str, ...] = ()
+    skip: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.bins.dtype if self.bins else np.dtype("<f4")
+
+    @property
+    def identity(self) -> str:
+        """A hash of everything that determines the rows."""
+        return fingerprint([FORMAT, self.name, list(self.shape), self.dtype.str, dict(self.options), self.input])
+
+    def layout(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """The dtype and shape of a row of each file."""
+        files: dict[str, tuple[np.dtype, tuple[int, ...]]] = dict.fromkeys(("train", "test"), (self.dtype, self.shape))
+        if self.label_dtype is not None:
+            files |= {f"{split}_labels": (self.label_dtype, ()) for split in ("train", "test")}
+        return files
+
+
+@runtime_checkable
+class Source(Protocol):
+    """The origin of a dataset: a frozen dataclass of options, `path` among them if it needs one."""
+
+    summary: ClassVar[str]
+
+    def plan(self) -> Plan: ...
 
 
 def prepare(plan: Plan, folder: Path) -> Dataset:
-    """Write what is planned into `folder`, go on if that was interrupted, or open the dataset if it is there."""
+    """Write what is planned into `folder`, resume if that was interrupted, or open the dataset if it exists."""
     folder = Path(os.path.abspath(folder.expanduser()))
-    if (folder / MANIFEST).is_file():
-        return _already_there(plan, folder)
-    if folder.exists():
-        raise UsageError(f"{folder} exists and is not a prepared dataset: give another folder with --to.")
+    if os.path.isfile(folder / MANIFEST):
+        return _existing(plan, folder)
+    if os.path.lexists(folder):
+        raise UsageError(f"{folder} exists and is not a prepared dataset. Give another folder with --to.")
     make_folder(folder.parent, "--to")
     try:
         with _locked(folder):
-            if not (folder / MANIFEST).is_file():  # another process may have finished it meanwhile
+            if not (folder / MANIFEST).is_file():  # another process may have finished it in the meantime
                 _write(plan, folder)
     except OSError as error:
         if error.errno in FULL:
@@ -66,33 +126,32 @@ def prepare(plan: Plan, folder: Path) -> Dataset:
     return open_dataset(folder)
 
 
-def _already_there(plan: Plan, folder: Path) -> Dataset:
-    there = open_dataset(folder)
-    # Through JSON, as the stored ones went: tuples become lists.
-    asked, found = json.loads(json.dumps(plan.options)), there.manifest.options
-    different = [
-        f"{key}: {found.get(key)!r} there, {asked.get(key)!r} asked for"
-        for key in asked
-        if asked[key] != found.get(key)
+def _existing(plan: Plan, folder: Path) -> Dataset:
+    found = open_dataset(folder)
+    planned, stored = json.loads(json.dumps(plan.options)), found.manifest.options  # in JSON, tuples are lists
+    changed = [
+        f"{key}: {stored.get(key)!r} there, {value!r} requested"
+        for key, value in planned.items()
+        if value != stored.get(key)
     ]
-    why = [", whose files have changed since"] if plan.input != there.manifest.input else []
-    why += [f", made with other options ({'; '.join(different[:5])})"] if different else []
-    if why or there.name != plan.name:
+    reasons = ["from files that have changed since"] if plan.input != found.manifest.input else []
+    reasons += [f"with other options ({'; '.join(changed[:5])})"] if changed else []
+    if reasons or found.name != plan.name:
+        how = f", made {' and '.join(reasons)}" if reasons else ""
         raise UsageError(
-            f"{folder} already holds dataset {there.name!r}{''.join(why)}. Give another folder with --to, or delete "
-            f"that one."
+            f"{folder} already holds dataset {found.name!r}{how}. Give another folder with --to, or delete that one."
         )
-    return there
+    return found
 
 
 def _write(plan: Plan, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
-    row_bytes = int(np.prod(plan.shape, dtype=np.int64)) * plan.dtype.itemsize
+    needed = plan.total * int(np.prod(plan.shape, dtype=np.int64)) * plan.dtype.itemsize
     free = shutil.disk_usage(folder.parent).free + sum(path.stat().st_size for path in partial.glob("*.npy"))
-    if plan.rows * row_bytes > free:
+    if needed > free:
         raise BsiError(
-            f"{plan.name} needs {readable_bytes(plan.rows * row_bytes)}, but the disk of {folder} has "
-            f"{readable_bytes(free)} free. Make room, or give another folder with --to."
+            f"{plan.name} needs {readable_bytes(needed)}, but the disk of {folder} has {readable_bytes(free)} free. "
+            f"Free some space, or give another folder with --to."
         )
     staging = _Staging(partial, plan)
     try:
@@ -112,43 +171,42 @@ def _write(plan: Plan, folder: Path) -> None:
     sync_folder(folder.parent)
 
 
+@dataclass(frozen=True)
+class _Done:
+    """The progress of a preparation. Replaced as one object, so that an interruption finds the old or the new one."""
+
+    items: int
+    counts: Mapping[str, int]
+    skipped: tuple[str, ...]
+
+
 class _Staging:
-    """The hidden folder in which a dataset grows: append-only files and a note of how far they count."""
+    """The hidden folder in which a dataset grows: append-only files, and a note of how much of them is valid."""
 
     def __init__(self, path: Path, plan: Plan) -> None:
-        self.path, self.plan = path, plan
-        self.done = self._resumable() or self._fresh()
-        self.files = {name: self._open(name) for name in self._names()}
+        self.path, self.plan, self.layout = path, plan, plan.layout()
+        done = self._resumable()
+        if done is None:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+            done = _Done(0, dict.fromkeys(self.layout, 0), ())
+        self.done = done
+        self.files = {name: self._open(name) for name in self.layout}
         self.synced_at = time.monotonic()
 
-    def _names(self) -> list[str]:
-        splits = ("train", "test")
-        return [*splits, *(f"{split}_labels" for split in splits if self.plan.label_dtype is not None)]
-
-    def _layout(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """Dtype and shape of one row of a file."""
-        if name.endswith("_labels"):
-            assert self.plan.label_dtype is not None
-            return self.plan.label_dtype, ()
-        return self.plan.dtype, self.plan.shape
-
     def _resumable(self) -> _Done | None:
-        """What an interrupted preparation of the very same rows has left behind."""
+        """The progress of an interrupted preparation of exactly the same rows."""
         try:
             note = json.loads((self.path / "state.json").read_text())
             done = _Done(int(note["items"]), {k: int(v) for k, v in note["counts"].items()}, tuple(note["skipped"]))
-            whole = all((self.path / f"{n}.npy").stat().st_size >= self._end(n, done) for n in self._names())
-            return done if note["identity"] == self.plan.identity and whole else None
+            sizes = {name: (self.path / f"{name}.npy").stat().st_size for name in self.layout}
+            complete = all(size >= self._end(name, done) for name, size in sizes.items())
+            return done if note["identity"] == self.plan.identity and complete else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def _fresh(self) -> _Done:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir()
-        return _Done(0, dict.fromkeys(self._names(), 0), ())
-
     def _end(self, name: str, done: _Done) -> int:
-        dtype, shape = self._layout(name)
+        dtype, shape = self.layout[name]
         return HEADER_BYTES + done.counts[name] * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
 
     def _open(self, name: str) -> IO[bytes]:
@@ -165,16 +223,15 @@ class _Staging:
         if len(skipped) > self.plan.skip:
             allowed = f"Only {self.plan.skip} may be skipped" if self.plan.skip else "Nothing may be skipped"
             raise DataError(
-                f"{self.plan.source}: {skipped[self.plan.skip]}. {allowed}: repair or remove the file, or allow more "
+                f"{self.plan.name}: {skipped[self.plan.skip]}. {allowed}: repair or remove the file, or allow more "
                 f"with --skip N."
             )
-        for name in self._names():
+        for name, (dtype, shape) in self.layout.items():
             split, _, kind = name.partition("_")
             rows = (block.labels if kind else block.rows).get(split)
             if rows is None:
                 continue
-            dtype, shape = self._layout(name)
-            assert rows.shape[1:] == shape, f"a row of {name} has shape {rows.shape[1:]}, planned was {shape}"
+            assert rows.shape[1:] == shape, f"a row of {name} has shape {rows.shape[1:]}, expected {shape}"
             self.files[name].write(np.ascontiguousarray(rows, dtype).data)
             counts[name] += len(rows)
         self.done = _Done(self.done.items + block.items, counts, skipped)
@@ -194,22 +251,21 @@ class _Staging:
             file.close()
 
     def finish(self) -> None:
-        """Headers, hashes and the manifest; afterwards the folder is a dataset but for its name."""
+        """Write headers, hashes and the manifest. The folder is then a dataset except for its name."""
         plan, counts = self.plan, self.done.counts
         if not counts["train"]:
             self.close()
             raise DataError(
-                f"{plan.source}: no training samples ({counts['test']} for testing). Give it more, or --test-fraction "
+                f"{plan.name} has no training samples ({counts['test']} for testing). Add more, or use --test-fraction "
                 f"0."
             )
         self.sync()
-        for name, file in self.files.items():
-            dtype, shape = self._layout(name)
-            file.seek(0)
-            file.write(header_bytes(dtype, (counts[name], *shape)))
-            _sync(file)
+        for name, (dtype, shape) in self.layout.items():
+            self.files[name].seek(0)
+            self.files[name].write(header_bytes(dtype, (counts[name], *shape)))
+            _sync(self.files[name])
         self.close()
-        paths = [self.path / f"{name}.npy" for name in self._names()]
+        paths = [self.path / f"{name}.npy" for name in self.layout]
         manifest = Manifest(
             name=plan.name,
             source=plan.source,
@@ -223,6 +279,7 @@ class _Staging:
             input=plan.input,
             skipped=self.done.skipped,
             classes=plan.classes,
+            notes=plan.notes,
         )
         write_text(self.path / MANIFEST, manifest.to_json())
         (self.path / "state.json").unlink()
@@ -233,7 +290,7 @@ def _standardize(path: Path) -> Standardize:
     """Mean and std over all elements in one pass, block by block (Chan, Golub and LeVeque, 1979), in float64."""
     count, mean, squares = 0, 0.0, 0.0
     with ArrayFile.at(path) as array:
-        for block in array.blocks(0, BLOCK_BYTES):
+        for block in array.blocks():
             x = block.astype(np.float64)
             delta, total = x.mean() - mean, count + x.size
             squares += float(((x - x.mean()) ** 2).sum() + delta**2 * count * x.size / total)
@@ -242,15 +299,15 @@ def _standardize(path: Path) -> Standardize:
     std = (squares / count) ** 0.5
     if not (std > 0 and abs(mean) <= MAX_OFFSET * std):
         raise DataError(
-            f"the training part has mean {mean:.6g} and std {std:.6g}: in float32 nothing would be left of the data. "
-            f"Subtract a constant first."
+            f"the training split has mean {mean:.6g} and std {std:.6g}: float32 cannot resolve it. Subtract a constant "
+            f"first."
         )
     return Standardize(mean, std)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One preparation at a time. The system drops the lock when its process ends, however it ends."""
+    """Allow one preparation at a time. The system releases the lock when its process ends, however it ends."""
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -261,6 +318,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _sync(file: IO[Any]) -> None:
+def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())

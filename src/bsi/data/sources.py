@@ -1,4 +1,4 @@
-"""The sources of data by name. Only names in this table resolve; nothing is imported by a name that was read."""
+"""The sources of data by name. Only names in this table resolve: nothing is imported by a name from outside."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 from bsi.data.arrays import Arrays
 from bsi.data.cifar10 import Cifar10
 from bsi.data.digits import EmbeddedDigits
-from bsi.data.folder import Folder
 from bsi.data.huggingface import HuggingFace
 from bsi.data.imagenet import ImageNet32, ImageNet64
-from bsi.data.plan import Source
-from bsi.data.prepare import prepare
+from bsi.data.images import Folder
+from bsi.data.prepare import Source, prepare
 from bsi.data.store import Dataset, open_dataset, prepared
 from bsi.data.wav import Wav
 from bsi.errors import UsageError
@@ -35,30 +34,29 @@ SOURCES: dict[str, type[Source]] = {
 
 
 def make_source(name: str, path: str | None, options: Mapping[str, object]) -> Source:
-    """The source of that name with what was given on the command line; refuses what it does not know."""
+    """The source of that name with its options. Raises an error for an unknown name or option."""
     if name not in SOURCES:
         near = difflib.get_close_matches(name, SOURCES, 1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(SOURCES)}."
+        hint = f"Did you mean {near[0]!r}?" if near else f"The sources are {', '.join(SOURCES)}."
         raise UsageError(f"unknown source of data {name!r}. {hint}")
     kind = SOURCES[name]
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     unknown = [option for option in options if option not in known]
     if unknown:
         takes = ", ".join(_flag(option) for option in known if option != "path") or "no options"
-        kept = " Labels that the data has are kept in any case." if "labels" in unknown and kind is not Wav else ""
+        kept = " Labels in the data are kept without it." if "labels" in unknown and kind is not Wav else ""
         raise UsageError(f"{name} has no {', '.join(map(_flag, unknown))}; it takes {takes}.{kept}")
     if path is None:
         if "path" in known and known["path"].default is MISSING:
-            raise UsageError(f"{name} needs to know where the data is: bsi data {name} --from PATH")
+            raise UsageError(f"{name} needs the place of the data: bsi data {name} --from PATH")
         return kind(**options)
     if "path" not in known:
         raise UsageError(f"{name} takes no --from: it is inside the package.")
-    given = {**options, "path": path if kind is HuggingFace else Path(path)}
-    return kind(**given)
+    return kind(**{**options, "path": path if kind is HuggingFace else Path(path)})
 
 
 def prepare_named(name: str, path: str | None, to: Path | None, options: Mapping[str, object]) -> Dataset:
-    """Prepare the dataset `name` into `to`, by default into the data folder under its own name."""
+    """Prepare the dataset `name` in `to`, by default in the data folder under its own name."""
     source = make_source(name, path, options)
     if to is None and path is None:
         if name == "digits":
@@ -68,7 +66,7 @@ def prepare_named(name: str, path: str | None, to: Path | None, options: Mapping
     plan = source.plan()
     if to is None and plan.name != name and plan.name in SOURCES:
         raise UsageError(
-            f"a dataset made from {path} would be called {plan.name!r}, as a source is. Say where with --to FOLDER."
+            f"a dataset made from {path} would be named {plan.name!r}, like a source. Choose a folder with --to FOLDER."
         )
     return prepare(plan, data_folder() / plan.name if to is None else to)
 

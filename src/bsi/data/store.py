@@ -3,37 +3,140 @@
     cifar10/
       manifest.json                          name, source, counts, shape, bins, options, SHA-256 of each file, version
       train.npy  test.npy                    (n, *shape): integers are bin indices, floats are values in their own units
-      train_labels.npy  test_labels.npy      where the source has labels; the manifest names the classes if it can
+      train_labels.npy  test_labels.npy      if the source has labels; the manifest names the classes if they have names
 
 A dataset is opened by its name in the data folder ($BSI_DATA, by default ~/.cache/bsi-data) or by the path of its
 folder. Sizes and headers are checked each time, hashes on request: they detect damage, not tampering.
+
+`version` is a hash of the files' hashes, the shape and the meaning of the numbers. Two datasets with the same version
+hold the same data; a run stores the version of its data and compares it when it resumes.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Integer, Shaped
 
-from bsi.data import digits
-from bsi.data.manifest import MANIFEST, FileRecord, Manifest
-from bsi.data.npy import ArrayFile, header_bytes
-from bsi.errors import DataError, UsageError
-from bsi.io import data_folder, digest, digest_file
+from bsi.data.npy import ArrayFile
+from bsi.errors import BsiError, DataError, UsageError
+from bsi.io import data_folder, digest_file, fingerprint, read_json
 from bsi.values import Bins, Standardize
 
-__all__ = ["Dataset", "Labels", "open_dataset", "prepared", "verify"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "Dataset",
+    "FileRecord",
+    "Labels",
+    "Manifest",
+    "check_classes",
+    "open_dataset",
+    "prepared",
+    "verify",
+]
 
-OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER"}  # sources of one's own data, and what they are given
+FORMAT = 1
+MANIFEST = "manifest.json"
+FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy")
+OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER"}  # sources of one's own data, and what they are made from
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and hash of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a dataset.
+
+    Attributes:
+        counts: Number of samples of each split.
+        shape, dtype: Of one sample.
+        bins: The values of stored integers; None for continuous data, which has `standardize` instead.
+        options: The options of the source.
+        input: A hash or name of the files that the dataset was made from.
+        skipped: The input files that could not be read, with the reason.
+        notes: What was assumed because it was not given.
+        classes: Names of the labels 0, 1, ...; empty if there are no labels or they have no names.
+    """
+
+    name: str
+    source: str
+    counts: Mapping[str, int]
+    shape: tuple[int, ...]
+    dtype: str
+    bins: Bins | None
+    standardize: Standardize | None
+    files: Mapping[str, FileRecord]
+    options: Mapping[str, Any]
+    input: str
+    skipped: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        content = {
+            "files": {name: record.sha256 for name, record in sorted(self.files.items())},
+            "shape": list(self.shape),
+            "bins": asdict(self.bins) if self.bins else None,
+        }
+        return fingerprint(content)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "version": self.version, **asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """The manifest in a file that may be damaged: everything that is used later is validated here."""
+        again = "Delete its folder and prepare the dataset again."
+        try:
+            given = read_json(path)
+            if given["format"] != FORMAT:
+                raise DataError(f"{path} has format {given['format']!r}, expected {FORMAT}. Prepare the dataset again.")
+            if not {"train.npy", "test.npy"} <= set(given["files"]) <= set(FILES):
+                raise ValueError(f"files {sorted(given['files'])}, expected some of {', '.join(FILES)}")
+            # Version 0.1.0 wrote the standardization under another key.
+            standardize = given["standardisation"] if "standardisation" in given else given["standardize"]
+            manifest = cls(
+                name=str(given["name"]),
+                source=str(given["source"]),
+                counts={split: int(given["counts"][split]) for split in ("train", "test")},
+                shape=tuple(int(d) for d in given["shape"]),
+                dtype=str(np.dtype(given["dtype"])),
+                bins=Bins(**given["bins"]) if given["bins"] else None,
+                standardize=Standardize(**standardize) if standardize else None,
+                files={name: FileRecord(**record) for name, record in given["files"].items()},
+                options=dict(given["options"]),
+                input=str(given["input"]),
+                skipped=tuple(str(line) for line in given["skipped"]),
+                classes=check_classes(given.get("classes", [])),
+                notes=tuple(str(line) for line in given.get("notes", [])),
+            )
+            if manifest.version != given["version"]:
+                raise ValueError(f"expected version {given['version']}, found {manifest.version}")
+        except BsiError as error:
+            raise DataError(f"{path} is not a valid manifest: {error} {again}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise DataError(f"{path} is not a valid manifest: {error!r}. {again}") from error
+        return manifest
 
 
 @dataclass(frozen=True)
 class Labels:
-    """Class indices of both splits, and the classes' names where they have any."""
+    """Class indices of both splits, and the classes' names if they have any."""
 
     train: Integer[np.ndarray, " train"]
     test: Integer[np.ndarray, " test"]
@@ -41,13 +144,13 @@ class Labels:
 
     @property
     def classes(self) -> int:
-        """Labels are 0 .. classes - 1. A class with a name counts, even if chance left it no sample for training."""
+        """Labels are 0 .. classes - 1. A named class counts even if the training split has no sample of it."""
         return len(self.names) or (int(self.train.max()) + 1 if len(self.train) else 0)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples of both splits, memory-mapped and read-only, and what they mean."""
+    """Samples of both splits, memory-mapped and read-only, and their meaning."""
 
     manifest: Manifest
     train: Shaped[np.ndarray, "train *shape"]
@@ -61,7 +164,7 @@ class Dataset:
 
     @property
     def version(self) -> str:
-        """A hash of the content: the same for the same data, wherever it lies."""
+        """A hash of the content: the same for the same data, wherever it is stored."""
         return self.manifest.version
 
     @property
@@ -70,16 +173,16 @@ class Dataset:
 
     @property
     def bins(self) -> Bins | None:
-        """What the stored integers stand for; None for continuous data."""
+        """The values of the stored integers; None for continuous data."""
         return self.manifest.bins
 
     @property
     def standardize(self) -> Standardize | None:
-        """Mean and std of the training part of continuous data; None for binned data."""
+        """Mean and standard deviation of the training split of continuous data; None for binned data."""
         return self.manifest.standardize
 
     def split(self, name: str) -> Shaped[np.ndarray, "n *shape"]:
-        """`train` or `test`, refused if empty."""
+        """`train` or `test`. Raises an error if it is empty."""
         if name not in ("train", "test"):
             raise UsageError(f"a dataset has the splits train and test: got {name!r}")
         rows = self.train if name == "train" else self.test
@@ -89,24 +192,26 @@ class Dataset:
 
 
 def prepared(root: Path | None = None) -> list[Path]:
-    """The folders of the prepared datasets in `root`, by default the data folder; unfinished ones are left out."""
+    """The folders of the prepared datasets in `root`, by default the data folder. Unfinished ones are not listed."""
     root = data_folder() if root is None else root
     return sorted(manifest.parent for manifest in root.glob(f"[!.]*/{MANIFEST}"))
 
 
 def open_dataset(name_or_path: str | Path, root: Path | None = None, check_hashes: bool = False) -> Dataset:
-    """The dataset of that name in `root` (by default the data folder) or of that folder; `digits` is always there."""
+    """The dataset of that name in `root` (by default the data folder), or in that folder. `digits` always exists."""
     if name_or_path == "digits":
-        return _embedded_digits()
+        from bsi.data.digits import embedded_digits
+
+        return embedded_digits()
     root = data_folder() if root is None else root
     folder = Path(name_or_path).expanduser()
-    # A bare name is looked for in the data folder first: what it means must not depend on the working directory.
+    # A bare name is looked up in the data folder first: its meaning must not depend on the working directory.
     bare = isinstance(name_or_path, str) and os.sep not in name_or_path
     places = [root / folder, folder] if bare else [folder]
-    folder = next((place for place in places if (place / MANIFEST).is_file()), places[0])
-    if not (folder / MANIFEST).is_file():
+    folder = next((place for place in places if os.path.isfile(place / MANIFEST)), places[0])
+    if not os.path.isfile(folder / MANIFEST):
         raise DataError(_not_found(str(name_or_path), folder, root))
-    manifest = Manifest.from_json((folder / MANIFEST).read_bytes(), folder / MANIFEST)
+    manifest = Manifest.read(folder / MANIFEST)
     arrays = {name: _map(folder / name, manifest) for name in manifest.files}
     if check_hashes:
         verify(folder, manifest)
@@ -117,7 +222,7 @@ def open_dataset(name_or_path: str | Path, root: Path | None = None, check_hashe
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Compare every file with its hash; raises with the file, the expected and the found hash."""
+    """Compare every file with its hash. Errors name the file, the expected and the found hash."""
     for name, record in manifest.files.items():
         found = digest_file(folder / name)
         if found != record.sha256:
@@ -127,26 +232,37 @@ def verify(folder: Path, manifest: Manifest) -> None:
             )
 
 
+def check_classes(given: Iterable[object]) -> tuple[str, ...]:
+    """The names of classes. Raises an error for names that are not printable or not unique."""
+    names: list[str] = []
+    for name in given:
+        if not (isinstance(name, str) and name and name.strip() == name and name.isprintable()):
+            raise DataError(f"a class has the name {name!r:.80}, expected printable text without outer spaces: rename.")
+        if name in names:
+            raise DataError(f"two classes have the name {name!r}: rename one.")
+        names.append(name)
+    return tuple(names)
+
+
 def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
-    """Memory-map one file after its size and header agreed with the manifest."""
+    """Memory-map one file after comparing its size and header with the manifest."""
+    again = "Delete the folder and prepare it again."
     expected = manifest.files[path.name].bytes
-    found = path.stat().st_size if path.is_file() else None
+    if not os.path.isfile(path):
+        raise DataError(f"{path} is missing, expected {expected} bytes. {again}")
+    found = path.stat().st_size
     if found != expected:
-        state = "is missing" if found is None else f"has {found} bytes"
-        raise DataError(f"{path} {state}, expected {expected} bytes. Delete the folder and prepare it again.")
+        raise DataError(f"{path} has {found} bytes, expected {expected} bytes. {again}")
     with ArrayFile.at(path) as array:
-        header = array.header
+        pass
     is_labels = path.stem.endswith("_labels")
     count = manifest.counts[path.stem.removesuffix("_labels")]
     shape = (count,) if is_labels else (count, *manifest.shape)
-    if header.shape != shape or not (is_labels or header.dtype == np.dtype(manifest.dtype)):
-        raise DataError(
-            f"{path} holds {header.shape} of {header.dtype}, expected {shape} of {manifest.dtype}. Delete the folder "
-            f"and prepare it again."
-        )
-    if not header.data_bytes:  # an empty file cannot be mapped
-        return np.empty(header.shape, header.dtype)
-    return np.memmap(path, header.dtype, "r", header.offset, header.shape)
+    if array.shape != shape or not (array.dtype.kind in "iu" if is_labels else array.dtype == manifest.dtype):
+        raise DataError(f"{path} holds {array.shape} of {array.dtype}, expected {shape} of {manifest.dtype}. {again}")
+    if not array.row_bytes * count:  # an empty file cannot be mapped
+        return np.empty(array.shape, array.dtype)
+    return np.memmap(path, array.dtype, "r", array.offset, array.shape)
 
 
 def _not_found(wanted: str, folder: Path, root: Path) -> str:
@@ -155,39 +271,6 @@ def _not_found(wanted: str, folder: Path, root: Path) -> str:
     hint = f"Did you mean {near[0]!r}? " if near else ""
     command = f"bsi data {wanted} --from {OWN[wanted]}" if wanted in OWN else "bsi data NAME"
     return (
-        f"no prepared dataset {wanted!r} ({folder / MANIFEST} does not exist). {hint}`bsi data --list` shows what is "
-        f"there; `{command}` prepares one."
-    )
-
-
-def _record(array: Shaped[np.ndarray, "..."]) -> FileRecord:
-    """What the file of an array would be, so that the embedded dataset and its prepared copy have one version."""
-    header, data = header_bytes(array.dtype, array.shape), array.tobytes()
-    return FileRecord(len(header) + len(data), digest([header, data]))
-
-
-def _embedded_digits() -> Dataset:
-    loaded = digits.load()
-    arrays = {
-        "train.npy": loaded.train,
-        "test.npy": loaded.test,
-        "train_labels.npy": loaded.train_labels,
-        "test_labels.npy": loaded.test_labels,
-    }
-    return Dataset(
-        Manifest(
-            name="digits",
-            source=digits.SOURCE,
-            counts={"train": len(loaded.train), "test": len(loaded.test)},
-            shape=(1, 8, 8),
-            dtype="uint8",
-            bins=digits.BINS,
-            standardize=None,
-            files={name: _record(array) for name, array in arrays.items()},
-            options=digits.OPTIONS,
-            input="embedded",
-        ),
-        loaded.train,
-        loaded.test,
-        Labels(loaded.train_labels, loaded.test_labels),
+        f"no prepared dataset {wanted!r} ({folder / MANIFEST} does not exist). {hint}`bsi data --list` lists the "
+        f"prepared ones; `{command}` prepares one."
     )

@@ -1,7 +1,7 @@
-"""Sound from a folder of 16-bit WAV files, cut into pieces of fixed length.
+"""Sound in 16-bit WAV files: a folder of them cut into pieces of fixed length, and samples written as such files.
 
-A sample is (channels, length); its integers are bin indices 0 .. 65535, the sound's -32768 .. 32767 shifted. What is
-left at the end of a file, shorter than a piece, is dropped. All files must agree in rate and channels. The split is by
+A sample is (channels, length); its integers are bin indices 0 .. 65535, the sound's -32768 .. 32767 shifted. The rest
+of a file that is shorter than a piece is not used. All files must have the same rate and channels. The split is by
 file, by the hash of its path.
 """
 
@@ -10,21 +10,25 @@ from __future__ import annotations
 import hashlib
 import wave
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from jaxtyping import Integer
 
-from bsi.data.folder import for_testing, walk
-from bsi.data.plan import BLOCK_BYTES, Block, Plan
+from bsi.data.images import for_testing, walk
+from bsi.data.npy import BLOCK_BYTES
+from bsi.data.prepare import Block, Plan
 from bsi.errors import DataError, UsageError
+from bsi.io import atomic, open_untrusted
 from bsi.values import Bins
 
-__all__ = ["Wav"]
-
+__all__ = ["Wav", "write_wav"]
 
 SUFFIXES = (".wav",)
+MIDDLE = 2**15  # the bin index of silence
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Wav:
     def plan(self) -> Plan:
         if self.length < 1 or not 0 <= self.test_fraction < 1:
             raise UsageError(
-                f"length is at least 1 and test_fraction lies in [0, 1): got {self.length} and {self.test_fraction}"
+                f"length must be at least 1 and test_fraction in [0, 1): got {self.length} and {self.test_fraction}"
             )
         path = self.path.expanduser()
         rows, listing = 0, hashlib.sha256()
@@ -64,8 +68,7 @@ class Wav:
             name=path.resolve().name,
             source=f"the WAV files of a folder {path.resolve().name!r}",
             shape=(channels, self.length),
-            dtype=np.dtype("<u2"),
-            bins=Bins(-1.0, 1.0, 65536),
+            bins=Bins.int16(),
             options={
                 "length": self.length,
                 "rate": rate,
@@ -73,7 +76,6 @@ class Wav:
             },
             input=listing.hexdigest(),
             total=rows,
-            rows=rows,
             unit="piece",
             blocks=self._blocks,
         )
@@ -88,25 +90,44 @@ class Wav:
                 done, start = min(start, count), max(0, start - count)
                 file.setpos(done * self.length)
                 for first in range(done, count, each):
-                    rows = _pieces(file, path / name, min(each, count - first), channels, self.length)
+                    frames = min(each, count - first) * self.length
+                    raw = file.readframes(frames)
+                    if len(raw) != 2 * channels * frames:
+                        raise DataError(f"{path / name} is truncated: it has fewer samples than its header says.")
+                    sound = np.frombuffer(raw, "<i2").reshape(-1, self.length, channels).transpose(0, 2, 1)
+                    rows = (sound.astype(np.int32) + MIDDLE).astype("<u2")
                     yield Block(len(rows), {split: rows})
 
 
-def _pieces(file: wave.Wave_read, path: Path, count: int, channels: int, length: int) -> np.ndarray:
-    raw = file.readframes(count * length)
-    if len(raw) != 2 * channels * count * length:
-        raise DataError(f"{path} is truncated: its header promises more samples than it holds.")
-    sound = np.frombuffer(raw, "<i2").reshape(count, length, channels).transpose(0, 2, 1)
-    return (sound.astype(np.int32) + 32768).astype("<u2")
+@contextmanager
+def _opened(path: Path) -> Iterator[wave.Wave_read]:
+    with open_untrusted(path) as raw:
+        try:
+            file = wave.open(raw)  # noqa: SIM115  closing it would close only `raw`
+        except (wave.Error, EOFError, OSError) as error:
+            raise DataError(f"{path} is not a PCM WAV file: {error}. Convert it first.") from error
+        if file.getsampwidth() != 2:
+            raise DataError(f"{path} has {8 * file.getsampwidth()} bits per sample, expected 16. Convert it first.")
+        if file.getframerate() < 1:
+            raise DataError(f"{path} has a rate of {file.getframerate()} Hz. Convert it first.")
+        yield file
 
 
-def _opened(path: Path) -> wave.Wave_read:
-    try:
-        file = wave.open(str(path), "rb")  # noqa: SIM115  the caller closes it
-    except (wave.Error, EOFError, OSError) as error:
-        raise DataError(f"{path} is not a PCM WAV file: {error}") from error
-    if file.getsampwidth() != 2:
-        width = 8 * file.getsampwidth()
-        file.close()
-        raise DataError(f"{path} has {width} bits per sample; expected 16. Convert it first.")
-    return file
+def write_wav(path: Path, index: Integer[np.ndarray, "channels length"], rate: int, option: str | None = None) -> None:
+    """Write one sample of bin indices 0 .. 65535 as a 16-bit WAV file.
+
+    Args:
+        index: Channels and time; the indices that `Wav` stores and a model with `Bins.int16()` draws.
+        rate: Samples per second: `options["rate"]` in the manifest of the dataset.
+        option: The command-line option that names another place, for the error message.
+    """
+    if index.ndim != 2 or not 1 <= len(index) <= 65535:
+        raise UsageError(f"sound must have the shape (channels, length), got {index.shape}.")
+    if index.size and not (index.min() >= 0 and index.max() <= 65535):
+        raise DataError(f"sound must be indices from 0 to 65535, got {index.min()} to {index.max()}.")
+    sound = (index.astype(np.int32) - MIDDLE).astype("<i2")
+    with atomic(path, option) as temporary, wave.open(str(temporary), "wb") as file:
+        file.setnchannels(len(index))
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(sound.T.tobytes())

@@ -22,8 +22,7 @@ from bsi.backbones.mlp import MLP
 from bsi.backbones.registry import build
 from bsi.backbones.unet import UNet
 from bsi.data.batches import BatchSource, as_source
-from bsi.data.manifest import check_classes
-from bsi.data.store import open_dataset
+from bsi.data.store import check_classes, open_dataset
 from bsi.errors import DataError, UsageError
 from bsi.io import digest, fingerprint
 from bsi.model import Model

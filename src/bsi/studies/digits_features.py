@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
-from bsi.data import digits
+from bsi.data.digits import embedded_digits
 from bsi.errors import DataError
 from bsi.values import to_uint8
 
@@ -82,9 +82,11 @@ def packaged_weights() -> bytes:
 
 def fit(steps: int = 3000, batch: int = 128) -> dict[str, Tensor]:
     """How the weights were made: AdamW on shifted copies of the training digits, on one thread, from a fixed seed."""
-    loaded = digits.load()
-    x = torch.from_numpy(to_uint8(digits.BINS.values(loaded.train), -1.0, 1.0)).float() / 127.5 - 1
-    labels = torch.from_numpy(loaded.train_labels.copy()).long()
+    digits = embedded_digits()
+    assert digits.bins is not None
+    assert digits.labels is not None
+    x = torch.from_numpy(to_uint8(digits.bins.values(digits.train), -1.0, 1.0)).float() / 127.5 - 1
+    labels = torch.from_numpy(digits.labels.train.copy()).long()
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bsi.data.folder import Folder, for_testing, walk
 from bsi.data.huggingface import HuggingFace
-from bsi.data.images import read
+from bsi.data.images import Folder, for_testing, walk
 from bsi.data.prepare import prepare
 from bsi.data.store import open_dataset
 from bsi.data.wav import Wav

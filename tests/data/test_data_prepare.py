@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 
 from bsi.data.digits import EmbeddedDigits
-from bsi.data.manifest import MANIFEST
-from bsi.data.plan import Block, Plan
-from bsi.data.prepare import prepare
-from bsi.data.store import Dataset, open_dataset, prepared
+from bsi.data.prepare import Block, Plan, prepare
+from bsi.data.store import MANIFEST, Dataset, open_dataset, prepared
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.values import Bins
 

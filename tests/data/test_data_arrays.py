@@ -68,7 +68,7 @@ def test_continuous_data_keeps_its_units_and_its_standardization_is_that_of_the_
 
 
 def test_standardization_over_many_blocks_is_that_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bsi.data.prepare.BLOCK_BYTES", 100)
+    monkeypatch.setattr("bsi.data.npy.BLOCK_BYTES", 100)
     data = rng.normal(1000.0, 0.5, 997).astype(np.float32)
     dataset = prepare(Arrays(saved(tmp_path / "x.npy", data), test_fraction=0.0).plan(), tmp_path / "out")
     assert dataset.shape == ()
@@ -126,7 +126,7 @@ def test_the_labels_of_a_single_array_have_their_usual_names(tmp_path: Path, dat
 def test_the_split_does_not_depend_on_how_the_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Arrays(saved(tmp_path / "x.npy", np.arange(500.0)), test_fraction=0.3).plan()
     whole = prepare(plan, tmp_path / "whole")
-    monkeypatch.setattr("bsi.data.arrays.BLOCK_BYTES", 8 * 7)
+    monkeypatch.setattr("bsi.data.npy.BLOCK_BYTES", 8 * 7)
     assert prepare(plan, tmp_path / "pieces").version == whole.version
     rest = np.concatenate([block.rows["test"] for block in plan.blocks(123)])
     assert np.array_equal(rest, whole.test[whole.test >= 123])

@@ -1,9 +1,8 @@
-"""A run as one HTML file that opens offline: no script, no network, everything inside.
+"""A run as one HTML file that opens offline: no script, no network.
 
-write_report(Path("runs/digits"))                # runs/digits/report.html
+    write_report(Path("runs/digits"))                # runs/digits/report.html
 
-folder.py     what the run folder says: recipe, journal, samples, evaluations, environment, hashes
-measured.py   what the model says when asked: a belief that sharpens, its bound, where its bits are
+contents.py   the run's files, and measurements of its model: animation, bound, bits by level
 charts.py     curves as SVG
 page.py       the document
 """

@@ -1,6 +1,6 @@
 """Curves as inline SVG: axes with round numbers, lines, dots with error bars, and a tooltip on every dot.
 
-Colors are classes, so that the document's style decides them, in light and in dark.
+Colors are CSS classes; the style sheet of the document defines them for light and dark mode.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["Axis", "Point", "Role", "Series", "chart", "nice_ticks"]
 
 WIDTH, HEIGHT = 560.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 26.0, 34.0
-MOST_POINTS = 600  # more are thinned: no screen shows them
+MAX_POINTS = 600  # more are thinned out
 
 Role = Literal["belief", "predict", "measure", "soft"]
 
 
 @dataclass(frozen=True)
 class Point:
-    """A value at a place, with its standard error where that is known."""
+    """A value and its standard error; 0 if unknown."""
 
     x: float
     y: float
@@ -31,7 +31,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """Points that belong together, in the order of their places."""
+    """Points in increasing order of x, drawn as one line."""
 
     name: str
     points: Sequence[Point]
@@ -42,7 +42,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows; a logarithmic one leaves out what is not positive. `low` and `high` bound what is shown."""
+    """An axis. A logarithmic one leaves out values that are not positive. `low` and `high` limit the range."""
 
     name: str
     log: bool = False
@@ -51,7 +51,7 @@ class Axis:
 
 
 def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers in [low, high], about as many as wanted: multiples of 1, 2 or 5 times a power of ten."""
+    """About `wanted` round numbers in [low, high]: multiples of 1, 2 or 5 times a power of ten."""
     if not (math.isfinite(low) and math.isfinite(high) and high > low):
         return [low]
     raw = (high - low) / max(1, wanted)
@@ -62,7 +62,7 @@ def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten in [low, high], every second or third where there are many; round numbers where there are few."""
+    """Powers of ten in [low, high], every second or third if there are many; round numbers if there are few."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     if last - first < 1:
         ones = [f * 10.0**p for p in range(first - 1, last + 1) for f in (1, 2, 5)]
@@ -73,7 +73,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def label(value: float) -> str:
-    """A number as short as its axis allows: 0.001, 2,000, 10⁶."""
+    """A short form of a number: 0.001, 2,000, 10⁶."""
     size = abs(value)
     if size and (size >= 1e5 or size < 1e-4):
         digits, _, power = f"{value:.0e}".partition("e")
@@ -84,7 +84,7 @@ def label(value: float) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to places on the paper."""
+    """From values to coordinates."""
 
     low: float
     high: float
@@ -114,7 +114,7 @@ class _Scale:
 
 
 def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
-    """One chart as an SVG element; an empty string if there is nothing to show."""
+    """One chart as an SVG element; an empty string without points."""
     shown = [Series(s.name, _usable(s.points, x, y), s.role, s.dots, s.filled) for s in series]
     shown = [s for s in shown if s.points]
     if not shown:
@@ -140,8 +140,8 @@ def _usable(points: Sequence[Point], x: Axis, y: Axis) -> list[Point]:
         p for p in points
         if math.isfinite(p.x) and math.isfinite(p.y) and (p.x > 0 or not x.log) and (p.y > 0 or not y.log)
     ]  # fmt: skip
-    every = -(-len(fit) // MOST_POINTS) or 1
-    return fit[::-every][::-1]  # the last is always kept
+    every = -(-len(fit) // MAX_POINTS) or 1
+    return fit[::-every][::-1]  # counted from the end, which keeps the last
 
 
 def _row(place: float, text: str) -> str:
@@ -175,15 +175,15 @@ def _draw(series: Series, across: _Scale, up: _Scale, x_name: str) -> list[str]:
                 parts.append(
                     f'<line class="line {series.role}" x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
                 )
-            told = f"{series.name}: {point.y:.5g}" + (f" ± {point.error:.2g}" if point.error > 0 else "")
-            told += f", {x_name} {label(point.x)}"
+            tip = f"{series.name}: {point.y:.5g}" + (f" ± {point.error:.2g}" if point.error > 0 else "")
+            tip += f", {x_name} {label(point.x)}"
             place = f'cx="{x:.1f}" cy="{y:.1f}" r="3.4"'
-            parts.append(f'<circle class="dot {series.role}" {place}><title>{escape(told)}</title></circle>')
+            parts.append(f'<circle class="dot {series.role}" {place}><title>{escape(tip)}</title></circle>')
     return parts
 
 
 def _legend(shown: Sequence[Series]) -> str:
-    """Names at the top right, each in its color."""
+    """The names at the top right, each in its color."""
     names = " ".join(
         f'<tspan class="text {s.role}" dx="14">{"●" if s.dots else "—"} {escape(s.name)}</tspan>' for s in shown
     )

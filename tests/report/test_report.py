@@ -21,7 +21,7 @@ from bsi.errors import UsageError
 from bsi.recipe import Evaluation, Every, Samples
 from bsi.report import write_report
 from bsi.report.charts import Axis, Point, Series, chart, label, log_ticks, nice_ticks
-from bsi.report.measured import bits_by_level
+from bsi.report.contents import bits_by_level
 from bsi.sampler import Sampler
 
 
@@ -109,7 +109,7 @@ def test_report_gives_the_terms_of_the_bound_with_their_errors(report: str, run:
     rows = dict(re.findall(r"<tr><th>(?:<b>)?([^<]+)(?:</b>)?</th><td>(?:<b>)?([\d.]+)(?:</b>)?</td></tr>", report))
     terms = [float(rows[name]) for name in ("reconstruction", "measurement", "prior")]
     assert float(rows["bits per dimension"]) == pytest.approx(sum(terms), abs=2e-4)
-    assert float(rows["± of the estimate"]) > 0
+    assert float(rows["± Monte Carlo"]) > 0
     assert "first 299 test samples" in report
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     trained = next(record for record in reversed(journal) if record["event"] == "evaluate")
@@ -165,7 +165,7 @@ def test_a_run_of_ones_own_network_is_asked_when_it_is_passed(tmp_path: Path) ->
     recipe = replace(bsi.recipes.digits(), steps=2, every=Every(journal=1, checkpoint=2))
     images = torch.randint(0, 256, (128, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     folder = bsi.train(recipe, images, Net(), tmp_path / "own", device="cpu")
-    assert "and holds its weights alone" in write_report(folder, device="cpu").read_text()
+    assert "was not loaded" in write_report(folder, device="cpu").read_text()
     text = write_report(folder, backbone=Net(), device="cpu").read_text()
     read(text)
     assert "image/webp" in text
@@ -368,7 +368,7 @@ def test_a_chart_leaves_out_what_it_cannot_show() -> None:
 def test_the_animation_is_an_animation(run: Path) -> None:
     import io
 
-    from bsi.report.measured import sharpening
+    from bsi.report.contents import belief_animation
 
-    picture: Any = Image.open(io.BytesIO(sharpening(bsi.load(run))))
+    picture: Any = Image.open(io.BytesIO(belief_animation(bsi.load(run))))
     assert picture.n_frames == 33

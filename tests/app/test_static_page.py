@@ -23,7 +23,7 @@ playwright = pytest.importorskip(
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in Chromium: apt-get install chromium")
 
-PAGE = Path(__file__).parents[1] / "docs" / "mixture.html"
+PAGE = Path(__file__).parents[2] / "docs" / "mixture.html"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 LAST = 1e4
 METHODS: dict[str, Method] = {

@@ -1,0 +1,293 @@
+"""What a report contains: the files of a run, and measurements of its model.
+
+Files are read only if they are regular files inside the run folder, and a damaged file is left out: only `run.json`
+must be readable. Measurements are limited by a number of operations, so that a report takes seconds; what would take
+longer is listed in `Measured.missing`.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bsi.backbones.cost import cost
+from bsi.data.store import open_dataset
+from bsi.elbo import Elbo, measurement_loss
+from bsi.errors import BsiError, DataError, UsageError
+from bsi.evaluation.samples import animate_beliefs
+from bsi.io import digest_file, open_untrusted, read_json
+from bsi.model import Model
+from bsi.pictures import is_image
+from bsi.recipe import Recipe
+from bsi.report.charts import Point
+from bsi.rng import standard_normal
+from bsi.runtime.export import load
+from bsi.runtime.run_folder import RunFolder
+from bsi.runtime.serialization import flat
+from bsi.sampler import Sampler
+from bsi.sampling import evaluations
+from bsi.training.journal import Value, read_journal
+
+__all__ = ["Hash", "Measured", "Picture", "Run", "bits_by_level", "measure", "number", "read_run"]
+
+MAX_PICTURES, PICTURE_BYTES = 6, 32 << 20
+PNG = b"\x89PNG\r\n\x1a\n"
+
+OPERATIONS = {"cpu": 3e11, "cuda": 5e15}  # a few seconds each
+ANIMATED, STEPS = 9, 32  # samples of the animation, and their steps
+LEVELS, LEVEL_IMAGES = 21, 96
+MEASURE, RECON = (10, 5), 2  # levels per sample: the paper's 5, or 10 if that is cheap
+MAX_IMAGES, MIN_IMAGES = 512, 16
+
+
+# ---- Files ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A grid of samples drawn during training."""
+
+    step: int
+    png: bytes
+
+
+@dataclass(frozen=True)
+class Hash:
+    """A file of the run with its size and SHA-256."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files of a run."""
+
+    path: Path
+    recipe: Recipe
+    network: str
+    changed: Sequence[str]
+    command: str
+    environment: Mapping[str, str]
+    state: str
+    step: int
+    journal: Sequence[Mapping[str, Value]]
+    pictures: Sequence[Picture]
+    evaluations: Sequence[Mapping[str, Any]]
+    hashes: Sequence[Hash]
+    data_version: str
+
+    @property
+    def bounds(self) -> list[Mapping[str, Any]]:
+        """Results of `bsi eval --bpd` on the test set, oldest first."""
+        return [r for r in self.evaluations if isinstance(r.get("bits_per_dim"), float) and r.get("split") == "test"]
+
+    def events(self, kind: str) -> list[Mapping[str, Value]]:
+        return [record for record in self.journal if record.get("event") == kind]
+
+    def numbers(self, kind: str, name: str) -> list[tuple[float, float]]:
+        """(step, value) of one quantity of the journal, without missing and non-finite values."""
+        found = [(number(record.get("step")), number(record.get(name))) for record in self.events(kind)]
+        return [(step, value) for step, value in found if step is not None and value is not None]
+
+
+def number(value: object) -> float | None:
+    """A finite float; None for anything else that a file may contain, such as text or an integer above 1e300."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+        return float(value)
+    return None
+
+
+def read_run(path: Path) -> Run:
+    folder = RunFolder(path)
+    record = folder.read_record() if path.is_dir() else None
+    if record is None:
+        raise UsageError(f"{path} is not a run folder: it has no run.json. Use a folder that `bsi train` wrote.")
+    about, status = _object(path, "run.json"), _object(path, "status.json")
+    changed, command = (about[key] if isinstance(about.get(key), list) else [] for key in ("changed", "command"))
+    journal = read_journal(path) if _inside(path, folder.journal.name) else []
+    hashes, data_version = _checkpoint(path)
+    return Run(
+        path=path,
+        recipe=record.recipe,
+        network=record.network,
+        changed=[str(change) for change in changed],
+        command=" ".join(str(word) for word in command),
+        environment={name: "none" if v is None else str(v) for name, v in flat(about.get("environment", {})).items()},
+        state=str(status.get("state", "unknown")),
+        step=int(number(status.get("step")) or 0),
+        journal=journal,
+        pictures=_pictures(path, journal),
+        evaluations=_evaluations(path),
+        hashes=hashes,
+        data_version=data_version,
+    )
+
+
+def _inside(run: Path, name: str) -> Path | None:
+    """The path of a file of the run; None unless it is a regular file inside the run folder, also behind links."""
+    path = run / name
+    try:
+        return path if path.is_file() and path.resolve().is_relative_to(run.resolve()) else None
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a null byte
+        return None
+
+
+def _object(run: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of the run; an empty one if there is none."""
+    path = _inside(run, name)
+    if path is None:
+        return {}
+    try:
+        value = read_json(path)
+    except DataError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _evaluations(run: Path) -> list[dict[str, Any]]:
+    """Results of `bsi eval`, oldest first."""
+    records = [_object(run, f"evaluations/{file.name}") for file in sorted(run.glob("evaluations/*.json"))]
+    return [record for record in records if record]
+
+
+def _pictures(run: Path, journal: Sequence[Mapping[str, Value]]) -> list[Picture]:
+    """The last of the grids that the journal names, and a few before it at equal distances."""
+    named = {}
+    for record in journal:
+        step, path = number(record.get("step")), _inside(run, f"samples/{Path(str(record.get('file', ''))).name}")
+        if record.get("event") == "sample" and step is not None and path is not None:
+            named[int(step)] = path
+    steps, last = sorted(named), len(named) - 1
+    picked = {round(i * last / (MAX_PICTURES - 1)) for i in range(MAX_PICTURES)} if steps else set()
+    found = []
+    for step in (steps[i] for i in sorted(picked)):
+        try:
+            with open_untrusted(named[step], PICTURE_BYTES) as file:
+                data = file.read()
+        except DataError:
+            continue
+        if data.startswith(PNG):
+            found.append(Picture(step, data))
+    return found
+
+
+def _checkpoint(run: Path) -> tuple[list[Hash], str]:
+    """The hashes of the run's files and of its latest checkpoint, and the version of the data it was trained on."""
+    found = [path for name in ("run.json", "journal.jsonl") if (path := _inside(run, name))]
+    hashes = [Hash(path.name, path.stat().st_size, digest_file(path)) for path in found]
+    pointer = _inside(run, "checkpoints/latest")
+    if pointer is None:
+        return hashes, ""
+    with open_untrusted(pointer) as file:
+        latest = Path(file.read(255).decode("utf-8", "replace").strip()).name
+    files = _object(run, f"checkpoints/{latest}/manifest.json").get("files")
+    data = _object(run, f"checkpoints/{latest}/state.json").get("data")
+    for name, entry in sorted(files.items()) if isinstance(files, dict) else ():
+        size = number(entry.get("bytes")) if isinstance(entry, dict) else None
+        if size is not None:
+            hashes.append(Hash(f"{latest}/{name}", int(size), str(entry.get("sha256"))))
+    return hashes, str(data.get("version", "")) if isinstance(data, dict) else ""
+
+
+# ---- Measurements ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of the model; `missing` gives the reason for each that is None or empty."""
+
+    parameters: int | None
+    animation: bytes | None
+    bound: Elbo | None
+    by_level: Sequence[Point]
+    missing: Sequence[str]
+
+
+def measure(
+    run: Path, recipe: Recipe, device: torch.device, backbone: nn.Module | None, bound_known: bool = False
+) -> Measured:
+    """Measure the EMA of the run's latest checkpoint; without the bound if that is known already."""
+    missing: list[str] = []
+    try:
+        model = load(run, backbone=backbone).to(device)
+    except BsiError as error:
+        return Measured(None, None, None, (), [f"the model was not loaded: {error}"])
+    budget = _affordable_evaluations(recipe, model)
+    animation = bound = None
+    by_level: list[Point] = []
+    if not is_image(model.shape):
+        missing.append(f"no animation: data of shape {model.shape} is not an image")
+    elif budget < ANIMATED * evaluations(model.method, STEPS):
+        missing.append(_too_slow("no animation"))
+    else:
+        animation = belief_animation(model)
+    test = _test_images(recipe)
+    wanted = 0 if test is None else min(MAX_IMAGES, len(test))
+    budget -= LEVELS * min(wanted, LEVEL_IMAGES)
+    levels = next((m for m in MEASURE if wanted * (m + RECON) <= budget), MEASURE[-1])
+    num = min(wanted, int(budget) // (levels + RECON))
+    if test is None:
+        missing.append(
+            f"no bound: the test set of {recipe.data.name} is not on this machine. `bsi data --list` shows which are."
+        )
+    elif num < min(MIN_IMAGES, wanted):
+        missing.append(_too_slow("no bound"))
+    else:
+        data = torch.from_numpy(np.array(test[:num]))
+        bound = None if bound_known else model.bits_per_dim(data, measure=levels, recon=RECON)
+        by_level = bits_by_level(model, data[:LEVEL_IMAGES])
+    return Measured(sum(p.numel() for p in model.parameters()), animation, bound, by_level, missing)
+
+
+def _affordable_evaluations(recipe: Recipe, model: Model) -> float:
+    """The number of evaluations of one sample that take a few seconds."""
+    operations = OPERATIONS[model.device.type]
+    if recipe.backbone is None:  # the user's own network: about two operations per parameter and position
+        return operations / (2 * sum(p.numel() for p in model.parameters()) * math.prod(model.shape[1:]))
+    return operations / cost(recipe.backbone, model.shape, None if model.bins is None else model.bins.count).flops
+
+
+def _too_slow(what: str) -> str:
+    return f"{what}: it takes too long on this device. Use --device cuda, or `bsi eval` and `bsi sample`."
+
+
+def _test_images(recipe: Recipe) -> np.ndarray | None:
+    try:
+        test = open_dataset(recipe.data.name).test
+    except BsiError:
+        return None
+    return test if len(test) else None
+
+
+def belief_animation(model: Model) -> bytes:
+    """Beliefs from the prior to the samples, as an animated WebP."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "belief.webp"
+        animate_beliefs(model, Sampler(steps=STEPS), 0, None, ANIMATED, path)
+        return path.read_bytes()
+
+
+@torch.no_grad()
+def bits_by_level(model: Model, data: Tensor) -> list[Point]:
+    """The integrand of the measurement term in bits per dimension and decade of the level; its area is L_M."""
+    x = model.values(data).to(model.device)
+    decades = math.log10(model.method.levels.high / model.method.levels.low)
+    points = []
+    for i in range(LEVELS):
+        t = torch.full((len(x),), (i + 0.5) / LEVELS, dtype=torch.float64, device=x.device)
+        eps = standard_normal(0, torch.arange(len(x), device=x.device), i, model.shape)
+        nats = measurement_loss(model.method, model.denoiser, x, t, eps).double()
+        bits = nats / (x[0].numel() * math.log(2) * decades)
+        error = float(bits.std()) / math.sqrt(len(bits)) if len(bits) > 1 else 0.0
+        points.append(Point(float(model.method.levels.icdf(t[:1])), float(bits.mean()), error))
+    return points

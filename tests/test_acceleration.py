@@ -67,7 +67,7 @@ def test_where_nothing_can_be_compiled_networks_run_plainly(
         network.compute_dtype = torch.float16
         accelerate(network, CUDA)
         assert not is_compiled(network)
-    assert networks[0].trunk == "plain"
+    assert networks[0].fast is None
     with pytest.raises(UsageError, match="fp8 needs Triton"):
         accelerate(build(replace(DIT, patch=1), (3, 4, 4)), CUDA, fp8=True)
     assert not compiles(CUDA)
@@ -90,7 +90,7 @@ def test_a_unet_takes_the_form_that_it_is_said_to_have(monkeypatch: pytest.Monke
         network = build(UNET, (3, 4, 4))
         network.compute_dtype = torch.bfloat16
         accelerate(network, CUDA, lean)
-        assert network.trunk == form
+        assert network.fast.lean == (form == "lean")
         assert not is_compiled(network)
 
 
@@ -100,7 +100,7 @@ def test_volta_and_later_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     network.compute_dtype = torch.float16
     accelerate(network, CUDA)
     assert is_compiled(network)
-    assert network.trunk == "plain"
+    assert network.fast is None
     assert compiles(CUDA)
     assert not compiles(CPU)
 
@@ -119,5 +119,5 @@ def test_a_unets_weights_lie_channels_last_with_any_number_of_axes(
 def test_on_a_cpu_accelerating_changes_nothing() -> None:
     network = build(DIT, (3, 4, 4))
     accelerate(network, CPU)
-    assert network.trunk == "plain"
+    assert network.fast is None
     assert not is_compiled(network)

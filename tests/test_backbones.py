@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, cost, resolve
 from bsi.backbones.config import DIT_SIZES, KNOWN_NAMES
 from bsi.backbones.dit import patchify, unpatchify
-from bsi.backbones.norms import group_norm
+from bsi.backbones.layers import group_norm
 from bsi.errors import UsageError
 
 TINY: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {
@@ -426,7 +426,7 @@ def test_impossible_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 4, 6), (3, 8, 8)])
 def test_a_batch_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match=rf"\(3, 4, 6\): got a batch of \({shape[0]}, "):
+    with pytest.raises(UsageError, match=rf"\(3, 4, 6\), got a batch of \({shape[0]}, "):
         tiny("dit-2d")(torch.zeros(2, *shape), torch.zeros(2))
 
 

@@ -21,15 +21,15 @@ from bsi.backbones import (
     DiTConfig,
     MLPConfig,
     UNetConfig,
-    adaln,
     build,
     compile_regions,
     compute_dtype,
     freeze,
+    layers,
     unet,
 )
 from bsi.backbones.acceleration import compile_like, is_compiled
-from bsi.backbones.dropout import draw_seeds, dropout
+from bsi.backbones.layers import draw_seeds, dropout
 from bsi.devices import type_name
 from bsi.errors import UsageError
 from bsi.training.ema import EmaModel
@@ -332,7 +332,7 @@ def test_every_branch_of_every_block_drops_by_a_seed_of_its_own(kind: str, monke
         seeds.append(tuple(seed.tolist()))
         return dropout(x, p, seed)
 
-    for home in (adaln, unet):
+    for home in (layers, unet):
         monkeypatch.setattr(home, "dropout", noted)
     network(torch.randn(2, *network.shape), torch.rand(2))
     # Two branches a block; blocks down, in the middle and up.

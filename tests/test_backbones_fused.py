@@ -27,8 +27,8 @@ from torch.nn.functional import gelu, linear
 
 from bsi.backbones import DiTConfig, build
 from bsi.kernels import cublaslt
-from bsi.backbones.adaln import modulated_norm
-from bsi.backbones.dropout import draw_seeds, dropout
+from bsi.backbones.layers import modulated_norm
+from bsi.backbones.layers import draw_seeds, dropout
 
 def linear_gelu(h, weight, bias, aux):
     before = linear(h, weight, bias)
@@ -54,7 +54,7 @@ def errors(trunk, p):
     for form in ("plain", trunk):
         *modulations, last = network.modulation(condition)
         if form == "plain":
-            h = modulated_norm(network._blocks(x, modulations, seeds), *last.unbind(1))
+            h = modulated_norm(network.run_blocks(x, modulations, seeds), *last.unbind(1))
         else:
             h = form(x, list(network.blocks), modulations, last, 4, p, seeds)
         results.append([h, *torch.autograd.grad((h * direction).sum(), inputs)])
@@ -63,7 +63,7 @@ def errors(trunk, p):
 
 FUSED = """
 from bsi.kernels.fused_dit import bf16, fused_trunk
-from bsi.kernels.layer_norm import gate_norm
+from bsi.kernels.layer_norm import gated_layer_norm
 
 for lean in (False, True):
     for p in (0.0, 0.25):
@@ -71,7 +71,7 @@ for lean in (False, True):
 
 seed, branch = draw_seeds(1, torch.device("cpu"))[0], torch.randn(2, 7, 24)
 zero, one = torch.zeros(2, 24), torch.ones(2, 24)
-normed = gate_norm(torch.zeros(2, 7, 24), branch, zero[0], one, zero, zero, 0.4, seed)
+normed = gated_layer_norm(torch.zeros(2, 7, 24), branch, zero[0], one, zero, zero, 0.4, seed)
 print(float((normed.stream - dropout(branch, 0.4, seed)).abs().max()))
 
 network = build(DiTConfig(width=48, depth=1, heads=4), (3, 8, 8), 256)
@@ -98,7 +98,7 @@ def convert(data, source, target, rounding):  # the interpreter's own forgets to
 
 interpreter._convert_float = convert
 
-from bsi.kernels.branch import quantize, turn
+from bsi.kernels.branch_gradients import quantize, transpose
 from bsi.kernels.fp8 import fp8_forms, quantize_weights
 from bsi.kernels.fused_dit import fused_trunk
 
@@ -116,7 +116,7 @@ x = torch.randn(200, 96, generator=torch.Generator().manual_seed(0))
 for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
     q = quantize(x, x.abs().amax(), kind)
     print(float((q.rows.float() - (x / q.inverse).to(kind).float()).abs().max()))
-    print(float((turn(q.rows).float() - q.rows.float().t()).abs().max()))
+    print(float((transpose(q.rows).float() - q.rows.float().t()).abs().max()))
     print(float(q.rows.float().abs().max() < 0.9 * torch.finfo(kind).max / 2))  # rounded down, it may be half
 print(float(quantize(torch.zeros(4, 16), torch.zeros(())).inverse != 1))
 for p in (0.0, 0.25):
@@ -148,7 +148,7 @@ def test_the_fused_trunk_is_the_plain_one_with_and_without_dropout_lean_or_not()
     *numbers, refusal = printed(SETTING + FUSED)
     distances = [float(number) for number in numbers]
     assert len(distances) == 5
-    assert "once for each forward pass" in refusal
+    assert "one backward pass for each forward pass" in refusal
     assert max(distances) < 1e-5, distances
 
 
@@ -184,7 +184,7 @@ def test_the_fastest_product_is_found_and_slow_ones_run_once(times: list[float])
 def test_fp8_is_refused_with_the_reason_where_it_cannot_be_had() -> None:
     with pytest.raises(UsageError, match="fp8 needs a GPU"):
         compute_dtype("fp8", torch.device("cpu"))
-    with pytest.raises(UsageError, match="fp8 exists for the DiT alone"):
+    with pytest.raises(UsageError, match="fp8 exists only for the DiT"):
         check_fp8(UNetConfig(width=32, levels=2), (3, 32, 32))
     with pytest.raises(UsageError, match="divisible by 16"):
         check_fp8(DiTConfig(width=24, depth=1, heads=4), (3, 32, 32))
@@ -209,5 +209,5 @@ def test_fp8_never_becomes_something_else_silently(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match="fp8 needs Triton"):
         accelerate(network, torch.device("cuda"), fp8=True)
     own, recipe = torch.nn.Bilinear(3, 1, 3), replace(digits(), precision="fp8", compile=True)
-    with pytest.raises(UsageError, match="fp8 exists for the DiT alone"):
+    with pytest.raises(UsageError, match="fp8 exists only for the DiT"):
         bsi.train(recipe, data=torch.randn(8, 3), backbone=own, out=tmp_path / "run", device="cpu")

@@ -12,11 +12,11 @@ KERNELS = """
 import torch
 from torch.nn.functional import silu
 
-from bsi.backbones.dropout import draw_seeds, dropout
+from bsi.backbones.layers import draw_seeds, dropout
 from bsi.kernels.fused_unet import rows_of
-from bsi.kernels.group_norm import _grid, norm_act, norm_act_backward
-from bsi.kernels.join import join, join_weighed, pixel_sums
-from bsi.backbones.norms import GroupNorm, on_pixels, pixels
+from bsi.kernels.group_norm import _grid, group_norm_act, group_norm_act_backward
+from bsi.kernels.residual_sum import pixel_sums, residual_sum, residual_sum_with_skip
+from bsi.backbones.layers import GroupNorm, to_image, to_rows
 
 def distances(wanted, found):
     return [float((mine - theirs).norm() / theirs.norm()) for theirs, mine in zip(wanted, found, strict=True)]
@@ -30,15 +30,15 @@ def norm_errors(batch, count, channels, groups, p=0.0, act=True, far=1.0):
     shift = torch.randn(batch, 3 * channels)[:, channels:-channels].requires_grad_()
     dy, add = rows_of(torch.randn(batch, 2 * channels, count)).chunk(2, dim=2)  # as a convolution hands them on
     more = torch.randn_like(x)
-    normed = pixels(norm(on_pixels(x, torch.empty(1, 1, count)), shift))
+    normed = to_rows(norm(to_image(x, torch.empty(1, 1, count)), shift))
     normed = dropout(silu(normed) if act else normed, p, seed)
     dx, *gradients = torch.autograd.grad((normed * dy).sum(), [x, norm.weight, norm.bias, shift])
     wanted = [normed, dx + add + more, *gradients, add.sum(1)]
     with torch.no_grad():
         nothing, y = torch.full((batch, count, 2 * channels), torch.nan).chunk(2, dim=2)
         around, sums = torch.full((batch, 4, 2 * channels), torch.nan).chunk(2, dim=2)
-        moments = norm_act(x, norm.weight, norm.bias, groups, y, act, shift, p, seed)
-        dx = norm_act_backward(dy, x, moments, norm.weight, norm.bias, groups, sums, act, p, seed, add, more)
+        moments = group_norm_act(x, norm.weight, norm.bias, groups, y, act, shift, p, seed)
+        dx = group_norm_act_backward(dy, x, moments, norm.weight, norm.bias, groups, sums, act, p, seed, add, more)
     assert nothing.isnan().all() and around.isnan().all(), "what lies beside a row is not its own"
     return distances(wanted, [y, dx, sums[:, 0].sum(0), sums[:, 1].sum(0), sums[:, 2], sums[:, 3]])
 
@@ -66,7 +66,7 @@ for batch, count, channels in ((2, 1, 8), (2, 150, 20), (1, 3, 150)):
     weight, bias = torch.randn(channels, 2 * channels), torch.randn(channels)
     wanted = [x + branch + bias, torch.cat([x, skip], dim=2) @ weight.t() + branch + bias, x.sum(1)]
     print("join", max(distances(
-        wanted, [join(x, branch, bias), join_weighed(x, skip, weight, branch, bias), pixel_sums(x)])))
+        wanted, [residual_sum(x, branch, bias), residual_sum_with_skip(x, skip, weight, branch, bias), pixel_sums(x)])))
 """
 
 NETWORKS = """
@@ -78,8 +78,8 @@ import triton.runtime.interpreter as interpreter
 from bsi.backbones import UNetConfig, build
 from bsi.kernels import fused_unet
 from bsi.kernels import group_norm as group_kernels
-from bsi.backbones.acceleration import freeze
-from bsi.kernels.group_norm import Moments
+from bsi.backbones import freeze
+from bsi.kernels.group_norm import GroupMoments
 from bsi.backbones.memory import training_memory
 
 def awake(config, shape, classes=0):
@@ -91,8 +91,8 @@ def awake(config, shape, classes=0):
 
 t = torch.tensor([0.2, 0.7])
 
-def results(network, trunk, x, direction, cond=None, times=1):
-    network.trunk = trunk
+def results(network, form, x, direction, cond=None, times=1):
+    network.fast = None if form == "plain" else fused_unet.FusedUNet(lean=form == "lean")
     torch.manual_seed(1)  # what dropout draws
     out = network(x, t, cond)
     inputs = [x, *(p for p in network.parameters() if p.requires_grad)]
@@ -112,7 +112,7 @@ for config, shape, form in (
 ):
     network, cond = awake(config, shape, classes=3), torch.tensor([1, 3])
     x, direction = torch.randn(2, *shape, requires_grad=True), torch.randn(2, *shape)
-    wanted, found = (results(network, trunk, x, direction, cond) for trunk in ("plain", form))
+    wanted, found = (results(network, each, x, direction, cond) for each in ("plain", form))
     print("float32", farthest(wanted, found))
 
 dot = interpreter.InterpreterBuilder.create_dot
@@ -142,8 +142,8 @@ with torch.no_grad():
     print("frozen", farthest(wanted[:1], [network(x, t)]))
 
 # What is kept depends on no number: nothing is computed.
-fused_unet.norm_act = lambda x, *_: Moments(*torch.empty(3, len(x), x.shape[2]).unbind())
-fused_unet.join = fused_unet.join_weighed = lambda x, *_: torch.empty_like(x)
+fused_unet.group_norm_act = lambda x, *_: GroupMoments(*torch.empty(3, len(x), x.shape[2]).unbind())
+fused_unet.residual_sum = fused_unet.residual_sum_with_skip = lambda x, *_: torch.empty_like(x)
 
 def kept(network, batch, shape):
     weights, found = {p.untyped_storage().data_ptr() for p in network.parameters()}, {}
@@ -162,7 +162,7 @@ for coarser in ((), (64,)):
         for levels in (1, 2):
             config = UNetConfig(width=32, levels=levels, dropout=0.1, coarser=coarser)
             network = build(config, (3, 12, 12), 256).train().to(memory_format=torch.channels_last)
-            network.trunk = form
+            network.fast = fused_unet.FusedUNet(lean=form == "lean")
             sizes.append(kept(network, 2, (3, 12, 12)) - kept(network, 1, (3, 12, 12)))
             accounts.append(training_memory(config, (3, 12, 12), 256, form=form, half=False).per_image)
         print("kept", (sizes[1] - sizes[0]) / (accounts[1] - accounts[0]), sizes[0] / accounts[0])
@@ -175,8 +175,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bsi.kernels import group_norm as group_kernels
-from bsi.kernels import join as join_kernels
-from bsi.kernels.layer_norm import mask_of
+from bsi.kernels import residual_sum as sum_kernels
+from bsi.kernels.layer_norm import mask_constants
 
 def kind(name, half):
     numbers = name in ("pixels", "channels", "rows", "count") or name.startswith("stride")
@@ -191,13 +191,14 @@ def build(kernel, constants, num_warps, maxnreg=None, half=("x", "y", "dy", "dx"
 for count, channels, groups in ((1024, 128, 32), (1024, 192, 32), (1, 2051, 1)):
     cut = group_kernels._cut(torch.empty(1, count, channels, dtype=torch.bfloat16), groups)
     options = {name: cut.pop(name) for name in ("num_warps", "maxnreg")}
-    shared = {"GROUP": channels // groups, "ACT": True} | mask_of(0.1) | cut | ({"pixels": 1} if count == 1 else {})
-    build(group_kernels._norm_act, shared | {"SHIFT": True}, **options)
-    build(group_kernels._norm_act_backward, shared | {"ADD": True, "MORE": True}, **options)
+    shared = {"GROUP": channels // groups, "ACT": True} | mask_constants(0.1) | cut
+    shared |= {"pixels": 1} if count == 1 else {}
+    build(group_kernels._group_norm_act, shared | {"SHIFT": True}, **options)
+    build(group_kernels._group_norm_act_backward, shared | {"ADD": True, "MORE": True}, **options)
 weighed = ("x", "y", "skip", "branch", "weight")
-build(join_kernels._join, {"BLOCK": 2048}, 8)
-build(join_kernels._join_weighed, {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32}, 4, half=weighed)
-build(join_kernels._pixel_sums, {"SLAB": 64, "TILE": 128}, 8)
+build(sum_kernels._residual_sum, {"BLOCK": 2048}, 8)
+build(sum_kernels._residual_sum_with_skip, {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32}, 4, half=weighed)
+build(sum_kernels._pixel_sums, {"SLAB": 64, "TILE": 128}, 8)
 """
 
 

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bsi.backbones import Backbone, UNetConfig, build, compile_regions
-from bsi.backbones.norms import GroupNorm
+from bsi.backbones.layers import GroupNorm
 
 CONFIG = UNetConfig(width=8, levels=2, dropout=0.1)
 COARSER = UNetConfig(width=8, levels=2, dropout=0.1, coarser=(16,))

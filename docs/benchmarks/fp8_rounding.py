@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 import bsi
 from bsi.backbones import DiTConfig, build
-from bsi.backbones.dit import Block
+from bsi.backbones.dit import DiTBlock
 from bsi.data import open_dataset
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,7 +82,7 @@ def train(how: Rounding | None, seed: int, steps: int) -> tuple[float, float]:
     layers = [
         (layer, SCALES[name])
         for block in network.modules()
-        if isinstance(block, Block)
+        if isinstance(block, DiTBlock)
         for part in (block.attention, block.mlp)
         for name, layer in part.named_children()
         if isinstance(layer, nn.Linear)

@@ -16,14 +16,13 @@ from bsi.devices import Precision, compute_dtype
 
 if TYPE_CHECKING:
     from bsi.backbones.acceleration import accelerate, compile_regions, freeze
-    from bsi.backbones.base import Backbone
-    from bsi.backbones.registry import build
+    from bsi.backbones.base import Backbone, build
 
 _HOME = {
     "accelerate": "bsi.backbones.acceleration",
     "freeze": "bsi.backbones.acceleration",
     "Backbone": "bsi.backbones.base",
-    "build": "bsi.backbones.registry",
+    "build": "bsi.backbones.base",
     "compile_regions": "bsi.backbones.acceleration",
 }
 

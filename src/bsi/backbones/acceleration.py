@@ -1,10 +1,10 @@
-"""The fastest form of a network that this machine can run, and what makes a finished network faster still.
+"""Give a network the fastest form that this machine can run: the one place that uses `bsi.kernels`.
 
-A DiT or a U-Net in bfloat16 on an NVIDIA GPU that has Triton takes the fused form (fused.py, fused_unet.py), unless it
-is checkpointed; everything else is compiled region by region (compiled.py). Convolutions are in channels-last order.
-Each form computes what the plain one computes, dropout included, up to rounding. Where there is no Triton, or none for
-a GPU so old, a network runs plainly, and on a CPU too: there a compiler would cost more than it saves. With 8-bit
-products (fp8.py) the rounding is coarse; a network takes that form only where it is asked for.
+A DiT or a U-Net in bfloat16 on an NVIDIA GPU with Triton takes the fused form (kernels/fused_dit.py, fused_unet.py),
+unless it is checkpointed. Everything else is compiled region by region (kernels/compiled.py). Each form computes what
+the plain one computes, dropout included, up to rounding. Without Triton, on a GPU that is too old for it, or on a CPU,
+a network stays as it is: there, compiling would cost more time than it saves. 8-bit products (kernels/fp8.py) round
+coarsely and are used only on request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import nn
 
 from bsi.backbones.base import Backbone
 from bsi.backbones.config import BackboneConfig, DiTConfig, UNetConfig
-from bsi.backbones.dit import DiT
 from bsi.backbones.embeddings import ConditionEmbedding
 from bsi.backbones.memory import Form
 from bsi.backbones.unet import UNet
@@ -28,41 +27,60 @@ __all__ = ["accelerate", "check_fp8", "compile_like", "compile_regions", "form_o
 
 
 def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8: bool = False) -> None:
-    """Change a network in place, before an optimizer sees it; its weights and their names stay the same.
+    """Change a network in place, before an optimizer uses it. Its weights and their names stay the same.
 
-    `lean` keeps less for the backward pass and computes norms and pointwise work again: a step of DiT-L/2 takes a
-    quarter less memory and 4 % longer, one of the U-Net 128 x 32 half the memory and 9 % longer. `fp8` takes 8-bit
-    products, and keeps less already. Fast forms have no second derivatives, and a DiT's goes backward once for each
-    forward pass: what multiplies with its Jacobian (flow.py, conditioning.py) takes a network that is left as it is.
+    Fast forms have no second derivatives, and a DiT's backward pass runs once for each forward pass. Code that needs
+    Jacobian products (flow.py, conditioning.py) takes a network that is not accelerated.
+
+    Args:
+        backbone: The network, with its `compute_dtype` set.
+        device: Where it will run.
+        lean: Keep less for the backward pass, and compute norms and pointwise operations again: a step of DiT-L/2 takes
+            a quarter less memory and 4 % longer, one of the U-Net 128 x 32 half the memory and 9 % longer.
+        fp8: Use 8-bit products, for a DiT. These keep less already.
     """
     if device.type != "cuda":
         return
     if isinstance(backbone, UNet):
         order = torch.channels_last_3d if len(backbone.shape) == 4 else torch.channels_last
-        backbone.to(memory_format=order)  # type: ignore[call-overload]  # torch's stubs leave it out
+        backbone.to(memory_format=order)  # type: ignore[call-overload]  # missing in torch's stubs
     if fp8:
         check_fp8(backbone.config, backbone.shape)
     form = form_of(backbone.config, backbone.compute_dtype, device, lean)
-    if isinstance(backbone, DiT) and form in ("fused", "lean"):
-        backbone.trunk = "fp8" if fp8 else form
-    elif isinstance(backbone, UNet) and form in ("fused", "lean"):
-        backbone.trunk = form
+    if form in ("fused", "lean"):
+        _fuse(backbone, form == "lean", fp8)
     elif fp8:
         raise UsageError("fp8 needs Triton, and a network that computes in bfloat16. Use --precision bf16.")
     elif form == "compiled":
         compile_regions(backbone)
 
 
+def _fuse(backbone: Backbone, lean: bool, fp8: bool) -> None:
+    """Set `backbone.fast`. These modules import Triton, which not all machines have."""
+    if isinstance(backbone, UNet):
+        from bsi.kernels.fused_unet import FusedUNet
+
+        backbone.fast = FusedUNet(lean)
+    elif fp8:
+        from bsi.kernels.fp8 import FusedDiT8
+
+        backbone.fast = FusedDiT8()
+    else:
+        from bsi.kernels.fused_dit import FusedDiT
+
+        backbone.fast = FusedDiT(lean)
+
+
 def form_of(
     config: BackboneConfig, compute_dtype: torch.dtype | None, device: torch.device, lean: bool = False
 ) -> Form:
-    """The form that `accelerate` gives such a network on this device, for the account of its memory (memory.py)."""
+    """The form that `accelerate` gives such a network on this device, also for the account of its memory."""
     if not compiles(device):
         return "plain"
     generation = torch.cuda.get_device_capability(device)
-    # cuBLASLt (cublaslt.py) is NVIDIA's, called by the name that it has on Linux; a DiT's rows are whole 16-byte words.
-    ours = generation >= (8, 0) and torch.version.cuda is not None and sys.platform == "linux"
-    if ours and compute_dtype == torch.bfloat16 and isinstance(config, DiTConfig | UNetConfig):
+    # cuBLASLt (kernels/cublaslt.py) is NVIDIA's, loaded by its name on Linux. It needs rows of complete 16-byte words.
+    fuses = generation >= (8, 0) and torch.version.cuda is not None and sys.platform == "linux"
+    if fuses and compute_dtype == torch.bfloat16 and isinstance(config, DiTConfig | UNetConfig):
         if isinstance(config, DiTConfig) and config.width % 8:
             return "compiled"
         return "compiled" if config.checkpoint else "lean" if lean else "fused"
@@ -70,37 +88,34 @@ def form_of(
 
 
 def check_fp8(config: BackboneConfig | None, shape: tuple[int, ...]) -> None:
-    """Refuse what fp8.py cannot do, before anything is allocated."""
+    """Raise UsageError for a network that cannot have 8-bit products, before anything is allocated."""
     if not isinstance(config, DiTConfig):
-        raise UsageError("fp8 exists for the DiT alone. Use --precision bf16 for other networks.")
+        raise UsageError("fp8 exists only for the DiT. Use --precision bf16 for other networks.")
     tokens = math.prod(config.grid(shape))
     if config.width % 16 or tokens % 16 or config.checkpoint:
         raise UsageError(
-            f"fp8 needs a width and a number of tokens divisible by 16, and no checkpointing: got width "
+            f"fp8 needs a width and a number of tokens divisible by 16, and no checkpointing, got width "
             f"{config.width}, {tokens} tokens, checkpoint={config.checkpoint}. Use --precision bf16."
         )
 
 
 def freeze(backbone: Backbone) -> None:
-    """Round the weights to the type of the computation, once: for a network that will not be trained any more."""
+    """Round the weights to the type of the computation, once, for a network that will not be trained any more."""
     if backbone.compute_dtype is None:
         return
-    if isinstance(backbone, DiT) and backbone.trunk == "fp8":
-        backbone.freeze_fp8()
+    if backbone.fast is not None:
+        backbone.fast.freeze(backbone)
     kept = {
-        id(p)
-        for m in backbone.modules()
-        if isinstance(m, ConditionEmbedding | torch.nn.GroupNorm)
-        for p in m.parameters()
+        id(p) for m in backbone.modules() if isinstance(m, ConditionEmbedding | nn.GroupNorm) for p in m.parameters()
     }
     for parameter in backbone.parameters():
         parameter.requires_grad_(False)
-        if id(parameter) not in kept:  # what autocast too uses in float32
+        if id(parameter) not in kept:  # these are float32 under autocast, too
             parameter.data = parameter.data.to(backbone.compute_dtype)
 
 
 def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
-    """Compile the parts of a network that repeat or touch every token. Compilation happens at the first call.
+    """Compile the parts of a network that repeat or touch every token, at their first call.
 
     The network computes the same function as before, dropout included, up to rounding.
     """

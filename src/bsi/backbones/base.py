@@ -1,27 +1,34 @@
-"""What all backbones share: the interface, the checks, and float32 outside with something faster inside.
+"""The interface that all networks share, and `build`, which makes one from its config.
 
 A backbone maps (x, t, cond) to an array like x. x is scaled to unit variance (c_in mu), t in [0, 1] is 0 at the noisy
 end, and the output is exactly 0 before training, so that the preconditioned f = c_skip mu + c_out backbone(c_in mu,
-t) begins as the best linear guess.
+t) begins as the best linear prediction.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bsi.backbones.config import BackboneConfig
+from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, resolve
 from bsi.backbones.embeddings import ConditionEmbedding, FourierFeatures
 from bsi.errors import UsageError
 
 
 class Backbone(nn.Module, ABC):
-    """Abstract. `compute_dtype` is the type inside: None leaves that to the caller, who may have set an autocast."""
+    """Base class of the networks.
+
+    Attributes:
+        compute_dtype: The type inside the network, under autocast. None leaves it to the caller's own autocast.
+        fast: Faster code for the blocks, set by `accelerate`; None where PyTorch's own operations are used.
+    """
 
     compute_dtype: torch.dtype | None = None
+    fast: Any = None
     condition: ConditionEmbedding
     config: BackboneConfig
 
@@ -32,7 +39,7 @@ class Backbone(nn.Module, ABC):
 
     @property
     def num_classes(self) -> int:
-        """Labels 0 .. num_classes - 1 are known, num_classes stands for none; 0: it has no labels."""
+        """Labels are 0 .. num_classes - 1, and num_classes stands for none; 0 if the network has no labels."""
         return self.condition.num_classes
 
     @abstractmethod
@@ -42,14 +49,14 @@ class Backbone(nn.Module, ABC):
         t: Float[Tensor, " batch"],
         cond: Int[Tensor, " batch"] | None,
     ) -> Float[Tensor, "batch channels *space"]:
-        """The network proper, from the Fourier features to the output, in whatever type autocast chooses."""
+        """The network from the Fourier features to the output, in the type that autocast chooses."""
 
     @abstractmethod
     def regions(self) -> Iterator[nn.Module]:
         """The parts worth compiling: those that repeat, and those that touch every token or pixel."""
 
     def matrices(self) -> list[nn.Parameter]:
-        """Weights between hidden features: those of every region but the last, which reads out."""
+        """Weights between hidden features: those of every region but the last, which is the head."""
         return [p for region in list(self.regions())[:-1] for p in region.parameters() if p.ndim >= 2]
 
     def forward(
@@ -60,11 +67,39 @@ class Backbone(nn.Module, ABC):
     ) -> Float[Tensor, "batch channels *space"]:
         if x.shape[1:] != self.shape:
             raise UsageError(
-                f"this network was built for data of shape {self.shape}: got a batch of {tuple(x.shape[1:])}. "
+                f"this network was built for data of shape {self.shape}, got a batch of {tuple(x.shape[1:])}. "
                 "Build it with the shape of the data."
             )
-        features = self.fourier(x)  # outside autocast's reach: sines stay in x's own type
+        features = self.fourier(x)  # outside autocast: sines are computed in x's own type
         inside = nullcontext() if self.compute_dtype is None else torch.autocast(x.device.type, self.compute_dtype)
         with inside:
             out = self.network(features, t, cond)
         return out.to(x.dtype)
+
+
+def build(
+    config: BackboneConfig | str, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
+) -> Backbone:
+    """The network for data of one shape, e.g. `build("dit-l/2", (3, 32, 32), bins_count=256)`.
+
+    Args:
+        config: A config, or a name that `resolve` knows.
+        shape: The shape of one sample, (channels, *space).
+        bins_count: The number of bins of the data, which sets the Fourier features; None for continuous data, which has
+            none.
+        num_classes: The number of labels; 0 for a network without labels.
+    """
+    # These modules import this one.
+    from bsi.backbones.dit import DiT
+    from bsi.backbones.mlp import MLP
+    from bsi.backbones.unet import UNet
+
+    if isinstance(config, str):
+        config = resolve(config)
+    match config:
+        case DiTConfig():
+            return DiT(config, shape, bins_count, num_classes)
+        case UNetConfig():
+            return UNet(config, shape, bins_count, num_classes)
+        case MLPConfig():
+            return MLP(config, shape, bins_count, num_classes)

@@ -2,37 +2,37 @@
 
     patches -> linear + fixed positions -> depth x [attention, MLP] with adaLN-Zero -> norm, linear -> patches
 
-as published, with three things from the paper: Fourier features at the input, a 32-dimensional precision embedding, and
-dropout (0.05), here on the output of each branch before its gate, where no attention kernel has to draw random numbers.
-adaln.py holds the rest of a block and the account of its memory traffic.
+as published, with three additions from the paper: Fourier features at the input, a 32-dimensional precision embedding,
+and dropout (0.05), here on the output of each branch before its gate, where no attention kernel has to draw random
+numbers. adaLN-Zero, and an account of a block's memory traffic, are in layers.py.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, cast
 
 from einops import rearrange
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from bsi.backbones.adaln import FeedForward, Head, Modulation, gated_residual, modulated_norm
-from bsi.backbones.attention import attend
 from bsi.backbones.base import Backbone
 from bsi.backbones.config import DiTConfig, input_channels
-from bsi.backbones.dropout import draw_seeds
 from bsi.backbones.embeddings import ConditionEmbedding, positions
-from bsi.backbones.starts import xavier_
-
-if TYPE_CHECKING:
-    from bsi.kernels.fp8 import Weights8
+from bsi.backbones.layers import (
+    FeedForward,
+    ModulatedHead,
+    Modulation,
+    attend,
+    draw_seeds,
+    gated_residual,
+    modulated_norm,
+    run_block,
+    xavier_,
+)
 
 
 class DiT(Backbone):
-    """A DiT for data of one shape (channels, *space). `trunk` is the form of its blocks: acceleration.py chooses it."""
+    """A DiT for data of one shape (channels, *space)."""
 
     config: DiTConfig
-    trunk: Literal["plain", "fused", "lean", "fp8"] = "plain"
-    _frozen: "list[Weights8] | None" = None
 
     def __init__(
         self, config: DiTConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
@@ -47,8 +47,8 @@ class DiT(Backbone):
         self.embed = nn.Linear(input_channels(shape[0], bins_count) * pixels, config.width)
         self.condition = ConditionEmbedding(config.width, num_classes)
         self.modulation = Modulation(config.width, per_block=6, depth=config.depth)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.head = Head(config.width, shape[0] * pixels)
+        self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
+        self.head = ModulatedHead(config.width, shape[0] * pixels)
         xavier_(self.embed)
 
     def network(
@@ -59,52 +59,25 @@ class DiT(Backbone):
     ) -> Float[Tensor, "batch channels *space"]:
         *per_block, last = self.modulation(self.condition(t, cond))
         x = self.embed(patchify(features, self.config.patch))
-        x = x + self.positions.to(x.dtype)  # the stream keeps the type of the computation
+        x = x + self.positions.to(x.dtype)  # the residual stream has the type of the computation
         drops = self.training and self.config.dropout > 0
         seeds = draw_seeds(2 * self.config.depth, x.device).view(-1, 2, 2) if drops else None
-        if self.trunk == "plain":
-            out = self.head(self._blocks(x, per_block, seeds), last)
+        if self.fast is None:
+            out = self.head(self.run_blocks(x, per_block, seeds), last)
         else:
-            out = self.head.project(self._fused(x, per_block, last, seeds))
+            out = self.head.project(self.fast(self, x, per_block, last, seeds))
         return unpatchify(out, self.grid, self.config.patch)
 
-    def _fused(
-        self,
-        x: Float[Tensor, "batch tokens width"],
-        modulations: list[Float[Tensor, "batch 6 width"]],
-        last: Float[Tensor, "batch 2 width"],
-        seeds: Int32[Tensor, "depth 2 2"] | None,
-    ) -> Float[Tensor, "batch tokens width"]:
-        from bsi.kernels.fused_dit import bf16, fused_trunk  # which need Triton, and only some machines have it
-
-        blocks = [cast(Block, block) for block in self.blocks]
-        if self.trunk == "fp8":
-            from bsi.kernels.fp8 import fp8_forms
-
-            forms = fp8_forms(blocks, self._frozen)
-        else:
-            forms = [bf16(lean=self.trunk == "lean")] * len(blocks)
-        return fused_trunk(x, blocks, modulations, last, self.config.heads, self.config.dropout, seeds, forms)
-
-    def freeze_fp8(self) -> None:
-        """Keep the blocks' weights in 8 bits, for evaluations without gradients: they will not change any more."""
-        from bsi.kernels.fp8 import quantize_weights
-
-        self._frozen = quantize_weights([cast(Block, block) for block in self.blocks], for_training=False)
-
-    def _blocks(
+    def run_blocks(
         self,
         x: Float[Tensor, "batch tokens width"],
         modulations: list[Float[Tensor, "batch 6 width"]],
         seeds: Int32[Tensor, "depth 2 2"] | None,
     ) -> Float[Tensor, "batch tokens width"]:
+        """The residual stream after all blocks."""
+        recompute = self.config.checkpoint and self.training
         for i, (block, modulation) in enumerate(zip(self.blocks, modulations, strict=True)):
-            seed = None if seeds is None else seeds[i]
-            if self.config.checkpoint and self.training:
-                # Nothing inside draws random numbers: generators, which a recorded step may not read, are left alone.
-                x = checkpoint(block, x, modulation, seed, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, modulation, seed)
+            x = run_block(block, recompute, x, modulation, None if seeds is None else seeds[i])
         return x
 
     def regions(self) -> Iterator[nn.Module]:
@@ -112,13 +85,13 @@ class DiT(Backbone):
         yield self.head
 
 
-class Block(nn.Module):
+class DiTBlock(nn.Module):
     """Attention and MLP, each with a modulated norm before and a gate after."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.attention = Attention(config.width, config.heads)
+        self.attention = SelfAttention(config.width, config.heads)
         self.mlp = FeedForward(config.width, config.mlp_ratio)
 
     def forward(
@@ -133,7 +106,7 @@ class Block(nn.Module):
         return gated_residual(x, gate_m, self.mlp(modulated_norm(x, shift_m, scale_m)), self.dropout, seed_m)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Multi-head self-attention; queries, keys and values come from one product."""
 
     def __init__(self, width: int, heads: int) -> None:

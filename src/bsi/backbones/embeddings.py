@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from bsi.backbones.config import PRECISION_DIM, fourier_exponents
-from bsi.backbones.starts import lecun_
+from bsi.backbones.layers import lecun_
 from bsi.errors import UsageError
 
 

@@ -9,12 +9,18 @@ from collections.abc import Iterator
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
 
-from bsi.backbones.adaln import FeedForward, Head, Modulation, gated_residual, modulated_norm
 from bsi.backbones.base import Backbone
 from bsi.backbones.config import MLPConfig, input_channels
-from bsi.backbones.dropout import draw_seeds
 from bsi.backbones.embeddings import ConditionEmbedding
-from bsi.backbones.starts import xavier_
+from bsi.backbones.layers import (
+    FeedForward,
+    ModulatedHead,
+    Modulation,
+    draw_seeds,
+    gated_residual,
+    modulated_norm,
+    xavier_,
+)
 
 
 class MLP(Backbone):
@@ -31,8 +37,8 @@ class MLP(Backbone):
         self.embed = nn.Linear(input_channels(math.prod(shape), bins_count), config.width)
         self.condition = ConditionEmbedding(config.width, num_classes)
         self.modulation = Modulation(config.width, per_block=3, depth=config.depth)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.head = Head(config.width, math.prod(shape))
+        self.blocks = nn.ModuleList(MLPBlock(config) for _ in range(config.depth))
+        self.head = ModulatedHead(config.width, math.prod(shape))
         xavier_(self.embed)
 
     def network(
@@ -54,7 +60,7 @@ class MLP(Backbone):
         yield self.head
 
 
-class Block(nn.Module):
+class MLPBlock(nn.Module):
     """x + gate * MLP(modulated norm of x)."""
 
     def __init__(self, config: MLPConfig) -> None:

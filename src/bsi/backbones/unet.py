@@ -3,39 +3,41 @@
     conv -> levels blocks down -> block, attention, block -> levels + 1 blocks up -> norm, SiLU, conv
     block(h) = shortcut(h) + conv(dropout(SiLU(norm(conv(SiLU(norm(h))) + projection of the condition))))
 
-An up block reads the concatenation of the stream and the output of the down block it answers to (the last one, the
-input convolution's). As published, the second convolution of each block, the projections of the condition,
-attention's output and the last convolution start at 0. The paper adds zero padding (VDM's too), a 32-dimensional
-precision embedding and dropout 0.1. The projections of the condition for all blocks are one product.
+An up block reads the concatenation of the stream and the output of its down block (the last one: that of the first
+convolution). As published, the second convolution of each block, the projections of the condition, attention's output
+and the last convolution start at 0. The paper adds zero padding (which VDM has too), a 32-dimensional precision
+embedding and dropout 0.1. The projections of the condition for all blocks are one product.
 
 Coarser resolutions are not VDM's, but those of Ho et al., "Denoising Diffusion Probabilistic Models": a convolution
-halves the image before their blocks and another doubles it after, the halved image is one more skip, and attention
-follows every block (theirs: at 16 x 16 alone).
+halves the image before their blocks and another doubles it after them, the halved image is one more skip, and attention
+follows every block (there: at 16 x 16 only).
 
-Images go through it channels-last, from the first convolution to the last and back. Give the weights the same order,
-`network.to(memory_format=torch.channels_last)`, on a GPU: otherwise every convolution copies its weights first. (With
-three spatial axes that order has a name of its own; acceleration.py knows it.)
+Images are channels-last from the first convolution to the last and in the backward pass. On a GPU the weights should
+have the same order (`accelerate` sees to it); otherwise every convolution copies its weights first.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, conv2d, conv3d, interpolate, linear, silu
-from torch.utils.checkpoint import checkpoint
 
-from bsi.backbones.attention import attend
 from bsi.backbones.base import Backbone
 from bsi.backbones.config import UNetConfig, input_channels
-from bsi.backbones.dropout import draw_seeds, dropout
 from bsi.backbones.embeddings import ConditionEmbedding
-from bsi.backbones.norms import group_norm, on_pixels, pixels
-from bsi.backbones.starts import lecun_, zero_
-
-if TYPE_CHECKING:
-    from bsi.kernels.fused_unet import Rounded
+from bsi.backbones.layers import (
+    attend,
+    draw_seeds,
+    dropout,
+    group_norm,
+    lecun_,
+    run_block,
+    to_image,
+    to_rows,
+    zero_,
+)
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS: dict[int, type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = {
@@ -50,7 +52,6 @@ class UNet(Backbone):
     """The U-Net for data of one shape (channels, *space) with one to three spatial axes."""
 
     config: UNetConfig
-    trunk: Literal["plain", "fused", "lean"] = "plain"  # the form its blocks are computed in: fused_unet.py
 
     def __init__(
         self, config: UNetConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
@@ -64,11 +65,11 @@ class UNet(Backbone):
         self.project = nn.Linear(4 * width, sum(self.widths), bias=False)
         self.stem = CONVOLUTIONS[dim](input_channels(shape[0], bins_count), width, 3, padding=1)
         self.down = nn.ModuleList(_down(config, dim))
-        self.before = Block(deepest, config, dim)
-        self.attention = Attention(deepest, config.heads)
-        self.after = Block(deepest, config, dim)
+        self.before = UNetBlock(deepest, config, dim)
+        self.attention = PixelAttention(deepest, config.heads)
+        self.after = UNetBlock(deepest, config, dim)
         self.up = nn.ModuleList(_up(config, dim))
-        self.head = Head(width, shape[0], dim)
+        self.head = ConvHead(width, shape[0], dim)
         lecun_(self.stem)
         zero_(self.project)
 
@@ -78,23 +79,18 @@ class UNet(Backbone):
         t: Float[Tensor, " batch"],
         cond: Int[Tensor, " batch"] | None,
     ) -> Float[Tensor, "batch channels *space"]:
-        x = self.stem(on_pixels(pixels(features).contiguous(), features))
+        x = self.stem(to_image(to_rows(features).contiguous(), features))
         shifts = self.project(self.condition(t, cond))
-        rounded: list["Rounded | None"] = [None] * len(self.widths)
-        if self.trunk != "plain":
-            from bsi.kernels.fused_unet import round_weights  # which needs Triton, and only some machines have it
-
-            blocks = list(self.blocks())
-            shifts = shifts + torch.cat([bias_of(block.conv_in, torch.float32) for block in blocks])
-            rounded = [*round_weights(blocks, x.dtype)]
-        shifts = shifts.split(self.widths, dim=1)
+        weights: Sequence[Any] = [None] * len(self.widths)
+        if self.fast is not None:
+            shifts, weights = self.fast.prepare(list(self.blocks()), shifts, x.dtype)
         drops = self.training and self.config.dropout > 0
         # Two numbers of every four: kernels expect their inputs at multiples of 16 bytes, and copy others first.
-        seeds = draw_seeds(2 * len(shifts), t.device)[::2] if drops else [None] * len(shifts)
-        inputs = zip(shifts, seeds, rounded, strict=True)
+        seeds = draw_seeds(2 * len(self.widths), t.device)[::2] if drops else [None] * len(self.widths)
+        inputs = zip(shifts.split(self.widths, dim=1), seeds, weights, strict=True)
         skips = [x]
         for layer in [*self.down, self.before]:
-            if isinstance(layer, Block):
+            if isinstance(layer, UNetBlock):
                 x, skips[-1] = self._run(layer, x, None, *next(inputs))
             else:
                 x = layer(x)
@@ -102,47 +98,25 @@ class UNet(Backbone):
         x = self._attend(self.attention, skips.pop())
         x, _ = self._run(self.after, x, None, *next(inputs))
         for layer in self.up:
-            x = self._run(layer, x, skips.pop(), *next(inputs))[0] if isinstance(layer, Block) else layer(x)
-        return self._read_out(x)
+            x = self._run(layer, x, skips.pop(), *next(inputs))[0] if isinstance(layer, UNetBlock) else layer(x)
+        return self.head(x) if self.fast is None else self.fast.head(self.head, x)
 
     def _run(
-        self,
-        block: "Block",
-        x: Tensor,
-        skip: Tensor | None,
-        shift: Tensor,
-        seed: Tensor | None,
-        rounded: "Rounded | None",
+        self, block: "UNetBlock", x: Tensor, skip: Tensor | None, shift: Tensor, seed: Tensor | None, weights: Any
     ) -> tuple[Tensor, Tensor]:
-        """What the block makes of x, and x, as others should use it."""
-        if rounded is not None:
-            from bsi.kernels.fused_unet import fused_block
+        """The block's output, and x as a later block should read it."""
+        if self.fast is None:
+            return run_block(block, self.config.checkpoint and self.training, x, skip, shift, seed), x
+        out, x = self.fast.block(block, x, skip, shift, seed, weights)
+        return out if block.attention is None else self._attend(block.attention, out), x
 
-            out, x = fused_block(block, x, skip, shift, seed, rounded, self.trunk == "lean")
-            return out if block.attention is None else self._attend(block.attention, out), x
-        if self.config.checkpoint and self.training:
-            # Nothing inside draws random numbers: generators, which a recorded step may not read, are left alone.
-            return checkpoint(block, x, skip, shift, seed, use_reentrant=False, preserve_rng_state=False), x
-        return block(x, skip, shift, seed), x
+    def _attend(self, attention: "PixelAttention", x: Tensor) -> Tensor:
+        return attention(x) if self.fast is None else self.fast.attention(attention, x)
 
-    def _attend(self, attention: "Attention", x: Tensor) -> Tensor:
-        if self.trunk == "plain":
-            return attention(x)
-        from bsi.kernels.fused_unet import fused_attention
-
-        return fused_attention(attention, x)
-
-    def _read_out(self, x: Tensor) -> Tensor:
-        if self.trunk == "plain":
-            return self.head(x)
-        from bsi.kernels.fused_unet import fused_norm
-
-        return self.head.conv(fused_norm(self.head.norm, x, act=True))
-
-    def blocks(self) -> Iterator["Block"]:
-        """In the order in which they run."""
+    def blocks(self) -> Iterator["UNetBlock"]:
+        """The blocks in the order in which they run."""
         layers = [*self.down, self.before, self.after, *self.up]
-        yield from (layer for layer in layers if isinstance(layer, Block))
+        yield from (layer for layer in layers if isinstance(layer, UNetBlock))
 
     def regions(self) -> Iterator[nn.Module]:
         yield from self.down
@@ -152,7 +126,7 @@ class UNet(Backbone):
 
 
 def _widths(config: UNetConfig) -> list[int]:
-    """Of all blocks, in the order in which they run."""
+    """The widths of all blocks in the order in which they run."""
     down = [width for width in config.widths for _ in range(config.levels)]
     up = [width for width in reversed(config.widths) for _ in range(config.levels + 1)]
     return [*down, *2 * [config.widths[-1]], *up]
@@ -161,24 +135,24 @@ def _widths(config: UNetConfig) -> list[int]:
 def _down(config: UNetConfig, dim: int) -> Iterator[nn.Module]:
     for i, width in enumerate(config.widths):
         if i > 0:
-            yield Halve(config.widths[i - 1], width, dim)
+            yield Downsample(config.widths[i - 1], width, dim)
         for _ in range(config.levels):
-            yield Block(width, config, dim, attends=i > 0)
+            yield UNetBlock(width, config, dim, attends=i > 0)
 
 
 def _up(config: UNetConfig, dim: int) -> Iterator[nn.Module]:
     for i, width in reversed(list(enumerate(config.widths))):
         for _ in range(config.levels + 1):
-            yield Block(width, config, dim, joins=True, attends=i > 0)
+            yield UNetBlock(width, config, dim, joins=True, attends=i > 0)
         if i > 0:
-            yield Double(width, config.widths[i - 1], dim)
+            yield Upsample(width, config.widths[i - 1], dim)
 
 
-class Block(nn.Module):
+class UNetBlock(nn.Module):
     """Two convolutions with the condition added between them, and a shortcut; on the way up, `skip` joins the input.
 
-    The input and the skip are normed, and taken through the shortcut, each by itself: the groups and the 1x1 weights
-    fall apart between them. Concatenating them first would give gradients that are slices, and copies of them.
+    The norm and the shortcut take the input and the skip separately, since no group of channels crosses from one to the
+    other. Concatenated, their gradients would be slices, which have to be copied.
     """
 
     def __init__(self, width: int, config: UNetConfig, dim: int, joins: bool = False, attends: bool = False) -> None:
@@ -190,7 +164,7 @@ class Block(nn.Module):
         self.norm_out = group_norm(width)
         self.conv_out = convolution(width, width, 3, padding=1)
         self.shortcut = convolution(inputs, width, 1) if joins else None
-        self.attention = Attention(width, config.heads) if attends else None
+        self.attention = PixelAttention(width, config.heads) if attends else None
         lecun_(self.conv_in)
         zero_(self.conv_out)
         if self.shortcut is not None:
@@ -208,22 +182,22 @@ class Block(nn.Module):
         seed: Int32[Tensor, " 2"] | None,
     ) -> Float[Tensor, "batch width *space"]:
         images = [x] if skip is None else [x, skip]
-        h = weigh(self.conv_in, torch.cat([silu(image) for image in self.norm_in.each(images)], dim=1))
+        h = convolve(self.conv_in, torch.cat([silu(image) for image in self.norm_in.each(images)], dim=1))
         h = silu(self.norm_out(h, shift + bias_of(self.conv_in, shift.dtype)))
-        if seed is not None:  # the mask is drawn for rows of channels, the order in which they lie in memory
-            h = on_pixels(dropout(pixels(h), self.dropout, seed), h)
-        h = weigh(self.conv_out, h)
+        if seed is not None:  # the mask is that of the rows, which is the order of the image in memory
+            h = to_image(dropout(to_rows(h), self.dropout, seed), h)
+        h = convolve(self.conv_out, h)
         bias = bias_of(self.conv_out, h.dtype)
         if self.shortcut is not None and skip is not None:
             weights = self.shortcut.weight.flatten(1).split(x.shape[1], dim=1)
-            x = on_pixels(linear(pixels(x), weights[0]) + linear(pixels(skip), weights[1]), x)
+            x = to_image(linear(to_rows(x), weights[0]) + linear(to_rows(skip), weights[1]), x)
             bias = bias + bias_of(self.shortcut, h.dtype)
-        x = x + on_pixels(pixels(h) + bias, h)
+        x = x + to_image(to_rows(h) + bias, h)
         return x if self.attention is None else self.attention(x)
 
 
-def weigh(conv: Convolution, x: Float[Tensor, "batch inputs *space"]) -> Float[Tensor, "batch outputs *space"]:
-    """A convolution without its bias: a block adds it together with what else it adds to whole channels."""
+def convolve(conv: Convolution, x: Float[Tensor, "batch inputs *space"]) -> Float[Tensor, "batch outputs *space"]:
+    """A convolution without its bias, which the block adds together with other terms."""
     return CONVOLVE[x.ndim - 2](x, conv.weight, padding=1)
 
 
@@ -232,7 +206,7 @@ def bias_of(conv: Convolution, dtype: torch.dtype) -> Float[Tensor, " outputs"]:
     return conv.bias.to(dtype)
 
 
-class Attention(nn.Module):
+class PixelAttention(nn.Module):
     """Self-attention over all pixels, added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -245,11 +219,11 @@ class Attention(nn.Module):
         zero_(self.out)
 
     def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch width *space"]:
-        return x + on_pixels(self.out(attend(self.qkv(pixels(self.norm(x))), self.heads)), x)
+        return x + to_image(self.out(attend(self.qkv(to_rows(self.norm(x))), self.heads)), x)
 
 
-class Halve(nn.Module):
-    """A convolution that reads every second place along each axis."""
+class Downsample(nn.Module):
+    """A convolution with stride 2."""
 
     def __init__(self, width: int, coarser: int, dim: int) -> None:
         super().__init__()
@@ -260,8 +234,8 @@ class Halve(nn.Module):
         return self.conv(x)
 
 
-class Double(nn.Module):
-    """Every pixel twice along each axis, and a convolution."""
+class Upsample(nn.Module):
+    """Nearest-neighbor upsampling by 2, and a convolution."""
 
     def __init__(self, coarser: int, width: int, dim: int) -> None:
         super().__init__()
@@ -272,7 +246,7 @@ class Double(nn.Module):
         return self.conv(interpolate(x, scale_factor=2, mode="nearest"))
 
 
-class Head(nn.Module):
+class ConvHead(nn.Module):
     """Norm, SiLU, and a convolution that starts at 0."""
 
     def __init__(self, width: int, channels: int, dim: int) -> None:

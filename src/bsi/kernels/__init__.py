@@ -8,8 +8,8 @@ this folder only when they use it, and both work, more slowly, without it.
 | fused_dit.py, fp8.py | a DiT's blocks, with one kernel between two matrix products; the same with 8-bit products |
 | fused_unet.py | a U-Net's blocks, with one kernel between two convolutions |
 | compiled.py | any network's blocks, each kind compiled once by torch.compile |
-| layer_norm.py, branch.py | gated residual and LayerNorm; gradients of GELU and of q, k, v; 8-bit conversion |
-| group_norm.py, join.py | GroupNorm with SiLU and dropout; residual sums |
+| layer_norm.py, branch_gradients.py | gated residual, LayerNorm; gradients of GELU, q, k, v; 8-bit conversion |
+| group_norm.py, residual_sum.py | GroupNorm with SiLU and dropout; residual sums |
 | cublaslt.py | matrix products with GELU in the epilogue, in bfloat16 or 8 bits |
 | philox.py | normal random numbers from counters |
 """

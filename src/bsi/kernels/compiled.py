@@ -1,20 +1,19 @@
-"""Each kind of block compiled once and reused by its siblings: a cold start costs one block, not the network.
+"""Regions of a network compiled by torch.compile: each kind of block once, reused for all blocks of that kind.
 
-Modules are compiled in place, so that the names in the state dict do not change. Blocks of one class share their
-code, their parameters are inputs of the graph, and every further block finds the first one's kernels. Only the size of
-a batch may become a variable of the kernels. Left to itself the compiler would make variables of all sizes that differ
-between two blocks, as between two resolutions of a U-Net, and its kernels for any size are slower than those for one.
+Modules are compiled in place, so that the names in the state dict do not change. Blocks of one class share their code
+and take their parameters as inputs of the graph, so every further block uses the first one's kernels. Only the batch
+size may become a variable of the kernels. By default the compiler would make variables of all sizes that differ between
+two blocks (as between two resolutions of a U-Net), and such kernels are slower.
 
-The compiler splits a block into forward and backward. By default it keeps everything that the backward would have to
-write to memory again before a matrix product can read it. Here it may compute anything again that is neither a matrix
-product nor a convolution nor attention: pointwise work is cheap, and keeping its results is what fills the memory
-(adaln.py has the account).
+The compiler splits a block into forward and backward. By default it keeps everything that the backward pass would have
+to write to memory again before a matrix product can read it. Here it may compute anything again except matrix products,
+convolutions and attention: pointwise work is cheap, and its results are most of the memory (see backbones/layers.py).
 
-Inductor then decides what to write to memory between kernels. By default it writes whatever took more than a few reads
-or operations to compute and is used twice: in a norm's gradient, whole images in float32. Here pointwise work is never
-written, always computed again in the kernel that reads it; what has one number per channel or group is written (the
-sums over a group are kernels of their own), for every pixel's thread would otherwise compute it. For a training step of
-the U-Net 128x32, without the convolutions and products, that is 62 GB of memory traffic instead of 76.
+Inductor then decides what to write to memory between kernels. By default it writes a result that took more than a few
+reads or operations and is used twice: in a norm's gradient, complete images in float32. Here pointwise results are
+never written but computed again in the kernel that reads them. Results with one number per channel or group are
+written, since otherwise every pixel's thread would compute them. For a training step of the U-Net 128x32, without the
+convolutions and products, this is 62 GB of memory traffic instead of 76.
 """
 
 import functools
@@ -25,14 +24,14 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor, fx, nn
 
-# Torch's heuristics against recomputation, lifted; what is costly stays on its list of operations never to repeat.
+# Disable torch's heuristics against recomputation. Costly operations stay on its list of those never to repeat.
 RECOMPUTE_POINTWISE = {
     "ban_recompute_materialized_backward": False,
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
 }
 
-# Inductor's limits on what it computes again instead of writing it, lifted; sums of a few numbers are not unrolled.
+# Raise Inductor's limits on what it computes again instead of writing it; sums of a few numbers are not unrolled.
 NEVER = 10**6
 WRITE_NO_POINTWISE = {
     "realize_reads_threshold": NEVER,
@@ -42,8 +41,8 @@ WRITE_NO_POINTWISE = {
 }
 
 
-# Forms of one block's code: down and up, at each resolution, training and not, each batch size once and then any.
-# Beyond torch's limit of 8 a region could not be compiled at all, and the run would stop.
+# Variants of one block's code: down and up, at each resolution, training and not, each batch size once and then any.
+# Torch's own limit is 8, beyond which a region could not be compiled and the run would stop.
 FORMS = 64
 
 

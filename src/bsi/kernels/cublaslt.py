@@ -1,13 +1,13 @@
-"""Matrix products through cuBLASLt: with an epilogue that PyTorch does not ask for, and the fastest algorithm there is.
+"""Matrix products through cuBLASLt, with epilogues that PyTorch does not offer and the fastest algorithm.
 
-    linear_gelu      gelu(h W^T + b), and the sum before GELU beside it, both written by the product itself
-    product8         a b^T of 8-bit matrices, each with a number on the device that multiplies it; GELU as above
+    linear_gelu      gelu(h W^T + b), and GELU's argument, both written by the product itself
+    product8         a b^T of 8-bit matrices, each with a factor on the device; with GELU as above
 
-The library is the one torch has loaded, called through ctypes: nothing is compiled. For every new shape the
-algorithms that the library proposes are timed once, and the fastest is kept: up to a tenth faster than the first
-proposal. One run tells that most are slower; only the others get more, for a first step waits for all of it. The
-library's epilogues for the backward (DGELU, BGRAD) are no epilogues but kernels of their own, and slow:
-branch_kernels.py does that work. GELU is the tanh form. CUDA, bfloat16 and 8 bits only.
+The library is the one that PyTorch has loaded, called through ctypes: nothing is compiled. For every new shape, the
+algorithms that the library proposes are timed once, and the fastest is kept; it can be 10 % faster than the first
+proposal. Most proposals are timed by a single run, and only near-best ones by more, since the first step waits for it.
+The library's epilogues for the backward pass (DGELU, BGRAD) run as separate, slow kernels; branch_gradients.py does
+that work. GELU is the tanh form. CUDA, bfloat16 and 8 bits only.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from bsi.kernels.branch import Matrix8
-
-__all__ = ["Epilogue", "linear", "linear_gelu", "product", "product8", "quickest", "weight_grad"]
+from bsi.kernels.branch_gradients import Matrix8
 
 WORKSPACE_BYTES = 64 << 20
 PROPOSALS = 32
 TIMED_RUNS = 5
-CONTENDS, JITTER_S = 1.05, 1e-5  # how far behind the best one run may be, for a proposal to be timed carefully
+CONTENDS, JITTER_S = 1.05, 1e-5  # a proposal this close to the best in one run is timed by more runs
 
 _COMPUTE_F32 = 68  # cublasComputeType_t
 _KIND = {  # cudaDataType_t
@@ -77,7 +75,7 @@ def _library() -> ctypes.CDLL:
 
 def _check(status: int, what: str) -> None:
     if status:
-        raise RuntimeError(f"cuBLASLt refused {what} with status {status}")
+        raise RuntimeError(f"cuBLASLt failed to make {what}, got status {status}")
 
 
 @functools.cache
@@ -90,13 +88,13 @@ def _handle(device: int) -> c_void_p:
 
 @functools.cache
 def _workspace(device: int, stream: int) -> Tensor:
-    """One for each stream: products of two streams may run at the same time."""
+    """One for each stream, since products on two streams may run at the same time."""
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """out (m, n) = op(a) op(b), in row-major terms; `fast` lets 8-bit products sum in short accumulators."""
+    """out (m, n) = op(a) op(b), row-major; `fast` lets 8-bit products use reduced-precision accumulators."""
 
     m: int
     n: int
@@ -113,7 +111,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Extra:
-    """Tensors that a product takes besides its factors and its output."""
+    """Tensors of a product besides its factors and its output."""
 
     bias: Tensor | None = None
     aux: Tensor | None = None
@@ -122,7 +120,7 @@ class _Extra:
     out_scale: Tensor | None = None
 
 
-class _Plan:
+class _Product:
     """A product of one shape: its descriptors and the fastest of the proposed algorithms."""
 
     def __init__(self, shape: _Shape) -> None:
@@ -149,7 +147,7 @@ class _Plan:
         self.left = _layout(*(left if shape.transpose_b else left[::-1]), shape.b_type)
         self.right = _layout(*(right if shape.transpose_a else right[::-1]), shape.a_type)
         self.out = _layout(shape.n, shape.m, shape.out_type)
-        # What would be added, and is not: 8 bits are no type for it.
+        # The matrix that would be added (beta is 0). It must have a valid type, which 8 bits are not.
         self.added = _layout(shape.n, shape.m, torch.bfloat16) if shape.out_type.itemsize == 1 else self.out
         _check(library.cublasLtMatmulPreferenceCreate(byref(preference)), "a preference")
         limit = c_size_t(WORKSPACE_BYTES)
@@ -170,7 +168,7 @@ class _Plan:
         _check(status, f"attribute {attribute}")
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, extra: _Extra) -> None:
-        # b comes first there, so its scale is A's
+        # b is the library's first factor, A
         named = {_BIAS_POINTER: extra.bias, _AUX_POINTER: extra.aux, _SCALE_A: extra.b_scale, _SCALE_B: extra.a_scale,
                  _SCALE_D: extra.out_scale}  # fmt: skip
         with self.lock:
@@ -179,7 +177,7 @@ class _Plan:
                     self._set(attribute, c_void_p(tensor.data_ptr()))
             if self.chosen < 0:
                 self.chosen = self._fastest(a, b, out)
-            _check(self._run(self.chosen, a, b, out), f"to run {self.shape}")
+            _check(self._run(self.chosen, a, b, out), f"the product {self.shape}")
 
     def _run(self, proposal: int, a: Tensor, b: Tensor, out: Tensor) -> int:
         device = self.shape.device
@@ -197,11 +195,11 @@ class _Plan:
         )  # fmt: skip
 
     def _fastest(self, a: Tensor, b: Tensor, out: Tensor) -> int:
-        """The proposal that took least time on these inputs, which are only read; the output is written over."""
+        """The proposal that took least time on these inputs; the output is overwritten."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
         def seconds(proposal: int, runs: int) -> float:
-            if self._run(proposal, a, b, out):  # one before: the device is busy while the timed ones are launched
+            if self._run(proposal, a, b, out):  # untimed: it keeps the device busy while the others are launched
                 return float("inf")
             start.record()
             for _ in range(runs):
@@ -214,7 +212,7 @@ class _Plan:
 
 
 def quickest(count: int, seconds: Callable[[int, int], float]) -> int:
-    """Which of `count` takes least, where `seconds(i, runs)` is the mean time of the i-th over some runs."""
+    """The index in range(count) with the least time; `seconds(i, runs)` is the mean time of the i-th over some runs."""
     best, chosen = float("inf"), 0
     for i in range(count):
         if seconds(i, 1) <= CONTENDS * best + JITTER_S:
@@ -232,8 +230,8 @@ def _layout(rows: int, columns: int, kind: torch.dtype) -> c_void_p:
 
 
 @functools.cache
-def _plan(shape: _Shape) -> _Plan:
-    return _Plan(shape)
+def _plan(shape: _Shape) -> _Product:
+    return _Product(shape)
 
 
 def product(
@@ -246,7 +244,7 @@ def product(
     aux: Float[Tensor, "rows columns"] | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Float[Tensor, "rows columns"]:
-    """op(a) op(b) of bfloat16 matrices, summed in float32; the epilogue reads `bias` and writes `aux`."""
+    """op(a) op(b) of bfloat16 matrices, accumulated in float32; the epilogue reads `bias` and writes `aux`."""
     a, b = a.contiguous(), b.contiguous()
     m, k = (a.shape[1], a.shape[0]) if transpose_a else (a.shape[0], a.shape[1])
     n = b.shape[0] if transpose_b else b.shape[1]
@@ -282,11 +280,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear_gelu(h: Tensor, weight: Tensor, bias: Tensor, aux: Tensor | None) -> Tensor:
-    """gelu(h W^T + b); GELU's argument is written to `aux` if it will be needed."""
+    """gelu(h W^T + b); GELU's argument is written to `aux` if given."""
     epilogue = Epilogue.GELU_BIAS if aux is None else Epilogue.GELU_AUX_BIAS
     return product(h, weight, transpose_b=True, epilogue=epilogue, bias=bias, aux=aux)
 
 
 def weight_grad(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """dW = dy^T x in the type of the weight: a float32 master's gradient is never rounded."""
+    """dW = dy^T x in the type of the weight: the gradient of a float32 weight is not rounded."""
     return product(dy, x, transpose_a=True, out_dtype=weight.dtype)

@@ -1,22 +1,23 @@
-"""The DiT's trunk with its matrix products in 8 bits, forward and backward: experimental.
+"""A DiT's blocks with their matrix products in 8 bits, forward and backward (experimental).
 
-As fused.py, half-block by half-block, with e4m3 for weights and activations and e5m2 for gradients, one scale for each
-matrix, a power of two, and no state:
+The half-blocks are those of fused_dit.py, with e4m3 for weights and activations and e5m2 for gradients. Each matrix has
+one scale, a power of two, which depends on the current step alone:
 
-    activations   fixed scales: a norm bounds what it gives (by sqrt(width), before modulation), and e4m3 spans eighteen
-                  powers of two
-    weights       by their largest magnitude, measured in every step; once for a network that is not trained any more
-    gradients     of a half-block's output and of q, k and v: by their largest magnitude; of GELU's argument: by
-                  1.13 max|d| sum_i |W_ij|, d the gradient of the output and W the weight that made it, which is
-                  loose, and which thirty powers of two in e5m2 forgive
+    activations   Fixed. A norm bounds its output (by sqrt(width), before modulation), and e4m3 covers eighteen powers
+                  of two.
+    weights       From their largest magnitude, in every step; once for a network that is not trained any more.
+    gradients     Of a half-block's output and of q, k and v: from their largest magnitude. Of GELU's argument: from the
+                  bound 1.13 max|d| sum_i |W_ij|, with d the gradient of the output and W the second weight. The bound
+                  is loose, but e5m2 covers thirty powers of two.
 
-Residual stream, norms, GELU, attention, biases and all sums stay as they are in fused.py: bfloat16 between kernels,
-float32 inside. Products for weights, which sum over all tokens, keep float32 partial sums on the way. A product of
-8-bit matrices sums over the axis along which both lie in memory, so the matrices of weights' gradients are turned.
+Residual stream, norms, GELU, attention, biases and all sums are as in fused_dit.py: bfloat16 between kernels, float32
+inside. Gradients of weights, which are sums over all tokens, keep float32 partial sums. A product of 8-bit matrices
+sums over the axis along which both are contiguous, so the matrices of these gradients are transposed first.
 
-Four digits are rounded by 2.6 % (root mean square), which is noise in the prediction: where it explains R^2 of what
-there is, a relative noise e of the output raises the squared error by e^2 R^2 / (1 - R^2). So the loss that a training
-in 8 bits reports is some tenths of a per cent above what the same weights have in bfloat16.
+Rounding to four binary digits has an error of 2.6 % (root mean square), which is noise in the prediction. If the
+network explains a share R^2 of the variance, a relative noise e of its output raises the squared error by the factor
+1 + e^2 R^2 / (1 - R^2). So the loss reported while training in 8 bits is some tenths of a percent above that of the
+same weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,31 +25,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bsi.backbones.dit import DiT, DiTBlock
 from bsi.kernels import cublaslt
-from bsi.kernels.branch import Matrix8, gather, gelu_backward, quantize, turn
+from bsi.kernels.branch_gradients import Matrix8, gelu_backward, quantize, stack_qkv, transpose
 from bsi.kernels.cublaslt import Epilogue
-from bsi.kernels.fused_dit import NO_GRADIENT, Form, Half, PerSample, Stream
-from bsi.kernels.layer_norm import gate_norm
-
-if TYPE_CHECKING:
-    from bsi.backbones.dit import Block
-
-__all__ = ["Weights8", "fp8_forms", "quantize_weights"]
+from bsi.kernels.fused_dit import NO_GRADIENT, BlockForm, FusedDiT, Half, PerSample, Stream
+from bsi.kernels.layer_norm import gated_layer_norm
 
 ACTIVATION = torch.float8_e4m3fn
 H_SCALE, MIXED_SCALE, HIDDEN_SCALE = 4.0, 16.0, 2.0
-GELU_SLOPE = 1.13 * 1.125 * 1.0625  # GELU's steepest slope; a gradient rounded to three digits, a weight to four
+GELU_SLOPE = 1.13 * 1.125 * 1.0625  # GELU's steepest slope, times the rounding of a gradient and of a weight
 
 
 @dataclass(frozen=True)
 class Weights8:
-    """The four weights of a block; `contract_bound` bounds what the last one makes of a gradient of magnitude 1."""
+    """The four weights of a block. `contract_bound` bounds the gradient of GELU for output gradients of 1."""
 
     qkv: Matrix8
     out: Matrix8
@@ -57,8 +54,8 @@ class Weights8:
     contract_bound: Tensor | None
 
 
-def quantize_weights(blocks: Sequence[Block], for_training: bool) -> list[Weights8]:
-    """All weights of all blocks, with what only gradients need."""
+def quantize_weights(blocks: Sequence[DiTBlock], for_training: bool) -> list[Weights8]:
+    """All weights of all blocks in 8 bits; for training, with the bounds of gradients."""
     each = [
         (b.attention.qkv.weight, b.attention.out.weight, b.mlp.expand.weight, b.mlp.contract.weight) for b in blocks
     ]
@@ -84,13 +81,13 @@ def _largest(*tensors: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(t, float("inf")) for t in tensors]).amax()
 
 
-def _turned(matrix: Matrix8) -> Matrix8:
-    return Matrix8(turn(matrix.rows), matrix.inverse)
+def _transposed(matrix: Matrix8) -> Matrix8:
+    return Matrix8(transpose(matrix.rows), matrix.inverse)
 
 
 def _weight_grad(dy: Matrix8, x: Matrix8, master: Tensor) -> Tensor:
     """dW = dy^T x, in the type of the weight."""
-    return cublaslt.product8(_turned(dy), _turned(x), out_dtype=master.dtype, fast=False)
+    return cublaslt.product8(_transposed(dy), _transposed(x), out_dtype=master.dtype, fast=False)
 
 
 class _AttentionHalf8(torch.autograd.Function):
@@ -102,7 +99,7 @@ class _AttentionHalf8(torch.autograd.Function):
         scale: PerSample, qkv_weight: Tensor, qkv_bias: Tensor, out_weight: Tensor,
         weights: Weights8, heads: int, dropout: float, seed: Tensor | None, keep: bool,
     ) -> tuple[Stream, Stream]:  # fmt: skip
-        normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed, H_SCALE, ACTIVATION)
+        normed = gated_layer_norm(x, branch, bias, gate, shift, scale, dropout, seed, H_SCALE, ACTIVATION)
         batch, tokens, width = x.shape
         h = Matrix8(normed.h.flatten(0, 1), _constant(1.0 / H_SCALE, x.device))
         qkv = cublaslt.product8(h, weights.qkv, Epilogue.BIAS, qkv_bias.to(x.dtype))
@@ -125,11 +122,11 @@ class _AttentionHalf8(torch.autograd.Function):
         (mixed_rows, mixed_inverse, master), (parts, mixed) = half.own, half.attention(ctx)
         batch, heads, tokens, size = mixed.shape
         dout8 = quantize(dout.flatten(0, 1), _largest(dout))
-        dmixed = cublaslt.product8(dout8, _turned(weights.out)).view(batch, tokens, heads, size)
+        dmixed = cublaslt.product8(dout8, _transposed(weights.out)).view(batch, tokens, heads, size)
         grads = dq, dk, dv = torch.autograd.grad(mixed, parts, dmixed.transpose(1, 2))
-        gathered = gather(dq, dk, dv, _largest(*(g.transpose(1, 2) for g in grads)))
+        gathered = stack_qkv(dq, dk, dv, _largest(*(g.transpose(1, 2) for g in grads)))
         dqkv, h = gathered.qkv8, Matrix8(half.h(), _constant(1.0 / H_SCALE, dout.device))
-        dh = cublaslt.product8(dqkv, _turned(weights.qkv)).view_as(dout)
+        dh = cublaslt.product8(dqkv, _transposed(weights.qkv)).view_as(dout)
         return (
             *half.finish(dstream, dh),
             _weight_grad(dqkv, h, master),
@@ -148,7 +145,7 @@ class _MlpHalf8(torch.autograd.Function):
         expand_weight: Tensor, expand_bias: Tensor, contract_weight: Tensor,
         weights: Weights8, dropout: float, seed: Tensor | None, keep: bool,
     ) -> tuple[Stream, Stream]:  # fmt: skip
-        normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed, H_SCALE, ACTIVATION)
+        normed = gated_layer_norm(x, branch, bias, gate, shift, scale, dropout, seed, H_SCALE, ACTIVATION)
         h = Matrix8(normed.h.flatten(0, 1), _constant(1.0 / H_SCALE, x.device))
         before = torch.empty(len(h.rows), len(expand_weight), dtype=x.dtype, device=x.device) if keep else None
         epilogue = Epilogue.GELU_AUX_BIAS if keep else Epilogue.GELU_BIAS
@@ -169,10 +166,10 @@ class _MlpHalf8(torch.autograd.Function):
         before, hidden, master = half.own
         largest = _largest(dout)
         dout8 = quantize(dout.flatten(0, 1), largest)
-        dhidden = cublaslt.product8(dout8, _turned(weights.contract))
+        dhidden = cublaslt.product8(dout8, _transposed(weights.contract))
         grads = gelu_backward(dhidden, before, largest=largest * weights.contract_bound)
         dbefore, h = grads.before8, Matrix8(half.h(), _constant(1.0 / H_SCALE, dout.device))
-        dh = cublaslt.product8(dbefore, _turned(weights.expand)).view_as(dout)
+        dh = cublaslt.product8(dbefore, _transposed(weights.expand)).view_as(dout)
         return (
             *half.finish(dstream, dh),
             _weight_grad(dbefore, h, master),
@@ -182,8 +179,22 @@ class _MlpHalf8(torch.autograd.Function):
         )
 
 
-def fp8_forms(blocks: Sequence[Block], frozen: Sequence[Weights8] | None = None) -> list[Form]:
-    """How each block is computed. `frozen`, weights that are known already, serve where no gradient is wanted."""
+def fp8_forms(blocks: Sequence[DiTBlock], frozen: Sequence[Weights8] | None = None) -> list[BlockForm]:
+    """The form of each block. `frozen` are weights already in 8 bits, used when gradients are disabled."""
     training = torch.is_grad_enabled()
     eight = frozen if frozen is not None and not training else quantize_weights(blocks, training)
-    return [Form(_AttentionHalf8, _MlpHalf8, weights) for weights in eight]
+    return [BlockForm(_AttentionHalf8, _MlpHalf8, weights) for weights in eight]
+
+
+@dataclass
+class FusedDiT8(FusedDiT):
+    """The blocks of a DiT with 8-bit products: `DiT.fast`."""
+
+    frozen: list[Weights8] | None = None
+
+    def forms(self, blocks: Sequence[DiTBlock]) -> list[BlockForm]:
+        return fp8_forms(blocks, self.frozen)
+
+    def freeze(self, network: DiT) -> None:
+        """Keep the blocks' weights in 8 bits, for evaluations without gradients."""
+        self.frozen = quantize_weights([cast(DiTBlock, block) for block in network.blocks], for_training=False)

@@ -1,57 +1,54 @@
-"""The DiT's trunk with as few passes over memory as we know how: one kernel between two products.
+"""A DiT's blocks with one kernel between two matrix products, and an explicit backward pass.
 
-The residual stream is carried from half-block to half-block as (stream, branch, gate): adding a branch waits for the
-norm that comes next, and both are one kernel (norm_kernels.py). A half-block is then
+The residual stream passes from half-block to half-block as (stream, branch, gate): a branch is added together with the
+norm that follows, in one kernel (layer_norm.py). A half-block is then one of
 
-    gate_norm -> product -> attention -> product          or          gate_norm -> product with GELU -> product
+    gated_layer_norm -> product -> attention -> product
+    gated_layer_norm -> product with GELU -> product
 
-with an explicit backward. In units of one pass over the stream, a block moves 8 forward and, outside its products and
-its attention, 12 (norms and gates) + 12 (GELU) + 6 (the gradients of q, k and v gathered) backward; the sums that
-biases and modulations need are taken on the way. GELU's forward is an epilogue of its product (cublaslt.py).
+Outside its products and its attention, a block makes 8 passes over the stream forward, and 12 (norms and gates) + 12
+(GELU) + 6 (stacking the gradients of q, k and v) backward. The same kernels compute the sums for biases and
+modulations. GELU's forward is an epilogue of its product (cublaslt.py).
 
-Weights may be float32: they are rounded when they are used, and their gradients come out of the products in float32.
+Weights may be float32: they are rounded when they are used, and their gradients leave the products in float32.
 
-`lean` keeps neither h nor GELU's output for the backward but computes them again, pointwise: no product and no
-attention is repeated.
+The lean form keeps neither h nor GELU's output for the backward pass but computes them again from what is kept,
+pointwise: no product and no attention is repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bsi.backbones.dit import DiT, DiTBlock
 from bsi.kernels import cublaslt
-from bsi.kernels.branch import gather, gelu_backward
-from bsi.kernels.layer_norm import Normed, gate_norm, gate_norm_backward
-
-if TYPE_CHECKING:
-    from bsi.backbones.dit import Block
-
-__all__ = ["Form", "bf16", "fused_trunk"]
+from bsi.kernels.branch_gradients import gelu_backward, stack_qkv
+from bsi.kernels.layer_norm import Normed, gated_layer_norm, gated_layer_norm_backward
 
 Stream = Float[Tensor, "batch tokens width"]
 PerSample = Float[Tensor, "batch width"]
 Inputs = tuple[Tensor | None, ...]
 
-NO_GRADIENT = (None,) * 5  # for the settings that come after the tensors
+NO_GRADIENT = (None,) * 5  # of the arguments that follow the tensors
 
 
 class Half:
-    """What the half-blocks share: the fused norm before, and its gradients after, the branch's own work.
+    """What the half-blocks have in common: the fused norm before the branch, and its gradients after the branch's.
 
-    Tensors go through `save_for_backward`: the stream is an output, and keeping it on the context itself would be a
+    Tensors are kept by `save_for_backward`: the stream is an output, and as an attribute of the context it would form a
     cycle that only the garbage collector frees.
     """
 
     @staticmethod
     def save(ctx: Any, normed: Normed, inputs: Inputs, dropout: float, lean: bool, *own: Tensor | None) -> None:
-        """`inputs` are branch, bias, gate, shift, scale and seed; `own` is what the half-block itself needs again."""
+        """Keep `inputs` (branch, bias, gate, shift, scale, seed) and `own`, what the branch itself needs."""
         h = None if lean else normed.h
         ctx.save_for_backward(normed.stream, h, normed.mean, normed.rstd, *inputs, *own)
         ctx.dropout = dropout
@@ -64,18 +61,18 @@ class Half:
 
     @staticmethod
     def attention(ctx: Any) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """q, k and v, and their mixture with the graph between, which goes with the first backward pass."""
+        """q, k and v, and the attention's output with its graph, which the first backward pass frees."""
         kept, ctx.attention = ctx.attention, None
         if kept is None:
             raise RuntimeError(
-                "a fused DiT goes backward once for each forward pass: for Jacobians (retain_graph=True), do not "
-                "accelerate the network"
+                "a fused DiT has one backward pass for each forward pass, got a second one. For Jacobians "
+                "(retain_graph=True), do not accelerate the network."
             )
         return kept
 
     def h(self) -> Float[Tensor, "rows width"]:
         again = (
-            gate_norm(self.normed.stream, None, None, None, self.shift, self.scale, 0.0, None)
+            gated_layer_norm(self.normed.stream, None, None, None, self.shift, self.scale, 0.0, None)
             if self.lean
             else self.normed
         )
@@ -83,7 +80,7 @@ class Half:
 
     def finish(self, dstream: Stream, dh: Stream) -> tuple[Tensor | None, ...]:
         """Gradients of x, branch, bias, gate, shift and scale."""
-        grads = gate_norm_backward(
+        grads = gated_layer_norm_backward(
             dstream.contiguous(),
             dh,
             self.normed,
@@ -98,7 +95,7 @@ class Half:
 
 
 class _AttentionHalf(torch.autograd.Function):
-    """Norm, q k v, attention, output product; the output's bias is added with its gate, in the next half."""
+    """Norm, q k v, attention, output product. The output's bias is added with its gate, in the next half-block."""
 
     @staticmethod
     def forward(
@@ -106,7 +103,7 @@ class _AttentionHalf(torch.autograd.Function):
         scale: PerSample, qkv_weight: Tensor, qkv_bias: Tensor, out_weight: Tensor,
         lean: bool, heads: int, dropout: float, seed: Tensor | None, keep: bool,
     ) -> tuple[Stream, Stream]:  # fmt: skip
-        normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed)
+        normed = gated_layer_norm(x, branch, bias, gate, shift, scale, dropout, seed)
         batch, tokens, width = x.shape
         qkv_half, out_half = qkv_weight.to(x.dtype), out_weight.to(x.dtype)
         qkv = cublaslt.linear(normed.h.flatten(0, 1), qkv_half, qkv_bias.to(x.dtype))
@@ -131,14 +128,14 @@ class _AttentionHalf(torch.autograd.Function):
         dmixed = cublaslt.product(rows, out_half).view(batch, tokens, heads, size).transpose(1, 2)
         kept = mixed.detach().transpose(1, 2).reshape(batch * tokens, heads * size)
         dout_weight = cublaslt.weight_grad(rows, kept, master)
-        dqkv = gather(*torch.autograd.grad(mixed, parts, dmixed))
+        dqkv = stack_qkv(*torch.autograd.grad(mixed, parts, dmixed))
         dqkv_weight = cublaslt.weight_grad(dqkv.qkv, half.h(), master)
         dh = cublaslt.product(dqkv.qkv, qkv_half).view_as(dout)
         return *half.finish(dstream, dh), dqkv_weight, dqkv.bias, dout_weight, *NO_GRADIENT
 
 
 class _MlpHalf(torch.autograd.Function):
-    """Norm, product with GELU, product; the last bias is added with its gate, in the next half."""
+    """Norm, product with GELU, product. The last bias is added with its gate, in the next half-block."""
 
     @staticmethod
     def forward(
@@ -146,7 +143,7 @@ class _MlpHalf(torch.autograd.Function):
         expand_weight: Tensor, expand_bias: Tensor, contract_weight: Tensor,
         lean: bool, dropout: float, seed: Tensor | None, keep: bool,
     ) -> tuple[Stream, Stream]:  # fmt: skip
-        normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed)
+        normed = gated_layer_norm(x, branch, bias, gate, shift, scale, dropout, seed)
         rows = normed.h.flatten(0, 1)
         expand_half, contract_half = expand_weight.to(x.dtype), contract_weight.to(x.dtype)
         before = torch.empty(len(rows), len(expand_weight), dtype=rows.dtype, device=rows.device) if keep else None
@@ -171,14 +168,14 @@ class _MlpHalf(torch.autograd.Function):
 
 
 class LastNorm(torch.autograd.Function):
-    """The last branch added, and the head's norm."""
+    """The last branch's addition, and the head's norm."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Stream, branch: Stream, bias: Tensor, gate: PerSample, shift: PerSample, scale: PerSample,
         dropout: float, seed: Tensor | None, keep: bool,
     ) -> Stream:  # fmt: skip
-        normed = gate_norm(x, branch, bias, gate, shift, scale, dropout, seed)
+        normed = gated_layer_norm(x, branch, bias, gate, shift, scale, dropout, seed)
         if keep:
             Half.save(ctx, normed, (branch, bias, gate, shift, scale, seed), dropout, lean=True)
         return normed.h
@@ -189,31 +186,31 @@ class LastNorm(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a block is computed: its two half-blocks, and the setting that both of them take."""
+class BlockForm:
+    """How a block is computed: its two half-blocks, and a setting for both (lean or not, or 8-bit weights)."""
 
     attention: type[torch.autograd.Function]
     mlp: type[torch.autograd.Function]
     setting: Any
 
 
-def bf16(lean: bool = False) -> Form:
-    return Form(_AttentionHalf, _MlpHalf, lean)
+def bf16(lean: bool = False) -> BlockForm:
+    return BlockForm(_AttentionHalf, _MlpHalf, lean)
 
 
 def fused_trunk(
     x: Stream,
-    blocks: Sequence[Block],
+    blocks: Sequence[DiTBlock],
     modulations: Sequence[Float[Tensor, "batch 6 width"]],
     last: Float[Tensor, "batch 2 width"],
     heads: int,
     dropout: float,
     seeds: Int32[Tensor, "depth 2 2"] | None,
-    forms: Sequence[Form],
+    forms: Sequence[BlockForm],
 ) -> Stream:
-    """All blocks and the head's norm: what the head's linear layer sees. x is bfloat16, on a CUDA device.
+    """All blocks and the head's norm: the input of the head's linear layer. x is bfloat16, on a CUDA device.
 
-    A branch's dropout has the seed that `Block` gives it, wherever it is added: without seeds nothing is dropped.
+    Each branch's dropout has the same seed as in `DiTBlock`. Without seeds nothing is dropped.
     """
     dropout = 0.0 if seeds is None else dropout
     pairs = [(None, None)] * len(blocks) if seeds is None else [tuple(pair.unbind()) for pair in seeds]
@@ -232,3 +229,28 @@ def fused_trunk(
         )  # fmt: skip
         bias, gate, seed = mlp.contract.bias, gate_m, seed_m
     return LastNorm.apply(x, branch, bias, gate, *last.unbind(1), dropout, seed, keep)
+
+
+@dataclass
+class FusedDiT:
+    """The blocks of a DiT by `fused_trunk`: `DiT.fast`."""
+
+    lean: bool = False
+
+    def __call__(
+        self,
+        network: DiT,
+        x: Stream,
+        modulations: Sequence[Float[Tensor, "batch 6 width"]],
+        last: Float[Tensor, "batch 2 width"],
+        seeds: Int32[Tensor, "depth 2 2"] | None,
+    ) -> Stream:
+        blocks = [cast(DiTBlock, block) for block in network.blocks]
+        config = network.config
+        return fused_trunk(x, blocks, modulations, last, config.heads, config.dropout, seeds, self.forms(blocks))
+
+    def forms(self, blocks: Sequence[DiTBlock]) -> list[BlockForm]:
+        return [bf16(self.lean)] * len(blocks)
+
+    def freeze(self, network: DiT) -> None:
+        """Prepare for evaluation with weights that will not change any more."""

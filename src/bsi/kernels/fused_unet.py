@@ -1,23 +1,23 @@
-"""A U-Net's blocks with as few passes over memory as we know how: one kernel between two convolutions.
+"""A U-Net's blocks with one kernel between two convolutions, and an explicit backward pass.
 
-Forward, a block is norm_act -> convolution -> norm_act -> convolution -> join (group_kernels.py, join_kernels.py), with
-an explicit backward. In units of one pass over an image of a block's width, a block on the way down moves 7 forward and
-8 backward beside its convolutions: two norms write what they read, and the last sum reads two; each norm's gradient
-reads two and writes one, and the last one reads the gradients that go past the block as well: its output's, which it
-sums for the bias, and that of its input as the skip of a later block. (So a block returns its input too: what others
-make of it there comes back to the block, not to an addition of its own.) An up block writes what it makes of stream and
-skip side by side, so that they are never concatenated, and takes both through the shortcut in one product that ends in
-the sum.
+Forward, a block is group_norm_act -> convolution -> group_norm_act -> convolution -> residual_sum. Besides its
+convolutions, a block on the way down makes 7 passes over an image forward and 8 backward: two norms read and write one
+image each, and the last sum reads two and writes one; each norm's gradient reads two and writes one, and the last one
+also reads two gradients that bypass the block: its output's, which it sums for the bias, and that of its input as the
+skip of a later block. (For this a block also returns its input: the gradient of the skip then reaches the block's own
+backward pass instead of a separate addition.) An up block writes the normed stream and the normed skip side by side, so
+that they are never concatenated, and its shortcut is one product of both that ends in the sum.
 
 Weights may be float32: those of all blocks are rounded at once.
 
-`lean` keeps neither of the convolutions' inputs for the backward, but computes them again: no convolution is repeated.
+The lean form does not keep the inputs of the convolutions for the backward pass, but computes them again: no
+convolution is repeated.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int32
@@ -25,53 +25,48 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from bsi.backbones.attention import attend
-from bsi.backbones.norms import GroupNorm, on_pixels, pixels
-from bsi.kernels.group_norm import Moments, norm_act, norm_act_backward
-from bsi.kernels.join import join, join_weighed, pixel_sums
-
-if TYPE_CHECKING:
-    from bsi.backbones.unet import Attention, Block
-
-__all__ = ["Rounded", "fused_attention", "fused_block", "fused_norm", "round_weights"]
+from bsi.backbones.layers import GroupNorm, attend, to_image, to_rows
+from bsi.backbones.unet import ConvHead, PixelAttention, UNet, UNetBlock, bias_of
+from bsi.kernels.group_norm import GroupMoments, group_norm_act, group_norm_act_backward
+from bsi.kernels.residual_sum import pixel_sums, residual_sum, residual_sum_with_skip
 
 Image = Float[Tensor, "batch channels *space"]
 Rows = Float[Tensor, "batch pixels channels"]
 
 
 def rows_of(x: Image) -> Rows:
-    """A row for each pixel, without a copy where the image lies channels-last."""
-    return pixels(x).contiguous()
+    """A row for each pixel, without a copy if the image is channels-last."""
+    return to_rows(x).contiguous()
 
 
 def convolve(x: Image, weight: Tensor) -> Image:
-    return torch.convolution(x, weight, None, *_plainly(weight))
+    return torch.convolution(x, weight, None, *_settings(weight))
 
 
 def convolve_backward(dy: Image, x: Image, weight: Tensor) -> tuple[Image, Tensor]:
     """Gradients of x and of the weight."""
     which = [True, True, False]
-    dx, dweight, _ = torch.ops.aten.convolution_backward(dy, x, weight, None, *_plainly(weight), which)
+    dx, dweight, _ = torch.ops.aten.convolution_backward(dy, x, weight, None, *_settings(weight), which)
     return dx, dweight
 
 
-def _plainly(weight: Tensor) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
+def _settings(weight: Tensor) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
     """Stride, padding, dilation, transposed, output padding and groups of a convolution that keeps the size."""
     dim = weight.ndim - 2
     return [1] * dim, [1] * dim, [1] * dim, False, [0] * dim, 1
 
 
 def slices(whole: Tensor, images: list[Rows]) -> tuple[Tensor, ...]:
-    """What belongs to each image of something that all their channels have, side by side."""
+    """The parts of a tensor that belong to each of several images, whose channels are concatenated in it."""
     return whole.split([image.shape[2] for image in images], dim=-1)
 
 
-def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> tuple[Rows, list[Moments]]:
-    """SiLU of the norm of images that lie apart, side by side; and their moments."""
+def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> tuple[Rows, list[GroupMoments]]:
+    """SiLU of the norm of several images, concatenated, and their moments."""
     batch, count, _ = images[0].shape
     y = images[0].new_empty(batch, count, len(weight))
     parts = zip(images, *(slices(whole, images) for whole in (weight, bias, y)), strict=True)
-    return y, [norm_act(image, w, b, groups // len(images), out) for image, w, b, out in parts]
+    return y, [group_norm_act(image, w, b, groups // len(images), out) for image, w, b, out in parts]
 
 
 @dataclass(frozen=True)
@@ -84,8 +79,8 @@ class Rounded:
 
 
 @torch.no_grad()
-def round_weights(blocks: list[Block], dtype: torch.dtype) -> list[Rounded]:
-    """The weights of all blocks, rounded at once; those that are of that type already, as they are."""
+def round_weights(blocks: list[UNetBlock], dtype: torch.dtype) -> list[Rounded]:
+    """The weights of all blocks in this type, rounded at once."""
     whole = [layer.weight for block in blocks for layer in block.layers()]
     if whole[0].dtype != dtype:
         rounded = [torch.empty_like(weight, dtype=dtype) for weight in whole]
@@ -96,7 +91,7 @@ def round_weights(blocks: list[Block], dtype: torch.dtype) -> list[Rounded]:
 
 
 class _Block(torch.autograd.Function):
-    """Of `unet.Block`, all but its attention, and x; `shift` has the first convolution's bias in it."""
+    """`UNetBlock` without its attention, and x; `shift` contains the first convolution's bias."""
 
     @staticmethod
     def forward(
@@ -107,14 +102,14 @@ class _Block(torch.autograd.Function):
     ) -> tuple[Image, Image]:  # fmt: skip
         images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
         y_in, moments_in = norm_each(images, weight_in, bias_in, groups[0])
-        h = rows_of(convolve(on_pixels(y_in, x), rounded.conv_in))
+        h = rows_of(convolve(to_image(y_in, x), rounded.conv_in))
         y_out = torch.empty_like(h)
-        moments_out = norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
-        branch = rows_of(convolve(on_pixels(y_out, x), rounded.conv_out))
+        moments_out = group_norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
+        branch = rows_of(convolve(to_image(y_out, x), rounded.conv_out))
         if rounded.shortcut is None:
-            out = join(images[0], branch, bias)
+            out = residual_sum(images[0], branch, bias)
         else:
-            out = join_weighed(images[0], images[1], rounded.shortcut.flatten(1), branch, bias)
+            out = residual_sum_with_skip(images[0], images[1], rounded.shortcut.flatten(1), branch, bias)
         kept = (None, None) if lean else (y_in, y_out)
         moments = [t for m in (*moments_in, moments_out) for t in (m.mean, m.rstd, m.own)]
         ctx.save_for_backward(
@@ -123,7 +118,7 @@ class _Block(torch.autograd.Function):
         )  # fmt: skip
         ctx.settings = groups, dropout, conv_in.dtype, bias.dtype
         ctx.set_materialize_grads(False)
-        return on_pixels(out, x), x
+        return to_image(out, x), x
 
     @staticmethod
     @once_differentiable
@@ -132,20 +127,22 @@ class _Block(torch.autograd.Function):
         weight_in, bias_in, weight_out, bias_out, seed, *moments = rest
         groups, dropout, dtype, bias_dtype = ctx.settings
         images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
-        *moments_in, moments_out = (Moments(*pair) for pair in zip(*(moments[i::3] for i in range(3)), strict=True))
+        *moments_in, moments_out = (
+            GroupMoments(*pair) for pair in zip(*(moments[i::3] for i in range(3)), strict=True)
+        )
         drows, inputs = rows_of(dout), len(weight_in)
         sums = torch.empty(len(x), 4, inputs + len(weight_out), dtype=torch.float32, device=x.device)
         if y_out is None:
             y_out = torch.empty_like(h)
-            norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
-        dy_out, dconv_out = convolve_backward(on_pixels(drows, x), on_pixels(y_out, x), conv_out)
+            group_norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
+        dy_out, dconv_out = convolve_backward(to_image(drows, x), to_image(y_out, x), conv_out)
         del y_out
-        dh = norm_act_backward(
+        dh = group_norm_act_backward(
             rows_of(dy_out), h, moments_out, weight_out, bias_out, groups[1], sums[:, :, inputs:], True, dropout, seed
         )
         del dy_out
         y_in = norm_each(images, weight_in, bias_in, groups[0])[0] if y_in is None else y_in
-        dy_in, dconv_in = convolve_backward(on_pixels(dh, x), on_pixels(y_in, x), conv_in)
+        dy_in, dconv_in = convolve_backward(to_image(dh, x), to_image(y_in, x), conv_in)
         del y_in
         past: tuple[Rows, ...] = (drows,)
         dshortcut = None
@@ -158,13 +155,13 @@ class _Block(torch.autograd.Function):
         shared = (rows_of(dy_in), weight_in, bias_in, sums[:, :, :inputs])
         parts = zip(images, moments_in, past, more, *(slices(whole, images) for whole in shared), strict=True)
         dx, *dskip = (
-            norm_act_backward(dy, image, m, w, b, groups[0] // len(images), out, add=add, more=also)
+            group_norm_act_backward(dy, image, m, w, b, groups[0] // len(images), out, add=add, more=also)
             for image, m, add, also, dy, w, b, out in parts
         )
         dweight, dbias, _, added = sums.sum(0)
         dbranch = added[:inputs] if shortcut is None else pixel_sums(drows).sum(0)
         return (
-            on_pixels(dx, x), on_pixels(dskip[0], x) if dskip else None, sums[:, 2, inputs:].to(shift.dtype),
+            to_image(dx, x), to_image(dskip[0], x) if dskip else None, sums[:, 2, inputs:].to(shift.dtype),
             dweight[:inputs], dbias[:inputs], dconv_in.to(dtype), dweight[inputs:], dbias[inputs:], dconv_out.to(dtype),
             dbranch.to(bias_dtype), dshortcut, None, None, None, None, None,
         )  # fmt: skip
@@ -177,10 +174,10 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Image, weight: Tensor, bias: Tensor, groups: int, act: bool) -> Image:
         rows = rows_of(x)
         y = torch.empty_like(rows)
-        moments = norm_act(rows, weight, bias, groups, y, act)
+        moments = group_norm_act(rows, weight, bias, groups, y, act)
         ctx.save_for_backward(x, weight, bias, moments.mean, moments.rstd, moments.own)
         ctx.settings = groups, act
-        return on_pixels(y, x)
+        return to_image(y, x)
 
     @staticmethod
     @once_differentiable
@@ -188,13 +185,13 @@ class _Norm(torch.autograd.Function):
         x, weight, bias, *moments = ctx.saved_tensors
         groups, act = ctx.settings
         sums = torch.empty(len(x), 4, len(weight), dtype=torch.float32, device=x.device)
-        dx = norm_act_backward(rows_of(dy), rows_of(x), Moments(*moments), weight, bias, groups, sums, act)
+        dx = group_norm_act_backward(rows_of(dy), rows_of(x), GroupMoments(*moments), weight, bias, groups, sums, act)
         dweight, dbias, _, _ = sums.sum(0)
-        return on_pixels(dx, x), dweight, dbias, None, None
+        return to_image(dx, x), dweight, dbias, None, None
 
 
 class _Linear(torch.autograd.Function):
-    """A product and a bias, whose gradient torch would sum fifteen times as slowly."""
+    """A product and a bias, whose gradient PyTorch would sum fifteen times as slowly."""
 
     @staticmethod
     def forward(ctx: Any, x: Rows, weight: Tensor, bias: Tensor) -> Rows:
@@ -213,19 +210,19 @@ class _Linear(torch.autograd.Function):
 
 
 def fused_norm(norm: GroupNorm, x: Image, act: bool = False) -> Image:
-    """The norm of an image in the type of the image, followed by SiLU if asked for."""
+    """The norm of an image, in the image's type, followed by SiLU if `act`."""
     return _Norm.apply(x, norm.weight, norm.bias, norm.num_groups, act)
 
 
-def fused_attention(attention: Attention, x: Image) -> Image:
-    """`unet.Attention`."""
+def fused_attention(attention: PixelAttention, x: Image) -> Image:
+    """`PixelAttention`."""
     qkv, out = attention.qkv, attention.out
     mixed = attend(_Linear.apply(rows_of(fused_norm(attention.norm, x)), qkv.weight, qkv.bias), attention.heads)
-    return x + on_pixels(_Linear.apply(mixed, out.weight, out.bias), x)
+    return x + to_image(_Linear.apply(mixed, out.weight, out.bias), x)
 
 
 def fused_block(
-    block: Block,
+    block: UNetBlock,
     x: Image,
     skip: Image | None,
     shift: Float[Tensor, "batch channels"],
@@ -233,9 +230,9 @@ def fused_block(
     rounded: Rounded,
     lean: bool = False,
 ) -> tuple[Image, Image]:
-    """`unet.Block`, without its attention, and x, for others to use; x is in the type of the computation.
+    """`UNetBlock` without its attention, and x as a later block should read it; x has the type of the computation.
 
-    `shift` has the first convolution's bias in it: it is added for all blocks at once.
+    `shift` contains the first convolution's bias, which is added for all blocks at once.
     """
     conv_in, conv_out, shortcut = block.conv_in, block.conv_out, block.shortcut
     assert conv_out.bias is not None
@@ -249,3 +246,29 @@ def fused_block(
         None if shortcut is None else shortcut.weight, rounded,
         (block.norm_in.num_groups, block.norm_out.num_groups), 0.0 if seed is None else block.dropout, seed, lean,
     )  # fmt: skip
+
+
+@dataclass
+class FusedUNet:
+    """The layers of a U-Net by the functions above: `UNet.fast`."""
+
+    lean: bool = False
+
+    def prepare(self, blocks: list[UNetBlock], shifts: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Rounded]]:
+        """The blocks' shifts with the first convolutions' biases, and their weights in the type of the computation."""
+        shifts = shifts + torch.cat([bias_of(block.conv_in, torch.float32) for block in blocks])
+        return shifts, round_weights(blocks, dtype)
+
+    def block(
+        self, block: UNetBlock, x: Image, skip: Image | None, shift: Tensor, seed: Tensor | None, weights: Rounded
+    ) -> tuple[Image, Image]:
+        return fused_block(block, x, skip, shift, seed, weights, self.lean)
+
+    def attention(self, attention: PixelAttention, x: Image) -> Image:
+        return fused_attention(attention, x)
+
+    def head(self, head: ConvHead, x: Image) -> Image:
+        return head.conv(fused_norm(head.norm, x, act=True))
+
+    def freeze(self, network: UNet) -> None:
+        """Nothing to prepare: weights that are already rounded are used as they are."""

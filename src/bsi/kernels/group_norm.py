@@ -1,23 +1,23 @@
-"""Triton kernels for a U-Net's images, which lie as rows of channels, one row for each pixel.
+"""Triton kernels for group normalization in a U-Net, on images given as rows of channels, one row for each pixel.
 
-    norm_act         y = dropout(act(GroupNorm(x + shift))),   act the identity or SiLU
+    group_norm_act    y = dropout(act(GroupNorm(x + shift))),   act the identity or SiLU
 
-A program has one image and some whole groups of its channels, a slab: everything that a norm needs. It goes over its
-pixels twice: once for the sums, and once backwards for the result, when those it read last are still in the cache.
-Moments are those of norms.py, in float32: of each channel first, about its first pixel (so that nothing cancels), then
-of the groups. In the gradient
+A program handles some complete groups of channels (a slab) of one image, which is all that a norm needs. It reads the
+pixels twice: first for the sums, then in reverse order for the result, since the pixels read last are still in the
+cache. Moments are those of `layers.GroupNorm`, in float32: first of each channel, relative to its first pixel (so that
+nothing cancels), then of the groups. The gradient is
 
     z = xn w + b,  xn = (x + shift - mean) rstd,  d = act'(z) dropout(dy)
     dx = rstd (w d - A - xn B),                   A, B = sums of w d and of w d xn over the group / its size
 
-all that others need follows from the sums of d and d xn over each channel: they are the gradients of b and w, and that
-of shift, the sum of dx, takes the mean of xn beside them. Gradients that reach x by other ways are added before dx is
-written, and the first of them is summed too: it is that of a bias. Dropout masks are those of dropout.py, computed
+and all other gradients follow from the sums of d and d xn over each channel: these are the gradients of b and w, and
+that of shift (the sum of dx) also needs the mean of xn. Gradients that reach x on other paths are added before dx is
+written, and the first of them is also summed, for a bias. Dropout masks are those of backbones/layers.py, computed
 again and never stored.
 
-What is left beside memory is arithmetic, some 15 instructions for each number forward and 35 backward, twice as many
-where a mask is computed: so z, xn and dx are written as multiples of x, one instruction each, and SiLU takes the
-hardware's own 2^x and 1/x.
+Besides memory traffic, the cost is arithmetic: some 15 instructions per number forward and 35 backward, and twice as
+many with a dropout mask. So z, xn and dx are written as multiples of x, one instruction each, and SiLU uses the
+hardware's approximate 2^x and 1/x.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from bsi.backbones.norms import NORM_EPS
-from bsi.kernels.layer_norm import keeps, mask_of
-
-__all__ = ["Moments", "norm_act", "norm_act_backward"]
-
+from bsi.backbones.layers import NORM_EPS
+from bsi.kernels.layer_norm import dropout_keeps, mask_constants
 
 SLAB = 64  # channels of a program, or as many as a group has
 REGISTERS = 128  # of a thread, at most
@@ -44,7 +41,7 @@ REGISTERS = 128  # of a thread, at most
 @triton.jit
 @no_type_check
 def _over_groups(values, GROUP: tl.constexpr, SLAB: tl.constexpr):
-    """For each column, the sum over its group."""
+    """The sum over each column's group."""
     if SLAB // GROUP == 1:
         total = tl.sum(tl.where(tl.arange(0, SLAB) < GROUP, values, 0.0), axis=0)
         sums = tl.zeros([SLAB], tl.float32) + total
@@ -60,7 +57,7 @@ def _over_groups(values, GROUP: tl.constexpr, SLAB: tl.constexpr):
 @triton.jit
 @no_type_check
 def _sigmoid(z, FAST: tl.constexpr):
-    """FAST by the hardware's 2^x and 1/x, as they are: right to 1e-6, and a third of the instructions."""
+    """With FAST, by the hardware's approximate 2^x and 1/x: accurate to 1e-6, with a third of the instructions."""
     if FAST:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3f800000; rcp.approx.ftz.f32 $0, e; }",
@@ -76,10 +73,10 @@ def _sigmoid(z, FAST: tl.constexpr):
 @triton.jit
 @no_type_check
 def _own(channels, GROUP: tl.constexpr, SLAB: tl.constexpr):
-    """A program's image, its channels, and which of them there are.
+    """A program's image, its channels, and a mask of the channels that exist.
 
-    The last image first: of what the convolution before has written, it is still in the cache. One axis of programs for
-    images and slabs: a GPU's other axes end at 65535, and batches of small images need not.
+    Programs start with the last image, which the preceding convolution has left in the cache. Images and slabs share
+    one axis of programs: a GPU's other axes are limited to 65535, which batches of small images can exceed.
     """
     whole: tl.constexpr = SLAB // GROUP * GROUP
     slabs = tl.cdiv(channels, whole)
@@ -92,14 +89,14 @@ def _own(channels, GROUP: tl.constexpr, SLAB: tl.constexpr):
 @triton.jit
 @no_type_check
 def _tile(start, pixels, channels, channel, inside, TILE: tl.constexpr, EVEN: tl.constexpr):
-    """Pixels from `start` on: which, where they lie in an image of `channels`, and whether they are there."""
+    """Pixels from `start` on: their indices, their places in an image of `channels`, and a mask of those that exist."""
     pixel = (start + tl.arange(0, TILE))[:, None]
     return pixel, pixel * channels + channel[None, :], EVEN | ((pixel < pixels) & inside[None, :])
 
 
 @triton.jit
 @no_type_check
-def _norm_act(
+def _group_norm_act(
     x, weight, bias, shift, seed, y, mean, rstd, own,
     pixels, channels, stride_y, stride_shift, eps,
     GROUP: tl.constexpr, ACT: tl.constexpr, SHIFT: tl.constexpr,
@@ -108,7 +105,7 @@ def _norm_act(
 ):  # fmt: skip
     sample, channel, inside = _own(channels, GROUP, SLAB)
     first = sample * pixels
-    x += first * channels  # so that places within one image are 32-bit numbers
+    x += first * channels  # so that indices within one image fit 32 bits
     y += first * stride_y
     pivot = tl.load(x + channel, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
@@ -139,14 +136,14 @@ def _norm_act(
     offset -= middle * scale
     last = (pixels - 1) // TILE * TILE
     for i in range(0, pixels, TILE):
-        # Backwards: what was read last is still in the cache.
+        # In reverse order: the pixels read last are still in the cache.
         pixel, place, here = _tile(last - i, pixels, channels, channel, inside, TILE, EVEN)
         value = tl.load(x + place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
         z = value * scale[None, :] + offset[None, :]
         if ACT:
             z = z * _sigmoid(z, FAST)
         if DROPOUT > 0.0:
-            kept = keeps((first * channels).to(tl.int32) + place, seed, THRESHOLD, WEYL_0, WEYL_1)
+            kept = dropout_keeps((first * channels).to(tl.int32) + place, seed, THRESHOLD, WEYL_0, WEYL_1)
             z = tl.where(kept, z * (1.0 / (1.0 - DROPOUT)), 0.0)
         tl.store(y + pixel * stride_y + channel[None, :], z, mask=here)
 
@@ -158,10 +155,10 @@ def _gradient(
     ACT: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """(1 - dropout) d at some pixels; 0 where there are none, for there dy is 0."""
+    """(1 - dropout) d at some pixels; 0 outside the image, where dy is 0."""
     d = dy.to(tl.float32)
     if DROPOUT > 0.0:
-        d = tl.where(keeps(place, seed, THRESHOLD, WEYL_0, WEYL_1), d, 0.0)
+        d = tl.where(dropout_keeps(place, seed, THRESHOLD, WEYL_0, WEYL_1), d, 0.0)
     if ACT:
         z = value * scale[None, :] + offset[None, :]
         s = _sigmoid(z, FAST)
@@ -171,7 +168,7 @@ def _gradient(
 
 @triton.jit
 @no_type_check
-def _norm_act_backward(
+def _group_norm_act_backward(
     dy, x, mean, rstd, own, weight, bias, seed, add, more, dx, sums,
     pixels, channels, stride_dy, stride_add, stride_sums, stride_row,
     GROUP: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr, MORE: tl.constexpr,
@@ -239,15 +236,15 @@ PerChannel = Float[Tensor, " channels"]
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Of x, for each image and channel: its group's mean less its shift, 1 / its group's deviation, its own mean."""
+class GroupMoments:
+    """For each image and channel: the group's mean minus the shift, 1 / the group's deviation, the channel's mean."""
 
     mean: Float[Tensor, "batch channels"]
     rstd: Float[Tensor, "batch channels"]
     own: Float[Tensor, "batch channels"]
 
 
-def norm_act(
+def group_norm_act(
     x: Rows,
     weight: PerChannel,
     bias: PerChannel,
@@ -257,24 +254,24 @@ def norm_act(
     shift: Float[Tensor, "batch channels"] | None = None,
     dropout: float = 0.0,
     seed: Int32[Tensor, " 2"] | None = None,
-) -> Moments:
-    """dropout(act(norm of x + shift)), written into y, whose rows may be part of longer ones."""
+) -> GroupMoments:
+    """Write dropout(act(norm of x + shift)) to y, whose rows may be slices of longer rows. Return the moments."""
     batch, pixels, channels = x.shape
-    moments = Moments(*(torch.empty(batch, channels, dtype=torch.float32, device=x.device) for _ in range(3)))
-    _norm_act[_grid(x, groups)](
+    moments = GroupMoments(*(torch.empty(batch, channels, dtype=torch.float32, device=x.device) for _ in range(3)))
+    _group_norm_act[_grid(x, groups)](
         x, weight, bias, weight if shift is None else shift, x if seed is None else seed, y,
         moments.mean, moments.rstd, moments.own,
         pixels, channels, _row(y), 0 if shift is None else shift.stride(0), NORM_EPS,
-        GROUP=channels // groups, ACT=act, SHIFT=shift is not None, **mask_of(dropout),
+        GROUP=channels // groups, ACT=act, SHIFT=shift is not None, **mask_constants(dropout),
         **_cut(x, groups),
     )  # fmt: skip
     return moments
 
 
-def norm_act_backward(
+def group_norm_act_backward(
     dy: Rows,
     x: Rows,
-    moments: Moments,
+    moments: GroupMoments,
     weight: PerChannel,
     bias: PerChannel,
     groups: int,
@@ -285,39 +282,39 @@ def norm_act_backward(
     add: Rows | None = None,
     more: Rows | None = None,
 ) -> Rows:
-    """The gradient of x from that of y, with `add` and `more` added to it.
+    """The gradient of x from that of y, plus `add` and `more`.
 
-    Into `sums` go each image's part in the gradients of weight, bias and shift, and the sum of `add` over its pixels.
-    The rows of y's gradient, of `add` and of `sums` may be parts of longer ones.
+    Each image's part of the gradients of weight, bias and shift, and the sum of `add` over its pixels, are written to
+    `sums`. The rows of `dy`, `add` and `sums` may be slices of longer rows.
     """
     _, pixels, channels = x.shape
     dx = torch.empty_like(x)
-    _norm_act_backward[_grid(x, groups)](
+    _group_norm_act_backward[_grid(x, groups)](
         dy, x, moments.mean, moments.rstd, moments.own, weight, bias,
         x if seed is None else seed, x if add is None else add, x if more is None else more, dx, sums,
         pixels, channels, _row(dy), 0 if add is None else _row(add), sums.stride(0), sums.stride(1),
-        GROUP=channels // groups, ACT=act, ADD=add is not None, MORE=more is not None, **mask_of(dropout),
+        GROUP=channels // groups, ACT=act, ADD=add is not None, MORE=more is not None, **mask_constants(dropout),
         **_cut(x, groups),
     )  # fmt: skip
     return dx
 
 
 def _row(rows: Rows) -> int:
-    """From one row to the next. Where each image has a single one, that is from image to image: torch calls a tensor
-    contiguous whatever the stride of an axis of size 1."""
+    """The stride between rows. For images of a single pixel it is that between images, since PyTorch calls a tensor
+    contiguous with any stride on an axis of size 1."""
     return rows.stride(1 if rows.shape[1] > 1 else 0)
 
 
 def _slab(group: int) -> int:
-    """Channels of a program, up to a power of two: whole groups."""
+    """Channels of a program, rounded up to a power of two: at least one complete group."""
     return max(SLAB, triton.next_power_of_2(group))
 
 
 def _cut(x: Rows, groups: int) -> dict[str, int | bool]:
-    """How images are cut for programs; EVEN where nothing is left over.
+    """How images are divided among programs; EVEN if the tiles cover them exactly.
 
-    Of a large image one program fills a processor: more at once would have more in flight than the cache holds. Small
-    ones are soon done: of programs with half as many warps there are two, and one works while the other waits.
+    For a large image, one program fills a multiprocessor: more at once would exceed the cache. For small images,
+    programs have half as many warps, and two run at a time, so that one computes while the other waits for memory.
     """
     _, pixels, channels = x.shape
     tile, warps = (64, 16) if pixels >= 1024 else (32, 8)

@@ -1,11 +1,11 @@
-"""Triton kernels for norms, gates and the residual stream of an adaLN-Zero block.
+"""Triton kernel for the pointwise work between two branches of an adaLN-Zero block, forward and backward.
 
-    gate_norm        stream = x + gate * dropout(branch + bias),  h = LayerNorm(stream) * (1 + scale) + shift
+    gated_layer_norm    stream = x + gate * dropout(branch + bias),  h = LayerNorm(stream) * (1 + scale) + shift
 
-Each reads its inputs once and writes its outputs once, forward and backward. Sums over tokens (the gradients of
-gates, shifts, scales and biases) are taken on the way, in float32, over chunks whose partial sums are added
-afterwards: always in the same order. Dropout masks are those of dropout.py, computed again where they are needed and
-never stored.
+Each kernel reads its inputs once and writes its outputs once. The gradients of gates, shifts, scales and biases are
+sums over tokens, accumulated in the same kernel in float32, over chunks of tokens whose partial sums are added
+afterwards, always in the same order. Dropout masks are those of backbones/layers.py, computed again in the backward
+pass and never stored.
 """
 
 from __future__ import annotations
@@ -19,28 +19,15 @@ import triton.language as tl
 from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
-from bsi.backbones.adaln import NORM_EPS
-from bsi.backbones.dropout import WEYL
+from bsi.backbones.layers import DROPOUT_WEYL, NORM_EPS
 
-__all__ = [
-    "CHUNK",
-    "Gradients",
-    "Normed",
-    "block_of",
-    "gate_norm",
-    "gate_norm_backward",
-    "keeps",
-    "mask_of",
-    "warps_of",
-]
-
-CHUNK = 64  # tokens whose contributions to a sum are added before they leave the chip
+CHUNK = 64  # tokens whose contributions to a sum are added before they are written to memory
 
 
 @triton.jit
 @no_type_check
-def keeps(index, seed, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr):
-    """dropout.py's mask: three rounds of Squares in 32-bit integers that wrap around."""
+def dropout_keeps(index, seed, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr):
+    """The mask of `layers.dropout`: three rounds of Squares in 32-bit integers that wrap around."""
     a = (index + tl.load(seed)) * WEYL_0
     b = (index + tl.load(seed + 1)) * WEYL_1
     h = a * a + b
@@ -52,7 +39,7 @@ def keeps(index, seed, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl
 
 @triton.jit
 @no_type_check
-def _gate_norm(
+def _gated_layer_norm(
     x, branch, bias, gate, shift, scale, seed, stream, h, mean, rstd,
     stride_gate, stride_norm, tokens, width, eps,
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
@@ -68,10 +55,10 @@ def _gate_norm(
         added = tl.load(branch + place, mask=inside, other=0.0).to(tl.float32)
         added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT > 0.0:
-            kept = keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
+            kept = dropout_keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
             added = tl.where(kept, added * (1.0 / (1.0 - DROPOUT)), 0.0)
         value += tl.load(gate + sample * stride_gate + column, mask=inside, other=0.0).to(tl.float32) * added
-        # The norm sees the stream as it is stored, so that the backward, which reads it, sees the same.
+        # The norm reads the stream rounded as it is stored, as the backward pass does.
         value = value.to(stream.dtype.element_ty).to(tl.float32)
         tl.store(stream + place, value, mask=inside)
     center = tl.sum(value, axis=0) / width
@@ -89,7 +76,7 @@ def _gate_norm(
 
 @triton.jit
 @no_type_check
-def _gate_norm_backward(
+def _gated_layer_norm_backward(
     dstream, dh, stream, branch, bias, gate, scale, seed, mean, rstd, dx, dbranch, sums,
     stride_gate, stride_norm, tokens, width, chunks,
     DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, WEYL_0: tl.constexpr, WEYL_1: tl.constexpr,
@@ -132,7 +119,7 @@ def _gate_norm_backward(
             added = tl.load(branch + place, mask=here, other=0.0).to(tl.float32) + bias_here[None, :]
             d_branch = d * gate_here[None, :]
             if DROPOUT > 0.0:
-                kept = keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
+                kept = dropout_keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
                 added = tl.where(kept, added * (1.0 / (1.0 - DROPOUT)), 0.0)
                 d_branch = tl.where(kept, d_branch * (1.0 / (1.0 - DROPOUT)), 0.0)
             sum_gate += tl.sum(tl.where(here, d * added, 0.0), axis=0)
@@ -151,7 +138,7 @@ PerSample = Float[Tensor, "batch width"]
 
 @dataclass(frozen=True)
 class Normed:
-    """The stream after a branch was added, what the next branch sees of it, and the norm's statistics."""
+    """The stream after the branch was added, its modulated norm, and the norm's statistics."""
 
     stream: Stream
     h: Shaped[Tensor, "batch tokens width"]
@@ -160,8 +147,8 @@ class Normed:
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Gradients of `gate_norm`'s inputs; those of a branch that was not there are None."""
+class LayerNormGradients:
+    """Gradients of the inputs of `gated_layer_norm`; None for those of a missing branch."""
 
     x: Stream
     branch: Stream | None
@@ -172,21 +159,22 @@ class Gradients:
 
 
 def block_of(width: int) -> int:
-    """Columns of a program: all of them, up to a power of two."""
+    """Columns of a program: all of them, rounded up to a power of two."""
     return triton.next_power_of_2(width)
 
 
 def warps_of(block: int) -> int:
-    """Eight elements to a thread: a 16-byte load of bfloat16. More warps to a tile cost exchanges between them."""
+    """Warps of a program: eight elements per thread, a 16-byte load of bfloat16. More warps would exchange more."""
     return min(16, max(1, block // 256))
 
 
-def mask_of(dropout: float) -> dict[str, float]:
-    """The constants of dropout.py's mask."""
-    return {"DROPOUT": dropout, "THRESHOLD": round(dropout * 2**32) - 2**31, "WEYL_0": WEYL[0], "WEYL_1": WEYL[1]}
+def mask_constants(dropout: float) -> dict[str, float]:
+    """The compile-time constants of `dropout_keeps`."""
+    threshold, (first, second) = round(dropout * 2**32) - 2**31, DROPOUT_WEYL
+    return {"DROPOUT": dropout, "THRESHOLD": threshold, "WEYL_0": first, "WEYL_1": second}
 
 
-def gate_norm(
+def gated_layer_norm(
     x: Stream,
     branch: Stream | None,
     bias: Float[Tensor, " width"] | None,
@@ -200,23 +188,23 @@ def gate_norm(
 ) -> Normed:
     """x + gate * dropout(branch + bias) and its modulated norm; without a branch the stream is x itself.
 
-    With an `h_type` of 8 bits, h is multiplied by `h_scale` and cut off where that type ends.
+    With an 8-bit `h_type`, h is multiplied by `h_scale` and clamped to the range of that type.
     """
     batch, tokens, width = x.shape
     stream, h = x if branch is None else torch.empty_like(x), torch.empty_like(x, dtype=h_type)
     mean, rstd = (torch.empty(batch, tokens, dtype=torch.float32, device=x.device) for _ in range(2))
     block = block_of(width)
-    _gate_norm[(batch * tokens,)](
+    _gated_layer_norm[(batch * tokens,)](
         x, x if branch is None else branch, x if bias is None else bias, scale if gate is None else gate, shift, scale,
         x if seed is None else seed, stream, h, mean, rstd, 0 if gate is None else gate.stride(0), scale.stride(0),
         tokens, width, NORM_EPS,
-        **mask_of(dropout), BRANCH=branch is not None, H_SCALE=h_scale, H_LIMIT=float(torch.finfo(h.dtype).max),
+        **mask_constants(dropout), BRANCH=branch is not None, H_SCALE=h_scale, H_LIMIT=float(torch.finfo(h.dtype).max),
         BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
     return Normed(stream, h, mean, rstd)
 
 
-def gate_norm_backward(
+def gated_layer_norm_backward(
     dstream: Stream,
     dh: Stream,
     normed: Normed,
@@ -226,23 +214,24 @@ def gate_norm_backward(
     scale: PerSample,
     dropout: float,
     seed: Int32[Tensor, " 2"] | None,
-) -> Gradients:
-    """Gradients of `gate_norm` from those of its two outputs."""
+) -> LayerNormGradients:
+    """Gradients of the inputs of `gated_layer_norm` from those of its two outputs."""
     batch, tokens, width = dh.shape
     chunks = triton.cdiv(tokens, CHUNK)
     dx = torch.empty_like(dh)
     dbranch = None if branch is None else torch.empty_like(dh)
     sums = torch.empty(batch, chunks, 4, width, dtype=torch.float32, device=dh.device)
     block = block_of(width)
-    _gate_norm_backward[(batch * chunks,)](
+    _gated_layer_norm_backward[(batch * chunks,)](
         dstream, dh, normed.stream, dh if branch is None else branch, dh if bias is None else bias,
         scale if gate is None else gate, scale,
         dh if seed is None else seed, normed.mean, normed.rstd, dx, dx if dbranch is None else dbranch, sums,
         0 if gate is None else gate.stride(0), scale.stride(0), tokens, width, chunks,
-        **mask_of(dropout), BRANCH=branch is not None, CHUNK=CHUNK, TILE=2, BLOCK=block, num_warps=warps_of(block),
+        **mask_constants(dropout), BRANCH=branch is not None, CHUNK=CHUNK, TILE=2,
+        BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
     total = sums.sum(1)
     dgate, dshift, dscale = total[:, :3].to(scale.dtype).unbind(1)
     if branch is None:
-        return Gradients(dx, None, None, None, dshift, dscale)
-    return Gradients(dx, dbranch, total[:, 3].sum(0), dgate, dshift, dscale)
+        return LayerNormGradients(dx, None, None, None, dshift, dscale)
+    return LayerNormGradients(dx, dbranch, total[:, 3].sum(0), dgate, dshift, dscale)

@@ -1,7 +1,7 @@
-"""noise.py in one Triton kernel: torch's compiler would take its time over so many operations.
+"""The normal random numbers of rng.py in one Triton kernel; torch.compile would take long over so many operations.
 
-A program makes `QUADS` times four elements of one sample. Philox is Triton's own; its words become Normals as in
-noise.py, and are summed in the order of the terms, so that no bit depends on the batch.
+A program makes 4 * QUADS elements of one sample. Philox is Triton's own implementation; its words become Normals as in
+rng.py, and are summed in the order of the terms, so that no bit depends on the batch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
-
-__all__ = ["weighted_normals"]
 
 QUADS = 256
 
@@ -62,7 +60,7 @@ def weighted_normals(
     weights: Float[Tensor, " terms"],
     n: int,
 ) -> Float[Tensor, "batch n"]:
-    """`noise.weighted_normals` in float32."""
+    """`rng.weighted_normals` in float32."""
     out = torch.empty(len(samples), n, dtype=torch.float32, device=samples.device)
     grid = (len(samples), triton.cdiv(n, 4 * QUADS))
     if out.numel():

@@ -15,11 +15,10 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from bsi.backbones.base import Backbone
+from bsi.backbones.base import Backbone, build
 from bsi.backbones.config import BackboneConfig
 from bsi.backbones.dit import DiT
 from bsi.backbones.mlp import MLP
-from bsi.backbones.registry import build
 from bsi.backbones.unet import UNet
 from bsi.data.batches import BatchSource, as_source
 from bsi.data.store import check_classes, open_dataset

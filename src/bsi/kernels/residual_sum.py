@@ -1,8 +1,8 @@
-"""Triton kernels for where a U-Net's images meet; they lie as rows of channels, one row for each pixel.
+"""Triton kernels for sums of a U-Net's images, given as rows of channels, one row for each pixel.
 
-join             y = x + branch + bias
-join_weighed     y = x W_x' + skip W_s' + branch + bias
-pixel_sums       of each channel of an image, over its pixels
+residual_sum              y = x + branch + bias
+residual_sum_with_skip    y = x W_x' + skip W_s' + branch + bias
+pixel_sums                the sum of each channel over the pixels of an image
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["join", "join_weighed", "pixel_sums"]
-
 
 @triton.jit
 @no_type_check
-def _join(x, branch, bias, y, count, channels, BLOCK: tl.constexpr):
+def _residual_sum(x, branch, bias, y, count, channels, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = place < count
     value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
@@ -31,7 +29,7 @@ def _join(x, branch, bias, y, count, channels, BLOCK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _join_weighed(
+def _residual_sum_with_skip(
     x, skip, weight, branch, bias, y, rows, channels,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -73,21 +71,21 @@ Rows = Float[Tensor, "batch pixels channels"]
 PerChannel = Float[Tensor, " channels"]
 
 
-def join(x: Rows, branch: Rows, bias: PerChannel) -> Rows:
+def residual_sum(x: Rows, branch: Rows, bias: PerChannel) -> Rows:
     """x + branch + bias."""
     y = torch.empty_like(x)
-    _join[(triton.cdiv(x.numel(), 2048),)](x, branch, bias, y, x.numel(), x.shape[2], BLOCK=2048, num_warps=8)
+    _residual_sum[(triton.cdiv(x.numel(), 2048),)](x, branch, bias, y, x.numel(), x.shape[2], BLOCK=2048, num_warps=8)
     return y
 
 
-def join_weighed(
+def residual_sum_with_skip(
     x: Rows, skip: Rows, weight: Float[Tensor, "channels twice_channels"], branch: Rows, bias: PerChannel
 ) -> Rows:
-    """x W_x' + skip W_s' + branch + bias, where the weights lie side by side."""
+    """x W_x' + skip W_s' + branch + bias, with both weights side by side in `weight`."""
     y, channels = torch.empty_like(x), x.shape[2]
     rows = x.numel() // channels
     columns, depth = (max(16, min(most, triton.next_power_of_2(channels))) for most in (128, 32))
-    _join_weighed[triton.cdiv(rows, 128), triton.cdiv(channels, columns)](
+    _residual_sum_with_skip[triton.cdiv(rows, 128), triton.cdiv(channels, columns)](
         x, skip, weight, branch, bias, y, rows, channels,
         ROWS=128, COLUMNS=columns, DEPTH=depth, num_warps=4, num_stages=3,
     )  # fmt: skip

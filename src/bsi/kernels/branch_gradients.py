@@ -1,13 +1,13 @@
-"""Triton kernels for what lies inside the branches of a block: GELU's gradient, the gradients of q, k and v, 8 bits.
+"""Triton kernels for gradients inside the branches of a DiT block, and for conversion to 8 bits.
 
-    gelu_backward    the gradient of GELU's argument
-    gather           the gradients of q, k and v, side by side, as the gradient of their one product
-    quantize, turn   any matrix in 8 bits; the transpose of one that has them
+    gelu_backward          the gradient of GELU's argument
+    stack_qkv              the gradients of q, k and v, stacked as the gradient of the one product that makes them
+    quantize, transpose    any matrix in 8 bits; the transpose of an 8-bit matrix
 
-Each reads its inputs once and writes its outputs once; the sums over tokens that biases need are taken on the way, as
-in norm_kernels.py. Both gradients can be written in 8 bits: given a bound on them, which lies on the device, they are
-multiplied by the power of two that brings the bound just under the format's largest number, and its inverse is handed
-on for the product. Numbers beyond are cut off.
+Each kernel reads its inputs once and writes its outputs once, and computes the sums over tokens for biases in the same
+pass. Both gradients can be written in 8 bits: given a bound on them (a number on the device), they are multiplied by
+the largest power of two that keeps the bound below the format's largest number, whose inverse is returned for the
+product. Larger numbers are clamped.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from torch import Tensor
 
 from bsi.kernels.layer_norm import CHUNK, block_of, warps_of
 
-__all__ = ["Gathered", "GeluGradients", "Matrix8", "gather", "gelu_backward", "quantize", "turn"]
-
-GRADIENT8 = torch.float8_e5m2  # three digits, thirty powers of two
+GRADIENT8 = torch.float8_e5m2  # three binary digits, thirty powers of two
 
 
 @triton.jit
 @no_type_check
 def _scaled(value, largest, inverse, first, LIMIT: tl.constexpr):
-    """The value times a power of two that brings `largest` under LIMIT, whose inverse the first program writes."""
+    """The value times the power of two that brings `largest` below LIMIT; the first program writes the inverse."""
     bound = tl.load(largest).to(tl.float32)
     exponent = tl.minimum(tl.floor(tl.log2(LIMIT / tl.maximum(bound, 1e-30))), 100.0)
     scale = tl.where(bound > 0.0, tl.exp2(exponent), 1.0)
@@ -72,7 +70,7 @@ def _gelu_backward(
 
 @triton.jit
 @no_type_check
-def _gather(
+def _stack_qkv(
     dq, dk, dv, out, sums, largest, inverse, tokens, heads, rows, width,
     stride_batch, stride_head, stride_token,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -121,7 +119,7 @@ def _quantize(
 
 @triton.jit
 @no_type_check
-def _turn(q, qt, rows, width, R: tl.constexpr, C: tl.constexpr):
+def _transpose(q, qt, rows, width, R: tl.constexpr, C: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
     here = (row < rows)[:, None] & (column < width)[None, :]
@@ -135,7 +133,7 @@ Scalar = Float[Tensor, ""]
 
 @dataclass(frozen=True)
 class Matrix8:
-    """An 8-bit matrix, and the number that times it is what it stands for."""
+    """An 8-bit matrix `rows`, which represents `rows * inverse`."""
 
     rows: Rows
     inverse: Scalar
@@ -143,7 +141,7 @@ class Matrix8:
 
 @dataclass(frozen=True)
 class GeluGradients:
-    """The gradient of GELU's argument, its sum over tokens, and GELU's output again if it was asked for."""
+    """The gradient of GELU's argument, its sum over tokens, and GELU's output if it was recomputed."""
 
     before: Rows
     inverse: Scalar | None
@@ -157,9 +155,9 @@ class GeluGradients:
 
 
 def gelu_backward(dhidden: Rows, before: Rows, again: bool = False, largest: Scalar | None = None) -> GeluGradients:
-    """Through GELU's tanh form, in place of `dhidden`; `again` also computes its output, if that was not kept.
+    """The gradient of the argument of GELU (tanh form), over `dhidden`, or in 8 bits if there is a bound `largest`.
 
-    With a bound, `largest`, the gradient is written in 8 bits instead.
+    `again` also computes GELU's output, for the lean form, which does not keep it.
     """
     rows, width = before.shape
     chunks, block = triton.cdiv(rows, CHUNK), min(1024, block_of(width))
@@ -176,7 +174,7 @@ def gelu_backward(dhidden: Rows, before: Rows, again: bool = False, largest: Sca
 
 
 @dataclass(frozen=True)
-class Gathered:
+class QkvGradient:
     """The gradient of the product that makes q, k and v, and its sum over tokens."""
 
     qkv: Rows
@@ -189,13 +187,13 @@ class Gathered:
         return Matrix8(self.qkv, self.inverse)
 
 
-def gather(
+def stack_qkv(
     dq: Float[Tensor, "batch heads tokens size"],
     dk: Float[Tensor, "batch heads tokens size"],
     dv: Float[Tensor, "batch heads tokens size"],
     largest: Scalar | None = None,
-) -> Gathered:
-    """dq, dk and dv side by side, a row for each token; in 8 bits, if there is a bound on them, `largest`."""
+) -> QkvGradient:
+    """dq, dk and dv side by side, a row for each token; in 8 bits if there is a bound `largest`."""
     batch, heads, tokens, size = dq.shape
     if not (dq.stride() == dk.stride() == dv.stride() and dq.stride(3) == 1):
         dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -204,12 +202,12 @@ def gather(
     out = torch.empty(rows, 3 * width, dtype=dq.dtype if largest is None else GRADIENT8, device=dq.device)
     sums = torch.empty(chunks, 3 * width, dtype=torch.float32, device=dq.device)
     inverse = None if largest is None else torch.empty((), dtype=torch.float32, device=dq.device)
-    _gather[(chunks, 3)](
+    _stack_qkv[(chunks, 3)](
         dq, dk, dv, out, sums, sums if largest is None else largest, sums if inverse is None else inverse,
         tokens, heads, rows, width, dq.stride(0), dq.stride(1), dq.stride(2),
         LIMIT=_limit(largest), SIZE=size, CHUNK=CHUNK, TILE=1, BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
-    return Gathered(out, inverse, sums.sum(0))
+    return QkvGradient(out, inverse, sums.sum(0))
 
 
 def _limit(largest: Scalar | None, kind: torch.dtype = GRADIENT8) -> float:
@@ -217,7 +215,7 @@ def _limit(largest: Scalar | None, kind: torch.dtype = GRADIENT8) -> float:
 
 
 def quantize(x: Rows, largest: Scalar, kind: torch.dtype = GRADIENT8) -> Matrix8:
-    """x in 8 bits."""
+    """x in 8 bits, scaled by the largest magnitude in it (`largest`)."""
     x = x.contiguous()
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=kind, device=x.device)
@@ -230,15 +228,15 @@ def quantize(x: Rows, largest: Scalar, kind: torch.dtype = GRADIENT8) -> Matrix8
     return Matrix8(out, inverse)
 
 
-def turn(q: Rows) -> Rows:
-    """The transpose of an 8-bit matrix, contiguous: the tensor cores sum over the axis along which both factors lie.
+def transpose(q: Rows) -> Rows:
+    """The contiguous transpose of an 8-bit matrix: tensor cores sum over the contiguous axis of both factors.
 
-    A kernel of its own, on plain bytes: written by the kernels above, from what they hold, Triton 3.6 gets it wrong.
+    This is a separate kernel on bytes: as part of the kernels above, Triton 3.6 compiles it to wrong code.
     """
     rows, width = q.shape
     qt = torch.empty(width, rows, dtype=q.dtype, device=q.device)
     tile = 128, 64
-    _turn[(triton.cdiv(rows, tile[0]), triton.cdiv(width, tile[1]))](
+    _transpose[(triton.cdiv(rows, tile[0]), triton.cdiv(width, tile[1]))](
         q.view(torch.uint8), qt.view(torch.uint8), rows, width, R=tile[0], C=tile[1]
     )  # fmt: skip
     return qt

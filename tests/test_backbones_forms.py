@@ -32,7 +32,7 @@ from bsi.backbones.acceleration import compile_like, is_compiled
 from bsi.backbones.layers import draw_seeds, dropout
 from bsi.devices import type_name
 from bsi.errors import UsageError
-from bsi.training.ema import EmaModel
+from bsi.runtime.ema import EmaModel
 
 SMALL: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {
     "dit": (DiTConfig(width=32, depth=3, heads=2, patch=2, dropout=0.2), (3, 8, 8)),

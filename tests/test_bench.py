@@ -17,7 +17,7 @@ from bsi.errors import UsageError
 from bsi.evaluation.agreement import Agreement, check
 from bsi.evaluation.speed import Case, measure
 from bsi.evaluation.start import Start, since_process_start
-from bsi.training.room import MOST
+from bsi.runtime.out_of_memory import MOST
 
 SMALL = DiTConfig(width=32, depth=1, heads=2, patch=4)
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_a_step_that_a_host_cannot_hold_is_refused_before_it_is_built(
     gib: int, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `bsi bench train` times where nothing is said: DiT-L/2 at 128 images, by autograd in float32."""
-    monkeypatch.setattr("bsi.training.room.host_memory", lambda sharing=1: gib * 2**30)
+    monkeypatch.setattr("bsi.runtime.out_of_memory.host_memory", lambda sharing=1: gib * 2**30)
     monkeypatch.setattr("bsi.evaluation.speed.measure", lambda *_: pytest.fail("it was timed"))
     with pytest.raises(UsageError, match=rf"at least .* GiB, and this process can have {gib}.0 GiB\. {answer}") as said:
         run(Bench("train", device="cpu"))

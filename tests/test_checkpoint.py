@@ -19,12 +19,10 @@ import torch
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
 from bsi.recipe import Keep
 from bsi.runtime import checkpoint
-from bsi.runtime.checkpoint import DiskFull, Snapshot
-from bsi.runtime.run_folder import RunFolder
-from bsi.training import lease
-from bsi.training.journal import JsonLines, read_journal
-from bsi.training.lease import LEASE_S, LOCK, Owner, hold
-from bsi.training.saver import Saver
+from bsi.runtime.checkpoint import DiskFull, Saver, Snapshot
+from bsi.runtime.run_folder import JsonLines, RunFolder, read_journal
+from bsi.training import lock
+from bsi.training.lock import EXPIRES_S, FILE, Owner, hold
 
 
 def snapshot(step: int) -> Snapshot:
@@ -150,14 +148,14 @@ import resource, sys
 from pathlib import Path
 import torch
 from bsi.errors import BsiError
-from bsi.runtime import averages
+from bsi.runtime import ema
 from bsi.runtime import checkpoint
 from bsi.recipe import Keep
 root, weights = Path(sys.argv[1]), {"w": torch.zeros(1000)}
 save = lambda step: checkpoint.save(root / "checkpoints", checkpoint.Snapshot(step, {"model": weights}, {}), Keep())
 save(1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-for write in (lambda: save(2), lambda: averages.write_snapshot(root, 2, weights)):
+for write in (lambda: save(2), lambda: ema.store_averages(root, 2, weights)):
     try:
         write()
     except BsiError as error:
@@ -197,18 +195,18 @@ def test_a_save_in_the_background_keeps_the_state_of_its_step(tmp_path: Path, mo
 def test_a_run_that_lost_its_folder_saves_nothing_more(tmp_path: Path) -> None:
     with hold(tmp_path, pytest.fail) as held:
         thief = replace(Owner.me(), host="elsewhere", pid=1)
-        (tmp_path / LOCK).write_text(json.dumps(asdict(thief)))
+        (tmp_path / FILE).write_text(json.dumps(asdict(thief)))
         with pytest.raises(BsiError, match="taken over by host elsewhere, pid 1"):
             checkpoint.save(tmp_path / "checkpoints", snapshot(1), Keep(), held.check)
     assert checkpoint.find(tmp_path / "checkpoints", pytest.fail) is None
-    assert (tmp_path / LOCK).exists(), "the thief's lock is not ours to remove"
+    assert (tmp_path / FILE).exists(), "the thief's lock is not ours to remove"
 
 
 def test_a_lock_is_held_by_one_and_released(tmp_path: Path) -> None:
     with hold(tmp_path, pytest.fail):
         with pytest.raises(UsageError, match=rf"in use by host .*, pid {os.getpid()}"), hold(tmp_path, pytest.fail):
             pass
-        assert (tmp_path / LOCK).exists(), "who was refused leaves the lock alone"
+        assert (tmp_path / FILE).exists(), "who was refused leaves the lock alone"
     assert not list(tmp_path.iterdir())
 
 
@@ -216,16 +214,16 @@ def test_a_lock_that_is_given_back_while_one_asks_for_it_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between reading its name and its age. Who waits asks every second, and would have met it."""
-    (tmp_path / LOCK).write_text(json.dumps(asdict(Owner("elsewhere", 12, "1", "", "t"))))
-    read = lease._read
+    (tmp_path / FILE).write_text(json.dumps(asdict(Owner("elsewhere", 12, "1", "", "t"))))
+    read = lock._read
 
     def read_and_gone(path: Path) -> Owner | None:
         holder = read(path)
         path.unlink()
-        monkeypatch.setattr(lease, "_read", read)
+        monkeypatch.setattr(lock, "_read", read)
         return holder
 
-    monkeypatch.setattr(lease, "_read", read_and_gone)
+    monkeypatch.setattr(lock, "_read", read_and_gone)
     with hold(tmp_path, pytest.fail) as held:
         held.check()
 
@@ -233,7 +231,7 @@ def test_a_lock_that_is_given_back_while_one_asks_for_it_is_free(
 def test_the_lock_of_a_process_that_ended_is_taken_over_at_once(tmp_path: Path) -> None:
     child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     dead = replace(Owner.me(), pid=int(child.stdout))
-    (tmp_path / LOCK).write_text(json.dumps(asdict(dead)))
+    (tmp_path / FILE).write_text(json.dumps(asdict(dead)))
     said: list[str] = []
     with hold(tmp_path, said.append):
         assert "its process ended" in said[0]
@@ -241,22 +239,22 @@ def test_the_lock_of_a_process_that_ended_is_taken_over_at_once(tmp_path: Path) 
 
 def test_a_later_process_of_the_same_number_is_not_the_owner(tmp_path: Path) -> None:
     other = replace(Owner.me(), started="1", token="t")
-    (tmp_path / LOCK).write_text(json.dumps(asdict(other)))
+    (tmp_path / FILE).write_text(json.dumps(asdict(other)))
     said: list[str] = []
     with hold(tmp_path, said.append):
         assert said
 
 
-@pytest.mark.parametrize(("age", "job", "taken"), [(0, "7", False), (0, "8", True), (2 * LEASE_S, "7", True)])
+@pytest.mark.parametrize(("age", "job", "taken"), [(0, "7", False), (0, "8", True), (2 * EXPIRES_S, "7", True)])
 def test_another_hosts_lock_expires_or_is_our_requeued_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, job: str, taken: bool
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     owner = Owner("elsewhere", 12, "1", job, "t")
-    (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
+    (tmp_path / FILE).write_text(json.dumps(asdict(owner)))
     then = time.time() - age
-    os.utime(tmp_path / LOCK, (then, then))
+    os.utime(tmp_path / FILE, (then, then))
     if taken:
         said: list[str] = []
         with hold(tmp_path, said.append):
@@ -305,7 +303,7 @@ def test_a_job_that_came_back_is_told_from_another_step_of_it(
             monkeypatch.setenv(name, value)
         return Owner.me()
 
-    (tmp_path / LOCK).write_text(json.dumps(asdict(replace(owner(holds), host="elsewhere"))))
+    (tmp_path / FILE).write_text(json.dumps(asdict(replace(owner(holds), host="elsewhere"))))
     me, said = owner(asks), list[str]()
     if taken:
         with hold(tmp_path, said.append, owner=me) as held:
@@ -329,7 +327,7 @@ def test_a_lock_of_an_earlier_version_is_read(
     for name, value in asks.items():
         monkeypatch.setenv(name, value)
     earlier = {"host": "elsewhere", "pid": 12, "started": "1", "job": job, "token": "t"}
-    (tmp_path / LOCK).write_text(json.dumps(earlier))
+    (tmp_path / FILE).write_text(json.dumps(earlier))
     said: list[str] = []
     with hold(tmp_path, said.append):
         assert f"taking over the lock of host elsewhere, pid 12, job {job}" in said[0]
@@ -341,7 +339,7 @@ def test_torchruns_name_for_every_job_without_an_id_makes_no_two_the_same(
     """--rdzv-endpoint without --rdzv-id: every such job is called none."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    (tmp_path / LOCK).write_text(json.dumps(asdict(Owner("elsewhere", 12, "1", "none", "t"))))
+    (tmp_path / FILE).write_text(json.dumps(asdict(Owner("elsewhere", 12, "1", "none", "t"))))
     with pytest.raises(UsageError, match="in use by host elsewhere, pid 12"), hold(tmp_path, pytest.fail):
         pass
     assert Owner.me().job == ""
@@ -349,31 +347,31 @@ def test_torchruns_name_for_every_job_without_an_id_makes_no_two_the_same(
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 1}'])
 def test_a_lock_that_says_nothing_stops_nobody(tmp_path: Path, content: str) -> None:
-    (tmp_path / LOCK).write_text(content)
+    (tmp_path / FILE).write_text(content)
     with hold(tmp_path, print):
-        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
 
 
 def test_the_heartbeat_keeps_the_lock_young(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "BEAT_S", 0.01)
+    monkeypatch.setattr(lock, "BEAT_S", 0.01)
     with hold(tmp_path, pytest.fail):
-        os.utime(tmp_path / LOCK, (0, 0))
+        os.utime(tmp_path / FILE, (0, 0))
         deadline = time.monotonic() + 60
-        while (tmp_path / LOCK).stat().st_mtime < 1 and time.monotonic() < deadline:
+        while (tmp_path / FILE).stat().st_mtime < 1 and time.monotonic() < deadline:
             pass
-        assert (tmp_path / LOCK).stat().st_mtime > 1
+        assert (tmp_path / FILE).stat().st_mtime > 1
 
 
 def test_a_race_for_a_dead_lock_has_one_winner(tmp_path: Path) -> None:
     dead = Owner("elsewhere", 12, "1", "", "t")
     for _ in range(20):
-        (tmp_path / LOCK).write_text(json.dumps(asdict(dead)))
-        os.utime(tmp_path / LOCK, (0, 0))
+        (tmp_path / FILE).write_text(json.dumps(asdict(dead)))
+        os.utime(tmp_path / FILE, (0, 0))
         winners: list[str] = []
 
         def contend(winners: list[str] = winners) -> None:
             with contextlib.suppress(UsageError):
-                winners.append(lease._acquire(tmp_path / LOCK, Owner.me(), lambda line: None).token)
+                winners.append(lock._acquire(tmp_path / FILE, Owner.me(), lambda line: None).token)
 
         threads = [threading.Thread(target=contend) for _ in range(4)]
         for thread in threads:
@@ -381,8 +379,8 @@ def test_a_race_for_a_dead_lock_has_one_winner(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert len(winners) == 1
-        assert json.loads((tmp_path / LOCK).read_text())["token"] == winners[0]
-        (tmp_path / LOCK).unlink()
+        assert json.loads((tmp_path / FILE).read_text())["token"] == winners[0]
+        (tmp_path / FILE).unlink()
 
 
 def test_lines_after_the_checkpoint_are_dropped_and_half_a_line_is_no_line(tmp_path: Path) -> None:

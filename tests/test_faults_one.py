@@ -20,7 +20,7 @@ from bsi.errors import CorruptCheckpoint, UsageError
 from bsi.recipes import digits
 from bsi.runtime import checkpoint
 from bsi.runtime.export import load
-from bsi.training.lease import LEASE_S, LOCK, hold
+from bsi.training.lock import EXPIRES_S, FILE, hold
 from faults.runs import Ended, Entry, fault, fingerprint, latest, metrics, sequence, status
 
 STOPS = (1, 5, 7, 11, 23)  # after steps 7 and 11 a checkpoint and an evaluation are due
@@ -362,12 +362,12 @@ def test_a_damaged_run_a_foreign_lock_and_malicious_files_meet_real_processes(ba
         truncate(folder / "model.safetensors")
 
     owner = {"host": "elsewhere", "pid": 4711, "started": "1", "job": "99", "token": "t"}
-    (runs["expired"] / LOCK).write_text(json.dumps(owner))
-    long_ago = time.time() - 2 * LEASE_S
-    os.utime(runs["expired"] / LOCK, (long_ago, long_ago))
+    (runs["expired"] / FILE).write_text(json.dumps(owner))
+    long_ago = time.time() - 2 * EXPIRES_S
+    os.utime(runs["expired"] / FILE, (long_ago, long_ago))
     foreign = base / "again-foreign"
     shutil.copytree(base / "whole", foreign)
-    (foreign / LOCK).write_text(json.dumps(owner))
+    (foreign / FILE).write_text(json.dumps(owner))
 
     older = json.loads((runs["older"] / "run.json").read_text())
     (runs["older"] / "run.json").write_text(json.dumps({**older, "format": 0}))

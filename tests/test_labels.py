@@ -22,7 +22,7 @@ from bsi.errors import DataError, UsageError
 from bsi.evaluation.quality import drawn_images
 from bsi.methods import BSI
 from bsi.recipe import Data, Every, Objective, Optimizer, Recipe
-from bsi.runtime.dataset import DataSpec
+from bsi.runtime.data_spec import DataSpec
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import export
 from bsi.sampler import Sampler

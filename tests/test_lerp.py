@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from bsi.runtime import lerp
-from bsi.runtime.lerp import lerp_
+from bsi.runtime.ema import lerp_
 
 
 @pytest.mark.parametrize("large", [1, 4, 2**20])  # all of them one by one, some, none
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_each_tensor_moves_its_share_of_the_way(large: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lerp, "LARGE", large)
+    monkeypatch.setattr(ema, "LARGE", large)
     torch.manual_seed(0)
     shapes = [(), (3,), (2, 5), (7, 1, 2)]
     before, ends = ([torch.randn(shape, dtype=torch.float64) for shape in shapes] for _ in range(2))

@@ -24,12 +24,11 @@ from bsi.cli import main
 from bsi.cli.train import parse
 from bsi.errors import UsageError
 from bsi.recipe import Evaluation, Every, Optimizer, Recipe
-from bsi.runtime.dataset import Bins, DataSpec
-from bsi.runtime.distributed import Place, World
-from bsi.runtime.watchdog import watching
-from bsi.training.host import host_memory
+from bsi.runtime.data_spec import DataSpec
+from bsi.runtime.distributed import Place, World, watching
+from bsi.runtime.out_of_memory import LEAST, MOST, check_host, enough_for_batch, enough_to_train, host_memory
 from bsi.training.optimizers import Optimizers
-from bsi.training.room import LEAST, MOST, check_host, enough_for_batch, enough_to_train
+from bsi.values import Bins
 
 GIB = 2**30
 SHAPE = (3, 16, 16)
@@ -372,7 +371,7 @@ CIFAR = DataSpec("cifar10", "v", 50000, (3, 32, 32), Bins(-1.0, 1.0, 256), None)
 
 
 def has(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
-    monkeypatch.setattr("bsi.training.room.host_memory", lambda sharing=1: round(gib * GIB) // sharing)
+    monkeypatch.setattr("bsi.runtime.out_of_memory.host_memory", lambda sharing=1: round(gib * GIB) // sharing)
 
 
 def test_a_step_that_the_kernel_would_kill_is_refused_before_it_begins(monkeypatch):
@@ -391,12 +390,12 @@ def test_a_step_that_the_kernel_would_kill_is_refused_before_it_begins(monkeypat
 def test_a_gpu_that_is_full_hears_of_the_lean_form_where_that_is_enough(monkeypatch):
     """The paper's U-Net at 512 images: 45 GiB fused, 23 lean."""
     monkeypatch.setattr(
-        "bsi.training.room.form_of", lambda config, half, device, lean=False: "lean" if lean else "fused"
+        "bsi.runtime.out_of_memory.form_of", lambda config, half, device, lean=False: "lean" if lean else "fused"
     )
-    monkeypatch.setattr("bsi.training.room.compute_dtype", lambda precision, device: torch.bfloat16)
+    monkeypatch.setattr("bsi.runtime.out_of_memory.compute_dtype", lambda precision, device: torch.bfloat16)
     unet, gpu = replace(bsi.recipes.cifar10_unet(), batch=512), World(Place(), torch.device("cuda"))
     for gib, recipe, lean in ((40, unet, True), (20, unet, False), (20, replace(unet, lean=True), False)):
-        monkeypatch.setattr("bsi.training.room.room", lambda device, sharing=1, gib=gib: gib * GIB)
+        monkeypatch.setattr("bsi.runtime.out_of_memory.available", lambda device, sharing=1, gib=gib: gib * GIB)
         with (
             watching(gpu.place, limit_s=600.0) as watchdog,
             pytest.raises(UsageError, match="before the first step") as refused,
@@ -411,9 +410,9 @@ def test_a_gpu_that_is_full_hears_of_the_lean_form_where_that_is_enough(monkeypa
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_gpu_that_is_full_is_answered_by_the_account_of_the_recipes_optimizer(kind: OptimizerKind, monkeypatch):
     """DiT-L/2 on 16 GiB: 31 images at a time with AdamW's moments, 36 with Muon's."""
-    monkeypatch.setattr("bsi.training.room.form_of", lambda config, half, device, lean=False: "fused")
-    monkeypatch.setattr("bsi.training.room.compute_dtype", lambda precision, device: torch.bfloat16)
-    monkeypatch.setattr("bsi.training.room.room", lambda device, sharing=1: 16 * GIB)
+    monkeypatch.setattr("bsi.runtime.out_of_memory.form_of", lambda config, half, device, lean=False: "fused")
+    monkeypatch.setattr("bsi.runtime.out_of_memory.compute_dtype", lambda precision, device: torch.bfloat16)
+    monkeypatch.setattr("bsi.runtime.out_of_memory.available", lambda device, sharing=1: 16 * GIB)
     cifar, gpu = bsi.recipes.cifar10_dit_s(), World(Place(), torch.device("cuda"))
     large = replace(cifar, backbone=resolve("dit-l/2"), optimizer=replace(cifar.optimizer, kind=kind))
     with (

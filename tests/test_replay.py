@@ -27,8 +27,7 @@ from bsi.backbones.acceleration import compile_like, compile_regions
 from bsi.backbones.base import Backbone
 from bsi.data.batches import as_source
 from bsi.recipe import Ema, Objective, Optimizer, Recipe
-from bsi.runtime.distributed import Place, World
-from bsi.runtime.watchdog import Watchdog, watching
+from bsi.runtime.distributed import Place, Watchdog, World, watching
 from bsi.training.replay import PLAIN_STEPS, Replay
 from bsi.training.step import Engine, replayable
 from bsi.training.stream import Batch, Piece, Stream
@@ -137,7 +136,7 @@ def test_a_step_asks_nothing_of_the_host(recipe: Recipe, monkeypatch: pytest.Mon
     for name in GENERATORS:  # which may not be read while a step is recorded
         monkeypatch.setattr(torch, name, lambda *_, asked=name: pytest.fail(f"{asked} inside a step"))
     with Listening() as listening, Reading() as reading:
-        engine._whole(batch)
+        engine._single(batch)
     assert listening.heard | reading.heard == set()
 
 
@@ -205,7 +204,7 @@ class Device:
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release_pool, raising=False)
         monkeypatch.setattr(torch, "rand", draw)
         monkeypatch.setattr(torch, "Generator", lambda device: None)
-        monkeypatch.setattr("bsi.training.replay.room", lambda device: 1.0)
+        monkeypatch.setattr("bsi.training.replay.available", lambda device: 1.0)
 
     def end_pool(self, index: int, pool: tuple[int, int]) -> None:
         if self.left.pool is None:

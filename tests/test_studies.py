@@ -39,7 +39,7 @@ from bsi.studies.scale import Comparison, Drawn, Measured, Varied
 from bsi.studies.scales import SMOKE
 from bsi.studies.store import Result, Store
 from bsi.studies.turns import in_turn
-from bsi.training.lease import hold
+from bsi.training.lock import hold
 
 VERDICTS = {"held", "not held", "undecided"}
 

@@ -14,10 +14,10 @@ from bsi.methods import BFN, BSI, VDM
 from bsi.objective import edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
 from bsi.recipe import Every, Objective, Recipe
 from bsi.runtime.distributed import Place, World
+from bsi.runtime.run_folder import read_journal
 from bsi.runtime.serialization import from_plain, to_plain
 from bsi.studies import weighting
 from bsi.studies.scales import SMOKE
-from bsi.training.journal import read_journal
 from bsi.training.step import Engine
 from bsi.training.stream import Batch, Piece
 
@@ -96,7 +96,7 @@ def test_the_trainer_weighs_levels_when_told():
         expected = training_loss(method, plain.model.denoiser, x, given.t, given.eps, weight, drawn)
         trainer = engine(objective)
         assert torch.equal(trainer._losses(given), expected)
-        told = trainer.loss.told(torch.ones(32, requires_grad=True), given.t)
+        told = trainer.loss.sums(torch.ones(32, requires_grad=True), given.t)
         assert not told.requires_grad, "what is told holds no graph"
 
 
@@ -141,11 +141,11 @@ def test_the_journal_has_the_unweighed_loss_in_bits_whatever_the_weight(weight):
     x, method = weighed.model.values(given.data), weighed.model.method
     plain = training_loss(method, weighed.model.denoiser, x, given.t, given.eps, None, weighed.loss.levels)
     plain = plain.sum() / weighed.recipe.batch
-    told = weighed._told(weighed._losses(given), given)
+    told = weighed.loss.sums(weighed._losses(given), given.t) / weighed.recipe.batch
     assert told[-1].item() == pytest.approx(plain.item(), rel=1e-5)
     assert len(told) == (1 if weight == "elbo" else 2)
     first = replace(given, t=torch.zeros_like(given.t))  # where nothing is measured yet, EDM's weight is 0
-    assert bool(torch.isfinite(weighed._told(weighed._losses(first), first)).all())
+    assert bool(torch.isfinite(weighed.loss.sums(weighed._losses(first), first.t)).all())
 
 
 def test_a_weighted_run_has_its_bits_and_a_finite_one_its_own_name(tmp_path):

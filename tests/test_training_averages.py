@@ -19,7 +19,7 @@ from bsi.backbones import MLPConfig
 from bsi.cli import main
 from bsi.errors import Preempted, UsageError
 from bsi.recipe import Ema, Every
-from bsi.runtime.averages import PowerAverages, Profile, coefficients, exponent, reconstruct
+from bsi.runtime.ema import PowerAverages, Profile, coefficients, exponent, reconstruct
 from bsi.runtime.export import read_trained
 from bsi.runtime.hub import download, write_hub_folder
 from bsi.training import loop
@@ -117,7 +117,7 @@ def test_averages_due_at_a_step_are_stored_though_it_was_stopped_there_or_not_lo
     often = replace(recipe, every=Every(journal=5, checkpoint=10))
     with pytest.raises(Preempted, match="saved step 5 of 30"):
         bsi.train(often, data=IMAGES, out=tmp_path / "run", sinks=[lambda _: os.kill(os.getpid(), signal.SIGTERM)])
-    monkeypatch.setattr(loop, "LOOK_EVERY", {"cpu": 10})  # as on a GPU
+    monkeypatch.setattr(loop, "READ_EVERY", {"cpu": 10})  # as on a GPU
     bsi.train(recipe, data=IMAGES, out=tmp_path / "run")
     for path in sorted((run / "averages").iterdir()):
         assert (tmp_path / "run" / "averages" / path.name).read_bytes() == path.read_bytes()

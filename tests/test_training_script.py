@@ -23,13 +23,14 @@ from bsi.backbones import DiTConfig, MLPConfig, build, resolve
 from bsi.backbones.mlp import MLP
 from bsi.errors import BsiError, DataError, NonFinite, Preempted, UsageError
 from bsi.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe
-from bsi.runtime.dataset import config_of, open_training_data
+from bsi.runtime.data_spec import config_of
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import export, read_trained
+from bsi.runtime.run_folder import Value, read_journal, tensorboard
+from bsi.training.dataset import open_training_data
 from bsi.training.evaluate import bound
-from bsi.training.journal import Value, read_journal, tensorboard
+from bsi.training.loop import StopFlag
 from bsi.training.resume import check_changes
-from bsi.training.stop import StopFlag
 from bsi.training.stream import Piece, piece_ids
 
 IMAGES = torch.randint(0, 256, (200, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)

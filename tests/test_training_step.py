@@ -20,11 +20,9 @@ from bsi.errors import UsageError
 from bsi.objective import training_loss
 from bsi.recipe import Ema, Optimizer, Recipe
 from bsi.rng import derive
-from bsi.runtime.averages import exponent
-from bsi.runtime.distributed import Place, World, find_place, first_host
-from bsi.runtime.watchdog import Watchdog, verdict, watching
+from bsi.runtime.distributed import Place, Watchdog, World, find_place, first_host, verdict, watching
+from bsi.runtime.ema import EmaModel, exponent
 from bsi.training.audit import TreeSum
-from bsi.training.ema import EmaModel
 from bsi.training.step import Engine
 from bsi.training.stream import Batch, Piece, Stream, piece_ids, piece_levels, pieces
 

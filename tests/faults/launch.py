@@ -109,8 +109,8 @@ def patch(faults: Faults) -> None:
     from bsi.model import Model
     from bsi.runtime import checkpoint
     from bsi.training import loop
+    from bsi.training.loop import StopFlag
     from bsi.training.step import Engine
-    from bsi.training.stop import StopFlag
     from bsi.training.stream import Batch, Piece, Stream, piece_ids
 
     def around(owner: Any, name: str, point: str, after: bool = False) -> None:

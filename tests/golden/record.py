@@ -71,11 +71,11 @@ from bsi.rng import (  # noqa: E402
 )
 from bsi.runtime.distributed import Place, World  # noqa: E402
 from bsi.runtime.export import export as write_export  # noqa: E402
+from bsi.runtime.run_folder import read_journal  # noqa: E402
 from bsi.sampler import Sampler  # noqa: E402
 from bsi.sampling import levels_of  # noqa: E402
 from bsi.solvers import SOLVERS  # noqa: E402
 from bsi.studies.digits_features import DigitsFeatures  # noqa: E402
-from bsi.training.journal import read_journal  # noqa: E402
 from bsi.training.stream import Stream, pieces  # noqa: E402
 
 

@@ -69,7 +69,7 @@ def run(args: Bench) -> int:
     from bsi.devices import type_name
     from bsi.evaluation.speed import Case, measure
     from bsi.runtime.distributed import pick_device
-    from bsi.training.room import enough_for_batch
+    from bsi.runtime.out_of_memory import enough_for_batch
 
     start.lap("imports")
     device = pick_device(None if args.device == "auto" else args.device, 0)
@@ -140,9 +140,9 @@ def _check_host(case: Case, memory: Memory) -> None:
     """Refuse a training step that a host cannot hold: its kernel would end the process without a word."""
     from bsi.backbones.memory import CONTEXT
     from bsi.progress import readable_bytes
-    from bsi.training.room import LEAST, MOST, room
+    from bsi.runtime.out_of_memory import LEAST, MOST, available
 
-    needed, there = round(LEAST * (memory.bytes(case.batch) - CONTEXT)), room(case.device)
+    needed, there = round(LEAST * (memory.bytes(case.batch) - CONTEXT)), available(case.device)
     if case.work == "train" and case.device.type == "cpu" and needed > there:
         fits = memory.largest(CONTEXT + round(there / MOST))
         raise UsageError(

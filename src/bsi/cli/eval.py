@@ -109,7 +109,7 @@ def run(args: Eval) -> int:
     check(args)
     from bsi.evaluation.runs import save_samples
     from bsi.runtime.distributed import join
-    from bsi.training.room import enough_for_batch
+    from bsi.runtime.out_of_memory import enough_for_batch
 
     with join(args.device, TIMEOUT_S) as world, enough_for_batch(args.batch_size, "--batch-size", world.device):
         records: list[Mapping[str, Any]] = []

@@ -79,7 +79,7 @@ def run(args: Sample) -> int:
             raise UsageError(f"--{name} must be at least 1: got {value}")
     from bsi.runtime.distributed import join
     from bsi.runtime.export import model_of, read_trained
-    from bsi.training.room import enough_for_batch
+    from bsi.runtime.out_of_memory import enough_for_batch
 
     with join(None if args.device == "auto" else args.device, TIMEOUT_S) as world:
         trained = read_trained(args.run, not args.weights)
@@ -180,7 +180,7 @@ def text(record: dict[str, Any]) -> str:
 
 def check_files(model: Model, args: Sample, picture: Path | None) -> None:
     from bsi.pictures import ANIMATIONS, animation_bytes, is_image
-    from bsi.training.host import host_memory
+    from bsi.runtime.out_of_memory import host_memory
 
     if not is_image(model.shape) and (picture or args.animate):
         raise UsageError(f"data of shape {model.shape} has no picture: save it with --npz FILE")

@@ -93,7 +93,7 @@ def run(words: Sequence[str]) -> int:
         return _dry_run(args, named)
     from bsi.pictures import is_image
     from bsi.runtime.distributed import find_place, pick_device
-    from bsi.training.journal import Sink, tensorboard
+    from bsi.runtime.run_folder import Sink, tensorboard
     from bsi.training.train import train
 
     options = args.options

@@ -31,7 +31,7 @@ from bsi.evaluation.paired import Difference
 from bsi.evaluation.subject import Subject
 from bsi.io import atomic, canonical_json, make_folder
 from bsi.model import Model
-from bsi.runtime.dataset import build_model
+from bsi.runtime.data_spec import build_model
 from bsi.runtime.distributed import World
 from bsi.runtime.export import read_trained, set_weights
 

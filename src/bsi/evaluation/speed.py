@@ -29,10 +29,10 @@ from bsi.methods import METHODS
 from bsi.model import Model
 from bsi.recipe import Data, Optimizer, Recipe
 from bsi.rng import SeededNoise
-from bsi.runtime.dataset import build_model, open_training_data
-from bsi.runtime.distributed import Place, World
-from bsi.runtime.watchdog import watching
+from bsi.runtime.data_spec import build_model
+from bsi.runtime.distributed import Place, World, watching
 from bsi.sampling import evaluations, sample
+from bsi.training.dataset import open_training_data
 from bsi.training.replay import PLAIN_STEPS
 from bsi.training.step import Engine
 from bsi.training.stream import Stream

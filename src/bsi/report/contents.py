@@ -30,11 +30,10 @@ from bsi.recipe import Recipe
 from bsi.report.charts import Point
 from bsi.rng import standard_normal
 from bsi.runtime.export import load
-from bsi.runtime.run_folder import RunFolder
+from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.runtime.serialization import flat
 from bsi.sampler import Sampler
 from bsi.sampling import evaluations
-from bsi.training.journal import Value, read_journal
 
 __all__ = ["Hash", "Measured", "Picture", "Run", "bits_by_level", "measure", "number", "read_run"]
 

@@ -1,1 +1,1 @@
-"""What training and evaluation share: ranks, run folders, checkpoints, exports. Nothing here trains."""
+"""What training and evaluation share: run folders, checkpoints, exports, ranks, memory."""

@@ -1,14 +1,14 @@
-"""Checkpoints: folders of safetensors and JSON with a SHA-256 manifest, never half there.
+"""Checkpoints: folders of safetensors and JSON with a SHA-256 manifest, written atomically.
 
     checkpoints/
       step-00001000/
         model.safetensors  ema.safetensors  optimizer.safetensors
         state.json                     the step, the recipe, the data's description: everything that is not a tensor
         manifest.json                  size and SHA-256 of each file above, and of itself
-      latest                           the name of the folder to go on from
+      latest                           the name of the folder to resume from
 
-A save writes a hidden folder beside, syncs it, renames it, and moves `latest` last; a crash at any moment leaves the
-previous checkpoint, and leftovers that the next save clears away. Reading compares every hash first. The hashes detect
+A save writes a hidden folder, syncs it, renames it, and updates `latest` last: after a crash at any moment the previous
+checkpoint is valid, and the next save removes what is left over. Reading verifies every hash first. The hashes detect
 damage, not tampering: whoever can change a file can change its hash. Nothing is ever unpickled.
 """
 
@@ -18,7 +18,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,21 +33,33 @@ from bsi.errors import BsiError, CorruptCheckpoint, UsageError
 from bsi.io import canonical_json, digest_file, fingerprint, is_full, share, sync_file, sync_folder, write_text
 from bsi.recipe import Keep
 
-__all__ = ["FORMAT", "Checkpoint", "DiskFull", "Snapshot", "differences", "find", "read_tensors", "save", "verify"]
+__all__ = [
+    "FORMAT",
+    "Checkpoint",
+    "DiskFull",
+    "Saver",
+    "Snapshot",
+    "differences",
+    "find",
+    "read_tensors",
+    "save",
+    "verify",
+]
 
 FORMAT = 1
 STATE, MANIFEST, LATEST = "state.json", "manifest.json", "latest"
-SPARE_BYTES = 16 << 20  # left free beside a checkpoint, for the journal and the samples
+FORMER = {"optimizer": "optimiser"}  # the names that version 0.1.0 gave to files of tensors
+SPARE_BYTES = 16 << 20  # left free by a checkpoint, for the journal and the samples
 SHOWN = 7  # differences in a message of at most ten lines
 
 
 class DiskFull(BsiError):
-    """There is no room for a checkpoint; the one before stays as it is."""
+    """There is no space for a checkpoint; the previous one is unchanged."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a checkpoint holds, in memory: tensors by file and name, and plain data."""
+    """The content of a checkpoint in memory: tensors by file and name, and JSON-serializable state."""
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -58,28 +72,28 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk whose hashes were right when it was found."""
+    """A checkpoint on disk whose hashes have been verified."""
 
     folder: Path
     step: int
     state: Mapping[str, Any]
 
 
-def save(root: Path, snapshot: Snapshot, keep: Keep, still_ours: Callable[[], None] = lambda: None) -> Path:
-    """Write a checkpoint into `root` and make it the latest. `still_ours` raises if the folder was taken over."""
-    still_ours()
+def save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None] = lambda: None) -> Path:
+    """Write a checkpoint into `root` and make it the latest. `check` raises if the run folder's lock is lost."""
+    check()
     root.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(root)
     check_space(root, snapshot.bytes)
     final = root / f"step-{snapshot.step:08d}"
-    beside = root / f".{final.name}.{os.getpid()}"
+    temporary = root / f".{final.name}.{os.getpid()}"
     try:
-        write_files(beside, snapshot)
-        still_ours()
-        publish(beside, final)
+        write_files(temporary, snapshot)
+        check()
+        publish(temporary, final)
         move_latest(root, final.name)
     except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if is_full(error):
             raise _disk_full(root, snapshot.bytes) from error
         raise
@@ -88,17 +102,17 @@ def save(root: Path, snapshot: Snapshot, keep: Keep, still_ours: Callable[[], No
 
 
 def check_space(root: Path, needed: int) -> None:
-    """Refuse before the first byte is written."""
+    """Raise before the first byte is written."""
     if shutil.disk_usage(root).free < needed + SPARE_BYTES:
         raise _disk_full(root, needed)
 
 
 def _disk_full(root: Path, needed: int) -> DiskFull:
     free = shutil.disk_usage(root).free
-    limit = "" if free < needed + SPARE_BYTES else ", but a quota or a limit on the size of a file (ulimit -f) is met"
+    limit = "" if free < needed + SPARE_BYTES else ", but a quota or the limit on a file's size (ulimit -f) is reached"
     return DiskFull(
-        f"no room for a checkpoint in {root}: it takes {needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
-        f"{limit}. The previous checkpoint is untouched; free some space, or lower --keep.last, and run the same "
+        f"no space for a checkpoint in {root}: it takes {needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
+        f"{limit}. The previous checkpoint is unchanged. Free some space, or lower --keep.last, and run the same "
         f"command again."
     )
 
@@ -119,26 +133,26 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
     sync_folder(folder)
 
 
-def publish(beside: Path, final: Path) -> None:
-    """Give a finished folder its name. One of that name is a damaged one that was trained past: it makes way."""
+def publish(temporary: Path, final: Path) -> None:
+    """Rename a complete folder. An existing one of that name is damaged, or training would have resumed from it."""
     if final.exists():
         final.rename(final.with_name(f".{final.name}.replaced.{os.getpid()}"))
-    beside.rename(final)
+    temporary.rename(final)
     sync_folder(final.parent)
 
 
 def move_latest(root: Path, name: str) -> None:
-    """The moment at which the new checkpoint counts."""
+    """Make a checkpoint the one to resume from."""
     write_text(root / LATEST, name + "\n")
 
 
 def prune(root: Path, keep: Keep, step: int) -> None:
-    """Delete what need not stay: all but the last few up to `step`, and those at multiples of `keep.every`."""
+    """Delete all but the last few checkpoints up to `step` and those at multiples of `keep.every`."""
     past = [(s, folder) for s, folder in _steps(root) if s <= step]
     for s, folder in past[keep.last :]:
         if not (keep.every and s % keep.every == 0):
             hidden = folder.with_name(f".{folder.name}.old.{os.getpid()}")
-            folder.rename(hidden)  # half a deleted checkpoint is never taken for one
+            folder.rename(hidden)  # a checkpoint that is only partly deleted is never found
             shutil.rmtree(hidden, ignore_errors=True)
     _clear_leftovers(root)
 
@@ -157,102 +171,155 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def find(root: Path, warn: Callable[[str], None], step: int | None = None) -> Checkpoint | None:
-    """The checkpoint to go on from, or the one of a given step; None if there was never one.
+    """The checkpoint to resume from, or the one of a given step; None if there has never been one.
 
-    `latest` names it. If it is damaged, the one before is taken, and `warn` is told so; if none is whole, that is an
-    error.
+    `latest` names it. If it is damaged, the previous one is used after a call of `warn`.
+
+    Raises:
+        CorruptCheckpoint: All checkpoints are damaged.
     """
     if step is not None:
         folder = root / f"step-{step:08d}"
         if not folder.is_dir():
             steps = ", ".join(str(s) for s, _ in _steps(root)) or "none"
-            raise UsageError(f"no checkpoint of step {step} in {root}; there are: {steps}")
+            raise UsageError(f"{root} has no checkpoint of step {step}. There are: {steps}.")
         return verify(folder)
-    candidates = list(_candidates(root, warn))
+    candidates = _candidates(root, warn)
     for folder in candidates:
         try:
             return verify(folder)
         except CorruptCheckpoint as error:
-            then = "there is none before it" if folder == candidates[-1] else "falling back to the one before"
+            then = "there is no earlier one" if folder == candidates[-1] else "falling back to the previous one"
             warn(f"DAMAGED CHECKPOINT: {error}\n{then}")
     if candidates:
         raise CorruptCheckpoint(
-            f"no checkpoint in {root} is whole: all of {len(candidates)} are damaged, see above. Restore one from a "
-            f"copy, or train again with another --out."
+            f"all {len(candidates)} checkpoints in {root} are damaged, see above. Restore one from a copy, or train "
+            f"again with another --out."
         )
     if (root / LATEST).is_file():
         raise CorruptCheckpoint(
-            f"{root / LATEST} names a checkpoint, but there is none: restore it, or use another --out"
+            f"{root / LATEST} names a checkpoint, but there is none. Restore it, or use another --out."
         )
     return None
 
 
-def _candidates(root: Path, warn: Callable[[str], None]) -> Iterator[Path]:
-    """`latest` and what is older, the newest first. What is newer than `latest` was never finished."""
-    steps = _steps(root)
+def _candidates(root: Path, warn: Callable[[str], None]) -> list[Path]:
+    """`latest` and the older ones, the newest first. Those newer than `latest` are incomplete."""
+    folders = [folder for _, folder in _steps(root)]
     try:
         name = (root / LATEST).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError):
         name = ""
-    if name not in [folder.name for _, folder in steps]:
-        if steps:
-            warn(f"DAMAGED CHECKPOINT: {root / LATEST} does not name one of the checkpoints: got {name!r:.40}")
-        yield from (folder for _, folder in steps)
-        return
-    yield from (folder for _, folder in steps if folder.name <= name)
+    if name in (names := [folder.name for folder in folders]):
+        return folders[names.index(name) :]
+    if folders:
+        warn(f"DAMAGED CHECKPOINT: {root / LATEST} does not name one of the checkpoints: got {name!r:.40}")
+    return folders
 
 
 def verify(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, if every file is the one that was written."""
+    """The checkpoint in a folder, if every file is unchanged since it was written."""
     files = _manifest(folder)
     for name, record in files.items():
         path = folder / name
         if not path.is_file():
-            raise CorruptCheckpoint(f"{path} is missing: expected sha256 {record['sha256']}")
+            raise CorruptCheckpoint(f"{path} is missing, expected sha256 {record['sha256']}.")
         found = digest_file(path)
         if found != record["sha256"]:
             raise CorruptCheckpoint(
-                f"{path} is damaged: expected {record['bytes']} bytes of sha256 {record['sha256']}, found "
-                f"{path.stat().st_size} bytes of sha256 {found}"
+                f"{path} is damaged: expected {record['bytes']} bytes of sha256 {record['sha256']}, got "
+                f"{path.stat().st_size} bytes of sha256 {found}."
             )
     state = json.loads((folder / STATE).read_text("utf-8"))
     if state["format"] != FORMAT:
         raise UsageError(
-            f"{folder} has checkpoint format {state['format']!r}; this version of bsi reads format {FORMAT}. Go on "
-            f"with the version that wrote it, or start anew with --init-from an export of it."
+            f"{folder} has checkpoint format {state['format']!r}, and this version of bsi reads format {FORMAT}. "
+            f"Resume with the version that wrote it, or start a new run with --init-from an export of it."
         )
     return Checkpoint(folder, state["step"], state)
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The table of files. Written in one way only, and with its own hash: any other byte is noticed."""
+    """The table of files. It has one canonical form and its own hash, so that any changed byte is detected."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise CorruptCheckpoint(f"{path} is missing")
+        raise CorruptCheckpoint(f"{path} is missing.")
     try:
         text = path.read_text("utf-8")
         manifest = json.loads(text)
         files: dict[str, dict[str, Any]] = manifest["files"]
         expected, found = manifest["sha256"], fingerprint({"format": manifest["format"], "files": files})
         same = canonical_json(manifest) == text
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpoint(f"{path} is damaged: it is not a manifest ({type(error).__name__})") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path} is damaged: it is not a manifest ({type(error).__name__}).") from error
     if expected != found or not same or any(Path(name).name != name for name in files) or STATE not in files:
-        raise CorruptCheckpoint(f"{path} is damaged: expected sha256 {expected} of its table, found {found}")
+        raise CorruptCheckpoint(f"{path} is damaged: expected sha256 {expected} of its table, got {found}.")
     return files
 
 
 def read_tensors(checkpoint: Checkpoint, name: str, device: str = "cpu") -> dict[str, Tensor]:
     """The tensors of one file of a checkpoint."""
-    return safetensors.torch.load_file(checkpoint.folder / f"{name}.safetensors", device=device)
+    path = checkpoint.folder / f"{name}.safetensors"
+    if not path.is_file() and name in FORMER:
+        path = checkpoint.folder / f"{FORMER[name]}.safetensors"
+    return safetensors.torch.load_file(path, device=device)
 
 
 def differences(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> list[str]:
-    """A line for each tensor that only one side has or that has another shape, but at most a few."""
+    """A line for each tensor that is missing on one side or has another shape there, at most eight."""
 
     def shape(tensor: Tensor | None) -> str:
-        return "nothing" if tensor is None else str(tuple(tensor.shape))
+        return "missing" if tensor is None else str(tuple(tensor.shape))
 
     both = [(name, shape(there.get(name)), shape(here.get(name))) for name in {**here, **there}]
     lines = [f"  {name}: {theirs} there, {ours} here" for name, theirs, ours in both if theirs != ours]
     return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"  and {len(lines) - SHOWN} more"]
+
+
+class Saver:
+    """Writes snapshots into a run's checkpoints in a thread, while the next steps run.
+
+    `latest` moves only when everything is on the disk, so a crash costs the new checkpoint and nothing else. At most
+    one save runs at a time; its error is raised by the next call, or at the end.
+    """
+
+    def __init__(self, root: Path, keep: Keep, check: Callable[[], None]) -> None:
+        self.root, self.keep, self.check = root, keep, check
+        self._saved_at = time.monotonic()
+        self.has_saved = (root / LATEST).is_file()  # a resumed run has a checkpoint already
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="bsi-save")
+        self._running: Future[None] | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the end of the last save, or since the start."""
+        return time.monotonic() - self._saved_at
+
+    def save(self, snapshot: Snapshot) -> None:
+        self.wait()
+        self._running = self._pool.submit(self._write, snapshot)
+        if not self.keep.background:
+            self.wait()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        save(self.root, snapshot, self.keep, self.check)
+        self._saved_at, self.has_saved = time.monotonic(), True
+
+    def wait(self) -> None:
+        """Wait until the save is on the disk, and raise its error."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            _until_done(running)
+            running.result()
+
+    def close(self) -> None:
+        """Finish the save also if a later step failed, whose error is the one to raise."""
+        if self._running is not None:
+            _until_done(self._running)
+        self._pool.shutdown()
+
+
+def _until_done(running: Future[None]) -> None:
+    """Wait in short pieces: a signal may reach another thread, and only the main thread can handle it."""
+    while not wait([running], timeout=0.2).done:
+        pass

@@ -1,33 +1,50 @@
-"""Who we are among how many: ranks from torchrun or from Slurm, one process group, PyTorch's own.
+"""Ranks: finding them, letting them meet, what they exchange, and a watchdog that names the one that hangs.
 
-`torchrun -m bsi train ...` sets RANK, WORLD_SIZE, LOCAL_RANK and where to meet. Plain `srun bsi train ...` sets
-SLURM_PROCID and its relatives, and the first host of the step is the meeting place. Without either there is one rank
-and no process group. Ranks use NCCL on GPUs and gloo on CPUs.
+`torchrun -m bsi train ...` sets RANK, WORLD_SIZE, LOCAL_RANK and the address to meet at. Plain `srun bsi train ...`
+sets SLURM_PROCID and related variables, and the ranks meet on the first host of the step. Without either there is one
+rank and no process group. Ranks use NCCL on GPUs and gloo on CPUs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import math
 import os
 import re
+import sys
+import threading
+import time
 import traceback
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
-from bsi.runtime.rendezvous import Meeting, meet
 
-__all__ = ["FailedTogether", "Place", "World", "find_place", "first_host", "join"]
+__all__ = ["HUNG", "FailedTogether", "Phase", "Place", "Watchdog", "World", "find_place", "join", "watching"]
+
+POLL_S = 0.02
+HUNG = 1  # exit code of a rank that the watchdog ends
+
+Phase = Literal["start", "data", "compute", "update", "journal", "evaluate", "save"]
+PHASES: tuple[Phase, ...] = ("start", "data", "compute", "update", "journal", "evaluate", "save")
+
+
+# ---- The ranks of a run ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among all of them, and where they meet."""
+    """This process among all ranks, and the address where they meet."""
 
     rank: int = 0
     size: int = 1
@@ -39,35 +56,36 @@ class Place:
 
 
 def find_place(env: Mapping[str, str]) -> Place:
-    """Our place by torchrun's variables, else by those of an srun step, else alone."""
+    """The place given by torchrun's variables, else by those of an srun step, else a single rank."""
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank, size = _whole(env, "RANK"), _whole(env, "WORLD_SIZE")
+        rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
         if rank >= size:
             raise UsageError(
-                f"RANK={rank} is not one of WORLD_SIZE={size} ranks, which count from 0: start them with torchrun, or "
-                f"unset RANK and WORLD_SIZE to run alone"
+                f"RANK must be less than WORLD_SIZE, got RANK={rank} and WORLD_SIZE={size}. Start the ranks with "
+                f"torchrun, or unset both to run a single one."
             )
         return Place(
-            rank, size, _whole(env, "LOCAL_RANK", 0), env.get("MASTER_ADDR", "localhost"),
-            _whole(env, "MASTER_PORT", 29500), _whole(env, "LOCAL_WORLD_SIZE", 1),
+            rank, size, _integer(env, "LOCAL_RANK", 0), env.get("MASTER_ADDR", "localhost"),
+            _integer(env, "MASTER_PORT", 29500), _integer(env, "LOCAL_WORLD_SIZE", 1),
         )  # fmt: skip
-    # SLURM_STEP_NUM_TASKS is srun's; sbatch's own shell has only the job's variables, and is one process.
-    if "SLURM_PROCID" in env and (tasks := _whole(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
+    # SLURM_STEP_NUM_TASKS is set by srun; the shell of sbatch has only the job's variables and is one process.
+    if "SLURM_PROCID" in env and (tasks := _integer(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
         host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
-        port = _whole(env, "MASTER_PORT", 20000 + _whole(env, "SLURM_JOB_ID", 0) % 20000)
-        on_a_node = -(-tasks // max(1, _whole(env, "SLURM_STEP_NUM_NODES", tasks)))
-        return Place(_whole(env, "SLURM_PROCID"), tasks, _whole(env, "SLURM_LOCALID", 0), host, port, on_a_node)
+        port = _integer(env, "MASTER_PORT", 20000 + _integer(env, "SLURM_JOB_ID", 0) % 20000)
+        on_a_node = -(-tasks // max(1, _integer(env, "SLURM_STEP_NUM_NODES", tasks)))
+        return Place(_integer(env, "SLURM_PROCID"), tasks, _integer(env, "SLURM_LOCALID", 0), host, port, on_a_node)
     return Place()
 
 
-def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A number from the environment; unset or empty, the default."""
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A number from the environment, or the default if it is unset or empty."""
     text = env.get(name, "")
     if not text and default is not None:
         return default
-    if not re.fullmatch(r"[0-9]+", text):
+    if not re.fullmatch(r"[0-9]{1,9}", text):
         raise UsageError(
-            f"{name}={text!r} in the environment is not a whole number: torchrun and srun set it; unset it to run alone"
+            f"{name} in the environment must be a whole number, got {text!r}. torchrun and srun set it; unset it to "
+            f"run a single rank."
         )
     return int(text)
 
@@ -76,13 +94,13 @@ def first_host(nodes: str) -> str:
     """The first host of Slurm's list: `gpu[003-006,9],login` -> `gpu003`."""
     match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^\[,]*)", nodes)
     if not match:
-        raise UsageError(f"cannot read Slurm's list of nodes {nodes!r}: set MASTER_ADDR")
+        raise UsageError(f"cannot read Slurm's list of nodes, got {nodes!r}. Set MASTER_ADDR.")
     prefix, numbers, suffix = match.groups()
     return prefix + re.split(r"[-,]", numbers)[0] + suffix if numbers else prefix
 
 
 class FailedTogether(Exception):
-    """What ranks do in parts failed on one, and all know: they can still meet. `error` is what this one is to raise."""
+    """Work that the ranks share failed on at least one of them, and all know. `error` is the one to raise here."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -90,8 +108,17 @@ class FailedTogether(Exception):
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """The host and port of the ranks' store, and the prefix of this attempt's keys."""
+
+    host: str
+    port: int
+    token: str = ""
+
+
+@dataclass(frozen=True)
 class World:
-    """The ranks of a run and this one's device. With one rank, everything here does nothing."""
+    """The ranks of a run and this one's device. With one rank, every method returns its argument."""
 
     place: Place
     device: torch.device
@@ -110,13 +137,13 @@ class World:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place, on the device's own queue: the host does not wait."""
+        """The sum over ranks, in place. The host does not wait for it."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so: all get the same answer. The host waits for it."""
+        """Whether the flag is set on any rank; the same answer on all. The host waits for it."""
         if self.size == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
@@ -130,12 +157,12 @@ class World:
         return parts
 
     def broadcast(self, tensor: Tensor) -> None:
-        """The first rank's tensor to all, in place."""
+        """Replace the tensor by the first rank's, in place."""
         if self.size > 1:
             dist.broadcast(tensor, src=0)
 
     def agree(self, error: BsiError | None) -> None:
-        """Raise on every rank what went wrong on one: its own error there, a short note elsewhere."""
+        """Raise on every rank if there is an error on one: its own error there, a short note elsewhere."""
         if error is not None and self.size == 1:
             raise error
         code = torch.tensor(0 if error is None else error.code, device=self.device)
@@ -145,14 +172,14 @@ class World:
             raise error
         for known in (UsageError, DataError, CorruptCheckpoint):
             if int(code) == known.code:
-                raise known("another rank refused: its message says why")
+                raise known("another rank failed: its message says why")
         if int(code):
             raise BsiError("another rank failed: its message says why")
 
     def fail_together(self, error: Exception | None) -> None:
-        """After a part of each rank's own, and before they put the parts together: raise on all if one has failed.
+        """Raise FailedTogether on all ranks if one has an error, before they combine their results.
 
-        A rank that left instead would be waited for: over NCCL until the launcher kills who waits.
+        The others would wait for a rank that left instead: with NCCL, until the launcher kills them.
         """
         if self.any(error is not None):
             raise FailedTogether(error or BsiError("another rank failed: its message says why"))
@@ -164,7 +191,7 @@ class World:
 
 @contextmanager
 def join(device: str | None, timeout_s: float) -> Iterator[World]:
-    """Take part in the world for as long as the block runs. `device` is cuda, cpu, or None for what is there."""
+    """Be one of the ranks while the block runs. `device` is cuda, cpu, or None for a GPU if there is one."""
     place = find_place(os.environ)
     world = World(place, pick_device(device, place.local_rank))
     if world.device.type == "cuda":
@@ -172,7 +199,7 @@ def join(device: str | None, timeout_s: float) -> Iterator[World]:
     if place.size == 1:
         yield world
         return
-    store, meeting = meet(place.host, place.port, place.rank, place.size, timeout_s)
+    store, meeting = meet(place, timeout_s)
     dist.init_process_group(
         "nccl" if world.device.type == "cuda" else "gloo",
         store=store,
@@ -184,14 +211,14 @@ def join(device: str | None, timeout_s: float) -> Iterator[World]:
     try:
         yield replace(world, meeting=meeting)
     except BaseException as error:
-        _forget(error)
+        _clear_frames(error)
         raise
     finally:
         dist.destroy_process_group()
 
 
-def _forget(error: BaseException | None) -> None:
-    """Let go of what a step that failed was computing with: of DDP too, which must not outlive the process group."""
+def _clear_frames(error: BaseException | None) -> None:
+    """Release what a failed step held, DDP among it, which must not outlive the process group."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -204,12 +231,155 @@ def pick_device(device: str | None, local_rank: int) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     if device != "cuda":
-        raise UsageError(f"a device is cuda or cpu: got {device!r}")
+        raise UsageError(f"device must be cuda or cpu, got {device!r}.")
     if not torch.cuda.is_available():
-        raise UsageError("no CUDA device was found: leave --device out, or use --device cpu")
+        raise UsageError("no CUDA device was found. Leave --device out, or use --device cpu.")
     if local_rank >= torch.cuda.device_count():
         raise UsageError(
             f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible. Start as many "
             f"processes per node as there are GPUs."
         )
     return torch.device("cuda", local_rank)
+
+
+# ---- Meeting ---------------------------------------------------------------------------------------------------------
+#
+# torchrun keeps one key-value store for all restarts of a run (torch 2.13), with the keys of earlier attempts: a
+# restarted rank could read the address of a dead peer and wait for it. So the ranks of an attempt first agree on a
+# token, and then use keys that begin with it:
+#
+#     rank r      hello/r <- its own nonce
+#     rank 0      reply/r <- that nonce and the token
+#     rank r      ack/r   <- the token, once the reply repeats its nonce
+#     rank 0      continues when every ack is the token
+#
+# A reply to an old hello is not read; an old reply has the wrong nonce, an old ack the wrong token.
+
+
+def connect(meeting: Meeting, serve: bool, timeout_s: float) -> Store:
+    """A new connection to the store; with `serve`, the store itself."""
+    store = TCPStore(
+        meeting.host, meeting.port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+    return PrefixStore(f"bsi/{meeting.token}", store) if meeting.token else store
+
+
+def meet(place: Place, timeout_s: float) -> tuple[Store, Meeting]:
+    """The store of this attempt, once all ranks are connected to it."""
+    deadline = time.monotonic() + timeout_s
+    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve = place.rank == 0 and not launcher_serves
+    store = connect(Meeting(place.host, place.port), serve, timeout_s)
+
+    def read(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    def pause(missing: str) -> None:
+        if time.monotonic() > deadline:
+            raise BsiError(
+                f"the ranks did not meet within {timeout_s:.0f} s: {missing} did not come. Start as many ranks as the "
+                f"launcher announces."
+            )
+        time.sleep(POLL_S)
+
+    if place.rank == 0:
+        token, waiting = uuid.uuid4().hex, set(range(1, place.size))
+        while waiting:
+            for other in sorted(waiting):
+                if nonce := read(f"bsi/hello/{other}"):
+                    store.set(f"bsi/reply/{other}", f"{nonce} {token}")
+                if read(f"bsi/ack/{other}") == token:
+                    waiting.discard(other)
+            if waiting:
+                pause(f"ranks {', '.join(map(str, sorted(waiting)))}")
+    else:
+        nonce, answered = uuid.uuid4().hex, ""
+        store.set(f"bsi/hello/{place.rank}", nonce)
+        while True:
+            answered, _, token = read(f"bsi/reply/{place.rank}").partition(" ")
+            if answered == nonce:
+                break
+            pause("rank 0")
+        store.set(f"bsi/ack/{place.rank}", token)
+    return PrefixStore(f"bsi/{token}", store), Meeting(place.host, place.port, token)
+
+
+# ---- The watchdog ----------------------------------------------------------------------------------------------------
+
+
+class Watchdog:
+    """Ends a run in which a rank hangs, and names the rank.
+
+    The loop calls `at` with the step and its phase. A thread publishes both in the ranks' store, over its own
+    connection. If this rank has made no progress for `limit_s`, the thread compares all ranks: those furthest behind
+    are the ones that the others wait for. It names them, prints the stack of every thread and ends the process, since
+    a thread that is stuck in a collective cannot be interrupted.
+    """
+
+    def __init__(self, place: Place, limit_s: float, meeting: Meeting | None) -> None:
+        self.place, self.meeting, self.limit_s = place, meeting, limit_s
+        self.where: tuple[int, Phase] = (0, "start")
+        self._since = math.inf  # meeting has a time limit of its own: time counts from the first step on
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="bsi-watchdog", daemon=True)
+        self._thread.start()
+
+    def at(self, step: int, phase: Phase) -> None:
+        """Record progress. Costs an assignment."""
+        self.where, self._since = (step, phase), time.monotonic()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        store = None if self.meeting is None else connect(self.meeting, serve=False, timeout_s=10.0)
+        tick = min(5.0, self.limit_s / 4)
+        while not self._stopped.wait(tick):
+            if store is not None:
+                with contextlib.suppress(RuntimeError):  # the rank that serves the store has ended
+                    store.set(f"at/{self.place.rank}", "{} {}".format(*self.where))
+            if time.monotonic() - self._since > self.limit_s:
+                # Wait again, so that the other ranks can publish where they are stuck.
+                if self._stopped.wait(2 * tick) or time.monotonic() - self._since <= self.limit_s:
+                    continue
+                self._give_up(store)
+
+    def _give_up(self, store: Store | None) -> None:
+        places = {self.place.rank: self.where}
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                for rank in range(self.place.size):
+                    if store.check([f"at/{rank}"]):
+                        step, phase = store.get(f"at/{rank}").decode().split()
+                        places[rank] = (int(step), PHASES[PHASES.index(phase)])
+        with contextlib.suppress(OSError):  # a log that cannot be written
+            sys.stderr.write(verdict(self.place.rank, places, self.place.size, self.limit_s) + "\n")
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            sys.stderr.flush()
+        os._exit(HUNG)
+
+
+def verdict(me: int, places: dict[int, tuple[int, Phase]], size: int, limit_s: float) -> str:
+    """A line that names the ranks that the others wait for: those furthest behind, and those that never reported."""
+
+    def progress(rank: int) -> tuple[int, int]:
+        step, phase = places[rank]
+        return step, PHASES.index(phase)
+
+    behind = [rank for rank in places if progress(rank) == min(map(progress, places))]
+    named = [f"rank {rank} hangs in step {places[rank][0]} ({places[rank][1]})" for rank in behind]
+    named += [f"rank {rank} never reported" for rank in range(size) if rank not in places]
+    waiting = [f"rank {rank} in step {places[rank][0]} ({places[rank][1]})" for rank in places if rank not in behind]
+    rest = f"; waiting for it: {', '.join(waiting[:8])}" if waiting else ""
+    return f"bsi train: no progress for {limit_s:.0f} s on rank {me}: {', '.join(named[:8])}{rest}"
+
+
+@contextmanager
+def watching(place: Place, limit_s: float, meeting: Meeting | None = None) -> Iterator[Watchdog]:
+    """Watch while the block runs. Without a meeting there is a single rank, which only reports where it is itself."""
+    watchdog = Watchdog(place, limit_s, meeting)
+    try:
+        yield watchdog
+    finally:
+        watchdog.stop()

@@ -28,8 +28,8 @@ from bsi.io import atomic, check_writable, share
 from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.runtime import checkpoint
-from bsi.runtime.averages import reconstruct
-from bsi.runtime.dataset import DataSpec, build_model
+from bsi.runtime.data_spec import DataSpec, build_model
+from bsi.runtime.ema import reconstruct
 from bsi.runtime.run_folder import RunFolder
 from bsi.runtime.serialization import from_plain, to_plain
 

@@ -1,27 +1,38 @@
 """A run folder: everything about one training run, in files that a person can read.
 
-    run.json          the recipe as resolved, how it differs from the named one, the command, the environment
-    status.json       running, preempted, finished, failed; at which step, and when
+    run.json          the resolved recipe, its difference from the named one, the command, the environment
+    status.json       running, preempted, finished or failed; at which step, and when
     journal.jsonl     one line per interval
     checkpoints/      see checkpoint.py
-    samples/          grids drawn along the way
-    averages/         power-function averages, where the recipe keeps some
-    evaluations/      what `bsi eval` found
-    lock.json         who is training here, while someone is
-    replay-*.json     what a step saw whose loss or gradient was not finite
+    samples/          grids drawn during training
+    averages/         power-function averages, if the recipe names any
+    evaluations/      records of `bsi eval`
+    lock.json         who is training here, see bsi.training.lock
+    replay-*.json     the inputs of a step whose loss or gradient was not finite
 
-The environment is an allow-list: versions, the machine's kind, a few variables. No tokens, no home paths.
+The environment is an allow-list: versions, the kind of machine, a few variables. No tokens, no home paths.
+
+A line of the journal is a dictionary of numbers and short strings, always with `step` and `event` ("train", "evaluate",
+"sample"):
+
+    {"event": "train", "step": 1000, "loss": 0.0123, "bits_per_dim": 3.51, "lr": 0.0002, "grad_norm": 0.31, ...}
+
+`loss` is what is minimized. `bits_per_dim` of a "train" line is L_M^inf of the batches seen, with the ELBO's weights
+even if the objective has others; a run that minimizes L_M^k has `bits_per_dim_finite_k` instead, which is larger. In
+an "evaluate" line `bits_per_dim` is the complete bound, of test samples under the EMA.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import platform
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,31 +42,39 @@ import torch
 
 from bsi import __version__
 from bsi.errors import UsageError
-from bsi.io import write_json
+from bsi.io import append_line, write_json, write_text
 from bsi.recipe import Recipe
 from bsi.runtime.distributed import World
 from bsi.runtime.serialization import changes, from_plain, to_plain
 
-__all__ = ["FORMAT", "RunFolder", "RunRecord", "State"]
+__all__ = ["FORMAT", "JsonLines", "RunFolder", "RunRecord", "Sink", "State", "Value", "read_journal", "tensorboard"]
 
 FORMAT = 1
 State = Literal["running", "preempted", "finished", "failed"]
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT")
 
+Value = int | float | str
+Sink = Callable[[Mapping[str, Value]], None]
+
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What run.json says: the recipe, and the class of the network if the caller brought one."""
+    """The content of run.json: the recipe, and the class of the network if the caller passed one."""
 
     recipe: Recipe
     network: str
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of a run, and its small files."""
+    """The paths of a run, and its small files. `check` is called before each write: it raises if the lock is lost."""
 
     path: Path
+    check: Callable[[], None] = _nothing
 
     @property
     def checkpoints(self) -> Path:
@@ -67,26 +86,31 @@ class RunFolder:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """Make the folder, or say why it cannot be. What was made and is empty in the end, of a run that was refused,
-        is taken away again.
-        """
+        """Make the folder. What was made and is still empty at the end, because the run is invalid, is removed."""
         new: list[Path] = []
         try:
             try:
                 new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
                 self.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                words = f"cannot make the run folder {self.path}: {error.strerror}. Use another --out."
-                raise UsageError(words) from error
+                raise UsageError(
+                    f"cannot make the run folder {self.path}: {error.strerror}. Use another --out."
+                ) from error
             yield
         finally:
-            with suppress(OSError):  # not empty, as it should be
+            with suppress(OSError):  # not empty, as a run that began leaves it
                 for folder in new:
                     folder.rmdir()
 
+    def write(self, name: str, content: Any) -> Path:
+        """Write a file of the run as JSON."""
+        self.check()
+        write_json(self.path / name, content)
+        return self.path / name
+
     def write_record(self, record: RunRecord, named: Recipe | None, world: World) -> None:
-        write_json(
-            self.path / "run.json",
+        self.write(
+            "run.json",
             {
                 "format": FORMAT,
                 "recipe": to_plain(record.recipe),
@@ -104,31 +128,32 @@ class RunFolder:
             return None
         try:
             given = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} is not JSON: {error}. Restore it, or use another --out.") from error
         if not isinstance(given, dict) or not {"format", "recipe", "network"} <= given.keys():
             raise UsageError(f"{path} is not the record of a run. Restore it, or use another --out.")
         if given["format"] != FORMAT:
             raise UsageError(
-                f"{path} has format {given['format']!r}; this version of bsi reads format {FORMAT}. Go on with the "
-                f"version that wrote it, or start anew with --init-from."
+                f"{path} has format {given['format']!r}, and this version of bsi reads format {FORMAT}. Resume with "
+                f"the version that wrote it, or start a new run with --init-from."
             )
         return RunRecord(from_plain(Recipe, given["recipe"], "recipe"), str(given["network"]))
 
     def write_status(self, state: State, step: int, note: str = "") -> None:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        write_json(self.path / "status.json", {"state": state, "step": step, "note": note, "time": stamp})
+        self.write("status.json", {"state": state, "step": step, "note": note, "time": stamp})
 
     def read_status(self) -> Mapping[str, Any]:
-        path = self.path / "status.json"
+        """The status, or an empty dictionary if there is none that can be read."""
         try:
-            return dict(json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError):
+            found = json.loads((self.path / "status.json").read_text("utf-8"))
+        except (OSError, ValueError, RecursionError):
             return {}
+        return found if isinstance(found, dict) else {}
 
 
 def _without_home(words: list[str]) -> list[str]:
-    """~ for the home folder, where there is one; also in --out=FOLDER, but not inside other names."""
+    """The command with ~ for the home folder, also in --out=FOLDER, but not inside other names."""
     home = os.path.expanduser("~")
     return [re.sub(rf"(?<![^=]){re.escape(home)}(?=/|$)", "~", word) if len(home) > 1 else word for word in words]
 
@@ -147,3 +172,72 @@ def _environment(world: World) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+# ---- The journal -----------------------------------------------------------------------------------------------------
+
+
+class JsonLines:
+    """The sink that writes the journal of a run folder.
+
+    Lines after the step that a run resumes from are removed: they will be written again. So are the events of that
+    step named by `repeated`, if the checkpoint says that they are pending.
+    """
+
+    def __init__(self, folder: RunFolder, resumed_at: int, repeated: Collection[str] = ()) -> None:
+        self.folder = folder
+        kept = [line for line in _lines(folder.journal) if int(line["step"]) <= resumed_at]
+        kept = [line for line in kept if int(line["step"]) < resumed_at or line.get("event") not in repeated]
+        folder.check()
+        write_text(folder.journal, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def __call__(self, record: Mapping[str, Value]) -> None:
+        self.folder.check()
+        append_line(self.folder.journal, json.dumps({name: _finite(value) for name, value in record.items()}))
+
+
+def _finite(value: Value) -> Value | None:
+    """JSON has neither NaN nor infinity: null stands for them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lines(path: Path) -> list[dict[str, Value]]:
+    """The complete lines of a journal: a crash may have cut the last one."""
+    found = []
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
+    return found
+
+
+def read_journal(run: Path) -> list[dict[str, Value]]:
+    """The records of a run folder's journal."""
+    path = RunFolder(Path(run)).journal
+    if not path.is_file():
+        raise UsageError(f"{run} has no journal. Give the folder of a run.")
+    return _lines(path)
+
+
+def tensorboard(folder: Path) -> Sink:
+    """A sink that writes the records for TensorBoard.
+
+    All ranks may make one, and fail alike if the package is missing. The files are made with the first record, which
+    only the first rank gets, after it holds the run folder's lock.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError("TensorBoard is not installed. Run `pip install tensorboard`.") from error
+    writer = functools.cache(lambda: SummaryWriter(str(folder)))
+
+    def sink(record: Mapping[str, Value]) -> None:
+        for name, value in record.items():
+            if name not in ("step", "event") and isinstance(value, int | float):
+                writer().add_scalar(f"{record['event']}/{name}", value, int(record["step"]))
+        writer().flush()
+
+    return sink

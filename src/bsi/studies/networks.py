@@ -19,12 +19,11 @@ import torch
 
 from bsi.io import atomic, share
 from bsi.runtime.export import export
-from bsi.runtime.run_folder import RunFolder
+from bsi.runtime.run_folder import RunFolder, Sink, Value, read_journal
 from bsi.studies.deadline import Deadline
 from bsi.studies.job import Train
 from bsi.studies.scale import Scale
 from bsi.studies.store import Store
-from bsi.training.journal import Sink, Value, read_journal
 from bsi.training.train import train
 
 __all__ = ["train_network", "training_record"]

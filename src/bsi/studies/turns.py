@@ -1,7 +1,7 @@
 """One job, one process: studies share a folder, and whoever wants a job that another process does waits for it.
 
 A job's lock lies in the studies' folder for as long as the job takes, from its first step to the file that it leaves.
-The lock is a lease (training/lease.py), so that the job of a process that died is taken over. It names no batch job: of
+The lock is that of training/lock.py, so that the job of a process that died is taken over. It names no batch job: of
 one, several nodes may be at studies, and what was requeued waits until the lease is over. A network's run folder has a
 lock of its own: `bsi train ... --out` may be at work there, and is waited for in the same way.
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 from bsi.studies.deadline import Deadline
 from bsi.studies.job import Job, name_of, title
 from bsi.studies.store import Store
-from bsi.training.lease import InUse, Owner, hold
+from bsi.training.lock import InUse, Owner, hold
 
 __all__ = ["in_turn"]
 

@@ -1,9 +1,9 @@
 """The audit mode: the same bits for any number of ranks.
 
-Floating-point sums depend on their order. Here each virtual shard is computed by itself, with its own dropout, and the
-shards' gradients are added in a binary tree over shard numbers: ((g_0 + g_1) + (g_2 + g_3)) + ... A rank holds
-consecutive shards, a power of two of them, which is a subtree; ranks exchange their subtrees' sums and finish the tree
-alike. Float32, one thread, deterministic kernels, nothing compiled.
+Floating-point sums depend on their order. In this mode each virtual shard is computed separately, with its own dropout,
+and the gradients are added in a binary tree over shard numbers: ((g_0 + g_1) + (g_2 + g_3)) + ... A rank holds a power
+of two of consecutive shards, which is a subtree; the ranks exchange the sums of their subtrees and all add the rest of
+the tree in the same order. Everything is computed in float32 on one thread, with deterministic kernels and no compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Vector = Float[Tensor, " n"]
 
 
 class TreeSum:
-    """Adds vectors as a binary counter does: equal heights are merged at once, so that few are held."""
+    """Adds vectors like a binary counter: sums of equal height are merged at once, so that few are held."""
 
     def __init__(self) -> None:
         self._heights: dict[int, Vector] = {}
@@ -41,16 +41,16 @@ class TreeSum:
         return only
 
 
-def flatten_gradients(parameters: Sequence[nn.Parameter], losses: Float[Tensor, " told"]) -> Vector:
-    """All gradients and the losses as one vector; the gradients are cleared."""
+def flatten_gradients(parameters: Sequence[nn.Parameter], losses: Float[Tensor, " terms"]) -> Vector:
+    """All gradients and the losses as one vector. Clears the gradients."""
     parts = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
     for p in parameters:
         p.grad = None
     return torch.cat([*parts, losses])
 
 
-def set_gradients(parameters: Sequence[nn.Parameter], vector: Vector) -> Float[Tensor, " told"]:
-    """The inverse: gradients from a vector, and the losses."""
+def set_gradients(parameters: Sequence[nn.Parameter], vector: Vector) -> Float[Tensor, " terms"]:
+    """The inverse: set the gradients from a vector, and return the losses."""
     sizes = [p.numel() for p in parameters]
     *parts, losses = vector.split([*sizes, len(vector) - sum(sizes)])
     for p, part in zip(parameters, parts, strict=True):
@@ -60,13 +60,13 @@ def set_gradients(parameters: Sequence[nn.Parameter], vector: Vector) -> Float[T
 
 @contextmanager
 def numerics(recipe: Recipe) -> Iterator[None]:
-    """The recipe's threads; for an audit one thread and deterministic kernels. Afterwards, what was set before."""
+    """Use the recipe's number of threads; in the audit mode one, and deterministic kernels. Restored at the end."""
     threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     wanted = 1 if recipe.audit else recipe.threads
     if wanted is not None:
         torch.set_num_threads(wanted)
     if recipe.audit:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it to be deterministic
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
         torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +21,9 @@ from bsi.pictures import class_columns, grid, is_image
 from bsi.recipe import Recipe
 from bsi.rng import derive
 from bsi.runtime.distributed import World
-from bsi.training.stop import StopFlag
+
+if TYPE_CHECKING:
+    from bsi.training.loop import StopFlag
 
 __all__ = ["bound", "draw_samples"]
 

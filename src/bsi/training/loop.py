@@ -1,62 +1,72 @@
-"""The loop, top to bottom: a step, a look now and then, a save, until the last step or until someone asks to stop.
+"""The training loop, top to bottom: a step, what is due after it, until the last step or until someone asks to stop.
 
-Between looks the host only queues work: every few steps, and whenever something is due, it reads what the device has
-counted. After one step the order is journal, stored averages, evaluation and samples, checkpoint: a checkpoint never
-lacks what was due before it. One that is written in a hurry, because of a signal or because the evaluation failed,
-notes that the evaluation is still to be made.
+In between the host only queues work: every few steps, and when something is due, it reads what the device has counted.
+The order after a step is journal, stored averages, evaluation and samples, checkpoint, so that a checkpoint never lacks
+what was due before it. One that is written early, because of a signal or an error, notes what is still pending.
+
+SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1 (Slurm's warning) set a flag, which is read between steps and between the
+parts of an evaluation. All ranks agree on it, save the same step and exit with code 75; a second Ctrl-C exits at once.
+Every other error saves the last complete step too, before it is raised.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from bsi.errors import NonFinite, Preempted
-from bsi.io import write_json
-from bsi.progress import Progress, readable_seconds
+from bsi.progress import Progress, forget, readable_seconds
 from bsi.recipe import Recipe
-from bsi.runtime.averages import write_snapshot
-from bsi.runtime.checkpoint import Snapshot
-from bsi.runtime.dataset import TrainingData
-from bsi.runtime.distributed import FailedTogether, World
-from bsi.runtime.run_folder import RunFolder
-from bsi.runtime.watchdog import Watchdog
+from bsi.runtime.checkpoint import Saver, Snapshot
+from bsi.runtime.distributed import FailedTogether, Watchdog, World
+from bsi.runtime.ema import store_averages
+from bsi.runtime.run_folder import RunFolder, Sink, Value
+from bsi.training.dataset import TrainingData
 from bsi.training.evaluate import bound, draw_samples
-from bsi.training.journal import Sink, Value
-from bsi.training.saver import Saver
 from bsi.training.step import Engine
-from bsi.training.stop import StopFlag, tell
 from bsi.training.stream import Piece, Stream, piece_ids, piece_levels
 
-__all__ = ["Job", "run"]
+__all__ = ["Job", "StopFlag", "listening", "log", "run"]
 
-# Steps between two looks. On a CPU nothing runs ahead, and a look costs nothing.
-LOOK_EVERY = {"cpu": 1, "cuda": 10}
+# Steps between two readings of the device's counters. A CPU never runs ahead of the host.
+READ_EVERY = {"cpu": 1, "cuda": 10}
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STDERR = 2
+LEFT_AT_ONCE = 130  # what a shell reports for a process ended by Ctrl-C
 
 
 class Clock:
-    """Time spent in steps: evaluations and saves are left out."""
+    """Time spent in steps, without evaluations and saves."""
 
     def __init__(self) -> None:
-        self._since, self._away = time.perf_counter(), 0.0
+        self._since, self._excluded = time.perf_counter(), 0.0
 
-    def leave_out(self, seconds: float) -> None:
-        self._away += seconds
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._excluded += time.perf_counter() - started
 
     def lap(self) -> float:
         """Seconds of steps since the last lap."""
         now = time.perf_counter()
-        spent = now - self._since - self._away
-        self._since, self._away = now, 0.0
+        spent = now - self._since - self._excluded
+        self._since, self._excluded = now, 0.0
         return max(spent, 1e-9)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """All that the loop works with. `about` is what every checkpoint says beside its tensors."""
+    """Everything that the loop uses. `about` is stored in every checkpoint."""
 
     recipe: Recipe
     data: TrainingData
@@ -70,170 +80,243 @@ class Job:
     watchdog: Watchdog
     stop: StopFlag
     about: Mapping[str, Any]
-    evaluation_pending: bool
+    pending: bool
+    """Whether the evaluation and the samples of the current step are still to be made."""
 
 
 def run(job: Job) -> None:
-    """Train to the last step. Raises Preempted after a signal and NonFinite after a bad step; either has saved."""
+    """Train to the last step.
+
+    Raises:
+        Preempted: A signal asked to stop. The state is saved.
+        NonFinite: A loss or gradient was not finite. The state before it is saved.
+    """
+    try:
+        _train(job)
+    except (Preempted, NonFinite):
+        raise
+    except BaseException as error:
+        where = job.watchdog.where
+        _rescue(job, where[1])
+        job.watchdog.at(*where)  # where the error is from: out_of_memory.py reads it
+        if isinstance(error, FailedTogether):
+            job.world.barrier()  # the launcher ends all ranks once one exits: wait until the first has saved
+            raise error.error from None
+        raise
+
+
+def _train(job: Job) -> None:
     recipe, engine = job.recipe, job.engine
     clock, lap_began = Clock(), engine.steps_done
-    if job.evaluation_pending:
-        clock.leave_out(_look(job))
-        if engine.steps_done == recipe.steps:  # no later checkpoint will tell that it was made
+    if job.pending:
+        with clock.paused():
+            _observe(job)
+        if engine.steps_done == recipe.steps:  # there will be no later checkpoint to note that it was made
             _save(job)
     while engine.steps_done < recipe.steps:
         engine.step(job.stream, job.watchdog)
         job.progress.advance()
         step = engine.steps_done
         due, stored = recipe.every.due(step, recipe.steps), recipe.ema.stores(step, recipe.steps)
-        if step % LOOK_EVERY[job.world.device.type] and not due and not stored:
+        job.pending = due.evaluate or due.sample
+        if step % READ_EVERY[job.world.device.type] and not due and not stored:
             continue
-
         fault = engine.first_fault()
         if fault is not None:
-            raise _replayable(job, fault)
-        unseen = due.evaluate or due.sample
+            raise _non_finite(job, fault)
         if due.journal:
-            _journal(job, step - lap_began, clock.lap(), unseen)
+            _journal(job, step - lap_began, clock.lap())
             lap_began = step
-        if stored and job.world.first:
-            write_snapshot(job.folder.path, step, engine.powers.state())
-        if job.world.any(bool(job.stop)) and (step < recipe.steps or unseen):
-            raise _preempted(job, evaluation_pending=unseen)
-        clock.leave_out(_look(job))
-        if due.checkpoint:
-            clock.leave_out(_save(job))
+        with clock.paused():
+            if stored and job.world.first:
+                job.folder.check()
+                store_averages(job.folder.path, step, engine.powers.state())
+            if job.world.any(bool(job.stop)) and (step < recipe.steps or job.pending):
+                raise _preempted(job)
+            _observe(job)
+            if due.checkpoint:
+                _save(job)
     _finish_saves(job)
 
 
-def _journal(job: Job, steps: int, seconds: float, unseen: bool) -> None:
-    """One record of the steps since the last, to the journal and onto the progress line. If a sink fails, which may be
-    anyone's, the steps until here are saved."""
+# ---- What is due after a step ----------------------------------------------------------------------------------------
+
+
+def _journal(job: Job, steps: int, seconds: float) -> None:
+    """Write one record of the steps since the last one, and show it next to the progress."""
     means, step = job.engine.means(), job.engine.steps_done
     bits = means.measured / 2 / math.log(2)  # 2 L_M / n in nats: L_M in bits per dimension
     k = job.recipe.objective.finite_k
     rate = steps * job.recipe.batch / seconds
     lr = job.recipe.rate(step - 1)
-    record: dict[str, Value] = {
+    _record(job, {
         "event": "train", "step": step, "loss": means.loss,
         "bits_per_dim" if k is None else "bits_per_dim_finite_k": bits, "lr": lr,
         "grad_norm": means.grad_norm, "images_per_s": rate, "checkpoint_age_s": job.saver.age_s, "time": time.time(),
-    }  # fmt: skip
-    try:
-        _tell(job, record)
-    except Exception:
-        _save_alone(job, evaluation_pending=unseen)
-        tell(f"a sink failed at step {step}, as follows; what was trained is saved, the same command goes on")
-        raise
+    })  # fmt: skip
     saved = (
         f" · saved {readable_seconds(job.saver.age_s)} ago" if job.saver.has_saved and step < job.recipe.steps else ""
     )
     rounds = "" if k is None else f" in {k} rounds"
     spec = job.data.spec
-    # Of binned data the loss is nearly all of the bound; of continuous data the two are not to be compared.
+    # For binned data the loss is nearly all of the bound; for continuous data the two cannot be compared.
     what = "loss" if spec.bins is not None else "measurement term"
     each = "images" if len(spec.shape) == 3 else "samples"
     job.progress.note = f"{what} {bits:.3f} bits/dim{rounds} · {rate:.4g} {each}/s · lr {lr:.1e}{saved}"
 
 
-def _tell(job: Job, record: Mapping[str, Value]) -> None:
+def _record(job: Job, record: Mapping[str, Value]) -> None:
+    """Pass a record to the sinks, on the first rank."""
+    job.watchdog.at(job.engine.steps_done, "journal")
     if job.world.first:
         for sink in job.sinks:
             sink(record)
 
 
-def _look(job: Job) -> float:
-    """Evaluate and draw samples where that is due; the seconds it took. If it fails, or is interrupted, the steps until
-    here are saved."""
-    started = time.perf_counter()
-    try:
-        _observe(job)
-    except FailedTogether as failed:
-        if job.world.any(bool(job.stop)):  # that is why; or it fails again when the run goes on
-            raise _preempted(job, evaluation_pending=True) from None
-        error = failed.error
-        _save_alone(job, evaluation_pending=True)
-        job.world.barrier()  # a rank that leaves before the first has saved would have it killed
-    except Exception as failed:
-        error = failed
-        _save_alone(job, evaluation_pending=True)  # the others may never come
-    else:
-        return time.perf_counter() - started
-    step = job.engine.steps_done
-    job.watchdog.at(step, "evaluate")  # the save went well: whose error this is, room.py asks
-    if job.world.first:
-        tell(
-            f"the evaluation or the samples of step {step} failed, as follows; what was trained is saved. The same "
-            f"command tries them again; with --every.evaluate 0 --every.sample 0 it goes on without"
-        )
-    raise error
-
-
-def _save_alone(job: Job, evaluation_pending: bool) -> None:
-    """What was trained, before an error is raised; on this rank until it is on the disk."""
-    _save(job, evaluation_pending)
-    job.saver.wait()
-
-
 def _observe(job: Job) -> None:
+    """Evaluate and draw samples where that is due."""
     recipe, step = job.recipe, job.engine.steps_done
     due = recipe.every.due(step, recipe.steps)
     job.watchdog.at(step, "evaluate")
     if due.evaluate and job.data.test is not None:
-        found = bound(job.engine.ema.model, job.data.test, recipe, job.world, job.stop)
+        try:
+            found = bound(job.engine.ema.model, job.data.test, recipe, job.world, job.stop)
+        except FailedTogether:
+            if job.world.any(bool(job.stop)):  # that is why; if not, it fails again in the resumed run
+                raise _preempted(job) from None
+            raise
         unit = found.n * math.log(2)
-        _tell(job, {
+        _record(job, {
             "event": "evaluate", "step": step, "bits_per_dim": found.bits_per_dim, "error": found.monte_carlo_error,
             "data_error": found.data_error, "data_resolved": found.data_resolved,
             "reconstruction": float(found.reconstruction.mean()) / unit,
             "measurement": float(found.measurement.mean()) / unit, "prior": float(found.prior.mean()) / unit,
             "change_of_units": found.log_determinant / math.log(2), "time": time.time(),
         })  # fmt: skip
+    job.watchdog.at(step, "evaluate")
     if due.sample and job.world.first:
+        job.folder.check()
         path = draw_samples(job.engine.ema.model, recipe, job.folder.path / "samples" / f"step-{step:08d}")
-        _tell(job, {"event": "sample", "step": step, "file": f"samples/{path.name}", "time": time.time()})
+        _record(job, {"event": "sample", "step": step, "file": f"samples/{path.name}", "time": time.time()})
+    job.pending = False
 
 
-def _save(job: Job, evaluation_pending: bool = False) -> float:
-    """Hand the state to the saver, on the first rank; the seconds it took."""
-    started, step = time.perf_counter(), job.engine.steps_done
+# ---- Saving ----------------------------------------------------------------------------------------------------------
+
+
+def _save(job: Job) -> None:
+    """Pass the state to the saver, on the first rank."""
+    step = job.engine.steps_done
     job.watchdog.at(step, "save")
     if job.world.first:
-        state = {**job.about, "evaluation_pending": evaluation_pending}
-        job.saver.save(Snapshot(step, job.engine.tensors(), state))
-    return time.perf_counter() - started
+        job.saver.save(Snapshot(step, job.engine.tensors(), {**job.about, "evaluation_pending": job.pending}))
 
 
 def _finish_saves(job: Job) -> None:
-    """Until what was saved is on the disk, on every rank: a rank that leaves early would have the others killed."""
+    """Wait on all ranks until the save is on the disk: the launcher ends all ranks once one exits."""
     job.saver.wait()
     job.world.barrier()
 
 
-def _preempted(job: Job, evaluation_pending: bool) -> Preempted:
-    """Save on all ranks, to go on later."""
-    _save(job, evaluation_pending)
+def _preempted(job: Job) -> Preempted:
+    _save(job)
     _finish_saves(job)
     reason, step = job.stop.reason or "another rank's signal", job.engine.steps_done
-    return Preempted(f"{reason}: saved step {step} of {job.recipe.steps}; run the same command to go on")
+    return Preempted(f"{reason}: saved step {step} of {job.recipe.steps}; run the same command to resume")
 
 
-def _replayable(job: Job, fault: int) -> NonFinite:
-    """Keep what a bad step saw, and the state before it: running on from there meets it again at once."""
-    recipe, step = job.recipe, fault
-    whole = Piece(step, 0, 0, recipe.batch)
-    t = piece_levels(recipe, whole)
-    path = job.folder.path / f"replay-{step:08d}.json"
+def _rescue(job: Job, phase: str) -> None:
+    """Save the last complete step before an error is raised, without the other ranks, which may never come."""
+    engine = job.engine
+    if not job.world.first or engine.updating or phase == "save":
+        return
+    with suppress(Exception):  # the first error is the one to raise
+        if (fault := engine.first_fault()) is not None:
+            engine.steps_done, job.pending = fault, False
+        _save(job)
+        job.saver.wait()
+        what = {"journal": "a sink", "evaluate": "the evaluation or the samples"}.get(phase, "training")
+        without = " With --every.evaluate 0 --every.sample 0 it runs without them." if phase == "evaluate" else ""
+        log(
+            f"{what} failed at step {engine.steps_done}, as follows. The state of this step is saved, and the same "
+            f"command resumes from it.{without}"
+        )
+
+
+def _non_finite(job: Job, step: int) -> NonFinite:
+    """Save the inputs of a bad step and the state before it: a resumed run meets it again at once."""
+    recipe = job.recipe
+    batch = Piece(step, 0, 0, recipe.batch)
+    t = piece_levels(recipe, batch)
+    name = f"replay-{step:08d}.json"
     if job.world.first:
-        write_json(path, {
-            "step": step, "seed": recipe.seed, "ids": piece_ids(recipe, job.data.spec.count, whole).tolist(),
+        job.folder.write(name, {
+            "step": step, "seed": recipe.seed, "ids": piece_ids(recipe, job.data.spec.count, batch).tolist(),
             "t": t.tolist(), "levels": job.engine.loss.level(t.to(job.world.device)).tolist(),
             "recipe": job.about["recipe"],
         })  # fmt: skip
-    job.engine.steps_done = step
+    job.engine.steps_done, job.pending = step, False
     _save(job)
     _finish_saves(job)
     return NonFinite(
-        f"the loss or the gradient of step {step} was not finite. Nothing was updated from it: the state before it is "
-        f"saved, and {path} lists the samples, levels and seed it saw. Lower --optimizer.lr, or look at the data."
+        f"the loss or the gradient of step {step} was not finite. The step was not applied, the state before it is "
+        f"saved, and {job.folder.path / name} lists its samples, levels and seed. Lower --optimizer.lr, or check the "
+        f"data."
     )
+
+
+# ---- Signals ---------------------------------------------------------------------------------------------------------
+
+
+class StopFlag:
+    """Set once a signal has arrived; `reason` is its name."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.reason is not None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.reason == "SIGINT" and number == signal.SIGINT:
+            _write("second Ctrl-C: exiting without saving")
+            os._exit(LEFT_AT_ONCE)
+        if not self:
+            self.reason = signal.Signals(number).name
+            again = "; Ctrl-C again exits at once" if number == signal.SIGINT else ""
+            _write(f"{self.reason}: saving, then exiting{again}")
+        elif number == signal.SIGINT:
+            self.reason = "SIGINT"
+
+
+@contextmanager
+def listening() -> Iterator[StopFlag]:
+    """Handle the signals while the block runs, except those that are ignored (nohup). Only a main thread can."""
+    flag = StopFlag()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+    wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, flag) for number in wanted}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def log(line: str) -> None:
+    """Print a line on stderr. A log that cannot be written is ignored: it never ends a run."""
+    try:
+        print(f"bsi train: {line}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            forget(sys.stderr.fileno())
+
+
+def _write(words: str) -> None:
+    """The same from a signal handler: not through Python's stderr, which may be in the middle of a write."""
+    try:
+        os.write(STDERR, f"\nbsi train: {words}\n".encode())
+    except OSError:
+        forget(STDERR)

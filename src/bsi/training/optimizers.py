@@ -1,17 +1,17 @@
 """The update of the weights: AdamW, or Muon for the matrices inside a network and AdamW for the rest.
 
-Muon (Jordan and others, 2024) takes momentum steps whose matrices have all singular values near one:
+Muon (Jordan et al., 2024) takes momentum steps whose matrices have all singular values near one:
 
     M <- beta M + (1 - beta) G
-    N  = beta M + (1 - beta) G                            Nesterov's look ahead
+    N  = beta M + (1 - beta) G                            Nesterov momentum
     W <- W - lr (0.2 sqrt(max(m, n)) U + decay W)         U: the polar factor of N, by five Newton-Schulz steps
 
-The factor (Liu and others, 2025) gives a step the root mean square of AdamW's, so that both share one rate and one
-decay. Its matrices are those between hidden features; filters of convolutions count as (out, in x window). What embeds,
-modulates and reads out, and every vector, is AdamW's; so is a matrix whose rows do not lie one after the other (torch's
-own layers make none).
+The factor (Liu et al., 2025) gives a step the root mean square of AdamW's, so that both share one learning rate and one
+decay. Muon updates the matrices between hidden features; filters of convolutions count as (out, in x window).
+Embeddings, modulation, the output layer, every vector, and a matrix whose rows are not contiguous (torch's layers make
+none) are updated by AdamW.
 
-Both stand still where a step is not to count: a flag on the device, which no step waits for.
+Whether a step counts is a flag on the device; neither optimizer changes anything if it is not set.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch import Tensor, nn
 
 from bsi.backbones.base import Backbone
 from bsi.recipe import Optimizer
-from bsi.runtime.lerp import lerp_
+from bsi.runtime.ema import lerp_
 
 __all__ = ["GatedAdamW", "Muon", "Optimizers", "inner_matrices", "polar"]
 
-# A quintic that brings every singular value in 0 .. 1 into 0.7 .. 1.2: quickly rather than exactly.
+# A quintic that brings every singular value in 0 .. 1 into 0.7 .. 1.2, in few steps rather than exactly.
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
 ADAMS_SIZE = 0.2
 
 
 class GatedAdamW(torch.optim.AdamW):
-    """Fused AdamW that stands still where `found_inf` is 1, and divides the gradients by `grad_scale`.
+    """Fused AdamW that changes nothing if `found_inf` is 1, and divides the gradients by `grad_scale`.
 
-    Both are what torch.amp.GradScaler sets on a fused optimizer: its kernel reads them on the device.
+    torch.amp.GradScaler sets both on a fused optimizer, whose kernel reads them on the device.
     """
 
     found_inf: Tensor
@@ -46,7 +46,7 @@ class GatedAdamW(torch.optim.AdamW):
 
 
 def polar(matrices: Float[Tensor, "count rows columns"]) -> Float[Tensor, "count rows columns"]:
-    """Roughly U V^T of each matrix U S V^T. In bfloat16 on a GPU: what is rounded there is below what is rough."""
+    """An approximation of U V^T for each matrix U S V^T. In bfloat16 on a GPU, whose rounding is the smaller error."""
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -58,16 +58,16 @@ def polar(matrices: Float[Tensor, "count rows columns"]) -> Float[Tensor, "count
 
 
 def by_rows(matrix: Tensor, like: Tensor) -> Float[Tensor, "rows columns"]:
-    """(out, in x window), its columns in the order in which those of `like` lie in memory: there, without a copy.
+    """A view of shape (out, in x window), with the columns in the order in which `like` has them in memory.
 
-    The polar factor does not mind: it has the columns of its matrix, in whatever order they come.
+    The polar factor does not depend on that order: permuting the columns of a matrix permutes those of its factor.
     """
     order = sorted(range(1, like.ndim), key=like.stride, reverse=True)
     return matrix.permute(0, *order).flatten(1)
 
 
 class Muon:
-    """The momenta of some matrices, in their order, and the step. Matrices of one shape are turned together."""
+    """Muon for some matrices. Those of one shape are updated together."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], beta: float, decay: float) -> None:
         self.matrices, self.beta, self.decay = list(matrices), beta, decay
@@ -78,17 +78,17 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: Float[Tensor, ""], scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
-        """One step on the gradients over `scale`, if it counts."""
+        """One step with the gradients divided by `scale`, if it counts."""
         lr = lr * counts
         for (rows, columns), alike in self._alike.items():
             weights = [by_rows(self.matrices[i], self.matrices[i]) for i in alike]
             momenta = [by_rows(self.momenta[i], self.matrices[i]) for i in alike]
-            # 0 where the step does not count: what is not finite would outlive a factor of 0.
+            # torch.where, since a factor of 0 would keep a gradient that is not finite.
             grads = torch.where(counts, torch.stack([self._gradient(i) for i in alike]) / scale, 0.0)
             lerp_(momenta, grads.unbind(), (1 - self.beta) * counts)
-            turned = polar(torch.stack(momenta).lerp_(grads, 1 - self.beta))
+            factors = polar(torch.stack(momenta).lerp_(grads, 1 - self.beta))
             torch._foreach_mul_(weights, 1 - self.decay * lr)
-            torch._foreach_sub_(weights, (turned * (ADAMS_SIZE * max(rows, columns) ** 0.5 * lr)).unbind())
+            torch._foreach_sub_(weights, (factors * (ADAMS_SIZE * max(rows, columns) ** 0.5 * lr)).unbind())
 
     def _gradient(self, i: int) -> Float[Tensor, "rows columns"]:
         matrix = self.matrices[i]
@@ -96,7 +96,7 @@ class Muon:
 
 
 def inner_matrices(network: nn.Module) -> Sequence[Tensor]:
-    """Those between hidden features; of a network from elsewhere, of all its layers but the first and the last."""
+    """The matrices between hidden features; of a network passed by the caller, of all layers but the first and last."""
     if isinstance(network, Backbone):
         return network.matrices()
     layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
@@ -104,14 +104,14 @@ def inner_matrices(network: nn.Module) -> Sequence[Tensor]:
 
 
 class Optimizers:
-    """What a recipe's optimizer is for a network's parameters, by name."""
+    """The optimizers of a network's parameters, by the recipe's settings."""
 
     def __init__(self, network: nn.Module, settings: Optimizer) -> None:
         named = {n: p for n, p in network.named_parameters() if p.requires_grad}
         inner = inner_matrices(network) if settings.kind == "muon" else []
-        turned = {id(p) for p in inner if by_rows(p, p).data_ptr() == p.data_ptr()}
-        self._muon = {n: p for n, p in named.items() if id(p) in turned}
-        self._adam = {n: p for n, p in named.items() if id(p) not in turned}
+        contiguous = {id(p) for p in inner if by_rows(p, p).data_ptr() == p.data_ptr()}
+        self._muon = {n: p for n, p in named.items() if id(p) in contiguous}
+        self._adam = {n: p for n, p in named.items() if id(p) not in contiguous}
         self.muon = Muon(list(self._muon.values()), settings.momentum, settings.weight_decay)
         betas = (settings.beta_1, settings.beta_2)
         self.adam = GatedAdamW(
@@ -120,9 +120,9 @@ class Optimizers:
             betas=betas,
             weight_decay=settings.weight_decay,
             fused=True,
-            capturable=True,  # its count of steps, too, is on the device
+            capturable=True,  # keeps the count of steps on the device too
         )
-        for p in self._adam.values():  # what AdamW would do at its first step; so a checkpoint is whole from the start
+        for p in self._adam.values():  # as AdamW does in its first step, so that a checkpoint has all names at once
             self.adam.state[p] = {"step": torch.zeros((), device=p.device)} | {
                 kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in ("exp_avg", "exp_avg_sq")
             }
@@ -132,7 +132,7 @@ class Optimizers:
             p.grad = None
 
     def step(self, lr: Float[Tensor, ""], scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
-        """Move the weights by their gradients over `scale`, if the step counts."""
+        """Update the weights with their gradients divided by `scale`, if the step counts."""
         for group in self.adam.param_groups:
             group["lr"] = lr
         self.adam.found_inf, self.adam.grad_scale = (~counts).float(), scale

@@ -1,21 +1,21 @@
-"""A step recorded once and then replayed: one launch in place of hundreds (CUDA graphs).
+"""CUDA graphs: a training step is recorded once and then replayed, with one launch instead of hundreds.
 
-A small network's step is over on the device before the host has launched it: 717 kernels of `dit-mini` take 22 ms on an
-H200, and launching them 38 ms. A recording holds every kernel of a step with its arguments. So it needs what all steps
-share: inputs that lie in one place (`held`), and nothing that the host decides on the way (dials.py). Random numbers
-that the network draws come from torch's generator, whose seed a replay reads anew.
+A small network's step takes the device less time than the host needs to launch it: 717 kernels of `dit-mini` run in
+22 ms on an H200, and launching them takes 38 ms. A recording holds every kernel of a step with its arguments. So the
+inputs of all steps must be at one place in memory (`held`), and what differs between steps must be in tensors
+(`Scalars` in step.py). The network's random numbers come from torch's generator, whose seed each replay reads.
 
-The first steps run as they are, on the stream that will record: they choose algorithms, compile, and make the work
-space of matrix products, which belongs to a stream. No two recordings share one: when a recording goes, torch frees the
-work space of its stream, whoever else uses it. The next one may have the stream, and few work spaces are made.
+The first steps run normally, on the stream that will record: they choose algorithms, compile, and allocate the
+workspace of matrix products, which belongs to a stream. Two recordings never share a stream at the same time: when a
+recording is deleted, torch frees the workspace of its stream, even if another one uses it. Streams are reused after
+that, so that few workspaces are allocated.
 
-The memory of a recording is its own for good, and beside it evaluations need theirs: a step that takes much of what
-this process can have is not recorded. It would gain nothing, since the device is then the slower one. Nor is a step
-that might ask the host, nor one of several ranks or pieces (`replayable` in step.py).
+A recording keeps its memory for good, and evaluations need memory too: a step that takes a large share of it is not
+recorded. It would gain nothing, since then the device is slower than the host. Steps that may wait for the host, and
+steps of several ranks or pieces, are not recorded either (`replayable` in step.py).
 
-Where recording fails, nothing is lost: kernels that are recorded do not run, so weights, moments, averages and counters
-are what they were, and the gradients that the attempt left are the first thing that a step drops. Every step then runs
-as it is, on the caller's stream.
+If recording fails, the state is unchanged: kernels do not run while they are recorded, and every step begins by
+clearing the gradients that the attempt left. All steps then run normally, on the caller's stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from contextlib import contextmanager
 
 import torch
 
-from bsi.training.room import room
+from bsi.runtime.out_of_memory import available
 from bsi.training.stream import Batch
 
 __all__ = ["Replay"]
@@ -40,7 +40,7 @@ LARGEST_SHARE = 0.4  # of the memory that this process has or could have
 
 
 class Replay:
-    """`step(batch)` for batches of one shape. Beside the batch it may use tensors that are changed in place."""
+    """Calls `step(batch)` for batches of one shape. The step may also use tensors that are changed in place."""
 
     def __init__(self, device: torch.device) -> None:
         idle = _idle(device)
@@ -53,11 +53,11 @@ class Replay:
 
     @property
     def recorded(self) -> bool:
-        """Whether steps are replayed from here on."""
+        """Whether steps are replayed by now."""
         return self._graph is not None
 
     def __call__(self, step: Callable[[Batch], None], batch: Batch) -> None:
-        """One step on a batch; `step` is always the same one."""
+        """One step on a batch; `step` must be the same in every call."""
         if self._failed:
             step(batch)
             return
@@ -78,7 +78,7 @@ class Replay:
             self._run(step, self._held)
 
     def _run(self, step: Callable[[Batch], None], held: Batch) -> None:
-        """A plain step, on the stream that will record."""
+        """A normal step, on the stream that will record."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -87,10 +87,10 @@ class Replay:
         self._plain_steps += 1
 
     def _small(self) -> bool:
-        return torch.cuda.max_memory_allocated(self._device) < LARGEST_SHARE * room(self._device)
+        return torch.cuda.max_memory_allocated(self._device) < LARGEST_SHARE * available(self._device)
 
     def _record(self, step: Callable[[Batch], None], held: Batch) -> torch.cuda.CUDAGraph:
-        """All kernels of a step, without running them. Other threads, which fetch data, go on meanwhile."""
+        """Record all kernels of a step, without running them. Other threads may use the device (to fetch data)."""
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         here = torch.cuda.current_stream(self._device)
         try:
@@ -100,49 +100,49 @@ class Replay:
             ):
                 step(held)
         except RuntimeError:
-            torch.cuda.set_stream(here)  # torch leaves the recording's own in place where ending it fails
+            torch.cuda.set_stream(here)  # torch leaves the recording's stream current if ending it fails
             graph.reset()
             _end_recording(self._device, pool)
             raise
-        torch.cuda.empty_cache()  # of the gradients that the last plain step had left
+        torch.cuda.empty_cache()  # the gradients of the last normal step
         return graph
 
     def _give_up(self, error: RuntimeError) -> None:
         self._failed, self._held = True, None
-        # Ending a recording that went wrong is an error of its own; and CUDA's go on with advice.
+        # Ending a failed recording raises another error; CUDA's messages continue with general advice.
         cause = str(error.__context__ or error).partition("\n")[0]
         warnings.warn(
-            f"the training step could not be recorded as a CUDA graph ({cause}). It goes on unrecorded: the same "
-            "computation, slower where the network is small.",
+            f"the training step could not be recorded as a CUDA graph ({cause}). Training continues without: the same "
+            "computation, slower if the network is small.",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def _end_recording(device: torch.device, pool: tuple[int, int]) -> None:
-    """What torch (before 2.12) leaves undone where CUDA has declared a recording invalid."""
+    """Clean up what torch (before 2.12) does not if CUDA has declared a recording invalid."""
     index = torch.cuda.current_device() if device.index is None else device.index
     with contextlib.suppress(RuntimeError):  # it has ended by itself
-        torch._C._cuda_endAllocateToPool(index, pool)  # until then, giving cached memory back is an internal error
+        torch._C._cuda_endAllocateToPool(index, pool)  # until then, freeing cached memory is an internal error
         torch._C._cuda_releasePool(index, pool)
     generator = torch.cuda.default_generators[index]
     seed = generator.initial_seed()
     try:
         torch.rand((), device=device)
-    except RuntimeError:  # it still waits for the recording's end
+    except RuntimeError:  # it is still in the state of the recording
         generator.graphsafe_set_state(torch.Generator(device))
-    generator.manual_seed(seed)  # as it was set before the step
+    generator.manual_seed(seed)  # as before the step
 
 
 @functools.cache
 def _idle(device: torch.device) -> list[torch.cuda.Stream]:
-    """Streams whose `Replay` is gone."""
+    """Streams whose `Replay` has been deleted."""
     return []
 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Python's collector may free another recording, or a kernel; while one is made, that would spoil it."""
+    """Disable Python's garbage collector: freeing another recording, or a kernel, would invalidate this one."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

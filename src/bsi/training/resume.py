@@ -1,46 +1,138 @@
-"""One rule to resume: the same folder goes on. Settings that changed are listed, and refused unless that is safe.
+"""Resuming: the checkpoint of a run folder, compared with what is asked for now, and read into the engine.
 
-Safe is what cannot change the result (intervals, what is kept, workers) or changes it by rounding alone (how a batch is
-cut into pieces, what is computed again). Anything else must be allowed by its name, `--allow optimizer.lr`; what
-decides which tensors there are (the network, the kind of optimizer, the averages) never fits, and can only start anew
-(`--init-from` takes the weights). The length of the schedule is part of the recipe: a constant schedule may be
-extended, a cosine may not, since every step so far would have had another rate.
+The same command in the same folder resumes. A setting that has changed since must be safe or allowed by name. Safe are
+settings that cannot change the result (intervals, what is kept, workers) or change it by rounding alone (the pieces of
+a batch, what is recomputed). Others need `--allow optimizer.lr`. Those that decide which tensors exist (the network,
+the kind of optimizer, the averages) need a new run; `--init-from` takes over the weights. The number of steps is part
+of the recipe: a constant schedule may be extended, a cosine may not, since all its rates would have been others.
+
+The first rank reads and prints; all ranks raise together.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from bsi.errors import UsageError
+from bsi.errors import BsiError, UsageError
 from bsi.recipe import Recipe
-from bsi.runtime.serialization import Change, changes, flat
+from bsi.runtime import checkpoint
+from bsi.runtime.checkpoint import Checkpoint
+from bsi.runtime.data_spec import DataSpec
+from bsi.runtime.distributed import World
+from bsi.runtime.run_folder import RunFolder, RunRecord
+from bsi.runtime.serialization import Change, changes, flat, from_plain
+from bsi.training.step import Engine
 
-__all__ = ["DATA_VERSION", "check_changes"]
+__all__ = ["SAFE", "Resumed", "check_changes", "find_checkpoint", "restore"]
 
 SAFE = ("name", "accumulation", "lean", "data.workers", "every", "evaluation", "samples", "keep")
 NEVER = ("backbone", "network", "data.labels", "optimizer.kind", "objective.weight", "ema.powers")
 DATA_VERSION = "data.version"
 SHOWN = 7  # changes in a message of at most ten lines
 
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run resumes. Only the first rank has the checkpoint itself; it shares what it reads."""
+
+    checkpoint: Checkpoint | None
+    finished: bool
+    evaluation_pending: bool
+
+
+def find_checkpoint(
+    folder: RunFolder, record: RunRecord, data: DataSpec, world: World, allow: Sequence[str], log: Log
+) -> Resumed:
+    """The checkpoint to resume from, compared with what is asked for now."""
+    found, error = None, None
+    if world.first:
+        try:
+            found = checkpoint.find(folder.checkpoints, log)
+            if found is not None:
+                _compare(folder, found, record, data, world, allow, log)
+        except BsiError as raised:
+            error = raised
+    world.agree(error)
+    pending = found is not None and bool(found.state["evaluation_pending"])
+    done = found is not None and found.step >= record.recipe.steps and not pending
+    return Resumed(found, world.any(done), world.any(pending))
+
+
+def _compare(
+    folder: RunFolder,
+    found: Checkpoint,
+    record: RunRecord,
+    data: DataSpec,
+    world: World,
+    allow: Sequence[str],
+    log: Log,
+) -> None:
+    state = found.state
+    before = folder.read_record() or RunRecord(from_plain(Recipe, state["recipe"]), str(state["network"]))
+    if before.recipe.backbone is None and before.network == record.network:  # not described by earlier versions
+        before = replace(before, recipe=replace(before.recipe, backbone=record.recipe.backbone))
+    changed = check_changes(
+        before.recipe, record.recipe, (before.network, record.network),
+        (state["data"]["version"], data.version), found.step, allow,
+    )  # fmt: skip
+    for change in changed:
+        log(f"changed since the run began: {change}")
+    pieces = (state["ranks"] * before.recipe.accumulation, world.size * record.recipe.accumulation)
+    if pieces[0] != pieces[1] and not record.recipe.audit:
+        log(
+            f"ranks x accumulation was {pieces[0]} and is {pieces[1]}: samples, levels and noise stay the same, "
+            f"dropout masks differ, and sums are rounded differently"
+        )
+
+
+def restore(engine: Engine, found: Checkpoint | None, world: World, log: Log) -> None:
+    """Read a checkpoint's state into the engine, on the rank that has found it."""
+    error = None
+    if found is not None:
+        try:
+            engine.restore(found.step, {name: checkpoint.read_tensors(found, name) for name in engine.files})
+            log(f"resuming from {found.folder}")
+        except UsageError as raised:
+            error = raised
+    world.agree(error)
+
 
 def check_changes(
     before: Recipe, now: Recipe, networks: tuple[str, str], versions: tuple[str, str], step: int, allow: Sequence[str]
 ) -> list[Change]:
-    """The changes that a run goes on with after `step`; refuses those that are neither safe nor allowed by name.
+    """The changes since a run began; raises if one is neither safe nor allowed by name.
 
-    `networks` and `versions` are the network's class and the dataset's hash, then and now.
+    Args:
+        before: The recipe of the run.
+        now: The recipe asked for.
+        networks: The class of the caller's network, then and now.
+        versions: The hash of the data, then and now.
+        step: The step that the run has reached.
+        allow: Names of settings that may differ.
     """
-    _check_names(now, allow)
+    known = [*flat(now), DATA_VERSION]
+    for name in allow:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Some names: {', '.join(known[:8])}."
+            raise UsageError(f"--allow must name a setting, got {name!r}. {hint}")
     found = [change for change in changes(before, now) if change.name != "data.name"]
     if networks[0] != networks[1]:
         found.append(Change("network", *networks))
     if versions[0] != versions[1]:
         found.append(Change(DATA_VERSION, versions[0][:12], versions[1][:12]))
-    refused = [change for change in found if not _safe(change, now, step) and change.name not in allow]
-    refused += [change for change in found if _within(change.name, NEVER) and change not in refused]
-    if refused:
-        raise UsageError(_refusal(refused, now, step))
+
+    def accepted(change: Change) -> bool:
+        extended = change.name == "steps" and now.optimizer.schedule == "constant" and now.steps >= step
+        safe = extended or _within(change.name, SAFE) or change.name in allow
+        return safe and not _within(change.name, NEVER)
+
+    if rejected := [change for change in found if not accepted(change)]:
+        raise UsageError(_explain(rejected, now, step))
     return found
 
 
@@ -48,39 +140,24 @@ def _within(name: str, groups: Sequence[str]) -> bool:
     return any(name == group or name.startswith(f"{group}.") for group in groups)
 
 
-def _safe(change: Change, now: Recipe, step: int) -> bool:
-    if change.name == "steps":
-        return now.optimizer.schedule == "constant" and now.steps >= step
-    return _within(change.name, SAFE)
-
-
-def _refusal(refused: Sequence[Change], now: Recipe, step: int) -> str:
-    lines = [f"this run was begun with other settings, and stands at step {step}:"]
-    lines += [f"  {change}" for change in refused[:SHOWN]]
-    if len(refused) > SHOWN:
-        lines.append(f"  and {len(refused) - SHOWN} more")
-    names = [change.name for change in refused]
+def _explain(rejected: Sequence[Change], now: Recipe, step: int) -> str:
+    lines = [f"this run began with other settings, and has reached step {step}:"]
+    lines += [f"  {change}" for change in rejected[:SHOWN]]
+    if len(rejected) > SHOWN:
+        lines.append(f"  and {len(rejected) - SHOWN} more")
+    names = [change.name for change in rejected]
     if any(_within(name, NEVER) for name in names):
         lines.append(
-            "a checkpoint cannot be read into another network, optimizer or objective: use another --out; --init-from "
-            "takes the weights of a network of the same shape"
+            "A checkpoint cannot be read into another network, optimizer or objective. Use another --out; --init-from "
+            "takes over the weights of a network of the same shape."
         )
     elif names == ["steps"] and now.optimizer.schedule == "cosine":
         lines.append(
-            "a cosine schedule's length decides every rate so far: extending it gives no run that ever was. Use "
-            "another --out with --init-from, or --allow steps if you mean it"
+            "The length of a cosine schedule decides all its rates: an extended run would differ from a new one. Use "
+            "another --out with --init-from, or --allow steps to extend it nevertheless."
         )
     elif names == ["steps"]:
-        lines.append(f"a run cannot end before the step it has reached: use --steps {step} or more")
+        lines.append(f"A run cannot end before the step it has reached. Use --steps {step} or more.")
     else:
-        lines.append(f"go on with the old values, use another --out, or say --allow {' '.join(names)}")
+        lines.append(f"Use the old values, another --out, or --allow {' '.join(names)}.")
     return "\n".join(lines)
-
-
-def _check_names(recipe: Recipe, allow: Sequence[str]) -> None:
-    known = [*flat(recipe), DATA_VERSION]
-    for name in allow:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Some names: {', '.join(known[:8])}."
-            raise UsageError(f"--allow names a setting; {name!r} is none. {hint}")

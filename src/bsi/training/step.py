@@ -1,54 +1,133 @@
-"""One step: gradients of the global batch, then an update that happens only if everything is finite.
+"""One training step: gradients of the global batch, then an update that happens only if everything is finite.
 
-    loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch; L_M^k or a weighted L_M if the recipe says so (loss.py)
-    gradient  DDP's sum over ranks and pieces; in the audit mode, a sum over virtual shards in a fixed order
-    update    AdamW (or Muon: optimizers.py) with the gradient's norm clipped, then the EMA; under a flag on the device
+    loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch, or as the recipe's objective weighs it
+    gradient  DDP's sum over ranks and pieces; in the audit mode a sum over virtual shards in a fixed order (audit.py)
+    update    AdamW or Muon (optimizers.py) with the norm of the gradient clipped, then the averages of the weights
 
-The flag is up while every loss and every gradient norm so far was finite. Once one was not, nothing moves any more, on
-any rank: the norm of the summed gradient and the summed loss are the same everywhere. The host finds out when it next
-looks, and until then the weights stay as they were before the bad step. So no step waits for the host, and on one GPU
-a step is recorded and replayed (replay.py): all that it changes, it changes in place.
+Whether a step counts is a flag on the device: it is set while every loss and gradient norm so far was finite. After the
+first fault nothing moves any more, on any rank, since the norm of the summed gradient and the summed loss are the same
+everywhere. The host reads the flag some steps later, and no step waits for it. All that a step changes it changes in
+place, and all that differs between two steps is in tensors (`Scalars` and the batch): so on one GPU a step is recorded
+once and replayed (replay.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bsi.backbones.base import Backbone
 from bsi.errors import UsageError
-from bsi.methods.base import Predictor
+from bsi.grids import paper_grid
+from bsi.levels import Proposal
+from bsi.methods.base import Method, Predictor
 from bsi.model import Model
-from bsi.recipe import Recipe
-from bsi.runtime.averages import PowerAverages
+from bsi.objective import Weight, edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
+from bsi.recipe import Objective, Recipe
 from bsi.runtime.checkpoint import differences
-from bsi.runtime.distributed import World
-from bsi.runtime.watchdog import Watchdog
+from bsi.runtime.distributed import Watchdog, World
+from bsi.runtime.ema import EmaModel, PowerAverages, Profile
 from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
-from bsi.training.dials import Dials
-from bsi.training.ema import EmaModel
-from bsi.training.loss import Loss
 from bsi.training.optimizers import Optimizers
 from bsi.training.replay import Replay
 from bsi.training.stream import Batch, Stream
 
-__all__ = ["Engine", "Means", "replayable"]
+__all__ = ["Engine", "Loss", "Means", "Scalars", "replayable"]
 
-# The loss's scale in float16, as in torch.amp.GradScaler: halved when a gradient overflows, doubled after good steps.
+PerSample = Float[Tensor, " batch"]
+
+# The loss scale in float16, as in torch.amp.GradScaler: halved if a gradient overflows, doubled after good steps.
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
-MOST_LABELS = 3072  # beyond that the gradient of torch's embedding sorts them, and has the host count
+MOST_LABELS = 3072  # for more, the gradient of torch's embedding sorts them, and reads a count on the host
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a recipe's objective, see bsi.objective. `grid` is that of L_M^k, or None for L_M^inf."""
+
+    method: Method
+    weight: Weight | None
+    levels: Proposal
+    grid: Float[Tensor, " levels"] | None
+
+    @classmethod
+    def of(cls, objective: Objective, method: Method, device: torch.device) -> Loss:
+        """The loss with its tables on the device."""
+        weight: Weight | None = None
+        if objective.weight == "sigmoid":
+            weight = sigmoid_weight(method, objective.bias)
+        elif objective.weight == "edm":
+            weight = edm_weight(method)
+        levels: Proposal = expected_levels(method, weight).to(device) if objective.expected_levels else method.levels
+        grid = None if objective.finite_k is None else paper_grid(method, objective.finite_k).to(device)
+        return cls(method, weight, levels, grid)
+
+    def __call__(
+        self, predict: Predictor, x: Float[Tensor, "batch *data"], t: PerSample, eps: Float[Tensor, "batch *data"]
+    ) -> PerSample:
+        if self.grid is None:
+            return training_loss(self.method, predict, x, t, eps, self.weight, self.levels)
+        return finite_training_loss(self.method, predict, x, self.grid, self._measurement(self.grid, t), eps)
+
+    def level(self, t: PerSample) -> PerSample:
+        """The level of each t of a batch."""
+        return self.levels.icdf(t) if self.grid is None else self.grid[self._measurement(self.grid, t)]
+
+    def sums(self, losses: PerSample, t: PerSample) -> Float[Tensor, " terms"]:
+        """The sum of a batch's losses; under a weight, also that of the losses without it."""
+        losses = losses.detach()
+        if self.weight is None:
+            return losses.sum().reshape(1)
+        weight = self.weight(self.level(t)).clamp(min=1e-300)  # EDM's is zero at level 0
+        return torch.stack([losses.sum(), (losses / weight).sum().to(losses.dtype)])
+
+    @property
+    def terms(self) -> int:
+        """The length of `sums`."""
+        return 1 if self.weight is None else 2
+
+    @staticmethod
+    def _measurement(grid: Float[Tensor, " levels"], t: PerSample) -> Int64[Tensor, " batch"]:
+        """The index of a measurement on the grid, stratified over the batch as t in [0, 1) is."""
+        k = len(grid) - 1
+        return (t * k).long().clamp(max=k - 1)
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """What changes from step to step, on the device: a recorded step would repeat a number of the host for ever."""
+
+    step: Int64[Tensor, ""]
+    lr: Float[Tensor, ""]
+    ema: Float[Tensor, ""]
+    """The weight of the new parameters in the EMA."""
+    powers: tuple[Float[Tensor, ""], ...]
+    """The same for each power-function average."""
+
+    @classmethod
+    def new(cls, recipe: Recipe, device: torch.device) -> Scalars:
+        lr, ema, *powers = torch.zeros(2 + len(recipe.ema.powers), device=device).unbind()
+        return cls(torch.zeros((), dtype=torch.int64, device=device), lr, ema, tuple(powers))
+
+    def set(self, recipe: Recipe, step: int) -> None:
+        """Set the values of the step after `step` updates. Does not wait for the device."""
+        self.step.fill_(step)
+        self.lr.fill_(recipe.rate(step))
+        self.ema.fill_(recipe.ema.weight(step + 1))
+        for power, width in zip(self.powers, recipe.ema.powers, strict=True):
+            power.fill_(1 - Profile(step + 1, width).beta)
 
 
 @dataclass(frozen=True)
 class Means:
-    """Averages over the steps since the host last looked. `measured` is 2 L_M / n: the loss, its levels not weighed."""
+    """Averages over the steps since the host last read them. `measured` is 2 L_M / n, the loss without its weight."""
 
     loss: float
     grad_norm: float
@@ -56,7 +135,7 @@ class Means:
 
 
 class Engine:
-    """The model, its optimizer, its average, and the counters on the device. `step` advances all of them."""
+    """A model, its optimizer, its averages and the counters on the device. `step` advances all of them."""
 
     def __init__(
         self, recipe: Recipe, model: Model, world: World, half: torch.dtype | None, record: bool = True
@@ -66,60 +145,28 @@ class Engine:
         self.powers = PowerAverages(model.denoiser.backbone, recipe.ema.powers)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = Optimizers(model.denoiser.backbone, recipe.optimizer)
+        self.loss = Loss.of(recipe.objective, model.method, world.device)
         self.steps_done = 0
-        self.dials = Dials.new(recipe, world.device)
+        self.updating = False  # during an update the state belongs to no step
+        self.scalars = Scalars.new(recipe, world.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=world.device)
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
         self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
-        self._network: nn.Module = model.denoiser
-        self.loss = Loss.of(recipe.objective, model.method, world.device)
-        # Of losses, of norms, of steps; and of the losses before they are weighed, if they are.
+        # Of losses, gradient norms and steps, and of the losses without their weight.
         self.sums = torch.zeros(2 + self.loss.terms, dtype=torch.float64, device=world.device)
+        self._network: nn.Module = model.denoiser
         record = record and world.device.type == "cuda" and replayable(recipe, model, world)
         self._replay = Replay(world.device) if record else None
 
-    @property
-    def recorded(self) -> bool:
-        """Whether a step is one launch by now (replay.py)."""
-        return self._replay is not None and self._replay.recorded
-
-    def begin(self, stream: Stream) -> None:
-        """Let DDP sum the gradients, from weights that are in place and the same on all ranks.
-
-        DDP lays out its buckets anew after the first backward pass, and with three ranks or more the layout decides the
-        order of sums. One pass that does not count settles it, so that a resumed run adds as the uninterrupted one did.
-        """
-        if self.world.size == 1 or self.recipe.audit:
-            return
-        ids = [self.world.device.index] if self.world.device.type == "cuda" else None
-        network = self.model.denoiser
-        # Buffers are shared already; sending them in every forward pass would be a collective that nobody needs.
-        buffers = [name for name, _ in network.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
-        self._network = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
-        before = [buffer.clone() for buffer in network.buffers()]  # running statistics would count the pass
-        batch = stream.first(self.steps_done)
-        batch.seed_dropout(self.recipe.seed)
-        self._losses(batch).sum().backward()
-        self.optimizer.zero_grad()
-        for buffer, value in zip(network.buffers(), before, strict=True):
-            buffer.copy_(value)
-
-    def close(self) -> None:
-        """Let go of DDP, and with it of the process group, which must not go while Python's lock is held.
-
-        DDP's reducer holds the group too. Were it the last to do so, its end would wait under the lock for gloo's
-        thread, and that may be waiting for the lock to end a tensor: a run would be finished and never exit.
-        """
-        self._network = self.model.denoiser
+    # ---- A step, from the batch to the update ----
 
     def step(self, stream: Stream, watchdog: Watchdog) -> None:
         """One step; the device may still be busy with it when this returns."""
         watchdog.at(self.steps_done, "data")
-        self.dials.turn(self.recipe, self.steps_done)
+        self.scalars.set(self.recipe, self.steps_done)
         batches = self._seeded(stream, watchdog)
         if self._replay is not None:
-            self._replay(self._whole, next(batches))
+            self._replay(self._single, next(batches))
         else:
             self.optimizer.zero_grad()
             losses = self._audited(batches) if self.recipe.audit else self._summed(batches)
@@ -128,112 +175,114 @@ class Engine:
         self.steps_done += 1
 
     def _seeded(self, stream: Stream, watchdog: Watchdog) -> Iterator[Batch]:
-        """The batches of a step, each with what dropout draws from set before it is computed."""
+        """The batches of a step, with the seed of dropout set before each is computed."""
         for batch in stream.step(self.steps_done):
             watchdog.at(self.steps_done, "compute")
             batch.seed_dropout(self.recipe.seed)
             yield batch
 
-    def _whole(self, batch: Batch) -> None:
-        """A step of one batch: nothing in it depends on the host."""
+    def _single(self, batch: Batch) -> None:
+        """A step of one batch, in which nothing depends on the host."""
         self.optimizer.zero_grad()
         self._update(self._summed([batch]))
 
-    def _losses(self, batch: Batch) -> Float[Tensor, " batch"]:
-        x = self.model.values(batch.data)
-        # Our backbones set their own type inside; a network from elsewhere gets it from autocast.
-        foreign = self.half is not None and not isinstance(self.model.denoiser.backbone, Backbone)
-        with torch.autocast(self.world.device.type, self.half, enabled=foreign):
-            return self.loss(self._given(batch.cond), x, batch.t, batch.eps)
-
-    def _told(self, losses: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, " told"]:
-        """The batch's part of the loss; and of the loss before it is weighed, if it is."""
-        return self.loss.told(losses, batch.t) / self.recipe.batch
-
-    def _given(self, cond: Tensor | None) -> Predictor:
-        """The network with a condition bound into it; as `Denoiser.given`, whatever DDP wraps."""
-        network = cast(Predictor, self._network)
-        return network if cond is None else lambda latent, level: self._network(latent, level, cond)
-
-    def _summed(self, batches: Iterable[Batch]) -> Float[Tensor, " told"]:
-        """Gradients summed over pieces and ranks; the loss of the global batch."""
+    def _summed(self, batches: Iterable[Batch]) -> Float[Tensor, " terms"]:
+        """Sum gradients over pieces and ranks; returns the loss of the global batch."""
         total = torch.zeros(self.loss.terms, device=self.world.device)
-        pieces = self.recipe.accumulation
         for i, batch in enumerate(batches):
-            with self._exchange(i == pieces - 1):
+            last = i == self.recipe.accumulation - 1  # ranks exchange gradients with the last piece only
+            ddp = isinstance(self._network, DistributedDataParallel)
+            with nullcontext() if last or not ddp else cast(DistributedDataParallel, self._network).no_sync():
                 losses = self._losses(batch)
                 loss = losses.sum() / self.recipe.batch
                 (loss * self.scale * self.world.size).backward()  # DDP divides by the number of ranks
-            total += self._told(losses, batch)
+            total += self.loss.sums(losses, batch.t) / self.recipe.batch
         return self.world.sum(total)
 
-    def _exchange(self, now: bool) -> AbstractContextManager[None]:
-        """Ranks exchange gradients with the last piece only."""
-        if isinstance(self._network, DistributedDataParallel) and not now:
-            return self._network.no_sync()
-        return nullcontext()
-
-    def _audited(self, batches: Iterable[Batch]) -> Float[Tensor, " told"]:
-        """The same, shard by shard, in an order that does not depend on the ranks."""
+    def _audited(self, batches: Iterable[Batch]) -> Float[Tensor, " terms"]:
+        """The same shard by shard, in an order that does not depend on the number of ranks."""
         mine, all_ranks = TreeSum(), TreeSum()
         for batch in batches:
             losses = self._losses(batch)
             (losses.sum() / self.recipe.batch).backward()
-            mine.add(flatten_gradients(self.parameters, self._told(losses, batch)))
+            mine.add(flatten_gradients(self.parameters, self.loss.sums(losses, batch.t) / self.recipe.batch))
         for part in self.world.gather(mine.total()):
             all_ranks.add(part)
         return set_gradients(self.parameters, all_ranks.total())
 
+    def _losses(self, batch: Batch) -> PerSample:
+        x = self.model.values(batch.data)
+        # Our backbones set their own type inside; for a network passed by the caller autocast does.
+        foreign = self.half is not None and not isinstance(self.model.denoiser.backbone, Backbone)
+        with torch.autocast(self.world.device.type, self.half, enabled=foreign):
+            return self.loss(self._predictor(batch.cond), x, batch.t, batch.eps)
+
+    def _predictor(self, cond: Tensor | None) -> Predictor:
+        """The network, DDP included, with a condition bound into it."""
+        network = cast(Predictor, self._network)
+        return network if cond is None else lambda latent, level: self._network(latent, level, cond)
+
     @torch.no_grad()
-    def _update(self, losses: Float[Tensor, " told"]) -> None:
+    def _update(self, losses: Float[Tensor, " terms"]) -> None:
+        self.updating = True
         loss = losses[0]
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(grads, foreach=True) / self.scale
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        # A gradient that overflows float16 at a large scale is no fault: the step is left out, the scale halved.
+        # A gradient that overflows float16 at a large scale is no fault: the step is skipped, the scale halved.
         excused = torch.isfinite(loss) & (self.scale > 1)
         first_fault = ~finite & ~excused & (self.bad_step < 0)
-        self.bad_step.copy_(torch.where(first_fault, self.dials.step, self.bad_step))
+        self.bad_step.copy_(torch.where(first_fault, self.scalars.step, self.bad_step))
         counts = finite & (self.bad_step < 0)
 
         scale = self.scale * torch.clamp(norm / self.recipe.optimizer.clip, min=1.0)
-        self.optimizer.step(self.dials.lr, scale, counts)
-        self.ema.update(counts * self.dials.ema)
-        self.powers.update(counts, self.dials.powers)
+        self.optimizer.step(self.scalars.lr, scale, counts)
+        self.ema.update(counts * self.scalars.ema)
+        self.powers.update(counts, self.scalars.powers)
         seen = torch.cat([losses[:1], norm.reshape(1), torch.ones_like(losses[:1]), losses[1:]]).double()
         self.sums += torch.where(counts, seen, 0.0)
         if self.half == torch.float16:
-            self._rescale(finite)
+            age = torch.where(finite, self.scale_age + 1, 0)
+            grown = age >= GROWTH_STEPS
+            self.scale.mul_(torch.where(finite, torch.where(grown, 2.0, 1.0), 0.5))
+            self.scale_age.copy_(torch.where(grown, 0, age))
+        self.updating = False
 
-    def _rescale(self, finite: Tensor) -> None:
-        age = torch.where(finite, self.scale_age + 1, 0)
-        grown = age >= GROWTH_STEPS
-        self.scale.mul_(torch.where(finite, torch.where(grown, 2.0, 1.0), 0.5))
-        self.scale_age.copy_(torch.where(grown, 0, age))
+    # ---- What the host reads ----
 
     def first_fault(self) -> int | None:
-        """The step whose loss or gradient was not finite, if there was one. Waits for the device."""
+        """The first step whose loss or gradient was not finite, if there was one. Waits for the device."""
         step = int(self.bad_step)
         return None if step < 0 else step
 
     def means(self) -> Means:
-        """What was averaged since the last call. Waits for the device."""
-        loss, norm, _, *unweighed = (self.sums / self.sums[2].clamp(min=1.0)).tolist()
+        """Averages since the last call. Waits for the device."""
+        loss, norm, _, *unweighted = (self.sums / self.sums[2].clamp(min=1.0)).tolist()
         self.sums.zero_()
-        return Means(loss, norm, *(unweighed or [loss]))
+        return Means(loss, norm, *(unweighted or [loss]))
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are replayed by now."""
+        return self._replay is not None and self._replay.recorded
+
+    # ---- The state ----
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything that the next step depends on, copied to the host, by file and name."""
-        return {file: {name: _on_host(t) for name, t in group.items()} for file, group in self._state().items()}
+        return {
+            file: {name: t.detach().to("cpu", copy=True).contiguous() for name, t in group.items()}
+            for file, group in self._state().items()
+        }
 
     @torch.no_grad()
     def restore(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Become what `tensors` described; refuses those of another network, though its class be the same."""
+        """Set the state that `tensors` returned; raises if it is another network's, even one of the same class."""
         state = self._state()
         for file, group in state.items():
             if found := differences(tensors[file], group):
-                lines = [f"the checkpoint's {file} is of another network: pass the same, or use another --out", *found]
-                raise UsageError("\n".join(lines))
+                lines = [f"the {file} of the checkpoint is of another network. Pass the same, or use another --out."]
+                raise UsageError("\n".join([*lines, *found]))
         for file, group in state.items():
             for name, mine in group.items():
                 mine.copy_(tensors[file][name])
@@ -241,7 +290,7 @@ class Engine:
 
     @torch.no_grad()
     def share(self) -> None:
-        """The first rank's state to all others."""
+        """Copy the first rank's state to all others."""
         step = torch.tensor(self.steps_done, device=self.world.device)
         for tensor in (step, *(t for group in self._state().values() for t in group.values())):
             self.world.broadcast(tensor)
@@ -259,16 +308,47 @@ class Engine:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that `tensors` and `restore` speak of."""
+        """The files of `tensors` and `restore`."""
         return tuple(self._state())
+
+    # ---- DDP ----
+
+    def begin(self, stream: Stream) -> None:
+        """Let DDP sum the gradients, from weights that are the same on all ranks.
+
+        DDP rearranges its buckets after the first backward pass, and with three ranks or more the arrangement decides
+        the order of sums. One pass that does not count settles it, so that a resumed run adds as an uninterrupted one.
+        """
+        if self.world.size == 1 or self.recipe.audit:
+            return
+        ids = [self.world.device.index] if self.world.device.type == "cuda" else None
+        network = self.model.denoiser
+        # Buffers are the same on all ranks; sending them in every forward pass would cost a collective.
+        buffers = [name for name, _ in network.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
+        self._network = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
+        before = [buffer.clone() for buffer in network.buffers()]  # running statistics would count the pass
+        batch = stream.first(self.steps_done)
+        batch.seed_dropout(self.recipe.seed)
+        self._losses(batch).sum().backward()
+        self.optimizer.zero_grad()
+        for buffer, value in zip(network.buffers(), before, strict=True):
+            buffer.copy_(value)
+
+    def close(self) -> None:
+        """Release DDP, and with it the process group, whose destruction must not happen under Python's lock.
+
+        DDP's reducer holds the group too. If it were the last to do so, it would wait under the lock for gloo's thread,
+        which may wait for the lock to release a tensor: a finished run would never exit.
+        """
+        self._network = self.model.denoiser
 
 
 def replayable(recipe: Recipe, model: Model, world: World) -> bool:
-    """Whether a step is one batch that never asks the host, as a network from elsewhere might, or many labels do."""
-    alone = world.size == 1 and recipe.accumulation == 1 and not recipe.audit
+    """Whether a step is a single batch that never waits for the host.
+
+    A network passed by the caller might, and the gradient of an embedding of many labels does.
+    """
+    single = world.size == 1 and recipe.accumulation == 1 and not recipe.audit
     few = not recipe.data.labels or recipe.batch <= MOST_LABELS
-    return recipe.compile and alone and few and isinstance(model.denoiser.backbone, Backbone)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return recipe.compile and single and few and isinstance(model.denoiser.backbone, Backbone)

@@ -1,18 +1,17 @@
-"""What a step sees, as a function of the seed and the count: nothing here has a state that could be lost.
+"""The batches of a run as a function of the seed and the step: there is no state to save.
 
-Training sees one stream of samples; step s takes its positions s b .. (s + 1) b - 1, b the global batch. From the seed
-and a position or a step follow
+Training reads one stream of samples; step s takes the positions s b .. (s + 1) b - 1, where b is the global batch:
 
-    the sample        sample_ids(seed, position)                    which image
-    its mirror coin   coins(seed, position)                         whether it is flipped
-    its label's       uniforms(seed', position) < p                 whether it is seen without, where labels are learned
-    its noise         philox(seed, position)                        eps
-    its level         t_i = (i / b + delta(seed, step)) mod 1       stratified over the global batch
-    dropout           generator(seed, step, first virtual shard)    reset before each piece is computed
+    sample            sample_ids(seed, position)
+    mirror image      coins(seed, position)
+    label hidden      uniforms(seed', position) < p                 if labels are learned
+    noise eps         philox(seed, position)
+    level             t_i = (i / b + delta(seed, step)) mod 1       stratified over the global batch
+    dropout           generator(seed, step, first virtual shard)    seeded before each piece is computed
 
-The global batch is cut into virtual shards, a rank takes whole ones, and computes them in `accumulation` pieces (in the
-audit mode, one by one). Everything but dropout is the same for any number of ranks; dropout is too wherever the pieces
-are the same: ranks x accumulation unchanged, or the audit mode.
+The global batch is divided into virtual shards. A rank takes consecutive ones and computes them in `accumulation`
+pieces, or one by one in the audit mode. Everything but dropout is the same for any number of ranks; so is dropout if
+the pieces are the same, that is if ranks x accumulation is unchanged, or in the audit mode.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = ["Batch", "Piece", "Stream", "piece_ids", "piece_levels", "pieces"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive samples of one step's global batch: whole virtual shards, from `shard` on."""
+    """Consecutive virtual shards of one step's global batch, from `shard` on."""
 
     step: int
     shard: int
@@ -46,7 +45,7 @@ class Piece:
 
 
 def pieces(recipe: Recipe, step: int, rank: int, world: int) -> list[Piece]:
-    """What a rank computes in a step, one forward and backward pass for each."""
+    """The pieces that a rank computes in a step, each in one forward and backward pass."""
     shards = shards_of(rank, world, recipe.virtual_shards)
     each = 1 if recipe.audit else len(shards) // recipe.accumulation
     samples = recipe.batch // recipe.virtual_shards
@@ -54,12 +53,12 @@ def pieces(recipe: Recipe, step: int, rank: int, world: int) -> list[Piece]:
 
 
 def piece_ids(recipe: Recipe, n: int, piece: Piece) -> Int64[np.ndarray, " count"]:
-    """Which of the n samples a piece holds."""
+    """The samples of a piece, out of n."""
     return sample_ids(recipe.seed, n, piece.step * recipe.batch + piece.offset, piece.count)
 
 
 def piece_levels(recipe: Recipe, piece: Piece) -> Float[Tensor, " count"]:
-    """t for a piece's samples: their part of the strata over the global batch."""
+    """t for the samples of a piece: their part of the strata over the global batch."""
     delta = derive(recipe.seed, "levels", piece.step) / 2**63
     return low_discrepancy(recipe.batch, delta)[piece.offset : piece.offset + piece.count]
 
@@ -73,15 +72,15 @@ class Batch:
     t: Float[Tensor, " batch"]
     eps: Float[Tensor, "batch *data"]
     cond: Int64[Tensor, " batch"] | None
-    """Labels; the number of classes stands for none."""
+    """Labels; the number of classes stands for a hidden label."""
 
     def clone(self) -> Batch:
-        """The same in memory of its own."""
+        """A copy."""
         cond = None if self.cond is None else self.cond.clone()
         return Batch(self.piece, self.data.clone(), self.t.clone(), self.eps.clone(), cond)
 
     def copy_(self, other: Batch) -> None:
-        """Take another batch's tensors in, of the same shapes."""
+        """Copy the tensors of another batch of the same shape."""
         self.data.copy_(other.data)
         self.t.copy_(other.t)
         self.eps.copy_(other.eps)
@@ -89,12 +88,12 @@ class Batch:
             self.cond.copy_(other.cond)
 
     def seed_dropout(self, seed: int) -> None:
-        """What the network draws from torch's generator becomes a function of the seed and the piece."""
+        """Seed torch's generator, from which the network draws dropout masks, by the piece."""
         torch.manual_seed(derive(seed, "dropout", self.piece.step, self.piece.shard))
 
 
 class Stream:
-    """A rank's batches from a step on, in order; the data of the next ones is fetched while one is computed."""
+    """A rank's batches from step `start` on; the data of the next ones is fetched while one is computed."""
 
     def __init__(
         self,
@@ -113,12 +112,12 @@ class Stream:
         self._data = ahead(source, ids)
 
     def step(self, step: int) -> Iterator[Batch]:
-        """The batches of a step. Steps are asked for one after the other."""
+        """The batches of a step. Steps must be read in order."""
         for piece in self._pieces(step):
             yield self._batch(piece, next(self._data))
 
     def first(self, step: int) -> Batch:
-        """The first batch of a step, out of turn."""
+        """The first batch of a step, without advancing the stream."""
         piece = self._pieces(step)[0]
         return self._batch(piece, self.source.take(self._ids(piece)))
 

@@ -1,17 +1,15 @@
-"""`bsi.train`: a recipe, from its first step or from where it was interrupted, on any number of ranks.
+"""`bsi.train`: train a recipe from its first step, or from where it was interrupted, on any number of ranks.
 
     run = bsi.train(bsi.recipes.digits(), out="runs/digits")                       # a prepared dataset, our network
     run = bsi.train(recipe, data=tensor_or_dataset, backbone=MyNet(), out="runs/mine")
 
-The same `out` goes on where it was; a finished run is returned as it is. The command line calls this function.
+The same `out` resumes; a finished run is returned as it is. The command line calls this function.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,22 +25,20 @@ from bsi.model import Model
 from bsi.progress import Progress
 from bsi.recipe import Recipe
 from bsi.rng import derive
-from bsi.runtime.dataset import TrainingData, build_model, config_of, open_training_data
-from bsi.runtime.distributed import World, find_place, join
+from bsi.runtime.checkpoint import Saver
+from bsi.runtime.data_spec import build_model, config_of
+from bsi.runtime.distributed import World, find_place, join, watching
 from bsi.runtime.export import class_name, read_trained, set_weights
-from bsi.runtime.run_folder import RunFolder, RunRecord, State
+from bsi.runtime.out_of_memory import check_host, enough_to_train
+from bsi.runtime.run_folder import JsonLines, RunFolder, RunRecord, Sink, State
 from bsi.runtime.serialization import to_plain
-from bsi.runtime.watchdog import watching
 from bsi.sampling import levels_of
 from bsi.training.audit import numerics
-from bsi.training.journal import JsonLines, Sink
-from bsi.training.lease import Lease, hold
-from bsi.training.loop import Job, run
-from bsi.training.resumed import find_checkpoint, restore
-from bsi.training.room import check_host, enough_to_train
-from bsi.training.saver import Saver
+from bsi.training.dataset import TrainingData, open_training_data
+from bsi.training.lock import hold
+from bsi.training.loop import Job, listening, log, run
+from bsi.training.resume import find_checkpoint, restore
 from bsi.training.step import Engine
-from bsi.training.stop import listening
 from bsi.training.stream import Stream
 from bsi.values import Bins
 
@@ -68,17 +64,31 @@ def train(
     named: Recipe | None = None,
     begin: Callable[[], None] | None = None,
 ) -> Path:
-    """Train a recipe and return its run folder, by default `runs/NAME`.
+    """Train a recipe and return its run folder.
 
-    `data` and `test` are tensors, arrays or map-style Datasets (uint8, or integers with `bins`, or floats); without
-    them the recipe's prepared dataset is opened. `labels` are the data's, for a recipe with `data.labels`. `backbone`
-    is your own network. `init_from` takes the weights of another run or export; `allow` names settings that may differ
-    from the interrupted run's; `sinks` get every journal record. `named` is the recipe that this one was edited from,
-    for the record. `begin` is called when there is something to train and nothing was refused.
+    Args:
+        recipe: What to train, e.g. `bsi.recipes.digits()`.
+        data: A tensor, array or map-style Dataset of uint8, of integers with `bins`, or of floats. By default the
+            recipe's prepared dataset.
+        backbone: Your own network. By default the recipe's.
+        out: The run folder, by default `runs/NAME`. The same folder resumes.
+        test: Test data like `data`, for the bound during training.
+        bins: The values of integer data.
+        labels: The labels of `data`, for a recipe with `data.labels`.
+        init_from: A run or an export whose weights to begin with.
+        allow: Names of settings that may differ from the interrupted run's.
+        sinks: Functions that are called with every record of the journal.
+        device: cuda or cpu. By default a GPU, if there is one.
+        hang_after_s: Seconds without progress after which the run ends, naming the rank that hangs.
+        named: The recipe that this one was edited from, for the record.
+        begin: Called after all checks, if there is something to train.
     """
-    _check_recipe(recipe)
+    if not isinstance(recipe, Recipe):
+        name = (recipe if isinstance(recipe, str) else getattr(recipe, "__name__", "")).replace("-", "_")
+        call = name if name.isidentifier() else "digits"
+        raise UsageError(f"recipe must be a bsi.Recipe, got {recipe!r}. Pass bsi.recipes.{call}().")
     if not hang_after_s > 0:
-        raise UsageError(f"hang_after_s is a time in seconds, positive: got {hang_after_s}. inf waits for ever.")
+        raise UsageError(f"hang_after_s must be positive, got {hang_after_s}. Use inf to wait for ever.")
     recipe.check(find_place(os.environ).size)
     folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
     with (
@@ -86,42 +96,44 @@ def train(
         join(device, timeout_s=min(hang_after_s, LONGEST_S) + 60) as world,
         numerics(recipe),
         _own_random_numbers(world),
-        _alone_in(folder, world) as lease,
+        _locked(folder, world) as folder,
         watching(world.place, hang_after_s, world.meeting) as watchdog,
     ):
+        log_once: Callable[[str], None] = log if world.first else _silent
         training_data = open_training_data(recipe, world.device, data, test, bins, labels)
         if training_data.note:
-            _say(world, training_data.note)
+            log_once(training_data.note)
         if backbone is not None:
             recipe = replace(recipe, backbone=config_of(backbone, training_data.spec))
         record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
-        resumed = find_checkpoint(folder, record, training_data.spec, world, allow, _warn)
+        resumed = find_checkpoint(folder, record, training_data.spec, world, allow, log)
         if resumed.finished:
             more = ", or more --steps" if recipe.optimizer.schedule == "constant" else ""
-            _say(world, f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")
+            log_once(f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")
             if world.first and folder.read_status().get("state") != "finished":  # killed after its last save
                 folder.write_status("finished", recipe.steps)
             return folder.path
-        check_host(recipe, training_data.spec, world, functools.partial(_say, world))
+        check_host(recipe, training_data.spec, world, log_once)
         with enough_to_train(recipe, training_data.spec, world, watchdog):
             model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
             engine = Engine(recipe, model, world, _half(recipe, world))
         if begin is not None:
             begin()
-        restore(engine, resumed.checkpoint, world, _warn)
+        restore(engine, resumed.checkpoint, world, log)
         engine.share()
         spec, done = training_data.spec, engine.steps_done
         stream = Stream(recipe, training_data.train, spec.shape, world, done, training_data.labels, spec.classes)
-        saver = Saver(folder.checkpoints, recipe.keep, lease.check if lease is not None else _nothing)
+        saver = Saver(folder.checkpoints, recipe.keep, folder.check)
         journal: list[Sink] = []
         if world.first:
             folder.write_record(record, named, world)
-            again = _due(recipe, training_data, done) if resumed.evaluation_pending else []
-            journal.append(JsonLines(folder.journal, done, again))
+            due = recipe.every.due(done, recipe.steps)
+            repeated = ["evaluate"] * (due.evaluate and training_data.test is not None) + ["sample"] * due.sample
+            journal.append(JsonLines(folder, done, repeated if resumed.evaluation_pending else []))
         with (
             _progress(recipe, engine, world) as progress,
-            _status(folder, engine, lease),
-            contextlib.closing(saver),  # while the lease is held: nothing is written without
+            _status(folder, engine, world),
+            contextlib.closing(saver),  # inside the lock: nothing is written without it
             contextlib.closing(engine),
             contextlib.closing(stream),
             enough_to_train(recipe, training_data.spec, world, watchdog),
@@ -142,85 +154,59 @@ def train(
                     watchdog=watchdog,
                     stop=stop,
                     about={**about, "ranks": world.size},
-                    evaluation_pending=resumed.evaluation_pending,
+                    pending=resumed.evaluation_pending,
                 )
             )
     return folder.path
 
 
-def _check_recipe(recipe: object) -> None:
-    """What a newcomer passes instead: a recipe's name, or its function."""
-    if isinstance(recipe, Recipe):
-        return
-    name = recipe if isinstance(recipe, str) else getattr(recipe, "__name__", "")
-    call = name.replace("-", "_") if name.replace("-", "_").isidentifier() else "digits"
-    raise UsageError(f"bsi.train takes a bsi.Recipe: got {recipe!r}. Pass one, as bsi.recipes.{call}() returns it.")
-
-
-def _say(world: World, line: str) -> None:
-    if world.first:
-        print(f"bsi train: {line}", file=sys.stderr, flush=True)
-
-
-def _warn(line: str) -> None:
-    print(f"bsi train: {line}", file=sys.stderr, flush=True)
-
-
-def _nothing() -> None:
-    """Only the first rank holds the lease, and only it saves."""
+def _silent(line: str) -> None:
+    """Other ranks than the first do not repeat what all have to say."""
 
 
 @contextlib.contextmanager
 def _own_random_numbers(world: World) -> Iterator[None]:
-    """Training sets the seeds of torch's generators; the caller's go on afterwards as if it had not."""
+    """Restore the caller's random number generators at the end: training seeds torch's."""
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         yield
 
 
 @contextlib.contextmanager
-def _alone_in(folder: RunFolder, world: World) -> Iterator[Lease | None]:
-    """The run folder's lease, held by the first rank; all ranks refuse together."""
+def _locked(folder: RunFolder, world: World) -> Iterator[RunFolder]:
+    """The run folder, made and locked by the first rank. All ranks raise together."""
     with contextlib.ExitStack() as stack:
-        lease, error = None, None
+        error = None
         if world.first:
             try:
                 stack.enter_context(folder.made())
-                lease = stack.enter_context(hold(folder.path, _warn))
-            except BsiError as refused:
-                error = refused
+                folder = replace(folder, check=stack.enter_context(hold(folder.path, log)).check)
+            except BsiError as raised:
+                error = raised
         world.agree(error)
-        yield lease
+        yield folder
 
 
 def _model(
     recipe: Recipe, data: TrainingData, backbone: nn.Module | None, init_from: str | Path | None, world: World
 ) -> Model:
-    """The model on its device, its weights a function of the seed, of the caller's network, or of another run."""
+    """The model on its device, with weights from the seed, the caller's network or another run."""
     torch.manual_seed(derive(recipe.seed, "init"))
     model = build_model(recipe, data.spec, backbone)
     for name, parameter in model.denoiser.backbone.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise UsageError(
-                f"training keeps weights in float32, and {name} of the network is {parameter.dtype}: pass "
-                f"backbone.float(). What is computed in less is --precision's."
+                f"training needs weights in float32, got {parameter.dtype} for {name}. Pass backbone.float(); "
+                f"--precision sets the type of the computation."
             )
-    levels_of(model.method, recipe.samples.sampler)  # raises what cannot be drawn now, not at the first samples
+    levels_of(model.method, recipe.samples.sampler)  # raises now, not at the first samples
     if recipe.precision == "fp8":
         check_fp8(recipe.backbone, data.spec.shape)
     if init_from is not None:
         set_weights(model, read_trained(Path(init_from)), str(init_from))
-    return _fast(recipe, model.to(world.device).train(), world)
-
-
-def _half(recipe: Recipe, world: World) -> torch.dtype | None:
-    return compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
-
-
-def _fast(recipe: Recipe, model: Model, world: World) -> Model:
-    """The fastest form of the network that this device runs; in place, before the optimizer sees its weights."""
+    model = model.to(world.device).train()
     network = model.denoiser.backbone
     wanted = recipe.compile and not recipe.audit
-    if isinstance(network, Backbone):
+    if isinstance(network, Backbone):  # its fastest form, before the optimizer gets its weights
         network.compute_dtype = _half(recipe, world)
         if wanted:
             accelerate(network, world.device, recipe.lean, fp8=recipe.precision == "fp8")
@@ -229,36 +215,32 @@ def _fast(recipe: Recipe, model: Model, world: World) -> Model:
     return model
 
 
-def _due(recipe: Recipe, data: TrainingData, step: int) -> list[str]:
-    """The journal's events of looking at the model after a step, of those that the recipe asks for now."""
-    due = recipe.every.due(step, recipe.steps)
-    return ["evaluate"] * (due.evaluate and data.test is not None) + ["sample"] * due.sample
+def _half(recipe: Recipe, world: World) -> torch.dtype | None:
+    return compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
 
 
 @contextlib.contextmanager
 def _progress(recipe: Recipe, engine: Engine, world: World) -> Iterator[Progress]:
-    """One rank shows how far it is; the others count silently."""
+    """The first rank shows its progress; the others count silently."""
     with contextlib.ExitStack() as stack:
         silent = None if world.first else stack.enter_context(open(os.devnull, "w"))
         yield stack.enter_context(Progress("train", recipe.steps, "step", engine.steps_done, silent))
 
 
 @contextlib.contextmanager
-def _status(folder: RunFolder, engine: Engine, lease: Lease | None) -> Iterator[None]:
-    """The status file says how it ended, however it ends; but not in a folder that is no longer ours, or gone."""
+def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
+    """Keep the status file up to date, however the run ends, unless the lock is lost."""
 
     def write(state: State, note: str = "") -> None:
-        if lease is not None:
-            folder.write_status(state, engine.steps_done, note)
+        if world.first:
+            with contextlib.suppress(OSError):  # a full disk: the status only reports
+                folder.write_status(state, engine.steps_done, note)
 
     write("running")
     try:
         yield
     except BaseException as error:
-        state: State = "preempted" if isinstance(error, Preempted) else "failed"
-        if lease is not None:
-            lease.check()  # whose error says what happened to the folder, and comes first
-        with contextlib.suppress(OSError):  # of a full disk, `error` tells
-            write(state, str(error) or type(error).__name__)
+        # If the lock is lost, this raises the error that says so, which comes first.
+        write("preempted" if isinstance(error, Preempted) else "failed", str(error) or type(error).__name__)
         raise
     write("finished")

@@ -1,0 +1,83 @@
+"""The description of a dataset, and the model of a recipe for such data.
+
+The description is part of every checkpoint and export: a model can be built from it without the data. A resumed run
+compares its `version`, a hash of the content.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from bsi.backbones.base import Backbone, build
+from bsi.backbones.config import BackboneConfig
+from bsi.backbones.dit import DiT
+from bsi.backbones.mlp import MLP
+from bsi.backbones.unet import UNet
+from bsi.data.store import check_classes
+from bsi.errors import UsageError
+from bsi.model import Model
+from bsi.recipe import Recipe
+from bsi.values import Bins, Standardize
+
+__all__ = ["DataSpec", "build_model", "config_of"]
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What a model and a resumed run need to know about the data."""
+
+    name: str
+    version: str
+    count: int
+    shape: tuple[int, ...]
+    bins: Bins | None
+    standardize: Standardize | None
+    classes: int = 0
+    """The labels 0 .. classes - 1 are learned; 0: none."""
+    class_names: tuple[str, ...] = ()
+    """The names of the learned labels, if the data has any."""
+
+    def __post_init__(self) -> None:
+        check_classes(self.class_names)  # they may come from a file
+
+
+def build_model(recipe: Recipe, data: DataSpec, backbone: nn.Module | None = None) -> Model:
+    """The model of a recipe for data of this description; `backbone` is the caller's own network."""
+    if backbone is None:
+        if recipe.backbone is None:
+            raise UsageError("this recipe has no network of its own. Pass backbone=...")
+        backbone = build(recipe.backbone, data.shape, None if data.bins is None else data.bins.count, data.classes)
+    elif isinstance(backbone, Backbone) and backbone.shape != data.shape:
+        raise UsageError(
+            f"the network and the data have different shapes, got {backbone.shape} and {data.shape}. Build the network "
+            f"for the shape of the data."
+        )
+    return Model(
+        backbone,
+        recipe.method,
+        data.shape,
+        bins=data.bins,
+        standardize=data.standardize,
+        parametrization=recipe.parametrization,
+        sigma_data=recipe.sigma_data,
+        class_names=data.class_names,
+    )
+
+
+def config_of(backbone: nn.Module, data: DataSpec) -> BackboneConfig | None:
+    """The config from which `build_model` would build this network for this data; None for any other network."""
+    if type(backbone) not in (DiT, UNet, MLP):  # a subclass may compute anything
+        return None
+    ours = cast(DiT | UNet | MLP, backbone)
+    with torch.device("meta"):
+        again = build(ours.config, ours.shape, None if data.bins is None else data.bins.count, data.classes)
+
+    def layout(network: nn.Module) -> tuple[str, dict[str, torch.Size]]:
+        return repr(network), {name: tensor.shape for name, tensor in network.state_dict().items()}
+
+    same = ours.shape == data.shape and again.fourier.exponents == ours.fourier.exponents
+    return ours.config if same and layout(again) == layout(ours) else None

@@ -1,0 +1,198 @@
+"""The data of a run: a prepared dataset, or a tensor, array or Dataset that the caller passes.
+
+Both end in a `DataSpec` with a hash of the content. Of a Dataset, which can only be indexed, the hash is of its length
+and of 64 samples: a spot check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+from bsi.data.batches import BatchSource, as_source
+from bsi.data.store import open_dataset
+from bsi.errors import DataError, UsageError
+from bsi.io import digest, fingerprint
+from bsi.recipe import Recipe
+from bsi.refusals import check_finite
+from bsi.rng import sample_ids
+from bsi.runtime.data_spec import DataSpec
+from bsi.values import Bins, Standardize
+
+__all__ = ["TrainingData", "open_training_data"]
+
+Labels = Int64[np.ndarray, " count"]
+
+SPOT_CHECK = 64  # samples of a Dataset whose content is hashed
+FIT_SAMPLES = 4096  # samples of a Dataset for its mean and standard deviation, or its largest value
+DARKEST = 64  # 8-bit images reach at least this value somewhere; data that does not has fewer levels
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Batches by index for training and, if there are test samples, for evaluation; labels of the training samples."""
+
+    train: BatchSource
+    test: BatchSource | None
+    spec: DataSpec
+    labels: Labels | None = None
+    note: str = ""
+    """An assumption about the data, to be printed."""
+
+
+@dataclass(frozen=True)
+class InFloat32:
+    """The samples of another source as float32: NumPy's default is float64."""
+
+    source: BatchSource
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, ids: Int64[np.ndarray, " batch"]) -> Float32[Tensor, "batch *data"]:
+        return self.source.take(ids).float()
+
+
+def open_training_data(
+    recipe: Recipe,
+    device: torch.device,
+    data: object = None,
+    test: object = None,
+    bins: Bins | None = None,
+    labels: object = None,
+) -> TrainingData:
+    """The recipe's prepared dataset, or the data passed by the caller; `labels` belong to the latter."""
+    if data is None:
+        for name, given in (("test", test), ("bins", bins), ("labels", labels)):
+            if given is not None:
+                raise UsageError(f"{name} was given without data. Pass data of your own with it, or leave {name} out.")
+        return _prepared(recipe, device)
+    if labels is not None and not recipe.data.labels:
+        raise UsageError("labels were given, and the recipe learns none. Set data.labels=True in it.")
+    train = as_source(data, device, recipe.data.workers)
+    first = train.take(np.zeros(1, np.int64))
+    shape = tuple(first.shape[1:])
+    standard, note = None, ""
+    if first.is_floating_point():
+        standard = None if bins is not None else _fit(data, train)
+    elif bins is None:
+        if first.dtype != torch.uint8:
+            raise UsageError(f"integer data other than uint8 needs bins, got {first.dtype}. Pass bins=bsi.Bins(...).")
+        note = _as_images(_largest(data, train))
+        bins = Bins.uint8()
+    known = _labels(labels, len(train), "the data") if recipe.data.labels else None
+    version = _version(data, train)
+    spec = DataSpec(
+        name=recipe.data.name,
+        version=version if known is None else fingerprint([version, digest([known.tobytes()])]),
+        count=len(train),
+        shape=shape,
+        bins=bins,
+        standardize=standard,
+        classes=_classes(known),
+    )
+    tested = None if test is None else as_source(test, device, recipe.data.workers)
+    if first.is_floating_point():
+        train = InFloat32(train)
+    if tested is not None:
+        example = tested.take(np.zeros(1, np.int64))
+        if tuple(example.shape[1:]) != shape or (bins is None and not example.is_floating_point()):
+            raise UsageError(
+                f"test samples must be like training samples, of shape {shape} and {first.dtype}, got "
+                f"{tuple(example.shape[1:])} and {example.dtype}. Pass test=None to train without."
+            )
+        if example.is_floating_point():
+            tested = InFloat32(tested)
+    return TrainingData(train, tested, spec, known, note)
+
+
+def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
+    dataset = open_dataset(recipe.data.name)
+    bins, standard = dataset.bins, dataset.standardize
+    given = None if dataset.labels is None else dataset.labels.train
+    known = _labels(given, len(dataset.train), dataset.name) if recipe.data.labels else None
+    names = () if known is None or dataset.labels is None else dataset.labels.names
+    if names and _classes(known) > len(names):
+        raise DataError(f"{dataset.name} has {_classes(known)} classes, and names for {len(names)}. Prepare it again.")
+    spec = DataSpec(
+        name=dataset.name,
+        version=dataset.version,
+        count=len(dataset.train),
+        shape=dataset.shape,
+        bins=bins,
+        standardize=standard,
+        classes=len(names) or _classes(known),
+        class_names=names,
+    )
+    test = as_source(dataset.test) if len(dataset.test) else None
+    return TrainingData(as_source(dataset.split("train"), device), test, spec, known)
+
+
+def _labels(given: object, count: int, name: str) -> Labels:
+    """The labels as int64, one for each sample."""
+    if given is None:
+        raise DataError(
+            f"{name} has no labels. Leave data.labels out, or provide labels with the data (for folders of images: "
+            f"`bsi data folder --labels`)."
+        )
+    labels = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer) or int(labels.min(initial=0)) < 0:
+        raise DataError(
+            f"labels must be whole numbers >= 0, one for each of the {count} samples of {name}, got {labels.dtype} of "
+            f"shape {labels.shape} with minimum {labels.min(initial=0)}."
+        )
+    return labels.astype(np.int64)
+
+
+def _classes(labels: Labels | None) -> int:
+    return 0 if labels is None else int(labels.max(initial=-1)) + 1
+
+
+def _fit(data: object, source: BatchSource) -> Standardize:
+    """Mean and standard deviation over all of a tensor, or over some samples of anything else."""
+    x = data.double() if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES)).double()
+    check_finite(x)
+    mean, std = float(x.mean()), float(x.std(correction=0))
+    if not (np.isfinite(mean) and np.isfinite(std) and std > 0):
+        raise DataError(f"constant data cannot be standardized, got mean {mean} and standard deviation {std}.")
+    return Standardize(mean, std)
+
+
+def _largest(data: object, source: BatchSource) -> int:
+    """The largest value of a tensor or array, or of some samples of anything else."""
+    values = data if isinstance(data, Tensor | np.ndarray) else source.take(_spread(source, FIT_SAMPLES))
+    return int(values.max())
+
+
+def _as_images(largest: int) -> str:
+    """A note on uint8 data without bins that does not use all 256 levels; raises if it cannot be 8-bit images."""
+    if largest < DARKEST:
+        raise UsageError(
+            f"uint8 data without bins must be 8-bit images, 0 to 255, got a maximum of {largest}. Pass "
+            f"bins=bsi.Bins(-1.0, 1.0, {max(largest, 1) + 1}) for values 0 to {max(largest, 1)}, or "
+            f"bins=bsi.Bins.uint8() for 8-bit images."
+        )
+    if largest == 255:
+        return ""
+    return (
+        f"assuming 8-bit images with 256 levels; the largest value of the data is {largest}. Pass "
+        f"bins=bsi.Bins(low, high, count) if it has fewer levels, bins=bsi.Bins.uint8() if not."
+    )
+
+
+def _version(data: object, source: BatchSource) -> str:
+    """A hash of the content: all of a tensor or array, a spot check of anything else."""
+    if isinstance(data, Tensor | np.ndarray):
+        array = data.detach().cpu().numpy() if isinstance(data, Tensor) else data
+        return fingerprint([str(array.dtype), list(array.shape), digest([np.ascontiguousarray(array).tobytes()])])
+    sample = source.take(_spread(source, SPOT_CHECK)).cpu().numpy()
+    return fingerprint([len(source), str(sample.dtype), list(sample.shape), digest([sample.tobytes()])])
+
+
+def _spread(source: BatchSource, count: int) -> Int64[np.ndarray, " count"]:
+    """A fixed random selection of samples; not those that a run with seed 0 begins with."""
+    return np.sort(sample_ids(2**63, len(source), 0, min(count, len(source))))

@@ -1,0 +1,229 @@
+"""The lock of a run folder: one process, or one group of ranks, trains in it at a time.
+
+`lock.json` names the owner: its host, process and batch job. The owner touches the file every few seconds (a
+heartbeat). If the heartbeat has stopped for EXPIRES_S, the next job takes the lock over. It does so at once if
+
+- the owner ran in the same boot and PID namespace, and its process has ended;
+- the owner is the same batch job, which Slurm has requeued (it counts that) or whose ranks torchrun has restarted.
+
+Steps of one batch job share its number and may run in parallel on several nodes, so the number alone does not count.
+Any other job gets an error that names the owner.
+
+Ages are differences of modification times on the file system of the lock: clocks of two hosts may differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import socket
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bsi.errors import BsiError, UsageError
+from bsi.io import write_text
+
+__all__ = ["BEAT_S", "EXPIRES_S", "InUse", "Lock", "Owner", "hold"]
+
+EXPIRES_S = 120.0
+BEAT_S = 15.0
+FILE = "lock.json"
+NO_ID = "none"  # the --rdzv-id of all torchrun jobs without one
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The holder of a lock.
+
+    `started` distinguishes a process from a later one of the same number, and `system` (the boot and the PID namespace)
+    from one of another container or of the same host after a restart. `requeues` counts how often Slurm put the job
+    back into its queue; `group` is torchrun's name for its ranks.
+    """
+
+    host: str
+    pid: int
+    started: str
+    job: str
+    token: str
+    requeues: int = 0
+    group: str = ""
+    system: str = ""
+
+    @classmethod
+    def me(cls) -> Owner:
+        group = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        group = "" if group == NO_ID else group
+        job = os.environ.get("SLURM_JOB_ID") or group
+        count = os.environ.get("SLURM_RESTART_COUNT", "")  # not set before the first requeue
+        requeues = int(count) if re.fullmatch(r"[0-9]{1,9}", count) else 0
+        pid, token = os.getpid(), uuid.uuid4().hex
+        return cls(socket.gethostname(), pid, _process_start(pid), job, token, requeues, group, _system())
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}" + (f", job {self.job}" if self.job else "")
+
+    def ended(self, me: Owner) -> bool:
+        """Whether the owner's process has certainly ended, as far as `me` can see it."""
+        if self.host != me.host or self.system != me.system:
+            return False  # another machine or container: its processes are not visible here
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):  # another user's process; a number that is none
+            return False
+        return bool(self.started) and _process_start(self.pid) != self.started
+
+
+class InUse(UsageError):
+    """Another process holds the lock."""
+
+    def __init__(self, message: str, holder: Owner) -> None:
+        super().__init__(message)
+        self.holder = holder
+
+
+def _process_start(pid: int) -> str:
+    """When a process started, in the kernel's ticks; empty if unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _system() -> str:
+    """The boot and the PID namespace of this process; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+class Lock:
+    """A lock that is held. `check` raises once it is no longer ours."""
+
+    def __init__(self, path: Path, owner: Owner) -> None:
+        self.path, self.owner = path, owner
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="bsi-lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        holder = _read(self.path)
+        if holder is None:
+            raise BsiError(
+                f"{self.path} is gone: the run folder was moved or deleted during training. This process stops and "
+                f"writes nothing more. Run the same command with --out set to where the folder is now."
+            )
+        if holder.token != self.owner.token:
+            raise BsiError(
+                f"{self.path.parent} was taken over by {holder}, because this process had no heartbeat for "
+                f"{EXPIRES_S:.0f} s. This process stops and writes nothing more."
+            )
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(BEAT_S):
+            with contextlib.suppress(BsiError, OSError):
+                self.check()
+                os.utime(self.path)
+
+    def release(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        with contextlib.suppress(BsiError, OSError):
+            self.check()
+            self.path.unlink()
+
+
+@contextmanager
+def hold(folder: Path, warn: Callable[[str], None], name: str = FILE, owner: Owner | None = None) -> Iterator[Lock]:
+    """Hold the lock `name` of a folder while the block runs.
+
+    Raises:
+        InUse: Another process holds it.
+    """
+    lock = Lock(folder / name, _acquire(folder / name, owner or Owner.me(), warn))
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def _acquire(path: Path, me: Owner, warn: Callable[[str], None]) -> Owner:
+    try:
+        with _one_at_a_time(path.parent):
+            holder = _read(path)
+            if holder is not None:
+                with contextlib.suppress(FileNotFoundError):  # released in this moment
+                    warn(_reason_to_take_over(path, holder, me))
+            write_text(path, json.dumps(asdict(me)))
+    except OSError as error:
+        raise UsageError(
+            f"cannot write in the run folder {path.parent}: {error.strerror}. Use another --out."
+        ) from error
+    return me
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Serialize jobs that find the same expired lock. On a file system without flock, the check before each write still
+    stops the loser.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _reason_to_take_over(path: Path, holder: Owner, me: Owner) -> str:
+    """Why an existing lock may be replaced; raises InUse if it may not."""
+    age = _age(path)
+    if holder.ended(me):
+        return f"taking over the lock of {holder}: its process has ended"
+    if holder.host != me.host and me.job and holder.job == me.job:
+        if me.requeues > holder.requeues:
+            return f"taking over the lock of {holder}: this is the same job, requeued"
+        if me.group and holder.group == me.group:
+            return f"taking over the lock of {holder}: these are the same ranks, restarted"
+    if age < EXPIRES_S:
+        raise InUse(
+            f"{path.parent} is in use by {holder} (last heartbeat {age:.0f} s ago). Wait for it, stop it, or use "
+            f"another --out. The lock of a job that died expires after {EXPIRES_S:.0f} s.",
+            holder,
+        )
+    return f"taking over the lock of {holder}: no heartbeat for {age:.0f} s"
+
+
+def _read(path: Path) -> Owner | None:
+    """The owner that a lock names; None if there is no lock, or no valid one."""
+    try:
+        given = json.loads(path.read_text("utf-8"))
+        host, started, job, token = (str(given[name]) for name in ("host", "started", "job", "token"))
+        requeues, group = int(given.get("requeues", 0)), str(given.get("group", job))  # missing in early versions
+        return Owner(host, int(given["pid"]), started, job, token, requeues, group, str(given.get("system", "")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def _age(path: Path) -> float:
+    """Seconds since the last heartbeat, by the clock of the file system.
+
+    A time stamp in the future cannot be a heartbeat and would never expire: it is replaced by the present time.
+    """
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".clock-") as now:
+        age = os.stat(now.name).st_mtime - path.stat().st_mtime
+    if age < -BEAT_S:
+        os.utime(path)
+    return max(0.0, age)

@@ -1,7 +1,7 @@
-"""Pictures of samples and of beliefs: grids, and animations of a belief that sharpens. NumPy and Pillow alone.
+"""Pictures of samples and of beliefs: grids, and animations of beliefs. Imports only NumPy and Pillow.
 
-Images are `(n, channels, height, width)` with one or three channels, as integers (bin indices) or as values; both are
-scaled linearly from [low, high] to 0 .. 255 by rounding, never truncating.
+Images have the shape (n, channels, height, width) with one or three channels, and hold integers (bin indices) or
+values. Both are scaled linearly from [low, high] to 0 .. 255 and rounded.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Number = float | int
 PAPER, INK, FAINT, BAR = (255, 255, 255), (34, 34, 40), (226, 226, 232), (58, 110, 190)
 GAP = 2
 BETWEEN = 12  # pixels between the panels of a frame
-SMALLEST = 32  # pixels that an image has at least on a side, drawn enlarged if it has fewer
-SHEET, PANEL = 384, 256  # pixels that a grid, and one of an animation, is enlarged towards
-COLUMNS = 20  # of classes, at most, that have one each
-LINE = 18  # pixels that a line of text takes
+SMALLEST = 32  # pixels: smaller images are enlarged
+SHEET, PANEL = 384, 256  # the width in pixels to which a grid, and a grid of an animation, is enlarged
+COLUMNS = 20  # the most classes that have one column each
+LINE = 18  # pixels: the height of a line of text
 ANIMATIONS = (".gif", ".webp")
 
 
 def is_image(shape: tuple[int, ...]) -> bool:
-    """Whether samples of this shape have a picture."""
+    """Whether samples of this shape are images: one or three channels, height, width."""
     return len(shape) == 3 and shape[0] in (1, 3)
 
 
@@ -42,17 +42,16 @@ def pixels(
 ) -> UInt8[np.ndarray, "*shape"]:
     """8-bit pixels of values in [low, high]: by default -1 to 1 for floats, 0 to 255 for integers."""
     images = np.asarray(images)
-    whole = np.issubdtype(images.dtype, np.integer)
-    low = (0.0 if whole else -1.0) if low is None else low
-    high = (255.0 if whole else 1.0) if high is None else high
+    default_low, default_high = (0.0, 255.0) if np.issubdtype(images.dtype, np.integer) else (-1.0, 1.0)
+    low, high = default_low if low is None else low, default_high if high is None else high
     if not low < high:
-        raise UsageError(f"pixels need a range low < high: got low={low}, high={high}")
+        raise UsageError(f"pixels need low < high, got low={low} and high={high}.")
     scaled = (images.astype(np.float64) - low) * (255.0 / (high - low))
     return np.clip(np.rint(np.nan_to_num(scaled)), 0, 255).astype(np.uint8)
 
 
 def class_columns(classes: int | None) -> int | None:
-    """Columns for samples of so many classes in turn: one for each, where they are few; None if a square does."""
+    """Columns for samples that take the classes in turn: one per class, or None (a square) if they are too many."""
     return classes if classes and classes <= COLUMNS else None
 
 
@@ -63,21 +62,21 @@ def grid(
     high: Number | None = None,
     towards: int = SHEET,
 ) -> Image.Image:
-    """The images side by side, row by row, in as many columns as make the picture square.
+    """The images row by row, by default in a square.
 
-    Small images, and few, are enlarged by a whole number, to a picture about `towards` pixels wide.
+    Small grids are enlarged by an integer factor, to a width of about `towards` pixels.
     """
     shown = np.asarray(images)
     if shown.ndim != 4 or shown.shape[1] not in (1, 3) or not len(shown):
         raise UsageError(
-            f"a grid shows images of shape (n, 1 or 3, height, width), at least one: got {shown.shape}. "
-            f"Other data has no picture; save it with --npz."
+            f"a grid needs at least one image of shape (1 or 3, height, width), got an array of shape {shown.shape}. "
+            f"Save other data with --npz."
         )
     shown = pixels(shown, low, high).transpose(0, 2, 3, 1)
     n = len(shown)
     columns = math.ceil(math.sqrt(n)) if columns is None else columns
     if columns < 1:
-        raise UsageError(f"a grid has at least one column: got {columns}")
+        raise UsageError(f"a grid needs at least one column, got {columns}.")
     columns, rows = min(columns, n), math.ceil(n / columns)
     enlarge = _enlargement(shown.shape[1], shown.shape[2], columns, towards)
     shown = shown.repeat(enlarge, axis=1).repeat(enlarge, axis=2)
@@ -95,7 +94,7 @@ def _enlargement(height: int, width: int, columns: int, towards: int) -> int:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is known at one step of a trajectory, as values in the data's range; the last has no measurement."""
+    """One step of a trajectory, as values in the range of the data; the last step has no measurement."""
 
     belief: Images
     prediction: Images
@@ -104,7 +103,7 @@ class Moment:
 
 
 def belief_frames(moments: Sequence[Moment], low: Number = -1.0, high: Number = 1.0) -> list[Image.Image]:
-    """One frame per step: belief mean, prediction and measurement side by side, and the precision below them."""
+    """One frame per step: belief mean, prediction and measurement side by side above the precision."""
     if not moments:
         raise UsageError("an animation needs at least one step")
     logs = [math.log10(max(moment.precision, 1e-300)) for moment in moments]
@@ -120,8 +119,9 @@ def belief_frames(moments: Sequence[Moment], low: Number = -1.0, high: Number = 
 
 
 def animation_bytes(shape: tuple[int, ...], num: int, steps: int) -> int:
-    """Memory that an animation takes: three arrays of values and a frame for each step, and the frame's copy. Pillow
-    keeps four bytes for a pixel of three.
+    """Memory in bytes that an animation takes: per step three arrays of values, a frame and its copy.
+
+    Pillow uses four bytes per RGB pixel.
     """
     columns = math.ceil(math.sqrt(num))
     enlarge = _enlargement(shape[1], shape[2], columns, PANEL)
@@ -132,7 +132,7 @@ def animation_bytes(shape: tuple[int, ...], num: int, steps: int) -> int:
 
 
 def _frame(panels: dict[str, Image.Image], caption: str, reached: float) -> Image.Image:
-    """Titled panels in a row, a caption, and a bar of which the fraction `reached` is filled."""
+    """Titled panels in a row, a caption, and a progress bar filled to the fraction `reached`."""
     font = ImageFont.load_default(size=12)
     width, height = next(iter(panels.values())).size
     width = max(width, math.ceil(max(font.getlength(name) for name in panels)) + 2 * GAP)
@@ -151,13 +151,13 @@ def _frame(panels: dict[str, Image.Image], caption: str, reached: float) -> Imag
 
 
 def animate(frames: Sequence[Image.Image], path: Path, seconds: float = 4.0, lossless: bool = False) -> None:
-    """Write an endless animation that takes `seconds` and then rests on the last frame: a .gif or a .webp.
+    """Write an animation (.gif or .webp) that repeats forever: `seconds`, then a pause on the last frame.
 
-    A .webp of much enlarged pixels, areas of one color, is both sharper and smaller when it is `lossless`.
+    For strongly enlarged pixels, a `lossless` .webp is sharper and smaller.
     """
     if path.suffix.lower() not in ANIMATIONS:
-        raise UsageError(f"an animation is written as {' or '.join(ANIMATIONS)}: got {path.name!r}")
+        raise UsageError(f"an animation must be a {' or '.join(ANIMATIONS)} file, got {path.name!r}.")
     each = max(40, round(1000 * seconds / len(frames)))
     durations = [each] * (len(frames) - 1) + [max(each, 1500)]
-    # Pillow drops a frame that equals the one before it, and its duration with it; here captions make all differ.
+    # Pillow drops a frame that equals the one before, with its duration. The captions make all frames differ.
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0, lossless=lossless)

@@ -8,6 +8,7 @@ streams:
     Brownian paths                weighted_normals (brownian.py)          Philox, Box and Muller
     levels of the bound           uniform(seed, block, replicate, round)  Philox
     order of the training data    sample_ids(seed, n, position)           a keyed permutation (Feistel, splitmix64)
+    random subsets                subset(n, count)                        the start of such a permutation
     flips, hidden labels, splits  coins, uniforms(seed, position)         splitmix64
     dropout                       backbones: dropout(x, p, seed)          Squares, in 32 bits that a compiler can redo
     seeds for all of these        derive(seed, purpose, *numbers)         SHA-256
@@ -51,6 +52,7 @@ __all__ = [
     "sample_ids",
     "seed_words",
     "standard_normal",
+    "subset",
     "uniform",
     "uniforms",
     "weighted_normals",
@@ -211,6 +213,11 @@ def sample_ids(seed: int, n: int, start: int, count: int) -> Int64[np.ndarray, "
     epoch, offset = positions // np.uint64(n), positions % np.uint64(n)
     keys = _hash(_key(seed, purpose=1) + epoch * np.uint64(_GOLDEN))
     return _permute(offset, keys, n).astype(np.int64)
+
+
+def subset(n: int, count: int, seed: int = 2**63) -> Int64[np.ndarray, " chosen"]:
+    """min(count, n) random samples of n in increasing order. The default seed is larger than that of any run."""
+    return np.sort(sample_ids(seed, n, 0, min(count, n)))
 
 
 def uniforms(seed: int, start: int, count: int) -> Float64[np.ndarray, " count"]:

@@ -33,6 +33,7 @@ from bsi.backbones import MLPConfig
 from bsi.conditioning import measuring_solvers, start_of
 from bsi.data.images import Folder
 from bsi.data.prepare import prepare
+from bsi.data.store import open_dataset
 from bsi.errors import NonFinite, UsageError
 from bsi.recipe import Data, Optimizer, Recipe
 from bsi.sampler import Sampler
@@ -267,6 +268,15 @@ def test_about_says_what_may_be_asked(bench: Workbench, port: int) -> None:
     images = json.loads(request(port, f"/{TOKEN}/images").body)
     assert images["count"] == len(bench.images) == 96
     np.testing.assert_array_equal(decoded(images["values"], 96), bench.images)
+
+
+def test_images_to_choose_from_are_a_random_subset_of_the_test_set(bench: Workbench) -> None:
+    """Class folders are stored in order: the first images would all be of one class."""
+    test = bench.model.values(torch.from_numpy(open_dataset("digits").test)).numpy()
+    found = [int(np.flatnonzero((test == image).all((1, 2, 3)))[0]) for image in bench.images]
+    assert len(set(found)) == 96
+    assert min(found) < 30
+    assert max(found) > 270
 
 
 def test_a_page_of_something_that_is_no_image_is_refused(tmp_path: Path) -> None:

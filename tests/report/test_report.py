@@ -110,7 +110,7 @@ def test_report_gives_the_terms_of_the_bound_with_their_errors(report: str, run:
     terms = [float(rows[name]) for name in ("reconstruction", "measurement", "prior")]
     assert float(rows["bits per dimension"]) == pytest.approx(sum(terms), abs=2e-4)
     assert float(rows["± Monte Carlo"]) > 0
-    assert "first 299 test samples" in report
+    assert "for 299 test samples" in report
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     trained = next(record for record in reversed(journal) if record["event"] == "evaluate")
     # the trainer looked at 8 images, the report at 299: the same model, roughly the same value

@@ -27,7 +27,7 @@ from bsi.methods import VDM, Method
 from bsi.methods.base import Predictor
 from bsi.model import Model
 from bsi.pictures import is_image
-from bsi.rng import standard_normal
+from bsi.rng import standard_normal, subset
 from bsi.runtime.export import load, read_trained
 from bsi.sampler import NOISY_SOLVER, Sampler, default_solver
 from bsi.sampling import Step, belief, drawing, evaluations, measurement
@@ -191,14 +191,14 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
 
 
 def _test_images(model: Model, dataset: str) -> Float32[np.ndarray, "count channels height width"]:
-    """Images of the test set as values; none if the dataset is not prepared on this machine."""
+    """A random subset of the test set as values; empty if the dataset is not prepared on this machine."""
     try:
-        rows: Shaped[np.ndarray, "..."] = open_dataset(dataset).test[:TEST_IMAGES]
+        test: Shaped[np.ndarray, "..."] = open_dataset(dataset).test
     except BsiError:
-        rows = np.empty((0, *model.shape), np.float32)
-    if rows.shape[1:] != model.shape or not len(rows):
+        test = np.empty((0, *model.shape), np.float32)
+    if test.shape[1:] != model.shape or not len(test):
         return np.empty((0, *model.shape), np.float32)
-    return _array(model.values(torch.from_numpy(np.array(rows))))
+    return _array(model.values(torch.from_numpy(test[subset(len(test), TEST_IMAGES)])))
 
 
 @torch.no_grad()

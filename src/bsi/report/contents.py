@@ -28,7 +28,7 @@ from bsi.model import Model
 from bsi.pictures import is_image
 from bsi.recipe import Recipe
 from bsi.report.charts import Point
-from bsi.rng import standard_normal
+from bsi.rng import standard_normal, subset
 from bsi.runtime.export import load
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.runtime.serialization import flat
@@ -242,9 +242,9 @@ def measure(
     elif num < min(MIN_IMAGES, wanted):
         missing.append(_too_slow("no bound"))
     else:
-        data = torch.from_numpy(np.array(test[:num]))
+        data = torch.from_numpy(test[subset(len(test), num)])
         bound = None if bound_known else model.bits_per_dim(data, measure=levels, recon=RECON)
-        by_level = bits_by_level(model, data[:LEVEL_IMAGES])
+        by_level = bits_by_level(model, data[subset(num, LEVEL_IMAGES)])
     return Measured(sum(p.numel() for p in model.parameters()), animation, bound, by_level, missing)
 
 

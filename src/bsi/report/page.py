@@ -145,7 +145,7 @@ class Terms:
         parts = {name: float(value.mean()) / unit for name, value in nats.items()}
         if bound.log_determinant:
             parts["change of units"] = bound.log_determinant / math.log(2)
-        about = f"An upper bound for the first {len(bound.nats):,} test samples, by the EMA."
+        about = f"An upper bound for {len(bound.nats):,} test samples (a random subset if there are more), by the EMA."
         errors = bound.monte_carlo_error, bound.data_error
         return cls(parts, bound.bits_per_dim, *errors, bound.data_resolved, about)
 

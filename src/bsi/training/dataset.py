@@ -19,7 +19,7 @@ from bsi.errors import DataError, UsageError
 from bsi.io import digest, fingerprint
 from bsi.recipe import Recipe
 from bsi.refusals import check_finite
-from bsi.rng import sample_ids
+from bsi.rng import subset
 from bsi.runtime.data_spec import DataSpec
 from bsi.values import Bins, Standardize
 
@@ -195,4 +195,4 @@ def _version(data: object, source: BatchSource) -> str:
 
 def _spread(source: BatchSource, count: int) -> Int64[np.ndarray, " count"]:
     """A fixed random selection of samples; not those that a run with seed 0 begins with."""
-    return np.sort(sample_ids(2**63, len(source), 0, min(count, len(source))))
+    return subset(len(source), count)

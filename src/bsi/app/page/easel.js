@@ -1,10 +1,10 @@
-// The image that a request starts from: chosen from the test set or drawn before, measured, or hidden in part.
+// The image that a request starts from: a test image or a sample, with noise or with hidden pixels.
 import { Sheet, color, fit, picture } from "./sheets.js";
 
 const STRIP_COLUMNS = 8;
 
 export class Easel {
-  // `changed` is called when a request from here would be another one.
+  // `changed` is called when the image, or the hidden part, has changed.
   constructor(about, images, changed) {
     Object.assign(this, { about, images, changed, kind: "draw", empty: !images.length, given: null, cursor: null, painting: null });
     const [channels, height, width] = about.shape;
@@ -71,7 +71,7 @@ export class Easel {
     return row * width + column;
   }
 
-  // A brush that grows with the image: one pixel of an 8 x 8 digit, a disc of a larger one.
+  // The brush grows with the image: one pixel of an 8 x 8 digit, a disc on a larger image.
   paint(place) {
     const [, height, width] = this.about.shape, radius = Math.floor(Math.min(height, width) / 12);
     const [row, column] = [Math.floor(place / width), place % width];
@@ -136,7 +136,7 @@ export class Easel {
     context.globalAlpha = cover;
     for (let i = 0; cover && i < this.hidden.length; i++) {
       if (!this.hidden[i]) continue;
-      // whole pixels of the canvas, so that neighbors neither overlap nor leave a seam
+      // rounded to pixels of the canvas: neighbors must neither overlap nor leave a gap
       const edges = [i % width, i % width + 1].map(x => Math.round(x * unit[0])), rows = [Math.floor(i / width), Math.floor(i / width) + 1].map(y => Math.round(y * unit[1]));
       context.fillRect(edges[0], rows[0], edges[1] - edges[0], rows[1] - rows[0]);
     }

@@ -1,4 +1,4 @@
-// A request and the steps that came back for it: one line of JSON each, images as base64 of little-endian float32.
+// A request and the steps of its answer: one line of JSON each, with images as base64 of little-endian float32.
 
 export function decode(text) {
   const bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
@@ -12,9 +12,9 @@ export function encode(array) {
   return btoa(text);
 }
 
-// A connection that fails, in words; one that we left ourselves is told as that.
+// The error message for a failed connection. An AbortError is our own cancellation.
 function gone(error) {
-  throw error.name === "AbortError" ? error : new Error("nothing answers: is `bsi view` still running?");
+  throw error.name === "AbortError" ? error : new Error("the server does not answer: is `bsi view` still running?");
 }
 
 async function* lines(body) {
@@ -38,7 +38,7 @@ async function accepted(ask, signal) {
     const answer = await fetch("run", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(ask), signal }).catch(gone);
     if (answer.ok) return answer;
     if (answer.status !== 429) throw new Error(await reason(answer));
-    await new Promise(resolve => setTimeout(resolve, wait)); // others are drawing
+    await new Promise(resolve => setTimeout(resolve, wait)); // other requests are in progress
     signal.throwIfAborted();
   }
 }
@@ -48,7 +48,7 @@ async function reason(answer) {
   try { return JSON.parse(text).error; } catch { return text || `the server answered ${answer.status}`; }
 }
 
-// All steps of one request. A step's y is the measurement made of its prediction: it comes with the step after it.
+// All steps of one request. The y of a step is the measurement of its prediction, which arrives with the next step.
 export class History {
   constructor(ask) {
     this.ask = ask;
@@ -78,13 +78,13 @@ export class History {
     this.done = true;
   }
 
-  // The last step that is known whole: the measurement of a step comes with the step after it, and the sample has none.
+  // The last step whose measurement has arrived. The final step has none.
   get known() { return this.steps.length > this.last ? this.last : Math.max(0, this.steps.length - 2); }
 
   leave() { this._leave.abort(); }
 }
 
-// How far the prediction moved, as a root mean square.
+// Root mean square of the change of the prediction.
 function distance(a, b) {
   let sum = 0;
   for (let i = 0; i < a.length; i++) sum += (a[i] - b[i]) ** 2;

@@ -1,4 +1,4 @@
-// The page: what is asked, the history that comes back, and the step of it that is shown.
+// The page: its settings, the history of the current request, and the step that is shown.
 import { Easel } from "./easel.js";
 import { History, decode, encode } from "./history.js";
 import { drawCurve, drawPast, drawTimeline, places, tidy } from "./pixel.js";
@@ -6,9 +6,9 @@ import { Sheet } from "./sheets.js";
 
 const $ = selector => document.querySelector(selector);
 const TASKS = {
-  draw: { go: "Draw", task: "From nothing: the first belief is as broad as a belief can be." },
-  denoise: { go: "Denoise", task: "From a noisy measurement: the belief starts as sharp as it is, and nothing else changes." },
-  inpaint: { go: "Inpaint", task: "From a part: known pixels are measured, hidden ones are predicted from what they say." },
+  draw: { go: "Draw", task: "Draw samples. The first belief is the prior." },
+  denoise: { go: "Denoise", task: "Draw samples given a noisy measurement of an image. The first belief has the precision of the measurement." },
+  inpaint: { go: "Inpaint", task: "Draw samples given a part of an image. The visible pixels stay as they are, the hidden ones are predicted from them." },
 };
 const HINTS = {
   posterior: "the paper's", sde2: "noise", ode2: "flow", churn: "some noise",
@@ -22,7 +22,7 @@ const page = { history: null, position: 0, playing: false, pixel: null, kept: fa
 const sheets = Object.fromEntries(NAMES.map(name => [name, new Sheet($(`#${name}`), about)]));
 const easel = new Easel(about, decode(images.values), () => { if (page.history?.ask.kind === page.kind) go(); });
 
-// ---- What is asked ---------------------------------------------------------------------------------------------------------------
+// ---- The request ---------------------------------------------------------------------------------------------------------------
 
 function ask() {
   const common = {
@@ -35,7 +35,7 @@ function ask() {
   return { ...common, image, hidden: encode(easel.hidden) };
 }
 
-// The class that is asked for, by its number, and how much to follow it.
+// The class by its number, and the guidance.
 function asked() {
   const label = $("#label").value;
   return label === "" ? {} : { label: Number(label), guidance: Number($("#guidance").value) };
@@ -85,11 +85,11 @@ function say(text, wrong = false) {
   $("#status").classList.toggle("error", wrong);
 }
 
-// ---- Which step is shown ---------------------------------------------------------------------------------------------------------
+// ---- The step that is shown ---------------------------------------------------------------------------------------------------------
 
 let loop = 0, before = null;
 function run() {
-  cancelAnimationFrame(loop); // one loop at a time, whatever began it
+  cancelAnimationFrame(loop); // one loop at a time
   before = null;
   loop = requestAnimationFrame(tick);
 }
@@ -129,7 +129,7 @@ function show() {
     sheets[name].draw(last ? null : step?.[name] ?? null, page.pixel);
     sheets[name].canvas.setAttribute("aria-label", `${{ mean: "Belief mean", x_hat: "Prediction", y: "Measurement" }[name]} of ${history?.num ?? 0} images at step ${index}`);
   }
-  $("#y-more").textContent = history && index === history.last ? "no more of them" : "of the prediction";
+  $("#y-more").textContent = history && index === history.last ? "none at the last step" : "of the prediction";
   drawTimeline($("#timeline"), history, index, about);
   if (document.activeElement !== $("#step") || Number($("#step").value) !== index) $("#step").value = index;
   $("#where").textContent = history ? `${index} of ${history.last}` : "–";
@@ -147,7 +147,7 @@ function showPixel() {
   const read = name => step?.[name] ? places(pixel, about.shape).map(place => plain(step[name][place])).join("  ") : "–";
   for (const name of NAMES) $(`#pixel-${name}`).textContent = pixel && step ? read(name) : "–";
   if (pixel && step) {
-    const kept = page.kept ? "Kept; click it again to let go." : "Point at a pixel of any image; click to keep it.";
+    const kept = page.kept ? "Kept; click it again to release it." : "Point at a pixel of an image to select it; click to keep it.";
     $("#pixel-note").textContent = `Image ${pixel.image + 1}, row ${pixel.row + 1}, column ${pixel.column + 1}. ${kept}`;
     $("#curve").setAttribute("aria-label", `Belief about the pixel: mean ${read("mean")}, standard deviation ${tidy(step.precision ** -0.5)}`);
   }
@@ -163,7 +163,7 @@ function choose(kind) {
   $("#task").textContent = TASKS[kind].task;
   $("#go").textContent = TASKS[kind].go;
   $("#adopt").disabled = !page.history?.done;
-  // Denoising draws from p(x | y) only with the noise of measurements, and has a grid of its own.
+  // Denoising draws from p(x | y) only with solvers that add the noise of measurements, and has its own grid.
   for (const option of $("#solver").options) option.disabled = kind === "denoise" && !about.measuring_solvers.includes(option.value);
   if ($("#solver").selectedOptions[0].disabled) $("#solver").value = about.measuring_solver;
   $("#grid").disabled = kind === "denoise";
@@ -172,7 +172,7 @@ function choose(kind) {
   show();
 }
 
-// The image that was drawn, and pointed at last, as the one to start from.
+// Use a sample as the image to start from: the one that was pointed at last.
 function adopt() {
   const { history } = page, image = page.pixel?.image ?? 0;
   if (history?.done) easel.take(history.steps.at(-1).x_hat.slice(image * easel.size, (image + 1) * easel.size));
@@ -226,7 +226,7 @@ for (const sheet of Object.values(sheets)) {
   });
 }
 
-// From pixel to pixel, and over an image's edge into the next one.
+// Moves to the next pixel, and across the edge of an image to the next image.
 function step({ image, row, column }, [down, across]) {
   const [, height, width] = about.shape, columns = sheets.mean.layout().columns;
   row += down; column += across;
@@ -260,13 +260,13 @@ const KEYS = {
 document.addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in KEYS)) return;
   const { tagName, type } = event.target;
-  if (tagName === "BUTTON" && [" ", "Enter"].includes(event.key)) return; // the button's own
+  if (tagName === "BUTTON" && [" ", "Enter"].includes(event.key)) return; // the button handles it
   if (tagName === "SELECT" || (tagName === "INPUT" && (type !== "range" || event.key.startsWith("Arrow") || ["Home", "End"].includes(event.key)))) return;
   event.preventDefault();
   KEYS[event.key]();
 });
 
-// ---- At the start ----------------------------------------------------------------------------------------------------------------
+// ---- Initialization ----------------------------------------------------------------------------------------------------------------
 
 for (const name of about.solvers) $("#solver").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === about.solver, name === about.solver));
 for (const name of about.grids) $("#grid").add(new Option(`${name}: ${HINTS[name] ?? ""}`.replace(/: $/, ""), name, name === about.grid, name === about.grid));
@@ -287,7 +287,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", event => t
 new ResizeObserver(() => { easel.draw(); show(); }).observe(document.body);
 addEventListener("pagehide", () => page.history?.leave());
 
-// For tests and the curious: what the page holds.
+// The state of the page, for tests and for the console.
 window.bsi = {
   about, go,
   state: () => ({

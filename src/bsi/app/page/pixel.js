@@ -1,9 +1,9 @@
-// Charts: the precision over the steps, one pixel's belief now, and how it came about.
+// Charts: the precision over the steps, and the belief about one pixel, now and over the steps.
 import { color, fit } from "./sheets.js";
 
 const CHANNELS = { light: ["#c0392b", "#2e8b57", "#2566ad"], dark: ["#ff8a80", "#7fd8a4", "#6fb1f7"] };
 const MOST_BARS = 32;
-const LEAST_SCALE = 0.25; // so that a broad belief looks broad, and not like none at all
+const LEAST_SCALE = 0.25; // with a full scale, a broad belief would be a flat line
 
 function prepare(canvas) {
   const context = fit(canvas), ratio = window.devicePixelRatio || 1;
@@ -31,7 +31,7 @@ function lineColors(channels) {
   return CHANNELS[document.documentElement.dataset.theme === "dark" ? "dark" : "light"];
 }
 
-// Where one pixel's channels lie in the values of a step.
+// The indices of the channels of a pixel in the values of a step.
 export function places({ image, row, column }, [channels, height, width]) {
   return Array.from({ length: channels }, (_, c) => image * channels * height * width + (c * height + row) * width + column);
 }
@@ -59,9 +59,9 @@ export function drawTimeline(canvas, history, position, about) {
     context.beginPath(); context.arc(...now, 5.5, 0, 7); context.fill();
     context.strokeStyle = color("paper"); context.stroke();
   }
-  context.fillStyle = color("belief"); context.fillText("precision, as a logarithm", pad, 11);
+  context.fillStyle = color("belief"); context.fillText("precision (log scale)", pad, 11);
   context.fillStyle = color("predict"); context.textAlign = "right";
-  context.fillText(width > 360 ? "how far the prediction moves" : "moves of x̂", width - pad, 11);
+  context.fillText(width > 360 ? "change of the prediction" : "change of x̂", width - pad, 11);
 }
 
 export function tidy(value) {
@@ -74,7 +74,7 @@ export function tidy(value) {
   return value.toLocaleString("en", { maximumSignificantDigits: 3 });
 }
 
-// N(mean, 1 / precision) over the gray levels: bars where they are few, and the curve through their tops.
+// N(mean, 1 / precision) over the gray levels: a curve, and bars if the levels are few.
 export function drawCurve(canvas, step, pixel, about) {
   const { context, width, height } = prepare(canvas), { low, high, bins, shape } = about;
   const reach = 0.12 * (high - low), x = value => width * (value - low + reach) / (high - low + 2 * reach);
@@ -91,7 +91,7 @@ export function drawCurve(canvas, step, pixel, about) {
   found.forEach((place, c) => {
     const mean = step.mean[place], log = value => -0.5 * step.precision * (value - mean) ** 2;
     const logs = centers.map(log), top = Math.max(...logs);
-    // Few levels: probabilities, on a scale from 0 to the largest, or to LEAST_SCALE. Many: to the likeliest value shown.
+    // Few levels: probabilities, on a scale from 0 to the largest one or LEAST_SCALE. Many: relative to the likeliest value.
     const ends = bars ? [low - gap / 2, high + gap / 2] : [low - reach, high + reach];
     const total = bars ? top + Math.log(logs.reduce((sum, value) => sum + Math.exp(value - top), 0)) : log(Math.min(ends[1], Math.max(ends[0], mean)));
     const scale = bars ? Math.max(LEAST_SCALE, Math.exp(top - total)) : 1;
@@ -101,7 +101,7 @@ export function drawCurve(canvas, step, pixel, about) {
       for (const center of centers) context.fillRect(x(center - 0.42 * gap), up(center), x(center + 0.42 * gap) - x(center - 0.42 * gap), base - up(center));
       context.globalAlpha = 1;
     }
-    // Sampled everywhere, and densely around the mean, where a sharp belief would slip between the pixels.
+    // Dense points around the mean: a sharp belief would fall between the others.
     const std = step.precision ** -0.5, dense = Array.from({ length: 81 }, (_, i) => mean + (i - 40) / 10 * std);
     const at = [...Array.from({ length: 161 }, (_, i) => ends[0] + (ends[1] - ends[0]) * i / 160), ...dense].filter(value => value >= ends[0] && value <= ends[1]).sort((a, b) => a - b);
     const points = at.map(value => [x(value), up(value)]);
@@ -128,7 +128,7 @@ function tick(context, x, base, fill, width) {
   context.fill();
 }
 
-// The belief's mean with one and two standard deviations, the prediction, and the measurements, step by step.
+// The mean with one and two standard deviations, the prediction and the measurements at each step.
 export function drawPast(canvas, history, position, pixel, about) {
   const { context, width, height } = prepare(canvas), { low, high, shape } = about, left = 40, bottom = height - 22;
   const reach = 0.12 * (high - low), last = history ? history.last : 1;

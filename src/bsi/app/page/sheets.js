@@ -11,7 +11,7 @@ export function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-// One image as a small canvas, a pixel for a pixel.
+// One image as a canvas of its own size.
 export function picture(values, offset, { shape: [channels, height, width], low, high }) {
   const canvas = new OffscreenCanvas(width, height), context = canvas.getContext("2d");
   const image = context.createImageData(width, height), area = width * height;
@@ -46,7 +46,7 @@ export class Sheet {
     return { left: (image % columns) * cell, top: Math.floor(image / columns) * (high + gap) };
   }
 
-  // The width decides the cells, and the cells the height.
+  // The width determines the size of the cells, and the cells determine the height.
   grow() {
     fit(this.canvas);
     const { columns, gap, high } = this.layout(), tall = Math.ceil(this.num / columns) * (high + gap) - gap;

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from bsi.metrics.features import Features
 from bsi.metrics.frechet import Moments, frechet_distance
-from bsi.metrics.kid import kernel_distance
+from bsi.metrics.two_sample import kernel_distance
 
 DIM = 6
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bsi.metrics import Moments, frechet_distance, frechet_error
-from bsi.metrics.frechet_error import Yardstick
+from bsi.metrics.frechet import Yardstick
 
 
 def test_it_is_the_spread_over_draws() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder
 from bsi.metrics import inception, resize
-from bsi.metrics.extractor import Extractor, QualityWarning, require_images
+from bsi.metrics.features import Extractor, QualityWarning, require_images
 from bsi.metrics.inception import (
     BATCH_NORM_EPS,
     NAME,
@@ -120,7 +120,7 @@ def test_other_weights_are_warned_of_and_never_called_fid(other_weights: Path) -
     assert extractor(images[:0]).shape == (0, 2048)
 
 
-@pytest.mark.filterwarnings("ignore::bsi.metrics.extractor.QualityWarning")
+@pytest.mark.filterwarnings("ignore::bsi.metrics.features.QualityWarning")
 def test_one_compiled_size_and_one_precision_for_every_piece(
     other_weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bsi.errors import DataError, NonFinite
-from bsi.metrics.kid import kernel_distance
+from bsi.metrics.two_sample import kernel_distance
 
 
 def normal(n: int, dim: int, seed: int, offset: float = 0.0) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 
 from bsi.errors import DataError, NonFinite
 from bsi.metrics import neighbors
-from bsi.metrics.neighbors import precision_recall
+from bsi.metrics.two_sample import precision_recall
 
 
 def normal(n: int, seed: int, offset: float = 0.0) -> torch.Tensor:

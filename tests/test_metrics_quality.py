@@ -22,8 +22,7 @@ from bsi.metrics import (
     frechet_error,
     sample_quality,
 )
-from bsi.metrics.quality import metric_name
-from bsi.metrics.references import reference
+from bsi.metrics.quality import metric_name, reference
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from bsi.backbones import MLPConfig, build
 from bsi.grids import GRIDS
 from bsi.methods import Method
 from bsi.metrics import Moments
-from bsi.metrics.frechet_error import Yardstick
+from bsi.metrics.frechet import Yardstick
 from bsi.solvers import SOLVERS
 
 SHAPE = (3, 4, 4)

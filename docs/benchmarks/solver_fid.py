@@ -9,7 +9,7 @@ For each network, the most decisive first (`--stages`):
     between     the paper's sampler with 128 and 512
 
 Samples of one seed come from the same noise, whatever the solver. So the error of a difference in FID is that of the
-mean difference of the samples' influences (bsi.metrics.frechet_error), smaller than either FID's own. `ratio` is the
+mean difference of the samples' influences (bsi.metrics.frechet), smaller than either FID's own. `ratio` is the
 FID over that of the paper's sampler with 1024 steps, and has that error; other seeds are compared as independent.
 
 Sampling is in bfloat16 with the network in its fastest form and no wait for the host inside a trajectory; features are
@@ -34,7 +34,7 @@ from bsi.backbones import Backbone, accelerate, compute_dtype, freeze
 from bsi.brownian import BrownianPath
 from bsi.evaluation.runs import weights_hash
 from bsi.metrics import Extractor, Inception, collect
-from bsi.metrics.frechet_error import Yardstick
+from bsi.metrics.frechet import Yardstick
 from bsi.sampler import Sampler, default_solver
 from bsi.sampling import evaluations, sample
 

@@ -3,23 +3,20 @@
     from bsi.metrics import Inception, collect, reference, sample_quality
 
     extractor = Inception(device="cuda")
-    real = reference("cifar10", version, "test", batches_of(test), extractor)        # stored; computed the first time
+    real = reference("cifar10", version, "test", batches_of(test), extractor)        # computed once, then stored
     print(sample_quality(collect(batches_of(samples), extractor), real, extractor))  # batches: uint8 (n, 3, h, w)
 
 On several ranks each collects its own samples, then all call `features.over_ranks()`; the result is that of one rank.
 """
 
-from bsi.metrics.extractor import Extractor, QualityWarning
-from bsi.metrics.features import Features, collect
-from bsi.metrics.frechet import Moments, frechet_distance
-from bsi.metrics.frechet_error import frechet_error
+from bsi.metrics.features import KEPT, Extractor, Features, QualityWarning, collect
+from bsi.metrics.frechet import Moments, Yardstick, frechet_distance, frechet_error
 from bsi.metrics.inception import Inception
-from bsi.metrics.kid import Kid, kernel_distance
-from bsi.metrics.neighbors import PrecisionRecall, precision_recall
-from bsi.metrics.quality import Generation, SampleQuality, metric_name, sample_quality
-from bsi.metrics.references import Reference, reference
+from bsi.metrics.quality import Generation, Reference, SampleQuality, metric_name, reference, sample_quality
+from bsi.metrics.two_sample import Kid, PrecisionRecall, kernel_distance, precision_recall
 
 __all__ = [
+    "KEPT",
     "Extractor",
     "Features",
     "Generation",
@@ -30,6 +27,7 @@ __all__ = [
     "QualityWarning",
     "Reference",
     "SampleQuality",
+    "Yardstick",
     "collect",
     "frechet_distance",
     "frechet_error",

@@ -1,25 +1,84 @@
-"""One pass over images: moments of the features, and the features themselves when a metric needs them.
+"""Features of images: what an extractor is, and one pass over images.
 
     features = collect(batches, extractor, keep=True)      # batches: uint8 (n, 3, h, w)
-    everybody = features.over_ranks()                      # the same on every rank, whatever each of them held
+    everybody = features.over_ranks()                      # the same on every rank, whatever the number of ranks
 
-The moments are enough for the Frechet distance; its error, KID, precision and recall need `keep`.
+Distances between sets of images are distances between their features, so a value has a meaning only together with its
+extractor. An `Extractor` has a `name`, the `hash` of its weights, its resize and its precision; every record carries
+these. The moments of the features suffice for the Frechet distance; its error, KID, precision and recall need `keep`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from bsi.metrics.extractor import Extractor, require_images
+from bsi.errors import DataError
 from bsi.metrics.frechet import Moments
 
-KEPT = 100_000  # samples whose features are kept for the error of their distance: 0.8 GB of Inception's
+__all__ = ["KEPT", "Extractor", "Features", "QualityWarning", "collect", "require_images"]
+
+KEPT = 100_000  # the largest number of samples whose features are kept for the error: 0.8 GB of Inception's
+
+
+class QualityWarning(UserWarning):
+    """A value that can be computed but not compared with others without care."""
+
+
+@runtime_checkable
+class Extractor(Protocol):
+    """Features of 8-bit images. `Inception` is one; a classifier of your own data can be another."""
+
+    @property
+    def name(self) -> str:
+        """Part of the metric's name: the Frechet distance is called "fd-" + name."""
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the weights."""
+
+    @property
+    def resize(self) -> str:
+        """Name of the resize between the images and the network, "none" without one."""
+
+    @property
+    def precision(self) -> str:
+        """What it computes in: "float32", "tf32", ..."""
+
+    @property
+    def dim(self) -> int:
+        """Number of features."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the features."""
+
+    def __call__(self, images: UInt8[Tensor, "n 3 h w"]) -> Float[Tensor, "n dim"]: ...
+
+
+def require_images(images: Tensor) -> UInt8[Tensor, "n 3 h w"]:
+    """`images`, if they are 8-bit color images.
+
+    Floats are rejected rather than converted: truncating them makes every value half a step too dark, and the FID
+    changes.
+    """
+    if images.dtype != torch.uint8:
+        raise DataError(
+            f"images must be 8-bit (torch.uint8, values 0 to 255), got {images.dtype}. Round first, never truncate: "
+            "for values in [-1, 1], ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)."
+        )
+    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
+        raise DataError(
+            f"images must have the shape (n, 3, height, width), got {tuple(images.shape)}. "
+            "Repeat a single gray channel three times; use permute(0, 3, 1, 2) if channels come last."
+        )
+    return images
 
 
 @dataclass(frozen=True)
@@ -34,10 +93,10 @@ class Features:
         return self.moments.n
 
     def over_ranks(self) -> Features:
-        """All ranks' features together, on every rank; these ones without a process group.
+        """All ranks' features together, on every rank; `self` without a process group.
 
-        The order is that of one rank that takes turns through the ranks' samples, as when rank r of w holds the samples
-        r, r + w, r + 2w, ...: metrics that depend on the order then do not depend on the number of ranks.
+        The order takes turns through the ranks' samples, as if rank r of w had the samples r, r + w, r + 2w, ...:
+        metrics that depend on the order then do not depend on the number of ranks.
         """
         if not dist.is_initialized():
             return self
@@ -46,9 +105,10 @@ class Features:
 
 
 def collect(images: Iterable[Tensor], extractor: Extractor, keep: bool = False) -> Features:
-    """The features of all `images`, batch by batch. Batches may differ in size, and images between batches too.
+    """The features of all `images`, batch by batch. Batches may differ in the number and size of their images.
 
-    `keep` holds the features in memory (4 bytes x dim each: 0.4 GB for 50,000 of Inception's).
+    Args:
+        keep: Hold the features in memory (4 bytes x dim each: 0.4 GB for 50,000 of Inception's).
     """
     moments = Moments.empty(extractor.dim, extractor.device)
     kept = [torch.empty(0, extractor.dim, device=extractor.device)]

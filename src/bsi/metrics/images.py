@@ -1,7 +1,7 @@
-"""Images from files and arrays as extractors take them: batches of uint8 (n, 3, h, w).
+"""Images from files and arrays in batches of uint8 (n, 3, h, w), the input of extractors.
 
-Nothing is resized, cropped or requantized here: what a file holds in 8 bits is what the extractor sees. Files that hold
-something else (16 bits, CMYK, transparency, an animation) are refused by name rather than converted by a guess.
+Nothing is resized, cropped or requantized: the extractor gets what a file holds in 8 bits. Files with other content (16
+bits, CMYK, transparency, an animation) are rejected by name rather than converted by a guess.
 """
 
 from __future__ import annotations
@@ -12,49 +12,27 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Shaped, UInt8
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from bsi.data.images import SUFFIXES, open_image
 from bsi.errors import DataError
 
-SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp"})
-MAX_PIXELS = 1 << 24
+__all__ = ["array_batches", "file_batches", "image_files"]
 
 
 def image_files(folder: Path) -> list[Path]:
     """The image files in `folder` and below, sorted by path."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if not files:
-        raise DataError(f"{folder} holds no images: none of its files ends in {', '.join(sorted(SUFFIXES))}.")
+        raise DataError(f"{folder} holds no images: none of its files ends in {', '.join(SUFFIXES)}.")
     return files
 
 
-def read_image(path: Path) -> UInt8[np.ndarray, "3 h w"]:
-    """One 8-bit image, gray ones repeated to three channels."""
-    try:
-        with Image.open(path) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise DataError(f"{path} has {image.width} x {image.height} pixels; the limit is {MAX_PIXELS}.")
-            frames = getattr(image, "n_frames", 1)  # formats without animation have no such attribute
-            if frames > 1:
-                raise DataError(f"{path} is an animation of {frames} frames. Save one frame for each sample.")
-            if "A" in image.getbands() or "transparency" in image.info:
-                if image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
-                    raise DataError(f"{path} is transparent in places. Put it on a background first.")
-            elif image.mode not in ("1", "L", "P", "RGB"):
-                raise DataError(f"{path} has the mode {image.mode}, which is not 8-bit gray or RGB. Convert it first.")
-            return np.asarray(image.convert("RGB")).transpose(2, 0, 1).copy()
-    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path} is no whole image: {error}. Delete or replace it.") from error
-
-
 def file_batches(files: Iterable[Path], size: int) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
-    """The files' images in order; a batch ends early where the next image has another height or width."""
+    """The files' images in order, gray ones in three equal channels. A batch ends before an image of another size."""
     batch: list[np.ndarray] = []
     for path in files:
-        image = read_image(path)
+        image = np.asarray(open_image(path, str(path)).convert("RGB")).transpose(2, 0, 1)
         if batch and (len(batch) == size or batch[0].shape != image.shape):
             yield torch.from_numpy(np.stack(batch))
             batch = []
@@ -85,5 +63,5 @@ def _channels_first(block: Shaped[np.ndarray, "..."], name: str) -> Shaped[np.nd
     if block.ndim == 4 and (block.shape[1] in (1, 3)) != (block.shape[3] in (1, 3)):
         return block if block.shape[1] in (1, 3) else block.transpose(0, 3, 1, 2)
     raise DataError(
-        f"{name} must have the shape (n, h, w), (n, c, h, w) or (n, h, w, c) with 1 or 3 channels: got {block.shape}."
+        f"{name} must have the shape (n, h, w), (n, c, h, w) or (n, h, w, c) with 1 or 3 channels, got {block.shape}."
     )

@@ -1,8 +1,8 @@
 """The layers of the FID network: Inception of 2015-12-05 without its last one, 2048 features per image.
 
-Written from the TensorFlow graph that every published FID used. It differs from the Inception v3 of the textbooks in
-two places: the average pools of the blocks A, C and E do not count the padding, and the last block takes a maximum
-instead. Modules are named as in pytorch-fid. Batch norms are gone: `bsi.metrics.inception` folds them into the
+Written from the TensorFlow graph behind every published FID. It differs from the usual Inception v3 in
+two places: the average pools of the blocks A, C and E do not count the padding, and the last block uses a maximum
+instead. Modules are named as in pytorch-fid. There are no batch norms: `bsi.metrics.inception` folds them into the
 convolutions.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Conv(nn.Conv2d):
-    """A convolution with its folded batch norm, and a rectifier. At stride 1 it keeps the size unless `valid`."""
+    """A convolution with its folded batch norm, and a ReLU. At stride 1 it keeps the size unless `valid`."""
 
     def __init__(
         self, ins: int, outs: int, kernel: int | tuple[int, int] = 1, stride: int = 1, valid: bool = False
@@ -111,8 +111,8 @@ class D(nn.Module):
 
 
 class E(nn.Module):
-    """8 x 8: windows of 3 as a row beside a column. The last of the two pools by maximum: an accident of the first
-    graph that every FID since has kept."""
+    """8 x 8: windows of 3 as a row and a column. The last of the two pools by maximum, an accident of the first graph
+    that every FID since has kept."""
 
     def __init__(self, ins: int, last: bool) -> None:
         super().__init__()

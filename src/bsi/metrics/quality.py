@@ -1,31 +1,47 @@
-"""Sample quality as a record: the distance with everything one must know to compare it.
+"""Sample quality: the record of a distance, and reference features of real data.
 
     samples = collect(batches, extractor)
-    quality = sample_quality(samples, reference(...), extractor, generation=Generation("sde2", 16, seed=0))
+    real = reference("cifar10", version, "test", batches_of(test), extractor)
+    quality = sample_quality(samples, real, extractor, generation=Generation("sde2", 16, seed=0))
 
-Where the samples' features were kept, it has a standard error: of having drawn these samples and not others.
+The record has everything that is needed to compare the value. If the samples' features were kept, it has a standard
+error: that of having drawn these samples and not others. The Frechet distance is called FID only if the features come
+from Inception's published weights; with any other extractor it is called "fd-" + its name. What makes a value hard to
+compare causes a warning and is stored in the record.
 
-The Frechet distance is called FID only where the features come from Inception's published weights; with any other
-extractor it is called "fd-" + its name. What makes a value hard to compare is warned of, and stays in the record.
+Reference features are computed once and stored in the data folder. Their key is the data (a hash of its content, and
+the split) and the extractor (a hash of its weights, its resize, its precision), so that a changed dataset or network is
+a miss and never a wrong value:
+
+    references/cifar10-test-0f3a....safetensors      mean, scatter, and the vectors if they were requested
+    references/cifar10-test-0f3a....json             the key, the count and the SHA-256 of the file above
+
+Both are written atomically, the JSON last; tensors whose hash differs from the one in it are computed again.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load, save
 from torch import Tensor
 
 from bsi.errors import DataError, UsageError
-from bsi.metrics.extractor import Extractor, QualityWarning
-from bsi.metrics.features import Features
-from bsi.metrics.frechet import frechet_distance
-from bsi.metrics.frechet_error import frechet_error
+from bsi.io import data_folder, digest, open_untrusted, read_json, write_bytes, write_json
+from bsi.metrics.features import Extractor, Features, QualityWarning, collect
+from bsi.metrics.frechet import Moments, frechet_distance, frechet_error
 from bsi.metrics.inception import OTHER_NAME, PUBLISHED_HASH
-from bsi.metrics.kid import Kid, kernel_distance
-from bsi.metrics.neighbors import PrecisionRecall, precision_recall
-from bsi.metrics.references import Reference
+from bsi.metrics.two_sample import Kid, PrecisionRecall, kernel_distance, precision_recall
+
+__all__ = ["Generation", "Reference", "SampleQuality", "metric_name", "reference", "sample_quality"]
+
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -39,8 +55,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class SampleQuality:
-    """`value` of `metric` for `n` samples against `reference_n` real images, with its standard error where the samples'
-    features were kept; the rest says which and how."""
+    """`value` of `metric` for `n` samples against `reference_n` real images.
+
+    `error` is its standard error, if the samples' features were kept; the other fields describe the data, the extractor
+    and the drawing of the samples.
+    """
 
     metric: str
     value: float
@@ -60,7 +79,7 @@ class SampleQuality:
     cautions: tuple[str, ...]
 
     def record(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """A JSON-serializable form."""
         return asdict(self)
 
 
@@ -77,7 +96,7 @@ def sample_quality(
     precision_and_recall: bool = False,
     generation: Generation | None = None,
 ) -> SampleQuality:
-    """All that is asked for, from the features of one pass. KID, precision and recall need features that were kept."""
+    """The distance and the requested metrics. KID, precision and recall need features that were kept."""
     real = reference.features
     for what, n in (("samples", samples.n), (reference.dataset, real.n)):
         if n < 2:
@@ -111,14 +130,94 @@ def _cautions(samples: Features, reference: Reference, extractor: Extractor) -> 
         if n <= extractor.dim:
             found.append(
                 f"{n} images of {what} leave the covariance of {extractor.dim} features singular: "
-                f"{metric_name(extractor)} is biased upwards and compares only with values of the same n"
+                f"{metric_name(extractor)} is biased upwards and can be compared only with values of the same n"
             )
     if extractor.name == OTHER_NAME:
-        found.append(f"not the published Inception weights ({extractor.hash[:16]}): this is no FID")
+        found.append(f"not the published Inception weights ({extractor.hash[:16]}): the distance is not an FID")
     return found
 
 
 def _vectors(features: Features) -> Tensor:
     if features.vectors is None:
-        raise UsageError("KID, precision and recall need the features themselves: collect them with keep=True.")
+        raise UsageError("KID, precision and recall need the features themselves. Collect them with keep=True.")
     return features.vectors
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The real data that samples are compared with. A folder or a file has neither split nor version."""
+
+    dataset: str
+    split: str | None
+    version: str | None
+    features: Features
+
+
+def reference(
+    dataset: str,
+    version: str,
+    split: str,
+    images: Iterable[Tensor],
+    extractor: Extractor,
+    keep: bool = False,
+    folder: Path | None = None,
+) -> Reference:
+    """The features of a dataset's split, from `folder`, or computed and stored there.
+
+    In a distributed run call this on one rank: the others need no reference.
+
+    Args:
+        images: The images of the split; read only if the features are not stored.
+        keep: Also the vectors, as in `collect`.
+        folder: By default `references` in the data folder.
+    """
+    key = {
+        "dataset": dataset,
+        "version": version,
+        "split": split,
+        "extractor": extractor.name,
+        "extractor_hash": extractor.hash,
+        "resize": extractor.resize,
+        "precision": extractor.precision,
+    }
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", f"{dataset}-{split}").strip("-")[:80]
+    stem = f"{readable}-{digest([json.dumps(key, sort_keys=True).encode()])[:16]}"
+    path = (folder or data_folder() / "references") / f"{stem}.json"
+    features = _stored(path, key, extractor)
+    if features is None or (keep and features.vectors is None):
+        features = collect(images, extractor, keep)
+        if features.n < 2:
+            raise DataError(f"a reference needs at least 2 images: {dataset} {split} gave {features.n}.")
+        try:
+            _store(path, key, features)
+        except OSError as error:
+            warnings.warn(f"the reference of {dataset} {split} is not stored: {error}", QualityWarning, stacklevel=2)
+    return Reference(dataset, split, version, features if keep else Features(features.moments))
+
+
+def _stored(path: Path, key: dict[str, str], extractor: Extractor) -> Features | None:
+    """The stored features, on the extractor's device; None if there are none or they are damaged."""
+    if not path.exists():
+        return None
+    try:
+        record = read_json(path)
+        with open_untrusted(path.with_suffix(".safetensors")) as file:
+            data = file.read()
+        if (record["format"], record["key"], record["sha256"]) != (FORMAT, key, digest([data])):
+            raise ValueError(f"{path} describes another file")
+        stored = {name: tensor.to(extractor.device) for name, tensor in load(data).items()}
+        return Features(Moments(record["n"], stored["mean"], stored["scatter"]), stored.get("vectors"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"a damaged reference is computed again: {error}", QualityWarning, stacklevel=3)
+        return None
+
+
+def _store(path: Path, key: dict[str, str], features: Features) -> None:
+    """Write the tensors, then the JSON with their hash."""
+    tensors = {"mean": features.moments.mean, "scatter": features.moments.scatter}
+    if features.vectors is not None:
+        tensors["vectors"] = features.vectors
+    data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path.with_suffix(".safetensors"), data)
+    write_json(path, {"format": FORMAT, "key": key, "n": features.n, "sha256": digest([data])})

@@ -225,7 +225,7 @@ def test_a_condition_with_other_rows_than_samples_is_refused():
 def test_a_condition_that_is_no_tensor_is_told_how_to_become_one():
     model = bsi.Model(Identity(), bsi.BSI(), (3,))
     for cond in ([0, 1], "ca", {"label": [0, 1]}):
-        refused(lambda cond=cond: model.sample(2, cond=cond), "a condition is a torch.Tensor", "torch.tensor([0, 1")
+        refused(lambda cond=cond: model.sample(2, cond=cond), "must be a torch.Tensor", "torch.tensor([0, 1")
     refused(lambda: model.sample(2, cond=torch.tensor(1)), "one row per sample", "cond.expand(2)")
 
 

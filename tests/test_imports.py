@@ -28,7 +28,6 @@ LAYERS = [
         "noising",
         "objective",
         "oracle",
-        "refusals",
         "sampler",
         "sampling",
         "solvers",

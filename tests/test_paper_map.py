@@ -59,7 +59,8 @@ ROWS = rows()
 
 @cache
 def names_in(file: str) -> set[str]:
-    tree = ast.parse((TESTS / file).read_text())
+    (path,) = TESTS.rglob(file)
+    tree = ast.parse(path.read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 

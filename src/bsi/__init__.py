@@ -1,16 +1,24 @@
-"""Bayesian Sample Inference: generative models with honest likelihoods.
+"""Bayesian Sample Inference: generative models with likelihoods and their errors.
 
-A sample x is an unknown. A belief about it, a Gaussian with mean mu and precision lambda, is sharpened by noisy
-measurements of what a network predicts. `bsi.Model` is the object most users hold; the functions it delegates to take
-`(method, predict, ...)` and are importable from the modules named after what they do.
+A sample x is unknown. A belief about it, a Gaussian with mean mu and precision lambda, is sharpened by noisy
+measurements of what a network predicts. `bsi.Model` is the object that most users hold; the functions that it calls
+take `(method, predict, ...)` and live in modules named after what they do.
 
-Importing this package imports no torch: names are resolved when first used (PEP 562).
+Importing this package imports no torch: names and modules are loaded when first used (PEP 562).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bsi import backbones as backbones
+    from bsi import conditioning as conditioning
+    from bsi import data as data
+    from bsi import methods as methods
+    from bsi import metrics as metrics
+    from bsi import recipes as recipes
+    from bsi import sampling as sampling
+    from bsi import solvers as solvers
     from bsi.methods import BFN as BFN
     from bsi.methods import BSI as BSI
     from bsi.methods import VDM as VDM
@@ -37,7 +45,7 @@ _HOME = {
     "train": "bsi.training.train",
 }
 
-_MODULES = ("recipes",)
+_MODULES = ("backbones", "conditioning", "data", "methods", "metrics", "recipes", "sampling", "solvers")
 
 __all__ = [*sorted(_HOME), *_MODULES, "__version__"]
 
@@ -47,7 +55,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOME[name]), name)
     if name in _MODULES:
         return import_module(f"bsi.{name}")
-    raise AttributeError(f"module 'bsi' has no attribute {name!r}; it has {', '.join(__all__)}")
+    raise AttributeError(f"module 'bsi' has no attribute {name!r}. It has {', '.join(__all__)}.")
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ noise eps for x.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -28,7 +29,16 @@ from bsi.gaussian import Encoder, over
 from bsi.methods.base import Method, Parametrization, Predictor
 from bsi.sampler import check_guidance
 
-__all__ = ["COEFFICIENTS", "Coefficients", "Condition", "Denoiser", "edm", "epsilon"]
+__all__ = [
+    "COEFFICIENTS",
+    "Coefficients",
+    "Condition",
+    "Denoiser",
+    "check_condition",
+    "check_labels",
+    "edm",
+    "epsilon",
+]
 
 # What a prediction is conditioned on besides the latent: class labels, an image, several of these by name.
 Condition = Tensor | dict[str, Tensor]
@@ -46,8 +56,8 @@ class Coefficients:
 def edm(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
     """Unit variance of the network's input and target, least c_out.
 
-    Where the latent is deterministic (BFN's first: signal = noise = 0) the limits are taken; c_in's is infinite, but
-    so does the latent vanish: the network sees 0 and predicts the data's mean.
+    Where the latent is deterministic (BFN's first: signal = noise = 0) the limits are taken. The limit of c_in is
+    infinite, but the latent is 0: the network sees 0 and predicts the data's mean.
     """
     signal, noise = encoder.signal, encoder.noise
     d = (signal * sigma_data).square() + noise.square()
@@ -93,13 +103,14 @@ class Denoiser(nn.Module):
         clip: tuple[float, float] | None = None,
     ) -> None:
         super().__init__()
+        _check_backbone(backbone)
         self.backbone = backbone
         self.method = method
         self.parametrization = parametrization or method.parametrization
         if self.parametrization not in COEFFICIENTS:
-            raise UsageError(f"unknown parametrization {self.parametrization!r}: use one of {', '.join(COEFFICIENTS)}")
+            raise UsageError(f"unknown parametrization {self.parametrization!r}. Use one of {', '.join(COEFFICIENTS)}.")
         if not sigma_data > 0:
-            raise UsageError(f"sigma_data is the data's standard deviation, positive: got {sigma_data}")
+            raise UsageError(f"sigma_data must be a positive standard deviation, got {sigma_data}")
         self.sigma_data, self.clip = sigma_data, clip
 
     def forward(
@@ -111,7 +122,7 @@ class Denoiser(nn.Module):
         output = self.backbone(scaled, t) if cond is None else self.backbone(scaled, t, cond)
         if output.shape != latent.shape:
             raise UsageError(
-                f"the backbone must return the shape it is given: got {tuple(output.shape)} for an input of "
+                f"the backbone must return the shape of its input, got {tuple(output.shape)} for an input of "
                 f"{tuple(latent.shape)}. Its forward(input, t) predicts one value per input value."
             )
         x_hat = over(coefficients.c_skip, latent) * latent + over(coefficients.c_out, latent) * output.to(latent.dtype)
@@ -120,15 +131,74 @@ class Denoiser(nn.Module):
     def given(self, cond: Condition | None, guidance: float = 1.0) -> Predictor:
         """This denoiser with a condition bound into it: losses, ELBO and solvers never see it.
 
-        `guidance` says how strongly it is followed: 1 is what was learned, more exaggerates, at twice the evaluations.
+        With a `guidance` other than 1, what the condition changes is scaled by it, at twice the evaluations.
         """
         check_guidance(guidance)
         if cond is None:
             if guidance != 1:
-                raise UsageError(f"guidance needs a condition to follow, such as a label: got guidance={guidance:g}")
+                raise UsageError(f"guidance needs a condition to follow, such as a label, got guidance={guidance:g}.")
             return cast(Predictor, self)
 
-        def told(latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"]) -> Float[Tensor, "batch *data"]:
+        def conditional(
+            latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"]
+        ) -> Float[Tensor, "batch *data"]:
             return self(latent, level, cond)
 
-        return told if guidance == 1 else guided(told, cast(Predictor, self), guidance)
+        return conditional if guidance == 1 else guided(conditional, cast(Predictor, self), guidance)
+
+
+def _check_backbone(backbone: object) -> None:
+    """What can be checked of a network before it is called: that it is one, and takes the arguments it will get."""
+    if isinstance(backbone, type):
+        name = backbone.__name__
+        raise UsageError(f"a network must be an object, not its class: got {name}. Pass {name}(...).")
+    if not callable(backbone):
+        raise UsageError(
+            f"a network must be a torch module, got {backbone!r}. bsi.backbones.build(name, shape) makes one."
+        )
+    try:
+        takes = inspect.signature(backbone.forward if isinstance(backbone, nn.Module) else backbone)
+    except (TypeError, ValueError):  # not written in Python
+        return
+    for arguments in (("input", "t"), ("input", "t", "cond")):
+        try:
+            takes.bind(*arguments)
+            return
+        except TypeError:
+            pass
+    raise UsageError(
+        f"a network is called as network(input, t), or network(input, t, cond) with a condition: got "
+        f"{type(backbone).__name__}, whose forward is {takes}. Give it a forward(self, input, t), where t in [0, 1] is "
+        f"the time of each sample; it may ignore t."
+    )
+
+
+def check_condition(cond: Condition | None, num: int) -> None:
+    """Raise unless each condition is a tensor with one row for each of `num` samples."""
+    named = cond if isinstance(cond, dict) else {} if cond is None else {"cond": cond}
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"a condition must be a torch.Tensor or a dict of them, got a {type(value).__name__} as {name}. Labels "
+                f"are numbers, one for each sample: torch.tensor([0, 1, ...])."
+            )
+        if value.ndim == 0:
+            raise UsageError(
+                f"a condition needs one row per sample, got one number as {name}. Use {name}.expand({num})."
+            )
+        if len(value) != num:
+            raise UsageError(
+                f"a condition needs one row per sample, got {len(value)} rows of {name} for {num} samples."
+            )
+
+
+def check_labels(cond: Condition | None, classes: int | None) -> None:
+    """Raise for labels that one of our networks does not have; a GPU would stop with a device-side assertion.
+
+    Label `classes`, one past the last, stands for no label.
+    """
+    if not isinstance(cond, Tensor) or not classes or cond.is_floating_point():
+        return
+    low, high = int(cond.min()), int(cond.max())
+    if low < 0 or high > classes:
+        raise UsageError(f"this network has labels 0 to {classes - 1}, got {low if low < 0 else high}.")

@@ -1,11 +1,11 @@
-"""`Model`: the one object most users hold. It draws the noise and delegates to the functions of (method, predict, ...).
+"""`Model`: the object that most users hold. It draws the noise and calls the functions of (method, predict, ...).
 
     model = bsi.Model(MyNet(), bsi.BSI(), shape=(3, 32, 32), bins=bsi.Bins.uint8())
-    model(x).mean().backward()                  # 2 L_M / n per sample; DDP and torch.compile simply wrap it
+    model(x).mean().backward()                  # 2 L_M / n per sample; DDP and torch.compile can wrap the model
     images = model.sample(16, seed=0)
     print(model.bits_per_dim(test))             # the bound, with its two errors
 
-Integer tensors are bin indices, floats are values. Float32 or wider outside the network, whatever happens inside.
+Integer tensors are bin indices, floats are values. Everything outside the network is computed in float32 or wider.
 """
 
 from __future__ import annotations
@@ -21,36 +21,33 @@ import torch.distributed as dist
 from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
-from bsi.denoiser import Condition, Denoiser
+from bsi.denoiser import Condition, Denoiser, check_condition, check_labels
 from bsi.elbo import Elbo, elbo
 from bsi.errors import DataError, NonFinite, UsageError
 from bsi.levels import low_discrepancy
 from bsi.methods.base import Method, Parametrization
 from bsi.objective import Weight, training_loss
-from bsi.refusals import (
-    check_backbone,
-    check_condition,
-    check_finite,
-    check_labels,
-    check_method,
-    check_tensor,
-    check_width,
-)
 from bsi.rng import SeededNoise
 from bsi.sampler import Sampler
 from bsi.sampling import Step, drawing
 from bsi.values import Bins, Standardize
 
-__all__ = ["Model"]
+__all__ = ["Model", "check_finite"]
 
 
 class Model(nn.Module):
     """A network, a method and a description of the data.
 
-    `backbone(input, t)` sees latents (with the `edm` parametrization, BSI's, scaled to unit variance) and t in [0, 1],
-    0 at the noisy end; it is called as `backbone(input, t, cond)` when a condition is given. `bins` describes data
-    stored as integers; without it data is continuous, in the units of `standardize`. `class_names` are those of the
-    labels 0, 1, ..., where they have names.
+    Args:
+        backbone: is called as `backbone(input, t)`, or `backbone(input, t, cond)` with a condition. `input` are latents
+            (scaled to unit variance with the `edm` parametrization, BSI's), t is in [0, 1], 0 at the noisy end.
+        method: `bsi.BSI()`, `bsi.BFN()`, `bsi.VDM()` or your own.
+        shape: of one sample.
+        bins: describes data that is stored as integers; without it data is continuous.
+        standardize: the units of continuous data.
+        parametrization: what the network predicts; by default what the method's networks do.
+        sigma_data: the standard deviation of the data, for preconditioning.
+        class_names: names of the labels 0, 1, ...
     """
 
     def __init__(
@@ -65,16 +62,15 @@ class Model(nn.Module):
         class_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
-        check_method(method)
-        check_backbone(backbone)
+        _check_method(method)
         if bins is not None and standardize is not None:
-            raise UsageError("data is either binned or standardized, not both: drop bins or standardize")
+            raise UsageError("data is either binned or standardized, not both. Drop bins or standardize.")
         self.method, self.shape, self.bins, self.standardize = method, tuple(shape), bins, standardize
         clip = (bins.low, bins.high) if method.clips and bins is not None else None
         self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip)
         self.class_names = class_names
         if class_names and self.classes not in (None, len(class_names)):
-            raise UsageError(f"one name for each label: got {len(class_names)} names for {self.classes} labels")
+            raise UsageError(f"each label needs one name, got {len(class_names)} names for {self.classes} labels")
 
     @property
     def device(self) -> torch.device:
@@ -82,31 +78,31 @@ class Model(nn.Module):
 
     @property
     def classes(self) -> int | None:
-        """How many labels the network knows, 0 if it was built without; None for a network that does not say."""
+        """How many labels the network has; None if it has no attribute `num_classes`."""
         return getattr(self.denoiser.backbone, "num_classes", None)
 
     def values(self, data: Tensor) -> Float[Tensor, "batch *data"]:
         """Data as the method sees it: bin centers for integers, standardized for continuous data."""
-        check_tensor(data)
+        _check_tensor(data)
         if data.shape[1:] != self.shape:
             raise UsageError(
-                f"data of shape (batch, {', '.join(map(str, self.shape))}) expected: got {tuple(data.shape)}"
+                f"data must have the shape (batch, {', '.join(map(str, self.shape))}), got {tuple(data.shape)}"
             )
         if data.is_floating_point():
             data = data.to(torch.promote_types(data.dtype, torch.float32))
             return data if self.standardize is None else self.standardize.apply(data)
         if self.bins is None:
             raise UsageError(
-                f"integer data needs bins: got {data.dtype}. Pass bins=bsi.Bins.uint8() for 8-bit images, or convert "
+                f"integer data needs bins, got {data.dtype}. Pass bins=bsi.Bins.uint8() for 8-bit images, or convert "
                 f"continuous data to floats."
             )
         return self.bins.values(data)
 
     def check(self, data: Tensor) -> None:
         """Raise if data is not finite or lies outside its bins. Reads the data: `forward` does so on the CPU only."""
-        check_tensor(data)
+        _check_tensor(data)
         if len(data) < 1:
-            raise UsageError("there is no loss and no bound of no data at all: pass at least one sample")
+            raise UsageError("a loss and a bound need at least one sample, got an empty batch")
         if not data.is_floating_point():
             if self.bins is not None:
                 self.bins.check(data)
@@ -114,7 +110,7 @@ class Model(nn.Module):
         check_finite(data)
         if self.bins is not None and (float(data.min()) < self.bins.low or float(data.max()) > self.bins.high):
             raise DataError(
-                f"data outside its bins: found values {float(data.min()):g} to {float(data.max()):g}, expected "
+                f"data lies outside its bins: found values {float(data.min()):g} to {float(data.max()):g}, expected "
                 f"{self.bins.low:g} to {self.bins.high:g}. Integer tensors are bin indices, floats are values."
             )
 
@@ -122,11 +118,11 @@ class Model(nn.Module):
         self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None
     ) -> Float[Tensor, " batch"]:
         """The training loss 2 L_M / n of each sample, at levels stratified over the global batch."""
-        check_tensor(data)
+        _check_tensor(data)
         if data.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check(data)
         check_condition(cond, len(data))
-        check_width(data, self.denoiser.backbone)
+        _check_width(data, self.denoiser.backbone)
         x = self.values(data)
         return training_loss(self.method, self.denoiser.given(cond), x, _levels(x), torch.randn_like(x), weight)
 
@@ -232,7 +228,7 @@ class Model(nn.Module):
     ) -> Elbo:
         """The bound of each sample by the paper's protocol: `measure` levels and `recon` reconstructions."""
         self.check(data)
-        check_width(data, self.denoiser.backbone)
+        _check_width(data, self.denoiser.backbone)
         check_condition(cond, len(data))
         if measure < 1 or recon < 1:
             raise UsageError(f"the bound needs levels and reconstructions: got measure={measure}, recon={recon}")
@@ -264,8 +260,35 @@ def _dealt(count: int, generator: torch.Generator) -> Float[Tensor, " count"]:
     return t[torch.randperm(count, generator=generator)]
 
 
+def _check_method(method: object) -> None:
+    if isinstance(method, type):
+        raise UsageError(f"a method must be an object, not its class: got {method.__name__}. Pass {method.__name__}().")
+    if not isinstance(method, Method):
+        raise UsageError(f"a method must be bsi.BSI(), bsi.BFN(), bsi.VDM() or like them, got {method!r}")
+
+
+def _check_tensor(data: object) -> None:
+    if not isinstance(data, Tensor):
+        raise UsageError(f"data must be a torch.Tensor, got a {type(data).__name__}. Pass torch.as_tensor(data).")
+
+
+def check_finite(data: Float[Tensor, "batch *data"]) -> None:
+    if not bool(torch.isfinite(data).all()):
+        bad = int((~torch.isfinite(data)).flatten(1).any(1).sum())
+        raise DataError(f"data holds NaN or infinity in {bad} of {len(data)} samples. Remove or repair them.")
+
+
+def _check_width(data: Tensor, network: nn.Module) -> None:
+    """Float64 data, which NumPy makes, would end in an obscure error about a matrix product with float32 weights."""
+    if data.dtype != torch.float64:
+        return
+    widths = {p.dtype for p in network.parameters() if p.is_floating_point()}
+    if widths and torch.float64 not in widths:
+        raise UsageError("data is float64, and the network is not. Pass data.float(), or use network.double().")
+
+
 def _rows(cond: Condition | None, ids: Integer[Tensor, " batch"], device: torch.device) -> Condition | None:
-    """The condition's rows for these samples, where the network is, wherever the condition was."""
+    """The condition's rows for these samples, moved to the device of the network."""
     if isinstance(cond, dict):
         return {name: value[ids.to(value.device)].to(device) for name, value in cond.items()}
     return None if cond is None else cond[ids.to(cond.device)].to(device)
@@ -273,7 +296,7 @@ def _rows(cond: Condition | None, ids: Integer[Tensor, " batch"], device: torch.
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Without dropout, and as it was afterwards."""
+    """Evaluation mode (no dropout) inside, the previous mode afterwards."""
     was_training = module.training
     module.eval()
     try:

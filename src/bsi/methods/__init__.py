@@ -21,7 +21,6 @@ __all__ = [
     "Method",
     "Parametrization",
     "Predictor",
-    "method_name",
     "register",
 ]
 
@@ -35,4 +34,4 @@ def register(name: str, method: type) -> None:
         UsageError: if the name is taken by another class.
     """
     if METHODS.setdefault(name, method) is not method:
-        raise UsageError(f"the method name {name!r} is taken by {METHODS[name].__name__}: choose another name")
+        raise UsageError(f"the method name {name!r} is taken by {METHODS[name].__name__}. Choose another name.")

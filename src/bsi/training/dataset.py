@@ -17,8 +17,8 @@ from bsi.data.batches import BatchSource, as_source
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
 from bsi.io import digest, fingerprint
+from bsi.model import check_finite
 from bsi.recipe import Recipe
-from bsi.refusals import check_finite
 from bsi.rng import subset
 from bsi.runtime.data_spec import DataSpec
 from bsi.values import Bins, Standardize

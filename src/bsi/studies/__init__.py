@@ -1,16 +1,15 @@
-"""Every table and figure of the paper by one command: `bsi study NAME --scale smoke|mini|paper --out FOLDER`.
+"""The paper's tables and figures, each by one command: `bsi study NAME --scale smoke|mini|paper --out FOLDER`.
 
-A study is a list of jobs (train a network, measure something of one) and a report made of their results: a figure,
-tables, and one sentence that says whether the paper's claim held. Jobs are records; what a job has to do follows from
-it alone, and so does the name of the file that its result is kept in. So studies share networks and measurements, and
-an interrupted study goes on where it was.
+A study is a list of measurements of trained networks, and a report made from their results: tables, a figure, and a
+verdict on each claim. Jobs are plain records; the file that keeps a job's result is named by a hash of the record. So
+studies share networks and measurements, and an interrupted study resumes when the same command is run again.
 
-    scale.py      how large: digits on a CPU, CIFAR-10 on one GPU, or the paper's own
-    job.py        the kinds of jobs, their names and estimated times
-    store.py      where networks and measurements are kept
-    networks.py   train one, keep its moving average
+    scale.py      the settings of each scale: digits on a CPU, CIFAR-10 on one GPU, or the paper's own
+    job.py        the kinds of jobs, their names and estimated times, and the store of their results
     measure.py    bits per dimension, sample quality, errors over the levels
-    runner.py     what is left to do, in which order, and until when
-    report.py     tables with errors, claims, files
-    registry.py   the studies, one file each
+    runner.py     the plan, training, resuming, and time limits
+    report.py     estimates with errors, tables, claims, and the files of a study
+    figures.py    the style of the figures
+    publish.py    docs/results.md
+    registry.py   the studies by name; each is one file
 """

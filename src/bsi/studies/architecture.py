@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from bsi.studies import figures, paper_values
-from bsi.studies.comparison import ORDER, claims_of, draw_bits, gap_table, gaps_of, measures_of, networks, table_of
-from bsi.studies.estimates import distance
-from bsi.studies.job import Measure
-from bsi.studies.report import Report, Study
-from bsi.studies.scale import Scale
-from bsi.studies.standard import qualities, solvers_said
-from bsi.studies.store import Store
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bsi.studies import figures
+from bsi.studies.comparison import ARCHITECTURE, claims, comparison_table, draw_bits, our_solvers
+from bsi.studies.job import OURS, OURS_NAME, Measure, measures_of, paper_sampler
+from bsi.studies.report import Report, Results, Study
+from bsi.studies.scale import METHOD_NAMES, Scale
 
 __all__ = ["STUDY"]
 
 
 def measures(scale: Scale) -> list[Measure]:
-    return measures_of(scale, scale.architecture, (max(scale.drawn.steps),), None)
+    samplers, comparison = (paper_sampler(scale.most_steps), OURS), scale.architecture
+    return [job for m in METHOD_NAMES for job in measures_of(scale, comparison.networks(m), *samplers)]
 
 
-def _draw(scale: Scale, store: Store) -> Figure:
-    comparison, steps = scale.architecture, max(scale.drawn.steps)
-    figure, (left, right) = figures.panels(2, width=3.2, height=2.7)
-    draw_bits(left, scale, store, comparison)
+def report(results: Results) -> Report:
+    scale, comparison = results.scale, results.scale.architecture
+    sampler = paper_sampler(scale.most_steps)
+    samplers = {f"{scale.metric} at {sampler.steps}": sampler, f"{scale.metric}, {OURS_NAME}": OURS}
+    differences, judged = claims(results, comparison)
+
+    figure, (left, right) = figures.panels(2)
+    draw_bits(left, results, comparison)
     left.set_title("Likelihood, U-Net")
-    for i, method in enumerate(ORDER):
-        found = distance(store, qualities(scale, networks(comparison, method), steps))
-        color, mark = figures.COLORS[method], figures.MARKS[method]
-        right.errorbar([i], [found.value], yerr=[found.error], fmt=mark, color=color, capsize=3)
-        figures.label(right, i, found.value, f"{found.value:.1f}", color, dx=8)
-    right.set_xticks(range(len(ORDER)), [figures.NAMES[method] for method in ORDER])
-    right.set_xlim(-0.5, len(ORDER) - 0.2)
+    for i, method in enumerate(METHOD_NAMES):
+        found = results.distance(comparison.networks(method), sampler)
+        figures.line(right, [i], [found], figures.COLORS[method], figures.MARKS[method])
+        figures.label(right, i, found.value, f"{found.value:.1f}", figures.COLORS[method], dx=8)
+    right.set_xticks(range(len(METHOD_NAMES)), [figures.NAMES[method] for method in METHOD_NAMES])
+    right.set_xlim(-0.5, len(METHOD_NAMES) - 0.2)
     right.margins(y=0.25)
-    right.set_ylabel(f"{scale.metric}, {steps} steps")
+    right.set_ylabel(f"{scale.metric}, {sampler.steps} steps")
     right.set_title("Sample quality, U-Net")
-    return figure
-
-
-def report(scale: Scale, store: Store) -> Report:
-    steps = max(scale.drawn.steps)
-    gaps = gaps_of(scale, store, scale.architecture, steps)
-    table = table_of(scale, store, scale.architecture, (steps,), paper_values.ARCHITECTURE)
+    paper = "The paper's values are for ImageNet32, a U-Net of width 256 and 100k steps, over three seeds."
     return Report(
-        tables=(table, gap_table(scale, scale.architecture, gaps, steps)),
-        claims=claims_of(scale, store, scale.architecture, gaps, steps),
-        draw=lambda: _draw(scale, store),
+        tables=(comparison_table(results, comparison, ARCHITECTURE, samplers), differences),
+        claims=judged,
+        figure=figure,
         notes=(
-            solvers_said(scale.architecture.recipe, ORDER),
-            *(
-                ("The paper's values are for ImageNet32, a U-Net of width 256 and 100k steps, over three seeds.",)
-                if scale.name != "paper"
-                else ()
-            ),
+            our_solvers({figures.NAMES[m]: comparison.recipe(m) for m in METHOD_NAMES}, scale),
+            *((paper,) if scale.name != "paper" else ()),
         ),
+        seeds=len(comparison.seeds),
     )
 
 

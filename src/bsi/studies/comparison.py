@@ -1,238 +1,188 @@
 """Tables "imagenet32" and "cifar10-bpd": BFN, VDM and BSI with the same backbone, budget, data order and noise.
 
-The paper's claim: equal bits per dimension, and a FID of BSI below VDM's, below BFN's.
+The paper's claim: equal bits per dimension, and a FID of BSI below VDM's, below BFN's. `architecture` makes the same
+comparison with the U-Net.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bsi.recipe import Recipe
-from bsi.studies import figures, paper_values
-from bsi.studies.estimates import Estimate, bits, bits_difference, distance, distance_difference
-from bsi.studies.job import Measure
-from bsi.studies.report import Cell, Claim, Report, Study, Table, equal, less
-from bsi.studies.scale import DATASETS, Comparison, Scale
-from bsi.studies.standard import OURS, bounds, default_quality, qualities, quality, seeded, solvers_said
-from bsi.studies.store import Store
+from bsi.sampler import Sampler
+from bsi.studies import figures
+from bsi.studies.job import OURS, OURS_NAME, Measure, measures_of, paper_sampler, quality
+from bsi.studies.report import Cell, Claim, Report, Results, Study, Table, equal, less
+from bsi.studies.scale import DATASETS, METHOD_NAMES, Comparison, Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-__all__ = ["ORDER", "STUDY", "claims_of", "draw_bits", "gap_table", "gaps_of", "measures_of", "networks", "table_of"]
+__all__ = ["ARCHITECTURE", "STUDY", "Printed", "claims", "comparison_table", "draw_bits", "our_solvers"]
 
 EQUAL_BITS = 0.01  # bits per dimension: about the largest difference in the paper's table
-PAPERS = (
-    "The paper's values beside ours are for ImageNet32, DiT-L/2 and 2M steps, its FID for 50,000 samples in 1024 steps "
-    "against the test set; its errors are standard deviations over three seeds. On CIFAR-10 it trained U-Nets, and "
-    "quotes VDM's and BFN's values from their authors."
-)
-ORDER: tuple[str, ...] = ("bfn", "vdm", "bsi")  # of the paper's tables
-PAIRS: tuple[tuple[str, str], ...] = (("bsi", "vdm"), ("bsi", "bfn"), ("vdm", "bfn"))
-
-
-def networks(comparison: Comparison, method: str) -> list[Recipe]:
-    return seeded(comparison.recipe, method, comparison.seeds)
-
-
-def measures_of(scale: Scale, comparison: Comparison, steps: tuple[int, ...], long: int | None) -> list[Measure]:
-    """For each network its bound and, at each number of steps and with our default, the quality of its samples."""
-    found: list[Measure] = []
-    for i in range(len(comparison.seeds)):
-        for method in comparison.methods:
-            network = networks(comparison, method)[i]
-            found += bounds(scale, [network])
-            if comparison.samples:
-                found += [quality(scale, network, k) for k in steps]
-                found.append(default_quality(scale, network))
-                found += [quality(scale, network, long)] if long is not None and i == 0 else []
-    return found
-
-
-def measures(scale: Scale) -> list[Measure]:
-    return [
-        job
-        for comparison in scale.comparisons
-        for job in measures_of(scale, comparison, scale.drawn.steps, scale.drawn.long)
-    ]
-
-
-def printed(recipe: Recipe) -> Mapping[str, paper_values.Printed]:
-    """The paper's values for what is most like this."""
-    if recipe.data.name == "imagenet64":
-        return paper_values.IMAGENET64
-    if recipe.data.name == "cifar10" and recipe.steps in paper_values.CIFAR10:
-        return paper_values.CIFAR10[recipe.steps]
-    return paper_values.IMAGENET32
-
-
-def table_of(
-    scale: Scale,
-    store: Store,
-    comparison: Comparison,
-    steps: tuple[int, ...],
-    paper: Mapping[str, paper_values.Printed],
-    long: int | None = None,
-) -> Table:
-    """Bits per dimension and Fréchet distances with their errors, the paper's values beside them."""
-    recipe = comparison.recipe("bsi")
-    columns = ["method", "seeds", "bits/dim", "paper's bits/dim"]
-    if comparison.samples:
-        columns += [f"{scale.metric} at {k}" for k in steps]
-        columns += [f"{scale.metric} at {long}, one seed"] if long is not None and long not in steps else []
-        columns += [f"{scale.metric}, {OURS}", "paper's FID"]
-    rows = []
-    for method in ORDER:
-        if method not in comparison.methods and method not in paper:
-            continue
-        row: list[Cell] = [figures.NAMES[method]]
-        if method not in comparison.methods:  # reported by others, for this budget
-            rows.append((*row, None, None, paper[method].bits))
-            continue
-        trained = networks(comparison, method)
-        row += [len(trained), bits(store, bounds(scale, trained)), paper[method].bits if method in paper else None]
-        if comparison.samples:
-            row += [distance(store, qualities(scale, trained, k)) for k in steps]
-            if long is not None and long not in steps:
-                row.append(distance(store, qualities(scale, trained[:1], long)))
-            row.append(distance(store, [default_quality(scale, network) for network in trained]))
-            row.append(paper[method].fid)
-        rows.append(tuple(row))
-    return Table(f"{DATASETS[recipe.data.name].title}, {recipe.steps} steps", tuple(columns), tuple(rows))
+PAIRS = (("bsi", "vdm"), ("bsi", "bfn"), ("vdm", "bfn"))
 
 
 @dataclass(frozen=True)
-class Gap:
-    """What one method has more than another, paired by seed, and for bits per dimension by image."""
+class Printed:
+    """A row of the paper's tables, as printed: with standard deviations over three seeds."""
 
-    a: str
-    b: str
-    bits: Estimate
-    distance: Estimate
-
-    @property
-    def name(self) -> str:
-        return f"{figures.NAMES[self.a]} - {figures.NAMES[self.b]}"
+    bits: str
+    fid: str | None = None
 
 
-def gaps_of(scale: Scale, store: Store, comparison: Comparison, steps: int) -> list[Gap]:
-    found = []
-    for a, b in PAIRS:
-        p, q = networks(comparison, a), networks(comparison, b)
-        bits_gap = bits_difference(store, bounds(scale, p), bounds(scale, q))
-        distance_gap = distance_difference(store, qualities(scale, p, steps), qualities(scale, q, steps))
-        found.append(Gap(a, b, bits_gap, distance_gap))
+IMAGENET32 = {
+    "bfn": Printed("3.448 ± 0.005", "11.0 ± 0.1"),
+    "vdm": Printed("3.452 ± 0.006", "9.9 ± 0.5"),
+    "bsi": Printed("3.448 ± 0.006", "8.9 ± 0.1"),
+}
+IMAGENET64 = {
+    "bfn": Printed("3.222 ± 0.006", "38.2 ± 0.8"),
+    "vdm": Printed("3.228 ± 0.006", "35.2 ± 0.7"),
+    "bsi": Printed("3.218 ± 0.004", "30.1 ± 0.4"),
+}
+ARCHITECTURE = {
+    "bfn": Printed("3.505 ± 0.001", "14.2 ± 0.4"),
+    "vdm": Printed("3.527 ± 0.009", "15.4 ± 1.5"),
+    "bsi": Printed("3.510 ± 0.009", "12.8 ± 0.6"),
+}
+# By training steps. The values of VDM and BFN are those of their authors.
+CIFAR10 = {
+    10_000_000: {"vdm": Printed("2.65"), "bsi": Printed("2.64")},
+    5_000_000: {"bfn": Printed("2.66"), "bsi": Printed("2.65")},
+}
+PAPER_NOTE = (
+    "The paper's values are for ImageNet32, DiT-L/2 and 2M steps; its FID is for 50,000 samples in 1024 steps against "
+    "the test set; its errors are standard deviations over three seeds. On CIFAR-10 the paper trained U-Nets: BSI has "
+    "2.65 bits/dim after 5M steps (BFN 2.66) and 2.64 after 10M (VDM 2.65). On ImageNet64 BFN, VDM and BSI have 3.222, "
+    "3.228 and 3.218 bits/dim, and a FID of 38.2, 35.2 and 30.1."
+)
+
+
+def measures(scale: Scale) -> list[Measure]:
+    found: list[Measure] = []
+    for comparison in scale.comparisons:
+        samplers = [*map(paper_sampler, scale.steps), OURS] if comparison.samples else []
+        for method in comparison.methods:
+            networks = comparison.networks(method)
+            found += measures_of(scale, networks, *samplers)
+            found += [quality(scale, networks[0], paper_sampler(scale.long))] if comparison.samples else []
     return found
 
 
-def _on(scale: Scale, comparison: Comparison) -> str:
-    """Says which dataset where a scale has several."""
-    return f" on {DATASETS[comparison.recipe('bsi').data.name].title}" if len(scale.comparisons) > 1 else ""
+def _printed(recipe: Recipe) -> Mapping[str, Printed]:
+    """The paper's values for the most similar network."""
+    if recipe.data.name == "imagenet64":
+        return IMAGENET64
+    if recipe.data.name == "cifar10" and recipe.steps in CIFAR10:
+        return CIFAR10[recipe.steps]
+    return IMAGENET32
 
 
-def gap_table(scale: Scale, comparison: Comparison, gaps: Sequence[Gap], steps: int) -> Table:
-    rows = tuple((gap.name, gap.bits, gap.distance) for gap in gaps)
-    return Table(f"paired differences{_on(scale, comparison)}", ("", "bits/dim", f"{scale.metric} at {steps}"), rows)
+def comparison_table(
+    results: Results, comparison: Comparison, printed: Mapping[str, Printed], samplers: Mapping[str, Sampler]
+) -> Table:
+    """Bits per dimension and Fréchet distances, next to the paper's values."""
+    recipe = comparison.recipe("bsi")
+    columns = ["method", "seeds", "bits/dim", "paper's bits/dim"]
+    if comparison.samples:
+        columns += [*samplers, "paper's FID"]
+    rows: list[tuple[Cell, ...]] = []
+    for method in METHOD_NAMES:
+        theirs = printed.get(method, Printed("–", "–"))
+        if method in comparison.methods:
+            networks = comparison.networks(method)
+            row: list[Cell] = [figures.NAMES[method], len(networks), results.bits(networks), theirs.bits]
+            if comparison.samples:
+                # The sampler with most steps is used for one seed only.
+                seeds = {name: networks[:1] if name.endswith("one seed") else networks for name in samplers}
+                row += [results.distance(seeds[name], sampler) for name, sampler in samplers.items()]
+                row.append(theirs.fid)
+            rows.append(tuple(row))
+        elif method in printed:  # reported by its authors for this budget
+            rows.append((figures.NAMES[method], None, None, theirs.bits))
+    return Table(f"{DATASETS[recipe.data.name].title}, {recipe.steps} steps", tuple(columns), tuple(rows))
 
 
-def claims_of(scale: Scale, store: Store, comparison: Comparison, gaps: Sequence[Gap], steps: int) -> tuple[Claim, ...]:
-    """Equal bits per dimension; FID of BSI < VDM < BFN."""
-    on = _on(scale, comparison)
-
-    def quality_of(method: str) -> Estimate:
-        return distance(store, qualities(scale, networks(comparison, method), steps))
-
-    return (
-        equal(f"Equal bits/dim{on}", [(gap.name, gap.bits) for gap in gaps], EQUAL_BITS),
-        *(
-            less(
-                f"{scale.metric} of {figures.NAMES[gap.a]} below {figures.NAMES[gap.b]}'s at {steps} steps{on}",
-                quality_of(gap.a),
-                quality_of(gap.b),
-                gap.distance,
-            )
-            for gap in gaps
-        ),
-    )
+def claims(results: Results, comparison: Comparison, on: str = "") -> tuple[Table, tuple[Claim, ...]]:
+    """The paired differences of the methods, and the claims: equal bits per dimension; FID of BSI < VDM < BFN."""
+    scale, sampler = results.scale, paper_sampler(results.scale.most_steps)
+    rows, bits_gaps, ordered = [], [], []
+    for a, b in PAIRS:
+        p, q = comparison.networks(a), comparison.networks(b)
+        bits_gap, gap = results.bits_difference(p, q), results.distance_difference(p, q, sampler)
+        name = f"{figures.NAMES[a]} - {figures.NAMES[b]}"
+        rows.append((name, bits_gap, gap))
+        bits_gaps.append((name, bits_gap))
+        statement = f"{scale.metric} of {figures.NAMES[a]} below {figures.NAMES[b]}'s at {sampler.steps} steps{on}"
+        ordered.append(less(statement, results.distance(p, sampler), results.distance(q, sampler), gap))
+    columns = ("", "bits/dim", f"{scale.metric} at {sampler.steps}")
+    table = Table(f"paired differences{on}", columns, tuple(rows))
+    return table, (equal(f"Equal bits/dim{on}", bits_gaps, EQUAL_BITS), *ordered)
 
 
-def draw_bits(axes: Axes, scale: Scale, store: Store, comparison: Comparison) -> None:
-    """Every seed's bits per dimension, and the mean with its error."""
-    for i, method in enumerate(ORDER):
-        jobs, color = bounds(scale, networks(comparison, method)), figures.COLORS[method]
-        each, mean = [bits(store, [job]).value for job in jobs], bits(store, jobs)
-        if len(each) > 1:
-            axes.plot([i + 0.18] * len(each), each, ".", color=color, alpha=0.55, markersize=7)
-        axes.errorbar([i], [mean.value], yerr=[mean.error], fmt=figures.MARKS[method], color=color, capsize=3)
-        figures.label(axes, i, mean.value, f"{mean.value:.3f}", color, dx=-6, side="right")
-    axes.set_xticks(range(len(ORDER)), [figures.NAMES[method] for method in ORDER])
-    axes.set_xlim(-0.8, len(ORDER) - 0.5)
+def draw_bits(axes: Axes, results: Results, comparison: Comparison) -> None:
+    """Bits per dimension of every seed, and the mean with its error."""
+    for i, method in enumerate(METHOD_NAMES):
+        networks, color = comparison.networks(method), figures.COLORS[method]
+        mean = results.bits(networks)
+        axes.plot([i + 0.15] * len(networks), [results.bits([n]).value for n in networks], ".", color=color, alpha=0.5)
+        figures.line(axes, [i], [mean], color, figures.MARKS[method])
+        figures.label(axes, i, mean.value, f"{mean.value:.3f}", color, dx=-32)
+    axes.set_xticks(range(len(METHOD_NAMES)), [figures.NAMES[method] for method in METHOD_NAMES])
+    axes.set_xlim(-0.8, len(METHOD_NAMES) - 0.5)
     axes.margins(y=0.25)
     axes.set_ylabel("bits per dimension")
 
 
-def _draw(scale: Scale, store: Store) -> Figure:
-    comparison = scale.comparisons[0]
-    figure, (left, right) = figures.panels(2, width=3.4, height=2.8)
-    draw_bits(left, scale, store, comparison)
+def our_solvers(networks: Mapping[str, Recipe], scale: Scale) -> str:
+    """A note with the solvers of the default sampler."""
+    found = ", ".join(f"{quality(scale, network).sampler.solver} for {name}" for name, network in networks.items())
+    return f"Our solver is {found}."
+
+
+def report(results: Results) -> Report:
+    scale, first = results.scale, results.scale.comparisons[0]
+    long = f"{scale.metric} at {scale.long}, one seed"
+    samplers = {f"{scale.metric} at {k}": paper_sampler(k) for k in scale.steps}
+    samplers |= {} if scale.long in scale.steps else {long: paper_sampler(scale.long)}
+    samplers |= {f"{scale.metric}, {OURS_NAME}": OURS}
+    tables = [comparison_table(results, c, _printed(c.recipe("bsi")), samplers) for c in scale.comparisons]
+    compared = [comparison for comparison in scale.comparisons if comparison.samples]
+    judged = []
+    for comparison in compared:
+        on = f" on {DATASETS[comparison.recipe('bsi').data.name].title}" if len(compared) > 1 else ""
+        table, found = claims(results, comparison, on)
+        tables.append(table)
+        judged += found
+
+    figure, (left, right) = figures.panels(2)
+    draw_bits(left, results, first)
     left.set_title("Likelihood")
-    steps, long, ends = scale.drawn.steps, scale.drawn.long, []
-    for method in ORDER:
-        trained, color, mark = networks(comparison, method), figures.COLORS[method], figures.MARKS[method]
-        found = [distance(store, qualities(scale, trained, k)) for k in steps]
-        figures.error_line(right, steps, found, color, mark)
-        if long not in steps:
-            found.append(distance(store, qualities(scale, trained[:1], long)))
-            figures.error_line(right, [long], found[-1:], color, mark, hollow=True)
-        ends.append(figures.Named(long, found[-1].value, figures.NAMES[method], color))
-    if long not in steps:
-        right.plot([], [], "o", color=figures.GREY, markerfacecolor="white", label=f"{long} steps: one seed")
-        right.legend(loc="upper right")
-    right.set_xscale("log", base=2)
-    right.set_yscale("log")
-    right.yaxis.set_major_formatter("{x:g}")
-    right.yaxis.set_minor_formatter("{x:g}")
-    ticks = sorted({*steps, long})
-    right.set_xticks(ticks, [str(k) for k in ticks])
-    right.set_xlabel("steps of the paper's sampler")
+    for method in METHOD_NAMES:
+        networks, color, mark = first.networks(method), figures.COLORS[method], figures.MARKS[method]
+        means = [results.distance(networks, paper_sampler(k)) for k in scale.steps]
+        figures.line(right, scale.steps, means, color, mark, label=figures.NAMES[method])
+        if scale.long not in scale.steps:
+            single = results.distance(networks[:1], paper_sampler(scale.long))
+            figures.line(right, [scale.long], [single], color, mark, markerfacecolor="white")
+    figures.log_axis(right, sorted({*scale.steps, scale.long}))
+    right.set_xlabel("steps of the paper's sampler (hollow: one seed)")
     right.set_ylabel(scale.metric)
     right.set_title("Sample quality")
-    right.margins(x=0.15)
-    figures.label_ends(right, ends)
-    return figure
-
-
-def elsewhere() -> Table:
-    """What the paper has on other data than ImageNet32, for a scale that has none of it."""
-    budgets = sorted(paper_values.CIFAR10)
-    columns = ["method", "ImageNet64, 1M steps: bits/dim", "FID"]
-    columns += [f"CIFAR-10, {steps // 1_000_000}M steps: bits/dim" for steps in budgets]
-    rows = []
-    for method in ORDER:
-        large, cifar10 = paper_values.IMAGENET64[method], [paper_values.CIFAR10[steps] for steps in budgets]
-        row: list[Cell] = [figures.NAMES[method], large.bits, large.fid]
-        rows.append((*row, *(found[method].bits if method in found else None for found in cifar10)))
-    return Table("the paper on other data", tuple(columns), tuple(rows))
-
-
-def report(scale: Scale, store: Store) -> Report:
-    steps, long, most = scale.drawn.steps, scale.drawn.long, max(scale.drawn.steps)
-    tables = [table_of(scale, store, c, steps, printed(c.recipe("bsi")), long) for c in scale.comparisons]
-    whole = {c: gaps_of(scale, store, c, most) for c in scale.comparisons if c.samples}  # all methods, all measures
-    if scale.name != "paper":
-        tables.append(elsewhere())
+    right.legend()
     return Report(
-        tables=(*tables, *(gap_table(scale, c, gaps, most) for c, gaps in whole.items())),
-        claims=tuple(claim for c, gaps in whole.items() for claim in claims_of(scale, store, c, gaps, most)),
-        draw=lambda: _draw(scale, store),
+        tables=tuple(tables),
+        claims=tuple(judged),
+        figure=figure,
         notes=(
-            solvers_said(scale.comparisons[0].recipe, ORDER),
-            *((PAPERS,) if scale.name != "paper" else ()),
+            our_solvers({figures.NAMES[m]: first.recipe(m) for m in METHOD_NAMES}, scale),
+            *((PAPER_NOTE,) if scale.name != "paper" else ()),
         ),
-        seeds=min(len(c.seeds) for c in whole),
+        seeds=min(len(comparison.seeds) for comparison in compared),
     )
 
 

@@ -1,8 +1,8 @@
-"""Figure "elbo-convergence": L_M^k falls to L_M^inf from above, down to the noise floor; and L_R beside it.
+"""Figure "elbo-convergence": L_M^k falls to L_M^inf from above, down to the noise floor; and L_R for several alpha_R.
 
-Beside the network's gap is that of Gaussian data with the covariance of the training images, which has a closed form:
-with variances v along its axes the best prediction has h(lambda) = sum_j v_j / (1 + v_j SNR(lambda)), and both bounds
-are sums over lambda. It falls as 1 / k.
+The gap of Gaussian data with the covariance of the training images has a closed form, and is drawn next to that of the
+network: with variances v along its axes the best prediction has the error h = sum_j v_j / (1 + v_j SNR), and both
+bounds are integrals of h over the level. It falls as 1 / k.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,37 +21,27 @@ from bsi.grids import paper_grid
 from bsi.methods import Method
 from bsi.recipe import Recipe
 from bsi.studies import figures
-from bsi.studies.comparison import networks
-from bsi.studies.estimates import Estimate, finite_gap
 from bsi.studies.job import Bound, Measure, Reconstruction
-from bsi.studies.report import Claim, Report, Study, Table, Verdict, less
+from bsi.studies.report import Claim, Estimate, Report, Results, Study, Table, Verdict, less, mean_of_images
 from bsi.studies.scale import Scale
-from bsi.studies.store import Store
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["STUDY", "converges", "gaussian_gap"]
 
 FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # alpha_R / alpha_M
 FINE = 1 << 14  # steps that stand for infinitely many in the closed form
-DESCRIBED = 10_000  # images that the covariance is taken from
-
-
-def network(scale: Scale) -> Recipe:
-    return networks(scale.comparisons[0], "bsi")[0]
+COVARIANCE_IMAGES = 10_000
 
 
 def _bound(scale: Scale, k: int | None) -> Bound:
-    return Bound(network(scale), scale.measured.finite_levels, scale.measured.recon, k)
+    return Bound(scale.comparisons[0].networks("bsi")[0], scale.finite_levels, scale.recon, k)
 
 
 def _reconstruction(scale: Scale) -> Reconstruction:
-    return Reconstruction(network(scale), FACTORS, scale.measured.recon)
+    return Reconstruction(scale.comparisons[0].networks("bsi")[0], FACTORS, scale.recon)
 
 
 def measures(scale: Scale) -> list[Measure]:
-    return [_bound(scale, None), *(_bound(scale, k) for k in scale.measured.ks), _reconstruction(scale)]
+    return [_bound(scale, None), *(_bound(scale, k) for k in scale.ks), _reconstruction(scale)]
 
 
 def gaussian_gap(method: Method, variances: Float64[Tensor, " n"], ks: Sequence[int]) -> list[float]:
@@ -67,80 +56,33 @@ def gaussian_gap(method: Method, variances: Float64[Tensor, " n"], ks: Sequence[
         return 0.5 * float((torch.diff(method.gain(grid)) * error(grid[:-1])).sum())
 
     fine = paper_grid(method, FINE)
-    gain, at = torch.diff(method.gain(fine)), error(fine)
-    exact = 0.5 * float((gain * 0.5 * (at[1:] + at[:-1])).sum())  # trapezia: the error of the sum is of second order
+    exact = 0.5 * float(torch.trapezoid(error(fine), method.gain(fine)))
     unit = len(variances) * math.log(2)
     return [(bound(paper_grid(method, k)) - exact) / unit for k in ks]
 
 
 def _variances(recipe: Recipe) -> Float64[Tensor, " n"]:
-    """Of the training images along their principal axes."""
+    """The variances of the training images along their principal axes."""
     dataset = open_dataset(recipe.data.name)
-    bins = dataset.bins
-    assert bins is not None
-    rows = dataset.split("train")[:DESCRIBED]
-    values = torch.from_numpy(bins.values(np.asarray(rows)).reshape(len(rows), -1))
+    assert dataset.bins is not None
+    rows = np.asarray(dataset.split("train")[:COVARIANCE_IMAGES])
+    values = torch.from_numpy(dataset.bins.values(rows).reshape(len(rows), -1))
     return torch.linalg.eigvalsh(torch.cov(values.T)).clamp(min=0)
 
 
-def _theory(scale: Scale) -> list[float]:
-    recipe = network(scale)
-    return gaussian_gap(recipe.method, _variances(recipe), scale.measured.ks)
+def converges(gaps: Sequence[Estimate], steps: Sequence[Estimate], total: Estimate) -> Claim:
+    """The claim that L_M^k falls to its limit from above.
 
+    It is held if the first gap is positive and the gap falls in total, and not held if any gap is negative or rises.
 
-def _gaps(scale: Scale, store: Store) -> list[Estimate]:
-    return [finite_gap(store, _bound(scale, k), _bound(scale, None)) for k in scale.measured.ks]
-
-
-def _reconstructions(scale: Scale, store: Store) -> list[Estimate]:
-    """L_R for each factor less L_R at alpha_R = alpha_M, paired by image."""
-    bits = store.read(_reconstruction(scale)).arrays["bits"]
-    gain = bits - bits[FACTORS.index(1.0)]
-    return [Estimate(float(row.mean()), float(row.std(ddof=1)) / math.sqrt(len(row))) for row in gain]
-
-
-def _draw(scale: Scale, store: Store) -> Figure:
-    ks, gaps = scale.measured.ks, _gaps(scale, store)
-    figure, (left, right) = figures.panels(2, width=3.5, height=2.8)
-    floor, theory = [gap.error for gap in gaps], _theory(scale)
-    bottom = 0.1 * min(*theory, *floor)
-    left.fill_between(ks, floor, bottom, color=figures.FAINT, linewidth=0)
-    figures.label(left, ks[0], math.sqrt(bottom * min(floor)), "noise floor: one standard error", figures.GREY)
-    left.plot(ks, theory, "--", color=figures.GREY)
-    figures.label(left, ks[1], theory[1], "Gaussian data", figures.GREY, dx=6, dy=8)
-    shown = [(k, gap) for k, gap in zip(ks, gaps, strict=True) if gap.value > 0]
-    color = figures.COLORS["bsi"]
-    figures.error_line(left, [k for k, _ in shown], [gap for _, gap in shown], color)
-    figures.label(left, shown[0][0], shown[0][1].value, "BSI", color, dx=-2, dy=-10, side="center")
-    left.set_xscale("log", base=2)
-    left.set_yscale("log")
-    left.set_xticks(ks, [str(k) for k in ks])
-    left.set_xlim(ks[0] * 0.7, ks[-1] * 1.4)
-    left.set_ylim(bottom=bottom)
-    left.set_xlabel("k")
-    left.set_ylabel(r"$L_M^k - L_M^\infty$, bits/dim")
-    left.set_title("The finite bound")
-    values = store.read(_reconstruction(scale)).values["reconstruction"]
-    seen = {factor: bits for factor, bits in zip(FACTORS, values, strict=True) if bits > 1e-12 * max(values)}
-    right.plot(list(seen), list(seen.values()), "-o", color=color)  # less is nothing
-    if max(seen.values()) > 100 * min(seen.values()):
-        right.set_yscale("log")
-    right.axvline(2.0, color=figures.GREY, linewidth=0.8, linestyle=":")
-    right.set_xscale("log", base=2)
-    right.set_xticks(list(seen), [f"{factor:g}" for factor in seen])
-    right.set_xlabel(r"$\alpha_R / \alpha_M$")
-    right.set_ylabel(r"$L_R$, bits/dim")
-    right.set_title("The reconstruction term")
-    return figure
-
-
-def converges(gaps: Sequence[Estimate], steps: Sequence[Estimate], whole: Estimate) -> Claim:
-    """`gaps` to the limit for each k, `steps` from each k to the next and from the first to the last in the `whole`.
-    Held if the first gap is above 0 and the whole falls; not if any gap is below 0, or any step rises. At the noise
-    floor neither can be told, and need not."""
-    above, below = (sum(sign * gap.value > 2 * gap.error for gap in gaps) for sign in (1, -1))
-    rising = sum(step.value > 2 * step.error for step in steps)
-    falls = gaps[0].value > 2 * gaps[0].error and whole.value < -2 * whole.error
+    Args:
+        gaps: L_M^k - L_M^inf for each k.
+        steps: The differences from each k to the next, known more precisely than from the gaps.
+        total: The difference from the first k to the last.
+    """
+    above, below = sum(gap.above_zero for gap in gaps), sum(gap.below_zero for gap in gaps)
+    rising = sum(step.above_zero for step in steps)
+    falls = gaps[0].above_zero and total.below_zero
     verdict: Verdict = "not held" if below or rising else "held" if falls else "undecided"
     because = (
         f"from {gaps[0]} to {gaps[-1]} bits/dim; beyond two standard errors {above} of {len(gaps)} gaps are positive, "
@@ -149,18 +91,39 @@ def converges(gaps: Sequence[Estimate], steps: Sequence[Estimate], whole: Estima
     return Claim("L_M^k converges to L_M^inf from above, down to the noise floor", verdict, because)
 
 
-def _convergence(scale: Scale, store: Store) -> Claim:
-    """Differences between two k are known better than from their gaps: the levels and the noise are the same."""
-    ks = scale.measured.ks
-    steps = [finite_gap(store, _bound(scale, b), _bound(scale, a)) for a, b in itertools.pairwise(ks)]
-    whole = finite_gap(store, _bound(scale, ks[-1]), _bound(scale, ks[0]))
-    return converges(_gaps(scale, store), steps, whole)
+def report(results: Results) -> Report:
+    scale, ks = results.scale, results.scale.ks
+    recipe = _bound(scale, None).network
+    theory = gaussian_gap(recipe.method, _variances(recipe), ks)
+    gaps = [results.finite_gap(_bound(scale, k), _bound(scale, None)) for k in ks]
+    steps = [results.finite_gap(_bound(scale, b), _bound(scale, a)) for a, b in itertools.pairwise(ks)]
+    total = results.finite_gap(_bound(scale, ks[-1]), _bound(scale, ks[0]))
+    bits = results.read(_reconstruction(scale)).arrays["bits"]  # (factors, images)
+    means = dict(zip(FACTORS, bits.mean(1).tolist(), strict=True))
+    gains = [mean_of_images((row - bits[FACTORS.index(1.0)])[None]) for row in bits]
 
-
-def report(scale: Scale, store: Store) -> Report:
-    ks, gaps, theory = scale.measured.ks, _gaps(scale, store), _theory(scale)
-    values, gains = store.read(_reconstruction(scale)).values, _reconstructions(scale, store)
-    infinite = store.read(_bound(scale, None)).values
+    figure, (left, right) = figures.panels(2)
+    color, floor = figures.COLORS["bsi"], [gap.error for gap in gaps]
+    left.fill_between(ks, floor, color=figures.FAINT, linewidth=0, label="noise floor: one standard error")
+    left.plot(ks, theory, "--", color=figures.GREY, label="Gaussian data")
+    shown = [(k, gap) for k, gap in zip(ks, gaps, strict=True) if gap.value > 0]
+    figures.line(left, [k for k, _ in shown], [gap for _, gap in shown], color, label="BSI")
+    figures.log_axis(left, ks)
+    left.set_yscale("log")
+    left.set_ylim(bottom=0.1 * min(*theory, *floor))
+    left.set_xlabel("k")
+    left.set_ylabel(r"$L_M^k - L_M^\infty$, bits/dim")
+    left.set_title("The finite bound")
+    left.legend()
+    positive = {factor: value for factor, value in means.items() if value > 1e-12 * max(means.values())}
+    right.plot(list(positive), list(positive.values()), "-o", color=color)
+    right.set_yscale("log")
+    right.axvline(2.0, color=figures.GREY, linewidth=0.8, linestyle=":")
+    figures.log_axis(right, list(positive))
+    right.set_xlabel(r"$\alpha_R / \alpha_M$")
+    right.set_ylabel(r"$L_R$, bits/dim")
+    right.set_title("The reconstruction term")
+    infinite = results.read(_bound(scale, None)).values
     return Report(
         tables=(
             Table(
@@ -171,27 +134,28 @@ def report(scale: Scale, store: Store) -> Report:
             Table(
                 "reconstruction",
                 ("alpha_R / alpha_M", "L_R, bits/dim", "less that at 1"),
-                tuple(zip(values["factors"], values["reconstruction"], gains, strict=True)),
+                tuple((factor, means[factor], gain) for factor, gain in zip(FACTORS, gains, strict=True)),
             ),
         ),
         claims=(
-            _convergence(scale, store),
+            converges(gaps, steps, total),
             less(
                 "alpha_R = 2 alpha_M gives a slight edge in likelihood over alpha_M",
-                Estimate(values["reconstruction"][FACTORS.index(2.0)], 0.0),
-                Estimate(values["reconstruction"][FACTORS.index(1.0)], 0.0),
+                Estimate(means[2.0], 0.0),
+                Estimate(means[1.0], 0.0),
                 gains[FACTORS.index(2.0)],
             ),
         ),
-        draw=lambda: _draw(scale, store),
+        figure=figure,
         notes=(f"L_M^inf is {infinite['measurement']:.4f} and L_R {infinite['reconstruction']:.2g} bits/dim.",),
+        seeds=1,
     )
 
 
 STUDY = Study(
     name="elbo-convergence",
     paper='Figure "elbo-convergence"',
-    shows="L_M^k -> L_M^inf from above, down to the noise floor; L_R beside it, and what alpha_R = 2 alpha_M brings",
+    shows="L_M^k -> L_M^inf from above, down to the noise floor; L_R for several alpha_R",
     measures=measures,
     report=report,
 )

@@ -1,115 +1,97 @@
 """Figure "fid-convergence": sample quality against the number of steps, for the three methods and for our solvers.
 
-The paper's claim: from 16 steps upwards BSI is better than BFN and VDM at the same number of steps. Ours: solvers of
+The paper's claim: from 16 steps upwards BSI is better than BFN and VDM with the same number of steps. Ours: solvers of
 second order need a fraction of the steps, for all three methods.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler
 from bsi.studies import figures
-from bsi.studies.comparison import ORDER, networks
-from bsi.studies.estimates import distance
-from bsi.studies.job import Measure, Quality
-from bsi.studies.report import Cell, Report, Study, Table, all_of, less
-from bsi.studies.scale import Scale
-from bsi.studies.standard import our_solver, quality, solvers_said
-from bsi.studies.store import Store
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bsi.studies.comparison import our_solvers
+from bsi.studies.job import OURS, Measure, paper_sampler, quality
+from bsi.studies.report import Cell, Estimate, Report, Results, Study, Table, all_of, less
+from bsi.studies.scale import METHOD_NAMES, Scale
 
 __all__ = ["STUDY"]
 
-OURS = tuple((method, solver) for method in ORDER for solver in (FLOW_SOLVER, NOISY_SOLVER))
 FROM = 16  # steps, in the paper's claim
+ENOUGH = 64  # steps, after which solvers of second order have converged
 
 
-def _paper_line(scale: Scale, method: str) -> list[Quality]:
-    network = networks(scale.convergence, method)[0]
-    return [quality(scale, network, k) for k in scale.drawn.convergence]
-
-
-def _our_steps(scale: Scale) -> list[int]:
-    """The solvers of second order have converged long before the paper's has."""
-    return [k for k in scale.drawn.convergence if k <= 64]
-
-
-def _our_line(scale: Scale, method: str, solver: str) -> list[Quality]:
-    network = networks(scale.convergence, method)[0]
-    return [quality(scale, network, k, solver, Sampler.grid) for k in _our_steps(scale)]
+def _samplers(scale: Scale) -> dict[str, list[Sampler]]:
+    """The samplers along each curve."""
+    few = [k for k in scale.convergence_steps if k <= ENOUGH]
+    found = {"paper's sampler": [paper_sampler(k) for k in scale.convergence_steps]}
+    return found | {
+        f"{solver}, {OURS.grid}": [Sampler(k, solver, OURS.grid) for k in few] for solver in (FLOW_SOLVER, NOISY_SOLVER)
+    }
 
 
 def measures(scale: Scale) -> list[Measure]:
-    found: list[Measure] = [job for method in ORDER for job in _paper_line(scale, method)]
-    return found + [job for method, solver in OURS for job in _our_line(scale, method, solver)]
+    networks = [scale.convergence.networks(method)[0] for method in METHOD_NAMES]
+    curves = _samplers(scale).values()
+    return [quality(scale, network, sampler) for network in networks for curve in curves for sampler in curve]
 
 
-def _draw(scale: Scale, store: Store) -> Figure:
-    figure, (left, right) = figures.panels(2, width=3.5, height=2.9)
-    steps, ours = scale.drawn.convergence, _our_steps(scale)
-    ends = []
-    for method in ORDER:
-        found, color = [distance(store, [job]) for job in _paper_line(scale, method)], figures.COLORS[method]
-        figures.error_line(left, steps, found, color, figures.MARKS[method])
-        right.axhline(found[-1].value, color=color, linewidth=1, linestyle=":")
-        ends.append(figures.Named(steps[-1], found[-1].value, figures.NAMES[method], color))
-    lines = {FLOW_SOLVER: "-", NOISY_SOLVER: "--"}
-    for i, (method, solver) in enumerate(OURS):
-        found, color = [distance(store, [job]) for job in _our_line(scale, method, solver)], figures.COLORS[method]
-        beside = [k * 1.025 ** (i - len(OURS) / 2) for k in ours]  # bars do not hide each other
-        figures.error_line(right, beside, found, color, figures.MARKS[method], lines[solver])
-    for line, words in (*((lines[solver], solver) for solver in lines), (":", f"paper's, {steps[-1]}")):
-        right.plot([], [], line, color=figures.GREY, label=words)
-    right.legend(loc="upper right", ncols=3, columnspacing=1.2, handlelength=1.8)
-    right.margins(y=0.2)  # room for the legend
-    left.set_title("The paper's sampler")
-    right.set_title(f"Our solvers on the grid {Sampler.grid}")
-    for axes, ticks in ((left, steps), (right, ours)):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(ticks, [str(k) for k in ticks])
-        axes.set_xlabel("steps")
-        axes.set_ylabel(scale.metric)
-        axes.margins(x=0.17)
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-    figures.label_ends(left, ends)
-    return figure
-
-
-def report(scale: Scale, store: Store) -> Report:
-    steps = scale.drawn.convergence
-    lines = {method: [distance(store, [job]) for job in _paper_line(scale, method)] for method in ORDER}
-    rows: list[tuple[Cell, ...]] = [(f"{figures.NAMES[method]}, paper's sampler", *lines[method]) for method in ORDER]
-    ours = {pair: [distance(store, [job]) for job in _our_line(scale, *pair)] for pair in OURS}
-    missing = len(steps) - len(_our_steps(scale))
-    rows += [
-        (f"{figures.NAMES[method]}, {solver}, {Sampler.grid}", *found, *[None] * missing)
-        for (method, solver), found in ours.items()
+def report(results: Results) -> Report:
+    scale, steps = results.scale, results.scale.convergence_steps
+    networks = {method: scale.convergence.networks(method)[:1] for method in METHOD_NAMES}
+    curves: dict[tuple[str, str], list[Estimate]] = {
+        (method, name): [results.distance(networks[method], sampler) for sampler in samplers]
+        for name, samplers in _samplers(scale).items()
+        for method in METHOD_NAMES
+    }
+    rows: list[tuple[Cell, ...]] = [
+        (f"{figures.NAMES[method]}, {name}", *found, *[None] * (len(steps) - len(found)))
+        for (method, name), found in curves.items()
     ]
-    compared = [
-        less(f"{k} steps, against {figures.NAMES[other]}", lines["bsi"][i], lines[other][i])
+    paper = {method: curves[method, "paper's sampler"] for method in METHOD_NAMES}
+    order = [
+        less(f"{k} steps, against {figures.NAMES[other]}", paper["bsi"][i], paper[other][i])
         for i, k in enumerate(steps)
         for other in ("vdm", "bfn")
         if k >= FROM
     ]
-    at, chosen = steps.index(FROM), {method: our_solver(scale.convergence.recipe(method)) for method in ORDER}
+    at, ours = steps.index(FROM), []
+    for method in METHOD_NAMES:
+        solver = OURS.solver_for(networks[method][0].method)
+        ours.append(less(figures.NAMES[method], curves[method, f"{solver}, {OURS.grid}"][at], paper[method][at]))
+
+    figure, (left, right) = figures.panels(2)
+    for (method, name), found in curves.items():
+        color, mark = figures.COLORS[method], figures.MARKS[method]
+        if name == "paper's sampler":
+            figures.line(left, steps, found, color, mark, label=figures.NAMES[method])
+            right.axhline(found[-1].value, color=color, linewidth=1, linestyle=":")
+        else:
+            dashes = "-" if name.startswith(FLOW_SOLVER) else "--"
+            figures.line(right, steps[: len(found)], found, color, mark, linestyle=dashes)
+    for dashes, text in (("-", FLOW_SOLVER), ("--", NOISY_SOLVER), (":", f"paper's, {steps[-1]}")):
+        right.plot([], [], dashes, color=figures.GREY, label=text)
+    left.set_title("The paper's sampler")
+    right.set_title(f"Our solvers on the grid {OURS.grid}")
+    for axes, ticks in ((left, steps), (right, [k for k in steps if k <= ENOUGH])):
+        figures.log_axis(axes, ticks)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set_xlabel("steps")
+        axes.set_ylabel(scale.metric)
+        axes.legend()
     return Report(
         tables=(
             Table(f"sample quality ({scale.metric}) by steps", ("sampler", *(str(k) for k in steps)), tuple(rows)),
         ),
         claims=(
-            all_of(f"From {FROM} steps upwards, BSI is better than BFN and VDM at the same number", compared),
+            all_of(f"From {FROM} steps upwards, BSI is better than BFN and VDM at the same number", order),
             all_of(
-                f"At {FROM} steps, our solver on {Sampler.grid} is better than the paper's sampler, for each method",
-                [less(figures.NAMES[method], ours[method, chosen[method]][at], lines[method][at]) for method in ORDER],
+                f"At {FROM} steps, our solver on {OURS.grid} is better than the paper's sampler, for each method", ours
             ),
         ),
-        draw=lambda: _draw(scale, store),
-        notes=(solvers_said(scale.convergence.recipe, ORDER),),
+        figure=figure,
+        notes=(our_solvers({figures.NAMES[m]: networks[m][0] for m in METHOD_NAMES}, scale),),
+        seeds=1,
     )
 
 

@@ -1,9 +1,9 @@
-"""Figure "illustration": generation as inference in five pictures, with data whose best prediction is known.
+"""Figure "illustration": generation as inference in five pictures, for data whose best prediction is known.
 
 1 a belief so broad that it covers all data, 2 a guess which sample it is about, 3 a noisy measurement of the guess,
-4 the posterior, 5 the same again until one sample is left. Data is a mixture of Gaussians on a spiral; f is its exact
-posterior mean (oracle.py), so that nothing is trained. The table follows the belief: Lemma "Posterior Update" holds at
-each step.
+4 the posterior, 5 the same again until one sample is left. The data is a mixture of Gaussians on a spiral and f is its
+exact posterior mean (oracle.py), so nothing is trained. The table follows the belief: Lemma "Posterior Update" holds
+at each step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from bsi.rng import SeededNoise
 from bsi.sampling import Step, measurement, trajectory
 from bsi.studies import figures
 from bsi.studies.job import Measure
-from bsi.studies.report import Claim, Report, Study, Table, Verdict
+from bsi.studies.report import Claim, Report, Results, Study, Table
 from bsi.studies.scale import Scale
-from bsi.studies.store import Store
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,63 +51,56 @@ def spiral(arms: int = 60) -> Mixture:
 
 
 def steps() -> list[Step]:
-    """One sample, from the prior to the end."""
+    """The trajectory of one sample."""
     noise = SeededNoise(SEED, torch.zeros(1, dtype=torch.long), (2,), torch.float64)
     grid = torch.tensor(GRID, dtype=torch.float64)
     return list(trajectory(METHOD, spiral().predictor(METHOD), noise, grid))
 
 
-def _circle(axes: Axes, center: Float[Tensor, " 2"], precision: float, strength: float) -> None:
-    """A belief: the discs that hold it with one and two standard deviations."""
+def _circle(axes: Axes, center: Float[Tensor, " 2"], precision: float) -> None:
+    """A belief, as discs of one and two standard deviations."""
     from matplotlib.patches import Circle
 
     for deviations in (2, 1):
         radius = deviations / math.sqrt(precision)
-        axes.add_patch(Circle(tuple(center.tolist()), radius, color=BELIEF, alpha=strength, linewidth=0))
+        axes.add_patch(Circle(tuple(center.tolist()), radius, color=BELIEF, alpha=0.13, linewidth=0))
     axes.plot(*center.tolist(), "+", color=BELIEF, markersize=8, markeredgewidth=1.6)
 
 
-def _draw() -> Figure:
+def _draw(found: list[Step]) -> Figure:
     figure, axes = figures.panels(5, width=1.75, height=2.15)
     generator = torch.Generator().manual_seed(0)
     chosen, eps = torch.rand(900, generator=generator), torch.randn(900, 2, generator=generator)
     points = spiral().sample(chosen.double(), eps.double())
-    found = steps()
     first, second, last = found[0], found[1], found[-1]
-    y = measurement(METHOD, first, second)[0]
+    guess, y = first.x_hat[0].tolist(), measurement(METHOD, first, second)[0].tolist()
     titles = ("1 Believe", "2 Predict", "3 Measure", "4 Update", "5 Repeat")
     for panel, title in zip(axes, titles, strict=True):
         panel.plot(points[:, 0], points[:, 1], ".", color="#A9A9B4", markersize=1.1, zorder=0)
         panel.set(xlim=(-3.1, 3.1), ylim=(-3.1, 3.1), aspect="equal", xticks=[], yticks=[], title=title)
         panel.grid(False)
-        for spine in panel.spines.values():
-            spine.set(visible=True, color=figures.FAINT)
     for panel in axes[:3]:
-        _circle(panel, first.latent[0], GRID[0], 0.13)
+        _circle(panel, first.latent[0], GRID[0])
     for panel in axes[1:3]:
-        panel.plot(*first.x_hat[0].tolist(), "o", color=GUESS, markersize=6, zorder=3)
-    guess_x, guess_y = first.x_hat[0].tolist()
-    figures.label(axes[1], guess_x, guess_y, r"$\hat{x}$", GUESS, dx=6, dy=2)
-    axes[2].plot(*zip(first.x_hat[0].tolist(), y.tolist(), strict=True), ":", color=MEASURED, linewidth=1.2)
-    axes[2].plot(*y.tolist(), "X", color=MEASURED, markersize=7, zorder=3)
-    figures.label(axes[2], float(y[0]), float(y[1]), r"$y$", MEASURED, dx=7)
-    _circle(axes[3], second.latent[0], GRID[1], 0.16)
-    axes[3].plot(*y.tolist(), "X", color=MEASURED, markersize=7, zorder=3)
+        panel.plot(*guess, "o", color=GUESS, markersize=6, zorder=3)
+    figures.label(axes[1], *guess, r"$\hat{x}$", GUESS)
+    axes[2].plot(*zip(guess, y, strict=True), ":", color=MEASURED, linewidth=1.2)
+    figures.label(axes[2], *y, r"$y$", MEASURED)
+    for panel in axes[2:4]:
+        panel.plot(*y, "X", color=MEASURED, markersize=7, zorder=3)
+    _circle(axes[3], second.latent[0], GRID[1])
     for step in found[1:-1]:
-        _circle(axes[4], step.latent[0], float(step.level), 0.1)
-    for a, b in itertools.pairwise(found[1:]):
-        axes[4].plot(*zip(a.latent[0].tolist(), b.latent[0].tolist(), strict=True), "-", color=BELIEF, linewidth=1)
+        _circle(axes[4], step.latent[0], float(step.level))
+    axes[4].plot(*torch.cat([step.latent for step in found[1:]]).T, "-", color=BELIEF, linewidth=1)
     axes[4].plot(*last.x_hat[0].tolist(), "*", color=GUESS, markersize=12, markeredgecolor="white", zorder=4)
-    for panel, text in zip(
-        axes, (rf"$\lambda_0 = {GRID[0]:g}$", "", "", rf"$\lambda_1 = {GRID[1]:g}$", ""), strict=True
-    ):
-        panel.set_xlabel(text, labelpad=2)
-    axes[4].set_xlabel(rf"$\lambda_k = {METHOD.levels.high:.4g}$", labelpad=2)
+    axes[0].set_xlabel(rf"$\lambda_0 = {GRID[0]:g}$")
+    axes[3].set_xlabel(rf"$\lambda_1 = {GRID[1]:g}$")
+    axes[4].set_xlabel(rf"$\lambda_k = {METHOD.levels.high:.4g}$")
     return figure
 
 
 def _update_error(found: list[Step]) -> float:
-    """How far the sampler's beliefs are from Lemma "Posterior Update" with the measurements between them."""
+    """The largest deviation of a belief from Lemma "Posterior Update" with the measurement before it."""
     worst = 0.0
     for a, b in itertools.pairwise(found):
         belief = Belief(a.latent, a.level[None]).update(measurement(METHOD, a, b), (b.level - a.level)[None])
@@ -116,17 +108,21 @@ def _update_error(found: list[Step]) -> float:
     return worst
 
 
-def report(scale: Scale, store: Store) -> Report:
+def report(results: Results) -> Report:
     found = steps()
     rows = tuple(
         (i, float(step.level), *step.latent[0].tolist(), *step.x_hat[0].tolist()) for i, step in enumerate(found)
     )
     error = _update_error(found)
-    verdict: Verdict = "held" if error < 1e-9 else "not held"
+    claim = Claim(
+        "Each belief is the posterior of the one before",
+        "held" if error < 1e-9 else "not held",
+        f"largest difference {error:.1e}",
+    )
     return Report(
         tables=(Table("belief", ("i", "lambda", "mu_1", "mu_2", "x_hat_1", "x_hat_2"), rows),),
-        claims=(Claim("Each belief is the posterior of the one before", verdict, f"largest difference {error:.1e}"),),
-        draw=_draw,
+        claims=(claim,),
+        figure=_draw(found),
         notes=("Exact predictions for a mixture of 60 Gaussians on a spiral; the same at every scale.",),
     )
 
@@ -137,5 +133,4 @@ STUDY = Study(
     shows="the five-step picture",
     measures=measures,
     report=report,
-    scaled=False,
 )

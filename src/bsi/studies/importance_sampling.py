@@ -1,8 +1,8 @@
-"""Figure "importance-sampling": the range of h(lambda) / p(lambda) under four proposals, and what they do to the error.
+"""Figure "importance-sampling": the range of h(lambda) / p(lambda) under four proposals, and the error of the bound.
 
-A draw of the estimate is |x - x_hat|^2 / (2 p), with lambda ~ p. Its mean is L_M^inf whatever p is; its spread is
-least for p* ~ sqrt(E |x - x_hat|^4). Everything is computed in u = ln lambda from the errors of one network at many
-levels; the fitted proposal is fitted on one half of the images, and all are judged on the other.
+One draw of the bound is |x - x_hat|^2 / (2 p), with lambda ~ p. Its mean is L_M^inf whatever p is; its spread is least
+for p* ~ sqrt(E |x - x_hat|^4). Everything is computed in u = ln lambda from the errors of one network at many levels.
+The fitted proposal is fitted on one half of the images, and all are judged on the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,24 +17,13 @@ from jaxtyping import Float64
 
 from bsi.levels import ExpectedError, Fitted, LogUniform, Proposal, Uniform
 from bsi.studies import figures
-from bsi.studies.estimates import Estimate
 from bsi.studies.job import Measure, Profile
-from bsi.studies.report import Claim, Report, Study, Table, less
+from bsi.studies.report import Claim, Estimate, Report, Results, Study, Table, less
 from bsi.studies.scale import Scale
-from bsi.studies.store import Store
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+__all__ = ["STUDY", "orders", "proposals", "relative_spread", "resampled"]
 
-__all__ = ["STUDY", "profile", "proposals", "relative_spread"]
-
-COLORS = {
-    "uniform": figures.PALETTE[1],
-    "log-uniform": figures.PALETTE[0],
-    "exact": figures.PALETTE[4],
-    "fitted": figures.PALETTE[3],
-}
-LINES = {"log-uniform": ("-", 3.5), "exact": ("--", 1.2)}  # where one lies on the other, both are seen
+STYLES = {"uniform": "-", "log-uniform": "-", "exact": "--", "fitted": "-"}
 RESAMPLED = 200  # bootstrap samples of the images
 KNOTS = 33
 
@@ -44,12 +32,12 @@ Curve = Float64[np.ndarray, " levels"]
 Statistic = Callable[[Curve, Errors, Proposal], float]
 
 
-def profile(scale: Scale) -> Profile:
-    return Profile(scale.profiled("bsi"), scale.measured.profile_levels, scale.measured.profile_images)
+def _profile(scale: Scale) -> Profile:
+    return Profile(scale.profiled("bsi"), scale.profile_levels, scale.profile_images)
 
 
 def measures(scale: Scale) -> list[Measure]:
-    return [profile(scale)]
+    return [_profile(scale)]
 
 
 def proposals(level: Curve, errors: Errors) -> dict[str, Proposal]:
@@ -69,12 +57,7 @@ def _density(proposal: Proposal, level: Curve) -> Curve:
     return proposal.density(torch.from_numpy(level)).numpy()
 
 
-def _integral(values: Curve, at: Curve) -> float:
-    """By trapezia."""
-    return float((0.5 * np.diff(at) * (values[1:] + values[:-1])).sum())
-
-
-def _orders(level: Curve, errors: Errors, proposal: Proposal) -> float:
+def orders(level: Curve, errors: Errors, proposal: Proposal) -> float:
     """log10 of the largest over the smallest h / p."""
     ratio = errors.mean(1) / _density(proposal, level)
     return math.log10(ratio.max() / ratio.min())
@@ -83,92 +66,79 @@ def _orders(level: Curve, errors: Errors, proposal: Proposal) -> float:
 def relative_spread(level: Curve, errors: Errors, proposal: Proposal) -> float:
     """The standard deviation of one draw over its mean."""
     u, density = np.log(level), level * _density(proposal, level)
-    mean = _integral(0.5 * level * errors.mean(1), u)
-    second = _integral(0.25 * level**2 * (errors**2).mean(1) / density, u)
+    mean = np.trapezoid(0.5 * level * errors.mean(1), u)
+    second = np.trapezoid(0.25 * level**2 * (errors**2).mean(1) / density, u)
     return math.sqrt(max(0.0, second / mean**2 - 1))
-
-
-def _judged(scale: Scale, store: Store) -> tuple[Curve, Errors, dict[str, Proposal]]:
-    """Levels, the errors of one half of the images, and proposals that have seen the other half alone."""
-    arrays = store.read(profile(scale)).arrays
-    level, errors = arrays["level"], arrays["error"]
-    return level, errors[:, 1::2], proposals(level, errors[:, ::2])
 
 
 @dataclass(frozen=True)
 class Resampled:
-    """A statistic of all images, and of sets of as many drawn from them: the same sets for every proposal."""
+    """A statistic of all images, and of bootstrap sets of images, the same sets for every proposal."""
 
     value: float
-    again: Float64[np.ndarray, " sets"]
+    sets: Float64[np.ndarray, " sets"]
 
     @property
     def estimate(self) -> Estimate:
-        return Estimate(self.value, float(self.again.std(ddof=1)))
+        return Estimate(self.value, float(self.sets.std(ddof=1)))
 
     def __sub__(self, other: Resampled) -> Resampled:
-        return Resampled(self.value - other.value, self.again - other.again)
+        return Resampled(self.value - other.value, self.sets - other.sets)
 
 
 def resampled(statistic: Statistic, level: Curve, errors: Errors, proposal: Proposal) -> Resampled:
     generator, images = np.random.default_rng(0), errors.shape[1]
-    sets = [generator.integers(0, images, images) for _ in range(RESAMPLED)]
-    again = np.array([statistic(level, errors[:, chosen], proposal) for chosen in sets])
-    return Resampled(statistic(level, errors, proposal), again)
+    chosen = [generator.integers(0, images, images) for _ in range(RESAMPLED)]
+    sets = np.array([statistic(level, errors[:, each], proposal) for each in chosen])
+    return Resampled(statistic(level, errors, proposal), sets)
 
 
 def _less(statement: str, a: Resampled, b: Resampled) -> Claim:
     return less(statement, a.estimate, b.estimate, (a - b).estimate)
 
 
-def _draw(scale: Scale, store: Store) -> Figure:
-    level, errors, all_proposals = _judged(scale, store)
+def report(results: Results) -> Report:
+    arrays = results.read(_profile(results.scale)).arrays
+    level, errors = arrays["level"], arrays["error"][:, 1::2]
+    fitted = proposals(level, arrays["error"][:, ::2])
+    ranges, spreads = (
+        {name: resampled(statistic, level, errors, proposal) for name, proposal in fitted.items()}
+        for statistic in (orders, relative_spread)
+    )
+
     figure, (axes,) = figures.panels(1, width=4.8, height=3.2)
-    for name, proposal in all_proposals.items():
-        ratio = errors.mean(1) / _density(proposal, level)
-        mean = _integral(errors.mean(1), level)
-        line, width = LINES.get(name, ("-", 1.6))
-        axes.plot(level, ratio / mean, color=COLORS[name], linestyle=line, linewidth=width, label=name)
+    mean = np.trapezoid(errors.mean(1), level)
+    for (name, proposal), color in zip(fitted.items(), figures.PALETTE, strict=False):
+        ratio = errors.mean(1) / _density(proposal, level) / mean
+        axes.plot(level, ratio, STYLES[name], color=color, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel(r"$\lambda$")
     axes.set_ylabel(r"$h(\lambda) / p(\lambda)$ over its mean")
-    axes.legend(loc="best")
-    axes.set_title("Flat is good: what a draw of the bound can be")
-    return figure
-
-
-def report(scale: Scale, store: Store) -> Report:
-    level, errors, all_proposals = _judged(scale, store)
-    orders, spreads = (
-        {name: resampled(statistic, level, errors, proposal) for name, proposal in all_proposals.items()}
-        for statistic in (_orders, relative_spread)
-    )
+    axes.legend()
+    axes.set_title("Draws of the bound: flat is better")
+    columns = ("proposal", "range of h / p, orders of magnitude", "standard deviation of a draw / mean")
+    shrinks = "The log-uniform proposal shrinks the range of h / p (paper: by about 4 orders of magnitude)"
     return Report(
         tables=(
             Table(
-                "proposals",
-                ("proposal", "range of h / p, orders of magnitude", "standard deviation of a draw / mean"),
-                tuple((name, orders[name].estimate, spreads[name].estimate) for name in all_proposals),
+                "proposals", columns, tuple((name, ranges[name].estimate, spreads[name].estimate) for name in fitted)
             ),
         ),
         claims=(
-            _less(
-                "The log-uniform proposal shrinks the range of h / p (paper: by about 4 orders of magnitude)",
-                orders["log-uniform"],
-                orders["uniform"],
-            ),
+            _less(shrinks, ranges["log-uniform"], ranges["uniform"]),
             _less("The log-uniform proposal shrinks the spread of a draw", spreads["log-uniform"], spreads["uniform"]),
             _less("A fitted proposal shrinks the spread further", spreads["fitted"], spreads["log-uniform"]),
         ),
-        draw=lambda: _draw(scale, store),
+        figure=figure,
+        seeds=1,
     )
 
 
 STUDY = Study(
     name="importance-sampling",
     paper='Figure "importance-sampling"',
-    shows="the range of h/p under uniform, log-uniform, exact and fitted proposals",
+    shows="the range of h / p under uniform, log-uniform, exact and fitted proposals",
     measures=measures,
     report=report,
 )

@@ -1,49 +1,75 @@
-"""What a study is made of: jobs. Each is a record of plain values, from which its name, its estimated time and its
-result follow. Imports no torch.
+"""Jobs, and the store that keeps their results. Imports no torch.
 
-    Train            a network, by its recipe
-    Bound            bits per dimension of a network on the test set, L_M^inf or L_M^k
+    Train            train a network by its recipe
+    Bound            bits per dimension of the test set, with L_M^inf or L_M^k
     Reconstruction   L_R for several precisions alpha_R of the decoder
-    Profile          errors of its predictions at levels from the first to the last
-    Quality          the Fréchet distance of its samples to the test set
+    Profile          errors of the predictions at levels from the first to the last
+    Quality          the Fréchet distance of samples to the test set
 
-Networks are named by the hash of what decides their weights: two studies that train the same recipe share it.
+A job is a record, and its name is a hash of the record. Results are files under that name, written atomically:
+
+    FOLDER/networks/HASH/network.safetensors     the moving average, next to the run's journal
+    FOLDER/measurements/KIND-HASH.json           the job, the values, and how they were measured
+    FOLDER/measurements/KIND-HASH.npz            arrays, if there are any
+    FOLDER/NAME-SCALE/                           a finished study: figure.png, figure.svg, numbers.json, numbers.csv
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
 
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.backbones.cost import cost
-from bsi.io import canonical_json
-from bsi.methods import BFN, BSI, VDM
+from bsi.errors import DataError
+from bsi.io import atomic, canonical_json, write_json
+from bsi.methods import BSI
 from bsi.recipe import Recipe
-from bsi.runtime.serialization import changes, to_plain
+from bsi.runtime.serialization import changes, from_plain, to_plain
+from bsi.sampler import Sampler
 from bsi.studies.scale import DATASETS, MetricName, Scale
 from bsi.training.resume import SAFE
 
 __all__ = [
+    "OURS",
+    "OURS_NAME",
     "Bound",
     "Job",
     "Measure",
     "Profile",
     "Quality",
     "Reconstruction",
+    "Result",
+    "Store",
     "Train",
+    "bound",
     "describe",
     "estimate_s",
+    "measures_of",
     "name_of",
     "network_name",
-    "quantity",
+    "paper_sampler",
+    "quality",
     "same_network",
-    "settings",
     "title",
 ]
 
 DIGITS = 12  # of a hash, in names
+
+
+OURS = Sampler()
+OURS_NAME = f"our solver on {OURS.grid} in {OURS.steps}"  # in tables
+
+
+def paper_sampler(steps: int) -> Sampler:
+    return Sampler(steps, "posterior", "paper")
 
 
 @dataclass(frozen=True)
@@ -55,7 +81,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Bound:
-    """Bits per dimension of the whole test set: `levels` and `recon` evaluations of each image."""
+    """Bits per dimension of the test set: `levels` and `recon` evaluations of each image."""
 
     network: Recipe
     levels: int
@@ -65,7 +91,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """L_R with alpha_R = factor alpha_M, for BSI: the same predictions for every factor."""
+    """L_R of BSI with alpha_R = factor alpha_M, from the same predictions for every factor."""
 
     network: Recipe
     factors: tuple[float, ...]
@@ -83,14 +109,12 @@ class Profile:
 
 @dataclass(frozen=True)
 class Quality:
-    """The Fréchet distance of `num` samples; those of one seed and one number are drawn from the same noise."""
+    """The Fréchet distance of `num` samples. Sample i has the same noise for every network."""
 
     network: Recipe
     metric: MetricName
     num: int
-    steps: int
-    solver: str = "posterior"
-    grid: str = "paper"
+    sampler: Sampler
     seed: int = 0
 
 
@@ -98,45 +122,63 @@ Measure = Bound | Reconstruction | Profile | Quality
 Job = Train | Measure
 
 
-def network_name(recipe: Recipe) -> str:
-    """A hash of what decides the weights: not of names, intervals and what is kept.
+def bound(scale: Scale, network: Recipe, finite_k: int | None = None) -> Bound:
+    """The bound at the scale's settings."""
+    return Bound(network, scale.levels, scale.recon, finite_k)
 
-    Settings at their defaults are left out, so that a setting that is new in a later version renames nothing; whether a
-    stored network is the one that is meant is told by its whole recipe (`same_network`).
+
+def quality(scale: Scale, network: Recipe, sampler: Sampler = OURS) -> Quality:
+    """The Fréchet distance at the scale's settings; by default with the package's default sampler."""
+    return Quality(network, scale.metric, scale.samples, sampler.named(network.method))
+
+
+def measures_of(scale: Scale, networks: Sequence[Recipe], *samplers: Sampler) -> list[Measure]:
+    """The bound of each network, and the quality of its samples by each sampler."""
+    found: list[Measure] = []
+    for network in networks:
+        found += [bound(scale, network), *(quality(scale, network, sampler) for sampler in samplers)]
+    return found
+
+
+def network_name(recipe: Recipe) -> str:
+    """A hash of the settings that decide the weights.
+
+    Settings at their defaults are left out, so that a setting added in a later version changes no name. If a default
+    changes instead, `same_network` detects it in the recipe that is stored with each result.
     """
-    return _hash(_said(recipe, ""))
+    return _hash(_changed_settings(recipe, ""))
 
 
 def same_network(a: Recipe, b: Recipe) -> bool:
-    """Whether two recipes agree in everything that decides the weights."""
-    return all(_is_safe(change.name) for change in changes(a, b))
+    """Whether two recipes agree in every setting that decides the weights."""
+    return all(_keeps_weights(change.name) for change in changes(a, b))
 
 
-def _is_safe(name: str) -> bool:
+def _keeps_weights(name: str) -> bool:
     return any(name == safe or name.startswith(f"{safe}.") for safe in SAFE)
 
 
-def _said(record: Any, prefix: str) -> dict[str, Any]:
-    """The settings of a record that matter and differ from their defaults."""
-    said: dict[str, Any] = {"is": type(record).__name__}
+def _changed_settings(record: Any, prefix: str) -> dict[str, Any]:
+    """The settings of a record that decide the weights and differ from their defaults."""
+    found: dict[str, Any] = {"is": type(record).__name__}
     for f in fields(record):
         value = getattr(record, f.name)
         default = f.default_factory() if f.default_factory is not MISSING else f.default
-        if value != default and not _is_safe(prefix + f.name):
-            said[f.name] = _said(value, f"{prefix}{f.name}.") if is_dataclass(value) else to_plain(value)
-    return said
+        if value != default and not _keeps_weights(prefix + f.name):
+            nested = is_dataclass(value)
+            found[f.name] = _changed_settings(value, f"{prefix}{f.name}.") if nested else to_plain(value)
+    return found
 
 
 def name_of(job: Job) -> str:
-    """The name of a job's result, unique to what it does."""
+    """The name of a job's result, unique to its settings."""
     network = network_name(job.network)
     if isinstance(job, Train):
         return network
-    return f"{type(job).__name__.lower()}-{_hash({'network': network, **settings(job)})}"
+    return f"{type(job).__name__.lower()}-{_hash({'network': network, **_settings(job)})}"
 
 
-def settings(job: Measure) -> dict[str, Any]:
-    """What is measured, apart from of which network."""
+def _settings(job: Measure) -> dict[str, Any]:
     return {f.name: to_plain(getattr(job, f.name)) for f in fields(job) if f.name != "network"}
 
 
@@ -145,19 +187,14 @@ def _hash(plain: dict[str, Any]) -> str:
 
 
 def describe(recipe: Recipe) -> str:
-    """A network in a few words: what makes it different from the method's default."""
-    match recipe.method:
-        case BSI(lambda_0=lambda_0, gamma_0=gamma_0):
-            words = ["BSI"]
-            words += [f"lambda_0={lambda_0:g}"] if lambda_0 != BSI().lambda_0 else []
-            words += [f"gamma_0={gamma_0:g}"] if gamma_0 is not None else []
-        case BFN():
-            words = ["BFN"]
-        case VDM():
-            words = ["VDM"]
+    """A network in a few words: its method, the settings that studies vary, and its seed."""
+    method, objective = recipe.method, recipe.objective
+    words = [type(method).__name__]
+    if isinstance(method, BSI):
+        words += [f"lambda_0={method.lambda_0:g}"] if method.lambda_0 != BSI().lambda_0 else []
+        words += [f"gamma_0={method.gamma_0:g}"] if method.gamma_0 is not None else []
     words += ["U-Net"] if isinstance(recipe.backbone, UNetConfig) else []
     words += [recipe.parametrization] if recipe.parametrization is not None else []
-    objective = recipe.objective
     words += [f"trained on k={objective.finite_k}"] if objective.finite_k is not None else []
     words += [f"weight {objective.weight}"] if objective.weight != "elbo" else []
     words += [f"bias {objective.bias:g}"] if objective.weight == "sigmoid" else []
@@ -171,47 +208,100 @@ def title(job: Job) -> str:
     match job:
         case Train(network=recipe):
             return f"train {network}: {recipe.steps} steps of {recipe.batch}"
-        case Bound(finite_k=None, levels=levels):
-            return f"bits/dim of {network}: {levels} levels"
         case Bound(finite_k=k, levels=levels):
-            return f"bits/dim of {network} at k={k}: {levels} levels"
+            return f"bits/dim of {network}{'' if k is None else f' at k={k}'}: {levels} levels"
         case Reconstruction(factors=factors):
             return f"L_R of {network} for {len(factors)} values of alpha_R"
         case Profile(levels=levels, images=images):
             return f"errors of {network}: {images} images at {levels} levels"
-        case Quality(metric=metric, num=num, steps=steps, solver=solver, grid=grid):
-            return f"{metric} of {network}: {num} samples, {steps} steps of {solver} on {grid}"
-
-
-def quantity(job: Measure) -> str:
-    """What is measured, whatever the network: a column of a table."""
-    match job:
-        case Bound(finite_k=k):
-            return "bits/dim" if k is None else f"bits/dim at k={k}"
-        case Reconstruction():
-            return "L_R"
-        case Profile():
-            return "errors"
-        case Quality(metric=metric, steps=steps, solver="posterior", grid="paper"):
-            return f"{metric} at {steps}"
-        case Quality(metric=metric, steps=steps, solver=solver, grid=grid):
-            return f"{metric} at {steps}, {solver} on {grid}"
+        case Quality(metric=metric, num=num, sampler=how):
+            return f"{metric} of {network}: {num} samples, {how.steps} steps of {how.solver} on {how.grid}"
 
 
 def estimate_s(job: Job, scale: Scale) -> float:
-    """Seconds that a job takes, by its floating-point operations and the speed of the scale's hardware."""
+    """The estimated seconds of a job, from its floating-point operations and the speed of the scale's hardware."""
     backbone, speed, data = job.network.backbone, scale.speed, DATASETS[job.network.data.name]
     assert backbone is not None
-    each = cost(backbone, data.shape, data.bins).flops / (1.0 if isinstance(backbone, DiTConfig) else speed.unet)
+    flops = cost(backbone, data.shape, data.bins).flops / (1.0 if isinstance(backbone, DiTConfig) else speed.unet)
     match job:
         case Train(network=recipe):
-            return speed.startup_s + 3 * each * recipe.batch * recipe.steps / speed.training
+            return speed.startup_s + 3 * flops * recipe.batch * recipe.steps / speed.training
         case Bound(levels=levels, recon=recon):
             evaluations, images = data.test_images * (levels + recon), 0
         case Reconstruction(factors=factors, recon=recon):
             evaluations, images = data.test_images * recon * len(factors), 0
         case Profile(levels=levels, images=images):
             evaluations, images = levels * images, 0
-        case Quality(num=num, steps=steps):
-            evaluations, images = num * (steps + 1), num
-    return 0.2 * speed.startup_s + each * evaluations / speed.evaluation + images / speed.metric
+        case Quality(num=num, sampler=how):
+            evaluations, images = num * (how.steps + 1), num
+    return 0.2 * speed.startup_s + flops * evaluations / speed.evaluation + images / speed.metric
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured: values by name, for JSON, and arrays by name."""
+
+    values: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """When, where and by which commit."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folder that all studies share."""
+
+    folder: Path
+
+    def network(self, recipe: Recipe) -> Path:
+        """The run folder of a network."""
+        return self.folder / "networks" / network_name(recipe)
+
+    def weights(self, recipe: Recipe) -> Path:
+        """The file of a finished network."""
+        return self.network(recipe) / "network.safetensors"
+
+    def record(self, job: Measure) -> Path:
+        return self.folder / "measurements" / f"{name_of(job)}.json"
+
+    def results(self, study: str, scale: Scale) -> Path:
+        return self.folder / f"{study}-{scale.name}"
+
+    def done(self, job: Job) -> bool:
+        return (self.weights(job.network) if isinstance(job, Train) else self.record(job)).is_file()
+
+    def write(self, job: Measure, result: Result) -> None:
+        """Write a result, its arrays first: a record that exists is complete."""
+        path = self.record(job)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if result.arrays:
+            with atomic(path.with_suffix(".npz")) as temporary:
+                np.savez_compressed(temporary, allow_pickle=False, **result.arrays)
+        described = {"kind": type(job).__name__.lower(), "recipe": to_plain(job.network), **_settings(job)}
+        found = {"job": described, "values": dict(result.values), "arrays": sorted(result.arrays)}
+        write_json(path, {**found, "about": dict(result.about)})
+
+    def read(self, job: Measure) -> Result:
+        """Read a result.
+
+        Raises:
+            DataError: The files are missing, damaged, or belong to another network.
+        """
+        path = self.record(job)
+        try:
+            found = json.loads(path.read_text("utf-8"))
+            recipe = from_plain(Recipe, found["job"]["recipe"], "recipe")
+            arrays = {}
+            if found["arrays"]:
+                with np.load(path.with_suffix(".npz"), allow_pickle=False) as stored:
+                    arrays = {name: stored[name] for name in found["arrays"]}
+            result = Result(found["values"], arrays, found["about"])
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            raise DataError(
+                f"{path} or its .npz is missing or damaged ({error}). Delete both and run the study again."
+            ) from error
+        if not same_network(recipe, job.network):
+            raise DataError(
+                f"{path} belongs to another network, trained with other defaults. Delete it and run the study again."
+            )
+        return result

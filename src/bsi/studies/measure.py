@@ -1,6 +1,6 @@
-"""What is measured of a network: its bound, its errors over the levels, the quality of its samples.
+"""Measure a network: its bound, its errors over the levels, and the quality of its samples.
 
-Noise, levels and the order of images depend on the seed alone, so that two networks are compared on the same draws.
+Noise, levels and the order of images depend on the seed alone, so that networks are compared on the same draws.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,125 +21,147 @@ from torch import Tensor
 import bsi
 from bsi.backbones import Backbone, accelerate, compute_dtype, freeze
 from bsi.data.batches import as_source
-from bsi.data.store import Dataset
+from bsi.data.store import Dataset, open_dataset
 from bsi.elbo import reconstruction_loss
-from bsi.errors import NonFinite, UsageError
-from bsi.evaluation.bound import Evaluation, Procedure, evaluate
+from bsi.errors import NonFinite, Preempted, UsageError
+from bsi.evaluation.bound import Procedure, evaluate
 from bsi.evaluation.runs import inner_precision
 from bsi.evaluation.samples import SampleFile
 from bsi.evaluation.subject import Subject
 from bsi.gaussian import squared_norm
 from bsi.methods import BSI
-from bsi.metrics import (
-    Extractor,
-    Inception,
-    collect,
-    frechet_distance,
-    frechet_error,
-    metric_name,
-    reference,
-)
+from bsi.metrics import Extractor, Inception, collect, frechet_distance, frechet_error, metric_name, reference
 from bsi.metrics.images import array_batches
 from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.rng import standard_normal
 from bsi.runtime.distributed import Place, World
-from bsi.sampler import Sampler
-from bsi.studies.deadline import Deadline
 from bsi.studies.digits_features import DigitsFeatures
-from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, name_of
+from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, Result, name_of
 from bsi.studies.scale import MetricName, Scale
-from bsi.studies.store import Result
 from bsi.values import to_uint8
 
-__all__ = ["Laboratory"]
+__all__ = ["Deadline", "Laboratory", "load_network"]
 
-SHOWN = 64  # samples that are kept for pictures
+SHOWN = 64  # samples that are kept for figures
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A time to stop at, on the clock of time.monotonic()."""
+
+    at: float = math.inf
+
+    @classmethod
+    def after(cls, minutes: float | None) -> Deadline:
+        return cls() if minutes is None else cls(time.monotonic() + 60 * minutes)
+
+    @property
+    def left_s(self) -> float:
+        return self.at - time.monotonic()
+
+    def check(self, progress: str, needed_s: float = 0.0) -> None:
+        """Raise `Preempted` if less time than needed is left; everything so far has been saved."""
+        if self.left_s <= needed_s:
+            raise Preempted(f"out of time: {progress}. Run the same command to resume.")
+
+
+def load_network(weights: Path, recipe: Recipe, device: torch.device) -> Model:
+    """A trained network on the device, in its fastest form."""
+    model = bsi.load(weights).to(device)
+    network = model.denoiser.backbone
+    if isinstance(network, Backbone):
+        network.compute_dtype = compute_dtype(recipe.precision, device)
+        accelerate(network, device)
+        freeze(network)
+    return model
 
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Where measurements are made: the data, the device, a folder for what is made on the way."""
+    """Measures a model on the test set of its dataset. Partial drawings and features are kept in `folder`."""
 
-    scale: Scale
+    model: Model
     dataset: Dataset
-    device: torch.device
+    scale: Scale
     folder: Path
+    deadline: Deadline
 
-    @property
-    def world(self) -> World:
-        return World(Place(), self.device)
+    @classmethod
+    def of(cls, model: Model, recipe: Recipe, scale: Scale, folder: Path, deadline: Deadline) -> Laboratory:
+        return cls(model, open_dataset(recipe.data.name), scale, folder, deadline)
 
     @torch.no_grad()
-    def measure(self, job: Measure, model: Model, deadline: Deadline) -> Result:
+    def measure(self, job: Measure) -> Result:
         match job:
             case Bound():
-                return self._bound(job, model)
+                return self._bound(job)
             case Reconstruction():
-                return self._reconstruction(job, model)
+                return self._reconstruction(job)
             case Profile():
-                return self._profile(job, model)
+                return self._profile(job)
             case Quality():
-                return self._quality(job, model, deadline)
+                return self._quality(job)
 
-    def load(self, weights: Path, recipe: Recipe) -> Model:
-        """A network that was kept, on the device and in its fastest form."""
-        model = bsi.load(weights).to(self.device)
-        network = model.denoiser.backbone
-        if isinstance(network, Backbone):
-            network.compute_dtype = compute_dtype(recipe.precision, self.device)
-            accelerate(network, self.device)
-            freeze(network)
-        return model
+    @property
+    def _world(self) -> World:
+        return World(Place(), self.model.device)
 
-    def _test(self, model: Model) -> Subject:
-        return Subject.of(model, as_source(self.dataset.split("test"), self.device))
+    def _test(self) -> Subject:
+        return Subject.of(self.model, as_source(self.dataset.split("test"), self.model.device))
 
-    def _bound(self, job: Bound, model: Model) -> Result:
-        procedure = Procedure(job.levels, job.recon, job.finite_k, batch=self.scale.measured.batch)
-        found = evaluate(self._test(model), procedure, self.world)
+    def _bound(self, job: Bound) -> Result:
+        procedure = Procedure(job.levels, job.recon, job.finite_k, batch=self.scale.batch)
+        found = evaluate(self._test(), procedure, self._world)
         elbo, unit = found.elbo, found.n * math.log(2)
-        return Result(
-            {
-                "bits_per_dim": elbo.bits_per_dim,
-                "monte_carlo_error": elbo.monte_carlo_error,
-                "data_error": elbo.data_error,
-                "measurement": float(elbo.measurement.mean()) / unit,
-                "reconstruction": float(elbo.reconstruction.mean()) / unit,
-                "prior": float(elbo.prior.mean()) / unit,
-                "images": len(elbo.nats),
-                "dimensions": found.n,
-            },
-            _arrays(found),
-        )
+        values = {
+            "bits_per_dim": elbo.bits_per_dim,
+            "monte_carlo_error": elbo.monte_carlo_error,
+            "data_error": elbo.data_error,
+            "measurement": float(elbo.measurement.mean()) / unit,
+            "reconstruction": float(elbo.reconstruction.mean()) / unit,
+            "prior": float(elbo.prior.mean()) / unit,
+            "images": len(elbo.nats),
+            "dimensions": found.n,
+        }
+        # Differences between networks are computed from the replicates of every image, in nats.
+        arrays = {
+            "measurement": found.measurement.values.numpy(),
+            "measurement_sizes": found.measurement.sizes.numpy(),
+            "reconstruction": found.reconstruction.values.numpy(),
+            "reconstruction_sizes": found.reconstruction.sizes.numpy(),
+            "block": found.measurement.block.numpy(),
+            "prior": found.prior.numpy(),
+        }
+        return Result(values, arrays)
 
-    def _reconstruction(self, job: Reconstruction, model: Model) -> Result:
-        """L_R of every image, for each factor: the prediction does not depend on alpha_R."""
-        if not isinstance(model.method, BSI):
-            raise UsageError(f"alpha_R is a parameter of BSI alone: got {type(model.method).__name__}")
-        subject, method = self._test(model), model.method
+    def _reconstruction(self, job: Reconstruction) -> Result:
+        """L_R of every image for each factor."""
+        subject, method = self._test(), self.model.method
+        if not isinstance(method, BSI):
+            raise UsageError(f"alpha_R is a parameter of BSI, got {type(method).__name__}. Use a network of BSI.")
         nats = torch.zeros(len(job.factors), subject.count, dtype=torch.float64)
-        for ids in subject.batches(subject.count, self.scale.measured.batch, self.world):
+        for ids in subject.batches(subject.count, self.scale.batch, self._world):
             x, predict = subject.x(ids), subject.predict(ids)
-            for draw_number in range(job.recon):
-                eps = standard_normal(1, ids, draw_number, subject.shape)
+            for number in range(job.recon):
+                eps = standard_normal(1, ids, number, subject.shape)
                 for row, factor in enumerate(job.factors):
-                    decoding = replace(method, alpha_R=factor * method.alpha_M)
-                    loss = reconstruction_loss(decoding, predict, x, eps, subject.bins)
+                    decoder = replace(method, alpha_R=factor * method.alpha_M)
+                    loss = reconstruction_loss(decoder, predict, x, eps, subject.bins)
                     nats[row, ids.cpu()] += loss.double().cpu() / job.recon
         bits = nats / (math.prod(subject.shape) * math.log(2))
         return Result({"factors": list(job.factors), "reconstruction": bits.mean(1).tolist()}, {"bits": bits.numpy()})
 
-    def _profile(self, job: Profile, model: Model) -> Result:
+    def _profile(self, job: Profile) -> Result:
         """For each level, |x - x_hat|^2 and |psi - x_hat| / |psi| of the same images with the same noise."""
-        subject, method = self._test(model), model.method
+        subject, method, device = self._test(), self.model.method, self.model.device
         count = min(job.images, subject.count)
-        ids = torch.arange(count, device=self.device) * subject.count // count
+        ids = torch.arange(count, device=device) * subject.count // count
         x, predict, eps = subject.x(ids), subject.predict(ids), standard_normal(2, ids, 0, subject.shape)
         t = torch.linspace(0, 1, job.levels, dtype=torch.float64)
         levels = method.levels.icdf(t)
         errors, distances = [], []
-        for level in levels.to(self.device):
+        for level in levels.to(device):
             at = level.expand(count)
             psi = method.encoder(at).encode(x, eps)
             x_hat = predict(psi, at)
@@ -146,71 +169,52 @@ class Laboratory:
             distances.append((squared_norm(psi - x_hat) / squared_norm(psi)).sqrt().double().cpu())
         arrays = {"level": levels, "t": t, "error": torch.stack(errors), "distance": torch.stack(distances)}
         if not bool(torch.isfinite(arrays["error"]).all()):
-            raise NonFinite("predictions hold NaN or infinity at some level")
+            raise NonFinite("predictions are NaN or infinite at some level")
         return Result({"images": count, "levels": job.levels}, {name: a.numpy() for name, a in arrays.items()})
 
-    def _quality(self, job: Quality, model: Model, deadline: Deadline) -> Result:
-        """Samples are on the disk on their way, and gone at the end."""
+    def _quality(self, job: Quality) -> Result:
+        """Samples are kept in files until their distance is known, so that an interrupted drawing resumes."""
         folder = self.folder / "measurements" / f"{name_of(job)}-samples"
         folder.mkdir(parents=True, exist_ok=True)
-        found = self._distance(job, self._drawn(job, model, deadline, folder / "samples.npz"))
+        found = self._distance(job, self._draw(job, folder / "samples.npz"))
         shutil.rmtree(folder)
         return found
 
-    def _distance(self, job: Quality, drawn: np.ndarray) -> Result:
-        extractor = _extractor(job.metric, self.device)
-        bins = self.dataset.bins
-        assert bins is not None
-        batch = self.scale.drawn.batch
-
-        def images(indices: np.ndarray) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
-            pixels = (
-                to_uint8(bins.values(indices[i : i + batch]), bins.low, bins.high)
-                for i in range(0, len(indices), batch)
-            )
-            yield from array_batches(pixels, batch, self.dataset.name)
-
-        test = self.dataset.split("test")
-        real = reference(
-            self.dataset.name, self.dataset.version, "test", images(test), extractor, folder=self.folder / "references"
-        )
-        samples = collect(images(drawn), extractor, keep=True)
-        assert samples.vectors is not None
-        return Result(
-            {
-                "metric": metric_name(extractor),
-                "distance": frechet_distance(samples.moments, real.features.moments),
-                "error": frechet_error(samples.vectors, real.features.moments),
-                "samples": len(drawn),
-                "reference_images": len(test),
-                "extractor_hash": extractor.hash,
-                "precision": extractor.precision,
-            },
-            {"images": drawn[:SHOWN]},
-        )
-
-    def _drawn(self, job: Quality, model: Model, deadline: Deadline, path: Path) -> np.ndarray:
-        """All samples as bin indices, drawn part by part: an interrupted drawing goes on where it was."""
-        sampler, batch = Sampler(job.steps, job.solver, job.grid), self.scale.drawn.batch
+    def _draw(self, job: Quality, path: Path) -> np.ndarray:
+        """All samples as bin indices."""
+        model, batch = self.model, self.scale.sample_batch
         parts = SampleFile(path, job.num, {"job": name_of(job), "precision": inner_precision(model)})
         for rows in parts.missing():
-            deadline.check(f"{rows.start} of {job.num} samples are drawn")
-            parts.write(rows, model.sample(rows, sampler, seed=job.seed, batch_size=batch).cpu().numpy())
+            self.deadline.check(f"{rows.start} of {job.num} samples are drawn")
+            parts.write(rows, model.sample(rows, job.sampler, seed=job.seed, batch_size=batch).cpu().numpy())
         return parts.join()
+
+    def _distance(self, job: Quality, drawn: np.ndarray) -> Result:
+        extractor, test = _extractor(job.metric, self.model.device), self.dataset.split("test")
+        name, version, folder = self.dataset.name, self.dataset.version, self.folder / "references"
+        real = reference(name, version, "test", self._pixels(test), extractor, folder=folder)
+        samples = collect(self._pixels(drawn), extractor, keep=True)
+        assert samples.vectors is not None
+        values = {
+            "metric": metric_name(extractor),
+            "distance": frechet_distance(samples.moments, real.features.moments),
+            "error": frechet_error(samples.vectors, real.features.moments),
+            "samples": len(drawn),
+            "reference_images": len(test),
+            "extractor_hash": extractor.hash,
+            "precision": extractor.precision,
+        }
+        return Result(values, {"images": drawn[:SHOWN]})
+
+    def _pixels(self, indices: np.ndarray) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
+        """Images in batches of 8-bit pixels, from bin indices."""
+        bins, batch = self.dataset.bins, self.scale.sample_batch
+        assert bins is not None
+        parts = (indices[start : start + batch] for start in range(0, len(indices), batch))
+        pixels = (to_uint8(bins.values(part), bins.low, bins.high) for part in parts)
+        return array_batches(pixels, batch, self.dataset.name)
 
 
 @functools.cache
 def _extractor(metric: MetricName, device: torch.device) -> Extractor:
     return DigitsFeatures(device) if metric == "fd-digits" else Inception(device=device)
-
-
-def _arrays(found: Evaluation) -> dict[str, np.ndarray]:
-    """The replicates of every image's terms in nats: differences between networks are made of these."""
-    return {
-        "measurement": found.measurement.values.numpy(),
-        "measurement_sizes": found.measurement.sizes.numpy(),
-        "reconstruction": found.reconstruction.values.numpy(),
-        "reconstruction_sizes": found.reconstruction.sizes.numpy(),
-        "block": found.measurement.block.numpy(),
-        "prior": found.prior.numpy(),
-    }

@@ -1,4 +1,4 @@
-"""Figure "noise-levels": what the encoders of the three methods make of an image, from t = 0 to t = 1.
+"""Figure "noise-levels": an image under the encoders of the three methods, from t = 0 to t = 1.
 
 Nothing is trained. The top half of each picture is the encoder's mean, the bottom half a sample; gray is 0. The table
 has the numbers of Section "Discussion": BFN adds little noise and is deterministic at t = 0, VDM keeps 8 % of the image
@@ -6,8 +6,6 @@ there, and BSI converges to its prior, with a variance of 15.85 at t = 0.1 again
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,21 +15,17 @@ from torch import Tensor
 from bsi.data.store import open_dataset
 from bsi.gaussian import Encoder
 from bsi.methods import METHODS
+from bsi.pictures import grid
 from bsi.rng import standard_normal
 from bsi.studies import figures
-from bsi.studies.estimates import Estimate
 from bsi.studies.job import Measure
-from bsi.studies.report import Claim, Report, Study, Table, Verdict
+from bsi.studies.report import Claim, Report, Results, Study, Table
 from bsi.studies.scale import METHOD_NAMES, Scale
-from bsi.studies.store import Store
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["STUDY", "encoder"]
 
 TIMES = tuple(i / 10 for i in range(11))
-IMAGES = {"digits": 3, "cifar10": 7, "imagenet32": 0}  # a test image with a motif that is told from its outline
+IMAGES = {"digits": 3, "cifar10": 7, "imagenet32": 0}  # a test image with a clear motif
 
 
 def measures(scale: Scale) -> list[Measure]:
@@ -44,67 +38,55 @@ def encoder(method: str, t: float) -> Encoder:
     return built.encoder(built.levels.icdf(torch.tensor(t, dtype=torch.float64)))
 
 
-def _image(scale: Scale) -> Float[Tensor, "1 channels height width"]:
+def _image(scale: Scale) -> Float[Tensor, "channels height width"]:
     dataset = open_dataset(scale.comparisons[0].recipe("bsi").data.name)
     assert dataset.bins is not None
-    index = IMAGES[dataset.name]
-    return torch.from_numpy(dataset.bins.values(np.asarray(dataset.split("test")[index : index + 1]))).float()
+    return torch.from_numpy(dataset.bins.values(np.asarray(dataset.split("test")[IMAGES[dataset.name]]))).float()
 
 
-def _picture(x: Float[Tensor, "1 channels height width"], seen: Encoder) -> np.ndarray:
-    """Mean above, sample below, as 8-bit pixels; what lies outside [-1, 1] is black or white."""
-    eps = standard_normal(0, torch.zeros(1, dtype=torch.long), 0, tuple(x.shape[1:]))
-    mean = float(seen.signal) * x
-    sample = mean + float(seen.noise) * eps
-    half = x.shape[2] // 2
-    both = torch.cat([mean[:, :, :half], sample[:, :, half:]], dim=2)
-    return torch.round((both.clamp(-1, 1) + 1) * 127.5).to(torch.uint8).numpy()
+def _claim(statement: str, value: float, printed: float, places: int) -> Claim:
+    """The claim that an exact value rounds to the printed one."""
+    return Claim(
+        statement, "held" if round(value, places) == printed else "not held", f"{value:.4f}, printed {printed:g}"
+    )
 
 
-def _draw(scale: Scale) -> Figure:
-    x = _image(scale)
-    shown = np.concatenate([_picture(x, encoder(method, t)) for method in METHOD_NAMES for t in TIMES])
-    height, width = shown.shape[2:]
-    figure, (axes,) = figures.panels(1, width=7.4, height=2.4)
-    axes.imshow(figures.tile(shown, len(TIMES), gap=max(1, height // 16)), interpolation="nearest")
-    step, rise = width + max(1, height // 16), height + max(1, height // 16)
-    axes.set_xticks([i * step + width / 2 for i in range(len(TIMES))], [f"{t:g}" for t in TIMES])
-    axes.set_yticks([i * rise + height / 2 for i in range(len(METHOD_NAMES))], [figures.NAMES[m] for m in METHOD_NAMES])
-    for tick, method in zip(axes.get_yticklabels(), METHOD_NAMES, strict=True):
-        tick.set(color=figures.COLORS[method], fontweight="bold", fontsize=10)
-    axes.set_xlabel("t: noise at 0, data at 1 (above the mean, below a sample)")
-    axes.grid(False)
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    return figure
-
-
-def _exactly(statement: str, value: float, printed: float, places: int) -> Claim:
-    """A number without an error: it is the printed one when it rounds to it."""
-    verdict: Verdict = "held" if round(value, places) == printed else "not held"
-    return Claim(statement, verdict, f"{value:.4f}, printed {printed:g}")
-
-
-def report(scale: Scale, store: Store) -> Report:
+def report(results: Results) -> Report:
+    encoders = {(method, t): encoder(method, t) for method in METHOD_NAMES for t in TIMES}
+    columns = [f"{figures.NAMES[method]} {part}" for method in METHOD_NAMES for part in ("signal", "variance")]
     rows = []
     for t in TIMES:
-        seen = [encoder(method, t) for method in METHOD_NAMES]
-        rows.append((float(t), *(float(v) for e in seen for v in (e.signal, e.noise**2))))
-    columns = [f"{figures.NAMES[method]} {part}" for method in METHOD_NAMES for part in ("signal", "variance")]
-    bfn, bsi = encoder("bfn", 0.0), encoder("bsi", 0.0)
+        seen = [encoders[method, t] for method in METHOD_NAMES]
+        rows.append((t, *(float(value) for e in seen for value in (e.signal, e.noise**2))))
+    variance = {key: float(e.noise) ** 2 for key, e in encoders.items()}
     largest = max(float(encoder("bfn", t / 1000).noise) ** 2 for t in range(1001))
+
+    x = _image(results.scale)
+    eps = standard_normal(0, torch.zeros(1, dtype=torch.long), 0, tuple(x.shape))[0]
+    half, pictures = x.shape[1] // 2, []
+    for e in encoders.values():
+        mean = float(e.signal) * x
+        sample = mean + float(e.noise) * eps
+        pictures.append(torch.cat([mean[:, :half], sample[:, half:]], dim=1).numpy())
+    figure, (axes,) = figures.panels(1, width=7.4, height=2.4)
+    image = np.asarray(grid(np.stack(pictures), len(TIMES)))
+    width, height = image.shape[1] / len(TIMES), image.shape[0] / len(METHOD_NAMES)
+    axes.imshow(image, interpolation="nearest")
+    axes.set_xticks([(i + 0.5) * width for i in range(len(TIMES))], [f"{t:g}" for t in TIMES])
+    axes.set_yticks([(i + 0.5) * height for i in range(len(METHOD_NAMES))], [figures.NAMES[m] for m in METHOD_NAMES])
+    axes.set_xlabel("t: noise at 0, data at 1 (top the mean, bottom a sample)")
+    axes.grid(False)
     return Report(
         tables=(Table("encoders", ("t", *columns), tuple(rows)),),
         claims=(
-            _exactly("BSI's variance at t = 0.1", float(encoder("bsi", 0.1).noise) ** 2, 15.85, 2),
-            _exactly("VDM's variance at t = 0.1", float(encoder("vdm", 0.1).noise) ** 2, 0.96, 2),
-            _exactly("What VDM keeps of the image at t = 0", float(encoder("vdm", 0.0).signal), 0.08, 2),
-            _exactly("BFN is deterministic at t = 0: its variance", float(bfn.noise) ** 2, 0.0, 12),
-            _exactly("BSI keeps nothing of the image at t = 0", float(bsi.signal), 0.0, 12),
+            _claim("BSI's variance at t = 0.1", variance["bsi", 0.1], 15.85, 2),
+            _claim("VDM's variance at t = 0.1", variance["vdm", 0.1], 0.96, 2),
+            _claim("VDM's share of the image at t = 0", float(encoders["vdm", 0.0].signal), 0.08, 2),
+            _claim("BFN is deterministic at t = 0: its variance", variance["bfn", 0.0], 0.0, 12),
+            _claim("BSI's share of the image at t = 0", float(encoders["bsi", 0.0].signal), 0.0, 12),
         ),
-        draw=lambda: _draw(scale),
-        notes=(f"BFN's variance is at most {Estimate(largest, 0.0)}, at any t.",),
+        figure=figure,
+        notes=(f"BFN's variance is at most {largest:.4g}, at any t.",),
     )
 
 

@@ -1,4 +1,4 @@
-"""The studies by name, in the order in which they are worth their time: the first four share six networks."""
+"""The studies by name, ordered by what they show for the time they take: the first ones share six networks."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def named_studies(name: str) -> list[Study]:
     if name not in STUDIES:
         near = difflib.get_close_matches(name, STUDIES, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise UsageError(f"unknown study {name!r}. {hint}The studies are all, {', '.join(STUDIES)}.")
+        raise UsageError(f"unknown study {name!r}. {hint}Use one of {', '.join(STUDIES)}, or all.")
     return [STUDIES[name]]

@@ -1,20 +1,35 @@
-"""What a study comes to: tables, a figure, and for each claim of the paper one sentence on whether it held.
+"""From results to a report: estimates with standard errors, tables, and a verdict on each claim.
 
-A claim held, or was contradicted, only beyond two standard errors; in between it is undecided.
+An error is one standard error:
+
+bits per dimension   one network: the Monte Carlo error. Several seeds: the spread over seeds, or the Monte Carlo error
+                     if that is larger.
+a difference         paired by image, since both networks see the same images, levels and noise: the error of the mean
+                     over images, which includes the Monte Carlo error, and the spread over seeds.
+Fréchet distance     one network: the error from drawing these samples. Several seeds: as for bits per dimension.
+
+With two seeds the spread has one degree of freedom: two standard errors are no 95 % interval then.
+
+A claim is held, or not held, only beyond two standard errors; otherwise it is undecided.
 """
 
 from __future__ import annotations
 
-import csv
-import io
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from bsi.studies.estimates import Estimate
-from bsi.studies.job import Measure
+import numpy as np
+import torch
+from jaxtyping import Float64
+
+from bsi.evaluation.points import spread
+from bsi.recipe import Recipe
+from bsi.sampler import Sampler
+from bsi.studies.job import OURS, Bound, Measure, Result, Store, bound, quality
 from bsi.studies.scale import Scale
-from bsi.studies.store import Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,27 +37,150 @@ if TYPE_CHECKING:
 __all__ = [
     "Cell",
     "Claim",
+    "Estimate",
     "Report",
+    "Results",
     "Study",
     "Table",
     "Verdict",
     "all_of",
-    "as_csv",
     "equal",
     "less",
-    "seeds_said",
-    "text",
+    "mean_of_images",
+    "mean_of_seeds",
+    "median_of_images",
 ]
 
-Cell = str | int | float | Estimate | None
-Verdict = Literal["held", "not held", "undecided"]
-
 STANDARD_ERRORS = 2.0
+
+PerImage = Float64[np.ndarray, "seeds images"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and its standard error; 0 where the value is exact."""
+
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        """The value with as many digits as the error allows: two digits of the error."""
+        if not self.error > 0 or not math.isfinite(self.error) or not math.isfinite(self.value):
+            return f"{self.value:.4g}"
+        exponent = math.floor(math.log10(self.error))
+        if exponent < -6:
+            unit = math.floor(math.log10(max(abs(self.value), self.error)))
+            scaled = Estimate(self.value / 10.0**unit, self.error / 10.0**unit)
+            return f"({scaled})e{unit}" if scaled.error > 1e-6 else f"{self.value:.4g}"
+        places = max(0, 1 - exponent)
+        return f"{self.value:.{places}f} ± {self.error:.{places}f}"
+
+    def __sub__(self, other: Estimate) -> Estimate:
+        """The difference of two independent estimates."""
+        return Estimate(self.value - other.value, math.hypot(self.error, other.error))
+
+    @property
+    def below_zero(self) -> bool:
+        """Whether it is below 0 beyond two standard errors."""
+        return self.value < -STANDARD_ERRORS * self.error
+
+    @property
+    def above_zero(self) -> bool:
+        """Whether it is above 0 beyond two standard errors."""
+        return self.value > STANDARD_ERRORS * self.error
+
+
+def mean_of_seeds(each: Sequence[Estimate]) -> Estimate:
+    """The mean of independent estimates, with the spread between them or their own errors, whichever is larger."""
+    own = math.sqrt(sum(e.error**2 for e in each)) / len(each)
+    between = _error_of_mean(np.array([e.value for e in each]))
+    return Estimate(statistics.fmean(e.value for e in each), max(own, between))
+
+
+def mean_of_images(each: PerImage) -> Estimate:
+    """The mean over images and seeds. All seeds see the same images: both spreads are in the error."""
+    return Estimate(float(each.mean()), math.hypot(_error_of_mean(each.mean(0)), _error_of_mean(each.mean(1))))
+
+
+def median_of_images(each: PerImage) -> Estimate:
+    """The median over images, averaged over seeds, where a few images decide the mean.
+
+    The number of n values below the true median is Binomial(n, 1/2) with standard deviation sqrt(n) / 2, so the error
+    of a median is half the distance between the order statistics that far below and above the middle. All seeds see
+    the same images, so their errors are not independent.
+    """
+    count = each.shape[1]
+    middle, step = (count - 1) / 2, math.sqrt(count) / 2
+    places = np.clip([middle - step, middle + step], 0, count - 1)
+    errors = [np.diff(np.interp(places, np.arange(count), np.sort(row))) / 2 for row in each]
+    medians = np.median(each, axis=1)
+    return Estimate(float(medians.mean()), math.hypot(float(np.mean(errors)), _error_of_mean(medians)))
+
+
+def _error_of_mean(values: Float64[np.ndarray, " n"]) -> float:
+    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Results:
+    """What was measured at a scale. `networks` are one network trained from several seeds."""
+
+    scale: Scale
+    store: Store
+
+    def read(self, job: Measure) -> Result:
+        return self.store.read(job)
+
+    def bits(self, networks: Sequence[Recipe]) -> Estimate:
+        """Bits per dimension."""
+        found = [self.read(bound(self.scale, network)).values for network in networks]
+        return mean_of_seeds([Estimate(v["bits_per_dim"], v["monte_carlo_error"]) for v in found])
+
+    def image_bits(self, networks: Sequence[Recipe], finite_k: int | None = None) -> PerImage:
+        """The bound of every image in bits per dimension, for each seed."""
+        return np.stack([_image_bits(self.read(bound(self.scale, network, finite_k))) for network in networks])
+
+    def bits_difference(self, a: Sequence[Recipe], b: Sequence[Recipe], finite_k: int | None = None) -> Estimate:
+        """a - b in bits per dimension, paired by image and by seed."""
+        return mean_of_images(self.image_bits(a, finite_k) - self.image_bits(b, finite_k))
+
+    def finite_gap(self, a: Bound, b: Bound) -> Estimate:
+        """L_M of `a` less that of `b`, at two values of k, with the Monte Carlo error of the difference."""
+        p, q = self.read(a), self.read(b)
+        values = torch.from_numpy(p.arrays["measurement"] - q.arrays["measurement"])
+        sizes, block = (torch.from_numpy(p.arrays[name]) for name in ("measurement_sizes", "block"))
+        found = spread(values, sizes, block)
+        unit = len(found.mean) * p.values["dimensions"] * math.log(2)
+        return Estimate(float(found.mean.sum()) / unit, math.sqrt(found.sum_variance) / unit)
+
+    def distance(self, networks: Sequence[Recipe], sampler: Sampler = OURS) -> Estimate:
+        """The Fréchet distance of samples."""
+        return mean_of_seeds([self._distance(network, sampler) for network in networks])
+
+    def distance_difference(self, a: Sequence[Recipe], b: Sequence[Recipe], sampler: Sampler = OURS) -> Estimate:
+        """a - b of Fréchet distances, paired by seed."""
+        pairs = zip(a, b, strict=True)
+        return mean_of_seeds([self._distance(p, sampler) - self._distance(q, sampler) for p, q in pairs])
+
+    def _distance(self, network: Recipe, sampler: Sampler) -> Estimate:
+        found = self.read(quality(self.scale, network, sampler)).values
+        return Estimate(found["distance"], found["error"])
+
+
+def _image_bits(result: Result) -> Float64[np.ndarray, " images"]:
+    arrays = result.arrays
+    terms = [
+        np.average(arrays[term], axis=0, weights=arrays[f"{term}_sizes"]) for term in ("measurement", "reconstruction")
+    ]
+    return (terms[0] + terms[1] + arrays["prior"]) / (result.values["dimensions"] * math.log(2))
+
+
+Cell = str | int | float | Estimate | None
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under named columns; `name` tells the tables of a study apart."""
+    """Rows of cells under named columns."""
 
     name: str
     columns: tuple[str, ...]
@@ -52,7 +190,7 @@ class Table:
         assert all(len(row) == len(self.columns) for row in self.rows), self.name
 
     def records(self) -> list[dict[str, Any]]:
-        """One dictionary for each row; an estimate is two entries, its value and its error."""
+        """One dictionary for each row; an estimate has two entries, its value and its error."""
         found = []
         for row in self.rows:
             record: dict[str, Any] = {}
@@ -66,31 +204,21 @@ class Table:
 
     def markdown(self) -> str:
         lines = [_markdown_row(self.columns), "|" + "---|" * len(self.columns)]
-        lines += [_markdown_row([text(cell) for cell in row]) for row in self.rows]
+        lines += [_markdown_row([_text(cell) for cell in row]) for row in self.rows]
         return "\n".join(lines)
 
 
-def as_csv(tables: Sequence[Table]) -> str:
-    """All tables as one, the columns of each and its name in the first: what reads CSV reads it."""
-    records = [{"table": table.name, **record} for table in tables for record in table.records()]
-    names = list(dict.fromkeys(name for record in records for name in record))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return out.getvalue()
-
-
 def _markdown_row(cells: Sequence[str]) -> str:
-    """A bar inside a cell would end it."""
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
-def text(cell: Cell) -> str:
-    """A cell for people."""
+def _text(cell: Cell) -> str:
     if cell is None:
         return "–"
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+Verdict = Literal["held", "not held", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -101,27 +229,16 @@ class Claim:
     verdict: Verdict
     because: str
 
-    def said(self, seeds: int) -> str:
-        """In one sentence."""
-        return f"{self.statement}: {self.verdict}{seeds_said(seeds)} ({self.because})."
-
-
-def seeds_said(seeds: int) -> str:
-    """Behind a verdict: with one seed no error has in it what training anew would change, with two it is a rough one;
-    0 is for what needs no training."""
-    return {1: ", for one seed", 2: ", for two seeds"}.get(seeds, "")
-
 
 def less(statement: str, a: Estimate, b: Estimate, difference: Estimate | None = None) -> Claim:
-    """a < b; `difference` is a - b where it is known better than from the two."""
+    """The claim that a < b; `difference` is a - b where it is known more precisely than from the two."""
     gap = a - b if difference is None else difference
-    sure = abs(gap.value) > STANDARD_ERRORS * gap.error
-    verdict: Verdict = "undecided" if not sure else "held" if gap.value < 0 else "not held"
+    verdict: Verdict = "held" if gap.below_zero else "not held" if gap.above_zero else "undecided"
     return Claim(statement, verdict, f"{a} against {b}, difference {gap}")
 
 
 def equal(statement: str, differences: Sequence[tuple[str, Estimate]], tolerance: float) -> Claim:
-    """All differences are smaller than `tolerance`, beyond doubt; not held if one is larger, beyond doubt."""
+    """The claim that all differences are smaller than `tolerance`."""
     verdicts: list[Verdict] = []
     for _, gap in differences:
         margin = STANDARD_ERRORS * gap.error
@@ -129,50 +246,50 @@ def equal(statement: str, differences: Sequence[tuple[str, Estimate]], tolerance
             verdicts.append("held")
         else:
             verdicts.append("not held" if abs(gap.value) - margin > tolerance else "undecided")
-    verdict: Verdict = "not held" if "not held" in verdicts else "undecided" if "undecided" in verdicts else "held"
     shown = ", ".join(f"{name} {gap}" for name, gap in differences)
-    return Claim(statement, verdict, f"{shown}; equal means less than {tolerance:g} apart")
+    return Claim(statement, _all(verdicts), f"{shown}; equal means less than {tolerance:g} apart")
 
 
 def all_of(statement: str, claims: Sequence[Claim]) -> Claim:
-    """Held if all are; not held if one is not."""
+    """The claim that all of these claims hold."""
     verdicts = [claim.verdict for claim in claims]
-    verdict: Verdict = "not held" if "not held" in verdicts else "undecided" if "undecided" in verdicts else "held"
     counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("held", "undecided", "not held") if v in verdicts)
-    return Claim(statement, verdict, f"of {len(claims)} comparisons: {counts}")
+    return Claim(statement, _all(verdicts), f"of {len(claims)} comparisons: {counts}")
+
+
+def _all(verdicts: Sequence[Verdict]) -> Verdict:
+    return "not held" if "not held" in verdicts else "undecided" if "undecided" in verdicts else "held"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a study at one scale; one that is not finished has no figure and claims nothing."""
+    """The outcome of a study at one scale."""
 
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
-    draw: Callable[[], Figure] | None
+    figure: Figure
     notes: tuple[str, ...] = ()
-    seeds: int | None = None
-    """From how many seeds the networks were trained that the claims are about, where there are others beside them."""
+    seeds: int = 0
+    """The number of seeds of each network that the claims compare; 0 if nothing is trained."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """One table or figure: what it needs to have measured, and what it makes of it."""
+    """One table or figure: what is measured for it, and the report."""
 
     name: str
     paper: str
-    """The paper's tables and figures, by name; "new" for what is not in it."""
+    """The paper's tables and figures by name, or "new"."""
     shows: str
     measures: Callable[[Scale], list[Measure]]
-    report: Callable[[Scale, Store], Report]
-    scaled: bool = True
-    """Whether it says something else at another scale."""
+    report: Callable[[Results], Report]
 
     def takes_seeds(self, scale: Scale) -> bool:
-        """Whether more seeds train more networks of it, or it looks at those of the first seed alone, or at none."""
+        """Whether --seeds changes which networks it trains."""
         return any(job.network.seed > 0 for job in self.measures(scale.with_seeds(2)))
 
     def command(self, scale: Scale) -> str:
-        """What redoes it at a scale, in a folder of anyone's choice."""
+        """The command that repeats it at a scale."""
         asked = scale.asked_seeds is not None and self.takes_seeds(scale)
         seeds = f" --seeds {scale.asked_seeds}" if asked else ""
         return f"bsi study {self.name} --scale {scale.name}{seeds} --out FOLDER"

@@ -1,45 +1,52 @@
-"""What is left to do, in which order, and until when: `plan` says it, `run` does it.
+"""Plan and run studies: train each network, measure it, and write the reports.
 
-Jobs go network by network: train it, then measure it. A job that is done is a file that is there; so is a network that
-another study trained; one that another process is doing is waited for (turns.py). When the time is nearly over, no job
-is begun that would not end in it; training and drawing save what they have, and everything else takes little time.
+A job is done if its file exists, so a study resumes when the same command is run again. With a time limit, training
+and drawing save what they have and stop; any other job starts only if its estimated time is left. Processes that
+share a folder take turns: each job has a lock file, which is taken over from a process that died.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bsi import __version__
-from bsi.data.store import open_dataset
-from bsi.errors import DataError, Preempted, UsageError
-from bsi.model import Model
+from bsi.errors import DataError, UsageError
+from bsi.methods import METHODS
+from bsi.recipe import Recipe
+from bsi.recipes import named_recipe
 from bsi.runtime.distributed import find_place, pick_device
-from bsi.runtime.export import read_trained
-from bsi.studies.deadline import Deadline
-from bsi.studies.job import Job, Measure, Train, estimate_s, name_of, network_name, same_network, title
-from bsi.studies.measure import Laboratory
-from bsi.studies.networks import train_network, training_record
-from bsi.studies.outcome import line, write_outcome
+from bsi.runtime.export import export, read_trained
+from bsi.runtime.run_folder import RunFolder
+from bsi.runtime.serialization import changes
+from bsi.studies.job import Job, Measure, Result, Store, Train, estimate_s, name_of, network_name, same_network, title
+from bsi.studies.measure import Deadline, Laboratory, load_network
+from bsi.studies.publish import write_outcome
 from bsi.studies.report import Study
 from bsi.studies.scale import Scale
-from bsi.studies.store import Store
-from bsi.studies.turns import in_turn
+from bsi.training.journal import Sink, Value, read_journal
+from bsi.training.lease import InUse, Owner, hold
+from bsi.training.train import train
 
-__all__ = ["Planned", "plan", "report_so_far", "run"]
+__all__ = ["Planned", "plan", "plan_json", "plan_text", "run", "train_command"]
+
+POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A job, the first study that wants it, and the seconds it is estimated to take."""
+    """A job, the first study that needs it, and its estimated seconds."""
 
     job: Job
     study: str
@@ -48,24 +55,68 @@ class Planned:
 
 
 def plan(studies: Sequence[Study], scale: Scale, store: Store) -> list[Planned]:
-    """All jobs of the studies, each once, in the order in which they are done."""
-    wanted = {study.name: study.measures(scale) for study in studies}
-    open_networks = {network_name(job.network) for jobs in wanted.values() for job in jobs if not store.done(job)}
+    """All jobs of the studies, each once: the networks seed by seed, each trained and then measured."""
     planned: dict[str, Planned] = {}
+    wanted = {study.name: study.measures(scale) for study in studies}
+    unfinished = {network_name(job.network) for jobs in wanted.values() for job in jobs if not store.done(job)}
     for name, measures in wanted.items():
-        for job in _by_network(measures):
-            if name_of(job) not in planned:
-                done = store.done(job) or network_name(job.network) not in open_networks  # all measured: not needed
-                planned[name_of(job)] = Planned(job, name, estimate_s(job, scale), done)
+        groups: dict[str, list[Measure]] = {}
+        for job in sorted(measures, key=lambda job: job.network.seed):
+            groups.setdefault(network_name(job.network), []).append(job)
+        for group in groups.values():
+            for each in (Train(group[0].network), *group):
+                done = store.done(each) or network_name(each.network) not in unfinished
+                planned.setdefault(name_of(each), Planned(each, name, estimate_s(each, scale), done))
     return list(planned.values())
 
 
-def _by_network(measures: Sequence[Measure]) -> list[Job]:
-    """Every network's training before its measurements; networks in the order in which they are first asked for."""
-    groups: dict[str, list[Measure]] = {}
-    for job in measures:
-        groups.setdefault(network_name(job.network), []).append(job)
-    return [job for group in groups.values() for job in (Train(group[0].network), *group)]
+def plan_text(planned: Sequence[Planned], scale: Scale, store: Store) -> str:
+    """One line for each job: its estimated minutes, or the values that were measured. At the paper's scale also the
+    command that trains each network on several GPUs."""
+    if not planned:
+        return f"{scale.name}: {scale.summary}\nNothing to train or measure."
+    lines = [f"{scale.name}: {scale.summary}"]
+    for p in planned:
+        found = f" = {summary(store.read(p.job))}" if p.done and not isinstance(p.job, Train) else ""
+        lines.append(f"{'done' if p.done else _duration(p.seconds):>12}  {p.study:<19} {title(p.job)}{found}")
+        if scale.name == "paper" and isinstance(p.job, Train) and not p.done:
+            lines.append(f"{'':34}{train_command(p.job.network, store)}")
+    left = [p for p in planned if not p.done]
+    networks, duration = sum(isinstance(p.job, Train) for p in left), _duration(sum(p.seconds for p in left))
+    return "\n".join([*lines, f"{len(left)} of {len(planned)} jobs left, {networks} networks to train: {duration}"])
+
+
+def plan_json(planned: Sequence[Planned], store: Store) -> list[dict[str, Any]]:
+    """The plan as records, with the values that were measured."""
+    return [
+        {
+            "study": p.study,
+            "job": title(p.job),
+            "minutes": p.seconds / 60,
+            "done": p.done,
+            "values": dict(store.read(p.job).values) if p.done and not isinstance(p.job, Train) else None,
+        }
+        for p in planned
+    ]
+
+
+def summary(result: Result) -> str:
+    """The values of a result on one line."""
+    shown = (f"{name} {value:.5g}" for name, value in result.values.items() if isinstance(value, float))
+    return ", ".join(shown) or f"{len(result.arrays)} arrays"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.2f} min" if seconds < 300 * 60 else f"{seconds / 3600:.0f} h"
+
+
+def train_command(recipe: Recipe, store: Store) -> str:
+    """`bsi train` with every setting that differs from the recipe of that name."""
+    method = next(name for name, spec in METHODS.items() if isinstance(recipe.method, spec))
+    words = ["torchrun --nproc-per-node 4 -m bsi train", recipe.name, "--method", method]
+    for change in changes(named_recipe(recipe.name, method), recipe):
+        words += [f"--{change.name.replace('_', '-')}", str(change.after)]
+    return " ".join([*words, "--out", str(store.network(recipe))])
 
 
 def run(
@@ -75,121 +126,135 @@ def run(
     minutes: float | None = None,
     device: str | None = None,
 ) -> list[Path]:
-    """Do what is left of the studies and write their outcomes; the folders of the results. Raises Preempted when out
-    of time, and writes what there is so far."""
+    """Do the jobs that are left and write the report of each study.
+
+    Returns:
+        The folders of the reports.
+
+    Raises:
+        Preempted: The time limit is reached; the same call resumes.
+    """
     if find_place(os.environ).size > 1:
-        shown = "Train its networks on many GPUs with the commands that --plan shows, then run the study on one."
-        raise UsageError(
-            f"a study runs in one process. {shown if scale.name == 'paper' else 'Start it without torchrun.'}"
-        )
-    deadline, store = Deadline.after(minutes), Store(folder)
-    at_work = _Bench(scale, store, deadline, device)
+        hint = "Train its networks with the commands that --plan prints" if scale.name == "paper" else "Drop torchrun"
+        raise UsageError(f"a study runs in one process, got a process group. {hint} and run the study on one GPU.")
+    worker = _Worker(scale, Store(folder), Deadline.after(minutes), device)
+    written = []
     for study in studies:
-        try:
-            _finish(study, at_work)
-        finally:
-            write_outcome(study, scale, store, at_work.about())
-    return [store.results(study.name, scale.name) for study in studies]
+        todo = [p for p in plan([study], scale, worker.store) if not p.done]
+        for i, planned in enumerate(todo):
+            print(f"{study.name}, {len(todo) - i} jobs left: {title(planned.job)}", file=sys.stderr, flush=True)
+            worker.do_in_turn(planned)
+        written.append(write_outcome(study, scale, worker.store, worker.about()))
+    return written
 
 
-def _finish(study: Study, at_work: _Bench) -> None:
-    """The jobs of a study that are left, one after the other."""
-    store, deadline = at_work.store, at_work.deadline
-    todo = plan([study], at_work.scale, store)
-    for i, planned in enumerate(todo):
-        if planned.done or store.done(planned.job):
-            continue
-        _begin(planned, deadline, sum(not (p.done or store.done(p.job)) for p in todo))
-        print(f"{study.name} {i + 1}/{len(todo)}: {title(planned.job)}", file=sys.stderr, flush=True)
-        started = time.monotonic()
-        shown = in_turn(planned.job, store, deadline, at_work.do)
-        print(f"{title(planned.job)}: {shown} ({time.monotonic() - started:.0f} s)", flush=True)
-
-
-def report_so_far(studies: Sequence[Study], scale: Scale, folder: Path, device: str | None = None) -> list[Path]:
-    """Do nothing more: write the outcomes of what there is. The folders of the studies that have something."""
-    store = Store(folder)
-    about = _Bench(scale, store, Deadline(), device).about()
-    found = [write_outcome(study, scale, store, about) for study in studies]
-    return [path for path in found if path is not None]
-
-
-def _begin(planned: Planned, deadline: Deadline, left: int) -> None:
-    """Refuse to begin what would not end in time; training needs only enough of it to get anywhere."""
-    needed = min(planned.seconds, 60.0) if isinstance(planned.job, Train) else planned.seconds
-    if deadline.left_s < needed:
-        raise Preempted(
-            f"out of time: {left} jobs of {planned.study} are left, next {title(planned.job)} "
-            f"({planned.seconds / 60:.1f} min). Run the same command to go on"
-        )
-
-
-class _Bench:
-    """The device, the data and the network at hand: consecutive measurements of one network load it once."""
+class _Worker:
+    """Does jobs one after the other; consecutive measurements of one network load it once."""
 
     def __init__(self, scale: Scale, store: Store, deadline: Deadline, device: str | None) -> None:
         self.scale, self.store, self.deadline = scale, store, deadline
-        self.device, self.commit = pick_device(device, 0), commit()  # of the code that was loaded, whatever follows it
-        self._network: tuple[str, Model] | None = None
-        self._laboratories: dict[str, Laboratory] = {}
+        self.device, self.commit = pick_device(device, 0), commit()
+        self._laboratory: tuple[str, Laboratory] | None = None
 
-    def do(self, job: Job) -> str:
-        """Do a job and keep its result; what to print of it."""
+    def do_in_turn(self, planned: Planned) -> None:
+        """Do a job as the only process; if another process does it, wait for its result."""
+        job, store, waited = planned.job, self.store, False
+        # Training saves what it has, so it needs only enough time to make progress.
+        needed = min(planned.seconds, 60.0) if isinstance(job, Train) else planned.seconds
+        self.deadline.check(f"next is {title(job)} ({planned.seconds / 60:.1f} min)", needed)
+        store.folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                # Several nodes of one batch job may run studies: the lock names the process, not the batch job.
+                with hold(store.folder, _log, f".{name_of(job)}.lock", replace(Owner.me(), job="")):
+                    started = time.monotonic()
+                    found = "done by another process" if store.done(job) else self._do(job)
+                    print(f"{title(job)}: {found} ({time.monotonic() - started:.0f} s)", flush=True)
+                    return
+            except InUse as busy:
+                if not waited:
+                    _log(f"waiting for {busy.holder}, which does this job")
+                waited = True
+                self.deadline.check(f"{busy.holder} has not finished: {title(job)}")
+                time.sleep(POLL_S)
+
+    def _do(self, job: Job) -> str:
+        """Do a job and store its result; returns a summary."""
         if isinstance(job, Train):
-            self._network = None  # its memory, before another one is trained
-            train_network(job, self.scale, self.store, self.deadline, self.device.type)
-            record = training_record(job, self.store)
-            return f"loss {record['loss']:.4f}, {record['images_per_s']:.4g} images/s"
-        laboratory = self._laboratory(job.network.data.name)
-        model = self._model(job, laboratory)
+            self._laboratory = None  # frees its memory
+            return self.train(job.network)
         started = time.monotonic()
-        result = laboratory.measure(job, model, self.deadline)
-        self.store.write(job, result, {**self.about(), "seconds": round(time.monotonic() - started, 1)})
-        return line(job, result)
+        result = self.laboratory(job.network).measure(job)
+        about = {**self.about(), "seconds": round(time.monotonic() - started, 1)}
+        self.store.write(job, replace(result, about=about))
+        return summary(result)
 
-    def _laboratory(self, data: str) -> Laboratory:
-        if data not in self._laboratories:
-            self._laboratories[data] = Laboratory(self.scale, open_dataset(data), self.device, self.store.folder)
-        return self._laboratories[data]
+    def train(self, recipe: Recipe) -> str:
+        """Train a network, or resume, and keep its moving average in one file.
 
-    def _model(self, job: Measure, laboratory: Laboratory) -> Model:
-        name = network_name(job.network)
-        if self._network is None or self._network[0] != name:
-            weights = self.store.weights(job.network)
-            if not same_network(read_trained(weights).recipe, job.network):
-                raise DataError(f"{weights} is another network, trained with other defaults: delete it and run again")
-            self._network = (name, laboratory.load(weights, job.network))
-        return self._network[1]
+        `bsi train --out` into the same folder is as good, on any number of GPUs.
+        """
+        sinks = [_stop_at(self.deadline)]
+        folder = train(recipe, out=self.store.network(recipe), sinks=sinks, device=self.device.type)
+        export(folder, self.store.weights(recipe))
+        shutil.rmtree(RunFolder(folder).checkpoints)
+        lines = [line for line in read_journal(folder) if line["event"] == "train"]
+        rates = sorted(float(line["images_per_s"]) for line in lines)
+        return f"loss {lines[-1]['loss']:.4f}, {rates[len(rates) // 2]:.4g} images/s"
+
+    def laboratory(self, recipe: Recipe) -> Laboratory:
+        """The laboratory with this network."""
+        name = network_name(recipe)
+        if self._laboratory is None or self._laboratory[0] != name:
+            weights = self.store.weights(recipe)
+            if not same_network(read_trained(weights).recipe, recipe):
+                raise DataError(
+                    f"{weights} is another network, trained with other defaults. Delete it and run the study again."
+                )
+            model = load_network(weights, recipe, self.device)
+            self._laboratory = name, Laboratory.of(model, recipe, self.scale, self.store.folder, self.deadline)
+        return self._laboratory[1]
 
     def about(self) -> dict[str, Any]:
-        """Where, when and by what."""
-        cuda, threads = self.device.type == "cuda", torch.get_num_threads()
+        """When, where and by which commit."""
+        cuda = self.device.type == "cuda"
         return {
             "bsi": __version__,
             "commit": self.commit,
-            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(self.device) if cuda else f"CPU, threads: {threads}",
+            "device": torch.cuda.get_device_name(self.device) if cuda else f"CPU, threads: {torch.get_num_threads()}",
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 
 
+def _log(message: str) -> None:
+    print(f"bsi study: {message}", file=sys.stderr, flush=True)
+
+
+def _stop_at(deadline: Deadline) -> Sink:
+    """A sink that makes the trainer save and stop when the time is over, as a scheduler's signal would."""
+
+    def sink(record: Mapping[str, Value]) -> None:
+        if deadline.left_s > 0:
+            return
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGTERM)
+        else:  # the trainer handles signals in the main thread only
+            deadline.check("training resumes from its last checkpoint")
+
+    return sink
+
+
 def commit() -> str:
-    """The commit of this code, marked when the code has changed since; BSI_COMMIT where there is no repository."""
+    """The commit of this code, marked if the code was changed since; $BSI_COMMIT if there is no repository."""
     here = Path(__file__).resolve().parents[1]
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=10", "--exclude=*"],
-            cwd=here, capture_output=True, text=True, check=True, timeout=10,
-        ).stdout.strip()  # fmt: skip
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--", "."],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        ).stdout.strip()
+        found = git("describe", "--always", "--abbrev=10", "--exclude=*")
+        return f"{found} with changes" if git("status", "--porcelain", "--", ".") else found
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("BSI_COMMIT", "unknown")
-    return f"{found} with changes" if changed else found

@@ -1,24 +1,15 @@
-"""Figure "samples": images drawn from the three methods beside images of the dataset, from the same noise."""
+"""Figure "samples": images drawn by the three methods from the same noise, next to images of the dataset."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bsi.data.store import open_dataset
+from bsi.pictures import grid
 from bsi.studies import figures
-from bsi.studies.comparison import networks
-from bsi.studies.estimates import distance
-from bsi.studies.job import Measure, Quality
-from bsi.studies.report import Report, Study, Table
+from bsi.studies.job import Measure, Quality, paper_sampler, quality
+from bsi.studies.report import Report, Results, Study, Table
 from bsi.studies.scale import METHOD_NAMES, Scale
-from bsi.studies.standard import quality
-from bsi.studies.store import Store
-from bsi.values import to_uint8
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["STUDY"]
 
@@ -26,53 +17,42 @@ ROWS, COLUMNS = 8, 4
 
 
 def _job(scale: Scale, method: str) -> Quality:
-    """The most steps that every study draws; the first samples are kept with the distance."""
-    return quality(scale, networks(scale.comparisons[0], method)[0], max(scale.drawn.steps))
+    """The first samples are kept with their distance."""
+    return quality(scale, scale.comparisons[0].networks(method)[0], paper_sampler(scale.most_steps))
 
 
 def measures(scale: Scale) -> list[Measure]:
     return [_job(scale, method) for method in METHOD_NAMES]
 
 
-def _draw(scale: Scale, store: Store) -> Figure:
-    dataset = open_dataset(scale.comparisons[0].recipe("bsi").data.name)
-    bins, num = dataset.bins, ROWS * COLUMNS
-    assert bins is not None
+def report(results: Results) -> Report:
+    scale, num = results.scale, ROWS * COLUMNS
+    comparison, steps = scale.comparisons[0], scale.most_steps
+    dataset = open_dataset(comparison.recipe("bsi").data.name)
+    assert dataset.bins is not None
     test = dataset.split("test")
-    chosen = np.asarray(test)[np.arange(num) * len(test) // num]
-    shown = {"data": chosen} | {
-        figures.NAMES[m]: store.read(_job(scale, m)).arrays["images"][:num] for m in METHOD_NAMES
-    }
+    shown = {"data": np.asarray(test)[np.arange(num) * len(test) // num]}
+    shown |= {figures.NAMES[m]: results.read(_job(scale, m)).arrays["images"][:num] for m in METHOD_NAMES}
     figure, axes = figures.panels(len(shown), width=1.75, height=3.4)
     for panel, (name, indices) in zip(axes, shown.items(), strict=True):
-        pixels = to_uint8(bins.values(indices), bins.low, bins.high)
-        panel.imshow(figures.tile(pixels, COLUMNS), interpolation="nearest")
-        panel.set_title(name, loc="center", color=figures.COLORS.get(name.lower(), figures.INK))
+        panel.imshow(grid(dataset.bins.values(indices), COLUMNS, towards=1), interpolation="nearest")
+        panel.set_title(name, loc="center")
         panel.set_axis_off()
-    return figure
-
-
-def report(scale: Scale, store: Store) -> Report:
-    found = {method: distance(store, [_job(scale, method)]) for method in METHOD_NAMES}
-    steps = max(scale.drawn.steps)
+    rows = [
+        (figures.NAMES[m], results.distance(comparison.networks(m)[:1], paper_sampler(steps))) for m in METHOD_NAMES
+    ]
     return Report(
-        tables=(
-            Table(
-                "samples",
-                ("method", f"{scale.metric} at {steps}"),
-                tuple((figures.NAMES[method], estimate) for method, estimate in found.items()),
-            ),
-        ),
+        tables=(Table("samples", ("method", f"{scale.metric} at {steps}"), tuple(rows)),),
         claims=(),
-        draw=lambda: _draw(scale, store),
-        notes=(f"{steps} steps of the paper's sampler; not chosen: samples 0 to {ROWS * COLUMNS - 1} of seed 0.",),
+        figure=figure,
+        notes=(f"{steps} steps of the paper's sampler; samples 0 to {num - 1} of seed 0, not selected.",),
     )
 
 
 STUDY = Study(
     name="samples",
     paper='Figure "samples"',
-    shows="grids of the three methods beside data",
+    shows="samples of the three methods next to data",
     measures=measures,
     report=report,
 )

@@ -1,38 +1,38 @@
-"""How large a study is: everything that a study asks of its scale, as a record. Imports no torch.
+"""The scales: how large a study is, as one record each. Imports no torch.
 
-The three that there are stand in scales.py.
+smoke   8x8 digits on a CPU: do all studies run? Networks train for half a minute at most; the numbers prove nothing.
+mini    CIFAR-10 on one GPU, networks of 2M to 10M parameters that train for one or two minutes.
+paper   the paper's datasets, networks, budgets and seeds. Not yet run.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from bsi.recipe import Recipe
+from bsi.backbones.config import DiTConfig, UNetConfig
+from bsi.methods import BSI
+from bsi.recipe import Ema, Every, Keep, Optimizer, Recipe
+from bsi.recipes import (
+    cifar10_dit_mini,
+    cifar10_unet,
+    digits,
+    imagenet32_dit_l2,
+    imagenet32_unet,
+    imagenet64_dit_l4,
+)
 
-__all__ = [
-    "DATASETS",
-    "METHOD_NAMES",
-    "Comparison",
-    "Drawn",
-    "Known",
-    "Measured",
-    "MetricName",
-    "Scale",
-    "ScaleName",
-    "Speed",
-    "Varied",
-]
+__all__ = ["DATASETS", "METHOD_NAMES", "SCALES", "Comparison", "DatasetSize", "MetricName", "Scale", "Speed"]
 
-ScaleName = Literal["smoke", "mini", "paper"]
 MetricName = Literal["fd-digits", "FID"]
-METHOD_NAMES: tuple[str, ...] = ("bsi", "bfn", "vdm")
+METHOD_NAMES = ("bfn", "vdm", "bsi")  # in the order of the paper's tables
 
 
 @dataclass(frozen=True)
-class Known:
-    """A dataset as an estimate needs it, whether or not it is here."""
+class DatasetSize:
+    """What a time estimate needs to know about a dataset, which need not be on this machine."""
 
     title: str
     shape: tuple[int, ...]
@@ -40,121 +40,271 @@ class Known:
     test_images: int
 
 
-DATASETS: dict[str, Known] = {
-    "digits": Known("digits", (1, 8, 8), 17, 299),
-    "cifar10": Known("CIFAR-10", (3, 32, 32), 256, 10_000),
-    "imagenet32": Known("ImageNet32", (3, 32, 32), 256, 50_000),
-    "imagenet64": Known("ImageNet64", (3, 64, 64), 256, 50_000),
+DATASETS: dict[str, DatasetSize] = {
+    "digits": DatasetSize("digits", (1, 8, 8), 17, 299),
+    "cifar10": DatasetSize("CIFAR-10", (3, 32, 32), 256, 10_000),
+    "imagenet32": DatasetSize("ImageNet32", (3, 32, 32), 256, 50_000),
+    "imagenet64": DatasetSize("ImageNet64", (3, 64, 64), 256, 50_000),
 }
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What the hardware does, for estimates of time alone."""
+    """The speed of a scale's hardware, for time estimates."""
 
     training: float
-    """FLOP/s of a DiT's training steps."""
+    """FLOP/s of a DiT in training."""
     evaluation: float
-    """FLOP/s of its evaluations."""
+    """FLOP/s of a DiT in evaluation."""
     unet: float
-    """A U-Net's FLOP/s relative to a DiT's."""
+    """FLOP/s of a U-Net relative to a DiT."""
     metric: float
-    """Images per second through the network of the Fréchet distance."""
+    """Images per second through the feature network of the Fréchet distance."""
     startup_s: float
-    """Compiling and loading, once for each job."""
+    """Loading and compiling, once for each job."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Networks of one backbone, dataset and budget, for each of the methods and seeds."""
+    """Networks of one backbone, dataset and budget, for several methods and seeds."""
 
     recipe: Callable[[str], Recipe]
     seeds: tuple[int, ...]
     methods: tuple[str, ...] = METHOD_NAMES
     samples: bool = True
-    """Whether the quality of samples is compared, or the likelihood alone."""
+    """Whether sample quality is compared too, or the likelihood alone."""
+
+    def networks(self, method: str) -> list[Recipe]:
+        """The networks of one method, one for each seed of weights, data order, levels and noise."""
+        return [replace(self.recipe(method), seed=seed) for seed in self.seeds]
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """How many samples a Fréchet distance takes, and in how many steps they are drawn."""
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Every setting of the studies that depends on their scale."""
 
-    num: int
-    batch: int
+    name: str
+    summary: str
+    evidence: str
+    """What results at this scale can show."""
+
+    comparisons: tuple[Comparison, ...]
+    """The first one is shown in figures."""
+    architecture: Comparison
+    """The comparison with the U-Net."""
+    convergence: Comparison
+    """The networks whose samples are drawn in few and many steps; the paper takes ImageNet64."""
+    profiled: Callable[[str], Recipe]
+    """The network whose range of h / p is measured; the paper takes CIFAR-10."""
+    parameters: Comparison
+    """The networks of the parameter studies; the paper trains them for fewer steps."""
+
+    metric: MetricName
+    samples: int
+    """Samples of a Fréchet distance."""
+    sample_batch: int
     steps: tuple[int, ...]
-    """Of the paper's sampler, for every network of a comparison; the largest is the one that is quoted."""
+    """Steps of the paper's sampler for each network of a comparison."""
     long: int
-    """For one seed of each method alone."""
-    convergence: tuple[int, ...]
-    """Along the curves of Figure "FID convergence"."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """How closely a bound is estimated."""
+    """More steps, for one seed of each method."""
+    convergence_steps: tuple[int, ...]
+    """Steps along the curves of Figure "fid-convergence"."""
 
     levels: int
-    """For each image and L_M^inf; the paper takes 5."""
+    """Evaluations of each image for L_M^inf; the paper takes 5."""
     recon: int
-    """For each image and L_R; the paper takes 2."""
+    """Evaluations of each image for L_R; the paper takes 2."""
     finite_levels: int
-    """For L_M^k - L_M^inf: the paper takes 100."""
+    """Evaluations of each image for L_M^k - L_M^inf; the paper takes 100."""
     ks: tuple[int, ...]
     profile_levels: int
-    """Levels at which the error of the prediction is looked at."""
     profile_images: int
     batch: int
 
-
-@dataclass(frozen=True)
-class Varied:
-    """The values that parameter studies vary over."""
-
     lambda_0: tuple[float, ...]
-    steps: tuple[int, ...]
-    """Of the paper's sampler, for each lambda_0: few to many."""
+    lambda_0_steps: tuple[int, ...]
+    """Steps of the paper's sampler for each lambda_0, from few to many."""
     gamma_0: tuple[float, ...]
     trained_k: tuple[int, ...]
     evaluated_k: tuple[int, ...]
     bias: tuple[float, ...]
-    """ln SNR at which a sigmoid weight is one half."""
+    """The values of ln SNR at which a sigmoid weight is one half."""
 
-
-@dataclass(frozen=True)
-class Scale:
-    """One of the three, complete."""
-
-    name: ScaleName
-    summary: str
-    comparisons: tuple[Comparison, ...]
-    """The first is the one that figures show."""
-    architecture: Comparison
-    """The same with the U-Net."""
-    convergence: Comparison
-    """Whose samples are drawn in few and many steps: on ImageNet64 in the paper."""
-    profiled: Callable[[str], Recipe]
-    """The network whose range of h/p is looked at: on CIFAR-10 in the paper."""
-    parameter_recipe: Callable[[str], Recipe]
-    """The networks of parameter studies: at the paper's scale, of a shorter training."""
-    parameter_seeds: tuple[int, ...]
-    metric: MetricName
-    drawn: Drawn
-    measured: Measured
-    varied: Varied
     speed: Speed
     kept: Literal["float32", "bfloat16"]
-    """Type of the weights that are kept."""
+    """The type of the weights that are kept."""
     asked_seeds: int | None = None
-    """How many seeds were asked for, instead of the scale's own."""
+    """The number of seeds given by --seeds, in place of the scale's own."""
+
+    @property
+    def most_steps(self) -> int:
+        """The number of steps of the paper's sampler at which methods are compared."""
+        return max(self.steps)
+
+    def bsi_networks(self, **parameters: float | None) -> list[Recipe]:
+        """The networks of the parameter studies, with these parameters of BSI."""
+        found = []
+        for recipe in self.parameters.networks("bsi"):
+            assert isinstance(recipe.method, BSI)
+            found.append(replace(recipe, method=replace(recipe.method, **parameters)))
+        return found
 
     def with_seeds(self, number: int) -> Scale:
-        """Every network that is compared with others from so many seeds; the first are those of the scale, and what was
-        measured of them stays. One that is compared with what others reported stays alone."""
+        """The same with this many seeds for all networks that are compared with each other."""
         seeds = tuple(range(number))
         return replace(
             self,
             comparisons=tuple(replace(c, seeds=seeds) if len(c.methods) > 1 else c for c in self.comparisons),
             architecture=replace(self.architecture, seeds=seeds),
-            parameter_seeds=seeds,
+            parameters=replace(self.parameters, seeds=seeds),
             asked_seeds=number,
         )
+
+
+def _short(recipe: Recipe, steps: int, checkpoint: int = 1000) -> Recipe:
+    """A recipe of another length, without evaluations during training."""
+    every = Every(journal=min(50, steps), evaluate=0, sample=0, checkpoint=checkpoint)
+    return replace(recipe, steps=steps, every=every, keep=Keep(last=1))
+
+
+def _smoke(method: str) -> Recipe:
+    """750 steps of a DiT with 95k parameters: about 25 s on two cores."""
+    return replace(
+        _short(digits(method), steps=750, checkpoint=250),
+        backbone=DiTConfig(width=48, depth=2, heads=4, patch=2, dropout=0.0),
+        optimizer=Optimizer(lr=4e-3, beta_2=0.99, weight_decay=1e-2, warmup=50, schedule="cosine", final_lr=1e-5),
+        ema=Ema(beta=0.98, start=50),
+    )
+
+
+def _smoke_unet(method: str) -> Recipe:
+    """400 steps of a U-Net with 57k parameters: about 15 s on two cores."""
+    return replace(
+        _smoke(method), backbone=UNetConfig(width=16, levels=2, dropout=0.0), steps=400, batch=32, virtual_shards=8
+    )
+
+
+def _mini(method: str) -> Recipe:
+    """4000 steps of 512 images, 41 epochs: about 100 s on an H200 at 22,400 images/s."""
+    return _short(cifar10_dit_mini(method), steps=4000)
+
+
+def _mini_parameter(method: str) -> Recipe:
+    """Half as many steps, as the paper does in its parameter studies; warm-up and averaging in proportion."""
+    recipe = _short(cifar10_dit_mini(method), steps=2000)
+    return replace(recipe, optimizer=replace(recipe.optimizer, warmup=250), ema=Ema(beta=0.998, start=500))
+
+
+def _mini_unet(method: str) -> Recipe:
+    """A U-Net with 2.2M parameters, with attention in the middle only."""
+    return replace(_mini(method), backbone=UNetConfig(width=64, levels=8, heads=1, dropout=0.1), batch=256)
+
+
+def _paper_cifar10(method: str) -> Recipe:
+    return replace(cifar10_unet(method), steps=10_000_000)
+
+
+def _paper_parameter(method: str) -> Recipe:
+    """ "We reduced the training steps to 100k for our parameter studies." """
+    recipe = imagenet32_dit_l2(method)
+    optimizer = replace(recipe.optimizer, warmup=2000)  # ours
+    return replace(recipe, steps=100_000, optimizer=optimizer, keep=Keep(last=2, every=20_000))
+
+
+SMOKE = Scale(
+    name="smoke",
+    summary="8x8 digits, a CPU with two cores; networks train for seconds",
+    evidence="that everything runs; the numbers are no evidence for any claim",
+    comparisons=(Comparison(_smoke, seeds=(0, 1)),),
+    architecture=Comparison(_smoke_unet, seeds=(0,)),
+    convergence=Comparison(_smoke, seeds=(0,)),
+    profiled=_smoke,
+    parameters=Comparison(_smoke, seeds=(0,)),
+    metric="fd-digits",
+    samples=512,
+    sample_batch=256,
+    steps=(8, 32),
+    long=64,
+    convergence_steps=(4, 8, 16, 32),
+    levels=16,
+    recon=4,
+    finite_levels=100,
+    ks=(8, 32, 128, 512),
+    profile_levels=33,
+    profile_images=64,
+    batch=299,
+    lambda_0=(1e-4, 1e-2, 1.0),
+    lambda_0_steps=(8, 32),
+    gamma_0=(1e-2, 1.0, math.inf),
+    trained_k=(16, 256),
+    evaluated_k=(8, 32, 128),
+    bias=(2.0,),
+    speed=Speed(training=18e9, evaluation=20e9, unet=0.8, metric=20_000.0, startup_s=1.0),
+    kept="float32",
+)
+
+MINI = Scale(
+    name="mini",
+    summary="CIFAR-10, one H200; DiTs of 10M parameters and U-Nets of 2M train for one or two minutes",
+    evidence="whether a claim shows at small scale",
+    comparisons=(Comparison(_mini, seeds=(0, 1)),),
+    architecture=Comparison(_mini_unet, seeds=(0,)),
+    convergence=Comparison(_mini, seeds=(0,)),
+    profiled=_mini,
+    parameters=Comparison(_mini_parameter, seeds=(0,)),
+    metric="FID",
+    samples=10_000,
+    sample_batch=1024,
+    steps=(16, 64, 256),
+    long=1024,
+    convergence_steps=(8, 16, 32, 64, 128, 256),
+    levels=20,
+    recon=4,
+    finite_levels=100,
+    ks=(8, 16, 32, 64, 128, 256, 512, 1024),
+    profile_levels=129,
+    profile_images=1000,
+    batch=2500,
+    lambda_0=(1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+    lambda_0_steps=(16, 64, 256),
+    gamma_0=(1e-2, 1e-1, 1.0, math.inf),
+    trained_k=(16, 64, 256),
+    evaluated_k=(16, 64, 256),
+    bias=(2.0, 6.0),
+    # Measured: 21,600 images/s in training, 34 s for 256 steps of 10,000 samples, 5250 images/s for the FID features.
+    speed=Speed(training=245e12, evaluation=300e12, unet=0.6, metric=5000.0, startup_s=4.0),
+    kept="bfloat16",
+)
+
+PAPER = replace(
+    MINI,
+    name="paper",
+    summary="ImageNet32, ImageNet64 and CIFAR-10, 4 x H100 for training; the paper's networks, budgets and seeds",
+    evidence="the claims themselves",
+    comparisons=(
+        Comparison(imagenet32_dit_l2, seeds=(0, 1, 2)),
+        Comparison(imagenet64_dit_l4, seeds=(0, 1, 2)),
+        Comparison(_paper_cifar10, seeds=(0,), methods=("bsi",), samples=False),
+        Comparison(cifar10_unet, seeds=(0,), methods=("bsi",), samples=False),
+    ),
+    architecture=Comparison(imagenet32_unet, seeds=(0, 1, 2)),
+    convergence=Comparison(imagenet64_dit_l4, seeds=(0,)),
+    profiled=cifar10_unet,
+    parameters=Comparison(_paper_parameter, seeds=(0,)),
+    samples=50_000,
+    sample_batch=1000,
+    steps=(1024,),
+    convergence_steps=(8, 16, 32, 64, 128, 256, 512, 1024),
+    levels=5,
+    recon=2,
+    ks=(8, 16, 32, 64, 128, 256, 512, 1024, 4096),
+    profile_levels=257,
+    batch=500,
+    lambda_0_steps=(16, 64, 256, 1024),
+    trained_k=(16, 64, 256, 1024),
+    evaluated_k=(16, 64, 256, 1024),
+    speed=Speed(training=4 * 105e12, evaluation=300e12, unet=0.9, metric=2500.0, startup_s=60.0),
+    kept="float32",
+)
+
+SCALES: dict[str, Scale] = {scale.name: scale for scale in (SMOKE, MINI, PAPER)}

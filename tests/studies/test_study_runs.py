@@ -1,0 +1,345 @@
+"""Studies run from end to end, share networks, resume, and are published. The numbers mean nothing at this scale."""
+
+import csv
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from tiny_studies import TINY, tiny
+
+import bsi.evaluation.samples
+from bsi.cli import main
+from bsi.errors import DataError, Preempted, UsageError
+from bsi.recipe import Every
+from bsi.studies.job import Bound, Profile, Store, Train, bound, name_of, paper_sampler, quality
+from bsi.studies.measure import Deadline, Laboratory, load_network
+from bsi.studies.publish import page, publish
+from bsi.studies.registry import STUDIES
+from bsi.studies.runner import Planned, _Worker, plan, plan_text, run
+from bsi.studies.scale import SCALES, Comparison
+from bsi.training.lease import hold
+
+DOCS = Path(__file__).parents[2] / "docs"
+SEEDED = {"comparison", "architecture", "disentangle", "initial-precision", "finite-k", "weighting"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All studies, run once."""
+    out = tmp_path_factory.mktemp("studies")
+    run(list(STUDIES.values()), TINY, out, device="cpu")
+    return out
+
+
+def copy_of(folder, out, keep=lambda job: True) -> Store:
+    """A store with some of the measurements."""
+    (out / "measurements").mkdir(parents=True)
+    for path in (folder / "measurements").glob("*.json"):
+        if keep(json.loads(path.read_text())["job"]):
+            for each in (path, path.with_suffix(".npz")):
+                shutil.copy(each, out / "measurements")
+    return Store(out)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_writes_its_figure_and_finite_numbers(folder, name):
+    results = folder / f"{name}-smoke"
+    with Image.open(results / "figure.png") as image:
+        assert min(image.size) > 200
+    assert "dc:date" not in (results / "figure.svg").read_text()
+    found = json.loads((results / "numbers.json").read_text())
+    assert found["command"] == f"bsi study {name} --scale smoke --out FOLDER"
+    assert found["commits"]
+    assert found["hardware"]
+    assert found["seeds"] == {"comparison": 2, "illustration": 0, "noise-levels": 0, "samples": 0}.get(name, 1)
+    assert {claim["verdict"] for claim in found["claims"]} <= {"held", "not held", "undecided"}
+    rows = [row for table in found["tables"] for row in table["rows"]]
+    numbers = [value for row in rows for value in row.values() if isinstance(value, float)]
+    assert numbers
+    assert all(math.isfinite(value) for value in numbers)
+    lines = list(csv.DictReader((results / "numbers.csv").read_text().splitlines()))
+    assert [line["table"] for line in lines] == [t["name"] for t in found["tables"] for _ in t["rows"]]
+
+
+def test_each_network_is_one_file_and_drawn_samples_are_removed(folder):
+    store = Store(folder)
+    planned = plan(list(STUDIES.values()), TINY, store)
+    assert all(p.done for p in planned)
+    trained = [p.job for p in planned if isinstance(p.job, Train)]
+    assert len(trained) == len(list((folder / "networks").iterdir()))
+    for job in trained:
+        assert not (store.network(job.network) / "checkpoints").exists()
+    assert not list((folder / "measurements").glob("*samples*"))
+
+
+def test_networks_are_shared_between_studies(folder):
+    store = Store(folder)
+    names = {
+        name: {p.job.network for p in plan([study], TINY, store) if isinstance(p.job, Train)}
+        for name, study in STUDIES.items()
+    }
+    for name in ("fid-convergence", "elbo-convergence", "importance-sampling", "samples"):
+        assert names[name] <= names["comparison"]
+    for name in ("disentangle", "initial-precision", "weighting", "finite-k"):
+        assert names[name] & names["comparison"]
+
+
+def test_a_finished_study_measures_nothing_and_draws_the_same_figure(folder, tmp_path, monkeypatch):
+    store = copy_of(folder, tmp_path)  # without networks: none is needed
+    monkeypatch.setattr(_Worker, "_do", lambda *_: pytest.fail("there is nothing left to do"))
+    run([STUDIES["comparison"]], TINY, tmp_path, device="cpu")
+    before, after = (out / "comparison-smoke" / "figure.png" for out in (folder, store.folder))
+    assert before.read_bytes() == after.read_bytes()
+
+
+def test_only_what_is_missing_is_done(folder, tmp_path):
+    store, missing = copy_of(folder, tmp_path), bound(TINY, tiny("bsi"), 2)
+    store.record(missing).unlink()
+    left = [p.job for p in plan([STUDIES["finite-k"]], TINY, store) if not p.done]
+    assert left == [Train(tiny("bsi")), missing]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_more_seeds_are_for_networks_that_are_compared(name):
+    seeds = {job.network.seed for job in STUDIES[name].measures(TINY.with_seeds(3))}
+    assert seeds == ({0, 1, 2} if name in SEEDED else {0} if seeds else set())
+    asked = " --seeds 3" if name in SEEDED else ""
+    assert STUDIES[name].command(TINY.with_seeds(3)) == f"bsi study {name} --scale smoke{asked} --out FOLDER"
+
+
+def test_more_seeds_keep_the_results_of_the_first(folder, tmp_path):
+    more, store = TINY.with_seeds(2), copy_of(folder, tmp_path)
+    left = [p.job for p in plan([STUDIES["finite-k"]], more, store) if not p.done]
+    assert {job.network.seed for job in left} == {1}
+
+
+def test_networks_compared_with_published_values_keep_their_one_seed():
+    alone = Comparison(tiny, seeds=(0,), methods=("bsi",), samples=False)
+    scale = replace(TINY, comparisons=(*TINY.comparisons, alone))
+    assert scale.with_seeds(3).comparisons == (replace(TINY.comparisons[0], seeds=(0, 1, 2)), alone)
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
+def test_jobs_are_planned_once_seed_by_seed_and_networks_before_their_measurements(scale, tmp_path):
+    planned = plan(list(STUDIES.values()), scale, Store(tmp_path))
+    assert len({name_of(p.job) for p in planned}) == len(planned)
+    trained = set()
+    for p in planned:
+        if isinstance(p.job, Train):
+            trained.add(p.job.network)
+        assert p.job.network in trained
+    seeds = [p.job.network.seed for p in planned if p.study == "comparison"]
+    assert seeds == sorted(seeds)
+
+
+def test_the_plan_shows_what_was_measured(folder, tmp_path):
+    store = copy_of(folder, tmp_path, lambda job: job["kind"] == "bound")
+    text = plan_text(plan([STUDIES["comparison"]], TINY, store), TINY, store)
+    value = Store(folder).read(bound(TINY, tiny("bsi"))).values["bits_per_dim"]
+    (shown,) = [line for line in text.splitlines() if "bits/dim of BSI, seed 0" in line]
+    assert shown.split()[0] == "done"
+    assert f"bits_per_dim {value:.5g}" in shown
+    assert text.splitlines()[-1].startswith(f"{6 + 21} of 33 jobs left")
+
+
+class Passing(Deadline):
+    """A deadline that passes after a number of checks."""
+
+    def __init__(self, checks: int) -> None:
+        object.__setattr__(self, "at", checks)
+
+    @property
+    def left_s(self) -> float:
+        object.__setattr__(self, "at", self.at - 1)
+        return self.at
+
+
+def test_training_that_runs_out_of_time_resumes_to_the_same_network(tmp_path):
+    recipe = replace(tiny("bsi"), steps=6, every=Every(journal=1, checkpoint=100))
+    whole, parts = Store(tmp_path / "whole"), Store(tmp_path / "parts")
+    _Worker(TINY, whole, Deadline(), "cpu").train(recipe)
+    with pytest.raises(Preempted, match="step 3 of 6"):
+        _Worker(TINY, parts, Passing(3), "cpu").train(recipe)
+    assert not parts.done(Train(recipe))
+    _Worker(TINY, parts, Deadline(), "cpu").train(recipe)
+    ours, theirs = (safetensors.torch.load_file(store.weights(recipe)) for store in (parts, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_drawing_that_runs_out_of_time_resumes_to_the_same_samples(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(bsi.evaluation.samples, "PART", 16)
+    store, job = Store(folder), quality(TINY, tiny("bsi"), paper_sampler(4))
+    model = load_network(store.weights(job.network), job.network, torch.device("cpu"))
+    with pytest.raises(Preempted, match="32 of 40 samples"):
+        Laboratory.of(model, job.network, TINY, tmp_path, Passing(3)).measure(job)
+    found = Laboratory.of(model, job.network, TINY, tmp_path, Deadline()).measure(job)
+    assert np.array_equal(found.arrays["images"], store.read(job).arrays["images"])
+    assert found.values["distance"] == pytest.approx(store.read(job).values["distance"], rel=1e-4)
+
+
+def test_a_job_starts_only_if_its_time_is_left_but_training_saves(tmp_path):
+    worker = _Worker(TINY, Store(tmp_path), Deadline.after(1.0), "cpu")
+    with pytest.raises(Preempted, match="next is bits/dim") as caught:
+        worker.do_in_turn(Planned(Bound(tiny("bsi"), 4, 2), "study", 70.0, False))
+    assert caught.value.code == 75
+    worker.deadline = Deadline.after(0.5)
+    with pytest.raises(Preempted, match="next is train"):
+        worker.do_in_turn(Planned(Train(tiny("bsi")), "study", 7000.0, False))
+    worker.deadline = Deadline.after(2.0)
+    worker.do_in_turn(Planned(Train(tiny("bsi")), "study", 7000.0, False))
+    assert worker.store.done(Train(tiny("bsi")))
+
+
+# A study that pauses after the first training, when the run folder's own lock is gone, until a line is written to it.
+STUDY = """
+import sys
+from pathlib import Path
+from bsi.studies import runner
+from bsi.studies.registry import STUDIES
+from tiny_studies import TINY
+
+def slowly(run, path, export=runner.export):
+    print("trained", flush=True)
+    sys.stdin.readline()
+    return export(run, path)
+
+runner.export = slowly
+runner.run([STUDIES["samples"]], TINY, Path(sys.argv[1]), device="cpu")
+"""
+
+
+def start(out: Path, stdin: int) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    command, pipe = [sys.executable, "-c", STUDY, str(out)], subprocess.PIPE
+    return subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_job_of_another_process_is_waited_for_and_taken_over_if_that_process_dies(tmp_path, killed):
+    with start(tmp_path, subprocess.PIPE) as first:
+        assert first.stdout.readline() == "trained\n"
+        with start(tmp_path, subprocess.DEVNULL) as second:
+            message = next((line for line in second.stderr if "waiting for" in line), "it did not wait")
+            assert f"pid {first.pid}" in message
+            if killed:
+                first.kill()
+            first.communicate("continue\n" * 3)
+            shown, errors = second.communicate()
+    assert (first.returncode, second.returncode) == (-signal.SIGKILL if killed else 0, 0), errors
+    assert ("done by another process" in shown) == (not killed)
+    assert all(planned.done for planned in plan([STUDIES["samples"]], TINY, Store(tmp_path)))
+    assert not list(tmp_path.glob(".*")), "locks are removed"
+
+
+def test_waiting_for_another_process_ends_in_time(tmp_path):
+    job, store = Train(tiny("bsi")), Store(tmp_path)
+    worker = _Worker(TINY, store, Passing(2), "cpu")
+    with (
+        hold(tmp_path, print, f".{name_of(job)}.lock"),
+        pytest.raises(Preempted, match=f"pid {os.getpid()} has not finished"),
+    ):
+        worker.do_in_turn(Planned(job, "study", 0.0, False))
+
+
+def test_damaged_measurements_and_those_of_other_networks_are_rejected(folder, tmp_path):
+    store, job = copy_of(folder, tmp_path, lambda job: job["kind"] == "bound"), bound(TINY, tiny("bsi"))
+    path, arrays = store.record(job), store.record(job).with_suffix(".npz")
+    record = json.loads(path.read_text())
+    record["job"]["recipe"]["optimizer"]["beta_2"] = 0.5  # as if a default had changed since
+    path.write_text(json.dumps(record))
+    with pytest.raises(DataError, match="another network"):
+        store.read(job)
+    arrays.write_bytes(arrays.read_bytes()[:100])
+    with pytest.raises(DataError, match="damaged"):
+        store.read(job)
+    path.write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        store.read(job)
+
+
+def test_the_bound_is_the_integral_of_the_profile(folder):
+    """Both are of one network, the profile of eight of the images."""
+    store = Store(folder)
+    found = store.read(Profile(tiny("bsi"), 17, 8)).arrays
+    u, g = np.log(found["level"]), 0.5 * found["level"][:, None] * found["error"]
+    each = np.trapezoid(g, u, axis=0) / (64 * math.log(2))
+    measured = store.read(bound(TINY, tiny("bsi"))).values["measurement"]
+    assert abs(each.mean() - measured) < 4 * each.std(ddof=1) / math.sqrt(len(each))
+
+
+def test_the_first_samples_are_kept_for_figures(folder):
+    images = Store(folder).read(quality(TINY, tiny("vdm"), paper_sampler(4))).arrays["images"]
+    assert images.shape == (40, 1, 8, 8)
+    assert images.max() <= 16
+
+
+def test_a_missing_matplotlib_is_named(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match="pip install"):
+        run([STUDIES["illustration"]], TINY, folder, device="cpu")
+
+
+def test_published_pages_are_made_from_the_results_and_leave_out_smoke(folder, tmp_path):
+    outcome = json.loads((folder / "finite-k-smoke" / "numbers.json").read_text())
+    mini = tmp_path / "finite-k-mini"
+    shutil.copytree(folder / "finite-k-smoke", mini)
+    (mini / "numbers.json").write_text(json.dumps({**outcome, "scale": "mini"}))
+    publish([mini, folder / "comparison-smoke"], tmp_path)
+    assert not list((tmp_path / "results").glob("*smoke*"))
+    (tmp_path / "results" / "finite-k-mini.txt").write_text("Another seed differs.\n")
+    text = publish([mini], tmp_path).read_text()
+    assert text == page(tmp_path / "results")
+    assert "![finite-k at the scale mini](results/finite-k-mini.png)" in text
+    assert text.index("Training on L_M^k") < text.index("*Remark.* Another seed differs.") < text.index("| trained")
+    assert text.count("not yet run") == 2 * len(STUDIES) - 1
+
+
+def test_the_page_of_results_is_generated_from_the_results():
+    assert (DOCS / "results.md").read_text("utf-8") == page(DOCS / "results")
+
+
+def test_published_results_are_small_and_name_no_machine():
+    for path in (DOCS / "results").iterdir():
+        most = 500_000 if path.name.startswith("samples-") else 150_000  # photographs hardly compress
+        assert path.stat().st_size < most, path
+        if path.suffix == ".json":
+            found = json.loads(path.read_text())
+            assert "command" not in found["about"]
+            assert found["study"] in STUDIES
+            assert found["scale"] in SCALES
+
+
+def test_the_command_line_lists_plans_runs_and_rejects(tmp_path, capsys, monkeypatch):
+    assert main(["study"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(STUDIES)
+    assert main(["study", "comparison", "--plan", "--out", str(tmp_path)]) == 0
+    assert "train BSI, seed 0: 750 steps of 64" in capsys.readouterr().out
+    assert main(["study", "illustration", "--out", str(tmp_path), "--json", "--publish", str(tmp_path / "docs")]) == 0
+    assert json.loads(capsys.readouterr().out)["studies"] == [str(tmp_path / "illustration-smoke")]
+    assert main(["study", "comparsion", "--out", str(tmp_path)]) == 2
+    assert "'comparison'" in capsys.readouterr().err
+    for bad in (["all", "--minutes", "0"], ["all", "--seeds", "0"], ["fid-convergence", "--seeds", "3", "--plan"]):
+        assert main(["study", *bad]) == 2
+        assert "--" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["study", "illustration", "--out", str(tmp_path)]) == 2
+    assert "one process" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_all_studies_run_at_the_scale_smoke(tmp_path):
+    assert main(["study", "all", "--scale", "smoke", "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("*-smoke")} == {f"{name}-smoke" for name in STUDIES}

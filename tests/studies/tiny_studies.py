@@ -1,0 +1,48 @@
+"""A scale far below `smoke` for the tests of the studies: two training steps, a handful of samples."""
+
+import math
+from dataclasses import replace
+
+from bsi.backbones.config import DiTConfig, UNetConfig
+from bsi.recipe import Recipe
+from bsi.studies.scale import SCALES, Comparison
+
+SMOKE = SCALES["smoke"]
+
+
+def tiny(method: str) -> Recipe:
+    recipe = SMOKE.comparisons[0].recipe(method)
+    optimizer = replace(recipe.optimizer, warmup=0)
+    backbone = DiTConfig(width=16, depth=1, heads=2, patch=4, dropout=0.0)
+    return replace(recipe, backbone=backbone, steps=2, batch=16, optimizer=optimizer)
+
+
+def tiny_unet(method: str) -> Recipe:
+    return replace(tiny(method), backbone=UNetConfig(width=4, levels=1, dropout=0.0))
+
+
+TINY = replace(
+    SMOKE,
+    comparisons=(Comparison(tiny, seeds=(0, 1)),),
+    architecture=Comparison(tiny_unet, seeds=(0,)),
+    convergence=Comparison(tiny, seeds=(0,)),
+    profiled=tiny,
+    parameters=Comparison(tiny, seeds=(0,)),
+    samples=40,
+    sample_batch=40,
+    steps=(2, 4),
+    long=6,
+    convergence_steps=(2, 4, 16),
+    levels=4,
+    recon=2,
+    finite_levels=4,
+    ks=(2, 8),
+    profile_levels=17,
+    profile_images=8,
+    lambda_0=(1e-2, 1.0),
+    lambda_0_steps=(2, 4),
+    gamma_0=(1e-2, math.inf),
+    trained_k=(4,),
+    evaluated_k=(2, 4),
+    bias=(2.0,),
+)

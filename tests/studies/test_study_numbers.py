@@ -1,0 +1,398 @@
+"""The numbers of the studies: estimates and their errors, claims, jobs and their names, the formulas of each study."""
+
+import csv
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import bsi
+from bsi.cli.train import parse
+from bsi.data.store import open_dataset
+from bsi.denoiser import COEFFICIENTS
+from bsi.elbo import reconstruction_loss
+from bsi.levels import LogUniform
+from bsi.methods import BSI
+from bsi.recipe import Objective
+from bsi.rng import standard_normal
+from bsi.studies import comparison, illustration, noise_levels, proposal, weighting
+from bsi.studies.disentangle import CORNERS, FACTORS
+from bsi.studies.elbo_convergence import converges, gaussian_gap
+from bsi.studies.finite_k import advantage
+from bsi.studies.importance_sampling import proposals, relative_spread, resampled
+from bsi.studies.initial_precision import intermediate_is_best
+from bsi.studies.job import (
+    OURS,
+    Bound,
+    Profile,
+    Reconstruction,
+    Result,
+    Store,
+    Train,
+    bound,
+    name_of,
+    network_name,
+    paper_sampler,
+    quality,
+    title,
+)
+from bsi.studies.measure import Deadline, Laboratory
+from bsi.studies.publish import as_csv
+from bsi.studies.registry import STUDIES
+from bsi.studies.report import (
+    Claim,
+    Estimate,
+    Results,
+    Table,
+    all_of,
+    equal,
+    less,
+    mean_of_images,
+    mean_of_seeds,
+    median_of_images,
+)
+from bsi.studies.runner import plan, plan_text, train_command
+from bsi.studies.scale import SCALES
+
+SMOKE, MINI, PAPER = (SCALES[name] for name in ("smoke", "mini", "paper"))
+DIGITS = bsi.recipes.digits()
+
+
+class TestEstimates:
+    @pytest.mark.parametrize(
+        ("estimate", "text"),
+        [
+            (Estimate(3.44812, 0.0051), "3.4481 ± 0.0051"),
+            (Estimate(12.345, 1.234), "12.3 ± 1.2"),
+            (Estimate(123.4, 25.0), "123 ± 25"),
+            (Estimate(0.08178, 0.0), "0.08178"),
+            (Estimate(-5.036e-10, 7.6e-12), "(-5.036 ± 0.076)e-10"),
+            (Estimate(0.0, 2.5e-9), "(0.0 ± 2.5)e-9"),
+            (Estimate(math.inf, 1e-9), "inf"),
+        ],
+    )
+    def test_an_estimate_shows_two_digits_of_its_error(self, estimate, text):
+        assert str(estimate) == text
+
+    def test_over_seeds_the_larger_of_spread_and_own_error_counts(self):
+        found = mean_of_seeds([Estimate(1.0, 0.001), Estimate(2.0, 0.001)])
+        assert (found.value, found.error) == pytest.approx((1.5, 0.5))
+        assert mean_of_seeds([Estimate(1.0, 0.2), Estimate(1.0, 0.2)]).error == pytest.approx(0.2 / math.sqrt(2))
+        assert mean_of_seeds([Estimate(4.0, 0.3)]) == Estimate(4.0, 0.3)
+
+    def test_the_error_of_a_mean_has_the_images_and_the_seeds(self):
+        images = np.array([[0.5, 0.7, 0.5, 0.7]])
+        assert mean_of_images(images).error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2)
+        found = mean_of_images(np.array([[0.5] * 4, [0.9] * 4]))
+        assert (found.value, found.error) == pytest.approx((0.7, 0.2))
+
+    def test_the_error_of_a_median_is_that_of_normal_images(self):
+        """sqrt(pi / 2n) for a unit Normal."""
+        data = np.random.default_rng(0).standard_normal((1000, 400))
+        found = [median_of_images(row[None]) for row in data]
+        wanted = math.sqrt(math.pi / 800)
+        assert np.std([e.value for e in found]) == pytest.approx(wanted, rel=0.1)
+        assert np.mean([e.error for e in found]) == pytest.approx(wanted, rel=0.05)
+
+    def test_seeds_that_see_the_same_images_share_their_error(self):
+        row = np.array([1.0, 20.0, 300.0, 1e9])
+        once, twice = median_of_images(row[None]), median_of_images(np.stack([row, row]))
+        assert once == twice
+        assert once.value == 160
+
+    @staticmethod
+    def store(tmp_path, jobs, nats, sizes=(1, 1)):
+        """Bounds of four images in two replicates, n = 2."""
+        store = Store(tmp_path)
+        for job, values in zip(jobs, nats, strict=True):
+            arrays = {
+                "measurement": np.array(values, dtype=np.float64),
+                "measurement_sizes": np.array(sizes),
+                "reconstruction": np.zeros((2, 4)),
+                "reconstruction_sizes": np.array([1, 1]),
+                "block": np.zeros(4, dtype=np.int64),
+                "prior": np.zeros(4),
+            }
+            store.write(job, Result({"dimensions": 2, "bits_per_dim": 1.0, "monte_carlo_error": 0.0}, arrays))
+        return Results(SMOKE, store)
+
+    def test_differences_of_bits_are_paired_by_image(self, tmp_path):
+        """Images differ much, the two networks by 0.5 and 0.7 nats alternately: the error has only the latter."""
+        base = np.array([[1.0, 20.0, 300.0, 4000.0]] * 2)
+        networks = [replace(DIGITS, seed=seed) for seed in (0, 1)]
+        jobs = [bound(SMOKE, network) for network in networks]
+        results = self.store(tmp_path, jobs, [base + np.array([0.5, 0.7, 0.5, 0.7]), base])
+        found, unit = results.bits_difference(networks[:1], networks[1:]), 2 * math.log(2)
+        assert found.value == pytest.approx(0.6 / unit)
+        assert found.error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2 / unit)
+
+    def test_replicates_are_weighted_by_their_size(self, tmp_path):
+        results = self.store(tmp_path, [bound(SMOKE, DIGITS)], [np.array([[1.0] * 4, [6.0] * 4])], sizes=(3, 2))
+        assert results.image_bits([DIGITS]) == pytest.approx(np.full((1, 4), 3.0 / (2 * math.log(2))))
+
+    def test_the_noise_floor_is_that_of_the_difference(self, tmp_path):
+        noise = np.array([[3.0, -1.0, 2.0, 0.0], [-2.0, 4.0, 1.0, -3.0]])
+        jobs = [Bound(DIGITS, 4, 2, k) for k in (8, None)]
+        results = self.store(tmp_path, jobs, [noise + np.array([[0.25], [0.35]]), noise])
+        found, unit = results.finite_gap(*jobs), 2 * math.log(2)
+        assert found.value == pytest.approx(0.3 / unit)
+        assert found.error == pytest.approx(0.05 / unit)
+
+    def test_differences_of_distances_are_paired_by_seed(self, tmp_path):
+        """One seed is worse than the other by far more than the networks differ."""
+        results = Results(SMOKE, Store(tmp_path))
+        a, b = ([replace(DIGITS, steps=steps, seed=seed) for seed in (0, 1)] for steps in (10, 20))
+        for networks, offset in ((a, 0.0), (b, 3.0)):
+            for network in networks:
+                value = Result({"distance": 50.0 * network.seed + offset, "error": 0.1})
+                results.store.write(quality(SMOKE, network), value)
+        found = results.distance_difference(a, b)
+        assert (found.value, found.error) == pytest.approx((-3.0, 0.1))
+
+
+class TestClaims:
+    @pytest.mark.parametrize(
+        ("value", "verdict"), [(-0.21, "held"), (-0.19, "undecided"), (0.19, "undecided"), (0.21, "not held")]
+    )
+    def test_a_claim_holds_only_beyond_two_standard_errors(self, value, verdict):
+        exact = Estimate(0.0, 0.0)
+        assert less("a < b", exact, exact, Estimate(value, 0.1)).verdict == verdict
+
+    def test_errors_of_independent_estimates_add_in_squares(self):
+        assert less("a < b", Estimate(1.0, 0.3), Estimate(2.1, 0.4)).verdict == "held"
+        assert less("a < b", Estimate(1.0, 0.3), Estimate(1.9, 0.4)).verdict == "undecided"
+
+    @pytest.mark.parametrize(
+        ("value", "error", "verdict"),
+        [(0.001, 0.004, "held"), (0.001, 0.005, "undecided"), (-0.03, 0.005, "not held"), (0.015, 0.005, "undecided")],
+    )
+    def test_equality_needs_evidence_too(self, value, error, verdict):
+        gaps = [("a - b", Estimate(value, error)), ("a - c", Estimate(0.0, 0.001))]
+        assert equal("a = b = c", gaps, 0.01).verdict == verdict
+
+    def test_all_of_many_hold_or_not(self):
+        held, unsure, broken = (Claim("", verdict, "") for verdict in ("held", "undecided", "not held"))
+        assert all_of("x", [held, held]).verdict == "held"
+        assert all_of("x", [held, unsure]).verdict == "undecided"
+        assert all_of("x", [held, unsure, broken]).verdict == "not held"
+
+    @pytest.mark.parametrize(
+        ("gaps", "verdict"),
+        [
+            ((4.0, 1.0, 0.3), "held"),
+            ((4.0, 0.0, 0.05), "held"),  # the noise floor is reached
+            ((1.0, 1.0, 1.0), "undecided"),  # above, but not converging
+            ((4.0, 1.0, -0.5), "not held"),
+            ((1.0, 4.0, 0.3), "not held"),
+        ],
+    )
+    def test_a_bound_converges_only_if_it_is_above_and_falls(self, gaps, verdict):
+        steps = [Estimate(b - a, 0.1) for a, b in itertools.pairwise(gaps)]
+        found = converges([Estimate(gap, 0.1) for gap in gaps], steps, Estimate(gaps[-1] - gaps[0], 0.1))
+        assert found.verdict == verdict
+
+    @pytest.mark.parametrize(
+        ("distances", "bits", "verdict"),
+        [
+            ((-1.0, -1.0), (1.0, 1.0), "not held"),  # better at every k'
+            ((-1.0, 1.0), (1.0, 0.0), "held"),
+            ((-1.0, 0.0), (1.0, 1.0), "undecided"),  # worse in bits, which says nothing about samples
+            ((-1.0, 0.15), (1.0, 1.0), "undecided"),  # worse by less than two standard errors
+        ],
+    )
+    def test_an_advantage_is_refuted_for_each_quantity_alone(self, distances, bits, verdict):
+        found = {"FID": [Estimate(v, 0.1) for v in distances], "bits/dim": [Estimate(v, 0.1) for v in bits]}
+        assert advantage(found).verdict == verdict
+
+    @pytest.mark.parametrize(
+        ("distances", "verdict"),
+        [
+            ((5.0, 1.0, 4.0), "held"),
+            ((5.0, 3.9, 4.0), "undecided"),
+            ((3.9, 4.0, 5.0), "undecided"),
+            ((1.0, 4.0, 5.0), "not held"),
+        ],
+    )
+    def test_an_intermediate_value_is_best_or_not_beyond_two_standard_errors(self, distances, verdict):
+        found = dict(enumerate(distances))
+        assert intermediate_is_best([0.0, 1.0, 2.0], lambda a, b: Estimate(found[a] - found[b], 0.1)) == verdict
+
+    def test_tables_are_the_same_in_csv_and_markdown(self):
+        table = Table("t", ("|name|", "value"), (("a", Estimate(1.0, 0.1)), ("b|c", None)))
+        other = Table("u", ("k",), ((8,),))
+        rows = list(csv.DictReader(as_csv([table, other]).splitlines()))
+        assert rows[0] == {"table": "t", "|name|": "a", "value": "1.0", "value error": "0.1", "k": ""}
+        assert rows[2]["k"] == "8"
+        assert table.markdown() == "| \\|name\\| | value |\n|---|---|\n| a | 1.00 ± 0.10 |\n| b\\|c | – |"
+
+
+class TestJobs:
+    def test_a_network_is_named_by_what_decides_its_weights(self):
+        same = replace(DIGITS, name="other", every=replace(DIGITS.every, journal=7), keep=replace(DIGITS.keep, last=9))
+        assert network_name(same) == network_name(DIGITS)
+        others = [
+            replace(DIGITS, seed=1),
+            replace(DIGITS, steps=DIGITS.steps + 1),
+            replace(DIGITS, parametrization="epsilon"),
+            replace(DIGITS, objective=Objective(weight="edm")),
+            replace(DIGITS, objective=Objective(weight="sigmoid")),
+            replace(DIGITS, objective=Objective(weight="sigmoid", bias=1.0)),
+            replace(DIGITS, objective=Objective(levels="expected")),
+        ]
+        assert len({network_name(other) for other in (DIGITS, *others)}) == len(others) + 1
+        assert len({title(Train(other)) for other in (DIGITS, *others)}) == len(others) + 1
+
+    def test_a_measurement_is_named_by_its_network_and_settings(self):
+        other = replace(DIGITS, seed=1)
+        jobs = [Train(DIGITS), Bound(DIGITS, 4, 2), Bound(DIGITS, 4, 2, 16), quality(SMOKE, DIGITS)]
+        jobs += [quality(SMOKE, DIGITS, paper_sampler(4)), replace(jobs[-1], seed=1), quality(SMOKE, other)]
+        assert len({name_of(job) for job in jobs}) == len(jobs)
+
+    def test_jobs_of_the_scale_mini_fit_into_nine_minutes(self, tmp_path):
+        assert max(p.seconds for p in plan(list(STUDIES.values()), MINI, Store(tmp_path))) < 9 * 60
+
+    def test_the_scale_smoke_fits_into_fifteen_minutes(self, tmp_path):
+        assert sum(p.seconds for p in plan(list(STUDIES.values()), SMOKE, Store(tmp_path))) < 15 * 60
+
+    def test_the_commands_of_the_paper_train_its_networks(self, tmp_path):
+        store = Store(tmp_path)
+        planned = plan(list(STUDIES.values()), PAPER, store)
+        text = plan_text(planned, PAPER, store)
+        assert "torchrun --nproc-per-node 4 -m bsi train imagenet32-dit-l2" in text
+        assert text.splitlines()[1].split()[:2] == ["328", "h"]  # the paper's 6100 steps per hour
+        for p in planned:
+            if isinstance(p.job, Train):
+                words = train_command(p.job.network, store).split()
+                args, _ = parse(words[words.index("train") + 1 :])
+                assert network_name(args.recipe) == network_name(p.job.network)
+                assert args.options.out == store.network(p.job.network)
+
+    def test_the_scale_paper_has_its_datasets_seeds_and_budgets(self):
+        def data(name):
+            return {job.network.data.name for job in STUDIES[name].measures(PAPER)}
+
+        assert data("fid-convergence") == {"imagenet64"}
+        assert data("importance-sampling") == {"cifar10"}
+        assert data("elbo-convergence") == data("proposal") == data("initial-precision") == {"imagenet32"}
+        trained = {job.network for job in STUDIES["comparison"].measures(PAPER)}
+        assert sorted(r.seed for r in trained if r.data.name == "imagenet64") == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert {r.steps for r in trained if r.data.name == "cifar10"} == {5_000_000, 10_000_000}
+
+
+class TestStudies:
+    def test_the_gaussian_gap_is_the_known_one(self):
+        """Golden values of unit-Gaussian data, BSI(1e-2, 1e6), in nats: L_M^inf 6.912594."""
+        known = {16: 12.44657, 64: 7.92753, 1024: 6.97065}
+        found = gaussian_gap(bsi.BSI(), torch.ones(3, dtype=torch.float64), list(known))
+        assert found == pytest.approx([(value - 6.912594) / math.log(2) for value in known.values()], abs=2e-5)
+
+    def test_two_proposals_are_judged_on_the_same_resampled_images(self):
+        """Spreads that rise and fall together leave a difference without an error."""
+        generator, level = np.random.default_rng(0), np.geomspace(1e-2, 1e6, 33)
+        errors, both = generator.uniform(0.5, 1.5, (33, 50)) / level[:, None], LogUniform(1e-2, 1e6)
+        a = resampled(relative_spread, level, errors, both)
+        b = resampled(lambda *given: relative_spread(*given) + 1.0, level, errors, both)
+        assert a.estimate.error > 0
+        assert (b - a).estimate.value == pytest.approx(1.0)
+        assert (b - a).estimate.error < 1e-12
+
+    def test_proposals_that_follow_the_errors_leave_no_spread_and_the_fitted_one_has_the_least(self):
+        level = LogUniform(1e-2, 1e6).icdf(torch.linspace(0, 1, 401, dtype=torch.float64)).numpy()
+
+        def spreads(errors):
+            return {name: relative_spread(level, errors, p) for name, p in proposals(level, errors).items()}
+
+        flat = spreads(np.repeat(1 / level[:, None], 4, axis=1))
+        assert flat["log-uniform"] == pytest.approx(0, abs=1e-3)
+        assert flat["fitted"] == pytest.approx(0, abs=1e-3)
+        assert flat["uniform"] > 100
+        shape = np.exp(-0.5 * ((np.log(level) - 4) / 3) ** 2) + 0.1
+        noisy = spreads((shape / level)[:, None] * np.random.default_rng(0).uniform(0.5, 1.5, (401, 200)))
+        assert min(noisy, key=noisy.__getitem__) == "fitted"
+
+    def test_the_corners_of_the_cube_are_bsi_and_bfn(self):
+        first, last = (BSI(**corner.parameters) for corner in (CORNERS[0], CORNERS[-1]))
+        assert first == BSI()
+        bfn, level = bsi.BFN(), torch.logspace(0, 5, 20, dtype=torch.float64)
+        for ours, theirs in zip(vars(last.encoder(level)).values(), vars(bfn.encoder(level)).values(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-12)
+        assert last.prior(torch.ones(1, 1)).item() == 0
+
+    def test_each_factor_changes_one_thing(self):
+        for corner in CORNERS:
+            method = BSI(**corner.parameters)
+            assert method.c == pytest.approx(1e-2 if corner.hyper_prior else 0.0)
+            assert method.levels.low == (1e-2 if corner.offset else 1.0)
+        assert len({corner.name for corner in CORNERS}) == 8
+        assert len({CORNERS[0].using(factor, as_bsi=False) for factor in FACTORS}) == 3
+
+    def test_an_error_of_the_noise_has_no_finite_mean_square_over_levels(self):
+        """Near t = 0 the sample's squared error grows like t^-1, with a hyper-prior like t^-2; BSI's is bounded."""
+        t = torch.tensor([1e-9, 1e-8], dtype=torch.float64)
+        for corner in CORNERS:
+            method = BSI(**corner.parameters)
+            form = COEFFICIENTS["edm" if corner.preconditioning else "epsilon"]
+            small, large = form(method.encoder(method.levels.icdf(t)), 1.0).c_out.square().log10().tolist()
+            power = 0 if corner.preconditioning else -2 if corner.hyper_prior else -1
+            assert large - small == pytest.approx(power, abs=1e-3)
+
+    def test_weights_are_compared_between_networks_trained_at_the_same_kind_of_levels(self):
+        *weighted, papers = weighting.objectives(SMOKE).values()
+        assert {objective.weight for objective in weighted} == {"elbo", "sigmoid", "edm"}
+        assert all(objective.levels == "expected" for objective in weighted)
+        assert papers == Objective(), "the network of the other studies"
+
+    def test_published_values_of_other_authors_are_in_the_table(self, tmp_path):
+        """CIFAR-10 at 10M steps: VDM's value is its authors', BSI's is measured."""
+        results, group = Results(PAPER, Store(tmp_path)), PAPER.comparisons[2]
+        value = Result({"bits_per_dim": 2.641, "monte_carlo_error": 0.001})
+        results.store.write(bound(PAPER, group.networks("bsi")[0]), value)
+        table = comparison.comparison_table(results, group, comparison.CIFAR10[10_000_000], {"ours": OURS})
+        assert table.rows == (("VDM", None, None, "2.65"), ("BSI", 1, Estimate(2.641, 0.001), "2.64"))
+
+    def test_distances_are_shown_only_where_there_are_levels(self, tmp_path):
+        """The digits' levels end at 1e4."""
+        pytest.importorskip("matplotlib")
+        results, level = Results(SMOKE, Store(tmp_path)), np.geomspace(1e-2, 1e4, 33)
+        distance = np.repeat(1 / (1 + level)[:, None], 3, axis=1) * np.array([0.9, 1.0, 1.1])
+        results.store.write(proposal.profile(SMOKE), Result({}, {"level": level, "distance": distance}))
+        (table,) = proposal.STUDY.report(results).tables
+        assert [row[0] for row in table.rows] == [1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3, 1e4]
+
+    @pytest.mark.parametrize("study", [noise_levels.STUDY, illustration.STUDY], ids=lambda study: study.name)
+    def test_claims_that_need_no_training_hold(self, study, tmp_path):
+        pytest.importorskip("matplotlib")
+        claims = study.report(Results(SMOKE, Store(tmp_path))).claims
+        assert claims
+        assert {claim.verdict for claim in claims} == {"held"}
+
+
+class TestMeasurements:
+    @pytest.fixture
+    def laboratory(self, tmp_path):
+        return Laboratory.of(bsi.load("digits"), DIGITS, SMOKE, tmp_path, Deadline())
+
+    def test_the_decoders_precision_is_a_multiple_of_alpha_m_and_draws_are_averaged(self, laboratory):
+        model, test = laboratory.model, open_dataset("digits").split("test")
+        job = Reconstruction(DIGITS, recon=2, factors=(0.01, 2.0))
+        found = laboratory.measure(job).values["reconstruction"]
+        x, ids = model.values(torch.as_tensor(test[:])), torch.arange(len(test))
+        for factor, bits in zip(job.factors, found, strict=True):
+            method = replace(model.method, alpha_R=factor * model.method.alpha_M)
+            noise = [standard_normal(1, ids, draw, model.shape) for draw in (0, 1)]
+            with torch.no_grad():
+                nats = [reconstruction_loss(method, model.denoiser, x, eps, model.bins).mean() for eps in noise]
+            assert bits == pytest.approx(float(sum(nats)) / 2 / (64 * math.log(2)), rel=1e-4)
+
+    def test_a_profile_has_the_relative_distance_of_predictions_from_their_latents(self, laboratory):
+        model, test = laboratory.model, open_dataset("digits").split("test")
+        found = laboratory.measure(Profile(DIGITS, levels=3, images=2)).arrays
+        ids, level = torch.tensor([0, len(test) // 2]), torch.from_numpy(found["level"])[1].expand(2)
+        x = model.values(torch.as_tensor(test[ids.numpy()]))
+        psi = model.method.encoder(level).encode(x, standard_normal(2, ids, 0, model.shape))
+        with torch.no_grad():
+            apart = (psi - model.denoiser(psi, level)).flatten(1).norm(dim=1) / psi.flatten(1).norm(dim=1)
+        assert found["distance"][1].tolist() == pytest.approx(apart.tolist(), rel=1e-4)

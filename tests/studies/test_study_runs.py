@@ -28,7 +28,7 @@ from bsi.studies.publish import page, publish
 from bsi.studies.registry import STUDIES
 from bsi.studies.runner import Planned, _Worker, plan, plan_text, run
 from bsi.studies.scale import SCALES, Comparison
-from bsi.training.lease import hold
+from bsi.training.lock import hold
 
 DOCS = Path(__file__).parents[2] / "docs"
 SEEDED = {"comparison", "architecture", "disentangle", "initial-precision", "finite-k", "weighting"}

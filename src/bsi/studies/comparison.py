@@ -152,7 +152,7 @@ def report(results: Results) -> Report:
     samplers |= {f"{scale.metric}, {OURS_NAME}": OURS}
     tables = [comparison_table(results, c, _printed(c.recipe("bsi")), samplers) for c in scale.comparisons]
     compared = [comparison for comparison in scale.comparisons if comparison.samples]
-    judged = []
+    judged: list[Claim] = []
     for comparison in compared:
         on = f" on {DATASETS[comparison.recipe('bsi').data.name].title}" if len(compared) > 1 else ""
         table, found = claims(results, comparison, on)

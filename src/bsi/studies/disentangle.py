@@ -24,7 +24,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bsi.methods import BSI, Parametrization
 from bsi.recipe import Recipe
@@ -53,7 +53,7 @@ class Corner:
     preconditioning: bool
 
     @property
-    def parameters(self) -> dict[str, float | None]:
+    def parameters(self) -> dict[str, Any]:
         """The parameters of BSI with these choices. Its own hyper-prior is gamma_0 = lambda_0, the default."""
         lambda_0 = BSI().lambda_0 if self.offset else 1.0
         gamma_0 = math.inf if not self.hyper_prior else None if self.offset else lambda_0**2 / BSI().lambda_0

@@ -11,7 +11,7 @@ from dataclasses import replace
 from bsi.recipe import Objective, Recipe
 from bsi.studies import figures
 from bsi.studies.job import Measure, bound, paper_sampler, quality
-from bsi.studies.report import Claim, Estimate, Report, Results, Study, Table, Verdict
+from bsi.studies.report import Cell, Claim, Estimate, Report, Results, Study, Table, Verdict
 from bsi.studies.scale import Scale
 
 __all__ = ["STUDY", "advantage"]
@@ -56,7 +56,7 @@ def report(results: Results) -> Report:
     }
     bits = {k: [results.bits_difference(networks(scale, k), plain, at) for at in evaluated] for k in scale.trained_k}
     columns = [f"{name} at k' = {at}" for name in (scale.metric, "bits/dim") for at in evaluated]
-    differences = {}
+    differences: dict[str, list[Estimate]] = {}
     for k in scale.trained_k:
         differences |= {f"k = {k} in {scale.metric}": distances[k], f"k = {k} in bits/dim": bits[k]}
 
@@ -71,9 +71,9 @@ def report(results: Results) -> Report:
         axes.legend()
     panels[0].set_title("Sample quality (below 0: k helps)")
     panels[1].set_title("Likelihood (below 0: k helps)")
-    rows = tuple((k, *distances[k], *bits[k]) for k in scale.trained_k)
+    rows: list[tuple[Cell, ...]] = [(k, *distances[k], *bits[k]) for k in scale.trained_k]
     return Report(
-        tables=(Table("difference to training on L_M^inf", ("trained on k", *columns), rows),),
+        tables=(Table("difference to training on L_M^inf", ("trained on k", *columns), tuple(rows)),),
         claims=(advantage(differences),),
         figure=figure,
         seeds=len(plain),

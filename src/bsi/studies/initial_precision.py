@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from bsi.studies import figures
 from bsi.studies.job import Measure, measures_of, paper_sampler
-from bsi.studies.report import Claim, Estimate, Report, Results, Study, Table, Verdict, all_of, less
+from bsi.studies.report import Cell, Claim, Estimate, Report, Results, Study, Table, Verdict, all_of, less
 from bsi.studies.scale import Scale
 
 __all__ = ["STUDY", "intermediate_is_best"]
@@ -77,9 +77,9 @@ def report(results: Results) -> Report:
         figures.log_axis(axes, values, base=10)
         axes.set_xlabel(r"$\lambda_0$")
     columns = ("lambda_0", "bits/dim", *(f"{scale.metric} at {k}" for k in scale.lambda_0_steps))
-    rows = tuple((value, bits[value], *(distances[k][value] for k in scale.lambda_0_steps)) for value in values)
+    rows: list[tuple[Cell, ...]] = [(l, bits[l], *(distances[k][l] for k in scale.lambda_0_steps)) for l in values]
     return Report(
-        tables=(Table("initial precision", columns, rows),),
+        tables=(Table("initial precision", columns, tuple(rows)),),
         claims=(
             all_of("Likelihood improves with falling lambda_0, at each step of it", falling),
             less(

@@ -1,4 +1,4 @@
-"""Jobs, and the store that keeps their results. Imports no torch.
+"""Jobs, and the store that keeps their results.
 
     Train            train a network by its recipe
     Bound            bits per dimension of the test set, with L_M^inf or L_M^k

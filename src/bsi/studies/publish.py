@@ -14,6 +14,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -58,7 +59,7 @@ def write_outcome(study: Study, scale: Scale, store: Store, about: Mapping[str, 
         "hardware": sorted({str(each["device"]) for each in made}),
         "commits": sorted({str(each["commit"]) for each in made}),
         "command": study.command(scale),
-        "claims": [{"statement": c.statement, "verdict": c.verdict, "because": c.because} for c in report.claims],
+        "claims": [asdict(claim) for claim in report.claims],
         "seeds": report.seeds,
         "notes": [*report.notes, *_protocol(jobs)],
         "tables": [{"name": t.name, "markdown": t.markdown(), "rows": t.records()} for t in report.tables],
@@ -68,8 +69,8 @@ def write_outcome(study: Study, scale: Scale, store: Store, about: Mapping[str, 
     }
     write_text(folder / "numbers.csv", as_csv(report.tables))
     write_json(folder / "numbers.json", outcome)
-    for claim in outcome["claims"]:
-        print(_sentence(claim, report.seeds), flush=True)
+    for claim in report.claims:
+        print(_sentence(asdict(claim), report.seeds), flush=True)
     print(folder, flush=True)
     return folder
 

@@ -28,15 +28,14 @@ from bsi.recipe import Recipe
 from bsi.recipes import named_recipe
 from bsi.runtime.distributed import find_place, pick_device
 from bsi.runtime.export import export, read_trained
-from bsi.runtime.run_folder import RunFolder
+from bsi.runtime.run_folder import RunFolder, Sink, Value, read_journal
 from bsi.runtime.serialization import changes
 from bsi.studies.job import Job, Measure, Result, Store, Train, estimate_s, name_of, network_name, same_network, title
 from bsi.studies.measure import Deadline, Laboratory, load_network
 from bsi.studies.publish import write_outcome
 from bsi.studies.report import Study
 from bsi.studies.scale import Scale
-from bsi.training.journal import Sink, Value, read_journal
-from bsi.training.lease import InUse, Owner, hold
+from bsi.training.lock import InUse, Owner, hold
 from bsi.training.train import train
 
 __all__ = ["Planned", "plan", "plan_json", "plan_text", "run", "train_command"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.methods import BSI
@@ -141,7 +141,7 @@ class Scale:
         """The number of steps of the paper's sampler at which methods are compared."""
         return max(self.steps)
 
-    def bsi_networks(self, **parameters: float | None) -> list[Recipe]:
+    def bsi_networks(self, **parameters: Any) -> list[Recipe]:
         """The networks of the parameter studies, with these parameters of BSI."""
         found = []
         for recipe in self.parameters.networks("bsi"):

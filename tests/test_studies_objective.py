@@ -16,8 +16,6 @@ from bsi.recipe import Every, Objective, Recipe
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.run_folder import read_journal
 from bsi.runtime.serialization import from_plain, to_plain
-from bsi.studies import weighting
-from bsi.studies.scales import SMOKE
 from bsi.training.step import Engine
 from bsi.training.stream import Batch, Piece
 
@@ -183,13 +181,6 @@ def test_levels_are_the_papers_for_the_elbo_and_expected_for_other_weights_unles
     asked = engine(Objective(weight="edm", levels="paper"))
     assert asked.loss.levels == asked.model.method.levels
     assert engine(Objective(levels="expected")).loss.levels != asked.loss.levels
-
-
-def test_weights_are_compared_between_networks_trained_at_the_same_kind_of_levels():
-    *weighed, papers = weighting.objectives(SMOKE).values()
-    assert {objective.weight for objective in weighed} == {"elbo", "sigmoid", "edm"}
-    assert all(objective.levels == "expected" for objective in weighed)
-    assert papers == Objective(), "the network of the other studies"
 
 
 def test_a_weighted_finite_bound_is_refused():

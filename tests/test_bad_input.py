@@ -13,7 +13,7 @@ import torch
 import bsi
 from bsi.backbones import build
 from bsi.denoiser import Denoiser
-from bsi.elbo import Elbo, elbo, finite_measurement_loss, measurement_loss, reconstruction_loss
+from bsi.elbo import finite_measurement_loss, measurement_loss, reconstruction_loss
 from bsi.errors import BsiError, DataError, NonFinite, UsageError
 from bsi.gaussian import Belief
 from bsi.grids import named_grid, paper_grid
@@ -357,20 +357,12 @@ def test_bounds_of_nothing_are_refused():
     refused(lambda: model.elbo(torch.zeros(0, 2)), "at least one sample")
     refused(lambda: model.elbo(torch.zeros(3, 2), recon=0), "recon=0")
     refused(lambda: model.elbo(torch.zeros(3, 2), measure=0), "measure=0")
-    refused(lambda: elbo(bsi.BSI(), predict, zeros(2, 3), None, zeros(0, 2), lambda: zeros(2, 3)), "measure=0")
-    refused(lambda: Elbo.join([]), "at least one")
 
 
 def test_samples_of_nothing_are_refused():
     model = bsi.Model(Identity(), bsi.BSI(), (2,))
     refused(lambda: model.sample(0), "num=0")
     refused(lambda: model.sample(2, batch_size=0), "batch_size=0")
-
-
-def test_bounds_of_different_data_are_not_joined():
-    ones = torch.ones(2, dtype=torch.float64)
-    parts = [Elbo(ones, ones, ones, ones, 1.0, 1.0, n) for n in (3, 4)]
-    refused(lambda: Elbo.join(parts), "one shape")
 
 
 def test_noising_refuses_to_sharpen():

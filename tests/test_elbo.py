@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +16,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brute_force import mean_and_variance, source
+from bsi.bound import Design, EvaluatedModel, estimate, noise
 from bsi.denoiser import Denoiser
-from bsi.elbo import Elbo, between_samples, elbo, finite_measurement_loss, measurement_loss, reconstruction_loss
+from bsi.elbo import (
+    Elbo,
+    Estimator,
+    Replicates,
+    finite_measurement_loss,
+    measurement_loss,
+    reconstruction_loss,
+)
+from bsi.errors import UsageError
 from bsi.grids import paper_grid
-from bsi.levels import ExpectedError, Fitted, LogUniform, Uniform, low_discrepancy
+from bsi.levels import ExpectedError, Fitted, LogUniform, Uniform
 from bsi.likelihood import categorical_normal, discretized_normal, normal
 from bsi.methods import BFN, BSI, VDM, Method, Predictor
 from bsi.oracle import Mixture
 from bsi.solvers import posterior
 from bsi.values import Bins
+from repetitions import repeat, unchecked
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "measurement.json").read_text())
 METHODS = [BSI(), BFN(), VDM()]
@@ -360,60 +370,43 @@ def test_reconstruction_is_negligible_when_the_last_belief_fits_a_bin():
 # The record
 
 
-def record(seed: int, count: int, measure: int = 5, recon: int = 5, stratified: bool = True) -> Elbo:
-    method, generator = BSI(1.0, alpha_M=100.0), torch.Generator().manual_seed(seed)
-    x = draws(1000, count, 3)  # one data set, whatever the seed
-    t = (
-        torch.stack([low_discrepancy(count, d) for d in torch.rand(measure, generator=generator, dtype=torch.float64)])
-        if stratified
-        else torch.rand(measure, count, generator=generator, dtype=torch.float64)
-    )
-
-    def noise() -> torch.Tensor:
-        return torch.randn(count, 3, generator=generator, dtype=torch.float64)
-
-    return elbo(method, gaussian_posterior(method), x, None, t, noise, recon)
+def replicates(values: torch.Tensor, sizes: tuple[int, ...] | None = None, blocks: int = 1) -> Replicates:
+    weight = torch.tensor(sizes or (1,) * len(values))
+    return Replicates(values, weight, torch.arange(values.shape[1]) % blocks)
 
 
-def exact_bounds(count: int) -> torch.Tensor:
-    """The same bound without Monte Carlo: eps = +-1 averages quadratics, a fine rule the levels."""
-    method = BSI(1.0, alpha_M=100.0)
-    predict, x = gaussian_posterior(method), draws(1000, count, 3)
-    total = torch.zeros(count, dtype=torch.float64)
-    for eps in (torch.ones_like(x), -torch.ones_like(x)):
-        for value in (torch.arange(400, dtype=torch.float64) + 0.5) / 400:
-            total += measurement_loss(method, predict, x, value.expand(count), eps) / 800
-        total += reconstruction_loss(method, predict, x, eps, None) / 2
-    return total
+def record(measured: torch.Tensor, decoded: torch.Tensor | None = None, n: int = 1, **fields) -> Elbo:
+    """A bound whose terms have these replicates; without `decoded` one exact term and one of 0."""
+    decoded = torch.zeros_like(measured[:2]) if decoded is None else decoded
+    prior = fields.pop("prior", torch.zeros_like(measured[0]))
+    return Elbo(replicates(measured), replicates(decoded), prior, n, **fields)
 
 
-@pytest.mark.parametrize("stratified", [True, False])
-@pytest.mark.usefixtures("unchecked")
-def test_monte_carlo_error_covers_the_exact_bound_as_often_as_it_says(stratified):
-    """Student's interval over five replicates, 300 times: the coverage is 90 % within three standard errors."""
-    count = 12
-    exact = exact_bounds(count).mean().item() / 3 / math.log(2)
-    reach = scipy.stats.t.ppf(0.95, df=4)
-    covered = 0
-    for seed in range(300):
-        bound = record(seed, count, stratified=stratified)
-        covered += abs(bound.bits_per_dim - exact) < reach * bound.monte_carlo_error
-    # The two terms' replicates give between 4 and 8 degrees of freedom: 90 % to 93.6 % with df = 4's quantile.
-    error = math.sqrt(0.9 * 0.1 / 300)
-    assert 0.90 - 3 * error < covered / 300 < 0.936 + 3 * error
+@pytest.mark.parametrize(("power", "ratio"), [(1, 1.0), (3, 81 / 70)])
+def test_the_variance_of_unequal_replicates_is_right_for_noise_and_too_large_for_strata(power, ratio):
+    """Replicates of 3 and 2 levels: Var = 1 / m for noise; 1 / m^3 for strata, where the estimate is larger."""
+    sizes, generator = torch.tensor([3, 2]), torch.Generator().manual_seed(0)
+    error = torch.randn(2, 40_000, generator=generator, dtype=torch.float64) * (sizes[:, None] ** (-power / 2))
+    found = Replicates(error, sizes, torch.arange(40_000) // 8)
+    true = 0.36 / 3**power + 0.16 / 2**power
+    for claimed, variances in ((float(found.sample_variance.mean()), 40_000), (found.sum_variance / 40_000, 5000)):
+        assert claimed / true == pytest.approx(ratio, abs=4 * ratio * math.sqrt(2 / variances))
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_data_error_is_that_of_the_data_alone():
-    """The spread of the exact bounds over samples, with the Monte Carlo noise of the estimates removed."""
-    count = 1500
-    bound = record(0, count, measure=20, recon=20)
-    exact = exact_bounds(count)
-    expected = exact.std().item() / math.sqrt(count) / (3 * math.log(2))
-    naive = bound.nats.std().item() / math.sqrt(count) / (3 * math.log(2))
-    assert bound.data_resolved
-    assert bound.data_error == pytest.approx(expected, rel=0.15)
-    assert naive > 1.2 * expected
+def test_block_sums_show_errors_that_cancel():
+    found = replicates(torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64))
+    assert found.sample_variance.tolist() == [1.0, 1.0]
+    assert found.sum_variance == 0
+
+
+def test_degrees_of_freedom_add_over_blocks():
+    generator = torch.Generator().manual_seed(1)
+    many = []
+    for _ in range(200):
+        values = torch.randn(2, 32, generator=generator, dtype=torch.float64)
+        exact = replicates(torch.zeros_like(values), blocks=32)
+        many.append(Elbo(replicates(values, blocks=32), exact, torch.zeros_like(values[0]), 1).degrees_of_freedom)
+    assert np.mean(many) == pytest.approx(32, abs=4 * np.std(many) / math.sqrt(200) + 2)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own errors", "shared errors"])
@@ -423,107 +416,107 @@ def test_the_variance_between_samples_is_unbiased_whatever_the_replicates(sizes,
     samples of a replicate share: the average over many estimates is the truth."""
     generator = torch.Generator().manual_seed(2)
     true = torch.randn(50, generator=generator, dtype=torch.float64)
-    weight = torch.tensor(sizes)
-    scale = 3 * weight.double() ** -1.5  # as strata shrink it: faster than 1 / sqrt(m)
-    found = []
-    for _ in range(2000):
+    scale = 3 * torch.tensor(sizes).double() ** -1.5  # as strata shrink it: faster than 1 / sqrt(m)
+    exact, found = replicates(torch.zeros(2, 50, dtype=torch.float64)), []
+
+    def between(_: int) -> float:
         noise = torch.randn(len(sizes), 50, generator=generator, dtype=torch.float64)
         if shared:
             noise = 0.5 * noise + torch.randn(len(sizes), 1, generator=generator, dtype=torch.float64)
-        values = true + scale[:, None] * noise
-        found.append(between_samples(weight.double() @ values / sum(sizes), (values, weight)))
+        measured = replicates(true + scale[:, None] * noise, sizes)
+        return Elbo(measured, exact, torch.zeros_like(true), 1).between
+
+    found = repeat(between, range(2000))
     assert_estimates(torch.tensor(found), true.var().item())
-
-
-def _table(values: torch.Tensor) -> Elbo:
-    """A bound whose measurement term has these replicates, and whose other terms are 0."""
-    zero, variance = torch.zeros_like(values[0]), values.var(0) / len(values)
-    between = between_samples(values.mean(0), (values, torch.ones(len(values))))
-    return Elbo(zero, values.mean(0), zero, variance, float(values.sum(1).var()) / len(values), between, 1)
 
 
 @pytest.mark.parametrize(("spread", "least", "most"), [(0.0, 0.0, 0.06), (0.3, 0.0, 0.1), (2.0, 0.8, 1.0), (5.0, 1, 1)])
 def test_a_data_error_is_right_or_an_upper_limit_that_is_named(spread, least, most):
     """400 sets of 40 samples that differ by `spread` under Monte Carlo noise of 2 in each of two replicates.
 
-    Differences that the noise hides are called resolved about as seldom as two standard errors promise, and hardly
-    ever is the error told to be less than three quarters of what it is. It is never 0.
+    Differences that the noise hides are called resolved about as seldom as two standard errors promise, and the error
+    is hardly ever below three quarters of what it is. It is never 0.
     """
-    generator, resolved, too_small = torch.Generator().manual_seed(5), 0, 0
-    for _ in range(400):
+    generator = torch.Generator().manual_seed(5)
+
+    def one(_: int) -> tuple[bool, bool]:
         true = spread * torch.randn(40, generator=generator, dtype=torch.float64)
-        bound = _table(true + 2 * torch.randn(2, 40, generator=generator, dtype=torch.float64))
+        bound = record(true + 2 * torch.randn(2, 40, generator=generator, dtype=torch.float64))
         expected = true.std().item() / math.sqrt(40) / math.log(2)
         assert bound.data_error > 0
         raw = bound.nats.std().item() / math.sqrt(40) / math.log(2)
         assert bound.data_resolved or bound.data_error < raw * (1 + 1e-9), "noise does not bring samples closer"
         assert ("at most" in str(bound)) != bound.data_resolved
-        resolved += bound.data_resolved
-        too_small += bound.data_error < 0.75 * expected
-    assert least <= resolved / 400 <= most
-    assert too_small / 400 < 0.04
+        return bound.data_resolved, bound.data_error < 0.75 * expected
 
-
-def test_stratified_levels_shrink_the_error_of_the_sum_but_not_of_its_parts():
-    """For samples of one length and a prediction of 0 the loss is the level's alone: its sum hardly moves."""
-    method, x = BSI(1.0, alpha_M=100.0), torch.ones(64, 3, dtype=torch.float64)
-    stratified = torch.stack([low_discrepancy(64, delta) for delta in uniform(20, 50)])
-    bounds = [
-        elbo(method, lambda latent, _: 0 * latent, x, None, t, lambda: x) for t in (stratified, uniform(21, 50, 64))
-    ]
-    assert bounds[0].sum_variance < bounds[1].sum_variance / 50
-    parts = [bound.sample_variance.mean().item() for bound in bounds]
-    assert parts[0] == pytest.approx(parts[1], rel=0.1)
-
-
-def test_bounds_of_batches_join_into_one():
-    parts = [record(seed, 8) for seed in range(3)]
-    whole = Elbo.join(parts)
-    torch.testing.assert_close(whole.nats, torch.cat([part.nats for part in parts]))
-    assert whole.bits_per_dim == pytest.approx(sum(part.bits_per_dim for part in parts) / 3)
-    errors = math.sqrt(sum(part.monte_carlo_error**2 for part in parts)) / 3  # independent batches
-    assert whole.monte_carlo_error == pytest.approx(errors)
-    values = torch.arange(15, dtype=torch.float64).square().reshape(3, 5)
-    cut = [_table(values[:, :4]), _table(values[:, 4:])]  # the second part is a single sample
-    joined = Elbo.join(cut)
-    expected = values.mean(0).var() - (joined.sample_variance.sum() - joined.sum_variance / 5) / 4
-    assert joined.between == pytest.approx(expected.item())
-    assert "Monte Carlo" in str(whole)
-    assert f"{whole.bits_per_dim:.4f}" in str(whole)
+    resolved, too_small = np.mean(repeat(one, range(400)), axis=0)
+    assert least <= resolved <= most
+    assert too_small < 0.04
 
 
 def test_a_record_adds_its_terms_and_converts_its_units():
-    ones = torch.ones(4, dtype=torch.float64)
-    bound = Elbo(1 * ones, 2 * ones, 3 * ones, 0 * ones, sum_variance=4.0, between=0.0, n=5, log_determinant=0.1)
+    ones = torch.ones(2, 4, dtype=torch.float64)
+    bound = record(2 * ones, 1 * ones, n=5, prior=3 * ones[0], log_determinant=0.1)
     assert bound.nats.tolist() == [6.5] * 4
     assert bound.nats_per_dim == pytest.approx(1.3)
     assert bound.bits_per_dim == pytest.approx(1.3 / math.log(2))
-    assert bound.monte_carlo_error == pytest.approx(2 / (4 * 5 * math.log(2)))
-    assert bound.data_error == 0
+    assert (bound.monte_carlo_error, bound.data_error) == (0, 0)
+    shaken = record(2 * ones + torch.tensor([[4.0], [-4.0]]), n=5)
+    assert shaken.monte_carlo_error == pytest.approx(4 * 4 / (4 * 5 * math.log(2)))
 
 
-def test_one_replicate_has_no_known_error():
-    bound = record(0, 4, measure=1, recon=1)
-    assert math.isnan(bound.monte_carlo_error)
-    assert bound.nats.isfinite().all()
-    raw = bound.nats.std().item() / math.sqrt(4) / (3 * math.log(2))
-    assert bound.data_error == pytest.approx(raw)  # all that is known: what the estimates differ by
-    assert "at most" in str(bound)
+def test_the_difference_of_two_bounds_has_all_terms_and_the_units_of_both():
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(2, 30, generator=generator, dtype=torch.float64)
+    a = record(common, prior=torch.full((30,), 0.5, dtype=torch.float64), log_determinant=0.3)
+    b = record(common, log_determinant=0.1)
+    assert (a - b).bits_per_dim == pytest.approx((0.5 + 0.2) / math.log(2))
+    assert (a - b).monte_carlo_error == 0
+    assert (a - a).data_error == 0
+    with pytest.raises(UsageError, match="same estimator"):
+        a - replace(b, rounds=2)
+    with pytest.raises(UsageError, match="same estimator"):
+        replace(a, estimator=Estimator(seed=1)) - replace(b, estimator=Estimator())
+
+
+def test_a_bound_is_a_number_and_can_be_formatted():
+    values = math.log(2) * torch.tensor([[1.5, 2.5], [2.0, 2.0]], dtype=torch.float64)
+    bound = record(values)
+    assert float(bound) == bound.bits_per_dim == pytest.approx(2.0)
+    assert f"{bound:.3f}" == "2.000"
+    assert f"{bound}" == str(bound)
+    assert str(bound).startswith("2.0000 bits/dim ± 0.0000 (Monte Carlo) ±")
+    continuous = replace(bound, binned=False)
+    assert str(continuous).startswith("1.3863 nats/dim ± ")
+    assert str(continuous).endswith("; 2.0000 bits/dim")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"measure": 1}, {"recon": 1}, {"finite_k": 0}, {"target_error": 0.0}, {"batch_size": 0}, {"proposal": "best"}],
+    ids=str,
+)
+def test_an_estimator_that_cannot_work_is_rejected(wrong):
+    with unchecked(), pytest.raises(UsageError, match=next(iter(wrong))):
+        Estimator(**wrong)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_the_record_holds_the_three_terms_of_the_bound(method):
-    x, bins = Bins.uint8().values(torch.randint(256, (6, 4), generator=torch.Generator().manual_seed(1))), Bins.uint8()
-    predict, noises, t = gaussian_posterior(method), [draws(i, 6, 4).float() for i in range(5)], uniform(0, 3, 6)
-    queue = list(noises)
-    bound = elbo(method, predict, x, bins, t, lambda: queue.pop(0), recon=2)
-    each = [measurement_loss(method, predict, x, row, eps) for row, eps in zip(t, noises, strict=False)]
-    measured = torch.stack(each).double()
-    decoded = torch.stack([reconstruction_loss(method, predict, x, eps, bins) for eps in noises[3:]])
-    torch.testing.assert_close(bound.measurement, measured.mean(0))
-    torch.testing.assert_close(bound.reconstruction, decoded.mean(0))
-    torch.testing.assert_close(bound.sample_variance, measured.var(0) / 3 + decoded.var(0) / 2)
-    assert bound.sum_variance == pytest.approx(float(measured.sum(1).var() / 3 + decoded.sum(1).var() / 2))
+    """Each replicate is the average of the terms' own functions at the design's levels, with the estimator's noise."""
+    bins = Bins.uint8()
+    x = bins.values(torch.randint(256, (6, 4), generator=torch.Generator().manual_seed(1)))
+    predict, ids = gaussian_posterior(method), torch.arange(6)
+    bound = estimate(EvaluatedModel.of(method, predict, x, bins), Estimator(measure=4, seed=7))
+    design = Design(6, 4, seed=7)
+    assert design.sizes == (2, 2)
+    for replicate in (0, 1):
+        rows = [
+            measurement_loss(method, predict, x, t, noise(7, ids, "measure", 2 * replicate + i, (4,), x.dtype))
+            for i, t in enumerate(design.t(ids, replicate))
+        ]
+        torch.testing.assert_close(bound.measurements.values[replicate], torch.stack(rows).double().mean(0))
+        decoded = reconstruction_loss(method, predict, x, noise(7, ids, "recon", replicate, (4,), x.dtype), bins)
+        torch.testing.assert_close(bound.reconstructions.values[replicate], decoded.double())
     torch.testing.assert_close(bound.prior, method.prior_kl(x).double())
-    assert not queue
     assert bound.n == 4

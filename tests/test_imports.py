@@ -18,7 +18,9 @@ LAYERS = [
     {"methods"},
     {
         "adapters",
+        "bound",
         "conditioning",
+        "control_variate",
         "denoiser",
         "elbo",
         "flow",

@@ -9,9 +9,8 @@ import bsi
 from bsi.elbo import Elbo
 from bsi.errors import UsageError
 from bsi.levels import low_discrepancy
-from bsi.model import _dealt, _levels, _rows
+from bsi.model import _levels, _rows
 from bsi.objective import training_loss
-from bsi.rng import SeededNoise
 
 METHODS = [bsi.BSI(), bsi.BFN(), bsi.VDM()]
 
@@ -241,31 +240,6 @@ def test_the_bound_is_reproducible_and_independent_of_the_training_mode(method):
     model.train()
     model.sample(2, steps=2)
     assert model.training
-
-
-def test_every_sample_of_a_bound_has_noise_and_a_stratum_of_its_own(monkeypatch):
-    """Whatever the batch; and which stratum is chance: a sample's spread says more than its neighbor's."""
-    model, drawn = bsi.Model(Elementwise(), bsi.BSI(), shape=(2,)), []
-
-    def noted(seed, samples, shape, dtype):
-        drawn.extend(samples.tolist())
-        return SeededNoise(seed, samples, shape, dtype)
-
-    monkeypatch.setattr("bsi.model.SeededNoise", noted)
-    model.elbo(torch.zeros(5, 2), batch_size=2)
-    assert drawn == list(range(5))
-    t = _dealt(64, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(torch.diff(torch.sort(t).values), torch.full((63,), 1 / 64, dtype=torch.float64))
-    assert not torch.allclose(torch.diff(t) % 1, torch.full((63,), 1 / 64, dtype=torch.float64))
-
-
-def test_the_bound_of_batches_estimates_that_of_the_whole():
-    model = bsi.Model(Elementwise(), bsi.BSI(1.0, alpha_M=100.0), shape=(4,))
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(8))
-    whole, parts = model.elbo(x, measure=20), model.elbo(x, measure=20, batch_size=10)
-    error = math.hypot(whole.monte_carlo_error, parts.monte_carlo_error)
-    assert abs(whole.bits_per_dim - parts.bits_per_dim) < 4 * error
-    assert len(parts.nats) == 64
 
 
 def test_an_untrained_model_never_beats_the_entropy_of_its_data():

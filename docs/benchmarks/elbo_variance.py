@@ -34,21 +34,17 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bsi.evaluation.basis import Basis
-from bsi.evaluation.bound import Procedure, measure
-from bsi.evaluation.control import Control, Observations
-from bsi.evaluation.integral import Infinite
-from bsi.evaluation.plan import Plan, ProposalName, describe, make_plan
-from bsi.evaluation.points import Design, noise
-from bsi.evaluation.runs import open_run, open_split, speed_up, subject_of
-from bsi.evaluation.subject import Subject
+from bsi.bound import Design, EvaluatedModel, Integral, Plan, Rounds, describe, make_plan, noise
+from bsi.control_variate import Basis, Control, Observations
+from bsi.elbo import Estimator, Proposals
+from bsi.evaluation.runs import evaluated, open_run, open_split, speed_up
 from bsi.runtime.distributed import Place, World, pick_device
 
 PAIR_LEVELS, PAIR_IMAGES, PAIRS = 49, 64, 2
@@ -77,7 +73,7 @@ class Pairs:
     seen: Observations
 
     @classmethod
-    def of(cls, subject: Subject, basis: Basis, batch: int) -> Pairs:
+    def of(cls, subject: EvaluatedModel, basis: Basis, batch: int) -> Pairs:
         levels = subject.method.levels
         u = torch.linspace(math.log(levels.low), math.log(levels.high), PAIR_LEVELS, dtype=torch.float64)
         count = min(PAIR_IMAGES, subject.count)
@@ -92,7 +88,7 @@ class Pairs:
                     eps = noise(1, part, "pilot", i * 2 * PAIRS + draw + (1 << 20), subject.shape, x.dtype)
                     g = subject.integrand(predict, x, level, eps)
                     found.append(Observations.of(basis, steady, x, eps, torch.log(level), g))
-        return cls(u, Observations(*(_paired([getattr(each, f.name) for each in found]) for f in fields(Observations))))
+        return cls(u, Observations(_paired([each.rows for each in found])))
 
     @property
     def bound(self) -> float:
@@ -123,19 +119,19 @@ def _paired(rows: list[Tensor]) -> Tensor:
 class Bench:
     """What all estimators are given."""
 
-    subject: Subject
+    subject: EvaluatedModel
     basis: Basis
     pairs: Pairs
     batch: int
     world: World
 
-    def plan(self, name: ProposalName, levels: int, seed: int, control: bool = True) -> Plan:
-        return make_plan(name, self.subject, levels, seed, self.batch, self.world, control, self.basis)
+    def estimator(self, name: Proposals, levels: int, seed: int, control: bool = True) -> Estimator:
+        return Estimator(measure=levels, proposal=name, control=control, seed=seed, batch_size=self.batch)
 
 
 def drawn(bench: Bench, levels: int, t: Callable[[Tensor, int], Tensor], seed: int) -> Estimate:
     """Log-uniform levels at t(ids, j)."""
-    subject, rule = bench.subject, Infinite(bench.subject.method.levels)
+    subject, rule = bench.subject, Integral(bench.subject.method.levels)
     values = torch.zeros(subject.count, dtype=torch.float64, device=subject.device)
     for ids in torch.arange(subject.count, device=subject.device).split(bench.batch):
         x, predict = subject.x(ids), subject.predict(ids)
@@ -168,11 +164,11 @@ def stratified(bench: Bench, levels: int, seed: int) -> Estimate:
     return drawn(bench, levels, lambda ids, j: table[ids, j], seed)
 
 
-def library(proposal: ProposalName, control: bool) -> Callable[[Bench, int, int], Estimate]:
+def library(proposal: Proposals, control: bool) -> Callable[[Bench, int, int], Estimate]:
     def run(bench: Bench, levels: int, seed: int) -> Estimate:
-        procedure = Procedure(measure=levels, proposal=proposal, control=control, seed=seed, batch=bench.batch)
-        plan = bench.plan(proposal, levels, seed, control)
-        spread = measure(bench.subject, procedure, plan, bench.world).spread
+        estimator = bench.estimator(proposal, levels, seed, control)
+        plan = make_plan(bench.subject, estimator, bench.world, bench.basis)
+        spread = Rounds(bench.subject, estimator, bench.world, plan).measure()
         return Estimate(
             spread.mean,
             plan.pilot + bench.subject.count * levels,
@@ -305,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     world = World(Place(), pick_device(args.device, 0))
     run = open_run(args.run, world)
-    subject = subject_of(run, open_split(run, "test", args.data), args.images)
+    subject = evaluated(run, open_split(run, "test", args.data), args.images)
     speed_up(run, subject.count * args.seeds * sum(args.measure) * len(ESTIMATORS))
     basis, batch = describe(subject), args.batch or min(BATCH[world.device.type], subject.count)
     with torch.no_grad():

@@ -7,26 +7,27 @@
     L_M^inf = 1/2 E_{level ~ p, q} [ |x - x_hat|^2 / p(level) ]                                   infinitely many
 
 for BSI, BFN and VDM alike; the prior term is 0 for the first two. Each function returns one unbiased estimate per
-sample, in nats, from the noise it is given. An `Elbo` collects them with their errors: that of the Monte Carlo
-estimate, which more evaluations shrink, and that of the data set, which only more data shrinks.
+sample, in nats, from the noise it is given. `bsi.bound` chooses the levels and the noise and makes an `Elbo` of them.
 
-Estimates y_ri of a sample i's bound b_i in independent replicates r tell the two apart: whatever dependence there is
-between the samples of one replicate, two replicates share the samples alone, and
+An `Elbo` has two errors: that of the Monte Carlo estimate, which more evaluations reduce, and that of the data set,
+which only more samples reduce. Both come from independent replicates y_ri of each sample's bound b_i: two replicates
+have nothing in common but the samples, whatever the dependence between the samples of one replicate, so that
 
     sum_i (y_ri - y_r) (y_si - y_s) / (N - 1),        r != s,        y_r the average over the samples,
 
-has the variance of the b_i between the samples as its expectation, free of Monte Carlo noise. Unbiased, it may come out
-negative where that noise is much larger than what it hides; then only an upper limit is known, and is named as one.
+has the variance of the b_i between samples as its expectation, without Monte Carlo noise. It is unbiased, and may be
+negative if that noise is much larger than the variance; then only an upper limit is known, and is marked as one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float, Integer, Shaped
+from jaxtyping import Float, Float64, Int, Integer
 from torch import Tensor
 
 from bsi.errors import UsageError
@@ -37,9 +38,19 @@ from bsi.likelihood import categorical_normal, discretized_normal, normal
 from bsi.methods.base import Method, Predictor
 from bsi.values import Bins
 
-__all__ = ["Elbo", "between_samples", "elbo", "finite_measurement_loss", "measurement_loss", "reconstruction_loss"]
+__all__ = [
+    "Elbo",
+    "Estimator",
+    "Proposals",
+    "Replicates",
+    "finite_measurement_loss",
+    "measurement_loss",
+    "reconstruction_loss",
+]
 
-RESOLVED = 2.0  # standard errors that a variance must be above 0 to be told as known
+Proposals = Literal["loguniform", "exact", "fitted"]
+
+RESOLVED = 2.0  # standard errors above 0 from which a variance counts as known
 
 Data = Float[Tensor, "batch *data"]
 PerSample = Float[Tensor, " batch"]
@@ -133,28 +144,137 @@ def reconstruction_loss(method: Method, predict: Predictor, x: Data, eps: Data, 
 
 
 @dataclass(frozen=True)
-class Elbo:
-    """The bound's terms for each sample in nats, with what is known of their Monte Carlo error.
+class Estimator:
+    """How the bound is estimated; the defaults are the paper's.
 
-    `sample_variance` is the Monte Carlo variance of each sample's bound, `sum_variance` that of the sum over the
-    samples: they differ when levels are stratified over a batch, where the errors of its samples are not independent.
-    `between` is the variance of the bound between samples, the Monte Carlo part removed: see `between_samples`. All
-    three come from independent replicates, and are NaN when there was only one.
+    Args:
+        measure: Levels for each sample in a round.
+        recon: Reconstructions of each sample in a round.
+        finite_k: The bound for this many measurements, on the paper's grid; infinitely many by default.
+        proposal: How levels are drawn: see `bsi.bound.make_plan`.
+        control: Use the control variate of the fitted proposal.
+        target_error: Add rounds until the Monte Carlo error in bits per dimension is at most this.
+        seed: Of the levels and the noise.
+        batch_size: Samples at a time, which changes nothing but rounding.
     """
 
-    reconstruction: PerSample
-    measurement: PerSample
-    prior: PerSample
-    sample_variance: PerSample
-    sum_variance: float
-    between: float
-    n: int
-    log_determinant: float = 0.0
+    measure: int = 5
+    recon: int = 2
+    finite_k: int | None = None
+    proposal: Proposals = "loguniform"
+    control: bool = True
+    target_error: float | None = None
+    seed: int = 0
+    batch_size: int = 256
+
+    def __post_init__(self) -> None:
+        if self.measure < 2 or self.recon < 2:
+            raise UsageError(
+                f"an error is known from independent replicates: at least 2 levels and 2 reconstructions of each "
+                f"sample are needed, got measure={self.measure} and recon={self.recon}. The paper takes 5 and 2."
+            )
+        if self.finite_k is not None and self.finite_k < 1:
+            raise UsageError(f"finite_k must be at least 1, got {self.finite_k}. Leave it out for the infinite bound.")
+        if self.proposal not in get_args(Proposals):
+            raise UsageError(f"proposal must be one of {', '.join(get_args(Proposals))}, got {self.proposal!r}")
+        if self.target_error is not None and not self.target_error > 0:
+            raise UsageError(f"target_error must be a positive number of bits per dimension, got {self.target_error}")
+        if self.batch_size < 1:
+            raise UsageError(f"batch_size must be at least 1, got {self.batch_size}")
+
+
+@dataclass(frozen=True)
+class Replicates:
+    """Independent unbiased estimates of one term for every sample, in nats; their average is weighted by `sizes`.
+
+    Args:
+        values: One row for each replicate.
+        sizes: The network evaluations of each sample behind each replicate.
+        block: Samples of one block are stratified together, and their errors depend on each other.
+    """
+
+    values: Float64[Tensor, "replicates samples"]
+    sizes: Int[Tensor, " replicates"]
+    block: Int[Tensor, " samples"]
 
     @property
+    def _weight(self) -> Float64[Tensor, "replicates 1"]:
+        return (self.sizes / self.sizes.sum()).double()[:, None]
+
+    @property
+    def mean(self) -> Float64[Tensor, " samples"]:
+        return (self._weight * self.values).sum(0)
+
+    @property
+    def sample_variance(self) -> Float64[Tensor, " samples"]:
+        """Monte Carlo variance of each sample's average."""
+        return self._variance(self.values)
+
+    @property
+    def block_variance(self) -> Float64[Tensor, " blocks"]:
+        """Monte Carlo variance of each block's sum: not the sum of its samples' variances, whose errors may cancel."""
+        sums = self.values.new_zeros(len(self.values), int(self.block.max()) + 1)
+        return self._variance(sums.index_add(1, self.block, self.values))
+
+    @property
+    def sum_variance(self) -> float:
+        return float(self.block_variance.sum())
+
+    @property
+    def noise_between(self) -> float:
+        """The part of the variance between the samples' averages that is Monte Carlo noise."""
+        offset = self._weight * (self.values - self.values.mean(1, keepdim=True))
+        averages, own = offset.sum(0).square().sum(), offset.square().sum()
+        shared = (averages - own) / (1 - self._weight.square().sum())
+        return float(averages - shared) / (self.values.shape[1] - 1)
+
+    def _variance(self, values: Float64[Tensor, "replicates n"]) -> Float64[Tensor, " n"]:
+        weight = self._weight
+        return (weight * (values - (weight * values).sum(0)).square()).sum(0) / (len(values) - 1)
+
+    def extended(self, more: Replicates) -> Replicates:
+        """With the replicates of another round."""
+        return replace(self, values=torch.cat([self.values, more.values]), sizes=torch.cat([self.sizes, more.sizes]))
+
+    def __sub__(self, other: Replicates) -> Replicates:
+        """Of the difference, from common random numbers."""
+        return replace(self, values=self.values - other.values)
+
+
+@dataclass(frozen=True)
+class Elbo:
+    """The bound of a set of samples: replicates of its terms in nats, and the errors that follow from them.
+
+    Prints as `1.7938 bits/dim ± 0.0207 (Monte Carlo) ± 0.0163 (data set of 299)`, and continuous data in nats. A format
+    applies to `bits_per_dim`, which is also `float(elbo)`. The difference of two from common random numbers,
+    `a - b`, is an `Elbo` too.
+    """
+
+    measurements: Replicates
+    reconstructions: Replicates
+    prior: Float64[Tensor, " samples"]
+    n: int
+    log_determinant: float = 0.0
+    """Of the standardization of continuous data, in nats per dimension."""
+    binned: bool = True
+    estimator: Estimator | None = None
+    rounds: int = 1
+    evaluations: int = 0
+    """Of the network, over all samples; `pilot_evaluations` of them to fit the proposal and the control variate."""
+    pilot_evaluations: int = 0
+
+    @cached_property
+    def reconstruction(self) -> PerSample:
+        return self.reconstructions.mean
+
+    @cached_property
+    def measurement(self) -> PerSample:
+        return self.measurements.mean
+
+    @cached_property
     def nats(self) -> PerSample:
         """The bound on -ln p(x) of each sample, in the units of the data."""
-        return self.reconstruction + self.measurement + self.prior + self.n * self.log_determinant
+        return self.measurement + self.reconstruction + self.prior + self.n * self.log_determinant
 
     @property
     def nats_per_dim(self) -> float:
@@ -164,19 +284,46 @@ class Elbo:
     def bits_per_dim(self) -> float:
         return self.nats_per_dim / math.log(2)
 
+    @cached_property
+    def sample_variance(self) -> PerSample:
+        """Monte Carlo variance of each sample's bound."""
+        return self.measurements.sample_variance + self.reconstructions.sample_variance
+
+    @cached_property
+    def sum_variance(self) -> float:
+        """Monte Carlo variance of the sum over the samples."""
+        return self.measurements.sum_variance + self.reconstructions.sum_variance
+
     @property
     def monte_carlo_error(self) -> float:
-        """Standard error of `bits_per_dim` for this data set: what more network evaluations would shrink."""
+        """Standard error of `bits_per_dim` for this data set: more evaluations reduce it."""
         return math.sqrt(self.sum_variance) / (len(self.nats) * self.n * math.log(2))
 
     @property
+    def degrees_of_freedom(self) -> float:
+        """Of `monte_carlo_error` (Welch and Satterthwaite; unbiased for few degrees each): an interval for the bound is
+        Student's with this many.
+        """
+        parts = (self.measurements, self.reconstructions)
+        squares = sum(float(part.block_variance.square().sum()) / (len(part.values) + 1) for part in parts)
+        return max(1.0, self.sum_variance**2 / squares - 2) if squares > 0 else math.inf
+
+    @cached_property
+    def between(self) -> float:
+        """The variance of the bound between samples, without the Monte Carlo part; NaN for a single sample."""
+        if len(self.nats) < 2:
+            return math.nan
+        return float(self.nats.var()) - (self.measurements.noise_between + self.reconstructions.noise_between)
+
+    @property
     def data_error(self) -> float:
-        """Standard error of `bits_per_dim` from having these samples and not others, the Monte Carlo part removed;
-        an upper limit unless `data_resolved`.
+        """Standard error of `bits_per_dim` because of the choice of samples, without the Monte Carlo part; an upper
+        limit unless `data_resolved`.
         """
         if len(self.nats) < 2:
             return math.nan
-        variance = self.between if self.data_resolved else self._most_between
+        most = min(max(0.0, self.between) + RESOLVED * self._between_error, float(self.nats.var()))
+        variance = self.between if self.data_resolved else most
         return math.sqrt(variance / len(self.nats)) / (self.n * math.log(2))
 
     @property
@@ -186,104 +333,55 @@ class Elbo:
 
     @property
     def _between_error(self) -> float:
-        """Standard error of `between`, which is an average over the samples, NaN if it is not known."""
+        """Standard error of `between`, which is an average over the samples."""
         each = (self.nats - self.nats.mean()).square() - self.sample_variance
         return float(each.std()) / math.sqrt(len(each))
 
-    @property
-    def _most_between(self) -> float:
-        """Never more than the estimates themselves differ by; and that alone, where there were no replicates."""
-        limit = max(0.0, self.between) + RESOLVED * self._between_error
-        raw = float(self.nats.var())
-        return min(limit, raw) if math.isfinite(limit) else raw
-
-    @classmethod
-    def join(cls, parts: Sequence[Elbo]) -> Elbo:
-        """Batches evaluated with independent noise, as one."""
-        if not parts or len({(part.n, part.log_determinant) for part in parts}) != 1:
-            raise UsageError("only bounds of data of one shape and unit can be joined, and at least one")
-        counts, sums = [len(part.nats) for part in parts], [part.nats.sum() for part in parts]
-        count, total = sum(counts), sum(sums)
-        # Within the parts, and between their averages, less what those averages differ by from noise alone.
-        squares = [part.between * (b - 1) if b > 1 else 0.0 for part, b in zip(parts, counts, strict=True)]
-        squares += [float((s / b - total / count).square()) * b for s, b in zip(sums, counts, strict=True)]
-        squares += [part.sum_variance * (1 / count - 1 / b) for part, b in zip(parts, counts, strict=True)]
-        return cls(
-            reconstruction=torch.cat([part.reconstruction for part in parts]),
-            measurement=torch.cat([part.measurement for part in parts]),
-            prior=torch.cat([part.prior for part in parts]),
-            sample_variance=torch.cat([part.sample_variance for part in parts]),
-            sum_variance=math.fsum(part.sum_variance for part in parts),
-            between=math.fsum(squares) / (count - 1) if count > 1 else math.nan,
-            n=parts[0].n,
-            log_determinant=parts[0].log_determinant,
+    def __sub__(self, other: Elbo) -> Elbo:
+        """The bound of one model less that of another, whose common noise cancels: see `bsi.bound.estimate_pair`."""
+        mine, theirs = ((each.estimator, each.n, len(each.prior), each.rounds) for each in (self, other))
+        if mine != theirs:
+            raise UsageError(
+                f"a paired difference needs the same estimator (without target_error) on the same samples: got "
+                f"{self.estimator} on {len(self.prior)} samples and {other.estimator} on {len(other.prior)}"
+            )
+        return replace(
+            self,
+            measurements=self.measurements - other.measurements,
+            reconstructions=self.reconstructions - other.reconstructions,
+            prior=self.prior - other.prior,
+            log_determinant=self.log_determinant - other.log_determinant,
+            evaluations=self.evaluations + other.evaluations,
+            pilot_evaluations=self.pilot_evaluations + other.pilot_evaluations,
         )
+
+    def record(self) -> dict[str, float | bool | None]:
+        """Bound, errors and terms in bits per dimension, for JSON: an unknown number is None."""
+        unit = self.n * math.log(2)
+        values = {
+            "bits_per_dim": self.bits_per_dim,
+            "monte_carlo_error": self.monte_carlo_error,
+            "degrees_of_freedom": self.degrees_of_freedom,
+            "data_error": self.data_error,
+            "data_resolved": self.data_resolved,
+            "measurement": float(self.measurement.mean()) / unit,
+            "reconstruction": float(self.reconstruction.mean()) / unit,
+            "prior": float(self.prior.mean()) / unit,
+            "change_of_units": self.log_determinant / math.log(2),
+        }
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+    def __float__(self) -> float:
+        return self.bits_per_dim
+
+    def __format__(self, spec: str) -> str:
+        return format(self.bits_per_dim, spec) if spec else str(self)
 
     def __str__(self) -> str:
+        unit, scale = ("bits", 1.0) if self.binned else ("nats", math.log(2))
         at_most = "" if self.data_resolved or len(self.nats) < 2 else "at most "
+        bits = "" if self.binned else f"; {self.bits_per_dim:.4f} bits/dim"
         return (
-            f"{self.bits_per_dim:.4f} bits/dim ± {self.monte_carlo_error:.4f} (Monte Carlo) ± {at_most}"
-            f"{self.data_error:.4f} (data set of {len(self.nats)})"
+            f"{scale * self.bits_per_dim:.4f} {unit}/dim ± {scale * self.monte_carlo_error:.4f} (Monte Carlo) ± "
+            f"{at_most}{scale * self.data_error:.4f} (data set of {len(self.nats)}){bits}"
         )
-
-
-def between_samples(
-    nats: PerSample,
-    *terms: tuple[Float[Tensor, "_ batch"], Shaped[Tensor, " _"]],  # each has replicates of its own
-) -> float:
-    """The variance between samples of what `nats` estimates. Each term is a table of replicates, averaged into nats
-    with the weights beside it; what else is in nats has no noise.
-    """
-    if len(nats) < 2:
-        return math.nan
-    return float(nats.var()) - sum(_noise_between(values, weights) for values, weights in terms)
-
-
-def _noise_between(values: Float[Tensor, "replicates batch"], weights: Shaped[Tensor, " replicates"]) -> float:
-    """How much of the variance between the samples' averages is Monte Carlo noise; NaN for one replicate."""
-    weight = (weights / weights.sum()).double()[:, None]
-    offset = weight * (values - values.mean(1, keepdim=True))
-    averages, own = offset.sum(0).square().sum(), offset.square().sum()
-    shared = (averages - own) / (1 - weight.square().sum())
-    return float(averages - shared) / (values.shape[1] - 1)
-
-
-def elbo(
-    method: Method,
-    predict: Predictor,
-    x: Data,
-    bins: Bins | None,
-    t: Float[Tensor, "measure batch"],
-    noise: Callable[[], Data],
-    recon: int = 2,
-    proposal: Proposal | None = None,
-    log_determinant: float = 0.0,
-) -> Elbo:
-    """The infinite-step bound of a batch from `len(t)` levels and `recon` reconstructions for each sample.
-
-    The rows of t are independent replicates; within a row the levels may be stratified over the batch. `noise()`
-    draws standard noise of x's shape, first for the measurements, then for the reconstructions.
-    """
-    if len(t) < 1 or recon < 1:
-        raise UsageError(
-            f"the bound needs at least one level and one reconstruction: got measure={len(t)}, recon={recon}"
-        )
-    measured = torch.stack([measurement_loss(method, predict, x, row, noise(), proposal) for row in t]).double()
-    decoded = torch.stack([reconstruction_loss(method, predict, x, noise(), bins) for _ in range(recon)]).double()
-    variance = [
-        rows.var(0) / len(rows) if len(rows) > 1 else torch.full_like(rows[0], math.nan) for rows in (measured, decoded)
-    ]
-    sums = [rows.sum(1) for rows in (measured, decoded)]
-    sum_variance = [float(total.var()) / len(total) if len(total) > 1 else math.nan for total in sums]
-    prior = method.prior_kl(x).double()
-    terms = [(rows, torch.ones(len(rows), device=rows.device)) for rows in (measured, decoded)]
-    return Elbo(
-        reconstruction=decoded.mean(0),
-        measurement=measured.mean(0),
-        prior=prior,
-        sample_variance=variance[0] + variance[1],
-        sum_variance=sum(sum_variance),
-        between=between_samples(measured.mean(0) + decoded.mean(0) + prior, *terms),
-        n=x[0].numel(),
-        log_determinant=log_determinant,
-    )

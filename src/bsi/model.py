@@ -10,24 +10,24 @@ Integer tensors are bin indices, floats are values. Everything outside the netwo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
+from bsi.bound import EvaluatedModel, Samples, estimate
 from bsi.denoiser import Condition, Denoiser, check_condition, check_labels
-from bsi.elbo import Elbo, elbo
+from bsi.elbo import Elbo, Estimator, Proposals
 from bsi.errors import DataError, NonFinite, UsageError
 from bsi.levels import low_discrepancy
-from bsi.methods.base import Method, Parametrization
+from bsi.methods.base import Method, Parametrization, Predictor
 from bsi.objective import Weight, training_loss
-from bsi.rng import SeededNoise
 from bsi.sampler import Sampler
 from bsi.sampling import Step, drawing
 from bsi.values import Bins, Standardize
@@ -188,7 +188,7 @@ class Model(nn.Module):
         """The steps of a trajectory in evaluation mode, and the one check that samples are finite."""
         x = torch.empty(0)
         while True:
-            with _evaluating(self):
+            with self.evaluating():
                 step = next(steps, None)
             if step is None:
                 break
@@ -216,48 +216,78 @@ class Model(nn.Module):
             return self.bins.indices(x)
         return x if self.standardize is None else self.standardize.undo(x)
 
-    @torch.no_grad()
     def elbo(
         self,
-        data: Tensor,
+        data: Tensor | Samples,
         cond: Condition | None = None,
         measure: int = 5,
         recon: int = 2,
+        finite_k: int | None = None,
+        proposal: Proposals = "loguniform",
+        control: bool = True,
+        target_error: float | None = None,
         seed: int = 0,
         batch_size: int = 256,
+        progress: bool = False,
     ) -> Elbo:
-        """The bound of each sample by the paper's protocol: `measure` levels and `recon` reconstructions."""
-        self.check(data)
-        _check_width(data, self.denoiser.backbone)
+        """The bound of each sample, by default with the paper's `measure` levels and `recon` reconstructions.
+
+        The other arguments are those of `bsi.elbo.Estimator`. `proposal="fitted"` and `target_error` together reach a
+        given error with the fewest evaluations.
+        """
+        estimator = Estimator(measure, recon, finite_k, proposal, control, target_error, seed, batch_size)
+        with self.evaluating():
+            return estimate(self.on(data, cond), estimator, progress=progress)
+
+    bits_per_dim = elbo  # under the name people search for
+
+    def on(
+        self, data: Tensor | Samples, cond: Condition | None = None, ids: Sequence[int] | np.ndarray | None = None
+    ) -> EvaluatedModel:
+        """This model on the samples `ids` of the data, or on all of them: what `bsi.bound.estimate` takes.
+
+        The model must be in evaluation mode.
+        """
+        if isinstance(data, Tensor):
+            self.check(data)
+            _check_width(data, self.denoiser.backbone)
         check_condition(cond, len(data))
-        if measure < 1 or recon < 1:
-            raise UsageError(f"the bound needs levels and reconstructions: got measure={measure}, recon={recon}")
-        generator = torch.Generator().manual_seed(seed)
-        log_determinant = 0.0 if self.standardize is None else self.standardize.log_determinant
-        parts = []
-        with _evaluating(self):
-            for ids in torch.arange(len(data)).split(batch_size):
-                x = self.values(data[ids.to(data.device)]).to(self.device)
-                t = torch.stack([_dealt(len(x), generator) for _ in range(measure)]).to(self.device)
-                draw = SeededNoise(seed, ids.to(self.device), self.shape, x.dtype)
-                predict = self.denoiser.given(_rows(cond, ids, self.device))
-                noise = functools.partial(draw, 0.0, 1.0)
-                parts.append(elbo(self.method, predict, x, self.bins, t, noise, recon, log_determinant=log_determinant))
-        return Elbo.join(parts)
+        chosen = torch.arange(len(data)) if ids is None else torch.as_tensor(ids)
+        if len(chosen) < 1:
+            raise UsageError("a bound needs at least one sample, got none")
 
-    def bits_per_dim(self, data: Tensor, cond: Condition | None = None, measure: int = 5, recon: int = 2) -> Elbo:
-        """`elbo`, under the name people look for; prints as bound ± Monte Carlo error ± data-set error."""
-        return self.elbo(data, cond, measure, recon)
+        def x(places: Integer[Tensor, " batch"]) -> Float[Tensor, "batch *data"]:
+            rows = chosen[places.cpu()]
+            if isinstance(data, Tensor):
+                samples = data[rows.to(data.device)]
+            else:
+                samples = data.take(rows.numpy())
+                self.check(samples)
+            return self.values(samples).to(self.device)
 
+        def predict(places: Integer[Tensor, " batch"]) -> Predictor:
+            return self.denoiser.given(_rows(cond, chosen[places.cpu()], self.device))
 
-def _dealt(count: int, generator: torch.Generator) -> Float[Tensor, " count"]:
-    """Stratified levels dealt to the samples of a batch at random.
+        return EvaluatedModel(
+            method=self.method,
+            predict=predict,
+            x=x,
+            count=len(chosen),
+            shape=self.shape,
+            bins=self.bins,
+            device=self.device,
+            log_determinant=0.0 if self.standardize is None else self.standardize.log_determinant,
+        )
 
-    Without the dealing, replicates would differ by one shift for the whole batch, and no sample's spread over
-    replicates would say anything that its neighbor's does not.
-    """
-    t = low_discrepancy(count, torch.rand((), generator=generator, dtype=torch.float64))
-    return t[torch.randperm(count, generator=generator)]
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In evaluation mode for as long as the block runs."""
+        was_training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(was_training)
 
 
 def _check_method(method: object) -> None:
@@ -292,17 +322,6 @@ def _rows(cond: Condition | None, ids: Integer[Tensor, " batch"], device: torch.
     if isinstance(cond, dict):
         return {name: value[ids.to(value.device)].to(device) for name, value in cond.items()}
     return None if cond is None else cond[ids.to(cond.device)].to(device)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode (no dropout) inside, the previous mode afterwards."""
-    was_training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(was_training)
 
 
 def _levels(x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:

@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 FIRST_RATE = 1e-8  # the paper's warm-up starts here
-PARTS = 8  # that the bound's error is known from: degrees of freedom for each draw but the first
 
 
 @dataclass(frozen=True)
@@ -196,22 +195,18 @@ class Every:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The bound of the first `images` test samples under the EMA, with so many levels and reconstructions for each."""
+    """The bound of `images` random test samples under the EMA, with so many levels and reconstructions for each."""
 
     images: int = 1024
     measure: int = 2
     recon: int = 2
     batch: int = 256
-    """Samples at a time, at most: the set is cut into eight parts or more, whose draws tell the error."""
+    """Samples at a time."""
 
     def __post_init__(self) -> None:
-        for name, value in (("images", self.images), ("measure", self.measure), ("recon", self.recon)):
-            _at_least(f"evaluation.{name}", value, 1)
-        _at_least("evaluation.batch", self.batch, 1)
-
-    def at_a_time(self, count: int) -> int:
-        """How many of `count` test samples are evaluated together."""
-        return min(self.batch, math.ceil(count / PARTS))
+        least = {"images": 1, "measure": 2, "recon": 2, "batch": 1}
+        for name, value in least.items():
+            _at_least(f"evaluation.{name}", getattr(self, name), value)
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,8 @@ def patch(faults: Faults) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
+    from bsi import bound
     from bsi.backbones.base import Backbone
-    from bsi.model import Model
     from bsi.runtime import checkpoint
     from bsi.training import loop
     from bsi.training.loop import StopFlag
@@ -135,7 +135,7 @@ def patch(faults: Faults) -> None:
     around(Backbone, "forward", "network")
     around(loop, "bound", "evaluate")
     around(loop, "draw_samples", "sample")
-    around(Model, "elbo", "measure")
+    around(bound, "noise", "measure")
 
     save, step, losses, batch_of = checkpoint.save, Engine.step, Engine._losses, Stream._batch
 

@@ -20,7 +20,7 @@ from bsi.io import check_writable
 from bsi.sampler import Sampler
 
 if TYPE_CHECKING:
-    from bsi.evaluation.bound import Evaluation
+    from bsi.elbo import Elbo, Estimator
     from bsi.evaluation.runs import Run, Split
     from bsi.runtime.distributed import World
 
@@ -65,7 +65,7 @@ class Eval:
     per_sample: Path | None = None
     """Also write every sample's bound to this .npz."""
     limit: int | None = None
-    """Only the first this many samples."""
+    """Only this many random samples, the same ones every time."""
     num: int = 50_000
     """Samples to draw for --fid."""
     reference: Literal["test", "train"] = "test"
@@ -133,7 +133,7 @@ class Found:
     record: Mapping[str, Any]
     run: Run
     what: str
-    samples: Evaluation | None = None
+    samples: Elbo | None = None
 
 
 def measured(args: Eval, world: World) -> Iterator[Found]:
@@ -190,40 +190,33 @@ def check(args: Eval) -> None:
 
 
 def bound(args: Eval, world: World) -> Found:
+    from bsi.bound import estimate
     from bsi.evaluation import runs
-    from bsi.evaluation.bound import evaluate
 
-    procedure = _procedure(args)
+    estimator = _estimator(args)
     run, split = _opened(args, args.runs[0], world)
-    subject = runs.subject_of(run, split, args.limit)
-    runs.speed_up(run, subject.count * (args.measure + args.recon) // world.size)
-    found = evaluate(subject, procedure, world, show=True)
+    model = runs.evaluated(run, split, args.limit)
+    runs.speed_up(run, model.count * (args.measure + args.recon) // world.size)
+    with runs.own_error():
+        found = estimate(model, estimator, world, progress=True)
     return Found(runs.bound_record(run, split, found), run, f"bpd-{args.split}", found)
 
 
 def paired(args: Eval, world: World) -> Found:
+    from bsi.bound import estimate_pair
     from bsi.evaluation import runs
-    from bsi.evaluation.bound import evaluate
-    from bsi.evaluation.paired import difference
-    from bsi.evaluation.plan import make_plan, shared_plans
 
-    procedure = _procedure(args)
-    opened = [_opened(args, path, world) for path in args.runs]
-    (a, split), (b, other) = opened
+    estimator = _estimator(args)
+    (a, split), (b, other) = (_opened(args, path, world) for path in args.runs)
     if split.dataset.version != other.dataset.version:
         raise UsageError(
             f"{a.path.name} and {b.path.name} were trained on different data, and have no samples in common: name one "
             f"dataset with --data"
         )
-    subjects = [runs.subject_of(run, split, args.limit) for run, split in opened]
-    plans = [
-        make_plan(args.proposal, subject, args.measure, args.seed, args.batch_size, world, args.control)
-        for subject in subjects
-    ]
-    both = zip(subjects, shared_plans(*plans), strict=True)
-    first, second = (evaluate(subject, procedure, world, plan, show=True) for subject, plan in both)
-    record = runs.difference_record(a, b, split, difference(first, second), (first, second))
-    return Found(record, a, f"paired-{args.split}")
+    first_model, second_model = (runs.evaluated(run, split, args.limit) for run in (a, b))
+    with runs.own_error():
+        first, second = estimate_pair(first_model, second_model, estimator, world, progress=True)
+    return Found(runs.difference_record(a, b, split, first, second), a, f"paired-{args.split}")
 
 
 def quality(args: Eval, world: World) -> Iterator[Found]:
@@ -266,10 +259,10 @@ def _cautions(world: World) -> Iterator[None]:
                 print(f"bsi eval: caution: {message}", file=sys.stderr)
 
 
-def _procedure(args: Eval) -> Any:
-    from bsi.evaluation.bound import Procedure
+def _estimator(args: Eval) -> Estimator:
+    from bsi.elbo import Estimator
 
-    return Procedure(
+    return Estimator(
         args.measure, args.recon, args.finite_k, args.proposal, args.control, args.target_se, args.seed, args.batch_size
     )
 

@@ -1,8 +1,8 @@
-"""From a run folder or an exported file to something that can be evaluated, and the record of what was found.
+"""Trained models and their records: from a run folder or an exported file to a stored evaluation.
 
-A record names everything its number depends on: the weights by their hash, the data by its version and split, the
-procedure, the seed. Records are kept in the run folder, `evaluations/TIME-WHAT-....json`, each written beside and
-renamed; an exported file has no folder, and its records are printed alone.
+A record names everything its numbers depend on: the weights by their hash, the data by its version and split, the
+estimator and its seed. It is stored as `evaluations/TIME-WHAT-....json` in the run folder; an exported file has no
+folder, and its records are only printed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,17 @@ from torch import nn
 
 from bsi import __version__
 from bsi.backbones import Backbone, Precision, accelerate, compute_dtype, freeze
+from bsi.bound import EvaluatedModel
 from bsi.data.batches import as_source
 from bsi.data.store import Dataset, open_dataset
 from bsi.devices import type_name
+from bsi.elbo import Elbo
 from bsi.errors import DataError, UsageError
-from bsi.evaluation.bound import Evaluation
-from bsi.evaluation.paired import Difference
-from bsi.evaluation.subject import Subject
 from bsi.io import atomic, canonical_json, make_folder
 from bsi.model import Model
+from bsi.rng import subset
 from bsi.runtime.data_spec import build_model
-from bsi.runtime.distributed import World
+from bsi.runtime.distributed import FailedTogether, World
 from bsi.runtime.export import read_trained, set_weights
 
 __all__ = [
@@ -40,22 +41,23 @@ __all__ = [
     "Split",
     "bound_record",
     "difference_record",
+    "evaluated",
     "inner_precision",
     "open_run",
     "open_split",
+    "own_error",
     "save_samples",
     "speed_up",
     "store",
-    "subject_of",
     "weights_hash",
 ]
 
-COMPILED = 20_000  # evaluations of one sample from which on it pays to wait for a compiler
+COMPILED = 20_000  # evaluations of one sample from which on compiling the network pays
 
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model on its device, and which one it is."""
+    """A trained model on its device, and what identifies it."""
 
     path: Path
     model: Model
@@ -84,8 +86,8 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
     trained = read_trained(path, ema, step)
     if trained.recipe.backbone is None:
         raise UsageError(
-            f"{path} was trained with a network of yours, {trained.network}: load it with bsi.load(run, backbone=...) "
-            f"and call bsi.evaluation.bound.evaluate"
+            f"{path} was trained with a network of your own, {trained.network}. Evaluate it in Python: "
+            f"bsi.load(run, backbone=...).bits_per_dim(data)."
         )
     model = build_model(trained.recipe, trained.data)
     set_weights(model, trained, str(path))
@@ -108,13 +110,13 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
 
 
 def inner_precision(model: Model) -> str:
-    """The type inside the model's network, by its name: what `auto` came to on its device."""
+    """The data type inside the model's network: what `auto` means on its device."""
     network = model.denoiser.backbone
     return type_name(network.compute_dtype if isinstance(network, Backbone) else None)
 
 
 def speed_up(run: Run, work: int) -> None:
-    """The network's fastest form, for good, if `work`, the evaluations ahead on this rank, pays for it."""
+    """Put the network into its fastest form if `work`, the evaluations ahead on this rank, pays for compiling it."""
     network = run.model.denoiser.backbone
     if isinstance(network, Backbone) and work >= COMPILED:
         accelerate(network, run.model.device)
@@ -122,7 +124,7 @@ def speed_up(run: Run, work: int) -> None:
 
 
 def weights_hash(module: nn.Module) -> str:
-    """SHA-256 over the names, types, shapes and bytes of a module's weights: the same wherever they are stored."""
+    """SHA-256 of the names, types, shapes and bytes of a module's weights."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -146,86 +148,76 @@ class Split:
 
 
 def open_split(run: Run, split: str, other: str | None = None) -> Split:
-    """The run's own dataset, which must be the one it was trained on; or another one, by name or folder."""
+    """A split of the dataset that the run was trained on, or of another one by name or folder."""
     dataset = open_dataset(run.dataset if other is None else other)
     if other is None and dataset.version != run.dataset_version:
         raise DataError(
             f"the dataset {dataset.name!r} is not the one that {run.path.name} was trained on: expected version "
-            f"{run.dataset_version[:16]}, found {dataset.version[:16]}. Name it with --data to evaluate on it anyway."
+            f"{run.dataset_version[:16]}, got {dataset.version[:16]}. Name it with --data to evaluate on it anyway."
         )
     if dataset.shape != run.model.shape:
         raise DataError(
-            f"{run.path.name} models data of shape {run.model.shape}; {dataset.name!r} has the shape {dataset.shape}"
+            f"{run.path.name} models data of shape {run.model.shape}, got {dataset.name!r} of shape {dataset.shape}"
         )
     if (dataset.bins and dataset.bins.count) != (run.model.bins and run.model.bins.count):
-        raise DataError(f"{run.path.name} and {dataset.name!r} have other bins: {run.model.bins} and {dataset.bins}")
+        raise DataError(f"{run.path.name} models {run.model.bins}, got {dataset.name!r} with {dataset.bins}")
     return Split(dataset, split)
 
 
-def subject_of(run: Run, split: Split, limit: int | None) -> Subject:
-    """What `evaluate` takes."""
-    return Subject.of(run.model, as_source(split.rows, run.model.device), limit)
+def evaluated(run: Run, split: Split, limit: int | None = None) -> EvaluatedModel:
+    """What `bsi.bound.estimate` takes: the run's model on `limit` random samples of the split, or on all."""
+    source = as_source(split.rows, run.model.device)
+    return run.model.on(source, ids=subset(len(source), len(source) if limit is None else limit))
 
 
-def bound_record(run: Run, split: Split, found: Evaluation) -> dict[str, Any]:
-    """Bound, terms and errors in bits per dimension (nats for continuous data are bits times ln 2)."""
-    elbo, unit = found.elbo, found.n * math.log(2)
-    record = {
-        "bits_per_dim": elbo.bits_per_dim,
-        "monte_carlo_error": elbo.monte_carlo_error,
-        "degrees_of_freedom": found.degrees_of_freedom,
-        "data_error": elbo.data_error,
-        "data_resolved": elbo.data_resolved,
-        "measurement": float(elbo.measurement.mean()) / unit,
-        "reconstruction": float(elbo.reconstruction.mean()) / unit,
-        "prior": float(elbo.prior.mean()) / unit,
-        "change_of_units": elbo.log_determinant / math.log(2),  # of continuous data, which was standardized
+@contextmanager
+def own_error() -> Iterator[None]:
+    """Raise the error of this rank itself where the ranks failed together."""
+    try:
+        yield
+    except FailedTogether as failed:
+        raise failed.error from None
+
+
+def bound_record(run: Run, split: Split, elbo: Elbo) -> dict[str, Any]:
+    """Bound, terms and errors in bits per dimension, how they were estimated, and of what."""
+    return {**elbo.record(), **_effort(elbo), **split.record(), **run.record()}
+
+
+def difference_record(a: Run, b: Run, split: Split, first: Elbo, second: Elbo) -> dict[str, Any]:
+    """The bound of a less that of b. `unpaired_error` would be the Monte Carlo error with independent noise."""
+    found = first - second
+    record = found.record()
+    unpaired = math.hypot(first.monte_carlo_error, second.monte_carlo_error)
+    errors = ("monte_carlo_error", "degrees_of_freedom", "data_error", "data_resolved")
+    return {
+        "difference": record["bits_per_dim"],
+        **{name: record[name] for name in errors},
+        "unpaired_error": unpaired,
         **_effort(found),
-        **split.record(),
-        **run.record(),
-    }
-    return {name: _finite(value) for name, value in record.items()}
-
-
-def difference_record(
-    a: Run, b: Run, split: Split, found: Difference, of: tuple[Evaluation, Evaluation]
-) -> dict[str, Any]:
-    """`difference` is a's bound less b's, `of` both; it is stored with a."""
-    record = {
-        "difference": found.bits_per_dim,
-        "monte_carlo_error": found.monte_carlo_error,
-        "degrees_of_freedom": found.degrees_of_freedom,
-        "data_error": found.data_error,
-        "data_resolved": found.data_resolved,
-        "unpaired_error": found.unpaired_error,
-        **_effort(*of),
         **split.record(),
         "a": a.record(),
         "b": b.record(),
     }
-    return {name: _finite(value) for name, value in record.items()}
 
 
-def _effort(first: Evaluation, *others: Evaluation) -> dict[str, Any]:
-    """What was evaluated and how: once, or several times by one procedure on the same samples."""
-    found = (first, *others)
+def _effort(elbo: Elbo) -> dict[str, Any]:
+    """What was evaluated and how."""
+    assert elbo.estimator is not None
+    settings = asdict(elbo.estimator)
+    del settings["batch_size"]
     return {
-        "images": len(first.prior),
-        "evaluations": sum(each.evaluations for each in found),
-        "pilot_evaluations": sum(each.plan.pilot for each in found),
-        "rounds": first.rounds,
-        "control": first.plan.control is not None,
-        **{name: value for name, value in asdict(first.procedure).items() if name not in ("control", "batch")},
+        "images": len(elbo.nats),
+        "evaluations": elbo.evaluations,
+        "pilot_evaluations": elbo.pilot_evaluations,
+        "rounds": elbo.rounds,
+        **settings,
+        "control": elbo.estimator.proposal == "fitted" and elbo.estimator.control,
     }
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: what is unknown is null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def store(run: Run, what: str, record: Mapping[str, Any]) -> Path | None:
-    """Write a record into the run folder, and say where; None for an exported file, which has no folder."""
+    """Write a record into the run folder and return its path; None for an exported file, which has no folder."""
     if not run.path.is_dir():
         return None
     folder = run.path / "evaluations"
@@ -237,15 +229,10 @@ def store(run: Run, what: str, record: Mapping[str, Any]) -> Path | None:
     return path
 
 
-def save_samples(path: Path, found: Evaluation) -> None:
-    """The bound of every sample, in nats, with its Monte Carlo variance, as one .npz."""
-    elbo = found.elbo
+def save_samples(path: Path, elbo: Elbo) -> None:
+    """The bound of every sample in nats, with its terms and its Monte Carlo variance, as one .npz."""
+    names = {name: name for name in ("nats", "measurement", "reconstruction", "prior")} | {
+        "variance": "sample_variance"
+    }
     with atomic(path, "--per-sample") as temporary, temporary.open("wb") as file:
-        np.savez(
-            file,
-            nats=elbo.nats.numpy(),
-            measurement=elbo.measurement.numpy(),
-            reconstruction=elbo.reconstruction.numpy(),
-            prior=elbo.prior.numpy(),
-            variance=elbo.sample_variance.numpy(),
-        )
+        np.savez(file, **{name: getattr(elbo, source).numpy() for name, source in names.items()})

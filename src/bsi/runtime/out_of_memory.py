@@ -128,7 +128,7 @@ def enough_to_train(recipe: Recipe, data: DataSpec, world: World, watchdog: Watc
         step, phase = watchdog.where
         full = _full(world.device, world.place.local_size)
         if phase == "evaluate":
-            batch, count = recipe.evaluation.at_a_time(recipe.evaluation.images), recipe.samples.count
+            batch, count = min(recipe.evaluation.batch, recipe.evaluation.images), recipe.samples.count
             raise UsageError(
                 f"{full} in the evaluation after step {step}, with {batch} test samples at a time and --samples.count "
                 f"{count}. Use --evaluation.batch {max(1, batch // 2)} --samples.count {max(1, count // 2)} and the "

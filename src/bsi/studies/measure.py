@@ -20,14 +20,13 @@ from torch import Tensor
 
 import bsi
 from bsi.backbones import Backbone, accelerate, compute_dtype, freeze
+from bsi.bound import EvaluatedModel, OneRank, estimate
 from bsi.data.batches import as_source
 from bsi.data.store import Dataset, open_dataset
-from bsi.elbo import reconstruction_loss
+from bsi.elbo import Estimator, reconstruction_loss
 from bsi.errors import NonFinite, Preempted, UsageError
-from bsi.evaluation.bound import Procedure, evaluate
 from bsi.evaluation.runs import inner_precision
 from bsi.evaluation.samples import SampleFile
-from bsi.evaluation.subject import Subject
 from bsi.gaussian import squared_norm
 from bsi.methods import BSI
 from bsi.metrics import Extractor, Inception, collect, frechet_distance, frechet_error, metric_name, reference
@@ -35,7 +34,6 @@ from bsi.metrics.images import array_batches
 from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.rng import standard_normal
-from bsi.runtime.distributed import Place, World
 from bsi.studies.digits_features import DigitsFeatures
 from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, Result, name_of
 from bsi.studies.scale import MetricName, Scale
@@ -103,37 +101,21 @@ class Laboratory:
             case Quality():
                 return self._quality(job)
 
-    @property
-    def _world(self) -> World:
-        return World(Place(), self.model.device)
-
-    def _test(self) -> Subject:
-        return Subject.of(self.model, as_source(self.dataset.split("test"), self.model.device))
+    def _test(self) -> EvaluatedModel:
+        return self.model.on(as_source(self.dataset.split("test"), self.model.device))
 
     def _bound(self, job: Bound) -> Result:
-        procedure = Procedure(job.levels, job.recon, job.finite_k, batch=self.scale.batch)
-        found = evaluate(self._test(), procedure, self._world)
-        elbo, unit = found.elbo, found.n * math.log(2)
-        values = {
-            "bits_per_dim": elbo.bits_per_dim,
-            "monte_carlo_error": elbo.monte_carlo_error,
-            "data_error": elbo.data_error,
-            "measurement": float(elbo.measurement.mean()) / unit,
-            "reconstruction": float(elbo.reconstruction.mean()) / unit,
-            "prior": float(elbo.prior.mean()) / unit,
-            "images": len(elbo.nats),
-            "dimensions": found.n,
-        }
+        found = estimate(self._test(), Estimator(job.levels, job.recon, job.finite_k, batch_size=self.scale.batch))
         # Differences between networks are computed from the replicates of every image, in nats.
         arrays = {
-            "measurement": found.measurement.values.numpy(),
-            "measurement_sizes": found.measurement.sizes.numpy(),
-            "reconstruction": found.reconstruction.values.numpy(),
-            "reconstruction_sizes": found.reconstruction.sizes.numpy(),
-            "block": found.measurement.block.numpy(),
+            "measurement": found.measurements.values.numpy(),
+            "measurement_sizes": found.measurements.sizes.numpy(),
+            "reconstruction": found.reconstructions.values.numpy(),
+            "reconstruction_sizes": found.reconstructions.sizes.numpy(),
+            "block": found.measurements.block.numpy(),
             "prior": found.prior.numpy(),
         }
-        return Result(values, arrays)
+        return Result({**found.record(), "images": len(found.nats), "dimensions": found.n}, arrays)
 
     def _reconstruction(self, job: Reconstruction) -> Result:
         """L_R of every image for each factor."""
@@ -141,7 +123,7 @@ class Laboratory:
         if not isinstance(method, BSI):
             raise UsageError(f"alpha_R is a parameter of BSI, got {type(method).__name__}. Use a network of BSI.")
         nats = torch.zeros(len(job.factors), subject.count, dtype=torch.float64)
-        for ids in subject.batches(subject.count, self.scale.batch, self._world):
+        for ids in subject.batches(subject.count, self.scale.batch, OneRank()):
             x, predict = subject.x(ids), subject.predict(ids)
             for number in range(job.recon):
                 eps = standard_normal(1, ids, number, subject.shape)

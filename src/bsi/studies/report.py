@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from jaxtyping import Float64
 
-from bsi.evaluation.points import spread
+from bsi.elbo import Replicates
 from bsi.recipe import Recipe
 from bsi.sampler import Sampler
 from bsi.studies.job import OURS, Bound, Measure, Result, Store, bound, quality
@@ -149,7 +149,7 @@ class Results:
         p, q = self.read(a), self.read(b)
         values = torch.from_numpy(p.arrays["measurement"] - q.arrays["measurement"])
         sizes, block = (torch.from_numpy(p.arrays[name]) for name in ("measurement_sizes", "block"))
-        found = spread(values, sizes, block)
+        found = Replicates(values, sizes, block)
         unit = len(found.mean) * p.values["dimensions"] * math.log(2)
         return Estimate(float(found.mean.sum()) / unit, math.sqrt(found.sum_variance) / unit)
 

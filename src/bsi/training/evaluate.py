@@ -1,25 +1,19 @@
-"""Looking at the model along the way: a bound on the test set's likelihood, and a grid of samples, both by the EMA.
-
-The test samples are cut into fixed chunks, each with noise of its own seed; ranks share the chunks, and the result does
-not depend on how many they are. The Monte Carlo error comes from the replicates within each chunk: two replicates of a
-single chunk are one degree of freedom, and the error of one run in four would be less than a third of the true one.
-"""
+"""Evaluation during training, with the EMA: the bound on a subset of the test set, and a grid of samples."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
+from bsi.bound import estimate
 from bsi.data.batches import BatchSource
-from bsi.elbo import Elbo
+from bsi.elbo import Elbo, Estimator
 from bsi.model import Model
 from bsi.pictures import class_columns, grid, is_image
 from bsi.recipe import Recipe
-from bsi.rng import derive
+from bsi.rng import derive, subset
 from bsi.runtime.distributed import World
 
 if TYPE_CHECKING:
@@ -33,33 +27,20 @@ class Interrupted(Exception):
 
 
 def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: StopFlag) -> Elbo:
-    """The bound of the first test samples. Every rank calls it and gets the same, or FailedTogether; so it ends when
-    one is asked to `stop`: who asks may not wait for a long one."""
+    """The bound of a random subset of the test set, the same one at every step and for any number of ranks.
+
+    Every rank calls it and gets the same, or FailedTogether: also when one rank is asked to `stop` while it runs.
+    """
+
+    def poll() -> None:
+        if stop:
+            raise Interrupted
+
     wanted = recipe.evaluation
-    count = min(wanted.images, len(test))
-    size = wanted.at_a_time(count)
-    chunks = [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
-    each = torch.zeros(4, count, dtype=torch.float64, device=world.device)  # one column for each sample, 0 elsewhere
-    both = torch.zeros(2, len(chunks), dtype=torch.float64, device=world.device)
-    failed: Exception | None = None
-    try:
-        for i, ids in list(enumerate(chunks))[world.rank :: world.size]:
-            if stop:
-                raise Interrupted
-            seed = derive(recipe.seed, "evaluate", i)
-            found = model.elbo(test.take(ids), None, wanted.measure, wanted.recon, seed, wanted.batch)
-            each[:, ids] = torch.stack([found.reconstruction, found.measurement, found.prior, found.sample_variance])
-            both[:, i] = torch.tensor([found.sum_variance, found.between])
-    except Exception as error:
-        failed = error
-    world.fail_together(failed)
-    each, both = world.sum(each).cpu(), world.sum(both).cpu()
-    n, unit = math.prod(model.shape), 0.0 if model.standardize is None else model.standardize.log_determinant
-    parts = []
-    for i, ids in enumerate(chunks):
-        reconstruction, measurement, prior, variance = each[:, ids]
-        parts.append(Elbo(reconstruction, measurement, prior, variance, float(both[0, i]), float(both[1, i]), n, unit))
-    return Elbo.join(parts)
+    ids = subset(len(test), wanted.images)
+    estimator = Estimator(wanted.measure, wanted.recon, seed=derive(recipe.seed, "evaluate"), batch_size=wanted.batch)
+    with model.evaluating():
+        return estimate(model.on(test, ids=ids), estimator, world, poll=poll)
 
 
 def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:

@@ -1,20 +1,24 @@
-"""Reference denoisers, the integrals over the level, and the control variate made of them."""
+"""Reference denoisers with known errors, the regression on them, and the proposal for what is left."""
 
 import math
 
 import pytest
 import torch
 
-from bsi.elbo import finite_measurement_loss, measurement_loss
-from bsi.evaluation.basis import Basis, Flat, knots
-from bsi.evaluation.control import Control, Observations, fit_control, fit_proposal
-from bsi.evaluation.integral import Between, Finite, Infinite, integral
-from bsi.evaluation.plan import expected_error
-from bsi.evaluation.references import Wiener
-from bsi.evaluation.valuewise import Valuewise, from_the_others
+from bsi.bound import Integral
+from bsi.control_variate import (
+    Basis,
+    Control,
+    Interpolation,
+    Observations,
+    Valuewise,
+    Wiener,
+    fit_control,
+    fit_proposal,
+    knots,
+    predicted_by_others,
+)
 from bsi.gaussian import squared_norm
-from bsi.grids import paper_grid
-from bsi.levels import Fitted
 from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
 from bsi.values import Bins
@@ -31,69 +35,6 @@ def images(count: int = 40, seed: int = 0) -> torch.Tensor:
     """Values on the bins of BINS, neighbors alike."""
     x = torch.randn(count, 2, 3, 4, generator=generator(seed), dtype=torch.float64).cumsum(-1) / 3
     return BINS.values(BINS.indices(x), torch.float64)
-
-
-def proposals(method):
-    low, high = method.levels.low, method.levels.high
-    return [method.levels, expected_error(method), Fitted(low, high, (1.0, 4.0, 0.5, 2.0))]
-
-
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_points_integrate_over_ln_level_under_any_proposal(method):
-    """The midpoint rule in t: int u^2 du."""
-    t = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
-    low, high = math.log(method.levels.low), math.log(method.levels.high)
-    for proposal in proposals(method):
-        points = Infinite(proposal).at(t)
-        found = float((points.weight * torch.log(points.level) ** 2).mean())
-        assert found == pytest.approx((high**3 - low**3) / 3, rel=1e-6)
-
-
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-@pytest.mark.parametrize("k", [1, 7, 100])
-def test_points_sum_over_the_steps_of_any_k_under_any_proposal(method, k):
-    grid = paper_grid(method, k)
-    expected = float((torch.diff(method.gain(grid)) / grid[:-1] * torch.log(grid[:-1]) ** 2).sum())
-    t = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
-    for proposal in proposals(method):
-        points = integral(method, proposal, k).at(t)
-        found = float((points.weight * torch.log(points.level) ** 2).mean())
-        assert found == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_log_uniform_points_are_the_paper_s_estimators(method):
-    x, eps = images(6), torch.randn(6, 2, 3, 4, generator=generator(1), dtype=torch.float64)
-    predict = Mixture.gaussian(torch.zeros(24).double(), torch.eye(24).double()).predictor(method)
-    t = torch.rand(6, generator=generator(2), dtype=torch.float64)
-
-    def estimate(rule):
-        points = rule.at(t)
-        x_hat = predict(method.encoder(points.level).encode(x, eps), points.level)
-        return points.weight * 0.5 * points.level * squared_norm(x - x_hat)
-
-    infinite = estimate(integral(method, method.levels, None))
-    torch.testing.assert_close(infinite, measurement_loss(method, predict, x, t, eps))
-    grid, i = paper_grid(method, 9), (t * 9).long()
-    finite = estimate(integral(method, method.levels, 9))
-    torch.testing.assert_close(finite, finite_measurement_loss(method, predict, x, grid, i, eps), rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("k", [None, 3, 50])
-def test_hats_carry_the_integral_of_anything_linear_between_knots(k):
-    method = BSI()
-    at = knots(method.levels, 9)
-    value = torch.rand(9, generator=generator(), dtype=torch.float64)
-    rule = integral(method, method.levels, k)
-    points = rule.at((torch.arange(400_000, dtype=torch.float64) + 0.5) / 400_000)
-    between = Between.of(at, torch.log(points.level))
-    assert float(value @ rule.hats(at)) == pytest.approx(float((points.weight * between.at(value)).mean()), rel=1e-5)
-
-
-def test_exact_is_the_paper_s_equation_for_bsi_and_log_uniform_elsewhere():
-    assert expected_error(BSI(lambda_0=1e-2)).offset == pytest.approx(1e-4)
-    assert expected_error(BFN()).offset == 0
-    assert expected_error(VDM()).offset == 0
 
 
 def integrand(method, predict, x, eps, level):
@@ -138,15 +79,14 @@ def test_pixelwise_is_the_posterior_mean_of_each_value_alone(method):
             torch.testing.assert_close(found[:, side], alone.view(400, -1).sum(1), rtol=1e-6, atol=1e-9)
 
 
-def test_samples_enough_tell_the_whole_covariance():
+def test_enough_samples_give_the_full_covariance():
     """The linear reference is then the posterior mean under it, which no product over the data's axes is."""
     x = torch.randn(64, 2, 2, generator=generator(), dtype=torch.float64)
     x[:, 1, 1] += 2 * x[:, 0, 0]
     method, left = BSI(), torch.full((64,), 12)
     eps = torch.randn(64, 2, 2, generator=generator(1), dtype=torch.float64)
     whole, product = Basis.fit(method, x, None), Basis.fit(method, x[:15], None)
-    assert isinstance(whole.references[0], Flat)
-    assert isinstance(product.references[0], Wiener)
+    assert [len(each.references[0].axes) for each in (whole, product)] == [1, 2]
     flat = x.flatten(1)
     predict = Mixture.gaussian(flat.mean(0), torch.cov(flat.T, correction=0)).predictor(method)
     expected = integrand(method, predict, flat, eps.flatten(1), torch.exp(whole.knots[12]))
@@ -155,7 +95,7 @@ def test_samples_enough_tell_the_whole_covariance():
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 2)])
-def test_a_value_is_told_by_the_others_as_a_gaussian_is(shape):
+def test_a_value_is_predicted_by_the_others_as_a_gaussian_is(shape):
     """The conditional mean by its textbook formula, from the covariance itself; whatever the value is."""
     x = torch.randn(300, *shape, generator=generator(), dtype=torch.float64).cumsum(-1)
     wiener, rounding = Wiener.fit(BSI(), torch.exp(knots(BSI().levels, 3)), x), 0.01
@@ -165,14 +105,14 @@ def test_a_value_is_told_by_the_others_as_a_gaussian_is(shape):
     n = math.prod(shape)
     covariance = axes @ torch.diag(wiener.variance + rounding) @ axes.T
     offset = (x - wiener.mean).flatten(1)
-    told = from_the_others(wiener, rounding, x).flatten(1)
+    predicted = predicted_by_others(wiener, rounding, x).flatten(1)
     for i in range(n):
         others = [j for j in range(n) if j != i]
         weights = torch.linalg.solve(covariance[others][:, others], covariance[others, i])
-        torch.testing.assert_close(told[:, i], wiener.mean.flatten()[i] + offset[:, others] @ weights)
+        torch.testing.assert_close(predicted[:, i], wiener.mean.flatten()[i] + offset[:, others] @ weights)
     flat = x.flatten(1).clone()
     flat[:, 0] += 1
-    torch.testing.assert_close(from_the_others(wiener, rounding, flat.view_as(x)).flatten(1)[:, 0], told[:, 0])
+    torch.testing.assert_close(predicted_by_others(wiener, rounding, flat.view_as(x)).flatten(1)[:, 0], predicted[:, 0])
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -181,8 +121,8 @@ def test_in_context_is_the_posterior_mean_under_the_context_s_histogram(method):
     levels = torch.exp(knots(method.levels, 9))
     wiener = Wiener.fit(method, levels, x)
     in_context = Valuewise.fit(wiener, x, BINS, contexts=17)
-    told = from_the_others(wiener, BINS.width**2 / 12, x).flatten()
-    context = Bins(-1.0, 1.0, 17).indices(told)
+    predicted = predicted_by_others(wiener, BINS.width**2 / 12, x).flatten()
+    context = Bins(-1.0, 1.0, 17).indices(predicted)
     assert len(context.unique()) > 5
     index = BINS.indices(x).flatten().long()
     overall = torch.bincount(index, minlength=5).double() / len(index)
@@ -201,7 +141,7 @@ def test_in_context_is_the_posterior_mean_under_the_context_s_histogram(method):
         torch.testing.assert_close(found, expected.view(400, -1).sum(1), rtol=1e-6, atol=1e-9)
 
 
-def test_values_outside_what_the_data_showed_are_evaluated_all_the_same():
+def test_values_that_the_data_did_not_have_are_finite():
     """A bin that never occurred, in a context that never did, seen almost without noise."""
     x = BINS.values(torch.randint(0, 2, (30, 1, 4), generator=generator()), torch.float64)
     method = BSI()
@@ -214,7 +154,7 @@ def test_values_outside_what_the_data_showed_are_evaluated_all_the_same():
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_references_deviate_from_their_expectation_by_nothing_on_average(method):
+def test_deviations_have_mean_zero(method):
     x = images(8)
     basis = Basis.fit(method, x, BINS)
     draws = 4000
@@ -226,7 +166,7 @@ def test_references_deviate_from_their_expectation_by_nothing_on_average(method)
         assert bool((found.mean(0).abs() <= 4.5 * error + 1e-12).all())
 
 
-def test_more_than_256_bins_have_no_grid_to_know_of():
+def test_more_than_256_bins_have_no_valuewise_reference():
     x = images(8)
     assert len(Basis.fit(BSI(), x, Bins(-1.0, 1.0, 65536)).references) == 1
     assert len(Basis.fit(BSI(), x, None).references) == 1
@@ -243,7 +183,7 @@ def test_a_basis_takes_data_of_any_shape(shape):
     assert float(steady[..., 1:].mean(0).abs().max()) < 1e-6 * float(steady.abs().max())
 
 
-def test_traits_have_mean_0_and_one_deviation_over_the_data_and_equal_samples_a_basis():
+def test_traits_are_standardized_and_equal_samples_have_a_basis():
     x = images()
     traits = Basis.fit(BSI(), x, BINS).traits(x)
     torch.testing.assert_close(traits.mean(0), torch.zeros(3, dtype=torch.float64))
@@ -254,8 +194,8 @@ def test_traits_have_mean_0_and_one_deviation_over_the_data_and_equal_samples_a_
 
 def along(basis, u, value):
     """Values at the knots to the left and the right of u, interpolated."""
-    between = Between.of(basis.knots, u)
-    return (torch.stack([1 - between.along, between.along], 1) * value).sum(1)
+    between = Interpolation.of(basis.knots, u)
+    return (torch.stack([1 - between.fraction, between.fraction], 1) * value).sum(1)
 
 
 def observations(basis, x, seed, pairs, model):
@@ -266,39 +206,38 @@ def observations(basis, x, seed, pairs, model):
     for half in (0, 1):
         eps = torch.randn(pairs, *x.shape[1:], generator=generator(seed + half), dtype=torch.float64)
         seen = Observations.of(basis, steady, x[ids], eps, u, torch.zeros_like(u))
-        found.append(Observations(u, model(seen), seen.steady, seen.noisy))
-    return Observations(
-        *[torch.stack([getattr(s, name) for s in found], 1).flatten(0, 1) for name in ("u", "g", "steady", "noisy")]
-    )
+        found.append(Observations.of(basis, steady, x[ids], eps, u, model(seen)).rows)
+    return Observations(torch.stack(found, 1).flatten(0, 1))
 
 
-def test_the_regression_finds_what_the_integrand_is_made_of():
+def test_the_regression_finds_the_coefficients_of_the_integrand():
     x = images(50)
     basis = Basis.fit(BSI(), x, BINS)
 
     def model(seen):
-        value = 40 + 8 * seen.steady[..., 1] + 0.5 * seen.steady[..., 4] + 0.6 * seen.noisy[..., 0]
+        value = 40 + 8 * seen.values[..., 1] + 0.5 * seen.values[..., 4] + 0.6 * seen.values[..., basis.num_steady + 0]
         return along(basis, seen.u, value)
 
     control = fit_control(basis, observations(basis, x, 0, 2000, model))
     fresh = observations(basis, x, 10, 500, model)
     left_over = fresh.g - control.predict(fresh)
     assert float(left_over.var()) < 0.01 * float(fresh.g.var())
-    known = control.known(basis.steady(x), Infinite(BSI().levels))
+    hats = Integral(BSI().levels).hats(basis.knots)
+    known = control.known(basis.steady(x), hats)
     steady = basis.steady(x)
-    exact = (40 + 8 * steady[..., 1] + 0.5 * steady[..., 4]) @ Infinite(BSI().levels).hats(basis.knots)
+    exact = (40 + 8 * steady[..., 1] + 0.5 * steady[..., 4]) @ hats
     torch.testing.assert_close(known, exact, rtol=0.01, atol=0.0)
 
 
-def test_a_small_pilot_learns_a_reference_that_is_right():
+def test_a_small_pilot_finds_an_exact_reference():
     """Up to where its error is about to vanish, and is all but 0 in most draws."""
     x = images(50)
     basis = Basis.fit(BSI(), x, BINS)
 
     def model(seen):
-        left = Between.of(basis.knots, seen.u).left
+        left = Interpolation.of(basis.knots, seen.u).left
         center = basis.center[torch.stack([left, left + 1], 1), 1]
-        return along(basis, seen.u, center + seen.steady[..., 5] + seen.noisy[..., 1])
+        return along(basis, seen.u, center + seen.values[..., 5] + seen.values[..., basis.num_steady + 1])
 
     few, fresh = (observations(basis, x, seed, pairs, model) for seed, pairs in ((0, 128), (10, 2000)))
     left_over = fresh.g - fit_control(basis, few).predict(fresh)
@@ -306,47 +245,36 @@ def test_a_small_pilot_learns_a_reference_that_is_right():
         assert float(left_over[there].var()) < 0.006 * float(fresh.g[there].var())
 
 
-def test_a_control_learns_from_evaluations_by_themselves_too():
+def test_a_control_learns_from_single_evaluations_too():
     """What samples differ by is noise to a small pilot: singles tell as much of it as pairs do, and there are more."""
     x = images(50)
     basis = Basis.fit(BSI(), x, BINS)
 
     def model(seen):
-        value = 40 + 8 * seen.steady[..., 1] + 0.5 * seen.steady[..., 4] + 0.6 * seen.noisy[..., 0]
-        own = torch.sin(1e3 * seen.steady[:, 0, 2] + seen.u / 3)  # of the sample, and of no trait of it
+        value = 40 + 8 * seen.values[..., 1] + 0.5 * seen.values[..., 4] + 0.6 * seen.values[..., basis.num_steady + 0]
+        own = torch.sin(1e3 * seen.values[:, 0, 2] + seen.u / 3)  # of the sample, and of no trait of it
         return along(basis, seen.u, value) + 4 * own
 
     pilot, more, fresh = (
         observations(basis, x, seed, pairs, model) for seed, pairs in ((0, 128), (5, 1000), (10, 500))
     )
     first = fit_control(basis, pilot)
-    singles = [Observations(*(value[half::2] for value in vars(more).values())) for half in (0, 1)]
+    singles = [Observations(more.rows[half::2]) for half in (0, 1)]
     later = first.after(singles[0])
     assert (first.learned, later.learned, later.after(singles[1]).learned) == (256, 1256, 2256)
-    exact = Control(basis, *_coefficients(basis), pilot)
+    exact = Control(basis, _coefficients(basis), pilot)
     error = [float((exact.predict(fresh) - each.predict(fresh)).square().mean()) for each in (first, later)]
     assert error[1] < error[0] / 2
     torch.testing.assert_close(
-        later.after(singles[1]).of_steady, fit_control(basis, pilot, singles[0].and_also(singles[1])).of_steady
+        later.after(singles[1]).coefficients, fit_control(basis, pilot, singles[0] + singles[1]).coefficients
     )
 
 
 def _coefficients(basis):
-    """Of the model above, without what no trait tells."""
-    steady, noisy = torch.zeros(2, len(basis.knots), basis.num_steady, dtype=torch.float64)
-    steady[:, [0, 1, 4]] = torch.tensor([40.0, 8.0, 0.5], dtype=torch.float64)
-    noisy[:, 0] = 0.6
-    return steady, noisy[:, : basis.num_noisy]
-
-
-def test_observations_survive_as_rows_of_a_table():
-    x = images(10)
-    basis = Basis.fit(BSI(), x, BINS)
-    seen = observations(basis, x, 0, 6, lambda seen: seen.u)
-    table = Observations.table(basis, 6, 2)
-    table[:] = seen.rows.view_as(table)
-    back = Observations.from_rows(basis, table.flatten(0, 1))
-    assert all(torch.equal(value, getattr(seen, name)) for name, value in vars(back).items())
+    """Of the model above, without the part that no trait explains."""
+    found = torch.zeros(len(basis.knots), basis.num_steady + basis.num_noisy, dtype=torch.float64)
+    found[:, [0, 1, 4, basis.num_steady]] = torch.tensor([40.0, 8.0, 0.5, 0.6], dtype=torch.float64)
+    return found
 
 
 def test_the_fitted_proposal_follows_the_root_of_the_mean_square():
@@ -363,7 +291,7 @@ def test_the_fitted_proposal_follows_the_root_of_the_mean_square():
     assert min(proposal.weights) > 0.05 * max(proposal.weights)
 
 
-def test_a_proposal_follows_what_is_seldom_and_large_and_looks_also_where_nothing_was_seen():
+def test_a_proposal_follows_rare_large_residuals_and_has_a_floor():
     levels, at = BSI().levels, knots(BSI().levels)
     u = torch.rand(40_000, generator=generator(), dtype=torch.float64) * (at[-1] - at[0]) + at[0]
     third = ((u - at[0]) / (at[-1] - at[0]) * 3).long()
@@ -372,11 +300,3 @@ def test_a_proposal_follows_what_is_seldom_and_large_and_looks_also_where_nothin
     weights = fit_proposal(levels, at, u, left_over).weights
     assert sum(weights[13:19]) == pytest.approx(sum(weights[2:8]), rel=0.15), "the mean square is the same"
     assert weights[-1] > 0.05 * weights[0]
-
-
-def test_finite_steps_are_drawn_with_positive_probability():
-    for method in METHODS:
-        rule = Finite.of(method, expected_error(method), 64)
-        assert float(rule.probability.min()) > 0
-        assert float(rule.probability.sum()) == pytest.approx(1)
-        assert rule.at(torch.ones(1)).level == rule.levels[-1], "also for a t that rounding brings past their sum"

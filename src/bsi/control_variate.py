@@ -1,0 +1,490 @@
+"""A control variate for the measurement term, and a proposal that suits it: the same error with fewer evaluations.
+
+One network evaluation gives the integrand g = 1/2 level |x - x_hat|^2 at (x, u = ln level, eps). Most of it is
+predicted by a function C(x, u, eps) that needs no network, and whose integral over u and eps is known for every x:
+
+    L_M(x) = int E C du + E_t [ weight (g - C) ],
+
+so that only the difference is estimated by sampling. C is linear in u between knots; at knot k it is a combination
+
+    C_k = sum_s a_ks steady_ks(x) + sum_r b_kr noisy_kr(x, eps)
+
+of functions of the sample alone and of functions whose mean over eps is 0 (`Basis`). They come from reference
+denoisers, whose expected error is known in closed form and whose error is correlated with the network's:
+
+- `Wiener`: the best linear denoiser. With rho = signal / noise a latent is equivalent to y = x + eps / rho. Along each
+  principal axis of the data, with variance v and coordinates z, e of x - mean and eps, the error is
+  z / (1 + rho^2 v) - rho v / (1 + rho^2 v) e, and its square has the expectation (z^2 + rho^2 v^2) / (1 + rho^2 v)^2.
+  It captures how values depend on their neighbors, which matters at all but the last levels.
+- `Valuewise`: the posterior mean of each value by itself under a histogram of the bins, for binned data. With several
+  contexts there is one histogram for each interval of the value that the sample's other values predict. The context
+  is computed from x, which no denoiser could do; a control variate may, because given x only eps is random.
+
+The coefficients are a regression, first on a pilot: evaluations that never enter the estimate, so that the estimate
+stays unbiased. The pilot evaluates every (x, u) twice. The half differences of a pair depend on eps alone and determine
+b; the means determine a; each is weighted by its own residual variance. The prior is a random walk over the knots.
+Later evaluations join the regression as single observations: each part of the set is evaluated with a control that was
+fitted to the pilot and to the parts before it, never to itself, so that its error has mean 0.
+
+The proposal of least variance is p*(u) ~ sqrt(E (g - C)^2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from bsi.levels import Fitted, LogUniform
+from bsi.methods.base import Method
+from bsi.values import Bins
+
+__all__ = [
+    "Basis",
+    "Control",
+    "Interpolation",
+    "Observations",
+    "Valuewise",
+    "Wiener",
+    "fit_control",
+    "fit_proposal",
+    "knots",
+    "predicted_by_others",
+]
+
+KNOTS = 33
+CONTEXTS = 1, 17  # odd: a value in the middle of the range lies inside a context, not on an edge
+SAMPLES_PER_VALUE = 4  # with more samples than this per value the full covariance is used, not a product over the axes
+MAX_BINS = 256  # finer bins are narrower than the last noise, and knowing them does not help
+CELL, REACH = 0.125, 6.0  # width and range of the cells over eps in the tables of `Valuewise`
+TRAIT_SCALE = 0.25  # standard deviation of the traits: about the relative spread of a reference's expectation
+MIN_VARIANCE = 1e-6  # of the mean variance: no direction counts as exactly known
+MIN_SQUARE = 1 / 256  # of the mean square: lower limit inside logarithms
+KNOT_STEP = 0.1  # prior standard deviation of a coefficient's change from one knot to the next
+SWEEPS = 2  # of the regression, each with the residual variances of the one before
+SMOOTHING = 2  # knots on either side over which residual variances are averaged
+FLOOR = 0.1  # the proposal's density is at least this part of its mean, also where the pilot saw nothing
+
+
+def knots(levels: LogUniform, count: int = KNOTS) -> Float64[Tensor, " {count}"]:
+    """Equally spaced in u = ln(level)."""
+    return torch.linspace(math.log(levels.low), math.log(levels.high), count, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """Linear interpolation between knots: the knot to the left of each u, and how far u lies towards the next."""
+
+    left: Int[Tensor, " batch"]
+    fraction: Float64[Tensor, " batch"]
+
+    @classmethod
+    def of(cls, at: Float64[Tensor, " knots"], u: Float64[Tensor, " batch"]) -> Interpolation:
+        left = (torch.searchsorted(at, u.contiguous(), right=True) - 1).clamp(0, len(at) - 2)
+        return cls(left, ((u - at[left]) / (at[left + 1] - at[left])).clamp(0, 1))
+
+    @property
+    def both(self) -> Int[Tensor, "batch 2"]:
+        """The knots to the left and to the right."""
+        return torch.stack([self.left, self.left + 1], 1)
+
+    def at(self, value: Float64[Tensor, " knots"]) -> Float64[Tensor, " batch"]:
+        """Values at the knots, interpolated."""
+        return value[self.left] * (1 - self.fraction) + value[self.left + 1] * self.fraction
+
+    def scatter(self, value: Float64[Tensor, " batch"], count: int) -> Float64[Tensor, " knots"]:
+        """The adjoint of `at`: each value distributed to its two knots, and summed there."""
+        sums = value.new_zeros(count).index_add(0, self.left, value * (1 - self.fraction))
+        return sums.index_add(0, self.left + 1, value * self.fraction)
+
+
+# Reference denoisers
+
+
+@runtime_checkable
+class Reference(Protocol):
+    """A denoiser at each knot, by the integrand g it would have."""
+
+    def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
+        """E_eps g for each sample and knot."""
+        ...
+
+    def deviations(
+        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
+    ) -> Float64[Tensor, "batch 2"]:
+        """g - E_eps g at the knots left and left + 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class Wiener:
+    """The best linear denoiser for the data's mean and variances along `axes`, one orthogonal matrix per dimension.
+
+    Fitted to flattened samples it has one matrix, the axes of their full covariance.
+    """
+
+    mean: Float64[Tensor, "*data"]
+    axes: tuple[Float64[Tensor, "_ _"], ...]
+    variance: Float64[Tensor, " n"]
+    rho: Float64[Tensor, " knots"]
+    half_level: Float64[Tensor, " knots"]
+
+    @classmethod
+    def fit(cls, method: Method, levels: Float64[Tensor, " knots"], x: Float[Tensor, "batch *data"]) -> Wiener:
+        mean = x.double().mean(0)
+        offset = x.double() - mean
+        axes = tuple(torch.linalg.eigh(_covariance(offset, axis))[1] for axis in range(1, x.ndim))
+        variance = _rotate(offset, axes).square().mean(0)
+        variance = torch.clamp(variance, min=MIN_VARIANCE * float(variance.mean()) + 1e-30)
+        encoder = method.encoder(levels)
+        nothing = encoder.signal == 0
+        rho = torch.where(nothing, 0.0, encoder.signal / torch.where(nothing, 1.0, encoder.noise))
+        return cls(mean, axes, variance, rho, 0.5 * levels)
+
+    def coordinates(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch n"]:
+        """z: x less its mean, along the axes."""
+        return _rotate(x.double().reshape(len(x), *self.mean.shape) - self.mean, self.axes)
+
+    def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
+        z = self.coordinates(x)
+        rho, v = self.rho, self.variance[:, None]
+        known = 1 / (1 + rho.square() * v)
+        return self.half_level * (z.square() @ known.square() + (rho * v * known).square().sum(0))
+
+    def deviations(
+        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
+    ) -> Float64[Tensor, "batch 2"]:
+        z, e = self.coordinates(x), _rotate(eps.double().reshape(len(x), *self.mean.shape), self.axes)
+        found = []
+        for knot in (left, left + 1):
+            rho = self.rho[knot][:, None]
+            known = 1 / (1 + rho.square() * self.variance)
+            gain = rho * self.variance * known
+            error = gain.square() * (e.square() - 1) - 2 * gain * known * z * e
+            found.append(self.half_level[knot] * error.sum(1))
+        return torch.stack(found, 1)
+
+
+def _covariance(offset: Float64[Tensor, "batch *data"], axis: int) -> Float64[Tensor, "d d"]:
+    """The covariance along one axis, pooled over the others."""
+    rows = offset.movedim(axis, -1).flatten(0, -2)
+    return rows.T @ rows / len(rows)
+
+
+def _rotate(x: Float64[Tensor, "batch *data"], axes: tuple[Tensor, ...], side: int = 0) -> Float64[Tensor, "batch n"]:
+    """From the data to coordinates along the axes, or back with side = 1."""
+    for matrix in axes:
+        x = torch.tensordot(x, matrix, dims=([1], [side]))  # the new axis comes last: after all, the order is restored
+    return x.flatten(1)
+
+
+def predicted_by_others(
+    wiener: Wiener, rounding: float, x: Float[Tensor, "batch *data"]
+) -> Float64[Tensor, "batch *data"]:
+    """E [x_i | the other values] for each value, under the Gaussian of `wiener` plus a variance of `rounding`.
+
+    With the precision P = A diag(1 / v) A^T this is x_i - (P (x - mean))_i / P_ii, which does not depend on x_i.
+    """
+    precision = 1 / (wiener.variance + rounding)
+    gained = _rotate((wiener.coordinates(x) * precision).view_as(x), wiener.axes, side=1)
+    squares = tuple(axis.square() for axis in wiener.axes)
+    diagonal = _rotate(precision.view(1, *x.shape[1:]), squares, side=1)
+    return x.double() - (gained / diagonal).view_as(x)
+
+
+@dataclass(frozen=True)
+class Valuewise:
+    """The posterior mean of each value in its context: tables of its error over (knot, kind, cell of eps).
+
+    The kind of a value is its context and its bin. `deviation` is the error less its expectation `mean`.
+    """
+
+    wiener: Wiener
+    bins: Bins
+    contexts: int
+    deviation: Float64[Tensor, "knots kinds cells"]
+    mean: Float64[Tensor, "knots kinds"]
+
+    @classmethod
+    def fit(cls, wiener: Wiener, x: Float[Tensor, "batch *data"], bins: Bins, contexts: int) -> Valuewise:
+        """For data like x, at the knots of `wiener`."""
+        centers = bins.values(torch.arange(bins.count, device=x.device), torch.float64)
+        counts = torch.bincount(_kinds(wiener, bins, contexts, x).flatten(), minlength=contexts * bins.count)
+        counts = counts.view(contexts, bins.count).double()
+        overall = counts.sum(0) / counts.sum()
+        prior = counts + overall  # one more value in each context, distributed as all values are
+        occurs = torch.log((overall > 0).double())  # -inf: values that never occur are never predicted
+        edges = torch.arange(-REACH, REACH + CELL / 2, CELL, dtype=torch.float64, device=x.device)
+        below = torch.cat([edges.new_zeros(1), torch.special.ndtr(edges), edges.new_ones(1)])
+        middles = torch.cat([edges[:1] - CELL / 2, edges + CELL / 2])
+        table = centers.new_empty(len(wiener.rho), contexts, bins.count, len(middles))
+        for knot, (rho, half_level) in enumerate(zip(wiener.rho, wiener.half_level, strict=True)):
+            distance = rho * (centers[:, None] - centers)[:, None] + middles[:, None]  # bins, cells, bins
+            exponent = occurs - 0.5 * distance.square()
+            likelihood = torch.exp(exponent - exponent.amax(-1, keepdim=True))
+            x_hat = (likelihood @ (prior * centers).T) / (likelihood @ prior.T)  # bins, cells, contexts
+            table[knot] = half_level * (centers[:, None, None] - x_hat).square().movedim(2, 0)
+        table = table.flatten(1, 2)
+        mean = table @ torch.diff(below)
+        return cls(wiener, bins, contexts, table.sub_(mean[..., None]), mean)
+
+    def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
+        kinds = _kinds(self.wiener, self.bins, self.contexts, x)
+        counts = self.mean.new_zeros(len(x), self.mean.shape[1])
+        counts.scatter_add_(1, kinds, torch.ones_like(kinds, dtype=torch.float64))
+        return counts @ self.mean.T
+
+    def deviations(
+        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
+    ) -> Float64[Tensor, "batch 2"]:
+        kinds = _kinds(self.wiener, self.bins, self.contexts, x)
+        cells = self.deviation.shape[-1]
+        cell = (torch.floor((eps.double().flatten(1) + REACH) / CELL) + 1).clamp(0, cells - 1).long()
+        return torch.stack([self.deviation[knot[:, None], kinds, cell].sum(1) for knot in (left, left + 1)], 1)
+
+
+def _kinds(wiener: Wiener, bins: Bins, contexts: int, x: Float[Tensor, "batch *data"]) -> Int[Tensor, "batch n"]:
+    """Context and bin of each value, as one number."""
+    index = bins.indices(x).long()
+    if contexts > 1:
+        others = predicted_by_others(wiener, bins.width**2 / 12, x)  # the variance of a uniform value within a bin
+        index = index + bins.count * Bins(bins.low, bins.high, contexts).indices(others).long()
+    return index.flatten(1)
+
+
+# The basis
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The functions that a control variate is made of, at the knots.
+
+    Steady functions depend on x alone: the constant 1, traits of its roughness (the mean logarithm of its spectrum,
+    that of its squared differences between neighbors, and the logarithm of their mean), and what each reference expects
+    for x, less its average over the data. Noisy functions are the references' deviations.
+    """
+
+    knots: Float64[Tensor, " knots"]
+    references: tuple[Reference, ...]
+    center: Float64[Tensor, "knots references"]
+    wiener: Wiener
+    difference: float  # mean square difference between neighbors over the data
+    trait_mean: Float64[Tensor, " traits"]
+    trait_std: Float64[Tensor, " traits"]
+
+    @classmethod
+    def fit(cls, method: Method, x: Float[Tensor, "batch *data"], bins: Bins | None) -> Basis:
+        """For data like x."""
+        at = knots(method.levels).to(x.device)
+        wiener = Wiener.fit(method, torch.exp(at), x)
+        full = len(x) >= SAMPLES_PER_VALUE * x[0].numel()
+        references: tuple[Reference, ...] = (Wiener.fit(method, torch.exp(at), x.flatten(1)) if full else wiener,)
+        if bins is not None and bins.count <= MAX_BINS:
+            references += tuple(Valuewise.fit(wiener, x, bins, count) for count in CONTEXTS)
+        center = torch.stack([reference.expected(x).mean(0) for reference in references], 1)
+        steps = _neighbor_steps(x)
+        difference = float(steps.mean()) + 1e-30 if steps.numel() else 1.0
+        found = _roughness(wiener, difference, x)
+        return cls(at, references, center, wiener, difference, found.mean(0), found.std(0, correction=0) + 1e-12)
+
+    @property
+    def num_steady(self) -> int:
+        return 1 + len(self.trait_mean) + len(self.references)
+
+    @property
+    def num_noisy(self) -> int:
+        return len(self.references)
+
+    def traits(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch traits"]:
+        """How rough each sample is: numbers of mean 0 and one standard deviation over the data."""
+        return TRAIT_SCALE * (_roughness(self.wiener, self.difference, x) - self.trait_mean) / self.trait_std
+
+    def steady(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots steady"]:
+        expected = torch.stack([reference.expected(x) for reference in self.references], 2)
+        traits = self.traits(x)[:, None].expand(-1, len(self.knots), -1)
+        return torch.cat([torch.ones_like(expected[..., :1]), traits, expected - self.center], 2)
+
+    def noisy(
+        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
+    ) -> Float64[Tensor, "batch 2 noisy"]:
+        """At the knots left and left + 1."""
+        return torch.stack([reference.deviations(x, eps, left) for reference in self.references], 2)
+
+
+def _roughness(wiener: Wiener, difference: float, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch traits"]:
+    spectrum = wiener.coordinates(x).square() / wiener.variance
+    found = [torch.log(spectrum + MIN_SQUARE).mean(1)]
+    steps = _neighbor_steps(x) / difference
+    if steps.numel():
+        found += [torch.log(steps + MIN_SQUARE).mean(1), torch.log(steps.mean(1) + MIN_SQUARE)]
+    return torch.stack(found, 1)
+
+
+def _neighbor_steps(x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch steps"]:
+    """Squared differences along every axis but the first, which holds channels, or is the only one."""
+    along = [torch.diff(x.double(), dim=axis).square().flatten(1) for axis in range(2, x.ndim)]
+    return torch.cat([torch.zeros(len(x), 0, dtype=torch.float64, device=x.device), *along], 1)
+
+
+# The regression
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Evaluations of g at u, and the basis functions at the knots to the left and to the right of u.
+
+    One row for each: u, g, then the 2 x (steady, noisy) functions. Ranks exchange rows by adding tables of zeros.
+    """
+
+    rows: Float64[Tensor, "batch columns"]
+
+    @classmethod
+    def of(
+        cls,
+        basis: Basis,
+        steady: Float64[Tensor, "batch knots steady"],
+        x: Float[Tensor, "batch *data"],
+        eps: Float[Tensor, "batch *data"],
+        u: Float64[Tensor, " batch"],
+        g: Float64[Tensor, " batch"],
+    ) -> Observations:
+        """`steady` is `basis.steady(x)`, which all evaluations of x share."""
+        between = Interpolation.of(basis.knots, u)
+        rows = torch.arange(len(u), device=u.device)[:, None]
+        values = torch.cat([steady[rows, between.both], basis.noisy(x, eps, between.left)], 2)
+        return cls(torch.cat([u[:, None], g[:, None], values.flatten(1)], 1))
+
+    @staticmethod
+    def table(basis: Basis, samples: int, draws: int) -> Float64[Tensor, "samples draws columns"]:
+        columns = 2 + 2 * (basis.num_steady + basis.num_noisy)
+        return torch.zeros(samples, draws, columns, dtype=torch.float64, device=basis.knots.device)
+
+    @property
+    def u(self) -> Float64[Tensor, " batch"]:
+        return self.rows[:, 0].contiguous()
+
+    @property
+    def g(self) -> Float64[Tensor, " batch"]:
+        return self.rows[:, 1].contiguous()
+
+    @property
+    def values(self) -> Float64[Tensor, "batch 2 functions"]:
+        return self.rows[:, 2:].unflatten(1, (2, -1))
+
+    def __add__(self, more: Observations) -> Observations:
+        return Observations(torch.cat([self.rows, more.rows]))
+
+
+@dataclass(frozen=True)
+class Control:
+    """C(x, u, eps) by its coefficients at each knot, and the observations that it was fitted to.
+
+    Of the `pairs`, rows 2i and 2i + 1 share x and u; the `singles` share nothing.
+    """
+
+    basis: Basis
+    coefficients: Float64[Tensor, "knots functions"]
+    pairs: Observations
+    singles: Observations | None = None
+
+    @property
+    def learned(self) -> int:
+        """The number of evaluations it was fitted to."""
+        return len(self.pairs.rows) + (0 if self.singles is None else len(self.singles.rows))
+
+    def after(self, more: Observations) -> Control:
+        """Fitted to these evaluations too."""
+        return fit_control(self.basis, self.pairs, more if self.singles is None else self.singles + more)
+
+    def known(
+        self, steady: Float64[Tensor, "batch knots steady"], hats: Float64[Tensor, " knots"]
+    ) -> Float64[Tensor, " batch"]:
+        """The integral of E C for each sample, from the integrals of the hat functions at the knots."""
+        return (steady * self.coefficients[:, : self.basis.num_steady]).sum(2) @ hats
+
+    def predict(self, seen: Observations) -> Float64[Tensor, " batch"]:
+        """C for each observation."""
+        between = Interpolation.of(self.basis.knots, seen.u)
+        value = (seen.values * self.coefficients[between.both]).sum(2)
+        return value[:, 0] * (1 - between.fraction) + value[:, 1] * between.fraction
+
+
+def _smoothed(
+    at: Float64[Tensor, " knots"], u: Float64[Tensor, " batch"], value: Float64[Tensor, " batch"], reach: int = 0
+) -> Float64[Tensor, " knots"]:
+    """The average of the values around each knot, over `reach` knots on either side."""
+    between = Interpolation.of(at, u)
+    sums = torch.stack([between.scatter(value, len(at)), between.scatter(torch.ones_like(value), len(at))])
+    for _ in range(reach):
+        sums = 2 * sums + torch.nn.functional.pad(sums[:, 1:], (0, 1)) + torch.nn.functional.pad(sums[:, :-1], (1, 0))
+    return sums[0] / sums[1]
+
+
+def fit_control(basis: Basis, pairs: Observations, singles: Observations | None = None) -> Control:
+    """The regression on the means and half differences of a pilot's pairs, and on single observations."""
+    at, u, two = basis.knots, pairs.u[::2], pairs.g.view(-1, 2)
+    everything = pairs if singles is None else pairs + singles
+    curve = _smoothed(at, everything.u, everything.g)
+    # Units in which coefficients are of order 1: the integrand for the constant and the traits, 1 for references.
+    units = torch.ones(len(at), basis.num_steady + basis.num_noisy, dtype=torch.float64, device=at.device)
+    units[:, : basis.num_steady - basis.num_noisy] = curve[:, None]
+    between = Interpolation.of(at, u)
+    values = pairs.values.unflatten(0, (-1, 2))
+    means, halves = (_design(between, units, 0.5 * (values[:, 0] + sign * values[:, 1])) for sign in (1, -1))
+    mean, half = 0.5 * (two[:, 0] + two[:, 1]), 0.5 * (two[:, 0] - two[:, 1])
+    designs, targets, places = [means, halves], [mean, half], [between, between]
+    if singles is not None:
+        places.append(Interpolation.of(at, singles.u))
+        designs.append(_design(places[2], units, singles.values))
+        targets.append(singles.g)
+    residuals = mean - between.at(curve), half
+    smallest = 1e-12 * float(everything.g.square().mean()) + 1e-30  # a reference may be exact up to rounding
+    for _ in range(SWEEPS):
+        of_mean, of_half = (_smoothed(at, u, rest.square(), SMOOTHING) for rest in residuals)
+        # The mean of a pair has half the noise's variance, the half difference the other half: a single has both.
+        variances = zip(places, (of_mean, of_half, of_mean + of_half), strict=False)
+        weights = [1 / (place.at(variance) + smallest) for place, variance in variances]
+        found = _regression(torch.cat(designs), torch.cat(targets), torch.cat(weights))
+        residuals = mean - (means * found).sum((1, 2)), half - (halves * found).sum((1, 2))
+    return Control(basis, found * units, pairs, singles)
+
+
+def _design(
+    between: Interpolation, units: Float64[Tensor, "knots functions"], values: Float64[Tensor, "rows 2 functions"]
+) -> Float64[Tensor, "rows knots functions"]:
+    """The basis functions at the knots to the left and to the right, weighted by the interpolation."""
+    design = values.new_zeros(len(values), *units.shape)
+    rows = torch.arange(len(values), device=values.device)
+    for side, share in ((0, 1 - between.fraction), (1, between.fraction)):
+        knot = between.left + side
+        design[rows, knot] = share[:, None] * units[knot] * values[:, side]
+    return design
+
+
+def _regression(
+    design: Float64[Tensor, "rows knots functions"], target: Float64[Tensor, " rows"], weight: Float64[Tensor, " rows"]
+) -> Float64[Tensor, "knots functions"]:
+    """Weighted least squares with the prior N(0, KNOT_STEP^2) on differences between neighboring knots."""
+    _, count, functions = design.shape
+    flat = design.flatten(1)
+    eye = torch.eye(count * functions, dtype=torch.float64, device=design.device)
+    steps = torch.diff(torch.eye(count, dtype=torch.float64, device=design.device), dim=0)
+    walk = torch.kron(steps.T @ steps / KNOT_STEP**2, eye[:functions, :functions])
+    gram = flat.T @ (weight[:, None] * flat) + walk + 1e-3 * eye
+    return torch.linalg.solve(gram, flat.T @ (weight * target)).view(count, functions)
+
+
+def fit_proposal(
+    levels: LogUniform,
+    at: Float64[Tensor, " knots"],
+    u: Float64[Tensor, " batch"],
+    residual: Float64[Tensor, " batch"],
+) -> Fitted:
+    """p* ~ sqrt(E residual^2), with a floor."""
+    density = torch.sqrt(_smoothed(at, u, residual.square(), SMOOTHING))
+    density = density + FLOOR * density.mean() + 1e-30
+    return Fitted(levels.low, levels.high, tuple(density.tolist()))

@@ -1,0 +1,518 @@
+"""The bound of a set of samples: unbiased, with errors that hold, whichever rank computes which part of it."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import bsi
+from bsi.bound import (
+    ENOUGH,
+    FEWEST,
+    Design,
+    EvaluatedModel,
+    Integral,
+    Pilot,
+    estimate,
+    estimate_pair,
+    expected_error,
+    make_plan,
+    noise,
+)
+from bsi.control_variate import KNOTS, Interpolation, fit_proposal, knots
+from bsi.elbo import Estimator, finite_measurement_loss, measurement_loss
+from bsi.errors import NonFinite
+from bsi.gaussian import over, squared_norm
+from bsi.grids import paper_grid
+from bsi.levels import Fitted
+from bsi.methods import BFN, BSI, VDM
+from bsi.oracle import Mixture
+from bsi.runtime.distributed import FailedTogether, Place, World, join
+from bsi.values import Bins
+from repetitions import repeat
+
+METHODS = [BSI(), BFN(), VDM()]
+BINS = Bins(-1.0, 1.0, 9)
+PLAIN, LEARNED = Estimator(), Estimator(proposal="fitted")
+IDS = torch.arange(60)
+
+
+def rough(count: int = 40, n: int = 6, seed: int = 0) -> torch.Tensor:
+    """Values on the bins of BINS; some samples rougher than others."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 1, n, generator=generator, dtype=torch.float64).cumsum(-1)
+    size = 0.1 + torch.rand(count, 1, 1, generator=generator, dtype=torch.float64)
+    return BINS.values(BINS.indices(size * x), torch.float64)
+
+
+def squash(method):
+    """A predictor of each value by itself, not linear: 1.2 tanh of the posterior mean under N(0, 0.3)."""
+
+    def predict(latent, level):
+        encoder = method.encoder(level)
+        gain = 0.3 * encoder.signal / (0.3 * encoder.signal**2 + encoder.noise**2).clamp(min=1e-12)
+        return 1.2 * torch.tanh(over(gain, latent) * latent)
+
+    return predict
+
+
+def shrink(method):
+    """The posterior mean under N(0, 0.02): too narrow, so that large values cost more."""
+
+    def predict(latent, level):
+        encoder = method.encoder(level)
+        gain = 0.02 * encoder.signal / (0.02 * encoder.signal**2 + encoder.noise**2).clamp(min=1e-12)
+        return over(gain, latent) * latent
+
+    return predict
+
+
+def exact_measurement(method, predict, x, levels=4001, nodes=48) -> torch.Tensor:
+    """L_M^inf of each sample for such a predictor, by quadrature in level and noise."""
+    u = torch.linspace(math.log(method.levels.low), math.log(method.levels.high), levels, dtype=torch.float64)
+    eps, weight = (torch.tensor(v) for v in np.polynomial.hermite_e.hermegauss(nodes))
+    values, where = torch.unique(x, return_inverse=True)
+    grid = values[:, None, None].expand(-1, nodes, levels).reshape(-1, levels).T
+    noise = eps[None, :, None].expand(len(values), -1, levels).reshape(-1, levels).T
+    level = torch.exp(u).clamp(method.levels.low, method.levels.high)
+    x_hat = predict(method.encoder(level).encode(grid, noise), level)
+    g = 0.5 * level[:, None] * (grid - x_hat).square()
+    expected = (g.view(levels, len(values), nodes) * (weight / weight.sum())).sum(-1)
+    return torch.trapezoid(expected, u, dim=0)[where].flatten(1).sum(1)
+
+
+def measurements(model: EvaluatedModel, estimator: Estimator, seeds) -> torch.Tensor:
+    found = repeat(lambda seed: estimate(model, replace(estimator, seed=seed)), seeds)
+    return torch.stack([each.measurement for each in found])
+
+
+# Levels
+
+
+def proposals(method):
+    low, high = method.levels.low, method.levels.high
+    return [method.levels, expected_error(method), Fitted(low, high, (1.0, 4.0, 0.5, 2.0))]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("k", [None, 1, 7, 100])
+def test_points_integrate_over_ln_level_under_any_proposal(method, k):
+    """The midpoint rule in t: int u^2 du, or the sum of omega_i u_i^2 over the steps."""
+    t = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    grid = paper_grid(method, k or 1)
+    low, high = math.log(method.levels.low), math.log(method.levels.high)
+    exact = (high**3 - low**3) / 3
+    if k is not None:
+        exact = float((torch.diff(method.gain(grid)) / grid[:-1] * torch.log(grid[:-1]) ** 2).sum())
+    for proposal in proposals(method):
+        points = Integral.of(method, proposal, k).at(t)
+        found = float((points.weight * torch.log(points.level) ** 2).mean())
+        assert found == pytest.approx(exact, rel=1e-6 if k is None else 1e-3)
+        assert bool(Integral.of(method, proposal, k).at(torch.ones(1)).level <= method.levels.high)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_log_uniform_points_are_the_paper_s_estimators(method):
+    x = rough(6)
+    eps = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    predict = squash(method)
+    t = torch.rand(6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def estimate_at(k: int | None) -> torch.Tensor:
+        points = Integral.of(method, method.levels, k).at(t)
+        x_hat = predict(method.encoder(points.level).encode(x, eps), points.level)
+        return points.weight * 0.5 * points.level * squared_norm(x - x_hat)
+
+    torch.testing.assert_close(estimate_at(None), measurement_loss(method, predict, x, t, eps))
+    grid, i = paper_grid(method, 9), (t * 9).long()
+    torch.testing.assert_close(
+        estimate_at(9), finite_measurement_loss(method, predict, x, grid, i, eps), rtol=1e-9, atol=0
+    )
+
+
+@pytest.mark.parametrize("k", [None, 3, 50])
+def test_hats_carry_the_integral_of_anything_linear_between_knots(k):
+    method = BSI()
+    at, integral = knots(method.levels, 9), Integral.of(method, method.levels, k)
+    value = torch.rand(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    points = integral.at((torch.arange(400_000, dtype=torch.float64) + 0.5) / 400_000)
+    between = Interpolation.of(at, torch.log(points.level))
+    found = float((points.weight * between.at(value)).mean())
+    assert float(value @ integral.hats(at)) == pytest.approx(found, rel=1e-5)
+
+
+def test_exact_is_the_paper_s_equation_for_bsi_and_log_uniform_elsewhere():
+    assert expected_error(BSI(lambda_0=1e-2)).offset == pytest.approx(1e-4)
+    assert expected_error(BFN()).offset == expected_error(VDM()).offset == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "measure", "sizes"),
+    [(10_000, 5, (3, 2)), (10_000, 2, (1, 1)), (10_000, 20, (10, 10)), (1, 5, (3, 2)), (1, 100, (4,) * 25)],
+)
+def test_levels_belong_to_at_least_two_replicates(count, measure, sizes):
+    assert Design(count, measure).sizes == sizes
+
+
+def test_levels_are_equally_spaced_within_each_sample_and_over_each_block():
+    design, ids = Design(61, 5, seed=3), torch.arange(61)
+    block = design.block(ids)
+    assert set(torch.bincount(block).tolist()) <= {4, 5}
+    for replicate, m in enumerate(design.sizes):
+        t = design.t(ids, replicate)
+        torch.testing.assert_close(torch.diff(t, dim=0), torch.full((m - 1, 61), 1 / m, dtype=torch.float64))
+        assert bool(((t >= 0) & (t < 1)).all())
+        for b in range(design.blocks):
+            inside = torch.sort(t[:, block == b].flatten()).values
+            torch.testing.assert_close(torch.diff(inside), torch.full_like(inside[1:], 1 / len(inside)))
+
+
+def test_each_level_is_uniform_and_every_block_round_replicate_and_seed_has_its_own():
+    def shifts(i: int, replicate: int, round_: int, first: int = 0) -> list[float]:
+        designs = [Design(4096, 4, seed) for seed in range(first, first + 200)]
+        return [float(design.t(torch.tensor([i]), replicate, round_)[0, 0] * 2 % 1) for design in designs]
+
+    base = shifts(17, 0, 0)
+    assert stats.kstest(base, "uniform").pvalue > 1e-4
+    for other in (shifts(17, 1, 0), shifts(17, 0, 1), shifts(200, 0, 0), shifts(17, 0, 0, first=1)):
+        assert abs(stats.pearsonr(base, other).statistic) < 4 / math.sqrt(200)
+
+
+def test_levels_and_noise_do_not_depend_on_the_batch():
+    design, some = Design(60, 5, 1), torch.tensor([3, 41, 59])
+    assert torch.equal(design.t(IDS, 0, 2)[:, some], design.t(some, 0, 2))
+    drawn = noise(1, IDS, "measure", 4, (3, 2), torch.float32)
+    assert torch.equal(drawn[some], noise(1, some, "measure", 4, (3, 2), torch.float32))
+    kinds = [noise(0, IDS, kind, 0, (50,), torch.float32).flatten() for kind in ("measure", "recon", "pilot")]
+    correlation = torch.corrcoef(torch.stack(kinds)) - torch.eye(3)
+    assert float(correlation.abs().max()) < 4 / math.sqrt(3000)
+
+
+def test_stages_are_whole_blocks_and_grow_with_what_the_control_was_fitted_to():
+    design = Design(1000, 5)
+    stages = design.stages(256)
+    assert torch.equal(torch.cat(stages).sort().values, torch.arange(1000))
+    blocks = [set(design.block(ids).tolist()) for ids in stages]
+    assert sum(len(each) for each in blocks) == design.blocks
+    learned = 256
+    for ids, each in zip(stages[:-1], blocks, strict=False):
+        assert len(each) == 1 or len(ids) * 5 <= learned / 4 + 5 * len(each)
+        learned += 5 * len(ids)
+    assert len(stages[-2]) > 2 * len(stages[0])
+    assert len(Design(61, 5).stages(ENOUGH)) == 1
+    first, _ = Design(100_000, 5).stages(2048)
+    assert 5 * len(first) > ENOUGH - 2048
+
+
+@pytest.mark.parametrize("count", [1, 3, 31, 127, 1000])
+def test_a_pilot_covers_samples_and_levels(count):
+    def knots_seen(seed: int) -> int:
+        pilot = Pilot(count, FEWEST // 2, seed)
+        members = torch.arange(pilot.samples)
+        assert len(set(pilot.ids(members).tolist())) == pilot.samples == min(count, FEWEST // 2)
+        t = torch.cat([pilot.t(members, draw) for draw in range(pilot.draws)])
+        return len(set((t * (KNOTS - 1)).long().tolist()))
+
+    assert set(repeat(knots_seen, range(30))) == {KNOTS - 1}, "the regression needs an average at each knot"
+
+
+# The estimate
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("estimator", [PLAIN, Estimator(proposal="exact"), LEARNED], ids=lambda e: e.proposal)
+def test_every_proposal_is_unbiased_for_every_sample(method, estimator):
+    x, predict = rough(24), squash(method)
+    true = exact_measurement(method, predict, x)
+    seeds = 12 if estimator.proposal == "fitted" else 30  # few levels without a control are far from Normal
+    found = measurements(EvaluatedModel.of(method, predict, x, BINS), estimator, range(seeds))
+    error = found.std(0) / math.sqrt(seeds)
+    assert float(((found.mean(0) - true) / error).abs().max()) < 6
+    total = found.mean(1)
+    assert abs(float(total.mean() - true.mean())) < 4.5 * float(total.std()) / math.sqrt(seeds)
+
+
+def test_the_control_variate_pays():
+    """The same number of evaluations, less variance: of the mean and of one sample."""
+    method, x = BSI(), rough(48)
+    model = EvaluatedModel.of(method, squash(method), x, BINS)
+    true = exact_measurement(method, squash(method), x)
+    plain, learned = (measurements(model, e, range(8)) - true for e in (PLAIN, LEARNED))
+    assert float(learned.square().mean()) < float(plain.square().mean()) / 8
+    assert float(learned.mean(1).square().mean()) < float(plain.mean(1).square().mean()) / 4
+
+
+@pytest.mark.parametrize("estimator", [PLAIN, LEARNED], ids=lambda e: e.proposal)
+def test_student_intervals_cover_as_often_as_they_say(estimator):
+    """Of 80 intervals of 90 per cent, 72 +- 2.7 should hold the true value."""
+    method, x = BSI(), rough(40, 4)
+    true = float(exact_measurement(method, squash(method), x).sum())
+    model = EvaluatedModel.of(method, squash(method), x, BINS)
+    plan, covered = make_plan(model, replace(estimator, seed=999)), 0
+    for found in repeat(lambda seed: estimate(model, replace(estimator, seed=seed), plan=plan), range(80)):
+        reach = stats.t.ppf(0.95, found.degrees_of_freedom) * math.sqrt(found.measurements.sum_variance)
+        covered += abs(float(found.measurement.sum()) - true) <= reach
+    assert 72 - 3 * 2.7 <= covered <= 79
+
+
+@pytest.mark.parametrize("measure", [3, 5])
+def test_the_error_of_the_data_set_is_that_of_the_exact_bounds(measure):
+    """The bounds are known; estimates scatter more than the samples do, and replicates have unequal sizes."""
+    method, x = BSI(), rough(60)
+    true = exact_measurement(method, shrink(method), x).var().item()
+    model = EvaluatedModel.of(method, shrink(method), x, BINS)
+    found = repeat(lambda seed: estimate(model, Estimator(measure=measure, seed=seed)), range(60))
+    assert np.mean([float(each.nats.var()) for each in found]) > 1.2 * true
+    between = [each.between for each in found]
+    error = np.std(between) / math.sqrt(len(between))
+    assert abs(np.mean(between) - true) < 4 * error
+    assert error < 0.15 * true
+
+
+def test_the_formula_for_independent_draws_would_be_wrong():
+    """Errors of stratified levels cancel, and the replicates show it."""
+    method, x = BSI(), rough(64)
+    found = estimate(EvaluatedModel.of(method, squash(method), x, BINS), Estimator(measure=8)).measurements
+    assert found.sum_variance < 0.5 * float(found.sample_variance.sum())
+
+
+def unit_gaussian(method, count: int) -> EvaluatedModel:
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    predict = Mixture.gaussian(torch.zeros(8).double(), torch.eye(8).double()).predictor(method)
+    return EvaluatedModel.of(method, predict, x / x.square().mean().sqrt())  # the bound is linear in |x|^2
+
+
+@pytest.mark.parametrize(
+    ("method", "k", "nats"),
+    [
+        (BSI(), None, 6.912594),
+        (BSI(lambda_0=1.0), None, 7.210055),
+        (BFN(), None, 6.907755),
+        (VDM(), None, 6.646643),
+        (BSI(), 16, 12.44657),
+        (BSI(), 1024, 6.97065),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("proposal", ["loguniform", "fitted"])
+def test_the_bound_of_unit_gaussian_data_is_the_known_one(method, k, nats, proposal):
+    found = estimate(unit_gaussian(method, 128), Estimator(finite_k=k, proposal=proposal, measure=8)).measurements
+    error = math.sqrt(found.sum_variance) / (128 * 8)
+    assert float(found.mean.mean()) / 8 == pytest.approx(nats, abs=4 * error + 1e-5)
+    assert proposal == "loguniform" or error < 0.02
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x, t):
+        return torch.tanh(self.linear(x.flatten(1))).view_as(x) * t[:, None, None, None]
+
+
+def small_model(seed: int = 0, method=None) -> bsi.Model:
+    torch.manual_seed(seed)
+    return bsi.Model(Small(), method or bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17)).eval()
+
+
+def pixels(count: int = 50) -> torch.Tensor:
+    return torch.randint(0, 17, (count, 1, 4, 4), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+
+
+def test_a_model_has_every_option_of_the_estimator_and_counts_its_evaluations():
+    model, x = small_model(), pixels(40)
+    plain = model.bits_per_dim(x, measure=50)
+    found = model.elbo(x, proposal="fitted")
+    assert found.pilot_evaluations == 2 * 40 * math.ceil(FEWEST / 2 / 40)
+    assert found.evaluations == found.pilot_evaluations + 40 * (5 + 2)
+    assert float(found) == pytest.approx(float(plain), abs=5 * plain.monte_carlo_error)
+    assert float(model.elbo(x, finite_k=4)) > float(plain) + 5 * plain.monte_carlo_error
+    assert model.elbo(x, proposal="fitted", control=False).pilot_evaluations == found.pilot_evaluations
+    sharper = model.elbo(x, proposal="fitted", target_error=found.monte_carlo_error / 2)
+    assert sharper.monte_carlo_error <= found.monte_carlo_error / 2
+    assert sharper.rounds > 1
+    assert sharper.evaluations > found.evaluations
+    assert sharper.measurements.values.shape == (2 * sharper.rounds, 40)
+
+
+def test_progress_is_shown_when_asked_for(capsys):
+    small_model().elbo(pixels(8))
+    assert capsys.readouterr().err == ""
+    small_model().elbo(pixels(8), progress=True)
+    assert "levels" in capsys.readouterr().err
+
+
+def test_continuous_data_is_evaluated_in_its_own_units():
+    network, x = Small(), torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(2))
+    plain = bsi.Model(network, bsi.BSI(), (1, 4, 4)).elbo(x)
+    wide = bsi.Model(network, bsi.BSI(), (1, 4, 4), standardize=bsi.Standardize(1.0, 10.0)).elbo(1 + 10 * x)
+    assert wide.nats_per_dim - plain.nats_per_dim == pytest.approx(math.log(10), abs=1e-3)
+    assert "nats/dim" in str(wide)
+
+
+def test_vdm_decodes_without_the_network():
+    method = VDM()
+    found = estimate(EvaluatedModel.of(method, squash(method), rough(), BINS), PLAIN)
+    assert found.evaluations == 40 * 5
+    assert float(found.prior.min()) > 0
+
+
+def test_the_result_does_not_depend_on_the_batch_size():
+    first, second = (small_model().elbo(pixels(), proposal="fitted", batch_size=size) for size in (7, 64))
+    torch.testing.assert_close(first.nats, second.nats, rtol=1e-5, atol=1e-4)
+    assert first.monte_carlo_error == pytest.approx(second.monte_carlo_error, rel=1e-4)
+
+
+def counted(method) -> tuple[EvaluatedModel, list[torch.Tensor]]:
+    """A model that notes every latent it is evaluated at."""
+    seen: list[torch.Tensor] = []
+
+    def predict(latent, level):
+        seen.append(latent)
+        return squash(method)(latent, level)
+
+    return EvaluatedModel.of(method, predict, rough(20), BINS), seen
+
+
+@pytest.mark.parametrize("estimator", [PLAIN, LEARNED], ids=lambda e: e.proposal)
+def test_every_evaluation_of_every_round_has_noise_of_its_own(estimator):
+    method = BSI(0.1, alpha_M=30.0)  # whose last belief is wider than a bin: both terms have noise
+    model, seen = counted(method)
+    target = estimate(model, estimator).monte_carlo_error / 4
+    seen.clear()
+    found = estimate(model, replace(estimator, target_error=target))
+    assert found.rounds > 1
+    latents = torch.cat(seen).flatten(1)
+    assert len(latents) == len(latents.unique(dim=0)) == found.evaluations, "the pilot's never enter the estimate"
+
+
+def test_a_stage_learns_from_the_stages_before_and_from_none_after():
+    """The network changes for some samples: their own estimates change, and those of later stages, and no others."""
+    method, x = BSI(), rough(200)
+    model = EvaluatedModel.of(method, squash(method), x, BINS)
+    plan = make_plan(model, LEARNED)
+    stages = Design(200, 5).stages(plan.pilot)
+    assert len(stages) > 4
+
+    def predict(ids):
+        scale = 1 - 0.1 * torch.isin(ids, stages[2]).double()[:, None, None]
+        return lambda latent, level: scale * squash(method)(latent, level)
+
+    changed = replace(model, predict=predict)
+    before, after = (estimate(each, LEARNED, plan=plan).measurements.values for each in (model, changed))
+    same = (before == after).all(0)
+    assert bool(same[torch.cat(stages[:2])].all())
+    assert not bool(same[torch.cat(stages[2:])].any())
+    assert torch.equal(estimate(model, LEARNED, plan=plan).measurements.values, before), "the plan stays as it was"
+
+
+def test_later_stages_have_less_variance():
+    method, x = BSI(), rough(400)
+    model = EvaluatedModel.of(method, squash(method), x)
+    true = exact_measurement(method, squash(method), x)
+    plan = make_plan(model, replace(LEARNED, measure=2))
+    found = torch.stack([estimate(model, replace(LEARNED, measure=4, seed=s), plan=plan).measurement for s in range(6)])
+    stages = Design(400, 4).stages(plan.pilot)
+    first, last = ((found[:, part] - true[part]).square().mean() for part in (stages[0], torch.cat(stages[-2:])))
+    assert float(last) < float(first)
+
+
+def test_a_plan_proposes_by_what_its_control_leaves():
+    method = BSI()
+    plan = make_plan(EvaluatedModel.of(method, squash(method), rough(), BINS), LEARNED)
+    assert plan.control is not None
+    pairs = plan.control.pairs
+    assert torch.equal(pairs.u[::2], pairs.u[1::2])
+    residual = pairs.g - plan.control.predict(pairs)
+    assert plan.proposal == fit_proposal(method.levels, plan.control.basis.knots, pairs.u, residual)
+
+
+@pytest.mark.parametrize("estimator", [PLAIN, LEARNED], ids=lambda e: e.proposal)
+def test_common_random_numbers_make_a_difference_sharper(estimator):
+    a, b = small_model(0), small_model(0)
+    with torch.no_grad():
+        b.denoiser.backbone.linear.weight += 0.01
+    first, second = estimate_pair(a.on(pixels()), b.on(pixels()), estimator)
+    paired = first - second
+    assert paired.bits_per_dim == pytest.approx(float(first) - float(second), abs=1e-12)
+    assert paired.monte_carlo_error < math.hypot(first.monte_carlo_error, second.monte_carlo_error) / 5
+    assert paired.evaluations == first.evaluations + second.evaluations
+
+
+@pytest.mark.parametrize("estimator", [PLAIN, LEARNED], ids=lambda e: e.proposal)
+def test_predictions_that_are_not_finite_are_reported(estimator):
+    method = BSI()
+
+    def predict(ids):
+        scale = torch.where(ids == 1, math.nan, 1.0)[:, None, None]
+        return lambda latent, level: scale * squash(method)(latent, level)
+
+    model = EvaluatedModel.of(method, squash(method), rough(), BINS)
+    broken = replace(model, predict=predict)
+    with pytest.raises(NonFinite, match="8 of the pilot's 320" if estimator is LEARNED else "1 of 40"):
+        estimate(broken, estimator)
+    with pytest.raises(NonFinite, match="1 of 40"):
+        estimate(broken, estimator, plan=make_plan(model, estimator))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_smallest_sets_have_a_bound(count):
+    method, x = BSI(), rough(count, 4)
+    model = EvaluatedModel.of(method, squash(method), x, BINS)
+    found = measurements(model, LEARNED, range(8)) - exact_measurement(method, squash(method), x)
+    assert abs(float(found.mean())) < 4.5 * float(found.mean(1).std()) / math.sqrt(8)
+    constant = EvaluatedModel.of(method, lambda latent, level: torch.zeros_like(latent), torch.zeros_like(x), BINS)
+    assert float(estimate(constant, LEARNED).measurement.abs().max()) < 1e-9
+
+
+# Ranks
+
+
+@pytest.mark.parametrize("count", [1, 3, 13, 16])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_ranks_share_the_batches_of_one(count, size):
+    model = EvaluatedModel.of(BSI(), shrink(BSI()), rough(count))
+    worlds = [World(Place(rank, size), torch.device("cpu")) for rank in range(size)]
+    shared = [ids.tolist() for world in worlds for ids in model.batches(count, 4, world)]
+    assert shared == [ids.tolist() for ids in torch.arange(count).split(4)]
+
+
+def test_a_failure_on_one_rank_fails_all_of_them():
+    """Otherwise the others would wait for it."""
+
+    def fail() -> None:
+        raise KeyError("interrupted")
+
+    with pytest.raises(FailedTogether):
+        estimate(small_model().on(pixels()), PLAIN, World(Place(), torch.device("cpu")), poll=fail)
+
+
+def summary(world: World) -> dict[str, float]:
+    """Of a set that two ranks cannot share evenly, and of one sample, which leaves one rank with nothing to do."""
+    estimator = replace(LEARNED, batch_size=4)
+    found, single = (estimate(small_model().on(pixels(count)), estimator, world) for count in (31, 1))
+    return {**found.record(), "evaluations": found.evaluations, "single": float(single)}
+
+
+def test_two_ranks_give_the_numbers_of_one(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(bsi.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*torchrun, __file__, str(tmp_path)], check=True, timeout=120, env=environment)
+    alone = summary(World(Place(), torch.device("cpu")))
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == pytest.approx(alone, rel=1e-6)
+
+
+if __name__ == "__main__":
+    with join("cpu", 60.0) as ranks:
+        result = summary(ranks)
+        (Path(sys.argv[1]) / f"{ranks.rank}.json").write_text(json.dumps(result))

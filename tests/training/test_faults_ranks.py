@@ -100,7 +100,7 @@ def test_an_audited_run_is_the_same_bits_for_one_two_and_four_ranks(base: Path, 
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_anything_moves(base: Path, chains: Chains) -> None:
-    """Row 13: the state before the bad step is saved, and going on from it gives the run without the fault."""
+    """Row 13: the state before the bad step is saved, and resuming from it gives the run without the fault."""
     assert codes(chains["nan"]) == [[5, 5], [0, 0]]
     assert "the loss or the gradient of step 13 was not finite" in chains["nan"][0].stderr
     replay = json.loads((base / "nan" / "replay-00000013.json").read_text())
@@ -108,7 +108,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_anything_moves(b
     assert replay["ids"] == [int(sample) for _, sample, _ in logged]
     assert replay["seed"] == 0
     assert len(replay["t"]) == len(replay["levels"]) == 16
-    assert "going on from" in chains["nan"][1].stderr
+    assert "resuming from" in chains["nan"][1].stderr
     assert "step-00000013" in chains["nan"][1].stderr
     assert fingerprint(base / "nan") == fingerprint(base / "two")
     assert metrics(base / "nan") == metrics(base / "two")
@@ -135,11 +135,11 @@ def test_an_evaluation_that_fails_on_another_rank_than_the_first_costs_no_step(b
     assert "Input/output error" in disk
     assert "while looking at the model after step 12" in memory
     for stderr in (disk, memory):
-        assert "evaluation or the samples of step 12 failed" in stderr
+        assert "the evaluation or the samples failed at step 12" in stderr
         assert "bsi train: another rank failed: its message says why" in stderr
         assert "Connection closed" not in stderr
     for stderr in (memory, end):
-        assert "going on from" in stderr
+        assert "resuming from" in stderr
         assert "step-00000012" in stderr
     assert fingerprint(base / "unseen") == fingerprint(base / "two")
     assert metrics(base / "unseen") == metrics(base / "two")
@@ -148,7 +148,7 @@ def test_an_evaluation_that_fails_on_another_rank_than_the_first_costs_no_step(b
 def test_an_evaluation_is_not_waited_for_though_another_rank_is_asked_to_stop(base: Path, chains: Chains) -> None:
     """Row 38."""
     assert codes(chains["interrupted"]) == [[75, 75], [0, 0]]
-    assert chains["interrupted"][0].stderr.count("saved step 12 of 24; run the same command to go on") == 2
+    assert chains["interrupted"][0].stderr.count("saved step 12 of 24; run the same command to resume") == 2
     assert fingerprint(base / "interrupted") == fingerprint(base / "two")
     assert metrics(base / "interrupted") == metrics(base / "two")
 

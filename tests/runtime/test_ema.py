@@ -1,4 +1,4 @@
-"""Power-function averages of any width, afterwards; and the folder that the hub holds."""
+"""Averages of the weights: the EMA, power-function averages of any width, and the folder for the hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from bsi.backbones import MLPConfig
 from bsi.cli import main
 from bsi.errors import Preempted, UsageError
 from bsi.recipe import Ema, Every
-from bsi.runtime.ema import PowerAverages, Profile, coefficients, exponent, reconstruct
+from bsi.runtime import ema as module
+from bsi.runtime.ema import EmaModel, PowerAverages, Profile, coefficients, exponent, lerp_, reconstruct
 from bsi.runtime.export import read_trained
 from bsi.runtime.hub import download, write_hub_folder
 from bsi.training import loop
@@ -128,7 +129,7 @@ def test_an_average_of_another_width_is_exported_and_loads(run: Path, tmp_path: 
         main(["export", str(run), "--sigma-rel", "0.07", "--step", "25", "--out", str(tmp_path / "a.safetensors")]) == 0
     )
     assert bsi.load(tmp_path / "a.safetensors").sample(1, steps=1).shape == (1, 1, 4, 4)
-    with pytest.raises(UsageError, match=r"no averages of step 26; there are: 5, 10"):
+    with pytest.raises(UsageError, match=r"no averages of step 26. Use one of 5, 10"):
         reconstruct(run, 0.07, 26)
     with pytest.raises(UsageError, match=r"between 0 and 0\.288"):
         reconstruct(run, 0.4)
@@ -164,3 +165,39 @@ def test_without_its_package_the_hub_is_a_clear_error(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     with pytest.raises(UsageError, match="pip install huggingface_hub"):
         download("me/mine")
+
+
+@pytest.mark.parametrize("large", [1, 4, 2**20])  # all of them one by one, some, none
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_each_tensor_moves_by_its_weight(large: int, weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGE", large)
+    torch.manual_seed(0)
+    before, ends = ([torch.randn(s, dtype=torch.float64) for s in [(), (3,), (2, 5), (7, 1, 2)]] for _ in range(2))
+    tensors = [tensor.clone() for tensor in before]
+    lerp_(tensors, ends, torch.tensor(weight))
+    for tensor, start, end in zip(tensors, before, ends, strict=True):
+        assert torch.equal(tensor, start) if weight == 0 else torch.allclose(tensor, start + weight * (end - start))
+
+
+def test_an_average_over_many_steps_stays_where_it_is() -> None:
+    """Of weights that do not move: factors that do not sum to 1 would carry it away."""
+    weights, average = [torch.full((5,), 1.7)], [torch.full((5,), 1.7)]
+    for _ in range(10_000):
+        lerp_(average, weights, torch.tensor(1e-4))
+    assert torch.equal(average[0], weights[0])
+
+
+def test_the_average_copies_buffers() -> None:
+    class Normed(nn.BatchNorm2d):
+        def forward(self, input: torch.Tensor, t: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(input)
+
+    network = Normed(1)
+    model = bsi.Model(network, bsi.BSI(), (1, 4, 4), bsi.Bins.uint8())
+    ema = EmaModel(model)
+    network(1 + torch.randn(8, 1, 4, 4))
+    ema.update(torch.tensor(0.1))
+    assert torch.equal(ema.model.denoiser.backbone.running_mean, network.running_mean)
+    assert float(network.running_mean) != 0
+    assert network.training
+    assert not ema.model.training, "it is only ever read from, and without dropout"

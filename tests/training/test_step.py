@@ -1,4 +1,4 @@
-"""A step: what it sees is a function of seed and count, its update is AdamW's, and it stands still when it must."""
+"""A step: its batch is a function of the seed and the count, its update AdamW's; a bad one changes nothing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ import bsi
 from bsi import recipes
 from bsi.backbones import build
 from bsi.data.batches import as_source
-from bsi.errors import UsageError
 from bsi.objective import training_loss
 from bsi.recipe import Ema, Optimizer, Recipe
 from bsi.rng import derive
-from bsi.runtime.distributed import Place, Watchdog, World, find_place, first_host, verdict, watching
-from bsi.runtime.ema import EmaModel, exponent
+from bsi.runtime.distributed import Place, Watchdog, World, watching
+from bsi.runtime.ema import exponent
 from bsi.training.audit import TreeSum
 from bsi.training.step import Engine
 from bsi.training.stream import Batch, Piece, Stream, piece_ids, piece_levels, pieces
@@ -375,22 +374,6 @@ def test_means_are_of_the_steps_since_the_last_look(watchdog: Watchdog) -> None:
     assert engine.means().loss == pytest.approx(sum(means.loss for means in each) / 3, rel=1e-6)
 
 
-def test_the_average_copies_buffers() -> None:
-    class Normed(nn.BatchNorm2d):
-        def forward(self, input: torch.Tensor, t: torch.Tensor | None = None) -> torch.Tensor:
-            return super().forward(input)
-
-    network = Normed(1)
-    model = bsi.Model(network, bsi.BSI(), (1, 4, 4), bsi.Bins.uint8())
-    ema = EmaModel(model)
-    network(1 + torch.randn(8, 1, 4, 4))
-    ema.update(torch.tensor(0.1))
-    assert torch.equal(ema.model.denoiser.backbone.running_mean, network.running_mean)
-    assert float(network.running_mean) != 0
-    assert network.training
-    assert not ema.model.training, "it is only ever read from, and without dropout"
-
-
 def test_a_tree_adds_alike_however_it_is_cut() -> None:
     vectors = [torch.randn(50, generator=torch.Generator().manual_seed(i)) * 10.0 ** (i % 7) for i in range(16)]
 
@@ -405,41 +388,3 @@ def test_a_tree_adds_alike_however_it_is_cut() -> None:
 
     assert all(torch.equal(cut(1), cut(ranks)) for ranks in (2, 4, 8, 16))
     assert not torch.equal(cut(1), sum(vectors[1:], vectors[0])), "an ordinary sum is rounded differently"
-
-
-def test_places_come_from_torchrun_from_slurm_or_from_nowhere() -> None:
-    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "77"}
-    assert find_place(torchrun) == Place(3, 8, 1, "a", 77)
-    assert find_place({**torchrun, "LOCAL_WORLD_SIZE": "4"}) == Place(3, 8, 1, "a", 77, local_size=4)
-    step = {
-        "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "40007",
-        "SLURM_STEP_NODELIST": "gpu[003-004]",
-    }  # fmt: skip
-    assert find_place(step) == Place(5, 8, 1, "gpu003", 20007)
-    assert find_place({**step, "SLURM_STEP_NUM_NODES": "3"}) == Place(5, 8, 1, "gpu003", 20007, local_size=3)
-    assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == Place(), "sbatch's own shell"
-    assert find_place({}) == Place()
-    for env, wrong in (
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not one of WORLD_SIZE=2 ranks"),
-        ({**torchrun, "MASTER_PORT": "here"}, "MASTER_PORT='here'"),
-        ({**step, "SLURM_STEP_NUM_TASKS": "8 x"}, "SLURM_STEP_NUM_TASKS='8 x'"),
-    ):
-        with pytest.raises(UsageError, match=f"{wrong}.* to run alone"):
-            find_place(env)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("gpu[003-006,9],login", "gpu003"), ("a,b", "a"), ("n1", "n1"), ("rack[1,3]-x", "rack1-x"), ("n[7]", "n7")],
-)
-def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
-
-
-def test_the_watchdog_names_who_is_furthest_behind() -> None:
-    text = verdict(0, {0: (7, "compute"), 1: (7, "data"), 2: (7, "compute")}, 4, 60.0)
-    assert "rank 1 hangs in step 7 (data)" in text
-    assert "rank 3 was never heard of" in text
-    assert "rank 0 in step 7 (compute)" in text

@@ -1,0 +1,178 @@
+"""Checkpoints on disk: what a process finds after another one died."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from bsi.errors import CorruptCheckpoint, UsageError
+from bsi.recipe import Keep
+from bsi.runtime import checkpoint
+from bsi.runtime.checkpoint import DiskFull, Saver, Snapshot
+
+
+def snapshot(step: int) -> Snapshot:
+    tensors = {name: {"a": torch.full((3,), float(step)), "b/c": torch.ones(())} for name in ("model", "ema")}
+    return Snapshot(step, tensors, {"recipe": {}, "note": "ü"})
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in root.glob("step-*"))
+
+
+def test_what_was_saved_is_found_and_read(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, snapshot(7), Keep())
+    found = checkpoint.find(tmp_path, pytest.fail)
+    assert found is not None
+    assert (found.step, found.state["note"]) == (7, "ü")
+    assert torch.equal(checkpoint.read_tensors(found, "ema")["a"], torch.full((3,), 7.0))
+
+
+def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
+    assert checkpoint.find(tmp_path / "nothing", pytest.fail) is None
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_silently_begin_anew(tmp_path: Path) -> None:
+    shutil.rmtree(checkpoint.save(tmp_path, snapshot(3), Keep()))
+    with pytest.raises(CorruptCheckpoint, match="names a checkpoint, but there is none"):
+        checkpoint.find(tmp_path, print)
+
+
+def test_the_last_few_stay_and_milestones_for_good(tmp_path: Path) -> None:
+    for step in range(1, 11):
+        checkpoint.save(tmp_path, snapshot(step), Keep(last=2, every=4))
+    assert steps(tmp_path) == [4, 8, 9, 10]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_pruning_after_a_fallback_leaves_the_newer_damaged_ones_to_be_replaced(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, snapshot(step), Keep(last=3))
+    (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"")
+    warnings: list[str] = []
+    found = checkpoint.find(tmp_path, warnings.append)
+    assert found is not None
+    assert found.step == 2
+    assert "DAMAGED" in warnings[0]
+    checkpoint.save(tmp_path, snapshot(3), Keep(last=3))
+    again = checkpoint.find(tmp_path, pytest.fail)
+    assert again is not None
+    assert again.step == 3
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_fallen_back_to_and_the_way_on_is_told(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, snapshot(step), Keep())
+        (tmp_path / f"step-0000000{step}" / "model.safetensors").write_bytes(b"")
+    warnings: list[str] = []
+    with pytest.raises(CorruptCheckpoint, match=r"all 2 checkpoints .*another --out"):
+        checkpoint.find(tmp_path, warnings.append)
+    assert [warning.splitlines()[-1] for warning in warnings] == [
+        "falling back to the previous one",
+        "there is no earlier one",
+    ]
+
+
+def test_a_saver_knows_whether_anything_was_saved(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Keep(), lambda: None)
+    assert not saver.has_saved
+    saver.save(snapshot(1))
+    saver.close()
+    assert saver.has_saved
+    assert Saver(tmp_path, Keep(), lambda: None).has_saved, "a run that goes on"
+
+
+@pytest.mark.parametrize("content", ["", "step-00000099\n", "../../etc\n", "\x00"])
+def test_a_latest_that_names_nothing_is_reported_and_the_newest_whole_one_taken(tmp_path: Path, content: str) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, snapshot(step), Keep())
+    (tmp_path / "latest").write_text(content)
+    warnings: list[str] = []
+    found = checkpoint.find(tmp_path, warnings.append)
+    assert found is not None
+    assert found.step == 2
+    assert "does not name one" in warnings[0]
+
+
+def test_a_file_that_the_manifest_names_outside_its_folder_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path, snapshot(1), Keep())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../latest"] = manifest["files"]["state.json"]
+    table = {"format": manifest["format"], "files": manifest["files"]}
+    manifest["sha256"] = checkpoint.fingerprint(table)
+    (folder / "manifest.json").write_text(checkpoint.canonical_json(manifest))
+    with pytest.raises(CorruptCheckpoint):
+        checkpoint.verify(folder)
+
+
+def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FORMAT", 0)
+    folder = checkpoint.save(tmp_path, snapshot(1), Keep())
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="has checkpoint format 0"):
+        checkpoint.verify(folder)
+
+
+def test_a_saver_reports_a_failed_save_at_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(tmp_path, Keep(), lambda: None)
+    monkeypatch.setattr(checkpoint, "check_space", lambda root, needed: (_ for _ in ()).throw(DiskFull("no room")))
+    saver.save(snapshot(1))
+    with pytest.raises(DiskFull):
+        saver.save(snapshot(2))
+    saver.close()
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+import torch
+from bsi.errors import BsiError
+from bsi.runtime import ema
+from bsi.runtime import checkpoint
+from bsi.recipe import Keep
+root, weights = Path(sys.argv[1]), {"w": torch.zeros(1000)}
+save = lambda step: checkpoint.save(root / "checkpoints", checkpoint.Snapshot(step, {"model": weights}, {}), Keep())
+save(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+for write in (lambda: save(2), lambda: ema.store_averages(root, 2, weights)):
+    try:
+        write()
+    except BsiError as error:
+        print(type(error).__name__, error.code, "ulimit" in str(error))
+"""
+
+
+def test_a_disk_that_fills_while_tensors_are_written_is_told_as_one(tmp_path: Path) -> None:
+    """By the system itself, through the library that writes them: it has errors of its own."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["DiskFull 1 True", "BsiError 1 False"]
+    found = checkpoint.find(tmp_path / "checkpoints", pytest.fail)
+    assert found is not None
+    assert found.step == 1
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-00000001"]
+    assert list((tmp_path / "averages").iterdir()) == []
+
+
+def test_a_save_in_the_background_keeps_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saver writes while training goes on; until it has moved `latest`, the old checkpoint is the one."""
+    checkpoint.save(tmp_path, snapshot(1), Keep())
+    go, write = threading.Event(), checkpoint.write_files
+    monkeypatch.setattr(checkpoint, "write_files", lambda *args: (go.wait(60), write(*args)))
+    saver = Saver(tmp_path, Keep(), lambda: None)
+    saver.save(snapshot(2))
+    found = checkpoint.find(tmp_path, pytest.fail)
+    assert found is not None
+    assert found.step == 1
+    go.set()
+    saver.wait()
+    found = checkpoint.find(tmp_path, pytest.fail)
+    assert found is not None
+    assert found.step == 2
+    saver.close()

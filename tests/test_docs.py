@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bsi.cli import COMMANDS
-from bsi.cli.options import read
+from bsi.cli.options import parse
 from bsi.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,7 @@ def understood(name: str, *words: str) -> object:
     module = importlib.import_module(f"bsi.cli.{command.module}")
     if command.options is None:
         return None if "--list" in words else module.parse(words)
-    return read(getattr(module, command.options), words, f"bsi {name}")
+    return parse(getattr(module, command.options), words, f"bsi {name}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 
 from bsi import progress
-from bsi.progress import Progress, amount, readable_bytes, readable_seconds
+from bsi.progress import CLEAR, Progress, amount, log, readable_bytes, readable_seconds
 
 
 class Terminal(StringIO):
@@ -54,9 +54,9 @@ def test_a_resumed_count_does_not_flatter_the_rate(clock: list[float]) -> None:
     assert stream.getvalue().splitlines()[-1] == "train 100/100 steps · 5 steps/s · done in 2.0 s"
 
 
-@pytest.mark.parametrize("columns", [20, 40, 60, 80, 200])
+@pytest.mark.parametrize("columns", [1, 2, 20, 40, 60, 80, 200])
 def test_a_live_line_never_wraps(columns: int, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("NO_COLOR", "1")  # so that characters are columns
     stream = Terminal()
     with Progress("train", 246, "step", stream=stream) as shown:
@@ -64,8 +64,8 @@ def test_a_live_line_never_wraps(columns: int, clock: list[float], monkeypatch: 
         shown.advance(123, note="1008 images/s · 9.303 bits/dim · lr 5.0e-05 · saved 0:08 ago")
     rows = stream.getvalue().removesuffix("\n").split("\r\x1b[2K")
     assert "\n" not in stream.getvalue().removesuffix("\n")
-    assert max(map(len, rows)) < columns
-    assert rows[-1].startswith("━" * 12 + "─" * 12) == (columns == 200)
+    assert max(map(len, rows)) < max(columns, 2)
+    assert rows[-1].startswith("━" * 12 + " ") == (columns == 200)
 
 
 def test_units_are_words(clock: list[float]) -> None:
@@ -86,13 +86,26 @@ def test_a_terminal_that_lacks_our_letters_gets_a_bar_of_others(clock: list[floa
         clock[0] += 1
         shown.advance(2)
     assert stream.getvalue().isascii()
-    assert f"{'#' * 12}{'-' * 12} train 2/4 steps, 2 steps/s, 0:01 left" in stream.getvalue()
+    assert "train 2/4 steps, 2 steps/s, 0:01 left" in stream.getvalue()
 
 
-def test_work_goes_on_when_who_watched_it_has_left() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
+@pytest.mark.parametrize("end", ["pipe", "/dev/full"])
+def test_a_log_that_cannot_be_written_does_not_end_the_work(end: str) -> None:
+    if end == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)  # as `| head` does
+    else:
+        writer = os.open(end, os.O_WRONLY)
     with os.fdopen(writer, "w") as stream:
         with Progress("train", 2, "step", stream=stream) as progress:
             progress.advance(2)
-        stream.write("nor is what else is told there an error")
+        log("neither is this an error", stream)
+
+
+def test_a_line_is_logged_above_the_bar(clock: list[float]) -> None:
+    stream = Terminal()
+    with Progress("train", 4, "step", stream=stream):
+        log("step 1: 3.2 bits/dim", stream)
+    log("next", stream)
+    assert f"{CLEAR}step 1: 3.2 bits/dim\n" in stream.getvalue()
+    assert stream.getvalue().endswith("\nnext\n")

@@ -182,7 +182,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(full: dict[str, dict], wo
     """Row 32."""
     found = full[words]
     assert found["code"] == 1
-    (told,) = [line for line in found["err"].splitlines() if "cannot write" in line and "caution" not in line]
+    (told,) = [line for line in found["err"].splitlines() if "cannot write" in line and "warning" not in line]
     for part in (*WRITING[words], "File too large", "Make room and run the same command again"):
         assert part in told
     assert not [path for path in found["left"] if not path.startswith(GOES_ON)]
@@ -192,8 +192,8 @@ def test_the_result_is_printed_though_it_cannot_be_stored_nor_its_samples(full: 
     """Row 33."""
     found = next(found for words, found in full.items() if words.startswith("eval"))
     assert "bits/dim ±" in found["out"]
-    (caution,) = [line for line in found["err"].splitlines() if "caution" in line]
-    assert "printed and not stored: cannot write run/evaluations/" in caution
+    (warning,) = [line for line in found["err"].splitlines() if "warning" in line]
+    assert "printed and not stored: cannot write run/evaluations/" in warning
     assert found["left"] == ["run/evaluations"]
 
 

@@ -1,42 +1,75 @@
-"""The errors a command ends with, each with its exit code. Everything may import this; it imports nothing.
+"""Errors with the exit code that the command line returns for each. Imports nothing of the package.
 
-A message says what, what it got, and the fix or the next command to try.
+| code | meaning | error |
+|---|---|---|
+| 0 | done | |
+| 1 | failed: a full disk, a hang, an unexpected error | `BsiError` |
+| 2 | wrong use: an unknown name, an impossible value, a missing file | `UsageError` |
+| 3 | missing, damaged or malicious data | `DataError` |
+| 4 | no intact checkpoint | `CorruptCheckpoint` |
+| 5 | a loss, gradient or sample that is NaN or infinite | `NonFinite` |
+| 75 | stopped and saved; the same command resumes | `Preempted` |
+| 130 | interrupted by Ctrl-C | `KeyboardInterrupt` |
+
+A message states what is wrong, the value that was given, and how to fix it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
 class BsiError(Exception):
-    """An error whose message is meant for the user: the command line prints it without a traceback."""
+    """An error whose message is written for users: the command line prints it without a traceback."""
 
     code: ClassVar[int] = 1
 
 
 class UsageError(BsiError, ValueError):
-    """A command or a call that cannot mean anything: unknown name, impossible value."""
+    """An invalid command or call: an unknown name, an impossible value."""
 
     code = 2
 
 
 class DataError(BsiError, ValueError):
-    """Data that is missing, damaged, malicious or not what it was said to be."""
+    """Data that is missing, damaged, malicious, or not of the expected kind."""
 
     code = 3
 
 
 class CorruptCheckpoint(BsiError):
-    """A checkpoint whose bytes are not the ones that were written."""
+    """A checkpoint whose files do not match their hashes."""
 
     code = 4
 
 
 class NonFinite(BsiError):
-    """A loss or gradient that is NaN or infinite."""
+    """A loss, gradient or sample that is NaN or infinite."""
 
     code = 5
 
 
 class Preempted(BsiError):
-    """The run was asked to stop, has saved, and goes on when the same command is run again."""
+    """The run was asked to stop and has been saved; the same command resumes it."""
 
     code = 75
+
+
+@contextmanager
+def extra(name: str, purpose: str) -> Iterator[None]:
+    """Turn the failed import of an optional package into a `UsageError` with the command that installs it.
+
+    with extra("figures", "drawing figures"):
+        import matplotlib
+
+    Args:
+        name: The extra in pyproject.toml that lists the package.
+        purpose: What needs the package, as the subject of a sentence.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "a package").partition(".")[0]
+        raise UsageError(
+            f"{purpose} needs {package}, which is not installed. Run: pip install 'bsi[{name}]'"
+        ) from error

@@ -1,35 +1,86 @@
-"""Progress with rate and time left: a live bar in a terminal, plain lines elsewhere, on stderr. Imports no torch.
+"""Progress with rate and remaining time on stderr: a live bar in a terminal, plain lines elsewhere.
 
 with Progress("train", total=1000, unit="step") as progress:
     for step in range(1000):
         progress.advance(1, note=f"loss {loss:.3f}")
+
+A log that cannot be written (a full disk, a closed terminal, a reader that has left) never ends the work. Imports no
+torch, and rich only where a bar is drawn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import sys
 import time
 from io import StringIO
 from types import TracebackType
-from typing import TextIO
+from typing import IO, TYPE_CHECKING, ClassVar, Protocol, cast, runtime_checkable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LINE_EVERY_S = 10.0
-BAR = 24  # columns
+BAR_EVERY_S = 0.1
+BAR_COLUMNS = 24
+CLEAR = "\r\x1b[2K"  # the current row of the terminal
 
-Stream = TextIO | StringIO  # a StringIO is for progress that nobody looks at
+
+@runtime_checkable
+class Stream(Protocol):
+    """A text file such as sys.stderr."""
+
+    @property
+    def encoding(self) -> str | None: ...
+    @property
+    def closed(self) -> bool: ...
+    def write(self, text: str, /) -> int: ...
+    def flush(self) -> None: ...
+    def isatty(self) -> bool: ...
+    def fileno(self) -> int: ...
+
+
+def log(text: str, stream: Stream | None = None) -> None:
+    """Print a line on stderr, above a progress bar if one is shown. Never raises."""
+    write(default_stream() if stream is None else stream, f"{CLEAR if Progress.bars else ''}{text}\n")
+
+
+def default_stream() -> Stream:
+    """sys.stderr, or a stream that discards everything in a process without one."""
+    return sys.stderr or StringIO()
+
+
+def is_terminal(stream: Stream) -> bool:
+    return not stream.closed and stream.isatty()
+
+
+def write(stream: Stream, text: str) -> None:
+    """Write and flush `text`; a stream that cannot be written is silenced from then on."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError):  # ValueError: the stream is closed
+        with contextlib.suppress(OSError, ValueError):
+            silence(stream.fileno())
+
+
+def silence(descriptor: int) -> None:
+    """Redirect a file descriptor that cannot be written to os.devnull, with what is left in its buffer."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def readable_seconds(seconds: float) -> str:
     """`75` -> `1:15`, `3700` -> `1:01:40`."""
-    whole = max(0, round(seconds))
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    total = max(0, round(seconds))
+    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def readable_bytes(count: int) -> str:
-    """`3.1 GiB`, `12.0 MiB`, `2.9 KiB`: in the largest unit of which there is one."""
+    """`3.1 GiB`, `12.0 MiB`, `2.9 KiB`."""
     unit, size = next(((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20)) if count >= s), ("KiB", 2**10))
     return f"{count / size:.1f} {unit}"
 
@@ -42,57 +93,66 @@ def amount(count: float | int, unit: str) -> str:
     return f"{shown} {unit}{'es' if unit.endswith('ch') else 's'}"
 
 
-def speaks_unicode(encoding: str | None) -> bool:
-    """Whether a stream of this encoding takes any letter: one in an old locale does not; one without takes strings."""
+def supports_unicode(encoding: str | None) -> bool:
+    """Whether a stream of this encoding can print every character. A stream without an encoding holds strings."""
     return encoding is None or encoding.lower().startswith("utf")
 
 
-def in_color(terminal: bool) -> bool:
-    """Whether to color what goes to a terminal, or not: not where it has no colors or its user wants none."""
-    return terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
-
-
-def forget(output: int) -> None:
-    """A descriptor that nobody reads any more: what is left in its buffer, and whatever follows, goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+def supports_color(stream: Stream) -> bool:
+    """Whether to print colors: in a terminal, unless NO_COLOR or TERM=dumb is set."""
+    return is_terminal(stream) and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
 class Progress:
-    """Counts towards `total`; shows rate and time left. In a pipe: a plain line every ten seconds, and the last."""
+    """A counter that shows its rate and the remaining time.
+
+    A terminal shows a live bar. Other streams get a plain line at the start, every ten seconds, and at the end.
+
+    Args:
+        what: The work, as the first word of the line.
+        total: The count at which the work is done.
+        unit: What is counted, in the singular; `B` for bytes.
+        done: The count to start from, e.g. of a resumed run. It does not enter the rate.
+        stream: By default sys.stderr; a StringIO shows nothing.
+    """
+
+    bars: ClassVar[int] = 0  # now shown in a terminal
 
     def __init__(self, what: str, total: int, unit: str = "it", done: int = 0, stream: Stream | None = None) -> None:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""
-        self.stream = sys.stderr if stream is None else stream
-        self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
-        self.unicode = speaks_unicode(self.stream.encoding)
-        self._resumed_at = self._told = done
+        self.stream = default_stream() if stream is None else stream
+        self.live = is_terminal(self.stream) and os.environ.get("TERM") != "dumb"
+        self._console = _console(self.stream) if self.live else None
+        self._first = self._shown_count = done
         self._started = self._shown = time.monotonic()
 
     def __enter__(self) -> Progress:
+        Progress.bars += self.live
         self._show()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.live or self.done != self._told:  # a plain line that says nothing new is left out
+        if self.live or self.done != self._shown_count:  # a plain line is not repeated
             self._show()
         if self.live:
-            self._write("\n")
+            Progress.bars -= 1
+            write(self.stream, "\n")
 
     def advance(self, count: int = 1, note: str | None = None) -> None:
+        """Add to the count, and show it if it was last shown long enough ago."""
         self.done += count
         if note is not None:
             self.note = note
-        if time.monotonic() - self._shown >= (0.1 if self.live else LINE_EVERY_S):
+        if time.monotonic() - self._shown >= (BAR_EVERY_S if self.live else LINE_EVERY_S):
             self._show()
 
     def line(self) -> str:
-        """What is shown, as plain text."""
-        elapsed = time.monotonic() - self._started
-        fresh = self.done - self._resumed_at
-        whole = amount(self.total, self.unit)
-        counted = f"{amount(self.done, 'B')} of {whole}" if self.unit == "B" else f"{self.done}/{whole}"
+        """The progress as plain text."""
+        elapsed, fresh = time.monotonic() - self._started, self.done - self._first
+        total = amount(self.total, self.unit)
+        counted = f"{amount(self.done, 'B')} of {total}" if self.unit == "B" else f"{self.done}/{total}"
         parts = [f"{self.what} {counted}"]
         if fresh and elapsed > 0:
             rate = fresh / elapsed
@@ -101,29 +161,34 @@ class Progress:
                 parts.append(f"{readable_seconds((self.total - self.done) / rate)} left")
         if self.done >= self.total:
             parts.append(f"done in {readable_seconds(elapsed) if elapsed >= 10 else f'{elapsed:.1f} s'}")
-        return (" · " if self.unicode else ", ").join([*parts, self.note] if self.note else parts)
+        separator = " · " if supports_unicode(self.stream.encoding) else ", "
+        return separator.join([*parts, self.note] if self.note else parts)
 
     def _show(self) -> None:
-        self._shown, self._told = time.monotonic(), self.done
-        self._write(f"\r\x1b[2K{self._bar()}" if self.live else f"{self.line()}\n")
+        self._shown, self._shown_count = time.monotonic(), self.done
+        bar = f"{self.line()}\n" if self._console is None else f"{CLEAR}{self._row(self._console)}"
+        write(self.stream, bar)
 
-    def _write(self, text: str) -> None:
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except BrokenPipeError:  # Ctrl-C ends `| tee` too, and work is not lost because nobody looks
-            forget(self.stream.fileno())
+    def _row(self, console: Console) -> str:
+        """The bar and the line in one row. It must not wrap: a row that wraps could not be cleared."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
 
-    def _bar(self) -> str:
-        """The bar and its line in one row of the terminal: a row that wraps could not be drawn over."""
-        columns = shutil.get_terminal_size().columns - 1
-        line = self.line()[:columns]
-        width = min(BAR, columns - len(line) - 1)
-        if width < BAR // 3:
-            return line
-        filled = width * min(self.done, self.total) // max(self.total, 1)
-        if not self.unicode:
-            return f"{'#' * filled}{'-' * (width - filled)} {line}"
-        if not in_color(self.live):
-            return f"{'━' * filled}{'─' * (width - filled)} {line}"
-        return f"\x1b[36m{'━' * filled}\x1b[2m{'━' * (width - filled)}\x1b[0m {line}"
+        columns = max(console.width - 1, 1)
+        line = Text(self.line(), no_wrap=True, overflow="crop")
+        row = Table.grid(padding=(0, 1))
+        if columns >= len(line) + BAR_COLUMNS + 1:
+            bar = ProgressBar(total=max(self.total, 1), completed=self.done, width=BAR_COLUMNS)
+            row.add_row(bar, line)
+        else:
+            row.add_row(line)
+        with console.capture() as captured:
+            console.print(row, end="", width=columns)
+        return captured.get().strip("\n")
+
+
+def _console(stream: Stream) -> Console:
+    from rich.console import Console
+
+    return Console(file=cast(IO[str], stream), highlight=False)

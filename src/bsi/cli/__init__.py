@@ -1,7 +1,8 @@
-"""The command line: `bsi COMMAND ...`. One file per command; this one finds it, and turns errors into exit codes.
+"""The command line, `bsi COMMAND ...`: one file per command, found by name here.
 
-Nothing here or at the top of a command's file imports torch: help answers at once. A command's file holds a frozen
-dataclass, whose fields are the options and whose docstring is the help, and `run(args) -> int`.
+A command's file holds a frozen dataclass, whose fields are the options and whose docstring is the help, and a function
+`run(options) -> exit code`. Neither this file nor the top of a command's file imports torch, so help is immediate.
+Errors become one line on stderr and an exit code of `bsi.errors`; results go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from dataclasses import dataclass
 
 from bsi.errors import BsiError, UsageError
 from bsi.io import FULL, cannot_write, system_error
-from bsi.progress import forget, in_color, speaks_unicode
+from bsi.progress import log, silence, supports_color, supports_unicode
 
 __all__ = ["COMMANDS", "Command", "main"]
 
-REFUSALS = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
+MESSAGE_CHARACTERS = 500  # of an unexpected error
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command's module in this package, the dataclass of its options (None: it reads its own words), and a line."""
+    """The module of a command, the dataclass of its options (None: the module parses the words), and a summary."""
 
     module: str
     options: str | None
@@ -34,17 +35,17 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "demo": Command("demo", "Demo", "train a small model on handwritten digits, on a CPU, and draw some"),
-    "train": Command("train", None, "train a recipe, or go on with a run"),
+    "train": Command("train", None, "train a recipe, or resume a run"),
     "sample": Command("sample", "Sample", "draw samples from a trained model"),
-    "eval": Command("eval", "Eval", "bits per dimension and sample quality, with their errors"),
+    "eval": Command("eval", "Eval", "bits per dimension and sample quality, with standard errors"),
     "fid": Command("fid", "Fid", "Fréchet distance between two sets of images"),
-    "data": Command("data", "Data", "prepare a dataset once, or list what is there"),
-    "bench": Command("bench", "Bench", "how fast a network trains, samples and measures here"),
-    "study": Command("study", "StudyOptions", "redo a table or figure of the paper"),
-    "report": Command("report", "Report", "everything about a run in one file that opens offline"),
+    "data": Command("data", "Data", "prepare a dataset, or list the prepared ones"),
+    "bench": Command("bench", "Bench", "measure how fast a network trains and samples on this machine"),
+    "study": Command("study", "StudyOptions", "reproduce a table or figure of the paper"),
+    "report": Command("report", "Report", "write a run as one HTML file that opens offline"),
     "view": Command("view", "View", "watch a belief sharpen in the browser; denoise, inpaint"),
     "export": Command("export", "Export", "write a run's weights as one file"),
-    "doctor": Command("doctor", "Doctor", "what is installed, what is missing, and what fixes it"),
+    "doctor": Command("doctor", "Doctor", "check the installation, and show how to fix it"),
 }
 
 
@@ -52,121 +53,127 @@ def overview() -> str:
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     return (
-        "usage: bsi COMMAND [options]\n\nBayesian Sample Inference: generative models with honest likelihoods.\n\n"
-        f"{lines}\n\n`bsi COMMAND --help` explains a command; --debug shows the traceback of an error."
+        "usage: bsi COMMAND [options]\n\nBayesian Sample Inference: generative models with likelihoods.\n\n"
+        f"{lines}\n\n`bsi COMMAND --help` explains a command. --debug shows the traceback of an error.\n"
+        "`bsi --version` prints the version, `bsi --completion bash|zsh` a script for the shell."
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 2 usage, and those of `bsi.errors`."""
+    """Run one command and return its exit code, see `bsi.errors`."""
     argv = sys.argv[1:] if argv is None else argv
-    _open_outputs()
+    _prepare_streams()
     debug = "--debug" in argv
-    argv = [word for word in argv if word != "--debug"]
-    who = " ".join(["bsi", *argv[:1]])
+    words = [word for word in argv if word != "--debug"]
+    command = " ".join(["bsi", *words[:1]])
     try:
         try:
-            return _run(argv)
+            return _run(words)
         finally:
-            sys.stdout.flush()  # so that a reader who has left is noticed here, not at the interpreter's end
-    except BrokenPipeError:  # whoever read our output has left, as `| head` does
-        forget(sys.stdout.fileno())
+            sys.stdout.flush()  # so that an unwritable stdout is reported here and not at the interpreter's exit
+    except BrokenPipeError:  # the reader of our output has left, e.g. `| head`
+        silence(sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt as left:  # with what is kept, where something is
-        print(f"\n{who}: interrupted{f': {left}' if str(left) else ''}", file=sys.stderr)
+    except KeyboardInterrupt as stop:  # its text, if any, says what has been kept
+        log(f"\n{command}: interrupted{f': {stop}' if str(stop) else ''}")
         return 130
+    except SystemExit as end:  # tyro, after help or a mistake
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
-        told = error if isinstance(error, BsiError) else _homeless(error) or _refused(error)
-        if debug or told is None:
+        if debug:
             raise
-        print(f"{_red(who)}: {told}", file=sys.stderr)
-        return told.code
+        reason = explain(error)
+        log(f"{_red(command)}: {reason}")
+        return reason.code
 
 
-class _Commentary(io.TextIOWrapper):
-    """Standard error whose reader may leave, as `| head` does: work goes on, and what is told of it goes nowhere."""
+def explain(error: Exception) -> BsiError:
+    """The error as a `BsiError`: itself, a message for what the system reported, or one for an unexpected error."""
+    if isinstance(error, BsiError):
+        return error
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # pathlib, for ~
+        return UsageError("there is no home folder. Set HOME to a folder that you can write to.")
+    reported = system_error(error)
+    if reported is not None and reported.errno in (*FULL, errno.EROFS):
+        try:
+            sys.stdout.flush()
+        except OSError:
+            silence(sys.stdout.fileno())
+        return cannot_write(reported.filename or "the output", reported, "place")
+    if reported is not None and reported.filename is not None:
+        return UsageError(f"cannot access {reported.filename}: {reported.strerror}. Give another file or folder.")
+    message = " ".join(str(error).split())
+    if len(message) > MESSAGE_CHARACTERS:
+        message = f"{message[:MESSAGE_CHARACTERS]} ..."
+    kind = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return BsiError(f"unexpected error: {kind}. Run the same command with --debug for the traceback.")
+
+
+class _Log(io.TextIOWrapper):
+    """A standard error that never raises: the work continues when its log cannot be written."""
 
     def write(self, text: str) -> int:
         try:
             return super().write(text)
-        except BrokenPipeError:
-            forget(self.fileno())
+        except OSError:
+            silence(self.fileno())
             return len(text)
 
     def flush(self) -> None:
         try:
             super().flush()
-        except BrokenPipeError:
-            forget(self.fileno())
+        except OSError:
+            silence(self.fileno())
 
 
-def _open_outputs() -> None:
-    """Outputs that take whatever is told, whatever we were started with.
+def _prepare_streams() -> None:
+    """Make stdout and stderr accept any text.
 
-    A service may have none: print() would then write for stderr on stdout. An old locale lacks some of our letters. A
-    file's name may hold bytes that are no text: they leave as they came, so that a script finds the file.
+    A service may have neither: without this, print() would write what is meant for stderr to stdout. An encoding of an
+    old locale lacks characters, and a file name may hold bytes that are not text: they are printed unchanged.
     """
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process is)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
-        sys.stderr = _Commentary(sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
+        sys.stderr = _Log(sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and not speaks_unicode(stream.encoding):
+        if isinstance(stream, io.TextIOWrapper) and not supports_unicode(stream.encoding):
             stream.reconfigure(errors="replace")
         elif isinstance(stream, io.TextIOWrapper) and stream is sys.stdout:
             stream.reconfigure(errors="surrogateescape")
-    if os.environ.get("NO_COLOR"):  # tyro, which is not imported yet, has its own name for it
+    if os.environ.get("NO_COLOR"):  # tyro, which is imported later, has its own variable
         os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")
 
 
-def _homeless(error: Exception) -> BsiError | None:
-    """The message of pathlib where ~ means nothing: neither HOME is set nor the user known, as in some containers."""
-    if not isinstance(error, RuntimeError) or "home directory" not in str(error):
-        return None
-    return UsageError("there is no home folder here: set HOME to a folder of yours")
-
-
-def _refused(error: Exception) -> BsiError | None:
-    """The message of a full or read-only disk, wherever it was met. Other errors of the system have a cause in here."""
-    refused = system_error(error)
-    if refused is None or refused.errno not in REFUSALS:
-        return None
-    try:
-        sys.stdout.flush()
-    except OSError:
-        forget(sys.stdout.fileno())
-    return cannot_write(refused.filename or "the output", refused, "place")
-
-
 def _red(text: str) -> str:
-    """In a terminal; elsewhere as it is."""
-    return f"\x1b[1;31m{text}\x1b[0m" if in_color(sys.stderr.isatty()) else text
+    return f"\x1b[1;31m{text}\x1b[0m" if supports_color(sys.stderr) else text
 
 
-def _run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
         print(overview())
-        return 0 if argv else 2
-    name, *words = argv
+        return 0 if words else 2
+    name, *rest = words
     if name == "--version":
         from bsi import __version__
 
         print(f"bsi {__version__}")
         return 0
     if name == "--completion":
-        from bsi.cli import completion
+        from bsi.cli.options import completion
 
-        return completion.main(words)
+        print(completion(rest))
+        return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
-        raise UsageError(f"no such command: {hint}")
+        hint = f"Did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
+        raise UsageError(f"there is no such command. {hint}")
     command = COMMANDS[name]
     module = importlib.import_module(f"bsi.cli.{command.module}")
     if command.options is None:
-        return int(module.run(words))
-    from bsi.cli.options import read
+        return int(module.run(rest))
+    from bsi.cli.options import parse
 
-    return int(module.run(read(getattr(module, command.options), words, f"bsi {name}")))
+    return int(module.run(parse(getattr(module, command.options), rest, f"bsi {name}")))

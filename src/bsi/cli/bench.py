@@ -1,20 +1,19 @@
-"""`bsi bench`: how fast a network trains, samples and measures here."""
+"""`bsi bench`: how fast a network trains, samples and is evaluated on this machine."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from bsi.cli.options import at_least_one
 from bsi.devices import Precision
 from bsi.errors import UsageError
+from bsi.progress import log, readable_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from bsi.backbones.memory import Memory
     from bsi.evaluation.agreement import Agreement
     from bsi.evaluation.speed import Case
@@ -22,48 +21,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time a network's training step, its evaluations for sampling, or the bound, beside plain matrix products.
+    """Time a network's training step, sampling or bound, and compare with plain matrix products.
 
-    Warms up, repeats, and takes the median; by device events on a GPU, by the wall clock on a CPU. Training is the
-    trainer's own step: noise, loss, backward, clipping, AdamW, EMA. Sampling and the bound count images times
-    evaluations.
+    Reports the median of repeated measurements after a warm-up, by device events on a GPU and by the wall clock on a
+    CPU. A training step is that of the trainer: noise, loss, backward, clipping, AdamW, EMA. Sampling counts images
+    times evaluations.
     """
 
     work: Annotated[Literal["train", "sample", "elbo"], tyro.conf.Positional]
-    """what to time"""
+    """What to time."""
     backbone: str = "dit-l/2"
-    """its name, e.g. dit-s/2, dit-mini/2, dit-l/2, unet-128x32, unet-128-256-256x2"""
+    """The network, e.g. dit-s/2, dit-mini/2, dit-l/2, unet-128x32, unet-128-256-256x2."""
     batch: int = 128
-    """images at a time"""
+    """Images per batch."""
     size: int = 32
-    """height and width of the images, which have three channels"""
+    """Height and width of the images, which have three channels."""
     precision: Precision = "auto"
-    """inside the network; fp8, 8-bit products for the DiT, is experimental"""
+    """Precision inside the network; fp8, 8-bit products for the DiT, is experimental."""
     method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"
-    """all three cost the same: see for yourself"""
+    """The method; all three cost the same."""
     lean: bool = False
-    """keep less for the backward pass, and compute it again: a DiT or U-Net in bfloat16 on an NVIDIA GPU"""
+    """Recompute activations in the backward pass: a DiT or U-Net in bfloat16 on an NVIDIA GPU."""
     record: bool = True
-    """record a training step and replay it, where that is done: on one GPU"""
+    """With --no-record training steps are not recorded and replayed as a CUDA graph."""
     repeats: int = 5
-    """how often it is timed"""
+    """Number of measurements."""
     check: bool = False
-    """compare with float32, eager, on fresh random inputs first"""
+    """First compare with float32 in eager mode, on random inputs."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """where"""
+    """By default a GPU if there is one."""
     json: bool = False
-    """one JSON object for each method on stdout"""
+    """Print one JSON object per method on stdout."""
 
 
 def run(args: Bench) -> int:
+    import torch
+
     from bsi.backbones import compute_dtype, cost, resolve
     from bsi.evaluation.start import Start, since_process_start
 
     start = Start()
-    if args.batch < 1 or args.repeats < 1 or args.size < 1:
-        raise UsageError(f"batch, repeats and size are at least 1: got {args.batch}, {args.repeats}, {args.size}")
+    at_least_one(args, "batch", "repeats", "size")
     backbone, shape = resolve(args.backbone), (3, args.size, args.size)
-    cost(backbone, shape, 256)  # refuses what cannot be built, before torch allocates anything
+    cost(backbone, shape, 256)  # raises for a network that cannot be built, before torch allocates anything
 
     from bsi.backbones.acceleration import check_fp8, form_of
     from bsi.devices import type_name
@@ -75,19 +75,20 @@ def run(args: Bench) -> int:
     device = pick_device(None if args.device == "auto" else args.device, 0)
     half = compute_dtype(args.precision, device)
     if args.lean and form_of(backbone, half, device, lean=True) != "lean":
-        raise UsageError("lean is a form of a DiT or a U-Net in bfloat16 on an NVIDIA GPU: leave --lean out")
+        raise UsageError("--lean needs a DiT or a U-Net in bfloat16 on an NVIDIA GPU: leave --lean out")
     if args.precision == "fp8" and args.lean:
-        raise UsageError("fp8 keeps little already: leave --lean out")
+        raise UsageError("--precision fp8 already keeps few activations: leave --lean out")
     if args.precision == "fp8":
         check_fp8(backbone, shape)
-    _wake(device)
+    torch.zeros((), device=device).item()  # a GPU sets up its context at first use
     start.lap("device")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     matmul, code = None, 0
     for method in ("bsi", "bfn", "vdm") if args.method == "all" else (args.method,):
         case = Case(args.work, backbone, shape, args.batch, method, args.precision, args.lean, device, args.record)
         record: dict[str, Any] = {
             "work": args.work, "backbone": args.backbone, "shape": shape, "batch": args.batch, "method": method,
-            "precision": args.precision, "dtype": type_name(half), "lean": args.lean, "device": _name(device),
+            "precision": args.precision, "dtype": type_name(half), "lean": args.lean, "device": name,
         }  # fmt: skip
         memory = _memory(case)
         _check_host(case, memory)
@@ -97,34 +98,29 @@ def run(args: Bench) -> int:
             record["check"] = asdict(agreement) | {"holds": agreement.holds}
             code = code if agreement.holds else 1
             verdict = "holds" if agreement.holds else "BROKEN"
-            print(f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
-                  f"{agreement.tolerance:.0e}: {verdict}", file=sys.stderr)  # fmt: skip
+            log(
+                f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
+                f"{agreement.tolerance:.0e}: {verdict}"
+            )
         with enough_for_batch(args.batch, "--batch", device, memory):
             speed = measure(case, args.repeats, matmul, start)
         matmul = speed.matmul_tflops
         record |= asdict(speed)
-        print(json.dumps(_known(record), allow_nan=False) if args.json else _line(record), flush=True)
+        print(json.dumps(_without_nan(record), allow_nan=False) if args.json else _line(record), flush=True)
         start = Start(since_process_start())
     return code
 
 
-def _wake(device: torch.device) -> None:
-    """A GPU makes what it needs for this process when it is first used."""
-    import torch
-
-    torch.zeros((), device=device).item()
-
-
-def _known(record: dict[str, Any]) -> dict[str, Any]:
-    """What is not known, NaN, as JSON has it."""
+def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with null instead of NaN, which JSON does not have."""
     return {
-        key: _known(value) if isinstance(value, dict) else None if value != value else value
+        key: _without_nan(value) if isinstance(value, dict) else None if value != value else value
         for key, value in record.items()
     }
 
 
 def _memory(case: Case) -> Memory:
-    """The account of what is timed, for the case that it does not fit."""
+    """The estimated memory of what is timed."""
     from bsi.backbones import compute_dtype
     from bsi.backbones.acceleration import form_of
     from bsi.backbones.memory import evaluation_memory, training_memory
@@ -137,9 +133,8 @@ def _memory(case: Case) -> Memory:
 
 
 def _check_host(case: Case, memory: Memory) -> None:
-    """Refuse a training step that a host cannot hold: its kernel would end the process without a word."""
+    """Reject a training step that does not fit into the memory of the host: its kernel would kill the process."""
     from bsi.backbones.memory import CONTEXT
-    from bsi.progress import readable_bytes
     from bsi.runtime.out_of_memory import LEAST, MOST, available
 
     needed, there = round(LEAST * (memory.bytes(case.batch) - CONTEXT)), available(case.device)
@@ -161,15 +156,9 @@ def _check(case: Case) -> Agreement:
         return check(case)
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            "out of memory while checking, which takes the network twice, once in float32: leave --check out, or use a "
+            "out of memory while checking, which needs a second network in float32: leave --check out, or use a "
             "smaller --backbone"
         ) from error
-
-
-def _name(device: object) -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if str(device).startswith("cuda") else "cpu"
 
 
 def _line(r: dict[str, Any]) -> str:

@@ -1,10 +1,9 @@
-"""`bsi data`: prepare a dataset once, or list what is there."""
+"""`bsi data`: prepare a dataset, or list the prepared ones."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from bsi.errors import DataError, UsageError
+from bsi.progress import log
 
 if TYPE_CHECKING:
     from bsi.data.store import Dataset
@@ -20,56 +20,56 @@ __all__ = ["Data", "run"]
 
 
 def _shown(metavar: str, name: str | None = None) -> Any:
-    """How an option appears in the help: its defaults are in the text, since they belong to the sources."""
+    """The help of an option whose default depends on the source and is given in the text."""
     return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint="")
 
 
 @tyro.conf.configure(tyro.conf.FlagCreatePairsOff)
 @dataclass(frozen=True)
 class Data:
-    """Prepare a dataset once into memory-mapped arrays with a manifest, or list what is there.
+    """Prepare a dataset as memory-mapped arrays with a manifest, or list the prepared datasets.
 
-    An interrupted preparation goes on when the same command is run again; there is never half a dataset.
+    The same command resumes an interrupted preparation; a dataset appears only when it is complete.
 
     Sources: digits (embedded), cifar10, imagenet32, imagenet64, folder (images), arrays (.npy, .npz), wav, huggingface.
     """
 
     name: tyro.conf.Positional[Annotated[str | None, _shown("NAME")]] = None
-    """The source: see above; or a prepared dataset, to be shown or verified."""
+    """The source, see above; or a prepared dataset to show or verify."""
     from_: Annotated[str | None, _shown("PATH", "from")] = None
-    """Where the data is: a folder, an archive, a file, or the name of a Hugging Face dataset."""
+    """The data: a folder, an archive, a file, or the name of a Hugging Face dataset."""
     to: Annotated[Path | None, _shown("FOLDER")] = None
-    """The folder of the dataset; by default its name in the data folder ($BSI_DATA, ~/.cache/bsi-data)."""
+    """The folder to write; by default the dataset's name in the data folder ($BSI_DATA, ~/.cache/bsi-data)."""
     list_: Annotated[bool, tyro.conf.arg(name="list")] = False
     """Show the sources and the prepared datasets."""
     verify: bool = False
-    """Compare every file of the dataset with its hash."""
+    """Check every file of the dataset against its hash."""
     json: bool = False
-    """Write the result as JSON on stdout."""
+    """Print the result as JSON on stdout."""
     labels: Annotated[bool | None, _shown("")] = None
-    """folder: the folder directly below PATH that an image lies in is its class. Other sources keep what they have."""
+    """folder: use the folders directly below PATH as classes. Other sources keep the labels they have."""
     size: Annotated[int | None, _shown("INT")] = None
-    """folder, huggingface: the side of the images in pixels (64)."""
+    """folder, huggingface: height and width of the images in pixels (64)."""
     channels: Annotated[int | None, _shown("INT")] = None
     """folder, huggingface: 3 for color, 1 for gray (3)."""
     resampling: Annotated[Literal["lanczos", "bicubic", "bilinear", "box"] | None, _shown("NAME")] = None
-    """folder, huggingface: how images are shrunk: lanczos, bicubic, bilinear or box (lanczos)."""
+    """folder, huggingface: the filter for resizing: lanczos, bicubic, bilinear or box (lanczos)."""
     test_fraction: Annotated[float | None, _shown("FLOAT")] = None
-    """folder, arrays, wav, huggingface: the part kept for testing, chosen by hash (0.1)."""
+    """folder, arrays, wav, huggingface: the fraction used as test set, chosen by hash (0.1)."""
     skip: Annotated[int | None, _shown("INT")] = None
-    """folder, huggingface: how many unreadable images may be passed over (0)."""
+    """folder, huggingface: how many unreadable images to skip at most (0)."""
     bins: Annotated[tuple[float, float, int] | None, _shown("LOW HIGH COUNT")] = None
-    """arrays: what the integers 0 .. COUNT - 1 stand for, or the range and number of bins that floats are put into;
-    without it the data is continuous."""
+    """arrays: the values of the integers 0 to COUNT - 1, or the range and number of bins for floats; without it the
+    data is continuous."""
     length: Annotated[int | None, _shown("INT")] = None
-    """wav: samples per piece (16384)."""
+    """wav: audio samples per example (16384)."""
     column: Annotated[str | None, _shown("NAME")] = None
     """huggingface: the column of images (image)."""
     revision: Annotated[str | None, _shown("NAME")] = None
     """huggingface: the dataset's revision (main)."""
 
 
-# How to train on what a source prepared; NAME is the dataset's.
+# The command that trains on the data of a source; NAME is the dataset's.
 TRAINS = {
     "digits": "bsi train digits",
     "cifar10": "bsi train cifar10-dit-s",
@@ -82,7 +82,7 @@ TRAINS = {
 }
 
 OPTIONS = ("labels", "size", "channels", "resampling", "test_fraction", "skip", "bins", "length", "column", "revision")
-SHOWN = 10  # names of classes in a line
+SHOWN = 10  # class names in a line
 
 
 def run(args: Data) -> int:
@@ -92,7 +92,7 @@ def run(args: Data) -> int:
     if args.list_:
         return _list(args)
     if args.name is None:
-        raise UsageError("say which data: `bsi data NAME`, or `bsi data --list` for the names.")
+        raise UsageError("no data was named. Use `bsi data NAME`; `bsi data --list` shows the names.")
     if args.name not in SOURCES and args.from_ is None and args.name in {folder.name for folder in prepared()}:
         _show(open_dataset(args.name, check_hashes=args.verify), args)
         return 0
@@ -102,9 +102,8 @@ def run(args: Data) -> int:
         verify(dataset.folder, dataset.manifest)
     _show(dataset, args)
     if not len(dataset.test):
-        told = "no test samples, by chance: `bsi eval` needs some. Take a larger --test-fraction."
-        print(f"bsi data: caution: {told}", file=sys.stderr)
-    print(f"go on with  {_next(args, dataset)}", file=sys.stderr)
+        log("bsi data: warning: there are no test samples, which `bsi eval` needs. Use a larger --test-fraction.")
+    log(f"next: {_next(args, dataset)}")
     return 0
 
 
@@ -113,7 +112,7 @@ def _show(dataset: Dataset, args: Data) -> None:
 
 
 def _next(args: Data, dataset: Dataset) -> str:
-    """How to train on it; with large images the network looks at larger patches, and labels asked for are learned."""
+    """The command that trains on it: with larger patches for large images, and with labels if they were requested."""
     command = TRAINS[str(args.name)].replace("NAME", shlex.quote(str(args.to or dataset.name)))
     if args.labels:
         command = command.replace(" --data.name ", " --data.labels --data.name ", 1)
@@ -142,7 +141,7 @@ def _list(args: Data) -> int:
     print(f"prepared in {data_folder()}:")
     print("\n".join(f"  {_line(dataset)}" for dataset in datasets))
     for message in damaged:
-        print(f"bsi data: {message}", file=sys.stderr)
+        log(f"bsi data: {message}")
     return 0
 
 
@@ -158,7 +157,7 @@ def _line(dataset: Dataset) -> str:
 
 
 def _classes(dataset: Dataset) -> str:
-    """How many there are and the first names, in a few words."""
+    """The number of classes and their first names."""
     labels = dataset.labels
     if labels is None:
         return ""

@@ -1,13 +1,14 @@
-"""`bsi demo`: the whole way, from data to samples, on a CPU and in minutes."""
+"""`bsi demo`: training, a bound, samples and a report, on a CPU in minutes."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from bsi.progress import log
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,27 +17,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small BSI on handwritten digits (8x8, 17 gray levels, part of the package), measure it, and draw samples.
+    """Train a small BSI on handwritten digits (8x8, 17 gray levels), evaluate it, and draw samples.
 
-    Takes under three minutes on two cores. Interrupted, the same command goes on; finished, it measures and draws
-    again.
+    Takes less than three minutes on two cores. The same command resumes an interrupted run, and evaluates and draws
+    again when training is finished.
     """
 
     out: Path = Path("runs/demo")
-    """the run folder; samples.png is written there"""
+    """The run folder; samples.png is written there."""
     steps: int | None = None
-    """training steps, if not the recipe's"""
+    """Training steps, instead of the recipe's."""
     seed: int = 0
-    """of the data's order, the noise and the weights"""
+    """Seed of the data order, the noise and the weights."""
     json: bool = False
-    """the result as JSON on stdout"""
+    """Print the result as JSON on stdout."""
 
 
 def run(args: Demo) -> int:
     import bsi
     from bsi import pictures
     from bsi.cli import eval as evaluation
-    from bsi.cli.eval_text import bound_line
     from bsi.data.store import open_dataset
     from bsi.report import write_report
     from bsi.runtime.distributed import join
@@ -44,17 +44,13 @@ def run(args: Demo) -> int:
     recipe = replace(bsi.recipes.digits(), seed=args.seed)
     if args.steps is not None:
         recipe = replace(recipe, steps=args.steps)
-    print(
-        f"bsi demo: {recipe.steps} steps on handwritten digits, then a bound, samples and a report",
-        file=sys.stderr,
-        flush=True,
-    )
+    log(f"bsi demo: {recipe.steps} steps on handwritten digits, then a bound, samples and a report")
     folder = bsi.train(recipe, out=args.out, device="cpu")
 
-    # What `bsi eval` does, record included, so that the report tells the same number.
-    asked = evaluation.Eval(runs=(folder,), bpd=True, measure=20, recon=4, device="cpu")
+    # As `bsi eval` does, with the stored record, so that the report shows the same number.
+    options = evaluation.Eval(runs=(folder,), bpd=True, measure=20, recon=4, device="cpu")
     with join("cpu", evaluation.TIMEOUT_S) as world:
-        found = evaluation.bound(asked, world)
+        found = evaluation.bound(options, world)
     evaluation.keep(found)
     digits = open_dataset("digits")
     assert digits.bins is not None
@@ -66,23 +62,23 @@ def run(args: Demo) -> int:
     report = write_report(folder)
 
     if args.json:
-        told = {name: found.record[name] for name in ("bits_per_dim", "monte_carlo_error", "data_error")}
+        bound = {name: found.record[name] for name in ("bits_per_dim", "monte_carlo_error", "data_error")}
         files = {"run": str(folder), "samples": str(picture), "report": str(report)}
-        print(json.dumps({**files, **told, "histogram": histogram}))
+        print(json.dumps({**files, **bound, "histogram": histogram}))
     else:
-        print(f"test set    {bound_line(found.record)}")
-        print(f"histogram   {histogram:.4f} bits/dim, each pixel by itself")
+        print(f"test set    {evaluation.bound_line(found.record)}")
+        print(f"histogram   {histogram:.4f} bits/dim, each pixel independently")
         print(f"samples     {picture}")
         print(f"report      {report}, opens in a browser")
         name = shlex.quote(str(folder))
-        print(f"go on with  bsi view {name} · bsi sample {name} --num 100 --out more.png", file=sys.stderr)
+        log(f"next: bsi view {name} · bsi sample {name} --num 100 --out more.png")
     return 0
 
 
 def histogram_bits_per_dim(
     train: UInt8[np.ndarray, "train *shape"], test: UInt8[np.ndarray, "test *shape"], levels: int
 ) -> float:
-    """What a model needs that knows each pixel's own distribution alone: counts of the training set, plus one."""
+    """The score of a histogram for each pixel: counts of the training set, plus one."""
     import numpy as np
 
     counts = np.stack([(train == level).sum(0) for level in range(levels)]) + 1.0

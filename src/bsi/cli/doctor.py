@@ -1,7 +1,6 @@
 """`bsi doctor`: what is installed, what is missing, and the command that fixes it.
 
-A check is required (without it nothing works), or optional (without it something does not). The exit code is 0 when all
-required ones hold, 1 otherwise.
+A required check fails the command (exit code 1); the others only say what does not work without them.
 """
 
 from __future__ import annotations
@@ -10,61 +9,51 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from bsi.progress import in_color, readable_bytes, speaks_unicode
+from bsi.progress import readable_bytes, supports_color, supports_unicode
 
 __all__ = ["Check", "Doctor", "examine", "run"]
 
 State = Literal["ok", "missing", "broken"]
 MARKS: dict[State, str] = {"ok": "✓", "missing": "–", "broken": "✗"}
-PLAIN_MARKS: dict[State, str] = {"ok": "+", "missing": "-", "broken": "x"}  # where a locale has not those
+ASCII_MARKS: dict[State, str] = {"ok": "+", "missing": "-", "broken": "x"}
 COLORS: dict[State, str] = {"ok": "32", "missing": "33", "broken": "31"}
-ROOMY = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a few checkpoints
+ENOUGH_DISK = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a few checkpoints
+SLOW_CORE = 5.0  # GFLOP/s for one core
 
-TORCH = "2.10"
-
-# Required packages with the least version, and others with what they are for.
-CORE = {
-    "numpy": "1.26",
-    "pillow": "10.3",
-    "safetensors": "0.4",
-    "einops": "0.8",
-    "jaxtyping": "0.2.36",
-    "tyro": "1.0",
-    "rich": "13",
-    "fastapi": "0.110",
-    "uvicorn": "0.29",
-}
 EXTRAS = {
-    "matplotlib": "figures of the studies",
-    "tensorboard": "`bsi train --tensorboard`",
-    "huggingface_hub": "`bsi export --upload`",
+    "view": "`bsi view`",
+    "figures": "the figures of `bsi study`",
+    "track": "`bsi train --tensorboard`",
+    "hub": "`bsi export --upload` and `bsi data huggingface`",
 }
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say what is installed, what is missing, and the command that fixes it. Exits with 0 when the core works."""
+    """Check the installation, and show how to fix it. The exit code is 0 if everything required works."""
 
     json: bool = False
-    """Write everything as JSON on stdout."""
+    """Print the result as JSON on stdout."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     state: State
     found: str
-    required: bool = False
     fix: str = ""
+    required: bool = False
 
 
 def run(args: Doctor) -> int:
@@ -73,139 +62,132 @@ def run(args: Doctor) -> int:
     if args.json:
         print(json.dumps({"healthy": healthy, "checks": [asdict(check) for check in checks]}))
         return 0 if healthy else 1
+    unicode, color = supports_unicode(sys.stdout.encoding), supports_color(sys.stdout)
     width = max(len(check.name) for check in checks)
     for check in checks:
-        print(f"{_colored(check.state)} {check.name:<{width}}  {check.found}")
+        mark = (MARKS if unicode else ASCII_MARKS)[check.state]
+        mark = f"\x1b[{COLORS[check.state]}m{mark}\x1b[0m" if color else mark
+        print(f"{mark} {check.name:<{width}}  {check.found}")
         if check.fix and check.state != "ok":
-            print(f"  {'':<{width}}  {'→' if speaks_unicode(sys.stdout.encoding) else '->'} {check.fix}")
-    print("the core works" if healthy else "the core does not work: see above", file=sys.stderr)
+            print(f"  {'':<{width}}  {'→' if unicode else '->'} {check.fix}")
+    print("everything required works" if healthy else "something required is missing or broken, see above")
     return 0 if healthy else 1
 
 
-def _colored(state: State) -> str:
-    mark = (MARKS if speaks_unicode(sys.stdout.encoding) else PLAIN_MARKS)[state]
-    return f"\x1b[{COLORS[state]}m{mark}\x1b[0m" if in_color(sys.stdout.isatty()) else mark
-
-
 def examine() -> Iterator[Check]:
-    """All checks, each safe from the others' failures."""
-    for look in (_python, _packages, _torch, _data, _disk, _extras):
+    """All checks. An error in one of them is reported as its result and does not affect the others."""
+    for check in (_packages, _torch, _speed, _data):
         try:
-            yield from look()
-        except Exception as error:  # a doctor reports what he finds, whatever it is
-            yield Check(
-                look.__name__.strip("_"), "broken", f"{type(error).__name__}: {error}", look in (_python, _torch)
-            )
-
-
-def _python() -> Iterator[Check]:
-    version = platform.python_version()
-    good = sys.version_info >= (3, 11)
-    yield Check("python", "ok" if good else "broken", f"{version}, {platform.system()} {platform.machine()}", True,
-                "install Python 3.11 or newer")  # fmt: skip
-    threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    limited = f", OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}" if "OMP_NUM_THREADS" in os.environ else ""
-    yield Check("cpu", "ok", f"{threads} threads{limited}")
+            yield from check()
+        except Exception as error:  # whatever an installation may raise is what is to be reported
+            required = check in (_packages, _torch)
+            yield Check(check.__name__.strip("_"), "broken", f"{type(error).__name__}: {error}", required=required)
 
 
 def _packages() -> Iterator[Check]:
-    for name, least in CORE.items():
-        version = _version(name)
-        enough = version is not None and _parts(version) >= _parts(least)
-        state: State = "ok" if enough else "missing" if version is None else "broken"
-        yield Check(name, state, version or "not installed", True, f"pip install '{name}>={least}'")
+    """Python, and the packages that bsi requires or lists as extras, from the metadata of its installation."""
+    good = sys.version_info >= (3, 11)
+    found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield Check("python", "ok" if good else "broken", found, "install Python 3.11 or newer", required=True)
+    extras: dict[str, list[str]] = {name: [] for name in EXTRAS}
+    for requirement in importlib.metadata.requires("bsi") or ():
+        name, least = re.match(r"([\w.-]+)(?:>=([\d.]+))?", requirement).groups()  # type: ignore[union-attr]
+        of = re.search(r"extra == ['\"]([\w-]+)", requirement)
+        if of and of[1] in extras:
+            extras[of[1]].append(name)
+        elif not of:
+            version = _version(name)
+            state: State = "missing" if version is None else "ok" if _at_least(version, least) else "broken"
+            fix = f"pip install --upgrade '{name}>={least}'"
+            yield Check(name, state, version or "not installed", fix, required=True)
+    for extra, names in extras.items():
+        missing = [name for name in names if _version(name) is None]
+        found = f"{', '.join(missing)} not installed: needed for {EXTRAS[extra]}" if missing else EXTRAS[extra]
+        yield Check(extra, "missing" if missing else "ok", found, f"pip install 'bsi[{extra}]'")
 
 
 def _torch() -> Iterator[Check]:
-    version = _version("torch")
-    if version is None:
-        yield Check("torch", "missing", "not installed", True, f"pip install 'torch>={TORCH}'")
-        return
+    """The devices that torch computes on, and what it can do there."""
     import torch
-
-    works = bool(torch.isfinite(torch.ones(8, 8) @ torch.ones(8, 8)).all()) and _parts(version) >= _parts(TORCH)
-    fix = f"pip install --upgrade 'torch>={TORCH}'"
-    yield Check("torch", "ok" if works else "broken", torch.__version__, True, fix)
-    gpu = torch.cuda.is_available()
-    yield _cuda()
-    bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    instead = "not on this GPU: float16 or float32 is used" if gpu else "no GPU: networks compute in float32 here"
-    yield Check("bf16", "ok" if bf16 else "missing", "by the GPU" if bf16 else instead)
-    yield _distributed()
-    triton = _version("triton")
-    found = triton or "not installed: on a GPU networks run neither fused nor compiled"
-    yield Check("triton", "ok" if triton else "missing", found, fix="pip install triton" if gpu else "")
-
-
-def _distributed() -> Check:
     import torch.distributed as dist
-
-    there = dist.is_available()
-    backends = {"gloo": there and dist.is_gloo_available(), "nccl": there and dist.is_nccl_available()}
-    found = ", ".join(name for name, usable in backends.items() if usable)
-    fix = "install a build of torch with gloo or NCCL"
-    return Check(
-        "distributed", "ok" if found else "missing", found or "neither gloo nor NCCL: one process only", fix=fix
-    )
-
-
-def _cuda() -> Check:
-    import torch
 
     if torch.cuda.is_available():
         names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-        return Check("cuda", "ok", f"{torch.version.cuda}, {torch.cuda.device_count()} GPU: {', '.join(names)}")
-    if torch.version.cuda is None and shutil.which("nvidia-smi"):
-        return Check("cuda", "missing", "there is an NVIDIA driver, but this torch was built for CPUs",
-                     fix="pip install --upgrade --force-reinstall torch")  # fmt: skip
-    if torch.version.cuda is not None:
-        return Check("cuda", "missing", f"torch was built for CUDA {torch.version.cuda}, but sees no GPU",
-                     fix="nvidia-smi, and look at CUDA_VISIBLE_DEVICES")  # fmt: skip
-    return Check("cuda", "missing", "no GPU: digits and small data train on a CPU")
+        yield Check("gpu", "ok", f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {torch.version.cuda}")
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        yield Check("bf16", "ok" if bf16 else "missing", "supported" if bf16 else "not on this GPU: float16 is used")
+        triton = _version("triton")
+        found = triton or "not installed: networks run without fused kernels"
+        yield Check("triton", "ok" if triton else "missing", found, "pip install triton")
+    elif torch.version.cuda is None and shutil.which("nvidia-smi"):
+        fix = "pip install --upgrade --force-reinstall torch"
+        yield Check("gpu", "missing", "there is an NVIDIA driver, but this torch was built for CPUs", fix)
+    else:
+        built = f": torch was built for CUDA {torch.version.cuda}" if torch.version.cuda else ""
+        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if built else ""
+        yield Check("gpu", "missing", f"none found{built}. Small models train on the CPU.", fix)
+    backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
+    usable = ", ".join(name for name, available in backends.items() if available())
+    yield Check("distributed", "ok" if usable else "missing", usable or "neither gloo nor NCCL: one process only")
+
+
+def _speed() -> Iterator[Check]:
+    """Matrix products with all threads and with one: on a busy machine, threads wait for each other."""
+    import torch
+
+    threads, x = torch.get_num_threads(), torch.ones(512, 512)
+
+    def gflops(count: int) -> float:
+        torch.set_num_threads(count)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            x @ x
+            times.append(time.perf_counter() - start)
+        return 2e-9 * 512**3 / min(times[1:])
+
+    try:
+        one, all_threads = gflops(1), gflops(threads)
+    finally:
+        torch.set_num_threads(threads)
+    found = f"{threads} threads, {all_threads:.0f} GFLOP/s ({one:.0f} with one)"
+    if threads > 1 and one > 1.2 * all_threads:
+        yield Check("cpu", "missing", f"{found}: slower than one thread", "set OMP_NUM_THREADS=1; the machine is busy")
+    elif one < SLOW_CORE:
+        yield Check("cpu", "missing", f"{found}: slow", "stop other work on this machine, or train on another")
+    else:
+        yield Check("cpu", "ok", found)
 
 
 def _data() -> Iterator[Check]:
+    """Datasets, the Inception weights, the bundled networks, and free disk space."""
     from bsi import pretrained
     from bsi.data.store import prepared
     from bsi.io import data_folder
 
     root = data_folder()
-    there = sorted(path.name for path in prepared(root))
-    yield Check("datasets", "ok", ", ".join(["digits (in the package)", *there]) + f"; in {_short(root)}")
-    binaries = (root / "cifar-10-batches-bin").is_dir()
-    if not any(name.startswith("cifar10") for name in there):
-        found = "downloaded, not prepared" if binaries else "not prepared"
-        yield Check("cifar10", "missing", found, fix="bsi data cifar10")
+    names = ["digits (in the package)", *sorted(path.name for path in prepared(root))]
+    yield Check("datasets", "ok", f"{', '.join(names)}; in {_short(root)}")
     weights = root / "inception-2015-12-05.safetensors"
-    yield Check("inception", "ok" if weights.is_file() else "missing",
-                f"{weights.stat().st_size >> 20} MiB" if weights.is_file() else "not here yet: `bsi fid` fetches them",
-                fix=f"without internet, put pytorch-fid's weights into {_short(root)}")  # fmt: skip
-    bundled = {name: pretrained.find(name) for name in pretrained.BUNDLED}
-    lost = [name for name, path in bundled.items() if not path.is_file()]
-    found = f"lost: {', '.join(lost)}" if lost else f"bundled: {', '.join(bundled)}"
-    yield Check("networks", "broken" if lost else "ok", found, fix="pip install --force-reinstall bsi")
-
-
-def _disk() -> Iterator[Check]:
-    from bsi.io import data_folder
-
-    places: dict[str, Path] = {"disk here": Path.cwd(), "disk of data": data_folder()}
-    for name, place in places.items():
+    if weights.is_file():
+        yield Check("inception", "ok", readable_bytes(weights.stat().st_size))
+    else:
+        fix = f"without internet, copy the weights of pytorch-fid into {_short(root)}"
+        yield Check("inception", "missing", "not downloaded yet: `bsi fid` does it", fix)
+    lost = [name for name in pretrained.BUNDLED if not pretrained.find(name).is_file()]
+    found = f"missing: {', '.join(lost)}" if lost else ", ".join(pretrained.BUNDLED)
+    yield Check("networks", "broken" if lost else "ok", found, "pip install --force-reinstall bsi")
+    for name, place in {"disk here": Path.cwd(), "disk of data": root}.items():
         there = next(path for path in (place, *place.parents) if path.exists())
         if not (there.is_dir() and os.access(there, os.W_OK)):
-            why = "is read-only" if there.is_dir() else "is not a folder"
-            yield Check(name, "missing", f"{_short(there)} {why}", fix="set BSI_DATA and --out to a folder of yours")
+            problem = "is read-only" if there.is_dir() else "is not a folder"
+            fix = "set BSI_DATA and --out to a folder that you can write to"
+            yield Check(name, "missing", f"{_short(there)} {problem}", fix)
             continue
         free = shutil.disk_usage(there).free
-        yield Check(name, "ok" if free > ROOMY else "missing", f"{readable_bytes(free)} free in {_short(there)}",
-                    fix="free some, or set BSI_DATA and --out to another disk")  # fmt: skip
-
-
-def _extras() -> Iterator[Check]:
-    for name, purpose in EXTRAS.items():
-        version = _version(name)
-        found = version or f"not installed: needed for {purpose}"
-        yield Check(name, "ok" if version else "missing", found, fix=f"pip install {name}")
+        fix = "free some space, or set BSI_DATA and --out to another disk"
+        state: State = "ok" if free > ENOUGH_DISK else "missing"
+        yield Check(name, state, f"{readable_bytes(free)} free in {_short(there)}", fix)
 
 
 def _version(package: str) -> str | None:
@@ -215,17 +197,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _parts(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 2.13.0+cpu -> (2, 13, 0)."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+def _at_least(version: str, least: str | None) -> bool:
+    """Compare the leading numbers: 2.13.0+cpu is (2, 13, 0)."""
+    have, want = ([int(part) for part in re.findall(r"\d+", v.split("+")[0])] for v in (version, least or "0"))
+    return have >= want
 
 
 def _short(path: Path) -> str:
-    """With ~ for the home folder, where there is one."""
+    """The path with ~ for the home folder."""
     home = os.path.expanduser("~")
     return str(Path("~", path.relative_to(home)) if len(home) > 1 and path.is_relative_to(home) else path)

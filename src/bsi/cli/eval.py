@@ -1,22 +1,21 @@
-"""`bsi eval RUN --bpd`, `bsi eval RUN --fid`, `bsi eval A B --paired`: what a trained model is worth, with errors."""
+"""`bsi eval RUN --bpd`, `bsi eval RUN --fid`, `bsi eval A B --paired`: results with standard errors."""
 
 from __future__ import annotations
 
 import json
-import sys
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bsi.cli.eval_text import text
-from bsi.cli.labels import all_labels
+from bsi.cli.fid import logged_warnings
+from bsi.cli.options import at_least_one
+from bsi.cli.sample import all_labels
 from bsi.errors import BsiError, UsageError
 from bsi.io import check_writable
+from bsi.progress import log
 from bsi.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -26,50 +25,49 @@ if TYPE_CHECKING:
 
 __all__ = ["Eval", "run"]
 
-TIMEOUT_S = 3600.0  # ranks wait so long for the slowest
+TIMEOUT_S = 3600.0  # how long ranks wait for the slowest
 
 
 @dataclass(frozen=True)
 class Eval:
-    """Bits per dimension and sample quality of trained models, each with its error; stored in the run folder.
+    """Evaluate bits per dimension and sample quality of trained models, and store the results in the run folder.
 
-    By default --bpd follows the paper: 5 levels and 2 reconstructions of every test sample. Two errors are told apart:
-    that of the Monte Carlo estimate, and that of having these samples and not others. With --proposal fitted the
-    same error takes several times fewer evaluations. `torchrun -m -- bsi eval ...` shares the work, for the same
-    numbers; its -- keeps torchrun from reading --num as an option of its own. In a run folder that cannot be written,
-    the result is printed all the same, with a word of caution.
+    By default --bpd follows the paper: 5 levels and 2 reconstructions of every test sample. There are two standard
+    errors: of the Monte Carlo estimate, and of the finite test set. --proposal fitted reaches the same error with
+    several times fewer evaluations. `torchrun -m -- bsi eval ...` distributes the work and gives the same numbers. If
+    the run folder cannot be written, the result is printed, with a warning.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help_behavior_hint="")]
     """A run folder, a file that `bsi export` wrote, or a bundled network (digits); two of them with --paired."""
     bpd: bool = False
-    """Bits per dimension."""
+    """Evaluate the bits per dimension."""
     fid: bool = False
-    """Sample quality: the Frechet inception distance."""
+    """Evaluate the sample quality: the Fréchet inception distance."""
     paired: bool = False
-    """The difference in bits per dimension of two runs, from common random numbers."""
+    """Evaluate the difference in bits per dimension of two runs, with common random numbers."""
     split: Literal["test", "train"] = "test"
-    """Which samples to evaluate the bound of."""
+    """The samples to evaluate the bound of."""
     measure: int = 5
-    """Levels for each sample, in a round."""
+    """Levels per sample and round."""
     recon: int = 2
-    """Reconstructions of each sample, in a round."""
+    """Reconstructions per sample and round."""
     finite_k: int | None = None
-    """The bound for this many measurement rounds, rather than infinitely many."""
+    """The bound for this many measurement rounds instead of infinitely many."""
     proposal: Literal["loguniform", "exact", "fitted"] = "loguniform"
-    """How levels are drawn; fitted learns it, with a control variate, from a few evaluations of their own."""
+    """The distribution of the levels; fitted learns it from a few extra evaluations, and adds a control variate."""
     control: bool = True
-    """Use the control variate of --proposal fitted."""
+    """With --no-control, --proposal fitted has no control variate."""
     target_se: float | None = None
-    """Evaluate more rounds until the Monte Carlo standard error, in bits per dimension, is this small."""
+    """Evaluate more rounds until the Monte Carlo standard error is below this value, in bits per dimension."""
     per_sample: Path | None = None
-    """Also write every sample's bound to this .npz."""
+    """Write the bound of every sample to this .npz file."""
     limit: int | None = None
-    """Only this many random samples, the same ones every time."""
+    """Evaluate only this many random samples, the same ones every time."""
     num: int = 50_000
-    """Samples to draw for --fid."""
+    """Number of samples for --fid."""
     reference: Literal["test", "train"] = "test"
-    """What --fid compares with; the paper compares with the test set."""
+    """The samples that --fid compares with; the paper uses the test set."""
     steps: int = Sampler.steps
     """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
     solver: str | None = None
@@ -78,31 +76,31 @@ class Eval:
     grid: str = Sampler.grid
     """Where the steps lie: paper, edm or geometric."""
     labels: bool = False
-    """With --fid, ask a network with labels for one class after the other."""
+    """With --fid, draw samples of all classes in turn from a network with labels."""
     guidance: tuple[float, ...] = (1.0,)
-    """With --labels, how strongly to follow them: 1 is what was learned, 2 exaggerates; several, one after another."""
+    """With --labels, how strongly to follow them: 1 is what was learned, 2 exaggerates. Several run in turn."""
     kid: bool = False
-    """With --fid, also the kernel inception distance."""
+    """With --fid, also evaluate the kernel inception distance."""
     precision_recall: bool = False
-    """With --fid, also precision and recall."""
+    """With --fid, also evaluate precision and recall."""
     inception: Path | None = None
-    """The weights of the FID network; by default those in the data cache."""
+    """The weights of the FID network; by default those in the data folder."""
     data: str | None = None
-    """Another prepared dataset than the one the run was trained on, by name or folder."""
+    """Evaluate on this prepared dataset, by name or folder, instead of the one of the run."""
     seed: int = 0
-    """Of the noise and the levels, or of the samples."""
+    """Seed of the noise and the levels, or of the samples."""
     batch_size: int = 256
-    """Samples at a time."""
+    """Samples per batch."""
     step: int | None = None
-    """An earlier checkpoint than the last."""
+    """An earlier checkpoint, by its step."""
     weights: bool = False
-    """The weights themselves rather than their moving average."""
+    """Use the weights instead of their moving average."""
     precision: Literal["auto", "bf16", "float16", "float32"] = "auto"
-    """Inside the network; everything around it is float32."""
+    """Precision inside the network; everything around it is float32."""
     device: Literal["cuda", "cpu"] | None = None
     """By default a GPU if there is one."""
     json: bool = False
-    """Print the record as one JSON object, or a list of them."""
+    """Print the result as a JSON object on stdout, or several as a list."""
 
 
 def run(args: Eval) -> int:
@@ -120,7 +118,7 @@ def run(args: Eval) -> int:
                     keep(found)
                     if args.per_sample is not None and found.samples is not None:
                         save_samples(args.per_sample, found.samples)
-        finally:  # what was found is told, whatever befalls its file or the next evaluation
+        finally:  # print the results also if one cannot be stored or the next evaluation fails
             if records:
                 print(json.dumps(records[0] if len(records) == 1 else records) if args.json else text(records))
     return 0
@@ -128,7 +126,7 @@ def run(args: Eval) -> int:
 
 @dataclass(frozen=True)
 class Found:
-    """The record of one evaluation, the run that it is kept with and the name there, and the bounds of all samples."""
+    """The record of one evaluation, the run and the name to store it under, and the bounds of all samples."""
 
     record: Mapping[str, Any]
     run: Run
@@ -137,7 +135,7 @@ class Found:
 
 
 def measured(args: Eval, world: World) -> Iterator[Found]:
-    """What is asked for, one after the other. Every rank goes through it; distances are the first's alone."""
+    """The requested evaluations in turn. Every rank iterates over it; only the first rank gets distances."""
     if args.paired:
         yield paired(args, world)
     if args.bpd:
@@ -147,19 +145,19 @@ def measured(args: Eval, world: World) -> Iterator[Found]:
 
 
 def keep(found: Found) -> None:
-    """Store a record with its run. Where that cannot be, as in someone else's folder, the result still counts."""
+    """Store a record in its run folder; if that cannot be written, print a warning."""
     from bsi.evaluation.runs import store
 
     try:
         store(found.run, found.what, found.record)
     except BsiError as error:
-        print(f"bsi eval: caution: the result is printed and not stored: {error}", file=sys.stderr)
+        log(f"bsi eval: warning: the result is printed and not stored: {error}")
 
 
 def check(args: Eval) -> None:
-    """What cannot mean anything is refused before torch is loaded."""
+    """Raise for invalid combinations of options, before torch is imported."""
     if not (args.bpd or args.fid or args.paired):
-        raise UsageError("say what to evaluate: --bpd, --fid, both, or --paired for two runs")
+        raise UsageError("nothing to evaluate: add --bpd, --fid, both, or --paired for two runs")
     wanted = 2 if args.paired else 1
     if len(args.runs) != wanted or (args.paired and (args.bpd or args.fid)):
         raise UsageError(
@@ -167,24 +165,21 @@ def check(args: Eval) -> None:
             f"Evaluate several runs one after the other."
         )
     if args.paired and args.target_se is not None:
-        raise UsageError("--target-se is for one run: with --paired, raise --measure instead")
+        raise UsageError("--target-se cannot be combined with --paired: raise --measure instead")
     if args.per_sample is not None and not args.bpd:
-        raise UsageError("--per-sample writes the bounds of --bpd, and is for nothing else")
+        raise UsageError("--per-sample writes the bounds of --bpd: add --bpd")
     if (args.kid or args.precision_recall) and not args.fid:
-        raise UsageError("--kid and --precision-recall come with --fid: ask for that too")
+        raise UsageError("--kid and --precision-recall need --fid: add it")
     if args.labels and not args.fid:
-        raise UsageError("--labels is for the samples of --fid: the bound is the unconditional one")
+        raise UsageError("--labels needs --fid: the bound is unconditional")
     if not args.guidance:
-        raise UsageError("--guidance takes one number or more")
+        raise UsageError("--guidance needs at least one number")
     if args.guidance != (1.0,) and not args.labels:
-        said = " ".join(f"{each:g}" for each in args.guidance)
-        raise UsageError(f"--guidance needs --labels to follow: got --guidance {said} alone")
-    for option in ("num", "steps", "batch_size", "limit", "finite_k"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise UsageError(f"--{option.replace('_', '-')} must be at least 1: got {value}")
+        values = " ".join(f"{each:g}" for each in args.guidance)
+        raise UsageError(f"--guidance {values} needs --labels: add it")
+    at_least_one(args, "num", "steps", "batch_size", "limit", "finite_k")
     if args.target_se is not None and not args.target_se > 0:
-        raise UsageError(f"--target-se is a standard error in bits per dimension, positive: got {args.target_se}")
+        raise UsageError(f"--target-se must be positive, got {args.target_se}.")
     if args.per_sample is not None:
         check_writable(args.per_sample, "--per-sample")
 
@@ -220,7 +215,7 @@ def paired(args: Eval, world: World) -> Found:
 
 
 def quality(args: Eval, world: World) -> Iterator[Found]:
-    """One for each guidance, on the first rank."""
+    """One result for each guidance, on the first rank."""
     from bsi.evaluation import runs
     from bsi.evaluation.quality import check_images, measure_quality, quality_record
     from bsi.metrics import Inception
@@ -235,28 +230,16 @@ def quality(args: Eval, world: World) -> Iterator[Found]:
     levels_of(run.model.method, samplers[0])  # raises what cannot be drawn
     split = runs.open_split(run, args.reference, args.data)
     runs.speed_up(run, len(samplers) * args.num * args.steps // world.size)
-    with _cautions(world):
+    with logged_warnings("bsi eval", world.first):
         extractor = Inception(args.inception, world.device)
     for sampler in samplers:
-        with _cautions(world):
+        with logged_warnings("bsi eval", world.first):
             found = measure_quality(
                 run.model, split, sampler, args.num, extractor, world, args.seed, label, args.batch_size, args.kid,
                 args.precision_recall, show=True,
             )  # fmt: skip
         if found is not None:
             yield Found(quality_record(run, sampler, args.seed, label, found), run, f"fid-{args.reference}")
-
-
-@contextmanager
-def _cautions(world: World) -> Iterator[None]:
-    """What is warned of inside, told in one line each."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield
-        finally:
-            for message in dict.fromkeys(str(warning.message) for warning in caught) if world.first else ():
-                print(f"bsi eval: caution: {message}", file=sys.stderr)
 
 
 def _estimator(args: Eval) -> Estimator:
@@ -272,3 +255,52 @@ def _opened(args: Eval, path: Path, world: World) -> tuple[Run, Split]:
 
     run = runs.open_run(path, world, not args.weights, args.step, args.precision)
     return run, runs.open_split(run, args.split, args.data)
+
+
+def text(records: list[Mapping[str, Any]]) -> str:
+    """The records as text for people."""
+    return "\n".join(_paragraph(record) for record in records)
+
+
+def _paragraph(record: Mapping[str, Any]) -> str:
+    if "metric" in record:
+        made, error, drawing = record["generation"], record["error"], record["drawing"]
+        guidance, classes = drawing["guidance"], min(record["n"], drawing["classes"])
+        spread = "" if error is None else f" ± {error:.3f}"
+        kind = f" of {classes} classes in turn" if classes else ""
+        followed = "" if guidance == 1 else f", guidance {guidance:g}"
+        return (
+            f"{record['metric']} {record['value']:.3f}{spread}: {record['n']} samples{kind} ({made['solver']}, "
+            f"{made['evaluations']} evaluations{followed}, seed {made['seed']}) against {record['reference_n']} of "
+            f"{record['reference']} ({record['reference_split']}); {record['extractor']}, {record['resize']}"
+        )
+    if "difference" in record:
+        unpaired = record["unpaired_error"]
+        without = "" if unpaired is None else f"; without pairing the first error would be {unpaired:.5f}"
+        return (
+            f"{record['difference']:+.5f} bits/dim{_errors(record)}\n  {record['a']['run']} less {record['b']['run']}"
+            f"{without}"
+        )
+    bound = "infinitely many" if record["finite_k"] is None else record["finite_k"]
+    terms = {name: record[name] for name in ("measurement", "reconstruction", "prior")}
+    if record["change_of_units"]:
+        terms["change of units"] = record["change_of_units"]
+    return (
+        f"{bound_line(record)}\n"
+        f"  {', '.join(f'{name} {value:.5f}' for name, value in terms.items())}; {bound} rounds of measurement\n"
+        f"  {record['images']} {record['split']} samples of {record['dataset']} "
+        f"({record['dataset_version'][:12]}), {record['evaluations']} evaluations, {record['proposal']} levels\n"
+        f"  weights {record['weights_sha256'][:12]} at step {record['step']}, {record['precision']}"
+    )
+
+
+def bound_line(record: Mapping[str, Any]) -> str:
+    """A bound with its standard errors, in one line."""
+    return f"{record['bits_per_dim']:.5f} bits/dim{_errors(record)}"
+
+
+def _errors(record: Mapping[str, Any]) -> str:
+    """Both standard errors; with one level and one reconstruction the Monte Carlo error is unknown."""
+    limit = "" if record["data_resolved"] else "at most "  # hidden by the Monte Carlo noise
+    known = {"Monte Carlo": ("", record["monte_carlo_error"]), "data set": (limit, record["data_error"])}
+    return "".join(f" ± {most}{error:.5f} ({what})" for what, (most, error) in known.items() if error is not None)

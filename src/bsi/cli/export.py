@@ -1,4 +1,4 @@
-"""`bsi export RUN`: the EMA of a run as one safetensors file, with its recipe; `bsi.load` reads it back."""
+"""`bsi export RUN`: the EMA of a run and its recipe as one safetensors file, which `bsi.load` reads."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Export:
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run folder; or a bundled network (digits), to have it as a file of its own."""
+    """The run folder, or the name of a bundled network: digits."""
     out: Path | None = None
     """The file, by default RECIPE-STEP.safetensors in the run folder, or in the current one for a bundled network."""
     step: int | None = None
     """An earlier checkpoint, by its step."""
     weights: bool = False
-    """The weights themselves rather than their moving average."""
+    """Export the weights instead of their moving average."""
     sigma_rel: float | None = None
-    """An average of this relative width, of a run that kept power-function averages (--ema.powers)."""
+    """Export an average of this relative width, for a run with power-function averages (--ema.powers)."""
     hub_folder: Path | None = None
-    """Write a folder as the Hugging Face hub holds it, instead of one file."""
+    """Write the folder of a Hugging Face repository instead of one file."""
     upload: str | None = None
-    """Put that folder on the hub as this repository, USER/NAME; private until you change it."""
+    """Upload that folder to the hub as this repository, USER/NAME, which is private at first."""
     json: bool = False
-    """Write the result as JSON on stdout."""
+    """Print the result as JSON on stdout."""
 
 
 def run(args: Export) -> int:
     if args.hub_folder is not None:
         return _hub(args, args.hub_folder)
     if args.upload is not None:
-        raise UsageError("--upload puts a folder on the hub: say where to write it with --hub-folder")
+        raise UsageError("--upload needs a folder to upload: give it with --hub-folder")
     if args.out is not None:
         check_writable(args.out, "--out")
     from bsi.runtime.export import export
@@ -56,7 +56,7 @@ def run(args: Export) -> int:
 
 def _hub(args: Export, folder: Path) -> int:
     if args.out is not None or args.sigma_rel is not None:
-        raise UsageError("--hub-folder writes the EMA or the weights into a folder: leave --out and --sigma-rel out")
+        raise UsageError("--hub-folder cannot be combined with --out and --sigma-rel: leave them out")
     from bsi.runtime.hub import upload, write_hub_folder
 
     make_folder(folder, "--hub-folder")

@@ -1,9 +1,8 @@
-"""`bsi fid A B`: the Frechet distance between two sets of images, with KID, precision and recall on request."""
+"""`bsi fid A B`: the Fréchet distance between two sets of images, with KID, precision and recall on request."""
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bsi.errors import DataError, UsageError
-from bsi.progress import Progress
+from bsi.cli.options import at_least_one
+from bsi.errors import DataError
+from bsi.progress import Progress, log
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,15 +28,15 @@ BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Fid:
-    """Frechet inception distance of the images A to the reference images B, and what one needs to compare it.
+    """Fréchet inception distance between the images A and the reference images B.
 
     A and B are each a folder of images, an .npy or .npz file of uint8 images, or a prepared dataset (its name or
-    folder; NAME:train for the training part, the test part otherwise). Statistics of whole prepared datasets are
-    stored.
+    folder; NAME:train for the training part, the test part otherwise). The statistics of a
+    complete prepared dataset are stored and reused.
     """
 
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
-    """The images to judge."""
+    """The images to evaluate."""
     b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
     """The images to compare with."""
     num: int | None = None
@@ -50,7 +50,7 @@ class Fid:
     device: Literal["cuda", "cpu"] | None = None
     """By default a GPU if there is one."""
     precision: Literal["float32", "tf32", "float16"] | None = None
-    """What convolutions multiply in: by default tf32 on a GPU, float32 on the CPU."""
+    """The precision of convolutions: by default tf32 on a GPU, float32 on the CPU."""
     batch: int = 64
     """Images at a time."""
     json: bool = False
@@ -59,7 +59,7 @@ class Fid:
 
 @dataclass(frozen=True)
 class Images:
-    """A set of images that can be read once, in batches; prepared datasets know their split and version."""
+    """A set of images that is read once, in batches, and the split and version of a prepared dataset."""
 
     name: str
     n: int
@@ -69,23 +69,27 @@ class Images:
 
 
 def run(args: Fid) -> int:
-    for option in ("num", "batch"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise UsageError(f"--{option} must be at least 1: got {value}.")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            quality = measure(args)
-        finally:
-            for message in dict.fromkeys(str(warning.message) for warning in caught):
-                print(f"bsi fid: caution: {message}", file=sys.stderr)
+    at_least_one(args, "num", "batch")
+    with logged_warnings("bsi fid"):
+        quality = measure(args)
     print(json.dumps({"samples": args.a, **quality.record()}) if args.json else text(args.a, quality))
     return 0
 
 
+@contextmanager
+def logged_warnings(command: str, show: bool = True) -> Iterator[None]:
+    """Print each warning of the block once, as one line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            for message in dict.fromkeys(str(warning.message) for warning in caught) if show else ():
+                log(f"{command}: warning: {message}")
+
+
 def measure(args: Fid) -> SampleQuality:
-    """Both sets opened before the network is loaded, so that a typing error costs no time."""
+    """Open both sets before the network is loaded, so that a typo is reported at once."""
     a, b = (images(where, args.batch, args.num) for where in (args.a, args.b))
     import torch
 
@@ -104,7 +108,7 @@ def measure(args: Fid) -> SampleQuality:
 
 
 def images(where: str, batch: int, num: int | None) -> Images:
-    """What `where` names: a file of arrays, a folder of images or a prepared dataset."""
+    """The images of a file of arrays, a folder of images or a prepared dataset."""
     path = Path(where).expanduser()
     if path.suffix in (".npy", ".npz"):
         return array_images(path, batch, num)
@@ -131,7 +135,7 @@ def array_images(path: Path, batch: int, num: int | None) -> Images:
 
 @contextmanager
 def opened(path: Path) -> Iterator[ArrayFile]:
-    """The array of an .npy file; of an .npz, its only one or arr_0."""
+    """The array of an .npy file; of an .npz file its only one, or arr_0."""
     from bsi.data.npy import ArrayFile, NpzFile
 
     if not path.is_file():
@@ -143,7 +147,7 @@ def opened(path: Path) -> Iterator[ArrayFile]:
     with NpzFile.at(path) as archive:
         if len(archive.names) != 1 and "arr_0" not in archive.names:
             held = ", ".join(archive.names) or "no arrays"
-            raise DataError(f"{path} holds {held}: save the images alone, or as arr_0.")
+            raise DataError(f"{path} holds {held}. Save only the images, or name them arr_0.")
         with archive.array("arr_0" if "arr_0" in archive.names else archive.names[0]) as array:
             yield array
 
@@ -176,7 +180,7 @@ def first(batches: Iterator[Tensor], n: int) -> Iterator[Tensor]:
 
 
 def shown(source: Images) -> Iterator[Tensor]:
-    """The batches, with progress while they are read: a stored reference shows none."""
+    """The batches, with progress while they are read. A stored reference is not read."""
     with Progress(source.name, source.n, "image") as progress:
         for batch in source.batches:
             yield batch
@@ -184,7 +188,7 @@ def shown(source: Images) -> Iterator[Tensor]:
 
 
 def text(a: str, quality: SampleQuality) -> str:
-    """The record for people."""
+    """The record as text for people."""
     split = f" ({quality.reference_split})" if quality.reference_split else ""
     lines = [
         f"{quality.metric} {quality.value:.4f}{'' if quality.error is None else f' ± {quality.error:.4f}'}",

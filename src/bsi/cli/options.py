@@ -1,69 +1,126 @@
-"""From words to a dataclass of options, by tyro, with help that shows only what one can type and wants to know.
+"""From the words of a command to a dataclass of options, by tyro; completion scripts for the shell.
 
-A switch that is off is one flag (--json, not --json and --no-json). `None` is nothing to type, and not offered. Where
-a default means no more than leaving the option out (None, off, nothing), none is shown: the text says what happens.
+The help of an option that may be left out shows its default only if that says something: None, off and empty do not.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import math
 import shutil
 import sys
 import textwrap
 import typing
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from typing import Annotated, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import MISSING, fields, is_dataclass
+from io import StringIO
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from bsi.progress import speaks_unicode
+from bsi.errors import UsageError
+from bsi.progress import supports_unicode
 
-__all__ = ["lines", "quiet", "quiet_parts", "read", "wrapped"]
+__all__ = ["at_least_one", "check_numbers", "completion", "fill", "parse", "show_set_defaults"]
 
 T = TypeVar("T")
 
-NOTHING = ("None", "False", "")  # as tyro shows a default that means no more than leaving the option out
-LEFT_OUT = tyro.conf.arg(help_behavior_hint=lambda shown: "" if shown in NOTHING else f"(default: {shown})")
+EMPTY = ("None", "False", "")  # defaults as tyro shows them
+ONLY_IF_SET = tyro.conf.arg(help_behavior_hint=lambda shown: "" if shown in EMPTY else f"(default: {shown})")
+SHELLS = ("bash", "zsh")
+INTEGERS = 2**63  # larger ones do not fit in a tensor
 
 
-def read(options: type[T], words: Sequence[str], prog: str) -> T:
-    """The options that the words after `prog` stand for; a mistake is told with exit code 2."""
-    about = wrapped(options.__doc__ or "")
-    return tyro.cli(quiet(options), args=words, prog=prog, description=about, config=(tyro.conf.DisallowNone,))
+def parse(options: type[T], words: Sequence[str], prog: str) -> T:
+    """Parse the words after `prog`. A mistake ends the process with exit code 2 (`SystemExit`)."""
+    show_set_defaults(options)
+    markers = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+    found = tyro.cli(options, args=words, prog=prog, description=paragraphs(options.__doc__ or ""), config=markers)
+    check_numbers(found)
+    return found
 
 
-def quiet(options: type[T]) -> type[T]:
-    """The same class, whose options that may be left out show no default in the help."""
-    hints = typing.get_type_hints(options, include_extras=True)
-    for field in fields(typing.cast(typing.Any, options)):
-        if field.default is None or field.default is False or field.default == ():
-            options.__annotations__[field.name] = Annotated[hints[field.name], LEFT_OUT, tyro.conf.FlagCreatePairsOff]
-    return options
-
-
-def quiet_parts(options: type) -> None:
-    """In the help of a class and of the classes it is made of, None is no default to show; what it is set to is."""
-    for name, hint in typing.get_type_hints(options, include_extras=True).items():
+def show_set_defaults(options: type) -> None:
+    """Hide empty defaults in the help of a dataclass and of the dataclasses it consists of."""
+    for field, hint in _hints(options):
         parts = [part for part in (hint, *typing.get_args(hint)) if isinstance(part, type) and is_dataclass(part)]
         for part in parts:
-            quiet_parts(part)
-        if not parts and type(None) in typing.get_args(hint):
-            options.__annotations__[name] = Annotated[hint, LEFT_OUT]
+            show_set_defaults(part)
+        optional = type(None) in typing.get_args(hint) or field.default in (None, False, ())
+        if not parts and optional and field.default is not MISSING:
+            options.__annotations__[field.name] = Annotated[hint, ONLY_IF_SET]
 
 
-def lines(text: str, indent: str) -> str:
-    """A paragraph in lines as long as the terminal's; names with hyphens (initial-precision) stay whole."""
-    columns = min(shutil.get_terminal_size().columns, 120)
+def _hints(options: type) -> Iterator[tuple[Any, Any]]:
+    hints = typing.get_type_hints(options, include_extras=True)
+    return ((field, hints[field.name]) for field in fields(typing.cast(Any, options)))
+
+
+def check_numbers(options: object, prefix: str = "--") -> None:
+    """Reject integers of more than 64 bits and NaN, which no option can mean."""
+    for field in fields(typing.cast(Any, options)):
+        value = getattr(options, field.name)
+        name = field.name.rstrip("_").replace("_", "-")
+        if is_dataclass(value):
+            check_numbers(value, prefix if field.name in ("recipe", "options", "sampler") else f"{prefix}{name}.")
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, int) and abs(each) >= INTEGERS:
+                raise UsageError(f"{prefix}{name} must be smaller than 2^63, got a number of {len(str(each))} digits.")
+            if isinstance(each, float) and math.isnan(each):
+                raise UsageError(f"{prefix}{name} must be a number, got nan.")
+
+
+def at_least_one(options: object, *names: str) -> None:
+    """Reject values below 1 of the options with these names; None is valid."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+
+
+def fill(text: str, indent: str) -> str:
+    """A paragraph in lines as long as the terminal's. Names with hyphens (initial-precision) are not broken."""
+    columns = max(min(shutil.get_terminal_size().columns, 120), len(indent) + 1)
     return textwrap.fill(text, columns, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def wrapped(text: str) -> str:
-    """Paragraphs in lines as long as the terminal's, broken between words, and in line with the options below them.
+def paragraphs(text: str) -> str:
+    """Paragraphs broken between words, aligned with the options below them.
 
-    tyro joins lines that begin with a letter, and doubles an empty line before one that does not: lines begin with
-    blanks here, and an empty one holds a space of no width, where there is such a letter.
+    tyro joins lines that begin with a letter and doubles an empty line before one that does not: lines begin with
+    blanks here, and an empty line holds a zero-width space if the encoding has it.
     """
-    paragraphs = (" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
-    filled = (lines(part, "  ") for part in paragraphs)
-    return ("\n\u200b\n" if speaks_unicode(sys.stdout.encoding) else "\n\n").join(filled)
+    filled = (fill(" ".join(part.split()), "  ") for part in inspect.cleandoc(text).split("\n\n"))
+    return ("\n\u200b\n" if supports_unicode(sys.stdout.encoding) else "\n\n").join(filled)
+
+
+def completion(words: Sequence[str]) -> str:
+    """The completion script of tyro for a shell: `eval "$(bsi --completion bash)"`."""
+    if len(words) != 1 or words[0] not in SHELLS:
+        raise UsageError(f"--completion takes {' or '.join(SHELLS)}, got {' '.join(words) or 'nothing'}.")
+    from bsi.cli import COMMANDS
+    from bsi.cli.train import Train, default_of, method_options
+    from bsi.recipes import RECIPES
+
+    recipes = [Annotated[Train, tyro.conf.subcommand(name, default=default_of(name))] for name in RECIPES]
+    train: Any = typing.Union[tuple(recipes)]  # noqa: UP007 (of a list)
+    commands: list[Any] = []
+    for name, command in COMMANDS.items():
+        module = importlib.import_module(f"bsi.cli.{command.module}")
+        options = train if command.options is None else getattr(module, command.options)
+        commands.append(Annotated[options, tyro.conf.subcommand(name)])
+    any_command: Any = typing.Union[tuple(commands)]  # noqa: UP007 (of a list)
+    script = StringIO()
+    try:
+        with redirect_stdout(script), method_options(default_of("digits")):
+            tyro.cli(
+                any_command,
+                prog="bsi",
+                args=["--tyro-print-completion", words[0]],
+                config=(tyro.conf.AvoidSubcommands, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
+            )
+    except SystemExit:  # how tyro ends
+        pass
+    return script.getvalue().strip()

@@ -1,4 +1,4 @@
-"""`bsi report RUN`: everything about a run in one HTML file that opens offline."""
+"""`bsi report RUN`: a run as one HTML file that opens offline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Report", "run"]
 
 @dataclass(frozen=True)
 class Report:
-    """Write what a run is and what came of it as one HTML file: recipe, curves, samples, likelihood, hashes.
+    """Write a run and its results as one HTML file: recipe, curves, samples, likelihood, hashes.
 
-    The model is asked for a belief that sharpens, its bound on the test set and where its bits are, as far as that
-    takes seconds. Nothing is loaded when the file is opened.
+    The model is evaluated for a few seconds: a belief that sharpens, its bound on the test set, and how the bits are
+    distributed. The file loads nothing when it is opened.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -25,11 +25,11 @@ class Report:
     out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
     """The file, by default report.html in the run folder."""
     model: bool = True
-    """Ask the model; otherwise only files are read."""
+    """With --no-model only files are read, and the model is not evaluated."""
     device: Literal["cuda", "cpu"] | None = None
     """By default a GPU if there is one."""
     json: bool = False
-    """Write the result as JSON on stdout."""
+    """Print the result as JSON on stdout."""
 
 
 def run(args: Report) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bsi.cli.labels import all_labels, label_of
+from bsi.cli.options import at_least_one
 from bsi.errors import UsageError
 from bsi.io import atomic, check_writable
-from bsi.progress import Progress, readable_bytes
+from bsi.progress import Progress, log, readable_bytes
 from bsi.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -24,59 +24,56 @@ if TYPE_CHECKING:
     from bsi.model import Model
     from bsi.runtime.distributed import World
 
-__all__ = ["Sample", "run", "write_samples"]
+__all__ = ["Sample", "all_labels", "label_of", "run", "write_samples"]
 
-SHOWN = 400  # images that a picture shows at most
-ANIMATED = 16
-COMPILED = 1000  # samples from which on it pays to wait for a compiler
-TIMEOUT_S = 86400.0  # ranks wait so long for one that has a part more to draw
+SHOWN = 400  # images in a picture at most
+SHOWN_NAMES = 12  # of classes, in a message
+ANIMATED = 16  # samples in an animation
+COMPILED = 1000  # samples from which on compiling the network pays off
+TIMEOUT_S = 86400.0  # how long ranks wait for one that has one part more to draw
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Draw samples from a trained model. Sample i depends on (seed, i) alone, whatever the batch or their number, up to
-    rounding, of which a large network makes a bin or two of 256.
+    """Draw samples from a trained model. Sample i depends on (seed, i) alone, not on the batch or the number of
+    samples, up to rounding: with a large network some pixels may differ by a bin or two of 256.
 
-    With --npz a large number is drawn part by part: interrupted, the same command goes on, and ranks share the parts
-    (`torchrun -m -- bsi sample ...`; its -- keeps torchrun from reading --num as an option of its own). A sample of k
-    steps costs k + 1 evaluations of the network with BSI and BFN, where it is a last prediction, and k with VDM; twice
-    as many with guidance.
+    With --npz samples are drawn in parts: the same command resumes an interrupted one, and ranks share the parts with
+    `torchrun -m -- bsi sample ...`. A sample of k steps costs k + 1 evaluations of the network with BSI and BFN, k with
+    VDM, and twice as many with guidance.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run folder, a file that `bsi export` wrote, or the name of a bundled network: digits."""
     num: int = 64
-    """How many samples."""
+    """Number of samples."""
     sampler: Annotated[Sampler, tyro.conf.arg(name="")] = field(default_factory=Sampler)
     seed: int = 0
-    """Another seed, other samples."""
+    """Seed of the noise."""
     label: str | None = None
-    """Samples of this class, by its name or number, for a network with labels; by default of none in particular."""
+    """Draw samples of this class, given by name or number, from a network with labels."""
     labels: bool = False
-    """Samples of all classes in turn; of at most 20, each has a column of the picture."""
+    """Draw samples of all classes in turn; with at most 20 classes, each has a column of the picture."""
     out: Path | None = None
-    """The picture, a grid of the first 400; samples.png unless --npz or --animate is given."""
+    """The picture, a grid of the first 400 samples. By default samples.png, unless --npz or --animate is given."""
     npz: Path | None = None
-    """All samples as one array, arr_0: bin indices (uint8 for 8-bit images) or values; and their classes, labels, if
-    they have any."""
+    """Write all samples as one array, arr_0: bin indices (uint8 for 8-bit images) or values. Classes are in labels."""
     animate: Path | None = None
-    """A .gif or .webp of the first 16 beliefs as they sharpen: belief mean, prediction, measurement, precision."""
+    """A .gif or .webp of the first 16 samples: belief mean, prediction, measurement and precision at every step."""
     batch_size: int = 256
-    """Samples at a time."""
+    """Samples per batch."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to compute."""
+    """By default a GPU if there is one."""
     precision: Literal["auto", "bf16", "float16", "float32"] = "auto"
-    """Inside the network; everything around it is float32."""
+    """Precision inside the network; everything around it is float32."""
     weights: bool = False
-    """The weights themselves rather than their moving average."""
+    """Use the weights instead of their moving average."""
     json: bool = False
-    """Print the record as one JSON object."""
+    """Print the result as JSON on stdout."""
 
 
 def run(args: Sample) -> int:
-    for name, value in (("num", args.num), ("batch-size", args.batch_size)):
-        if value < 1:
-            raise UsageError(f"--{name} must be at least 1: got {value}")
+    at_least_one(args, "num", "batch_size")
     from bsi.runtime.distributed import join
     from bsi.runtime.export import model_of, read_trained
     from bsi.runtime.out_of_memory import enough_for_batch
@@ -84,8 +81,7 @@ def run(args: Sample) -> int:
     with join(None if args.device == "auto" else args.device, TIMEOUT_S) as world:
         trained = read_trained(args.run, not args.weights)
         if world.first and trained.step < trained.recipe.steps:
-            unfinished = f"{args.run} is not trained to its end: step {trained.step} of {trained.recipe.steps}"
-            print(f"bsi sample: {unfinished}", file=sys.stderr)
+            log(f"bsi sample: training of {args.run} is unfinished: step {trained.step} of {trained.recipe.steps}")
         model = prepared(model_of(trained, str(args.run)).to(world.device), args)
         with enough_for_batch(args.batch_size, "--batch-size", world.device):
             record = write_samples(model, args, world)
@@ -95,7 +91,7 @@ def run(args: Sample) -> int:
 
 
 def prepared(model: Model, args: Sample) -> Model:
-    """In its precision, and compiled where that pays."""
+    """The model in the requested precision, compiled if that pays off."""
     from bsi.backbones import Backbone, accelerate, compute_dtype
 
     network = model.denoiser.backbone
@@ -107,9 +103,12 @@ def prepared(model: Model, args: Sample) -> Model:
 
 
 def write_samples(model: Model, args: Sample, world: World | None = None) -> dict[str, Any] | None:
-    """Everything that was asked for, and a record of it. All that can be wrong is found before the first evaluation.
+    """Write the requested files. Everything is validated before the first evaluation of the network.
 
-    Every rank calls it: they share the parts of --npz, the first does all else, and it alone gets the record.
+    Every rank calls it: they share the parts of --npz, and the first rank does everything else.
+
+    Returns:
+        A record of the samples on the first rank, None on the others.
     """
     from bsi.evaluation.samples import SampleFile, animate_beliefs, described, draw_into
     from bsi.runtime.distributed import Place, World
@@ -117,18 +116,18 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
 
     world = world or World(Place(), model.device)
     if args.label is not None and args.labels:
-        raise UsageError(f"samples of one class (--label {args.label}) or of all in turn (--labels): leave one out")
+        raise UsageError(f"--label {args.label} and --labels exclude each other: leave one out")
     sampler = args.sampler.named(model.method)
     if sampler.guidance != 1 and args.label is None and not args.labels:
-        raise UsageError(f"--guidance needs a --label or --labels to follow: got --guidance {sampler.guidance} alone")
+        raise UsageError(f"--guidance {sampler.guidance} needs --label or --labels: add one of them")
     label = range(all_labels(model, args.run)) if args.labels else label_of(model, args.label)
-    levels_of(model.method, sampler)  # raises what cannot be drawn
+    levels_of(model.method, sampler)  # raises for an invalid sampler
     picture = args.out or (Path("samples.png") if args.npz is None and args.animate is None else None)
     check_files(model, args, picture)
     file = None if args.npz is None else SampleFile.of(model, sampler, args.seed, label, args.npz, args.num)
     missing = [] if file is None else file.missing()
-    world.barrier()  # every rank has seen what is there, and what is missing, before one of them writes
-    num = fresh = min(args.num, ANIMATED)  # if nothing but an animation is asked for
+    world.barrier()  # every rank has read what is missing before one of them writes
+    num = fresh = min(args.num, ANIMATED)  # if only an animation is requested
     samples, started = None, time.perf_counter()
     if world.first and args.animate is not None:
         with atomic(args.animate, "--animate") as temporary:
@@ -165,12 +164,12 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
 
 
 def text(record: dict[str, Any]) -> str:
-    """The record for people."""
+    """The record as text for people."""
     num, fresh = record["num"], record["drawn"]
     kind = "" if record["label"] is None else f" of class {record['class'] or record['label']}"
     kind = f" of {min(num, record['classes'])} classes in turn" if record["classes"] else kind
     rate = f"{record['seconds']:.1f} s, {fresh / max(record['seconds'], 1e-3):.3g}/s"
-    took = "all were there" if fresh == 0 else rate if fresh == num else f"{num - fresh} were there, {fresh} in {rate}"
+    took = "all existed" if fresh == 0 else rate if fresh == num else f"{num - fresh} existed, {fresh} in {rate}"
     first = (
         f"{num} sample{'s' if num > 1 else ''}{kind}, {record['evaluations']} evaluations each "
         f"({record['solver']}, {record['grid']}), seed {record['seed']}: {took}"
@@ -179,6 +178,7 @@ def text(record: dict[str, Any]) -> str:
 
 
 def check_files(model: Model, args: Sample, picture: Path | None) -> None:
+    """Raise for output files that do not suit the data, cannot be written, or take too much memory."""
     from bsi.pictures import ANIMATIONS, animation_bytes, is_image
     from bsi.runtime.out_of_memory import host_memory
 
@@ -196,21 +196,59 @@ def check_files(model: Model, args: Sample, picture: Path | None) -> None:
             )
         if path is not None:
             check_writable(path, option)
-    there, narrow = host_memory(), model.bins is not None and model.bins.count <= 256
-    kept = 2 * args.num * math.prod(model.shape) * (1 if narrow else 4)  # batches or parts, and the array made of them
-    shown = animation_bytes(model.shape, min(args.num, ANIMATED), args.sampler.steps + 1) if args.animate else 0
+    available, narrow = host_memory(), model.bins is not None and model.bins.count <= 256
+    arrays = 2 * args.num * math.prod(model.shape) * (1 if narrow else 4)  # the parts and the array made of them
+    frames = animation_bytes(model.shape, min(args.num, ANIMATED), args.sampler.steps + 1) if args.animate else 0
     for what, needed, fix in (
-        (f"{args.num} samples", kept, "take fewer, and others with another --seed"),
-        (f"an animation of {args.sampler.steps} steps", shown, "take fewer steps"),
+        (f"{args.num} samples", arrays, "draw fewer, and others with another --seed"),
+        (f"an animation of {args.sampler.steps} steps", frames, "use fewer steps"),
     ):
-        if needed > there:
-            free = readable_bytes(there)
+        if needed > available:
+            free = readable_bytes(available)
             raise UsageError(f"{what} take {readable_bytes(needed)} of memory, and {free} are free: {fix}")
 
 
 def picture_range(model: Model, samples: np.ndarray) -> tuple[float, float]:
-    """What is black and what is white: the first and the last bin, or the samples' own extremes."""
+    """The values shown as black and white: the first and last bin, or the extremes of continuous samples."""
     if model.bins is not None:
         return 0.0, float(model.bins.count - 1)
     low, high = float(samples.min()), float(samples.max())
     return low, high if high > low else low + 1
+
+
+def all_labels(model: Model, run: object) -> int:
+    """The number of classes of a network with labels."""
+    if not model.classes:
+        raise UsageError(f"{run} was trained without labels: leave --labels out, or train it with --data.labels")
+    return model.classes
+
+
+def label_of(model: Model, label: str | None) -> int | None:
+    """The number of a class, given by name or number. Names take precedence: classes may be called 1, 2, 3."""
+    if label is None:
+        return None
+    if model.classes == 0:
+        raise UsageError(
+            f"this network has no label {label!r}: it was trained without labels. Leave --label out, or train one "
+            f"that has them: bsi train RECIPE --data.labels"
+        )
+    names = model.class_names
+    if label in names:
+        return names.index(label)
+    try:
+        number = int(label)
+    except ValueError:
+        raise UsageError(f"this network has no label {label!r}: {_suggestion(label, names)}") from None
+    if number < 0 or (model.classes is not None and number >= model.classes):
+        known = ">= 0" if model.classes is None else f"0 to {model.classes - 1}"
+        raise UsageError(f"this network has no label {number}: its labels are {known}")
+    return number
+
+
+def _suggestion(label: str, names: tuple[str, ...]) -> str:
+    if not names:
+        return "its labels are numbers, they have no names"
+    folded = {name.casefold(): name for name in names}
+    near = difflib.get_close_matches(label.casefold(), folded, 1)
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"did you mean {folded[near[0]]!r}?" if near else f"there are {', '.join(names[:SHOWN_NAMES])}{more}"

@@ -11,8 +11,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from bsi.cli.options import at_least_one
 from bsi.errors import UsageError
 from bsi.io import make_folder
+from bsi.progress import log
 
 __all__ = ["StudyOptions", "run"]
 
@@ -59,12 +61,11 @@ def run(args: StudyOptions) -> int:
     if args.name is None:
         for name, study in STUDIES.items():
             print(f"{name:<19}  {study.shows} ({study.paper})")
-        print("next: bsi study NAME --plan", file=sys.stderr)
+        log("next: bsi study NAME --plan")
         return 0
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes must be positive, got {args.minutes}.")
-    if args.seeds is not None and args.seeds < 1:
-        raise UsageError(f"--seeds must be at least 1, got {args.seeds}.")
+    at_least_one(args, "seeds")
     studies, scale = named_studies(args.name), SCALES[args.scale]
     if args.seeds is not None:
         if not any(study.takes_seeds(scale) for study in studies):

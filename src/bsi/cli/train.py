@@ -1,8 +1,8 @@
-"""`bsi train RECIPE --key value ...`: train a recipe, or go on with it; `--list` shows the recipes.
+"""`bsi train RECIPE --key value ...`: train a recipe, or resume a run; `--list` shows the recipes.
 
-The options depend on the recipe: its fields are read by tyro with the recipe as their default, so that every key is
-typed, shown with its value by `bsi train RECIPE --help`, and a typo is answered with the nearest name. `--method` and
-`--backbone` take names and decide which fields there are; they are read first.
+The options depend on the recipe: tyro parses the fields of the recipe with the recipe as their default, so that every
+key is typed, `bsi train RECIPE --help` shows its value, and a typo is answered with the nearest name. `--method` and
+`--backbone` take names and decide which fields there are, so they are parsed first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from bsi.backbones.config import MLPConfig, resolve
-from bsi.cli.options import lines, quiet, quiet_parts, wrapped
+from bsi.cli.options import check_numbers, fill, paragraphs, show_set_defaults
 from bsi.errors import DataError, UsageError
 from bsi.methods import METHODS
+from bsi.progress import log
 from bsi.recipe import Recipe
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.runtime.serialization import changes, to_plain
@@ -36,8 +38,8 @@ USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--o
                  [--key value ...]
        bsi train --list
 
-The same --out goes on with an interrupted run. `bsi train --list` shows what
-each recipe trains, `bsi train RECIPE --help` every key with its value.
+The same --out resumes an interrupted run. `bsi train --list` shows what each
+recipe trains, `bsi train RECIPE --help` every key with its value.
 
 recipes:
 {recipes}"""
@@ -47,66 +49,65 @@ CHOICES = (
     "another method or network, whose keys are then shown here."
 )
 
-PATIENCE_H = 12.0  # of training on a CPU without a word of caution
+LONG_H = 12.0  # hours of training on a CPU from which a warning is printed
+CORE_TFLOPS = 0.03  # per second of one CPU core, roughly
 
 
-@quiet
 @dataclass(frozen=True)
 class Options:
-    """How to run, rather than what: but for the weights to begin with, nothing here changes the result."""
+    """How to run. Except for the initial weights, nothing here changes the result."""
 
     out: Path | None = None
-    """The run folder, by default runs/RECIPE; one that exists goes on."""
+    """The run folder, by default runs/RECIPE; an existing run is resumed."""
     init_from: Path | None = None
-    """Begin with the weights of this run or export."""
+    """Initialize with the weights of this run or export."""
     allow: tuple[str, ...] = ()
     """Settings that may differ from those of the interrupted run, by name; data.version for another dataset."""
     device: Literal["cuda", "cpu"] | None = None
     """By default a GPU if there is one."""
     hang_after_s: float = 600.0
-    """A rank without progress for so many seconds is named, and the run ends."""
+    """End the run, naming the rank, if a rank makes no progress for this many seconds."""
     tensorboard: bool = False
     """Write the journal for TensorBoard as well."""
     dry_run: bool = False
-    """Show what would be trained, and stop."""
+    """Print what would be trained, and stop."""
     json: bool = False
-    """Write what is shown as JSON on stdout."""
+    """Print the result as JSON on stdout."""
 
 
 @dataclass(frozen=True)
 class Train:
-    """A recipe as edited on the command line, beside the one that was named."""
+    """A recipe as edited on the command line, and how to run it."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    options: Annotated[Options, tyro.conf.arg(name="")]
+    options: Annotated[Options, tyro.conf.arg(name=""), tyro.conf.FlagCreatePairsOff]
 
 
 def run(words: Sequence[str]) -> int:
-    """Read the command line's words after `bsi train`, and do what they say."""
     if "--list" in words:
         return _list("--json" in words)
     if not words or words[0] in ("-h", "--help"):
-        print(USAGE.format(recipes=lines(", ".join(RECIPES), "  ")))
+        print(USAGE.format(recipes=fill(", ".join(RECIPES), "  ")))
         return 0 if words else 2
     args, named = parse(words)
     if args.options.dry_run:
         return _dry_run(args, named)
+    recipe, options = args.recipe, args.options
+    dataset = opened(recipe)  # before torch is imported: a missing dataset is the most frequent mistake
     from bsi.pictures import is_image
     from bsi.runtime.distributed import find_place, pick_device
     from bsi.runtime.run_folder import Sink, tensorboard
     from bsi.training.train import train
 
-    options = args.options
-    out = options.out or Path("runs") / args.recipe.name
+    out = options.out or Path("runs") / recipe.name
     place = find_place(os.environ)
-    args.recipe.check(place.size)
-    device = pick_device(options.device, place.local_rank)
-    dataset, first = opened(args.recipe), place.rank == 0
-    sinks: list[Sink] = [_tell] if first else []
+    recipe.check(place.size)
+    device, first = pick_device(options.device, place.local_rank), place.rank == 0
+    sinks: list[Sink] = [_show_bound] if first else []
     if options.tensorboard:
         sinks.append(tensorboard(out / "tensorboard"))
     train(
-        args.recipe,
+        recipe,
         out=out,
         init_from=options.init_from,
         allow=options.allow,
@@ -114,93 +115,66 @@ def run(words: Sequence[str]) -> int:
         device=options.device,
         hang_after_s=options.hang_after_s,
         named=named,
-        begin=functools.partial(_announce, args.recipe, dataset, out, device.type) if first else None,
+        begin=functools.partial(_announce, recipe, dataset, out, device.type) if first else None,
     )
     if first:
         status = json.loads((out / "status.json").read_text("utf-8"))
         print(json.dumps({"run": str(out), **status}) if options.json else out)
-        run = shlex.quote(str(out))
-        sample = f"bsi sample {run}" if is_image(dataset.shape) else f"bsi sample {run} --npz samples.npz"
-        sample += " --labels" if args.recipe.data.labels else ""
-        print(f"go on with  {sample} · bsi eval {run} --bpd · bsi report {run}", file=sys.stderr)
+        folder = shlex.quote(str(out))
+        sample = f"bsi sample {folder}" if is_image(dataset.shape) else f"bsi sample {folder} --npz samples.npz"
+        sample += " --labels" if recipe.data.labels else ""
+        log(f"next: {sample} · bsi eval {folder} --bpd · bsi report {folder}")
     return 0
 
 
-def opened(recipe: Recipe) -> Dataset:
-    """The dataset that is trained on; where it is not there, the ones that are."""
-    from bsi.data.store import open_dataset, prepared
-
-    try:
-        return open_dataset(recipe.data.name)
-    except DataError as error:
-        there = ", ".join(repr(name) for name in ("digits", *(folder.name for folder in prepared())))
-        raise DataError(f"{error} --data.name NAME trains on another: {there}.") from error
-
-
-def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
-    """What is trained on what and where, and a word of caution where it is too much for a CPU."""
-    from bsi.cli.size import Size, cpu_hours
-    from bsi.pictures import is_image
-
-    size = Size.of(recipe, dataset)
-    print(f"bsi train: {size}, into {out}", file=sys.stderr, flush=True)
-    if is_image(dataset.shape) and isinstance(recipe.backbone, MLPConfig):
-        told = "an MLP sees images as vectors. `bsi train folder`, or folder-mini on a CPU, is made for them."
-        print(f"bsi train: caution: {told}", file=sys.stderr, flush=True)
-    hours = cpu_hours(size, recipe.steps)
-    if device == "cpu" and hours > PATIENCE_H:
-        smaller = "take a smaller --backbone, --batch and --steps."
-        mini = "`bsi train folder-mini` is made for images on a CPU; or "
-        fits = is_image(dataset.shape) and not recipe.name.startswith("folder-mini")  # what is asked for is no advice
-        print(
-            f"bsi train: caution: {recipe.steps} steps of {size.tflops_per_step:.2g} TFLOP take about {hours:,.0f} "
-            f"hours on this CPU. {mini + smaller if fits else smaller.capitalize()}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _tell(record: Mapping[str, Any]) -> None:
-    """The bound on the test set, whenever it was evaluated, on a line of its own above the progress."""
-    if record["event"] == "evaluate":
-        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""
-        bound = f"{record['bits_per_dim']:.3f} ± {record['error']:.3f} bits/dim on the test set"
-        print(f"{clear}step {record['step']}: {bound}", file=sys.stderr, flush=True)
-
-
 def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
-    """The edited recipe with the options, and the recipe that was named."""
+    """The edited recipe with the options, and the unedited recipe."""
     name, *rest = words
     method, rest = _take(rest, "--method")
     backbone, rest = _take(rest, "--backbone")
-    if method is not None and method not in METHODS:
-        raise UsageError(f"--method is one of {', '.join(METHODS)}: got {method!r}")
-    named = named_recipe(name, method or "bsi")
-    start = named if backbone is None else replace(named, backbone=resolve(backbone))
-    quiet_parts(Recipe)
-    declared = Recipe.__annotations__["method"]
-    Recipe.__annotations__["method"] = type(start.method)  # its fields are options
-    try:
+    default = default_of(name, method, backbone)
+    with method_options(default):
         args = tyro.cli(
             tyro.conf.AvoidSubcommands[Train],
             args=rest,
             prog=f"bsi train {name}",
-            description=wrapped(f"{evidence(name).summary}\n\n{CHOICES}"),
-            default=Train(start, Options()),
+            description=paragraphs(f"{evidence(name).summary}\n\n{CHOICES}"),
+            default=default,
             config=(tyro.conf.DisallowNone,),
         )
+    check_numbers(args)
+    return args, named_recipe(name, method or "bsi")
+
+
+def default_of(name: str, method: str | None = None, backbone: str | None = None) -> Train:
+    """What a recipe trains if no key is given."""
+    if method is not None and method not in METHODS:
+        raise UsageError(f"--method must be one of {', '.join(METHODS)}, got {method!r}.")
+    recipe = named_recipe(name, method or "bsi")
+    if backbone is not None:
+        recipe = replace(recipe, backbone=resolve(backbone))
+    show_set_defaults(Train)
+    return Train(recipe, Options())
+
+
+@contextmanager
+def method_options(train: Train) -> Iterator[None]:
+    """Declare the type of the recipe's method inside this block, so that its fields are options."""
+    declared = Recipe.__annotations__["method"]
+    Recipe.__annotations__["method"] = type(train.recipe.method)
+    try:
+        yield
     finally:
         Recipe.__annotations__["method"] = declared
-    return args, named
 
 
 def _take(words: list[str], option: str) -> tuple[str | None, list[str]]:
-    """The value of an option, and the words without it; the last one given counts."""
+    """The value of an option, the last one if it is given several times, and the words without it."""
     value, rest, i = None, [], 0
     while i < len(words):
         if words[i] == option:
             if i + 1 == len(words):
-                raise UsageError(f"{option} needs a value")
+                raise UsageError(f"{option} needs a value.")
             value, i = words[i + 1], i + 2
         elif words[i].startswith(f"{option}="):
             value, i = words[i].partition("=")[2], i + 1
@@ -208,6 +182,80 @@ def _take(words: list[str], option: str) -> tuple[str | None, list[str]]:
             rest.append(words[i])
             i += 1
     return value, rest
+
+
+def opened(recipe: Recipe) -> Dataset:
+    """The dataset of a recipe. If it is missing, the error lists the prepared ones."""
+    from bsi.data.store import open_dataset, prepared
+
+    try:
+        return open_dataset(recipe.data.name)
+    except DataError as error:
+        names = ", ".join(repr(name) for name in ("digits", *(folder.name for folder in prepared())))
+        raise DataError(f"{error} --data.name NAME trains on another: {names}.") from error
+
+
+@dataclass(frozen=True)
+class Size:
+    """The amount of data, parameters and arithmetic of a training run, known before it starts. Needs no torch."""
+
+    dataset: str
+    samples: int
+    shape: tuple[int, ...]
+    epochs: float
+    parameters: int
+    tflops_per_step: float
+
+    @classmethod
+    def of(cls, recipe: Recipe, dataset: Dataset) -> Size:
+        from bsi.backbones.cost import cost
+
+        bins, count = None if dataset.bins is None else dataset.bins.count, len(dataset.split("train"))
+        assert recipe.backbone is not None  # a recipe on the command line names one
+        classes = dataset.labels.classes if recipe.data.labels and dataset.labels is not None else 0
+        found = cost(recipe.backbone, dataset.shape, bins, classes)
+        epochs, flops = recipe.steps * recipe.batch / count, 3 * found.flops * recipe.batch
+        return cls(dataset.name, count, dataset.shape, epochs, found.parameters, 1e-12 * flops)
+
+    def __str__(self) -> str:
+        shape = " x ".join(map(str, self.shape)) or "1"
+        return (
+            f"{self.parameters:,} parameters on {self.dataset}: {self.samples:,} samples of {shape}, "
+            f"{self.epochs:,.3g} epochs"
+        )
+
+    def cpu_hours(self, steps: int) -> float:
+        """The rough duration of this many steps on the cores that this process may use."""
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        return steps * self.tflops_per_step / (CORE_TFLOPS * cores) / 3600
+
+
+def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
+    """Print what is trained, and a warning if it does not suit the network or the machine."""
+    from bsi.pictures import is_image
+
+    size = Size.of(recipe, dataset)
+    log(f"bsi train: {size}, into {out}")
+    if is_image(dataset.shape) and isinstance(recipe.backbone, MLPConfig):
+        log(
+            "bsi train: warning: an MLP treats images as vectors. Use `bsi train folder`, or folder-mini on a CPU, "
+            "for images."
+        )
+    hours = size.cpu_hours(recipe.steps)
+    if device == "cpu" and hours > LONG_H:
+        suggestion = "Use a smaller --backbone, --batch and --steps."
+        if is_image(dataset.shape) and not recipe.name.startswith("folder-mini"):
+            suggestion = f"`bsi train folder-mini` is made for images on a CPU. {suggestion}"
+        log(
+            f"bsi train: warning: {recipe.steps} steps of {size.tflops_per_step:.2g} TFLOP take about {hours:,.0f} "
+            f"hours on this CPU. {suggestion}"
+        )
+
+
+def _show_bound(record: Mapping[str, Any]) -> None:
+    """A sink that prints the bound on the test set whenever it was evaluated."""
+    if record["event"] == "evaluate":
+        log(f"step {record['step']}: {record['bits_per_dim']:.3f} ± {record['error']:.3f} bits/dim on the test set")
 
 
 def _list(as_json: bool) -> int:
@@ -223,25 +271,20 @@ def _list(as_json: bool) -> int:
 
 
 def _dry_run(args: Train, named: Recipe) -> int:
-    """What would be trained: the recipe, its differences, the size of the network and of the run."""
-    from bsi.cli.size import Size
-
+    """Print the recipe, how it differs from the unedited one, and the size of the network and of the run."""
     recipe = args.recipe
     recipe.check(world=1)
     size: dict[str, Any] = {"images": recipe.steps * recipe.batch}
     try:
         size |= asdict(Size.of(recipe, opened(recipe)))
     except DataError as error:
-        print(f"bsi train: {error}", file=sys.stderr)
+        log(f"bsi train: {error}")
     changed = [str(change) for change in changes(named, recipe)]
     if args.options.json:
         print(json.dumps({"recipe": to_plain(recipe), "changed": changed, **size}))
         return 0
     print(json.dumps(to_plain(recipe), indent=2))
     print(f"changed from {named.name}: {'; '.join(changed) or 'nothing'}")
-    print(
-        "\n".join(
-            f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value}" for name, value in size.items()
-        )
-    )
+    for name, value in size.items():
+        print(f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value}")
     return 0

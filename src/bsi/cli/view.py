@@ -1,4 +1,4 @@
-"""`bsi view RUN`: a page on this machine that shows a belief sharpening, and finishes measured or hidden images."""
+"""`bsi view RUN`: a page on this machine that shows a belief sharpening, denoises and inpaints."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from typing import Annotated, Literal
 
 import tyro
 
+from bsi.errors import extra
+from bsi.progress import log
+
 __all__ = ["View", "run"]
 
 
 @dataclass(frozen=True)
 class View:
-    """Open a trained model in the browser: watch a belief sharpen step by step, look at a pixel, denoise, inpaint.
+    """Open a trained model in the browser: watch a belief sharpen step by step, inspect a pixel, denoise, inpaint.
 
-    Listens on this machine alone; the address printed holds a random token. From another machine:
+    The server listens on this machine only, and the printed address contains a random token. From another machine:
     ssh -L PORT:127.0.0.1:PORT HOST, and the same address. Ctrl-C ends it.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run folder, an exported file, or the name of a bundled network: digits."""
     port: int = 0
-    """Where to listen; 0 is any free port."""
+    """The port; 0 chooses a free one."""
     browser: bool = True
-    """Open the page in a browser, where there is one."""
+    """With --no-browser the address is printed and no browser is opened."""
     device: Literal["cuda", "cpu"] | None = None
     """By default a GPU if there is one."""
     json: bool = False
@@ -39,8 +42,10 @@ def run(args: View) -> int:
     import webbrowser
 
     from bsi import pretrained
-    from bsi.app.server import create_app, listen, server_of
-    from bsi.app.workbench import open_workbench
+
+    with extra("view", "bsi view"):
+        from bsi.app.server import create_app, listen, server_of
+        from bsi.app.workbench import open_workbench
     from bsi.runtime.distributed import pick_device
 
     with listen(args.port) as listener:
@@ -48,7 +53,7 @@ def run(args: View) -> int:
         token = secrets.token_urlsafe(24)
         address = f"http://127.0.0.1:{listener.getsockname()[1]}/{token}/"
         print(json.dumps({"url": address}) if args.json else address, flush=True)
-        print("bsi view: Ctrl-C ends it", file=sys.stderr, flush=True)
+        log("bsi view: Ctrl-C ends it")
         if args.browser and sys.stdout.isatty():
             webbrowser.open(address)
         with contextlib.suppress(KeyboardInterrupt):

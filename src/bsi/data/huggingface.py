@@ -30,7 +30,7 @@ from bsi.data.images import (
 )
 from bsi.data.prepare import MAX_CLASSES, Block, Plan
 from bsi.data.store import check_classes
-from bsi.errors import DataError, UsageError
+from bsi.errors import DataError, UsageError, extra
 from bsi.io import fingerprint
 from bsi.rng import uniforms
 from bsi.values import Bins
@@ -99,10 +99,8 @@ class HuggingFace:
 
     def _parts(self) -> dict[str, Any]:
         """The hub's parts by our names."""
-        try:
+        with extra("hub", "a dataset of the hub"):
             import datasets  # type: ignore[import-not-found, unused-ignore]
-        except ImportError as error:
-            raise UsageError("datasets of the hub need the package `datasets`: pip install datasets") from error
         try:
             loaded = datasets.load_dataset(self.path, revision=self.revision)
         except Exception as error:  # network, names and formats: the package has no common error

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bsi.errors import UsageError
+from bsi.errors import extra
 from bsi.io import write_json, write_text
 from bsi.runtime.export import MODEL_FILE, Trained, export, read_trained
 from bsi.runtime.serialization import to_plain
@@ -78,8 +78,6 @@ def download(repository: str, revision: str | None = None) -> Path:
 
 
 def _hub() -> Any:
-    try:
-        import huggingface_hub  # type: ignore[import-not-found]  # an extra
-    except ImportError as error:
-        raise UsageError("the Hugging Face hub needs its package: pip install huggingface_hub") from error
+    with extra("hub", "the Hugging Face hub"):
+        import huggingface_hub  # type: ignore[import-not-found, unused-ignore]
     return huggingface_hub

@@ -41,7 +41,7 @@ from typing import Any, Literal
 import torch
 
 from bsi import __version__
-from bsi.errors import UsageError
+from bsi.errors import UsageError, extra
 from bsi.io import append_line, write_json, write_text
 from bsi.recipe import Recipe
 from bsi.runtime.distributed import World
@@ -228,10 +228,8 @@ def tensorboard(folder: Path) -> Sink:
     All ranks may make one, and fail alike if the package is missing. The files are made with the first record, which
     only the first rank gets, after it holds the run folder's lock.
     """
-    try:
+    with extra("track", "--tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UsageError("TensorBoard is not installed. Run `pip install tensorboard`.") from error
     writer = functools.cache(lambda: SummaryWriter(str(folder)))
 
     def sink(record: Mapping[str, Value]) -> None:

@@ -1,6 +1,6 @@
 """The style of the figures: one look, and colors that color-blind readers distinguish.
 
-matplotlib is imported only when a figure is drawn (`pip install matplotlib`).
+matplotlib is imported only when a figure is drawn (extra `figures`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bsi.errors import UsageError
+from bsi.errors import extra
 from bsi.studies.report import Estimate
 
 if TYPE_CHECKING:
@@ -67,13 +67,8 @@ STYLE: dict[Any, Any] = {
 @contextmanager
 def style() -> Iterator[None]:
     """Figures are drawn and saved inside this block."""
-    try:
+    with extra("figures", "drawing a figure"):
         import matplotlib
-    except ImportError as error:
-        raise UsageError(
-            "matplotlib, which draws the figures, is not installed. Run pip install matplotlib and the same command "
-            "again: what was measured is kept."
-        ) from error
     with matplotlib.rc_context(STYLE):
         yield
 

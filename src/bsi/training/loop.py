@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +22,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from bsi import progress
 from bsi.errors import NonFinite, Preempted
-from bsi.progress import Progress, forget, readable_seconds
+from bsi.progress import Progress, readable_seconds
 from bsi.recipe import Recipe
 from bsi.runtime.checkpoint import Saver, Snapshot
 from bsi.runtime.distributed import FailedTogether, Watchdog, World
@@ -307,11 +307,7 @@ def listening() -> Iterator[StopFlag]:
 
 def log(line: str) -> None:
     """Print a line on stderr. A log that cannot be written is ignored: it never ends a run."""
-    try:
-        print(f"bsi train: {line}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        with suppress(OSError, ValueError):
-            forget(sys.stderr.fileno())
+    progress.log(f"bsi train: {line}")
 
 
 def _write(words: str) -> None:
@@ -319,4 +315,4 @@ def _write(words: str) -> None:
     try:
         os.write(STDERR, f"\nbsi train: {words}\n".encode())
     except OSError:
-        forget(STDERR)
+        progress.silence(STDERR)

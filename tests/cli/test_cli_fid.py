@@ -118,7 +118,7 @@ def test_sixteen_grays_are_stretched_to_eight_bits(quality: Callable[..., dict[s
         (["{}/two.npz", "{}/b.npy"], DataError, "holds x, y"),
         (["{}/float.npy", "{}/b.npy"], DataError, "never truncate"),
         (["digitz", "{}/b.npy"], DataError, "no prepared dataset 'digitz'"),
-        (["{}/a.npy", "{}/b.npy", "--num", "0"], UsageError, "--num must be at least 1: got 0"),
+        (["{}/a.npy", "{}/b.npy", "--num", "0"], UsageError, "--num must be at least 1, got 0"),
         (["{}/a.npy", "{}/b.npy", "--num", "1"], DataError, "at least 2 images"),
     ],
 )
@@ -137,7 +137,7 @@ def test_cautions_go_to_stderr_and_the_text_names_the_set(
     assert out.startswith("fd-corners ")
     assert "3 images of" in out
     assert "KID" in out
-    assert "bsi fid: caution: 3 images of samples leave the covariance of 3 features singular" in err
+    assert "bsi fid: warning: 3 images of samples leave the covariance of 3 features singular" in err
 
 
 def test_help_imports_no_torch() -> None:

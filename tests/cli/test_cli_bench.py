@@ -128,7 +128,7 @@ def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFix
 def test_the_floor_of_a_unet_counts_all_its_convolutions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = Path(__file__).parents[1] / "docs" / "benchmarks" / "unet_floor.py"
+    script = Path(__file__).parents[2] / "docs" / "benchmarks" / "unet_floor.py"
     monkeypatch.setattr(sys, "argv", [script.name, "--backbone", "unet-4x2", "--batch", "1", "--runs", "1"])
     runpy.run_path(str(script), run_name="__main__")
     record = json.loads(capsys.readouterr().out)
@@ -153,7 +153,7 @@ def test_the_line_says_what_is_counted(capsys: pytest.CaptureFixture[str]) -> No
     [
         ({"backbone": "dit-k/2"}, "dit-[a-z]/2"),
         ({"size": 15}, "patch"),
-        ({"batch": 0}, "at least 1"),
+        ({"batch": 0}, "--batch must be at least 1, got 0"),
         ({"backbone": "unet-128x32", "lean": True}, "leave --lean out"),
         ({"backbone": "dit-mini/8", "lean": True}, "leave --lean out"),
         ({"precision": "fp8"}, "fp8 needs a GPU"),

@@ -1,0 +1,125 @@
+"""`bsi doctor` reports what is installed, what is missing, and how to fix it."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+
+from bsi.cli import doctor, main
+from bsi.cli.doctor import Check, examine
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
+    return tmp_path
+
+
+def found() -> dict[str, Check]:
+    return {check.name: check for check in examine()}
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """As if these packages were not installed."""
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in names:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_everything_is_checked() -> None:
+    checks = found()
+    assert {"python", "torch", "numpy", "tyro", "rich"} <= {name for name, check in checks.items() if check.required}
+    assert {"cpu", "gpu", "distributed", "datasets", "inception", "networks", *doctor.EXTRAS} <= set(checks)
+    assert all(check.state == "ok" for check in checks.values() if check.required)
+
+
+def test_a_missing_package_comes_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "matplotlib", "tensorboard")
+    checks = found()
+    assert (checks["figures"].state, checks["figures"].fix) == ("missing", "pip install 'bsi[figures]'")
+    assert "matplotlib" in checks["figures"].found
+    assert checks["inception"].state == "missing"
+
+
+def test_the_exit_code_is_0_if_everything_required_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without(monkeypatch, "tensorboard")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "– track" in out
+    assert "→ pip install 'bsi[track]'" in out
+    assert "\x1b" not in out
+    without(monkeypatch, "einops")
+    assert main(["doctor", "--json"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert record["healthy"] is False
+    (einops,) = [check for check in record["checks"] if check["name"] == "einops"]
+    assert (einops["state"], einops["found"]) == ("missing", "not installed")
+    assert einops["fix"].startswith("pip install --upgrade 'einops>=")
+
+
+def test_an_old_version_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["rich>=9999"])
+    assert found()["rich"].state == "broken"
+
+
+def test_a_failing_check_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("libcudart.so is missing")
+
+    monkeypatch.setattr("torch.cuda.is_available", broken)
+    checks = found()
+    assert (checks["torch"].state, checks["datasets"].state) == ("broken", "ok")
+    assert "libcudart" in checks["torch"].found
+
+
+def test_a_busy_machine_is_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    threads = [8]
+    monkeypatch.setattr("torch.set_num_threads", lambda count: threads.append(count))
+
+    def clock() -> float:
+        now[0] += 1e-3 * threads[-1]  # eight threads are eight times slower
+        return now[0]
+
+    monkeypatch.setattr(doctor.time, "perf_counter", clock)
+    assert found()["cpu"].fix.startswith("set OMP_NUM_THREADS=1")
+    assert threads[-1] == 8
+
+
+def test_the_home_folder_is_shortened(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(empty))
+    assert "~/data" in found()["datasets"].found
+    monkeypatch.setenv("HOME", "/data")  # the end of the path, not its beginning
+    assert f"in {empty / 'data'}" in found()["datasets"].found
+
+
+def test_a_disk_that_is_full_or_read_only_is_reported(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ENOUGH_DISK", 1 << 60)
+    assert found()["disk here"].state == "missing"
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)  # as on a read-only disk, also for root
+    assert (found()["disk of data"].state, found()["disk of data"].found) == ("missing", f"{empty} is read-only")
+    (empty / "data").write_text("a file")
+    assert found()["disk of data"].found == f"{empty / 'data'} is not a folder"
+
+
+def test_a_user_without_a_home_folder_gets_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert found()["datasets"].state == "ok"  # BSI_DATA is set
+    monkeypatch.delenv("BSI_DATA")
+    assert main(["data", "--list"]) == 2
+    assert "HOME" in capsys.readouterr().err

@@ -71,8 +71,7 @@ class Eval:
     steps: int = Sampler.steps
     """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
     solver: str | None = None
-    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI (sde2 where its gamma_0 is
-    inf), sde2 with BFN and VDM."""
+    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI, sde2 with BFN and VDM."""
     grid: str = Sampler.grid
     """Where the steps lie: paper, edm or geometric."""
     labels: bool = False

@@ -110,6 +110,8 @@ def completion(words: Sequence[str]) -> str:
     for name, command in COMMANDS.items():
         module = importlib.import_module(f"bsi.cli.{command.module}")
         options = train if command.options is None else getattr(module, command.options)
+        if command.options is not None:
+            show_set_defaults(options)
         commands.append(Annotated[options, tyro.conf.subcommand(name)])
     any_command: Any = typing.Union[tuple(commands)]  # noqa: UP007 (of a list)
     script = StringIO()
@@ -123,4 +125,6 @@ def completion(words: Sequence[str]) -> str:
             )
     except SystemExit:  # how tyro ends
         pass
-    return script.getvalue().strip()
+    lines = script.getvalue().strip().splitlines()
+    # A description of two lines would complete as two words.
+    return "\n".join(line.replace("\\n", " ") if line.startswith("COMPLETION_SPEC") else line for line in lines)

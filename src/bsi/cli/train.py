@@ -153,7 +153,6 @@ def default_of(name: str, method: str | None = None, backbone: str | None = None
     recipe = named_recipe(name, method or "bsi")
     if backbone is not None:
         recipe = replace(recipe, backbone=resolve(backbone))
-    show_set_defaults(Train)
     return Train(recipe, Options())
 
 
@@ -162,6 +161,7 @@ def method_options(train: Train) -> Iterator[None]:
     """Declare the type of the recipe's method inside this block, so that its fields are options."""
     declared = Recipe.__annotations__["method"]
     Recipe.__annotations__["method"] = type(train.recipe.method)
+    show_set_defaults(Train)
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""Networks: a backbone maps (x, t, cond) to an array like x, and starts as 0.
+"""Networks: a backbone maps (x, t, cond) to an array like x, and its output is 0 before training.
 
-`config` (sizes and names) and `cost` (parameters, FLOPs) import no torch; the rest is loaded when first used.
+`config` (sizes and names) and `cost` (parameters, FLOPs) import no torch; the rest is imported when first used.
 
     network = build("dit-l/2", shape=(3, 32, 32), bins_count=256)
     network.compute_dtype = compute_dtype("auto", device)

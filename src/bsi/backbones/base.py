@@ -5,6 +5,7 @@ end, and the output is exactly 0 before training, so that the preconditioned f =
 t) begins as the best linear prediction.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,8 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, resolve
+from bsi.backbones.cost import cost
 from bsi.backbones.embeddings import ConditionEmbedding, FourierFeatures
 from bsi.errors import UsageError
+from bsi.progress import readable_bytes
 
 
 class Backbone(nn.Module, ABC):
@@ -88,6 +91,9 @@ def build(
         bins_count: The number of bins of the data, which sets the Fourier features; None for continuous data, which has
             none.
         num_classes: The number of labels; 0 for a network without labels.
+
+    Raises:
+        UsageError: The network cannot take such data, or its weights need more memory than the machine has.
     """
     # These modules import this one.
     from bsi.backbones.dit import DiT
@@ -96,6 +102,7 @@ def build(
 
     if isinstance(config, str):
         config = resolve(config)
+    _check_memory(4 * cost(config, shape, bins_count, num_classes).parameters)
     match config:
         case DiTConfig():
             return DiT(config, shape, bins_count, num_classes)
@@ -103,3 +110,15 @@ def build(
             return UNet(config, shape, bins_count, num_classes)
         case MLPConfig():
             return MLP(config, shape, bins_count, num_classes)
+
+
+def _check_memory(needed: int) -> None:
+    """Raise UsageError for weights that need more bytes than the machine has. On the meta device they need none."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > installed and torch.get_default_device().type == "cpu":
+        raise UsageError(
+            f"the weights of this network need more memory than this machine has, got {readable_bytes(needed)} of "
+            f"{readable_bytes(installed)}. Use a smaller width or depth."
+        )

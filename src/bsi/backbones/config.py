@@ -1,12 +1,12 @@
-"""Which network, in numbers: the sizes of the paper's tables and the names a recipe or a command line calls them by.
+"""Sizes of networks, and the names by which recipes and the command line refer to them.
 
-A config is a frozen dataclass that knows no torch, so that a recipe can hold it, a JSON file can store it, and a size
-that cannot be built is refused before anything is allocated. What a config leaves out is the data's: the shape, the
-number of bins (which sets the Fourier features) and the number of classes are given to `build`.
+A config is a frozen dataclass that imports no torch, so that a recipe can hold it, a JSON file can store it, and
+invalid sizes raise an error before memory is allocated. The data's properties are given to `build`: the shape, the
+number of bins (which sets the Fourier features) and the number of classes.
 
 | name | network |
 |---|---|
-| `dit-l/2` | DiT of size s, b, l, xl or mini with patches of 2 (4, 8, ...) per axis; L/2 and L/4 are the paper's |
+| `dit-l/2` | DiT of size s, b, l, xl or mini with patches of 2 (4, 8, ...) per axis; the paper has L/2 and L/4 |
 | `unet-128x32` | VDM's U-Net of width 128 with 32 levels (CIFAR-10 in the paper; 256 wide for ImageNet32) |
 | `unet-128-256-256x2` | the same at three resolutions, each half of the one before, with 2 levels at each |
 | `mlp-256x4` | residual MLP of width 256 with 4 blocks, for vectors |
@@ -21,52 +21,63 @@ from bsi.errors import UsageError
 
 PRECISION_DIM = 32  # section "Architecture": t becomes a 32-dimensional precision embedding
 
+# Bounds on sizes, far beyond any network that can be trained. `build` also compares the weights with the memory.
+LARGEST = {
+    "width": 1 << 16,
+    "depth": 1 << 12,
+    "levels": 1 << 12,
+    "heads": 1 << 12,
+    "patch": 1 << 12,
+    "mlp_ratio": 1 << 8,
+}
 
-def _at_least_one(sizes: dict[str, int]) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise UsageError(f"{name} must be at least 1: got {size}.")
 
-
-def _heads_divide(width: int, heads: int) -> None:
+def _check_sizes(width: int, heads: int = 1, dropout: float = 0.0, **sizes: int) -> None:
+    for name, size in {"width": width, "heads": heads, **sizes}.items():
+        if not 1 <= size <= LARGEST[name]:
+            raise UsageError(f"{name} must be at least 1 and at most {LARGEST[name]}, got {size}.")
     if width % heads:
         fits = [h for h in range(1, width + 1) if width % h == 0 and h <= 2 * heads]
         raise UsageError(
-            f"heads must divide width (each head gets width / heads channels): "
-            f"got width={width}, heads={heads}. Use {_listed(fits)} heads."
+            f"heads must divide width (each head gets width / heads channels), "
+            f"got width={width}, heads={heads}. Use {_or(fits)} heads."
         )
-
-
-def _probability(dropout: float) -> None:
     if not 0 <= dropout < 1:
-        raise UsageError(f"dropout is a probability in [0, 1): got {dropout}.")
+        raise UsageError(f"dropout is a probability in [0, 1), got {dropout}.")
 
 
-def _spatial(network: str, shape: tuple[int, ...], most: int | None) -> None:
+def _check_space(network: str, shape: tuple[int, ...], most: int | None) -> None:
     many = most is not None and len(shape) > most + 1
     if len(shape) < 2 or min(shape) < 1 or many:
         axes = "at least one spatial axis" if most is None else f"1 to {most} spatial axes"
         instead = "a DiT (dit-s/2) for more axes" if many else "an MLP (mlp-256x4) for vectors"
         raise UsageError(
-            f"{network} takes data of shape (channels, *space) with {axes}, all sizes at least 1: got {shape}. "
+            f"{network} takes data of shape (channels, *space) with {axes}, all sizes at least 1, got {shape}. "
             f"Use {instead}."
         )
 
 
-def _sizes(shape: tuple[int, ...]) -> str:
+def _by(shape: tuple[int, ...]) -> str:
     return "x".join(str(size) for size in shape[1:])
 
 
-def _listed(numbers: list[int]) -> str:
+def _or(numbers: list[int]) -> str:
     *first, last = (str(number) for number in numbers)
     return f"{', '.join(first)} or {last}" if first else last
 
 
 @dataclass(frozen=True)
 class DiTConfig:
-    """A DiT. `dropout` acts on the outputs of the attention and the MLP branch of each block (paper: 0.05).
+    """A DiT.
 
-    `checkpoint` keeps only each block's input for the backward and computes the block again there.
+    Args:
+        width: Channels of a token.
+        depth: Number of blocks.
+        heads: Attention heads; they divide the width.
+        patch: Side of a patch: a token is patch x patch pixels.
+        mlp_ratio: Hidden channels of a block's MLP, in widths.
+        dropout: Of the outputs of each block's attention and MLP (paper: 0.05).
+        checkpoint: Keep only each block's input for the backward pass, and compute the block again there.
     """
 
     width: int
@@ -78,39 +89,44 @@ class DiTConfig:
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        _at_least_one({"width": self.width, "depth": self.depth, "heads": self.heads})
-        _at_least_one({"patch": self.patch, "mlp_ratio": self.mlp_ratio})
-        _heads_divide(self.width, self.heads)
-        _probability(self.dropout)
+        sizes = {"depth": self.depth, "patch": self.patch, "mlp_ratio": self.mlp_ratio}
+        _check_sizes(self.width, self.heads, self.dropout, **sizes)
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Refuse data that this network cannot take."""
-        _spatial("a DiT", shape, most=None)
+        """Raise UsageError for data that this network cannot take."""
+        _check_space("a DiT", shape, most=None)
         if any(size % self.patch for size in shape[1:]):
-            fits = [p for p in range(1, min(shape[1:]) + 1) if all(size % p == 0 for size in shape[1:])]
+            common = math.gcd(*shape[1:])
+            fits = [p for p in range(1, min(common, LARGEST["patch"]) + 1) if common % p == 0]
             raise UsageError(
-                f"a DiT with patch {self.patch} needs every spatial size to be a multiple of {self.patch}: "
-                f"got {_sizes(shape)}. Use a patch of {_listed(fits)}, or crop or pad the data."
+                f"a DiT with patch {self.patch} needs every spatial size to be a multiple of {self.patch}, "
+                f"got {_by(shape)}. Use a patch of {_or(fits)}, or crop or pad the data."
             )
         axes = len(shape) - 1
         if self.width < 2 * axes:
             raise UsageError(
-                f"positions on {axes} axes need a width of at least {2 * axes}, a sine and a cosine each: "
+                f"positions on {axes} axes need a width of at least {2 * axes}, a sine and a cosine each, "
                 f"got width={self.width}."
             )
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """How many patches lie along each spatial axis."""
+        """The number of patches along each spatial axis."""
         return tuple(size // self.patch for size in shape[1:])
 
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """VDM's U-Net: `levels` blocks down, as many and one up, all at full resolution. Paper: 128 or 256 wide, 32 levels.
+    """VDM's U-Net: `levels` blocks down and `levels` + 1 blocks up, all at full resolution.
 
-    `coarser` are the widths at further resolutions, each half of the one before and with as many levels: there every
-    block is followed by attention. Far cheaper, good for samples; the paper has none, which is better for likelihoods.
-    `checkpoint` keeps only each block's input for the backward and computes the block again there.
+    Args:
+        width: Channels of an image (paper: 128 or 256).
+        levels: Blocks down at each resolution (paper: 32).
+        heads: Attention heads; they divide all widths.
+        dropout: Between the convolutions of each block.
+        checkpoint: Keep only each block's input for the backward pass, and compute the block again there.
+        coarser: Widths at further resolutions, each half of the one before, with as many levels and with attention
+            after every block. Networks with coarser resolutions are far cheaper and good for samples. The paper has
+            none, which is better for likelihoods.
     """
 
     width: int
@@ -121,26 +137,23 @@ class UNetConfig:
     coarser: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _at_least_one({"levels": self.levels, "heads": self.heads})
         for width in self.widths:
-            _at_least_one({"width": width})
-            _heads_divide(width, self.heads)
-        _probability(self.dropout)
+            _check_sizes(width, self.heads, self.dropout, levels=self.levels)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of all resolutions, the data's own first."""
+        """The widths at all resolutions, that of the data first."""
         return (self.width, *self.coarser)
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Refuse data that this network cannot take."""
-        _spatial("a U-Net", shape, most=3)
+        """Raise UsageError for data that this network cannot take."""
+        _check_space("a U-Net", shape, most=3)
         halvings = len(self.coarser)
         if any(size % 2**halvings for size in shape[1:]):
             most = min((size & -size).bit_length() - 1 for size in shape[1:])
             raise UsageError(
-                f"a U-Net at {halvings + 1} resolutions needs every spatial size to be a multiple of {2**halvings}: "
-                f"got {_sizes(shape)}. Use at most {most + 1}, or crop or pad the data."
+                f"a U-Net at {halvings + 1} resolutions needs every spatial size to be a multiple of {2**halvings}, "
+                f"got {_by(shape)}. Use at most {most + 1}, or crop or pad the data."
             )
 
     def spaces(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -158,13 +171,12 @@ class MLPConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least_one({"width": self.width, "depth": self.depth, "mlp_ratio": self.mlp_ratio})
-        _probability(self.dropout)
+        _check_sizes(self.width, dropout=self.dropout, depth=self.depth, mlp_ratio=self.mlp_ratio)
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Refuse data that this network cannot take."""
+        """Raise UsageError for data that this network cannot take."""
         if not shape or min(shape) < 1:
-            raise UsageError(f"an MLP takes data of shape (n,) or more axes, all at least 1: got {shape}.")
+            raise UsageError(f"an MLP takes data of shape (n,) or more axes, all at least 1, got {shape}.")
 
 
 BackboneConfig = DiTConfig | UNetConfig | MLPConfig
@@ -188,40 +200,40 @@ KNOWN_NAMES = (
 
 
 def resolve(name: str) -> BackboneConfig:
-    """The config a name stands for.
+    """The config with this name.
 
     >>> resolve("dit-l/2")
     DiTConfig(width=1024, depth=24, heads=16, patch=2, mlp_ratio=4, dropout=0.05, checkpoint=False)
     """
     lowered = name.lower()
-    if (match := re.fullmatch(r"dit-([a-z]+)/(\d+)", lowered)) and match[1] in DIT_SIZES:
+    if (match := re.fullmatch(r"dit-([a-z]+)/(\d{1,9})", lowered)) and match[1] in DIT_SIZES:
         return replace(DIT_SIZES[match[1]], patch=int(match[2]))
-    if match := re.fullmatch(r"unet-(\d+)((?:-\d+)*)x(\d+)", lowered):
+    if match := re.fullmatch(r"unet-(\d{1,9})((?:-\d{1,9}){0,16})x(\d{1,9})", lowered):
         coarser = tuple(int(width) for width in match[2].split("-")[1:])
         return UNetConfig(width=int(match[1]), levels=int(match[3]), coarser=coarser)
-    if match := re.fullmatch(r"mlp-(\d+)x(\d+)", lowered):
+    if match := re.fullmatch(r"mlp-(\d{1,9})x(\d{1,9})", lowered):
         return MLPConfig(width=int(match[1]), depth=int(match[2]))
-    nearest = get_close_matches(lowered, KNOWN_NAMES, n=1, cutoff=0.0)[0]
+    nearest = get_close_matches(lowered[:99], KNOWN_NAMES, n=1, cutoff=0.0)[0]
     raise UsageError(
-        f"unknown backbone {name!r}. Did you mean {nearest!r}? Known: {', '.join(KNOWN_NAMES)}; "
-        "widths, levels, depths and patches may be other numbers."
+        f"unknown backbone {name[:99]!r}. Did you mean {nearest!r}? Known: {', '.join(KNOWN_NAMES)}; "
+        "other widths, levels, depths and patches are possible."
     )
 
 
 def fourier_exponents(bins_count: int | None) -> range:
     """The exponents i of the Fourier features sin(2^i pi u), cos(2^i pi u); none for continuous data.
 
-    256 bins on [-1, 1] are 2^-7 wide, and the paper's i = 6, 7, 8 have periods of 4, 2 and 1 bins. Another count keeps
-    periods of about 4, 2 and 1 bins: the range moves by log2(count / 256), rounded to the nearest integer.
+    256 bins on [-1, 1] are 2^-7 wide, and the paper's i = 6, 7, 8 have periods of 4, 2 and 1 bins. For another count,
+    the range moves by log2(count / 256), rounded to the nearest integer, so that the periods stay about the same.
     """
     if bins_count is None:
         return range(0)
     if bins_count < 2:
-        raise UsageError(f"bins_count must be at least 2: got {bins_count}. Use None for continuous data.")
+        raise UsageError(f"bins_count must be at least 2, got {bins_count}. Use None for continuous data.")
     shift = round(math.log2(bins_count / 256))
     return range(6 + shift, 9 + shift)
 
 
 def input_channels(channels: int, bins_count: int | None) -> int:
-    """Channels after the Fourier features: n become 7n."""
+    """The number of channels after the Fourier features: 7n for n channels, or n for continuous data."""
     return channels * (1 + 2 * len(fourier_exponents(bins_count)))

@@ -1,7 +1,7 @@
-"""What a network costs, in closed form: parameters, and floating-point operations of one forward pass of one image.
+"""The cost of a network in closed form: parameters, and floating-point operations of a forward pass of one image.
 
-Counted are the matrix products, convolutions and attention, two operations per multiply-add; norms, activations and the
-like are left out, as everywhere. A training step without checkpointing costs three times the forward pass.
+The count includes matrix products, convolutions and attention, with two operations per multiply-add, and as usual no
+norms or activations. A training step without checkpointing costs three times the forward pass.
 
     DiT block, T tokens of width W:  2 T W^2 (3 + 1 + 2 mlp_ratio) + 4 T^2 W
     U-Net block, P pixels, k = 3^dim: 2 P k (in W + W^2), and 2 P in W for the shortcut of an up block (in = 2W)
@@ -60,14 +60,14 @@ def cost(config: BackboneConfig, shape: tuple[int, ...], bins_count: int | None 
                 _linear(width, outputs),
             )
         case UNetConfig(width=width, levels=levels):
-            pixels, kernel = [math.prod(sizes) for sizes in config.spaces(shape)], 3 ** len(space)
-            *_, (deepest, fewest) = rooms = list(zip(config.widths, pixels, strict=True))
+            pixels, kernel = [math.prod(axes) for axes in config.spaces(shape)], 3 ** len(space)
+            *_, (deepest, fewest) = sizes = list(zip(config.widths, pixels, strict=True))
             blocks = (
-                _residual(w, w, kernel, p) * levels + _residual(2 * w, w, kernel, p) * (levels + 1) for w, p in rooms
+                _residual(w, w, kernel, p) * levels + _residual(2 * w, w, kernel, p) * (levels + 1) for w, p in sizes
             )
             between = (
                 _convolution(w, v, kernel, q) + _convolution(v, w, kernel, p) + _attention(v, q) * (2 * levels + 1)
-                for (w, p), (v, q) in pairwise(rooms)
+                for (w, p), (v, q) in pairwise(sizes)
             )
             return _total(
                 _condition(4 * width, num_classes),
@@ -83,8 +83,10 @@ def cost(config: BackboneConfig, shape: tuple[int, ...], bins_count: int | None 
 
 
 def inner_matrices(config: BackboneConfig, shape: tuple[int, ...]) -> Counter[tuple[int, int]]:
-    """The matrices between hidden features (`Backbone.matrices`): how many have so many rows and columns, with filters
-    of convolutions as (out, in x window)."""
+    """The number of matrices between hidden features (`Backbone.matrices`) for each shape (rows, columns).
+
+    The filters of a convolution are a matrix (outputs, inputs x window).
+    """
     match config:
         case DiTConfig(width=w, depth=depth, mlp_ratio=ratio):
             return Counter(depth * [(3 * w, w), (w, w), (ratio * w, w), (w, ratio * w)])

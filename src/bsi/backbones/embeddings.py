@@ -1,15 +1,15 @@
-"""Section "Architecture": what turns u = c_in mu, the precision t and a place in the image into features.
+"""Section "Architecture": features of the input u = c_in mu, of the precision t, and of the position in an image.
 
-- Fourier features of the input: u becomes (u, sin(2^i pi u), cos(2^i pi u)), so that the network can tell values
-  apart that differ by less than a bin. Always computed in float32 or wider: bfloat16 holds u to 2^-9, and the phase
-  2^8 pi u would be noise. Rounded to bfloat16 *afterwards*, the features together still hold u to about 1e-5.
+- Fourier features of the input: u becomes (u, sin(2^i pi u), cos(2^i pi u)), so that the network can distinguish
+  values that differ by less than a bin. They are computed in float32 or wider: bfloat16 resolves u to 2^-9, and the
+  phase 2^8 pi u would be noise. Rounded to bfloat16 *afterwards*, the features together still resolve u to about 1e-5.
 - Precision embedding: 16 sines and cosines of t with frequencies f spaced geometrically and amplitudes proportional
   to f^(-1/2). Then e(t) . e(s) = sum_i w_i cos(2 pi f_i (t - s)) with weights w ~ 1/f depends on t - s alone, and its
-  spectral density is 1/f^2, that of exp(-|t - s| / l): similarity falls steadily with the distance (it never rises
-  again by more than 0.007), and has a cusp at 0, so that near values differ clearly. With equal amplitudes, the usual
-  choice, it would rise again by up to 0.7.
+  spectral density is 1/f^2, that of exp(-|t - s| / l): similarity decreases steadily with the distance (it never
+  increases again by more than 0.007), and has a cusp at 0, so that near values differ clearly. With equal amplitudes,
+  the usual choice, it would increase again by up to 0.7.
 - Positions: fixed sines and cosines, an equal share of the width for each spatial axis. On two axes they are the DiT's
-  but for the order: there the column's channels come before the row's, which the weights that read them make up for.
+  up to the order of the channels: there the column's come before the row's, which makes no difference after training.
 """
 
 import math
@@ -39,7 +39,7 @@ class FourierFeatures(nn.Module):
 class PrecisionEmbedding(nn.Module):
     """t in [0, 1] -> 32 numbers of mean square 1/2, as sines and cosines of unit amplitude would have.
 
-    The slowest component makes an eighth of a turn over [0, 1], so that it is almost linear in t; the fastest makes 128
+    The slowest component makes an eighth of a turn over [0, 1], which is almost linear in t; the fastest makes 128
     turns, an eighth of one per 1/1024. Then |e(t + 1/1024) - e(t)| = 0.097 and |e(1) - e(0)| = 4.9 for every t.
     """
 
@@ -64,14 +64,14 @@ class PrecisionEmbedding(nn.Module):
 class ConditionEmbedding(nn.Module):
     """SiLU(MLP(embedding of t) + label): the vector that every block is conditioned on.
 
-    The label `num_classes` is the null class: samples without a label, and all of them when `cond` is None. Computed in
-    float32 even under autocast: it has one row per sample, not one per pixel, so precision costs nothing here.
+    The label `num_classes` is the null class, for samples without a label, and for all samples if `cond` is None. It is
+    computed in float32 even under autocast: with one row per sample, precision costs nothing here.
     """
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
         if num_classes < 0:
-            raise UsageError(f"num_classes must be 0 (no labels) or more: got {num_classes}.")
+            raise UsageError(f"num_classes must be 0 (no labels) or more, got {num_classes}.")
         self.num_classes = num_classes
         self.embed = PrecisionEmbedding()
         self.expand = nn.Linear(PRECISION_DIM, width)
@@ -80,7 +80,7 @@ class ConditionEmbedding(nn.Module):
         lecun_(self.expand)
         lecun_(self.mix)
         if self.labels is not None:
-            nn.init.normal_(self.labels.weight, std=0.5)  # about what t contributes
+            nn.init.normal_(self.labels.weight, std=0.5)  # about the standard deviation that t contributes
 
     def forward(
         self, t: Float[Tensor, " batch"], cond: Int[Tensor, " batch"] | None = None
@@ -98,8 +98,8 @@ class ConditionEmbedding(nn.Module):
 def positions(grid: tuple[int, ...], width: int) -> Float[Tensor, "tokens width"]:
     """Fixed sinusoidal positions of the points of a grid with any number of axes, row-major.
 
-    Each axis gets 2 * (width // (2 * axes)) channels, first sines, then cosines of n / 10000^(i / count); channels
-    that are left over when the width does not divide stay 0.
+    Each axis gets 2 * (width // (2 * axes)) channels: first sines, then cosines of n / 10000^(i / count). Remaining
+    channels are 0.
     """
     count = width // (2 * len(grid))
     omega = 10000.0 ** (-torch.arange(count, dtype=torch.float64) / count)

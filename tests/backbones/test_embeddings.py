@@ -1,4 +1,4 @@
-"""Fourier features, precision embedding and positions: the statements their docstrings make."""
+"""Fourier features, precision embedding, positions and labels: the statements of their docstrings."""
 
 import math
 
@@ -12,47 +12,29 @@ from bsi.errors import UsageError
 STEP = 1 / 1024
 
 
-def similarity(t: torch.Tensor) -> torch.Tensor:
-    """Cosine similarity of the embeddings of all t with that of the first."""
-    e = PrecisionEmbedding()(t).double()
-    return torch.nn.functional.cosine_similarity(e, e[:1])
-
-
 def test_fourier_features_are_the_papers_for_256_bins() -> None:
     u = torch.randn(2, 3, 4, 4, dtype=torch.float64)
-    features = FourierFeatures(256)(u)
-    assert features.shape == (2, 21, 4, 4)
-    expected = (
-        [u] + [torch.sin(2**i * math.pi * u) for i in (6, 7, 8)] + [torch.cos(2**i * math.pi * u) for i in (6, 7, 8)]
-    )
-    torch.testing.assert_close(features, torch.cat(expected, dim=1), atol=0, rtol=0)
-
-
-def test_continuous_data_has_no_fourier_features() -> None:
-    u = torch.randn(2, 3, 4)
-    assert FourierFeatures(None)(u).equal(u)
-    assert input_channels(3, None) == 3
+    phases = [2**i * math.pi * u for i in (6, 7, 8)]
+    expected = torch.cat([u, *map(torch.sin, phases), *map(torch.cos, phases)], dim=1)
+    torch.testing.assert_close(FourierFeatures(256)(u), expected, atol=0, rtol=0)
+    assert FourierFeatures(None)(u).equal(u), "continuous data has none"
+    assert (input_channels(3, 256), input_channels(3, None)) == (21, 3)
 
 
 @pytest.mark.parametrize(("count", "first"), [(256, 6), (2, -1), (16, 2), (17, 2), (1024, 8), (65536, 14)])
-def test_other_bin_counts_shift_the_exponents(count: int, first: int) -> None:
+def test_the_fastest_fourier_feature_turns_about_once_per_bin(count: int, first: int) -> None:
     assert fourier_exponents(count) == range(first, first + 3)
-    assert input_channels(5, count) == 35
-    # The fastest feature turns once per bin of [-1, 1], to within the rounding of its exponent.
     turns_per_bin = 2 ** fourier_exponents(count)[-1] / 2 * (2 / count)
     assert 2**-0.5 <= turns_per_bin <= 2**0.5
-
-
-def test_a_single_bin_is_refused() -> None:
-    with pytest.raises(UsageError, match="at least 2: got 1"):
+    with pytest.raises(UsageError, match="at least 2"):
         fourier_exponents(1)
 
 
-def test_fourier_features_hold_a_value_even_after_rounding_to_bfloat16() -> None:
+def test_fourier_features_resolve_a_value_even_after_rounding_to_bfloat16() -> None:
     u = torch.linspace(-2, 2, 64).view(-1, 1)
     near = FourierFeatures(256)(u + 2e-5).bfloat16() != FourierFeatures(256)(u).bfloat16()
     assert near.any(dim=1).all()
-    assert not ((u + 2e-5).bfloat16() != u.bfloat16()).all()  # u alone would not do
+    assert not ((u + 2e-5).bfloat16() != u.bfloat16()).all()  # u alone is not enough
 
 
 def test_neighboring_precisions_are_distinguishable_everywhere() -> None:
@@ -62,24 +44,24 @@ def test_neighboring_precisions_are_distinguishable_everywhere() -> None:
     distance = (e[1:] - e[:-1]).norm(dim=1)
     torch.testing.assert_close(distance, torch.full_like(distance, distance.mean().item()), rtol=1e-3, atol=0)
     assert distance.min() > 0.09  # for vectors of norm 4
-    # and no two precisions of the whole range are ever nearer than neighbors
+    # and no two precisions of the complete range are nearer than neighbors
     assert torch.cdist(e, e)[~torch.eye(1025, dtype=torch.bool)].min() > 0.09
     assert (e.bfloat16()[1:] != e.bfloat16()[:-1]).any(dim=1).all()
 
 
-def test_similarity_falls_smoothly_with_distance() -> None:
+def test_similarity_of_precisions_decreases_with_the_difference_and_depends_on_nothing_else() -> None:
+    def similarity(t: torch.Tensor) -> torch.Tensor:
+        e = PrecisionEmbedding()(t).double()
+        return torch.nn.functional.cosine_similarity(e, e[:1])
+
     s = similarity(torch.arange(1025) * STEP)
     highest_later = s.flip(0).cummax(0).values.flip(0)
-    assert (highest_later - s).max() < 0.01, "similarity rises again with the distance"
+    assert (highest_later - s).max() < 0.01, "similarity increases again with the distance"
     assert -s.diff().min() < 0.005, "similarity jumps between neighbors"
     assert s[1] > 0.999
     assert s[-1] < 0.3
-
-
-def test_similarity_depends_on_the_difference_alone() -> None:
-    torch.testing.assert_close(
-        similarity(torch.linspace(0, 0.5, 100)), similarity(torch.linspace(0.5, 1, 100)), atol=1e-5, rtol=0
-    )
+    halves = (similarity(torch.linspace(start, start + 0.5, 100)) for start in (0.0, 0.5))
+    torch.testing.assert_close(*halves, atol=1e-5, rtol=0)
 
 
 def test_positions_on_two_axes_are_those_of_the_published_dit_with_rows_before_columns() -> None:
@@ -95,22 +77,21 @@ def test_positions_on_two_axes_are_those_of_the_published_dit_with_rows_before_c
 
 
 @pytest.mark.parametrize("grid", [(7,), (3, 4), (2, 3, 4), (2, 2, 2, 3)])
-def test_positions_tell_all_points_of_a_grid_apart(grid: tuple[int, ...]) -> None:
+def test_positions_distinguish_all_points_of_a_grid(grid: tuple[int, ...]) -> None:
     table = positions(grid, 20)
     assert table.shape == (math.prod(grid), 20)
     assert torch.cdist(table, table)[~torch.eye(len(table), dtype=torch.bool)].min() > 0.1
 
 
-def test_without_labels_every_sample_is_of_the_null_class() -> None:
+def test_a_missing_label_is_the_null_class_and_an_unexpected_one_an_error() -> None:
     torch.manual_seed(0)
     embed, t = ConditionEmbedding(8, num_classes=3), torch.rand(4)
     assert embed(t).equal(embed(t, torch.full((4,), 3)))
     assert not embed(t).equal(embed(t, torch.tensor([3, 3, 3, 0])))
-
-
-def test_labels_for_a_network_without_them_are_refused() -> None:
     with pytest.raises(UsageError, match="num_classes"):
         ConditionEmbedding(8, num_classes=0)(torch.rand(2), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(UsageError, match="num_classes"):
+        ConditionEmbedding(8, num_classes=-1)
 
 
 def test_the_condition_is_float32_under_autocast() -> None:

@@ -1,4 +1,4 @@
-"""The kernel of noise.py draws what noise.py draws; here in Triton's interpreter, and on a GPU where there is one."""
+"""The noise kernel draws the numbers of rng.py: in Triton's interpreter, and on a GPU where there is one."""
 
 import importlib
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 import bsi
 from bsi.brownian import BrownianPath
 from bsi.rng import seed_words, standard_normal, weighted_normals
-from test_backbones_fused import needs_triton, printed
+from triton_interpreter import needs_triton, printed
 
 SAME = """
 import torch
@@ -60,7 +60,7 @@ def test_the_kernel_compiles_for_an_h200_without_one() -> None:
 
 @needs_triton
 def test_the_hook_that_checks_shapes_leaves_kernels_alone() -> None:
-    """It puts a function of its own in the place of each function, and in its namespace a kernel would find nothing."""
+    """The hook replaces functions by wrappers with another namespace, in which a kernel would not find its names."""
     package, found = Path(bsi.__file__).parent, 0
     for path in (package / "kernels").glob("[a-z]*.py"):
         module = importlib.import_module(".".join(("bsi", *path.relative_to(package).with_suffix("").parts)))

@@ -1,12 +1,12 @@
-"""The fused U-Net computes what the plain one computes, and its kernels what they say; here in Triton's interpreter.
+"""The fused U-Net computes what the plain one computes, and its kernels what they document, in Triton's interpreter.
 
-As in test_backbones_fused.py, in processes of their own. The interpreter multiplies bfloat16 as if it were integers and
-knows no instructions of a GPU: where a test computes in bfloat16, both are replaced.
+The interpreter multiplies bfloat16 as if it were integers and has no GPU instructions: where a test computes in
+bfloat16, both are replaced.
 """
 
 import pytest
 
-from test_backbones_fused import needs_triton, printed
+from triton_interpreter import about, needs_triton, printed
 
 KERNELS = """
 import torch
@@ -28,7 +28,7 @@ def norm_errors(batch, count, channels, groups, p=0.0, act=True, far=1.0):
         torch.nn.init.normal_(parameter)
     x = (far + torch.randn(batch, count, channels)).requires_grad_()
     shift = torch.randn(batch, 3 * channels)[:, channels:-channels].requires_grad_()
-    dy, add = rows_of(torch.randn(batch, 2 * channels, count)).chunk(2, dim=2)  # as a convolution hands them on
+    dy, add = rows_of(torch.randn(batch, 2 * channels, count)).chunk(2, dim=2)  # as a convolution returns them
     more = torch.randn_like(x)
     normed = to_rows(norm(to_image(x, torch.empty(1, 1, count)), shift))
     normed = dropout(silu(normed) if act else normed, p, seed)
@@ -39,7 +39,7 @@ def norm_errors(batch, count, channels, groups, p=0.0, act=True, far=1.0):
         around, sums = torch.full((batch, 4, 2 * channels), torch.nan).chunk(2, dim=2)
         moments = group_norm_act(x, norm.weight, norm.bias, groups, y, act, shift, p, seed)
         dx = group_norm_act_backward(dy, x, moments, norm.weight, norm.bias, groups, sums, act, p, seed, add, more)
-    assert nothing.isnan().all() and around.isnan().all(), "what lies beside a row is not its own"
+    assert nothing.isnan().all() and around.isnan().all(), "only slices of the rows are written"
     return distances(wanted, [y, dx, sums[:, 0].sum(0), sums[:, 1].sum(0), sums[:, 2], sums[:, 3]])
 
 for case in (
@@ -58,7 +58,7 @@ output, gradient, *_ = norm_errors(2, 9, 70, 14, 0.0, False, 1000.0)  # far from
 print("far", output)
 print("far", gradient)
 
-assert max(_grid(torch.empty(70_000, 1, 8), 2)[1:], default=0) < 2**16, "as many programs as a GPU takes"
+assert max(_grid(torch.empty(70_000, 1, 8), 2)[1:], default=0) < 2**16, "no more programs than a GPU allows"
 
 for batch, count, channels in ((2, 1, 8), (2, 150, 20), (1, 3, 150)):
     torch.manual_seed(0)
@@ -141,7 +141,7 @@ print("frozen", farthest(wanted, results(network, "lean", x, direction)))
 with torch.no_grad():
     print("frozen", farthest(wanted[:1], [network(x, t)]))
 
-# What is kept depends on no number: nothing is computed.
+# What is kept does not depend on the numbers: nothing is computed.
 fused_unet.group_norm_act = lambda x, *_: GroupMoments(*torch.empty(3, len(x), x.shape[2]).unbind())
 fused_unet.residual_sum = fused_unet.residual_sum_with_skip = lambda x, *_: torch.empty_like(x)
 
@@ -202,45 +202,41 @@ build(sum_kernels._pixel_sums, {"SLAB": 64, "TILE": 128}, 8)
 """
 
 
-def told(lines: list[str], what: str) -> list[list[str]]:
-    """The words of the lines about something."""
-    return [line.split()[1:] for line in lines if line.startswith(what)]
-
-
 @needs_triton
-def test_the_kernels_are_group_norm_and_sums_whatever_is_left_over() -> None:
+def test_the_kernels_are_group_norm_and_sums_for_all_remainders() -> None:
     lines = printed(KERNELS)
-    norms, joins = ([float(number) for (number,) in told(lines, what)] for what in ("norm", "join"))
+    norms, joins = ([float(number) for (number,) in about(lines, what)] for what in ("norm", "join"))
     assert len(norms) == 9
     assert max(norms) < 3e-6, norms
     assert len(joins) == 3
     assert max(joins) < 1e-6, joins
-    output, gradient = (float(number) for (number,) in told(lines, "far"))
+    output, gradient = (float(number) for (number,) in about(lines, "far"))
     assert max(output, gradient) < 2e-3, "1e-7 of 1000 is 1e-4 of a deviation"
 
 
 @needs_triton
 def test_the_kernels_compile_for_an_h200_without_one() -> None:
-    """Which the interpreter does not: what it takes may be too much for a GPU, or no instruction of one."""
+    """The interpreter does not show whether code fits the registers and the instructions of a GPU."""
     lines = printed(COMPILED, interpret=False)
     assert len(lines) == 9
     assert all(int(line.split()[1]) > 0 for line in lines)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_fused_unet_is_the_plain_one_and_keeps_what_the_account_says() -> None:
     lines = printed(NETWORKS)
-    distances = [float(number) for (number,) in told(lines, "float32")]
+    distances = [float(number) for (number,) in about(lines, "float32")]
     assert len(distances) == 5
     assert max(distances) < 1e-5, distances
-    ((out, dx, distance),) = told(lines, "bfloat16")
+    ((out, dx, distance),) = about(lines, "bfloat16")
     assert out == dx == "torch.float32", "outside"
     assert float(distance) < 0.08, "two digits, through some thirty layers and back"
-    (with_gradient,), (without,) = told(lines, "frozen")
+    (with_gradient,), (without,) = about(lines, "frozen")
     assert float(with_gradient) < 0.03
     assert float(without) < 0.01
-    accounts = told(lines, "kept")
+    accounts = about(lines, "kept")
     assert len(accounts) == 4
-    for more, whole in accounts:
+    for more, all_levels in accounts:
         assert float(more) == pytest.approx(1, rel=0.05), "of one more level"
-        assert 1 / 2.5 < float(whole) < 1, "the working memory of one block comes on top"
+        assert 1 / 2.5 < float(all_levels) < 1, "the working memory of one block comes on top"

@@ -1,0 +1,143 @@
+"""Sizes and names of networks, their cost in closed form, and sizes that raise an error before allocation."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_networks import TINY, batch, every_kind, tiny
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from bsi.backbones import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, cost, resolve
+from bsi.backbones.config import DIT_SIZES, KNOWN_NAMES
+from bsi.errors import UsageError
+
+
+@every_kind
+@pytest.mark.parametrize(("bins_count", "num_classes"), [(None, 10), (256, 0)])
+def test_cost_counts_every_parameter(kind: str, bins_count: int | None, num_classes: int) -> None:
+    config, shape = TINY[kind]
+    real = sum(p.numel() for p in tiny(kind, bins_count, num_classes).parameters())
+    assert cost(config, shape, bins_count, num_classes).parameters == real
+
+
+@every_kind
+def test_cost_counts_every_flop_of_a_forward_pass(kind: str) -> None:
+    config, shape = TINY[kind]
+    network = tiny(kind).eval()
+    # As two products: the counter does not support the CPU's fused attention.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        network(*batch(network))
+    assert counter.get_total_flops() == 3 * cost(config, shape, 256).flops
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("dit-mini/2", 9.7),
+        ("dit-s/2", 32.4),
+        ("dit-b/2", 129),
+        ("dit-l/2", 457),
+        ("dit-xl/2", 673),
+        ("unet-128x32", 30.5),
+        ("unet-128-256-256x2", 27.4),
+    ],
+)
+def test_named_sizes_have_about_the_published_parameters(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        network = build(name, (3, 32, 32), 256)
+    real = sum(p.numel() for p in network.parameters())
+    assert cost(resolve(name), (3, 32, 32), 256).parameters == real
+    assert real / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+def test_the_papers_networks_have_the_papers_sizes() -> None:
+    assert resolve("dit-l/2") == DiTConfig(width=1024, depth=24, heads=16, patch=2, dropout=0.05)
+    assert resolve("DiT-L/4") == DiTConfig(width=1024, depth=24, heads=16, patch=4, dropout=0.05)
+    assert resolve("unet-128x32") == UNetConfig(width=128, levels=32, heads=1, dropout=0.1)
+    assert resolve("unet-256x32") == UNetConfig(width=256, levels=32, heads=1, dropout=0.1)
+    assert resolve("unet-64-96-128x3") == UNetConfig(width=64, levels=3, coarser=(96, 128))
+    assert resolve("mlp-64x3") == MLPConfig(width=64, depth=3)
+    assert {name: (c.width, c.depth, c.heads) for name, c in DIT_SIZES.items() if name != "mini"} == {
+        "s": (384, 12, 6),
+        "b": (768, 12, 12),
+        "l": (1024, 24, 16),
+        "xl": (1152, 28, 16),
+    }
+    for name in KNOWN_NAMES:
+        resolve(name).check((3, 32, 32) if name.startswith(("dit", "unet")) else (2,))
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("dit-l2", "dit-l/2"),
+        ("dit-xxl/2", "dit-xl/2"),
+        ("unet128x32", "unet-128x32"),
+        ("mlp", "mlp-256x4"),
+        ("unet-" + "9" * 5000 + "x2", "unet"),
+    ],
+)
+def test_an_unknown_name_suggests_the_nearest(typo: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"Did you mean '{meant}"):
+        resolve(typo)
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "message"),
+    [
+        (DiTConfig(16, 1, 2, patch=4), (3, 32, 30), r"multiple of 4, got 32x30\. Use a patch of 1 or 2"),
+        (DiTConfig(16, 1, 2, patch=2), (3,), "Use an MLP"),
+        (DiTConfig(6, 1, 2), (1, 2, 2, 2, 2), "width of at least 8.*got width=6"),
+        (UNetConfig(8, 1), (3,), "Use an MLP"),
+        (UNetConfig(8, 1), (3, 2, 2, 2, 2), r"Use a DiT \(dit-s/2\) for more axes"),
+        (UNetConfig(8, 1, coarser=(8, 8)), (3, 12, 6), r"multiple of 4, got 12x6\. Use at most 2, or crop"),
+        (MLPConfig(8, 1), (), "got \\(\\)"),
+        (MLPConfig(8, 1), (0,), "at least 1"),
+    ],
+)
+def test_data_that_does_not_fit_is_rejected_before_anything_is_allocated(
+    config: BackboneConfig, shape: tuple[int, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda _: pytest.fail("a module was made"))
+    for function in (build, cost):
+        with pytest.raises(UsageError, match=message):
+            function(config, shape)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DiTConfig(width=100, depth=1, heads=3), r"width=100, heads=3\. Use 1, 2, 4 or 5 heads"),
+        (lambda: UNetConfig(width=8, heads=4, coarser=(10,)), "got width=10, heads=4"),
+        (lambda: DiTConfig(width=8, depth=0, heads=1), "depth .* got 0"),
+        (lambda: MLPConfig(dropout=1.0), r"\[0, 1\), got 1"),
+        (lambda: DiTConfig(width=1_000_000_001, depth=1, heads=1), "width .* got 1000000001"),
+        (lambda: UNetConfig(width=8, levels=10**9), "levels .* got 1000000000"),
+        (lambda: UNetConfig(width=8, coarser=(10**12,)), "width .* got 1000000000000"),
+        (lambda: MLPConfig(depth=10**40), "depth .* got 1000"),
+        (lambda: resolve("dit-s/99999999"), "patch .* got 99999999"),
+        (lambda: build(MLPConfig(width=65536, depth=4096), (2,)), "more memory than this machine has"),
+        (lambda: build("dit-xl/2", (10**12, 2, 2)), "more memory than this machine has"),
+    ],
+)
+def test_impossible_sizes_raise_an_error_before_memory_is_allocated(make, message: str, monkeypatch) -> None:
+    monkeypatch.setattr(torch.nn, "Linear", lambda *_: pytest.fail("a layer was made"))
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_configs_and_costs_import_no_torch() -> None:
+    code = (
+        "import sys, bsi.backbones as b; b.cost(b.resolve('dit-l/2'), (3, 32, 32)); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_flops_of_a_dit_grow_as_documented() -> None:
+    config, tokens, width = DiTConfig(width=64, depth=1, heads=4, patch=2), 16, 64
+    deeper = DiTConfig(width=64, depth=2, heads=4, patch=2)
+    block = cost(deeper, (1, 8, 8)).flops - cost(config, (1, 8, 8)).flops
+    modulation = 2 * 6 * width**2
+    assert block - modulation == 2 * tokens * width**2 * (3 + 1 + 2 * 4) + 4 * tokens**2 * width

@@ -1,0 +1,478 @@
+"""Compiled, checkpointed, channels-last and 16-bit forms agree with float32 eager networks, dropout included.
+
+Tolerances are relative: |a - b| / |b| over the output, and over all gradients together.
+"""
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bsi
+from bsi.backbones import (
+    Backbone,
+    BackboneConfig,
+    DiTConfig,
+    MLPConfig,
+    UNetConfig,
+    accelerate,
+    build,
+    compile_regions,
+    compute_dtype,
+    freeze,
+)
+from bsi.backbones.acceleration import check_fp8, compile_like, form_of, is_compiled
+from bsi.backbones.layers import draw_seeds, dropout
+from bsi.devices import compiles, type_name
+from bsi.errors import UsageError
+from bsi.recipes import digits
+from bsi.runtime.ema import EmaModel
+
+SMALL: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {
+    "dit": (DiTConfig(width=32, depth=3, heads=2, patch=2, dropout=0.2), (3, 8, 8)),
+    "unet": (UNetConfig(width=16, levels=3, dropout=0.2), (3, 8, 8)),
+    "unet-coarser": (UNetConfig(width=16, levels=2, heads=2, dropout=0.2, coarser=(24,)), (3, 8, 8)),
+    "mlp": (MLPConfig(width=32, depth=3, dropout=0.2), (6,)),
+}
+every_kind = pytest.mark.parametrize("kind", SMALL)
+own_access = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+
+EXACT, ROUNDING = 0.0, 2e-5
+# bfloat16 keeps 8 bits: 2^-9 = 0.2 % per rounding, and some tens of them in a row; float16 keeps 11
+HALF = {torch.bfloat16: 0.03, torch.float16: 0.004}
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def small(kind: str, checkpoint: bool = False) -> Backbone:
+    """A network of this kind, always the same, with no parameter at 0; a U-Net channels-last, as it is used."""
+    torch.manual_seed(0)
+    config, shape = SMALL[kind]
+    if checkpoint:
+        assert not isinstance(config, MLPConfig)
+        config = replace(config, checkpoint=True)
+    network = build(config, shape, bins_count=256, num_classes=3)
+    for parameter in network.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return network.to(memory_format=torch.channels_last) if kind.startswith("unet") else network
+
+
+def run(network: Backbone) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and gradients of one training pass; the same input, labels and dropout masks each time."""
+    torch.manual_seed(1)
+    x, t, labels = torch.randn(4, *network.shape), torch.rand(4), torch.tensor([0, 1, 2, 3])
+    target = torch.randn_like(x)
+    network.zero_grad()
+    out = network(x, t, labels)
+    assert out.dtype == torch.float32
+    (out - target).square().mean().backward()
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    return out.detach(), torch.cat([g.float().flatten() for g in gradients])
+
+
+def assert_agree(network: Backbone, reference: Backbone, tolerance: float) -> None:
+    for found, expected in zip(run(network), run(reference), strict=True):
+        assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """A fresh compiler, and no shape checks inside compiled code, which it cannot trace."""
+    torch._dynamo.reset()
+    counters.clear()
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+    torch._dynamo.reset()
+
+
+# --- Compiled.
+
+
+@every_kind
+@own_access
+@pytest.mark.usefixtures("compiler")
+def test_compiled_form_agrees_and_each_kind_of_region_is_compiled_once(kind: str) -> None:
+    network = small(kind)
+    compile_regions(network, backend="aot_eager")
+    assert_agree(network, small(kind), ROUNDING)
+    # Blocks and head; blocks down, attention, blocks up and head; with one coarser resolution, blocks there and in the
+    # middle, down- and upsampling.
+    kinds = {"dit": 2, "unet": 4, "unet-coarser": 9, "mlp": 2}
+    assert counters["stats"]["unique_graphs"] == kinds[kind]
+    other = small(kind)
+    compile_regions(other, backend="aot_eager")
+    assert_agree(other, network, EXACT)
+    assert counters["stats"]["unique_graphs"] == kinds[kind], "a second network did not reuse the first one's code"
+    assert set(network.state_dict()) == set(small(kind).state_dict())
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+@own_access
+@pytest.mark.usefixtures("compiler")
+def test_only_the_batch_size_is_a_variable_of_compiled_code(kind: str) -> None:
+    """Blocks at another resolution share their code, and would otherwise share kernels for any height and width."""
+    batches, others = set(), set()
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        values = (node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder"))
+        for shape in (value.shape for value in values if isinstance(value, torch.Tensor)):
+            batches.update(map(type, shape[:1]))
+            others.update(map(type, shape[1:]))
+        return graph.forward
+
+    torch._dynamo.register_backend(note, name=f"note-{kind}")
+    network = small(kind)
+    compile_regions(network, backend=f"note-{kind}")
+    for count in (4, 3):
+        network(torch.randn(count, *network.shape), torch.rand(count)).sum().backward()
+    assert torch.SymInt in batches
+    assert others == {int}
+    with torch.compiler.set_stance("fail_on_recompile"):
+        network(torch.randn(5, *network.shape), torch.rand(5))
+
+
+@pytest.mark.slow
+@every_kind
+@own_access
+@pytest.mark.usefixtures("compiler")
+def test_inductor_agrees(kind: str) -> None:
+    network = small(kind)
+    compile_regions(network)
+    assert_agree(network, small(kind), ROUNDING)
+
+
+@own_access
+@pytest.mark.usefixtures("compiler")
+def test_a_copy_is_compiled_where_its_original_is() -> None:
+    plain, network = small("mlp"), small("mlp")
+    compile_regions(network, backend="aot_eager")
+    for original in (plain, network):
+        copied = copy.deepcopy(original)
+        assert not is_compiled(copied), "torch copies compiled code now: compile_like can be removed"
+        compile_like(torch.nn.Sequential(copied), torch.nn.Sequential(original), backend="aot_eager")
+        assert is_compiled(copied) == is_compiled(original)
+        assert_agree(copied, original, EXACT)
+    model = bsi.Model(network, bsi.BSI(), (6,), bsi.Bins.uint8())
+    assert is_compiled(EmaModel(model).model.denoiser.backbone), "the average of a compiled network is compiled too"
+
+
+@pytest.mark.slow
+@own_access
+@pytest.mark.usefixtures("compiler")
+def test_a_block_may_have_more_variants_than_torch_allows_by_default() -> None:
+    """Down and up, training, evaluation and gradients in it, a batch size, any size, and one."""
+    network = build(UNetConfig(width=4, levels=1, dropout=0.1), (1, 3, 3))
+    network.to(memory_format=torch.channels_last)
+    compile_regions(network, backend="eager")
+    for mode in (True, False):
+        for gradients in (True, False):
+            for count in (4, 6, 1):
+                with torch.set_grad_enabled(gradients):
+                    network.train(mode)(torch.randn(count, 1, 3, 3), torch.rand(count))
+    assert counters["stats"]["unique_graphs"] > 2 * 8
+    with torch._dynamo.config.patch(recompile_limit=1000):
+        compile_regions(network, backend="eager")
+        assert torch._dynamo.config.recompile_limit == 1000, "a larger limit of the user's stays"
+
+
+# --- Checkpointed, channels-last.
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet", "unet-coarser"])
+def test_checkpointing_keeps_less_and_changes_nothing_else(kind: str) -> None:
+    def bytes_kept(network: Backbone) -> int:
+        kept: dict[int, int] = {}
+
+        def note(saved: torch.Tensor) -> torch.Tensor:
+            kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+            return saved
+
+        with saved_tensors_hooks(note, lambda saved: saved):
+            network(torch.randn(8, *network.shape), torch.rand(8))
+        return sum(kept.values()) - sum(p.numel() * 4 for p in network.parameters())
+
+    assert_agree(small(kind, checkpoint=True), small(kind), EXACT)
+    assert bytes_kept(small(kind, checkpoint=True)) < 0.4 * bytes_kept(small(kind))
+
+
+FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+
+
+def in_order(images: Iterable[Any]) -> bool:
+    four = [image for image in images if isinstance(image, torch.Tensor) and image.ndim == 4]
+    return all(image.is_contiguous(memory_format=torch.channels_last) for image in four)
+
+
+class Orders(TorchDispatchMode):
+    """Whether the images and weights of each convolution, forward and backward, are channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (FORWARD, BACKWARD):
+            self.found.append(in_order([*args[:3], *(out[:2] if func is BACKWARD else [out])]))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "convolutions"), [("unet", 2 + 2 * 9), ("unet-coarser", 2 + 2 * 12 + 2)])
+def test_images_and_gradients_are_channels_last_at_every_convolution(
+    kind: str, convolutions: int, dtype: torch.dtype | None
+) -> None:
+    """In another order the result is the same, but the convolution copies the image first."""
+    network = small(kind)
+    network.compute_dtype = dtype
+    with Orders() as orders:
+        network(torch.randn(2, *network.shape), torch.rand(2)).square().sum().backward()
+    assert orders.found == 2 * convolutions * [True]
+
+
+@own_access
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("kind", ["unet", pytest.param("unet-coarser", marks=pytest.mark.slow)])
+def test_images_are_channels_last_in_the_graphs_that_the_compiler_gets(kind: str) -> None:
+    found: list[bool] = []
+
+    def note(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            if node.target in (FORWARD, BACKWARD):
+                inputs = [n.meta["val"] for n in node.args[:3] if isinstance(n, torch.fx.Node)]
+                results = node.meta["val"][:2] if node.target is BACKWARD else [node.meta["val"]]
+                found.append(in_order([*inputs, *results]))
+        return make_boxed_func(graph.forward)
+
+    noting = aot_autograd(fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    torch._dynamo.register_backend(noting, name=f"noting-{kind}")
+    network = small(kind)
+    compile_regions(network, backend=f"noting-{kind}")
+    network(torch.randn(2, *network.shape), torch.rand(2)).square().sum().backward()
+    # Two convolutions of a block down, two of a block up, the head's; with a coarser resolution, blocks down, in the
+    # middle and up twice, down- and upsampling, the head's; each forward and backward.
+    assert found == 2 * {"unet": 5, "unet-coarser": 13}[kind] * [True]
+
+
+def test_images_are_channels_last_whatever_the_order_of_the_weights() -> None:
+    network, seen = small("unet-coarser").to(memory_format=torch.contiguous_format), []
+    for block in (*network.down, *network.up):
+        block.register_forward_hook(lambda _, __, out: seen.append(out))
+    network(torch.randn(2, *network.shape), torch.rand(2))
+    assert len(seen) == 2 * 2 + 2 * 3 + 2
+    assert all(image.is_contiguous(memory_format=torch.channels_last) for image in seen)
+
+
+# --- Sixteen bits.
+
+
+@every_kind
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_sixteen_bits_inside_agree(kind: str, half: torch.dtype) -> None:
+    network = small(kind)
+    network.compute_dtype = half
+    assert_agree(network, small(kind), HALF[half])
+    inside = network.eval()(x := torch.randn(4, *network.shape), t := torch.rand(4))
+    network.compute_dtype = None
+    with torch.autocast("cpu", half):
+        assert network(x, t).equal(inside), "the caller's own autocast has the same effect"
+
+
+@every_kind
+def test_fourier_features_stay_in_float32(kind: str) -> None:
+    """Rounded before the sines, an input half a bin away would be the same input."""
+    network = small(kind).eval()
+    network.compute_dtype = torch.bfloat16
+    x, t = 2 + torch.rand(4, *network.shape), torch.rand(4)
+    x = x.bfloat16().float()
+    assert (x + 0.002).bfloat16().equal(x.bfloat16())
+    assert (network(x + 0.002, t) - network(x, t)).norm() > 0.05 * network(x, t).norm()
+
+
+@every_kind
+def test_frozen_weights_compute_what_autocast_computes(kind: str) -> None:
+    reference, frozen = small(kind).eval(), small(kind).eval()
+    for network in (reference, frozen):
+        network.compute_dtype = torch.bfloat16
+    freeze(frozen)
+    assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16, torch.float32}
+    assert {p.dtype for p in frozen.condition.parameters()} == {torch.float32}
+    assert not any(p.requires_grad for p in frozen.parameters())
+    x, t = torch.randn(4, *frozen.shape), torch.rand(4)
+    with torch.no_grad():
+        assert frozen(x, t).equal(reference(x, t))
+
+
+def test_precision_is_what_the_hardware_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compute_dtype("auto", CPU) is compute_dtype("float32", CPU) is compute_dtype("float32", CUDA) is None
+    assert compute_dtype("bf16", CPU) is torch.bfloat16  # slow, but requested
+    for precision in ("float16", "fp8"):
+        with pytest.raises(UsageError, match=f"{precision} needs"):
+            compute_dtype(precision, CPU)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    assert compute_dtype("auto", CUDA) is compute_dtype("bf16", CUDA) is torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    assert compute_dtype("auto", CUDA) is compute_dtype("float16", CUDA) is torch.float16
+    with pytest.raises(UsageError, match="Tesla V100"):
+        compute_dtype("bf16", CUDA)
+    assert [type_name(dtype) for dtype in (None, torch.bfloat16)] == ["float32", "bfloat16"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_unknown_precision_is_rejected() -> None:
+    with pytest.raises(UsageError, match=r"'fp16'\. Use one of auto, bf16, fp8, float16, float32"):
+        compute_dtype("fp16", CPU)
+
+
+# --- Dropout.
+
+
+def test_dropout_drops_a_fraction_p_independently_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    n, p = 2**20, 0.05
+    seeds = draw_seeds(2, CPU)
+    out, other = (dropout(torch.ones(1024, 1024), p, seed) for seed in seeds)
+    assert out.unique().equal(torch.tensor([0, 1 / (1 - p)]))
+    dropped = (out == 0).double()
+    error = (p * (1 - p) / n) ** 0.5
+    assert abs(dropped.mean() - p) < 4 * error
+    assert abs(out.double().mean() - 1) < 4 * error / (1 - p)
+    pairs = {f"lag {lag}": dropped.flatten().roll(lag) for lag in (1, 2, 3, 64, 1024, 4096)}
+    pairs["another seed"] = (other == 0).double().flatten()
+    for name, shifted in pairs.items():
+        both = (dropped.flatten() * shifted).mean()
+        assert abs(both - p**2) < 4 * (p**2 / n) ** 0.5, name
+
+
+@every_kind
+def test_every_branch_has_a_dropout_seed_of_its_own_from_torchs_generator(kind: str) -> None:
+    network = small(kind)
+    x, t = torch.randn(2, *network.shape), torch.rand(2)
+    drawn: list[torch.Tensor] = []
+    for block in network.modules():
+        if type(block).__name__ in ("DiTBlock", "UNetBlock", "MLPBlock"):
+            block.register_forward_pre_hook(lambda _, args: drawn.append(args[-1]))
+    outputs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        outputs.append(network(x, t))
+    assert outputs[0].equal(outputs[1])
+    assert not outputs[0].equal(outputs[2])
+    # Two branches in a DiT's block; a U-Net's blocks down, in the middle and up.
+    count = {"dit": 2 * 3, "unet": 3 + 2 + 4, "unet-coarser": 2 * 2 + 2 + 2 * 3, "mlp": 3}[kind]
+    seeds = torch.cat([each.reshape(-1, 2) for each in drawn]).view(3, count, 2)
+    assert len(seeds[[0, 2]].reshape(-1, 2).unique(dim=0)) == 2 * count
+    assert network.eval()(x, t).equal(network(x, t))
+    assert drawn[-1] is None, "no dropout in evaluation"
+
+
+# --- The choice of a form: GPUs are simulated, and no kernel runs.
+
+PASCAL, VOLTA, AMPERE = (6, 0), (7, 0), (8, 0)
+DIT, UNET = DiTConfig(width=32, depth=1, heads=2), UNetConfig(width=8, levels=1)
+
+
+def simulate(
+    monkeypatch: pytest.MonkeyPatch,
+    generation: tuple[int, int],
+    triton: bool = True,
+    platform: str = "linux",
+    cuda: str | None = "13.0",
+) -> None:
+    find = importlib.util.find_spec
+    found = find("math") if triton else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "triton" else find(name))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(sys, "platform", platform)
+
+
+def forms(config: BackboneConfig, half: torch.dtype | None = torch.bfloat16) -> tuple[str, str]:
+    """Usual, and lean."""
+    return form_of(config, half, CUDA), form_of(config, half, CUDA, lean=True)
+
+
+def test_a_dit_and_a_unet_in_bfloat16_are_fused_and_all_others_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, AMPERE)
+    for config in (DIT, UNET):
+        assert forms(config) == ("fused", "lean")
+        assert forms(config, torch.float16) == forms(replace(config, checkpoint=True)) == ("compiled", "compiled")
+    assert forms(DIT, None) == forms(replace(DIT, width=36)) == forms(MLPConfig()) == ("compiled", "compiled")
+    assert form_of(DIT, torch.bfloat16, CPU) == "plain"
+    for elsewhere in ({"platform": "win32"}, {"cuda": None}):
+        simulate(monkeypatch, AMPERE, **elsewhere)
+        assert forms(DIT) == ("compiled", "compiled"), "cuBLASLt is called by its name on Linux, with CUDA"
+
+
+@pytest.mark.parametrize(
+    ("device", "generation", "triton"),
+    [(CPU, AMPERE, True), (CUDA, PASCAL, True), (CUDA, AMPERE, False)],
+    ids=["cpu", "old", "no-triton"],
+)
+def test_networks_stay_as_they_are_where_nothing_can_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, generation: tuple[int, int], triton: bool
+) -> None:
+    networks = [build(config, (3, 4, 4)) for config in (DIT, UNET, MLPConfig(8, 1))]
+    simulate(monkeypatch, generation, triton)
+    assert not compiles(device)
+    for network in networks:
+        network.compute_dtype = torch.float16
+        accelerate(network, device)
+        assert not is_compiled(network)
+        assert network.fast is None
+    if device == CUDA:
+        with pytest.raises(UsageError, match="fp8 needs Triton"):
+            accelerate(build(replace(DIT, patch=1), (3, 4, 4)), CUDA, fp8=True)
+
+
+@pytest.mark.parametrize("space", [(4,), (4, 4), (4, 4, 4)], ids=["1d", "2d", "3d"])
+def test_an_accelerated_unet_has_channels_last_weights(monkeypatch: pytest.MonkeyPatch, space: tuple[int, ...]) -> None:
+    network = build(UNET, (3, *space))
+    simulate(monkeypatch, VOLTA)
+    accelerate(network, CUDA)
+    assert is_compiled(network)
+    order = {2: torch.channels_last, 3: torch.channels_last_3d}.get(len(space), torch.contiguous_format)
+    assert all(p.is_contiguous(memory_format=order) for p in network.parameters() if p.ndim == 2 + len(space))
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (UNET, (3, 8, 8)),
+        (MLPConfig(16, 1), (16,)),
+        (DIT, (3, 8, 12)),
+        (replace(DIT, width=24), (3, 8, 8)),
+        (replace(DIT, checkpoint=True), (3, 8, 8)),
+    ],
+    ids=str,
+)
+def test_fp8_is_only_for_a_dit_in_tiles_of_sixteen(config: BackboneConfig, shape: tuple[int, ...]) -> None:
+    check_fp8(DIT, (3, 8, 8))
+    with pytest.raises(UsageError, match=r"only for the DiT|divisible by 16"):
+        check_fp8(config, shape)
+
+
+def test_a_recipe_asks_for_its_form_and_fp8_is_never_replaced_silently(monkeypatch, tmp_path) -> None:
+    with pytest.raises(UsageError, match="lean"):
+        replace(digits(), precision="fp8", lean=True)
+    own, fp8 = torch.nn.Bilinear(3, 1, 3), replace(digits(), precision="fp8", compile=True)
+    with pytest.raises(UsageError, match="only for the DiT"):
+        bsi.train(fp8, data=torch.randn(8, 3), backbone=own, out=tmp_path / "own", device="cpu")
+    asked = []
+    monkeypatch.setattr("bsi.training.train.accelerate", lambda network, device, lean, fp8: asked.append((lean, fp8)))
+    bsi.train(replace(digits(), steps=1, batch=64, compile=True, lean=True), out=tmp_path / "run", device="cpu")
+    assert asked == [(True, False)]

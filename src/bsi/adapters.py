@@ -1,6 +1,6 @@
-"""Other people's denoisers as predictors, and our predictors as theirs: the same function in other coordinates.
+"""Denoisers with EDM's or DDPM's interface as predictors, and the reverse: one function in other coordinates.
 
-What a latent psi says about x is a measurement z = psi / signal = x + sigma eps with sigma = noise / signal. So EDM's
+A latent psi is a measurement of x, z = psi / signal = x + sigma eps with sigma = noise / signal. So EDM's
 denoiser D(z, sigma) = E[x | z] is a predictor, and a predictor is such a denoiser at the level where sigma is found,
 
     alpha = (1 + sqrt(1 + 4 c sigma^2)) / (2 sigma^2).
@@ -40,8 +40,8 @@ NoiseNetwork = Callable[[Data, PerSample], Data]
 def from_denoiser(method: Method, denoiser: GaussianDenoiser, sigma_max: float = EDM_SIGMA) -> Predictor:
     """D(z, sigma) as a predictor for BSI, BFN or VDM.
 
-    Where a latent says less than D was trained for (sigma > sigma_max; BSI and BFN start at infinity), D is asked at
-    sigma_max about a z with the same standardized noise.
+    Where a latent has more noise than D was trained for (sigma > sigma_max; BSI and BFN start at infinity), D is
+    evaluated at sigma_max, for a z with the same standardized noise.
     """
 
     def predictor(latent: Data, level: PerSample) -> Data:
@@ -92,7 +92,7 @@ def as_noise_prediction(method: Method, predict: Predictor) -> NoiseNetwork:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of alpha_bar over time steps, as DDPM has: what a network that is told the time was trained with."""
+    """A table of alpha_bar over time steps, as DDPM has, for networks whose input is the time."""
 
     alpha_bar: tuple[float, ...]
 
@@ -123,7 +123,7 @@ class Schedule:
 
 
 def _level(method: Method, sigma: PerSample) -> PerSample:
-    """The level whose latents carry noise of this sigma; refused outside the levels that the model knows."""
+    """The level whose latents have noise of this sigma. Raises outside the model's range of levels."""
     level, low, high = level_at(method, 1 / sigma), method.levels.low, method.levels.high
     if not bool(((level >= low * (1 - 1e-6)) & (level <= high * (1 + 1e-6))).all()):
         most, least = (1 / rho_at(method, torch.tensor([low, high], dtype=torch.float64))).tolist()

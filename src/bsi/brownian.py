@@ -8,10 +8,10 @@ W is a virtual Brownian tree: between two informations a < b where it is known, 
     W(m) = ((b - m) W(a) + (m - a) W(b)) / (b - a) + sqrt((m - a) (b - m) / (b - a)) eps                   (the bridge)
 
 with an eps that is keyed by the place in the tree. Nodes halve the interval [2^-16, 2^32] in ln Lambda, thirteen
-times; where Lambda is asked for, a last bridge with the leaf's own eps gives the value. So W(Lambda) is a sum of 16
-Normals, whatever was asked before, with weights that depend on Lambda alone: nothing is stored, and any sample's path
-can be looked at anywhere. Its law is exact on every grid with at most one point in each leaf, whose length in ln
-Lambda is `RESOLUTION` = 0.004: some 4500 geometric steps of BSI. Steps shorter than that are refused.
+times; inside a leaf, a last bridge with the leaf's own eps gives the value. So W(Lambda) is a sum of 16 Normals with
+weights that depend on Lambda alone, whatever was evaluated before: nothing is stored, and any sample's path can be
+evaluated anywhere. Its law is exact on every grid with at most one point in each leaf, whose length in ln Lambda is
+`RESOLUTION` = 0.004: about 4500 geometric steps of BSI. Shorter steps raise an error.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def _bridge(
 
 
 def check_resolved(steps: Iterable[tuple[float, float]]) -> None:
-    """Raise if a path cannot tell the ends of one of these steps apart."""
+    """Raise if both ends of one of these steps lie in the same leaf."""
     for start, end in steps:
         if start > 0 and expansion(start).leaf == expansion(end).leaf:
             raise UsageError(
-                f"a Brownian path resolves steps of {RESOLUTION:.2g} in ln Lambda, for Lambda from {LOW:.2g} to "
-                f"{HIGH:.2g}: got a step from {start:g} to {end:g}. Take fewer steps, or independent noise "
+                f"a Brownian path resolves steps of {RESOLUTION:.2g} in ln Lambda for Lambda from {LOW:.2g} to "
+                f"{HIGH:.2g}, got a step from {start:g} to {end:g}. Take fewer steps, or independent noise "
                 f"(--noise independent; SeededNoise)."
             )
 
@@ -118,7 +118,7 @@ class BrownianPath:
 
     def __call__(self, start: float, end: float) -> Float[Tensor, "batch *data"]:
         """(W(end) - W(start)) / sqrt(end - start)."""
-        if start == end == 0:  # BFN's prior: nothing is known yet, and nothing is drawn
+        if start == end == 0:  # BFN's prior is deterministic
             return torch.zeros(len(self.samples), *self.shape, dtype=self.dtype, device=self.samples.device)
         check_resolved([(start, end)])
         before, after = self._value if start == self._reached else self.at(start), self.at(end)

@@ -1,14 +1,14 @@
-"""Conditioning: on real measurements of the unknown sample, which is what a belief is for, and on labels.
+"""Conditioning on real measurements of the unknown sample, and on labels.
 
-**Denoising is exact.** A measurement y ~ N(x, 1 / a) is a belief that generation can simply go on from: the latent
+**Denoising is exact.** A measurement y ~ N(x, 1 / a) is a belief from which generation can continue: the latent
 psi = signal y at the level whose signal-to-noise ratio is a, that is at the gain alpha with alpha^2 / (alpha + c) = a,
 
     alpha = (a + sqrt(a^2 + 4 c a)) / 2.
 
-Since x | psi is all that the measurements so far say, the samples are draws from p(x | y). This holds for steps that
-measure the prediction, no other: the flow and other churns share the marginals of psi but not the law of x given psi.
+The samples are draws from p(x | y), since psi contains all information of the measurements so far. This holds only for
+steps that measure the prediction: the flow and other churns share the marginals of psi but not the law of x given psi.
 
-**Linear measurements** y = A x + N(0, 1 / a) are what a predictor can be told. In place of E[x | psi] it returns an
+**Linear measurements** y = A x + N(0, 1 / a) are built into a predictor. In place of E[x | psi] it returns an
 approximation of E[x | psi, y], the Gaussian one with the moments of p(x | psi),
 
     x_hat + V A^T (A V A^T + 1 / a)^-1 (y - A x_hat),        V = Cov[x | psi] = (d x_hat / d psi) noise^2 / signal,
@@ -19,11 +19,11 @@ products, and the system solved in a Krylov space of a few dimensions. Any solve
 
 A trained network is not an exact predictor, and its Jacobian is no covariance: neither symmetric nor positive, and
 worst at high noise, where V is noise^2 / signal times a small difference. Conjugate gradients then diverge. So the
-matrix is projected onto the Krylov space as a whole, and what the projection shows to be wrong is left out: its
-symmetric part is inverted where its eigenvalues are positive, theta = eigenvalue + 1 / a as theta / (theta^2 +
+matrix is projected onto the Krylov space, and what the projection shows to be wrong is left out: its symmetric
+part is inverted where its eigenvalues are positive, theta = eigenvalue + 1 / a as theta / (theta^2 +
 delta^2), where delta is how far it is off if that is as much as the antisymmetric part, which should be 0. For an exact
-predictor delta is 0, and this is what conjugate gradients give. What part of y - A x_hat is left unexplained so is
-taken for an error of which nothing but the size is known, V a multiple of the identity.
+predictor delta is 0, and the result is that of conjugate gradients. The part of y - A x_hat that remains unexplained is
+treated as an error of which only the size is known: V is a multiple of the identity.
 
 **Guidance** mixes two predictors, with and without a condition (Ho and Salimans, 2022).
 """
@@ -57,7 +57,7 @@ PerSample = Float[Tensor, " batch"]
 
 
 def start_of(method: Method, precision: float) -> float:
-    """The level at which a latent knows as much as a measurement of this precision says."""
+    """The level at which a latent has as much information as a measurement of this precision."""
     low, high = method.levels.low, method.levels.high
     level = float(level_at(method, torch.tensor(precision, dtype=torch.float64).sqrt()))
     if not low < level < high:  # nor is NaN, of which a negative precision makes one
@@ -70,7 +70,7 @@ def start_of(method: Method, precision: float) -> float:
 
 
 def measuring_solvers(method: Method) -> tuple[str, ...]:
-    """Solvers whose steps add the noise of measurements, as p(x | y) needs it."""
+    """Solvers whose steps add the noise of measurements, as draws from p(x | y) need it."""
     grid = geometric_grid(method, 8)
     return tuple(name for name, solver in SOLVERS.items() if _measures(solver, method, grid))
 
@@ -88,7 +88,7 @@ def denoise(
     k: int = Sampler.steps,
     solver: Solver | str = NOISY_SOLVER,
 ) -> Data:
-    """A draw from p(x | y) for each row of y ~ N(x, 1 / precision): generation, gone on with from y."""
+    """A draw from p(x | y) for each row of y ~ N(x, 1 / precision): generation that starts from y."""
     return end_of(denoising(method, predict, noise, y, precision, k, solver))
 
 
@@ -101,7 +101,7 @@ def denoising(
     k: int = Sampler.steps,
     solver: Solver | str = NOISY_SOLVER,
 ) -> Iterator[Step]:
-    """Every step on the way from y to what `denoise` returns."""
+    """Every step from y to the result of `denoise`."""
     _check_values(y)
     level = start_of(method, precision)
     grid = onward_grid(method, level, k)
@@ -157,7 +157,7 @@ def measured(
 
         guess = x_hat.detach()
         if not bool(torch.isfinite(guess).all()):
-            raise NonFinite("there is nothing to correct: the network's predictions are not finite")
+            raise NonFinite("the network's predictions are not finite")
         known = _Krylov(spread, operator, precision, y - operator(guess), iterations).solve()
         scaled = over(_variance(known.rest, transposed(known.rest)[0], precision), latent)
         plain = _Krylov(lambda u: scaled * transposed(u)[0], operator, precision, known.rest, iterations).solve()
@@ -177,15 +177,15 @@ def inpainted(
     """A predictor that knows x where the mask is 1, up to noise of this precision; y may be anything where it is 0."""
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise UsageError("a mask is 1 where x is known and 0 where it is not: got values between or beyond")
-    known = torch.where(mask.bool(), y, torch.zeros_like(y))  # not mask * y: what is missing may be NaN
+    known = torch.where(mask.bool(), y, torch.zeros_like(y))  # not mask * y: missing values may be NaN
     informed = measured(method, predict, lambda x: mask * x, known, precision, iterations)
-    return replaced(informed, y, mask) if precision == math.inf else informed  # what is known exactly, to the last bit
+    return replaced(informed, y, mask) if precision == math.inf else informed  # exact values stay exact
 
 
 def replaced(predict: Predictor, y: Data, mask: Mask) -> Predictor:
-    """The plain method: measure y itself where the mask is 1, and predict the rest as if nothing were known of it.
+    """The simple method: measure y itself where the mask is 1, and predict the rest as without y.
 
-    The known part is then what it would be in a trajectory towards y, but what it says about the rest comes late.
+    The known part then follows a trajectory towards y, but informs the rest only through the latent, which is late.
     """
     return lambda latent, level: torch.where(mask.bool(), y, predict(latent, level))
 
@@ -208,7 +208,7 @@ def _check_values(y: Given) -> None:
 
 
 def _differentiating(predictor: Predictor) -> Predictor:
-    """A predictor that needs derivatives, also where the caller wants none, or has left them out for good."""
+    """A predictor that computes derivatives inside, also under no_grad or inference mode of the caller."""
 
     def called(latent: Data, level: PerSample) -> Data:
         with torch.inference_mode(False), torch.no_grad():
@@ -218,7 +218,7 @@ def _differentiating(predictor: Predictor) -> Predictor:
 
 
 def _informed(method: Method, latent: Data, level: PerSample) -> tuple[Data, PerSample]:
-    """Where a latent says nothing yet, d x_hat / d psi is 0 and V = 0 / 0: look a little later, at sigma = 80.
+    """Where a latent has no information yet, d x_hat / d psi is 0 and V = 0 / 0: use sigma = 80 instead.
 
     w = psi / noise is kept, as the flow would; at no information it is 0, its mean.
     """
@@ -238,9 +238,9 @@ class _Solved:
 
 
 class _Krylov:
-    """(A V A^T + 1 / a)^-1 r, each sample by itself, in the space of r, M r, M^2 r, ... for M = A V A^T.
+    """(A V A^T + 1 / a)^-1 r for each sample, in the space of r, M r, M^2 r, ... with M = A V A^T.
 
-    `spread(u)` is V A^T u. Directions that M adds nothing to are 0 from there on.
+    `spread(u)` is V A^T u. Once M r lies in the space already, further directions are 0.
     """
 
     def __init__(

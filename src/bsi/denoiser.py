@@ -40,7 +40,7 @@ __all__ = [
     "epsilon",
 ]
 
-# What a prediction is conditioned on besides the latent: class labels, an image, several of these by name.
+# A condition of predictions: class labels, an image, or several of these by name.
 Condition = Tensor | dict[str, Tensor]
 
 
@@ -71,8 +71,8 @@ def edm(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
 def epsilon(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
     """x_hat = (psi - noise eps_hat) / signal. Where there is no signal at all, the prediction is 0: BFN's first.
 
-    Levels that begin there (BSI's and BFN's, not VDM's) have a finite bound only if x_hat is clipped: an error of
-    eps_hat grows by noise / signal, whose mean square over them is infinite.
+    Methods whose levels begin there (BSI and BFN, not VDM) have a finite bound only if x_hat is clipped: an error of
+    eps_hat is multiplied by noise / signal, whose mean square over the levels is infinite.
     """
     nothing = encoder.signal == 0
     signal = torch.where(nothing, torch.ones_like(encoder.signal), encoder.signal)

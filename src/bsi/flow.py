@@ -1,4 +1,4 @@
-"""The likelihood that the probability flow assigns: exact for the network as it is, and no bound.
+"""The likelihood under the probability flow: exact for the given network, and not a bound.
 
 The flow dw = x_hat d rho carries the prior's Normal at the first level to a density at the last. With the trace of its
 Jacobian along the way,
@@ -77,7 +77,7 @@ def hutchinson(seed: int, shape: tuple[int, ...], probes: int = 1) -> Divergence
 
 @dataclass(frozen=True)
 class Flow:
-    """What the flow says about each sample: ln p in nats, the prior's noise it came from, evaluations it took."""
+    """The result for each sample: ln p in nats, the prior's noise w it maps to, and the number of evaluations."""
 
     log_density: PerSample
     w: Data
@@ -116,7 +116,7 @@ def flow_density(
     samples = torch.arange(len(z), device=z.device) if samples is None else samples
 
     def slope(u: PerSample, state: State, which: Int[Tensor, " batch"]) -> State:
-        # derivatives are needed, also where the caller wants none, or has left them out for good
+        # derivatives are needed, also under the caller's no_grad or inference mode
         with torch.inference_mode(False), torch.enable_grad():
             level, stretch = level_at(method, torch.sinh(u)).clamp(low, high), torch.cosh(u)
             v = state.v.detach().clone().requires_grad_()
@@ -130,7 +130,7 @@ def flow_density(
     variance, n = 1 + first**2, z[0].numel()  # of w at the start: 1 but for VDM
     w = math.sqrt(variance) * end.v
     prior = -0.5 * w.square().flatten(1).sum(1) / variance - 0.5 * n * math.log(2 * math.pi * variance)
-    # The trace was integrated from the data to the noise: with the sign of going that way, it is added.
+    # The trace was integrated from the data to the noise, which gives it the sign of this direction: it is added.
     return Flow(prior + end.trace + n * math.log(last), w, evaluations, n)
 
 
@@ -157,7 +157,7 @@ def binned_flow(
 
 @dataclass(frozen=True)
 class State:
-    """A point on the way, or its rate of change: v, and the trace so far."""
+    """A point of the trajectory, or its rate of change: v, and the integral of the trace."""
 
     v: Data
     trace: PerSample
@@ -176,7 +176,7 @@ class State:
         self.v[rows], self.trace[rows] = other.v, other.trace
 
 
-# Dormand and Prince (1980): where the stages lie, how each is reached from those before, and fifth less fourth order.
+# Dormand and Prince (1980): positions of the stages, their weights of earlier slopes, and fifth minus fourth order.
 _STAGES = (1 / 5, 3 / 10, 4 / 5, 8 / 9, 1.0, 1.0)
 _REACHED = (
     (1 / 5,),
@@ -203,7 +203,7 @@ def _integrate(
     h = torch.full_like(u, -0.01)
     rate = slope(u, state, samples)
     for _ in range(MOST_STEPS):
-        rows = (u > stop).nonzero()[:, 0]  # those still on their way
+        rows = (u > stop).nonzero()[:, 0]  # samples that have not arrived
         if not len(rows):
             return state, evaluations
         here, place, length = state.at(rows), u[rows], torch.maximum(h[rows], stop - u[rows])
@@ -216,11 +216,11 @@ def _integrate(
         # in units of the noise: an error of w = cosh(u) v moves ln p by about as much
         error = torch.maximum(torch.cosh(place) * gap.v.flatten(1).norm(dim=1), gap.trace.abs()) / tolerance
         if not bool(torch.isfinite(error).all()):
-            raise NonFinite("the flow left the range of numbers: the network's predictions are not finite")
+            raise NonFinite("the flow is not finite, because the network's predictions are not")
         good = error <= 1
         state.put(rows[good], there.at(good.nonzero()[:, 0]))
         rate.put(rows[good], slopes[-1].at(good.nonzero()[:, 0]))
-        # the last step ends at `stop` itself, whatever rounding says
+        # the last step ends exactly at `stop`, without rounding
         u[rows[good]] = torch.where(length <= stop - place, stop, place + length)[good]
         h[rows] = length * (0.9 * error.clamp(min=1e-9) ** -0.2).clamp(0.2, 5.0)
-    raise NonFinite(f"the flow took more than {MOST_STEPS} steps: allow a larger tolerance")
+    raise NonFinite(f"the flow took more than {MOST_STEPS} steps. Use a larger tolerance.")

@@ -71,7 +71,7 @@ def kl_divergence(p: Normal, q: Normal) -> Float[Tensor, " batch"]:
 
 @dataclass(frozen=True)
 class Encoder:
-    """q(psi | x) = N(signal x, noise^2): what a latent looks like when the sample is x."""
+    """q(psi | x) = N(signal x, noise^2): the distribution of the latent given the sample x."""
 
     signal: Float[Tensor, "*batch"]
     noise: Float[Tensor, "*batch"]
@@ -93,7 +93,7 @@ def _check_precision(what: str, precision: Float[Tensor, "*batch"]) -> None:
 
 @dataclass(frozen=True)
 class Belief:
-    """N(mean, 1 / precision): what is known about the unknown sample."""
+    """N(mean, 1 / precision): the knowledge about the unknown sample."""
 
     mean: Float[Tensor, "batch *data"]
     precision: Float[Tensor, "*batch"]

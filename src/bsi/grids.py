@@ -1,8 +1,8 @@
-"""Where sampling stops on its way: k + 1 levels from the prior's to the last.
+"""The levels of the sampling steps: k + 1 levels from the prior's to the last.
 
     paper       uniform in t = F(level), the paper's schedule: alpha_i = F^-1(i / k) - F^-1((i - 1) / k)
     edm         sigma^(1/7) uniform, sigma = noise / signal (Karras et al., 2022)
-    geometric   uniform in ln Lambda, the information: the coordinate in which the second-order solvers look ahead
+    geometric   uniform in ln Lambda, the information: the coordinate in which the second-order solvers extrapolate
 
 For BSI and VDM `paper` is `geometric`; for BFN, whose information starts at 0, it is not.
 """
@@ -34,11 +34,11 @@ __all__ = [
 Levels = Float[Tensor, " levels"]
 Grid = Callable[[Method, int], Levels]
 
-EDM_SIGMA = 80.0  # EDM's "only noise": where its grid starts, and BFN's first step on `geometric` ends
-# Where `edm` starts if a method's information starts at 0 (BFN): what a network makes of less is noise. With 16
+EDM_SIGMA = 80.0  # EDM's largest noise level: its grid starts here, and BFN's first step on `geometric` ends here
+# Where `edm` starts if a method's information starts at 0 (BFN): predictions from less are noise. With 16
 # evaluations of `ode2`, FID is 116, 97, 82, 84 for grids that start at sigma = 80, 40, 20, 10.
 FIRST_SIGMA = 20.0
-ROUNDING = 1e-6  # how far a grid's ends may be from the method's own, which float32 has no digits for
+ROUNDING = 1e-6  # relative distance of a grid's ends from the method's: the rounding of float32
 
 
 def _check_steps(k: int) -> None:
@@ -88,7 +88,7 @@ def _ends(method: Method) -> Float[Tensor, "2"]:
 
 
 def edm_grid(method: Method, k: int, power: float = 7.0) -> Levels:
-    """sigma^(1 / power) uniform from the noisiest sigma (80 at most; 20 if at first nothing is known) to the last."""
+    """sigma^(1 / power) uniform from the noisiest sigma (80 at most; 20 if the information starts at 0) to the last."""
     _check_steps(k)
     first, last = rho_at(method, _ends(method)).tolist()
     noisiest = min(EDM_SIGMA, 1 / first) if first > 0 else (FIRST_SIGMA if method.c == 0 else EDM_SIGMA)
@@ -108,11 +108,11 @@ def geometric_grid(method: Method, k: int) -> Levels:
 
 
 def onward_grid(method: Method, level: float, k: int) -> Levels:
-    """k steps, uniform in ln Lambda, from any level to the last: for what does not start at the prior."""
+    """k steps, uniform in ln Lambda, from any level to the last, for sampling that does not start at the prior."""
     _check_steps(k)
     low, high = method.levels.low, method.levels.high
     if not low < level < high:
-        raise UsageError(f"going on needs a level between {low:g} and {high:g}: got {level:g}")
+        raise UsageError(f"sampling can start from levels between {low:g} and {high:g}, got {level:g}")
     first, last = (float(method.gain(torch.tensor(end, dtype=torch.float64))) + method.c for end in (level, high))
     informations = torch.logspace(math.log(first), math.log(last), k + 1, base=math.e, dtype=torch.float64)
     grid = method.level(informations - method.c)

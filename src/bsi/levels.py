@@ -1,4 +1,4 @@
-"""Distributions over the level: where along the way from noise to data an estimate looks.
+"""Distributions over the level: at which noise levels a loss or a bound is evaluated.
 
 The measurement loss is an integral over the level (lambda for BSI and BFN, the signal-to-noise ratio for VDM),
 estimated by importance sampling from a proposal p (Corollary "Importance Sampling"):
@@ -8,7 +8,7 @@ estimated by importance sampling from a proposal p (Corollary "Importance Sampli
 whose variance is least when p follows h(level) = E |x - x_hat|^2. With f(mu, lambda) = mu and unit-variance data,
 h ~ lambda_0^2 / lambda^2 + 1 / lambda (Equation "expected-h"), which is log-uniform but for the smallest levels.
 
-A proposal maps t in [0, 1] to a level by its inverse CDF; levels are float64 whatever t is.
+A proposal maps t in [0, 1] to a level by its inverse CDF; levels are float64 for any dtype of t.
 """
 
 from __future__ import annotations
@@ -141,15 +141,15 @@ class ExpectedError:
 class Fitted:
     """A density in ln(level) that is linear between `weights` at equally spaced points from low to high.
 
-    The proposal of least variance is p* ~ sqrt(E |x - x_hat|^4); fitted on earlier batches only, it leaves the
-    estimate unbiased whatever was seen. A single weight is the log-uniform proposal.
+    The proposal of least variance is p* ~ sqrt(E |x - x_hat|^4). Fitted on earlier batches only, it leaves the estimate
+    unbiased. A single weight is the log-uniform proposal.
     """
 
     low: float
     high: float
     weights: tuple[float, ...]
     # The weights, scaled so that the cells between them hold a mass of 1 when each is 1 long, and the mass below each.
-    # Summed on the host, once: a GPU's running sum is not deterministic, and the audit mode would refuse it.
+    # Summed once, on the host: a GPU's cumulative sum is not deterministic, which the audit mode does not allow.
     _heights: Float[Tensor, " points"] = field(init=False, repr=False, compare=False)
     _below: Float[Tensor, " points"] = field(init=False, repr=False, compare=False)
 
@@ -169,7 +169,7 @@ class Fitted:
         object.__setattr__(self, "_below", below)
 
     def to(self, device: torch.device) -> Fitted:
-        """The same, with its table on a device: a step that is recorded there may not fetch it from the host."""
+        """A copy with its table on a device: a CUDA graph cannot copy it from the host."""
         moved = copy.copy(self)
         moved._hold(self._heights.to(device), self._below.to(device))
         return moved

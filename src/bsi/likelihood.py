@@ -1,4 +1,4 @@
-"""From nats to bits per dimension: what a model's last prediction says about data that is stored in bins.
+"""The decoders: the probability of binned data, or the density of continuous data, given the last prediction.
 
 Data that is stored as integers 0 .. count - 1 (8-bit images, 16-bit audio, 17 gray levels) has a probability, not a
 density. The decoder is a discretized Normal (Appendix "ELBO in Bits per Dimension"): the mass that N(x_hat, 1 /
@@ -80,8 +80,8 @@ def categorical_normal(
 ) -> Float[Tensor, " batch"]:
     """VDM's published decoder: a softmax over the bins' centers of the Normal's log density, in nats, float64.
 
-    Only the bins around the one nearest to x_hat can matter: those further than `reach` are below rounding, so the
-    sum runs over a fixed window and memory does not grow with `count`.
+    Bins further than `reach` from the one nearest to x_hat are below rounding, so the sum runs over a fixed window and
+    memory does not grow with `count`.
     """
     _check_decoder(index, x_hat, precision)
     reach = min(bins.count - 1, math.ceil(math.sqrt(2 * 45 / precision) / bins.width) + 1)

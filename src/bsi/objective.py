@@ -1,18 +1,18 @@
-"""What training minimizes, Algorithm "Estimating the BSI training loss": 2 L_M / n for all three methods.
+"""The training loss, Algorithm "Estimating the BSI training loss": 2 L_M / n for all three methods.
 
 The reconstruction term is left out, as in the paper: by the last level the sample is all but determined. A weight
 over the level trades likelihood for sample quality; the default, 1, is the ELBO's. Weights are functions of
 
     l = ln SNR = ln (signal / noise)^2,        SNR = alpha^2 / (alpha + c),
 
-so that they mean the same for all three methods (Kingma and Gao, 2023):
+so that a weight has the same meaning for all three methods (Kingma and Gao, 2023):
 
-    sigmoid(b - l)                              less for levels where only invisible digits are left to learn
-    N(l; 2.4, 2.4^2) (e^-l + 1/4)               what EDM's choices of noise levels and loss amount to
+    sigmoid(b - l)                              less for levels at which only invisible details remain to be learned
+    N(l; 2.4, 2.4^2) (e^-l + 1/4)               the combined effect of EDM's noise levels and loss weights
 
-Where little is lost, little is looked at: levels can be drawn in proportion to w / (e^l + 4), the weighted loss of the
-best linear guess at data of standard deviation 1/2. For EDM's weight that is, where c is small beside alpha, the normal
-distribution that EDM draws from. The loss is the same in expectation, and less noisy.
+Levels can be drawn in proportion to the expected loss, w / (e^l + 4): the weighted loss of the best linear predictor of
+data with standard deviation 1/2. For EDM's weight, and c small compared with alpha, that is the normal distribution
+that EDM draws from. The loss has the same expectation and less variance.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Weight = Callable[[Float[Tensor, " batch"]], Float[Tensor, " batch"]]
 
 SIGMA_DATA = 0.5  # EDM's, of images in [-1, 1]
 POINTS = 513  # of the tabulated density of levels
-EVEN = 0.05  # of the draws, whatever the weight: sampling visits all levels, and the network is to know them
+EVEN = 0.05  # share of draws that is log-uniform for any weight, since sampling visits all levels
 
 
 def _log_snr(method: Method, level: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-    gain = method.gain(level).clamp(min=1e-30)  # where nothing has been measured, ln SNR is -inf
+    gain = method.gain(level).clamp(min=1e-30)  # at gain 0, ln SNR is -inf
     return 2 * torch.log(gain) - torch.log(gain + method.c)
 
 

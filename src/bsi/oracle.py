@@ -1,6 +1,6 @@
 """Exact predictors: E[x | psi] when the data is a Gaussian or a mixture of Gaussians in any dimension.
 
-With psi = signal x + noise eps, what psi says about x is a Gaussian measurement of precision snr = (signal /
+With psi = signal x + noise eps, psi is a Gaussian measurement of x with precision snr = (signal /
 noise)^2: a component N(m, C) of the data's mixture has
 
     E[x | psi, component] = m + signal C (signal^2 C + noise^2 I)^-1 (psi - signal m),
@@ -27,7 +27,7 @@ __all__ = ["Mixture"]
 
 @dataclass(frozen=True)
 class Mixture:
-    """sum_j weights[j] N(means[j], covariances[j]): data whose posterior is known in closed form.
+    """sum_j weights[j] N(means[j], covariances[j]): data with a closed-form posterior.
 
     Covariances are held by their eigendecomposition, so that any level is a diagonal computation.
     """
@@ -82,7 +82,7 @@ class Mixture:
         return log_density + torch.log(self.weights)
 
     def posterior_mean(self, encoder: Encoder, psi: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
-        """E[x | psi]; the prior mean where psi carries nothing."""
+        """E[x | psi]; the prior mean where psi has no information."""
         signal = encoder.signal.to(psi.dtype).expand(len(psi))[:, None, None]
         noise = encoder.noise.to(psi.dtype).expand(len(psi))[:, None, None]
         nothing = noise == 0
@@ -94,7 +94,7 @@ class Mixture:
         return torch.einsum("bc,bcn->bn", responsibilities, means).reshape(psi.shape)
 
     def predictor(self, method: Method) -> Predictor:
-        """The best possible f_theta(latent, level) for this data."""
+        """The optimal f_theta(latent, level) for this data."""
         return lambda latent, level: self.posterior_mean(method.encoder(level), latent)
 
     def log_density(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:

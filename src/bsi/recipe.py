@@ -1,8 +1,8 @@
-"""What a training run is: one frozen record of plain values, complete, and free of torch.
+"""`Recipe`: all settings of a training run in one frozen record of JSON-serializable values. Imports no torch.
 
-A recipe says everything that decides the result: the method, the network, the data, the optimizer, the averages, the
-seed. It is what a run folder stores, what a resumed run is compared with, and what the command line edits. Numbers that
-the paper gives are in the recipes (`bsi.recipes`); the defaults here are ours unless a comment says otherwise.
+A recipe determines the result: the method, the network, the data, the optimizer, the averages and the seed. A run
+folder stores it, a resumed run is compared with it, and the command line edits it. Numbers from the paper are in
+`bsi.recipes`; the defaults here are ours unless a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ FIRST_RATE = 1e-8  # the paper's warm-up starts here
 
 @dataclass(frozen=True)
 class Data:
-    """Which prepared dataset (a name, or the path of its folder), and how it is seen."""
+    """A prepared dataset (its name, or the path of its folder), and how its samples are presented."""
 
     name: str
     flips: bool = False
     """Mirror each image with probability one half."""
     labels: bool = False
-    """Learn the data's labels too, so that samples of a class can be asked for."""
+    """Learn the data's labels too, so that samples of a class can be drawn."""
     unlabeled: float = 0.1
-    """With labels, the share of samples that is seen without: bounds and guidance need a model that can do without."""
+    """With labels, the share of samples whose label is hidden: bounds and guidance need unconditional predictions."""
     workers: int = 0
-    """Threads that fetch the samples of a Dataset; the order does not depend on it."""
+    """Threads that fetch the samples of a Dataset; the order does not depend on their number."""
 
     def __post_init__(self) -> None:
         _at_least("data.workers", self.workers, 0)
@@ -57,17 +57,17 @@ class Data:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimized: 2 L_M / n, by default of infinitely many measurements, each level weighed as the ELBO does."""
+    """The training loss: 2 L_M / n, by default of infinitely many measurements and with the ELBO's weights."""
 
     finite_k: int | None = None
-    """Minimize L_M^k instead, of so many measurements on the paper's grid."""
+    """Minimize L_M^k instead, of this many measurements on the paper's grid."""
     weight: Literal["elbo", "sigmoid", "edm"] = "elbo"
     """A factor on the ELBO's weight of each level, by its signal-to-noise ratio: see `bsi.objective`."""
     bias: float = 2.0
     """ln SNR at which the sigmoid weight is one half."""
     levels: Literal["paper", "expected"] | None = None
-    """Levels are drawn log-uniformly as in the paper, or in proportion to what is expected to be lost there: see
-    `bsi.objective`. If left out, as in the paper under the ELBO's weight, and expected under others."""
+    """How levels are drawn: log-uniformly as in the paper, or in proportion to the expected loss (see `bsi.objective`).
+    Default: paper with the ELBO's weight, expected with others."""
 
     def __post_init__(self) -> None:
         if self.finite_k is not None:
@@ -86,14 +86,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, or Muon beside it. The rate rises linearly from 1e-8 over `warmup` steps, then stays or falls to
+    """AdamW, or Muon together with AdamW. The rate rises linearly from 1e-8 over `warmup` steps, then stays or falls to
     `final_lr` by a cosine."""
 
     lr: float
     kind: Literal["adamw", "muon"] = "adamw"
-    """muon is for the matrices inside a network; the rest is AdamW's even then."""
+    """muon updates the matrices inside a network, and AdamW the other parameters."""
     momentum: float = 0.95
-    """Muon's."""
+    """Of Muon."""
     beta_1: float = 0.9
     beta_2: float = 0.999
     weight_decay: float = 1e-2
@@ -136,7 +136,7 @@ class Ema:
     beta: float = 0.9999
     start: int = 1000
     powers: tuple[float, ...] = ()
-    """Relative widths of power-function averages to keep beside it, e.g. 0.05 0.1; any width can be made of two."""
+    """Relative widths of further, power-function averages, e.g. 0.05 0.1; any other width is a mix of two."""
     snapshot: int = 1000
     """Steps between two stored power-function averages."""
 
@@ -149,7 +149,7 @@ class Ema:
             raise UsageError(f"ema.beta lies in [0, 1): got {self.beta}. The paper uses 0.9999.")
 
     def weight(self, step: int) -> float:
-        """How much of the weights the average takes in when `step` updates are finished: 1 replaces it."""
+        """The share of the weights in the average's update when `step` updates are finished; 1 replaces it."""
         return 1.0 if step <= self.start else 1 - self.beta
 
     def stores(self, step: int, last: int) -> bool:
@@ -159,7 +159,7 @@ class Ema:
 
 @dataclass(frozen=True)
 class Due:
-    """What is to happen after a step."""
+    """The actions that are due after a step."""
 
     journal: bool
     evaluate: bool
@@ -172,7 +172,7 @@ class Due:
 
 @dataclass(frozen=True)
 class Every:
-    """After how many steps something happens; 0 means never, of all but the journal."""
+    """Intervals in steps; 0 means never (not allowed for the journal)."""
 
     journal: int = 50
     evaluate: int = 0
@@ -185,7 +185,7 @@ class Every:
             _at_least(f"every.{name}", value, 0)
 
     def due(self, step: int, last: int) -> Due:
-        """What is to happen when `step` steps are done of `last`: at multiples, and, unless never, at the end."""
+        """The actions due after `step` of `last` steps: at multiples of an interval, and at the end unless it is 0."""
 
         def now(interval: int) -> bool:
             return interval > 0 and (step % interval == 0 or step == last)
@@ -211,7 +211,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Samples:
-    """The grid of samples drawn along the way, by the EMA."""
+    """The grid of samples that is drawn during training, with the EMA."""
 
     count: int = 64
     sampler: Sampler = field(default_factory=Sampler)
@@ -222,12 +222,12 @@ class Samples:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the last few, and for good those at multiples of `every` (0: none)."""
+    """Which checkpoints are kept: the last few, and permanently those at multiples of `every` (0: none)."""
 
     last: int = 2
     every: int = 0
     background: bool = True
-    """Write while the next steps run; the state is copied first, which takes its size in host memory."""
+    """Write while the next steps run; the state is first copied into host memory."""
 
     def __post_init__(self) -> None:
         _at_least("keep.last", self.last, 1)
@@ -236,7 +236,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A complete training run. `backbone=None` stands for a network that the caller brings along."""
+    """A complete training run. `backbone=None` stands for a network that the caller passes."""
 
     name: str
     method: Method
@@ -248,25 +248,25 @@ class Recipe:
     optimizer: Optimizer
     objective: Objective = field(default_factory=Objective)
     accumulation: int = 1
-    """Pieces that a rank's part of a batch is computed in."""
+    """Number of pieces in which a rank computes its part of a batch."""
     virtual_shards: int = SHARDS
-    """Pieces that a batch is cut into whatever the number of ranks; a rank takes whole ones."""
+    """Number of pieces into which a batch is cut for any number of ranks; a rank computes several of them."""
     ema: Ema = field(default_factory=Ema)
     precision: Precision = "auto"
-    """Inside the network; auto is bf16 on a GPU, float16 on one that has no bf16, and float32 on a CPU."""
+    """Inside the network; auto is bf16 on a GPU, float16 on a GPU without bf16, and float32 on a CPU."""
     compile: bool = True
-    """On a GPU, the network's fastest form: fused where it has one, else compiled; on a CPU always as it is."""
+    """On a GPU, use the fastest form of the network: fused if it has one, else compiled. Ignored on a CPU."""
     lean: bool = False
-    """A fused form that keeps less: up to a tenth slower, in 3/4 of a DiT's memory, in half of a U-Net's."""
+    """A fused form that stores less: up to a tenth slower, with 3/4 of a DiT's memory or half of a U-Net's."""
     parametrization: Literal["edm", "epsilon"] | None = None
-    """What the network predicts; if left out, what the method's networks do."""
+    """What the network predicts; by default that of the method."""
     sigma_data: float = 1.0
     """Standard deviation of the data in the preconditioning (paper: 1)."""
     seed: int = 0
     threads: int | None = None
-    """Threads of a rank on a CPU; a recipe without leaves them to torch. Another number may round sums differently."""
+    """Threads of a rank on a CPU; by default torch decides. Another number may round sums differently."""
     audit: bool = False
-    """Shard by shard, in float32 and a fixed order: the same bits for any number of ranks, more slowly."""
+    """Compute shard by shard, in float32 and a fixed order: the same bits for any number of ranks, but slower."""
     every: Every = field(default_factory=Every)
     evaluation: Evaluation = field(default_factory=Evaluation)
     samples: Samples = field(default_factory=Samples)
@@ -294,7 +294,7 @@ class Recipe:
             raise UsageError("fp8 is one of the fast forms that compile=False turns off: leave compile on")
 
     def check(self, world: int) -> None:
-        """Refuse what cannot be shared by so many ranks, before anything is built."""
+        """Raise if the batch cannot be shared by this many ranks."""
         check_batch(self.batch, world, self.accumulation, self.virtual_shards)
 
     def rate(self, step: int) -> float:

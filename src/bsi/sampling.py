@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Step:
-    """A latent, the level it is at, and what the network made of it. The last step's x_hat is the sample."""
+    """A latent, its level, and the prediction from it. The last step's x_hat is the sample."""
 
     latent: Float[Tensor, "batch *data"]
     level: Float[Tensor, ""]
@@ -54,7 +54,7 @@ def advance(
     eps: Float[Tensor, "batch *data"],
     row: Float[Tensor, "4"],
 ) -> Float[Tensor, "batch *data"]:
-    """One step of any solver: its row of the table applied to what is known."""
+    """One step of any solver: its row of the table applied to the latent, predictions and noise."""
     return row[0] * latent + row[1] * x_hat + row[2] * previous + row[3] * eps
 
 
@@ -113,7 +113,7 @@ def _steps(
 
 
 def _rows(method: Method, grid: Float[Tensor, " levels"], table: Table) -> Float[Tensor, "steps 4"]:
-    """The table row by row, if it has one for each step, and finite ones: not every solver goes with every method."""
+    """The rows of a table. Raises if one is missing or not finite: not every solver suits every method."""
     columns = (table.latent, table.x_hat, table.previous, table.eps)
     lengths = {len(column) for column in columns}
     if lengths != {len(grid) - 1}:
@@ -145,7 +145,7 @@ def sample(
 
 
 def end_of(steps: Iterator[Step]) -> Float[Tensor, "batch *data"]:
-    """What a trajectory leads to; only its last step is kept."""
+    """The end of a trajectory; only its last step is kept in memory."""
     (last,) = deque(steps, maxlen=1)
     return last.x_hat
 
@@ -180,7 +180,7 @@ def drawing(
 def noisy_steps(
     method: Method, grid: Float[Tensor, " levels"], solver: Solver | str = "posterior"
 ) -> list[tuple[float, float]]:
-    """The informations between which a solver asks for noise, without drawing any."""
+    """The pairs of informations between which a solver adds noise."""
     solve = named_solver(solver) if isinstance(solver, str) else solver
     informations = Path.of(method, grid).information.tolist()
     ends = zip(informations, informations[1:], (solve(method, grid).eps != 0).tolist(), strict=False)
@@ -205,7 +205,7 @@ def evaluations(method: Method, k: int, guided: bool = False) -> int:
 
 
 def belief(method: Method, step: Step) -> Belief:
-    """What is known about the sample at a step: N(s / level, 1 / level), whose mean is the latent for BSI and BFN."""
+    """The belief about the sample at a step, N(s / level, 1 / level). Its mean is the latent for BSI and BFN."""
     scale = Path.of(method, step.level[None].cpu()).scale[0].to(step.latent.device)
     return Belief(over(scale / step.level, step.latent) * step.latent, step.level)
 

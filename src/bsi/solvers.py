@@ -6,20 +6,20 @@ dw = x_hat d rho, and from
 
     dw = [-zeta w + (1 + zeta) rho x_hat] d ln rho + sqrt(2 zeta) dW                          for any churn zeta >= 0.
 
-Given x_hat on a step these are linear, with exact solutions: of first order, since predictions move on the way.
+For x_hat fixed on a step these are linear, with exact solutions. They are of first order, since predictions change
+along the way.
 `posterior` is the first of them, the paper's sampler. `midpoint` makes each of second order at no further evaluation:
-it predicts what the network would say in the middle of the step, in ln Lambda, by the line through the last two
-predictions,
+it extrapolates the prediction to the middle of the step, in ln Lambda, by the line through the last two predictions,
 
     x_mid = x_hat + h / (2 h_before) (x_hat - x_hat_before),               h = ln Lambda' - ln Lambda.
 
 At c = 0 `sde2` and `ode2` are DPM-Solver++(2M), stochastic and not, as published (Lu et al., 2022), which BFN-Solver
 (Xue et al., 2024) brought to BFN; c > 0 is the extension to BSI. Integrating the line exactly is of the same order and
-worse at few steps: it looks further ahead, and predictions level off towards the data (docs/benchmarks/solvers.md).
+worse at few steps: it extrapolates further, while predictions converge towards the data (docs/benchmarks/solvers.md).
 
 So a solver is a table: for each step of a grid, what to multiply the latent, the prediction, the one before it and
-fresh noise by. Tables are computed in float64, before the first evaluation of the network. A step without history takes
-the order it can have.
+fresh noise by. Tables are computed in float64, before the first evaluation of the network. A step without history is
+of first order.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Path:
 
     @property
     def scale(self) -> Levels:
-        """s = scale psi: lambda for BSI and BFN, sqrt(nu (1 + nu)) for VDM; 0 where nothing is known."""
+        """s = scale psi: lambda for BSI and BFN, sqrt(nu (1 + nu)) for VDM; 0 where the information is 0."""
         known = self.noise > 0
         return torch.where(known, torch.sqrt(self.information) / torch.where(known, self.noise, 1.0), 0.0)
 

@@ -1,4 +1,4 @@
-"""What stored data stands for: `Bins` for integers, `Standardize` for continuous data of any scale. Imports no torch.
+"""The values of stored data: `Bins` for integers, `Standardize` for continuous data of any scale. Imports no torch.
 
 A model sees values. Integers 0 .. count - 1 (8-bit images, 16-bit audio, 17 gray levels) are the indices of bins whose
 centers are equally spaced from low to high, both included:

@@ -1,7 +1,7 @@
 """The methods: one row of the paper's table "Central structures" per file, and their registry. Imports no torch.
 
 A recipe, a run folder and an export name a method by its key in `METHODS` and hold its fields. To add a method, write a
-frozen dataclass that has what `Method` asks for, and register it:
+frozen dataclass with the attributes of `Method`, and register it:
 
     bsi.methods.register("mine", Mine)
 """

@@ -1,4 +1,4 @@
-"""What a method is: one row of the paper's table "Central structures".
+"""`Method`: one row of the paper's table "Central structures".
 
 BSI, BFN and VDM share one ELBO, one importance-sampled estimator, one precision encoding and, in information
 coordinates, one family of samplers. They differ in the Gaussian encoder q(psi | x, level) = N(signal x, noise^2), in
@@ -11,8 +11,8 @@ generation is
 
     ds = x_hat dLambda + dW,
 
-of which the paper's update is the exact solution for a prediction held fixed. What a latent says about x by itself
-is a measurement of the precision rho^2, rho = signal / noise: `rho_at` a level, and the `level_at` which it is found.
+of which the paper's update is the exact solution for a prediction held fixed. A latent by itself is a measurement of x
+with precision rho^2, rho = signal / noise; `rho_at` and `level_at` convert between rho and the level.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Decoder = Literal["cdf", "softmax"]
 
 @runtime_checkable
 class Method(Protocol):
-    """The paper's interface; see the three files beside this one."""
+    """The paper's interface; bsi.py, bfn.py and vdm.py implement it."""
 
     @property
     def levels(self) -> LogUniform:
@@ -68,7 +68,7 @@ class Method(Protocol):
 
     @property
     def parametrization(self) -> Parametrization:
-        """What this method's networks predict unless told otherwise."""
+        """What this method's networks predict by default."""
         ...
 
     @property
@@ -98,7 +98,7 @@ class Method(Protocol):
     def decode(
         self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], predict: Predictor
     ) -> Float[Tensor, "batch *data"]:
-        """The sample that a last latent stands for: BSI and BFN predict once more, VDM rescales."""
+        """The sample for a last latent: BSI and BFN predict once more, VDM rescales."""
         ...
 
     def prior_kl(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:

@@ -5,8 +5,9 @@ delegated to that. In BFN's own terms alpha = lambda - 1, t is our t, and the en
 
     q(mu | x, lambda) = N( alpha / (1 + alpha) x,  alpha / (1 + alpha)^2 )
 
-is its flow distribution. What is BFN's own: the final precision sigma_1^-2, which it also decodes with, a network
-that predicts the noise, and x_hat clipped to the data's range, as in the published code (switchable).
+is its flow distribution. BFN differs in three points: the final precision sigma_1^-2, which it also
+decodes with, a network that predicts the noise, and x_hat clipped to the data's range, as in the published code
+(switchable).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Trained networks that come with the package: their names, and the files they stand for. Imports no torch.
+"""Trained networks that are part of the package, by name. Imports no torch.
 
     bsi.load("digits")        # what `bsi sample digits` and `bsi view digits` open, seconds after installation
 
-A file is an export like any other: safetensors with its recipe in the metadata. What it was trained on, how, and what
-it scores is in the text beside it.
+A file is an export like any other: safetensors with its recipe in the metadata. The text file next to it describes its
+data, its training and its results.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     recipe = bsi.recipes.cifar10_unet(method="bsi")
     recipe = dataclasses.replace(recipe, seed=1)
 
-A docstring's first line says what is trained; then `Command`, `Hardware`, `Time`, `Expected` and `Paper`, the last two
-in bits per dimension and FID where they are known. "Not yet run" means that: the command is right, the value is not
-ours. Values from the paper's tables are written without comment in the files beside this one; ours are marked "ours".
+A docstring has a summary line and the fields `Command`, `Hardware`, `Time`, `Expected` and `Paper`, the last two in
+bits per dimension and FID. "Not yet run" means that the command was not run to its end, and no value of ours exists.
+Settings from the paper's tables have no comment in these files; ours are marked "ours".
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ RECIPES: dict[str, Callable[[str], Recipe]] = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a recipe's docstring claims."""
+    """The evidence in a recipe's docstring."""
 
     summary: str
     command: str

@@ -35,14 +35,14 @@ def cifar10_unet(method: str = "bsi") -> Recipe:
             clip=1.0,  # ours
         ),
         ema=Ema(beta=0.9999, start=1000),
-        # Ours, and without influence on the result:
+        # Ours; they do not change the result:
         every=Every(journal=100, evaluate=50_000, sample=50_000, checkpoint=5000),
         keep=Keep(last=2, every=500_000),
     )
 
 
 def cifar10_dit_s(method: str = "bsi") -> Recipe:
-    """DiT-S/2 on CIFAR-10, for an evening's or a coffee's experiments on one GPU. All values are ours.
+    """DiT-S/2 on CIFAR-10, for short experiments on one GPU. All values are ours.
 
     Command: bsi train cifar10-dit-s
     Hardware: 1 x H200
@@ -81,7 +81,7 @@ def cifar10_dit_mini(method: str = "bsi") -> Recipe:
 
 
 def cifar10_20min_bpd(method: str = "bsi") -> Recipe:
-    """The likelihood that twenty minutes of one GPU can have: VDM's U-Net with a quarter of its levels, and Muon.
+    """The best likelihood in twenty minutes of one GPU: VDM's U-Net with a quarter of its levels, and Muon.
 
     Command: bsi train cifar10-20min-bpd
     Hardware: 1 x H200
@@ -105,7 +105,7 @@ def cifar10_20min_bpd(method: str = "bsi") -> Recipe:
 
 
 def cifar10_20min_fid(method: str = "bsi") -> Recipe:
-    """The samples that twenty minutes of one GPU can have: a U-Net at three resolutions, labels, and EDM's weights.
+    """The best samples in twenty minutes of one GPU: a U-Net at three resolutions, labels, and EDM's weights.
 
     Command: bsi train cifar10-20min-fid, then bsi eval runs/cifar10-20min-fid --fid --num 10000 --labels --guidance 1.7
     Hardware: 1 x H200

@@ -23,7 +23,7 @@ def digits(method: str = "bsi") -> Recipe:
     Command: bsi train digits
     Hardware: two CPU cores
     Time: 2.5 minutes
-    Expected: 1.82 ± 0.02 bits/dim on the test set; 2.44 if each pixel is known by its own histogram
+    Expected: 1.82 ± 0.02 bits/dim on the test set; 2.44 with a histogram for each pixel
     Paper: none
     """
     return Recipe(
@@ -40,7 +40,7 @@ def digits(method: str = "bsi") -> Recipe:
         ema=Ema(beta=0.995, start=100),
         precision="float32",
         compile=False,
-        threads=1,  # two would mostly wait for each other
+        threads=1,  # two threads are not faster at this size
         every=Every(journal=50, evaluate=1000, sample=1000, checkpoint=500),
         evaluation=Evaluation(images=299, measure=4, recon=2),
     )

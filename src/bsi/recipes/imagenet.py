@@ -1,8 +1,8 @@
 """ImageNet at 32x32 and 64x64 (Tables "model-params", "dit-imagenet32-params", "dit-imagenet64-params" and
 "unet-imagenet32-params"): the paper's main results.
 
-The paper does not give the length of the warm-up, nor say whether gradients are clipped: those are ours. The commands
-are for one node with four GPUs, as many as the paper's; docs/many-gpus.md has those for others.
+The paper gives neither the length of the warm-up nor whether gradients are clipped: those settings are ours. The
+commands are for one node with four GPUs, like the paper's; docs/many-gpus.md has commands for others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COSINE = Optimizer(
     clip=1.0,  # ours
 )
 
-# Ours, and without influence on the result.
+# Ours; they do not change the result.
 LONG = Every(journal=100, evaluate=20_000, sample=20_000, checkpoint=2000)
 
 

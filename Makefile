@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
-.PHONY: demo test test-slow lint types format docs clean
+.PHONY: demo test test-slow fuzz lint types format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/bsi demo
@@ -15,8 +15,14 @@ demo: $(INSTALLED)
 test: lint types
 	$(PYTEST)
 
-test-slow: lint types
-	$(PYTEST) -m "slow or not slow"
+test-slow: $(INSTALLED)
+	$(PYTEST) -m slow
+
+# Thousands of damaged inputs and command lines, with a new seed each time: `make fuzz CASES=10000 SEED=3`.
+CASES ?= 3000
+SEED ?= $(shell date +%s)
+fuzz: $(INSTALLED)
+	BSI_FUZZ_CASES=$(CASES) BSI_FUZZ_SEED=$(SEED) $(PYTEST) -m "slow or not slow" tests/fuzz
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -446,3 +446,22 @@ def test_a_network_too_large_for_a_cpu_is_cautioned_about(
     with pytest.raises(pytest.fail.Exception, match="would begin"):
         call("train", "arrays", "--data.name", "digits", "--device", "cpu")
     assert "warning: an MLP treats images as vectors. Use `bsi train folder`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "extra"),
+    [
+        ("fastapi", "view digits", "view"),
+        ("torch.utils.tensorboard", "train digits --tensorboard --steps 1 --device cpu", "track"),
+        ("huggingface_hub", "export digits --hub-folder hub --upload user/name", "hub"),
+        ("datasets", "data huggingface --from mnist", "hub"),
+    ],
+)
+def test_a_missing_extra_is_one_message_with_the_command_that_installs_it(
+    package: str, words: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("bsi.app")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert call(*words.split()) == 2
+    assert f"Run: pip install 'bsi[{extra}]'" in capsys.readouterr().err

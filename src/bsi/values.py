@@ -5,13 +5,14 @@ centers are equally spaced from low to high, both included:
 
     value = low + index width,    index = floor((value - low) / width + 1/2),    width = (high - low) / (count - 1).
 
-Continuous data is shifted and scaled, x = (data - mean) / std. Datasets, recipes, models and metrics hold these
-records. Their methods take tensors, and NumPy arrays where a dataset is prepared.
+Continuous data is shifted and scaled, x = (data - mean) / std, per element or per channel. Datasets, recipes, models
+and metrics hold these records. Their methods take tensors, and NumPy arrays where a dataset is prepared.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -27,6 +28,9 @@ else:
     Tensor = Any
 
 __all__ = ["Bins", "Standardize", "to_uint8"]
+
+# Float32 keeps seven digits: beyond this ratio of mean to std, fewer than two of them are left for the data.
+MAX_OFFSET = 1e5
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Bins:
     @overload
     def indices(self, x: Float[Tensor, "*shape"]) -> Integer[Tensor, "*shape"]: ...
     def indices(self, x: Any) -> Any:
-        """The bin nearest to each finite value; values outside belong to an end bin.
+        """The bin nearest to each finite value; values outside belong to the first or last bin.
 
         A value on the edge of two bins belongs to the upper one, as in the paper: floor(x + 1/2), not half to even.
         """
@@ -93,7 +97,7 @@ class Bins:
         return rounded.to(torch.uint8 if self.count <= 256 else torch.int32)
 
     def check(self, index: Integer[Tensor, "*shape"]) -> None:
-        """Raise if an index lies outside 0 .. count - 1. Reads the data: not for the inner loop."""
+        """Raise if an index is outside 0 .. count - 1. Reads the data: not for the inner loop."""
         if index.numel() and (int(index.min()) < 0 or int(index.max()) >= self.count):
             raise DataError(
                 f"data outside its bins: found indices {int(index.min())} to {int(index.max())}, "
@@ -108,28 +112,73 @@ def to_uint8(values: Float[np.ndarray, "*shape"], low: float = -1.0, high: float
 
 @dataclass(frozen=True)
 class Standardize:
-    """x = (data - mean) / std, fitted on the training set and kept with the model: continuous data of any scale."""
+    """x = (data - mean) / std, fitted on the training set and kept with the model: continuous data of any scale.
 
-    mean: float
-    std: float
+    Vectors, of shape (d,), have one mean and std per element: the columns of a table may have different units. Data
+    with more axes has one per channel, its first axis (images, audio). A single number, as in the records of version
+    0.1.0, applies to all elements.
+    """
+
+    mean: float | tuple[float, ...]
+    std: float | tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not (0 < self.std < math.inf and math.isfinite(self.mean)):
+        mean, std = _numbers(self.mean), _numbers(self.std)
+        if not (len(mean) == len(std) and all(map(math.isfinite, mean)) and all(0 < s < math.inf for s in std)):
             raise UsageError(
-                f"standardizing needs a finite mean and a positive std, got mean={self.mean}, std={self.std}"
+                f"standardizing needs a finite mean and a positive std for each element, got mean={self.mean!s:.80}, "
+                f"std={self.std!s:.80}. Fit them with bsi.Standardize.fit(train)."
             )
 
     @classmethod
     def fit(cls, data: Float[Tensor, "..."]) -> Standardize:
-        return cls(float(data.double().mean()), float(data.double().std(correction=0)))
+        """The standardization of data of shape (n, *sample): one number per element of a vector, or per channel."""
+        x = data.double()
+        axes = [axis for axis in range(x.ndim) if axis != 1]
+        return cls.of(x.mean(axes).reshape(-1).tolist(), x.var(axes, correction=0).sqrt().reshape(-1).tolist())
+
+    @classmethod
+    def of(cls, mean: Sequence[float], std: Sequence[float]) -> Standardize:
+        """The record for measured moments. Raises a DataError for elements that float32 cannot resolve."""
+        for i, (m, s) in enumerate(zip(mean, std, strict=True)):
+            if math.isfinite(m) and math.isfinite(s) and not (s > 0 and abs(m) <= MAX_OFFSET * s):
+                which = f"element or channel {i} of the data" if len(mean) > 1 else "the data"
+                raise DataError(
+                    f"{which} is constant in float32: its mean is {m:.6g} and its std {s:.6g}. Remove it if it is "
+                    f"constant, or subtract its mean."
+                )
+        return cls(tuple(mean), tuple(std)) if len(mean) > 1 else cls(mean[0], std[0])
 
     def apply(self, data: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        return (data - self.mean) / self.std
+        mean, std = self._like(data)
+        return (data - mean) / std
 
     def undo(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        return x * self.std + self.mean
+        mean, std = self._like(x)
+        return x * std + mean
+
+    def _like(self, x: Float[Tensor, "*shape"]) -> tuple[Any, Any]:
+        """Mean and std with the axes of a batch. Tensors are cached: copying them would wait for the device."""
+        if isinstance(self.mean, float | int):
+            return self.mean, self.std
+        key = (x.dtype, x.device, x.shape[1:])
+        cache = self.__dict__.setdefault("_tensors", {})
+        if key not in cache:
+            if x.ndim < 2 or x.shape[1] != len(self.mean):
+                raise UsageError(
+                    f"data of shape {tuple(x.shape)} does not fit a standardization of {len(self.mean)} elements or "
+                    f"channels. Fit one with bsi.Standardize.fit(train)."
+                )
+            shape = (-1, *[1] * (x.ndim - 2))
+            cache[key] = tuple(x.new_tensor(values).view(shape) for values in (self.mean, self.std))
+        return cache[key]
 
     @property
     def log_determinant(self) -> float:
         """ln |d data / d x| per dimension: what the change of units adds to -ln p per dimension."""
-        return math.log(self.std)
+        std = _numbers(self.std)
+        return math.fsum(map(math.log, std)) / len(std)
+
+
+def _numbers(given: float | tuple[float, ...]) -> tuple[float, ...]:
+    return given if isinstance(given, tuple) else (given,)

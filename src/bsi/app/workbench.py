@@ -187,13 +187,13 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         classes=model.class_names or tuple(map(str, range(model.classes or 0))),
     )
     _warm_up(model)
-    return Workbench(model, about, _test_images(model, trained.data.name))
+    return Workbench(model, about, _test_images(model, trained.data.name, trained.data.version))
 
 
-def _test_images(model: Model, dataset: str) -> Float32[np.ndarray, "count channels height width"]:
+def _test_images(model: Model, dataset: str, version: str) -> Float32[np.ndarray, "count channels height width"]:
     """A random subset of the test set as values; empty if the dataset is not prepared on this machine."""
     try:
-        test: Shaped[np.ndarray, "..."] = open_dataset(dataset).test
+        test: Shaped[np.ndarray, "..."] = open_dataset(dataset, version=version).test
     except BsiError:
         test = np.empty((0, *model.shape), np.float32)
     if test.shape[1:] != model.shape or not len(test):

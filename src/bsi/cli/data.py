@@ -49,9 +49,9 @@ class Data:
     labels: Annotated[bool | None, _shown("")] = None
     """folder: use the folders directly below PATH as classes. Other sources keep the labels they have."""
     size: Annotated[int | None, _shown("INT")] = None
-    """folder, huggingface: height and width of the images in pixels (64)."""
-    channels: Annotated[int | None, _shown("INT")] = None
-    """folder, huggingface: 3 for color, 1 for gray (3)."""
+    """folder, huggingface: height and width of the images in pixels (the smallest of any image, at most 64)."""
+    channels: Annotated[Literal["auto", 1, 3] | None, _shown("auto|1|3")] = None
+    """folder, huggingface: 3 for color, 1 for gray, auto for gray if all images are (auto)."""
     resampling: Annotated[Literal["lanczos", "bicubic", "bilinear", "box"] | None, _shown("NAME")] = None
     """folder, huggingface: the filter for resizing: lanczos, bicubic, bilinear or box (lanczos)."""
     test_fraction: Annotated[float | None, _shown("FLOAT")] = None
@@ -109,15 +109,25 @@ def run(args: Data) -> int:
 
 def _show(dataset: Dataset, args: Data) -> None:
     print(json.dumps(_record(dataset)) if args.json else _line(dataset))
+    for note in dataset.manifest.notes:
+        log(f"bsi data: {note}.")
 
 
 def _next(args: Data, dataset: Dataset) -> str:
     """The command that trains on it: with larger patches for large images, and with labels if they were requested."""
-    command = TRAINS[str(args.name)].replace("NAME", shlex.quote(str(args.to or dataset.name)))
+    command = TRAINS[str(args.name)].replace("NAME", shlex.quote(_called(dataset)))
     if args.labels:
         command = command.replace(" --data.name ", " --data.labels --data.name ", 1)
     large = command.startswith("bsi train folder") and dataset.shape[-1] >= 64
     return command.replace("bsi train folder", "bsi train folder --backbone dit-s/4", 1) if large else command
+
+
+def _called(dataset: Dataset) -> str:
+    """The name to open it by: that of its folder in the data folder, otherwise its path."""
+    from bsi.io import data_folder
+
+    outside = dataset.folder is not None and dataset.folder.parent.resolve() != data_folder().resolve()
+    return str(dataset.folder) if outside else dataset.name
 
 
 def _list(args: Data) -> int:
@@ -153,7 +163,7 @@ def _line(dataset: Dataset) -> str:
     shape = " x ".join(map(str, manifest.shape)) or "scalar"
     skipped = f", {len(manifest.skipped)} skipped" if manifest.skipped else ""
     classes = _classes(dataset)
-    return f"{manifest.name}: {counts}{skipped}, {shape}, {kind}{classes}, version {manifest.version[:12]}, {where}"
+    return f"{dataset.name}: {counts}{skipped}, {shape}, {kind}{classes}, version {manifest.version[:12]}, {where}"
 
 
 def _classes(dataset: Dataset) -> str:
@@ -167,4 +177,5 @@ def _classes(dataset: Dataset) -> str:
 
 def _record(dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
-    return {"folder": None if dataset.folder is None else str(dataset.folder), **json.loads(manifest.to_json())}
+    folder = None if dataset.folder is None else str(dataset.folder)
+    return {"folder": folder, **json.loads(manifest.to_json()), "name": dataset.name}

@@ -34,8 +34,6 @@ __all__ = ["MAX_CLASSES", "Block", "Plan", "Source", "prepare"]
 
 MAX_CLASSES = 2**31  # labels are stored as int32
 SYNC_EVERY_S = 5.0
-# Float32 keeps seven digits: beyond this ratio of mean to std, fewer than two of them are left for the data.
-MAX_OFFSET = 1e5
 
 
 @dataclass(frozen=True)
@@ -134,12 +132,12 @@ def _existing(plan: Plan, folder: Path) -> Dataset:
         for key, value in planned.items()
         if value != stored.get(key)
     ]
-    reasons = ["from files that have changed since"] if plan.input != found.manifest.input else []
+    reasons = ["from other files, or before they changed"] if plan.input != found.manifest.input else []
     reasons += [f"with other options ({'; '.join(changed[:5])})"] if changed else []
-    if reasons or found.name != plan.name:
-        how = f", made {' and '.join(reasons)}" if reasons else ""
+    if reasons:
         raise UsageError(
-            f"{folder} already holds dataset {found.name!r}{how}. Give another folder with --to, or delete that one."
+            f"{folder} already holds a dataset, made {' and '.join(reasons)}. Give another folder with --to, or delete "
+            f"that one."
         )
     return found
 
@@ -150,13 +148,14 @@ def _write(plan: Plan, folder: Path) -> None:
     free = shutil.disk_usage(folder.parent).free + sum(path.stat().st_size for path in partial.glob("*.npy"))
     if needed > free:
         raise BsiError(
-            f"{plan.name} needs {readable_bytes(needed)}, but the disk of {folder} has {readable_bytes(free)} free. "
+            f"{folder.name} needs {readable_bytes(needed)}, but the disk of {folder} has {readable_bytes(free)} free. "
             f"Free some space, or give another folder with --to."
         )
-    staging = _Staging(partial, plan)
+    staging = _Staging(partial, plan, folder.name)
+    blocks = plan.blocks(staging.done.items)
     try:
-        with Progress(f"prepare {plan.name}", plan.total, plan.unit, done=staging.done.items) as progress:
-            for block in plan.blocks(staging.done.items):
+        with Progress(f"prepare {folder.name}", plan.total, plan.unit, done=staging.done.items) as progress:
+            while (block := staging.next(blocks)) is not None:
                 staging.append(block)
                 skipped = len(staging.done.skipped)
                 progress.advance(block.items, note=f"{skipped} skipped" if skipped else None)
@@ -183,8 +182,8 @@ class _Done:
 class _Staging:
     """The hidden folder in which a dataset grows: append-only files, and a note of how much of them is valid."""
 
-    def __init__(self, path: Path, plan: Plan) -> None:
-        self.path, self.plan, self.layout = path, plan, plan.layout()
+    def __init__(self, path: Path, plan: Plan, name: str) -> None:
+        self.path, self.plan, self.name, self.layout = path, plan, name, plan.layout()
         done = self._resumable()
         if done is None:
             shutil.rmtree(path, ignore_errors=True)
@@ -217,6 +216,16 @@ class _Staging:
         file.seek(0, os.SEEK_END)
         return file
 
+    def next(self, blocks: Iterator[Block]) -> Block | None:
+        """The next block; None at the end. Damaged input discards what was read from it: it is read again from 0."""
+        try:
+            return next(blocks, None)
+        except DataError:
+            self.close()
+            self.files = {}
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
     def append(self, block: Block) -> None:
         counts = dict(self.done.counts)
         skipped = self.done.skipped + block.skipped
@@ -240,6 +249,8 @@ class _Staging:
 
     def sync(self) -> None:
         """Make the rows durable, then the note that counts them."""
+        if not self.files:  # discarded
+            return
         for file in self.files.values():
             _sync(file)
         note = {"identity": self.plan.identity, **asdict(self.done)}
@@ -267,7 +278,7 @@ class _Staging:
         self.close()
         paths = [self.path / f"{name}.npy" for name in self.layout]
         manifest = Manifest(
-            name=plan.name,
+            name=self.name,
             source=plan.source,
             counts={split: counts[split] for split in ("train", "test")},
             shape=plan.shape,
@@ -287,22 +298,18 @@ class _Staging:
 
 
 def _standardize(path: Path) -> Standardize:
-    """Mean and std over all elements in one pass, block by block (Chan, Golub and LeVeque, 1979), in float64."""
-    count, mean, squares = 0, 0.0, 0.0
+    """Mean and std per element or channel, in one pass (Chan, Golub and LeVeque, 1979), in float64."""
+    count, mean, squares = 0, np.zeros(1), np.zeros(1)
     with ArrayFile.at(path) as array:
+        channels = array.shape[1] if len(array.shape) > 1 else 1
         for block in array.blocks():
-            x = block.astype(np.float64)
-            delta, total = x.mean() - mean, count + x.size
-            squares += float(((x - x.mean()) ** 2).sum() + delta**2 * count * x.size / total)
-            mean += float(delta * x.size / total)
+            x = np.moveaxis(block.astype(np.float64).reshape(len(block), channels, -1), 1, 0).reshape(channels, -1)
+            added = x.shape[1]
+            middle, total = x.mean(1), count + added
+            squares = squares + ((x - middle[:, None]) ** 2).sum(1) + (middle - mean) ** 2 * count * added / total
+            mean = mean + (middle - mean) * added / total
             count = total
-    std = (squares / count) ** 0.5
-    if not (std > 0 and abs(mean) <= MAX_OFFSET * std):
-        raise DataError(
-            f"the training split has mean {mean:.6g} and std {std:.6g}: float32 cannot resolve it. Subtract a constant "
-            f"first."
-        )
-    return Standardize(mean, std)
+    return Standardize.of(mean.tolist(), np.sqrt(squares / count).tolist())
 
 
 @contextmanager

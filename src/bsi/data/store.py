@@ -109,7 +109,8 @@ class Manifest:
             if not {"train.npy", "test.npy"} <= set(given["files"]) <= set(FILES):
                 raise ValueError(f"files {sorted(given['files'])}, expected some of {', '.join(FILES)}")
             # Version 0.1.0 wrote the standardization under another key.
-            standardize = given["standardisation"] if "standardisation" in given else given["standardize"]
+            units = given["standardisation"] if "standardisation" in given else given["standardize"]
+            moments = {key: tuple(v) if isinstance(v, list) else v for key, v in units.items()} if units else None
             manifest = cls(
                 name=str(given["name"]),
                 source=str(given["source"]),
@@ -117,7 +118,7 @@ class Manifest:
                 shape=tuple(int(d) for d in given["shape"]),
                 dtype=str(np.dtype(given["dtype"])),
                 bins=Bins(**given["bins"]) if given["bins"] else None,
-                standardize=Standardize(**standardize) if standardize else None,
+                standardize=Standardize(**moments) if moments else None,
                 files={name: FileRecord(**record) for name, record in given["files"].items()},
                 options=dict(given["options"]),
                 input=str(given["input"]),
@@ -160,7 +161,8 @@ class Dataset:
 
     @property
     def name(self) -> str:
-        return self.manifest.name
+        """The name of its folder: the one by which it is opened."""
+        return self.manifest.name if self.folder is None else self.folder.resolve().name
 
     @property
     def version(self) -> str:
@@ -197,8 +199,40 @@ def prepared(root: Path | None = None) -> list[Path]:
     return sorted(manifest.parent for manifest in root.glob(f"[!.]*/{MANIFEST}"))
 
 
-def open_dataset(name_or_path: str | Path, root: Path | None = None, check_hashes: bool = False) -> Dataset:
-    """The dataset of that name in `root` (by default the data folder), or in that folder. `digits` always exists."""
+def open_dataset(
+    name_or_path: str | Path, root: Path | None = None, check_hashes: bool = False, version: str | None = None
+) -> Dataset:
+    """The dataset of that name in `root` (by default the data folder), or in that folder. `digits` always exists.
+
+    Args:
+        check_hashes: Compare every file with its hash.
+        version: The content that a run was trained on. If the name has other content or none, any prepared dataset with
+            this content is opened: a dataset that was renamed is still found.
+    """
+    try:
+        found = _open(name_or_path, root, check_hashes)
+    except DataError:
+        same = _with_version(version, root)
+        if same is None:
+            raise
+        return _open(same, root, check_hashes)
+    if version is not None and found.version != version and (same := _with_version(version, root)) is not None:
+        return _open(same, root, check_hashes)
+    return found
+
+
+def _with_version(version: str | None, root: Path | None) -> Path | None:
+    """The folder of a prepared dataset with this content."""
+    for folder in prepared(root) if version is not None else ():
+        try:
+            if Manifest.read(folder / MANIFEST).version == version:
+                return folder
+        except DataError:  # damaged: another one
+            continue
+    return None
+
+
+def _open(name_or_path: str | Path, root: Path | None, check_hashes: bool) -> Dataset:
     if name_or_path == "digits":
         from bsi.data.digits import embedded_digits
 

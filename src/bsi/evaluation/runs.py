@@ -149,7 +149,7 @@ class Split:
 
 def open_split(run: Run, split: str, other: str | None = None) -> Split:
     """A split of the dataset that the run was trained on, or of another one by name or folder."""
-    dataset = open_dataset(run.dataset if other is None else other)
+    dataset = open_dataset(run.dataset, version=run.dataset_version) if other is None else open_dataset(other)
     if other is None and dataset.version != run.dataset_version:
         raise DataError(
             f"the dataset {dataset.name!r} is not the one that {run.path.name} was trained on: expected version "

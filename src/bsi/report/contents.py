@@ -230,7 +230,7 @@ def measure(
         missing.append(_too_slow("no animation"))
     else:
         animation = belief_animation(model)
-    test = _test_images(recipe)
+    test = _test_images(recipe, _checkpoint(run)[1] or None)
     wanted = 0 if test is None else min(MAX_IMAGES, len(test))
     budget -= LEVELS * min(wanted, LEVEL_IMAGES)
     levels = next((m for m in MEASURE if wanted * (m + RECON) <= budget), MEASURE[-1])
@@ -260,9 +260,9 @@ def _too_slow(what: str) -> str:
     return f"{what}: it takes too long on this device. Use --device cuda, or `bsi eval` and `bsi sample`."
 
 
-def _test_images(recipe: Recipe) -> np.ndarray | None:
+def _test_images(recipe: Recipe, version: str | None) -> np.ndarray | None:
     try:
-        test = open_dataset(recipe.data.name).test
+        test = open_dataset(recipe.data.name, version=version).test
     except BsiError:
         return None
     return test if len(test) else None

@@ -94,6 +94,8 @@ def _value(hint: Any, value: object, where: str) -> Any:
         rest = tuple(choice for choice in choices if choice is not type(None))
         if len(rest) == 1:
             return _value(rest[0], value, where)
+        if float in rest:  # or a list of them
+            return _value(float if isinstance(value, int | float | str) else rest[1], value, where)
         return _one_of(rest, value, where)
     if origin is tuple:
         if not isinstance(value, list):

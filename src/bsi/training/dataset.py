@@ -153,13 +153,10 @@ def _classes(labels: Labels | None) -> int:
 
 
 def _fit(data: object, source: BatchSource) -> Standardize:
-    """Mean and standard deviation over all of a tensor, or over some samples of anything else."""
+    """Mean and standard deviation of all of a tensor, or of some samples of anything else."""
     x = data.double() if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES)).double()
     check_finite(x)
-    mean, std = float(x.mean()), float(x.std(correction=0))
-    if not (np.isfinite(mean) and np.isfinite(std) and std > 0):
-        raise DataError(f"constant data cannot be standardized, got mean {mean} and standard deviation {std}.")
-    return Standardize(mean, std)
+    return Standardize.fit(x)
 
 
 def _largest(data: object, source: BatchSource) -> int:

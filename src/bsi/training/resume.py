@@ -15,6 +15,8 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from bsi.errors import BsiError, UsageError
 from bsi.recipe import Recipe
 from bsi.runtime import checkpoint
@@ -24,6 +26,7 @@ from bsi.runtime.distributed import World
 from bsi.runtime.run_folder import RunFolder, RunRecord
 from bsi.runtime.serialization import Change, changes, flat, from_plain
 from bsi.training.step import Engine
+from bsi.values import Standardize
 
 __all__ = ["SAFE", "Resumed", "check_changes", "find_checkpoint", "restore"]
 
@@ -40,6 +43,7 @@ class Resumed:
     """Where a run resumes. Only the first rank has the checkpoint itself; it shares what it reads."""
 
     checkpoint: Checkpoint | None
+    data: DataSpec
     finished: bool
     evaluation_pending: bool
 
@@ -59,7 +63,24 @@ def find_checkpoint(
     world.agree(error)
     pending = found is not None and bool(found.state["evaluation_pending"])
     done = found is not None and found.step >= record.recipe.steps and not pending
-    return Resumed(found, world.any(done), world.any(pending))
+    return Resumed(found, _in_units_of(found, data, world), world.any(done), world.any(pending))
+
+
+def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> DataSpec:
+    """The description of the data, standardized as the checkpoint was trained: by version 0.1.0, with one number."""
+    if data.standardize is None:
+        return data
+    now = data.standardize
+    before = None if found is None else from_plain(DataSpec, found.state["data"]).standardize
+    numbers = len(now.mean) if isinstance(now.mean, tuple) else 1
+    moments = torch.empty(2, numbers, dtype=torch.float64, device=world.device)
+    for row, moment in zip(moments, ("mean", "std"), strict=True):
+        row[:] = row.new_tensor(getattr(before or now, moment))
+    world.broadcast(moments)
+    mean, std = moments.tolist()
+    if len(set(mean)) == len(set(std)) == 1:
+        return replace(data, standardize=Standardize(mean[0], std[0]))
+    return replace(data, standardize=Standardize(tuple(mean), tuple(std)))
 
 
 def _compare(

@@ -107,6 +107,7 @@ def train(
             recipe = replace(recipe, backbone=config_of(backbone, training_data.spec))
         record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
         resumed = find_checkpoint(folder, record, training_data.spec, world, allow, log)
+        training_data = replace(training_data, spec=resumed.data)
         if resumed.finished:
             more = ", or more --steps" if recipe.optimizer.schedule == "constant" else ""
             log_once(f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")

@@ -68,8 +68,5 @@ def extra(name: str, purpose: str) -> Iterator[None]:
     """
     try:
         yield
-    except ModuleNotFoundError as error:
-        package = (error.name or "a package").partition(".")[0]
-        raise UsageError(
-            f"{purpose} needs {package}, which is not installed. Run: pip install 'bsi[{name}]'"
-        ) from error
+    except ImportError as error:
+        raise UsageError(f"{purpose} needs an optional package: {error}. Run: pip install 'bsi[{name}]'") from error

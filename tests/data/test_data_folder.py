@@ -375,7 +375,7 @@ def test_a_dataset_of_the_real_package_is_read(tmp_path: Path, monkeypatch: pyte
 
 def test_the_hub_without_its_package_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match="pip install datasets"):
+    with pytest.raises(UsageError, match=r"bsi\[hub\]"):
         HuggingFace("someone/cats").plan()
 
 

@@ -16,13 +16,13 @@ from bsi.devices import Precision, compute_dtype
 
 if TYPE_CHECKING:
     from bsi.backbones.acceleration import accelerate, compile_regions, freeze
-    from bsi.backbones.base import Backbone, build
+    from bsi.backbones.backbone import Backbone, build
 
 _HOME = {
     "accelerate": "bsi.backbones.acceleration",
     "freeze": "bsi.backbones.acceleration",
-    "Backbone": "bsi.backbones.base",
-    "build": "bsi.backbones.base",
+    "Backbone": "bsi.backbones.backbone",
+    "build": "bsi.backbones.backbone",
     "compile_regions": "bsi.backbones.acceleration",
 }
 

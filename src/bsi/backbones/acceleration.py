@@ -15,7 +15,7 @@ import sys
 import torch
 from torch import nn
 
-from bsi.backbones.base import Backbone
+from bsi.backbones.backbone import Backbone
 from bsi.backbones.config import BackboneConfig, DiTConfig, UNetConfig
 from bsi.backbones.embeddings import ConditionEmbedding
 from bsi.backbones.memory import Form

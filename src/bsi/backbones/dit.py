@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
 
-from bsi.backbones.base import Backbone
+from bsi.backbones.backbone import Backbone
 from bsi.backbones.config import DiTConfig, input_channels
 from bsi.backbones.embeddings import ConditionEmbedding, positions
 from bsi.backbones.layers import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
 
-from bsi.backbones.base import Backbone
+from bsi.backbones.backbone import Backbone
 from bsi.backbones.config import MLPConfig, input_channels
 from bsi.backbones.embeddings import ConditionEmbedding
 from bsi.backbones.layers import (

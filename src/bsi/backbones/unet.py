@@ -24,7 +24,7 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, conv2d, conv3d, interpolate, linear, silu
 
-from bsi.backbones.base import Backbone
+from bsi.backbones.backbone import Backbone
 from bsi.backbones.config import UNetConfig, input_channels
 from bsi.backbones.embeddings import ConditionEmbedding
 from bsi.backbones.layers import (

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from bsi.backbones.base import Backbone, build
+from bsi.backbones.backbone import Backbone, build
 from bsi.backbones.config import BackboneConfig
 from bsi.backbones.dit import DiT
 from bsi.backbones.mlp import MLP

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from bsi.backbones.acceleration import accelerate, check_fp8
-from bsi.backbones.base import Backbone
+from bsi.backbones.backbone import Backbone
 from bsi.devices import compiles, compute_dtype
 from bsi.errors import BsiError, Preempted, UsageError
 from bsi.model import Model

@@ -179,7 +179,8 @@ def test_something_is_due_at_multiples_and_at_the_end() -> None:
         lambda: replace(recipes.digits(), seed=-1),
         lambda: replace(recipes.digits(), audit=True, virtual_shards=12),
         lambda: replace(recipes.digits(), audit=True, precision="bf16"),
-        lambda: replace(recipes.digits(), batch=60).check(1),
+        lambda: replace(recipes.digits(), batch=60, accumulation=2).check(1),
+        lambda: replace(recipes.digits(), steps=10**40),
         lambda: recipes.digits().check(3),
         lambda: named_recipe("digitz"),
     ],
@@ -197,3 +198,22 @@ def test_a_near_name_is_suggested() -> None:
 def test_recipes_need_no_torch() -> None:
     code = "import sys, bsi.recipes, bsi.cli.train; bsi.cli.train.parse(['digits']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".x", "", "x" * 101, "a b", "x\n", "x\x00"])
+def test_a_name_is_no_path(name: str) -> None:
+    """Row 41: it may come from a file, and names the files that are written."""
+    with pytest.raises(UsageError, match="letters, digits"):
+        replace(recipes.digits(), name=name)
+    with pytest.raises(UsageError, match="letters, digits"):
+        from_plain(Recipe, {**to_plain(recipes.digits()), "name": name})
+
+
+@pytest.mark.parametrize(("batch", "shards"), [(32, 32), (1, 1), (20, 20), (31, 31), (67, 1), (96, 48), (128, 64)])
+def test_any_batch_is_divided_into_shards_that_fit(batch: int, shards: int) -> None:
+    recipe = replace(recipes.digits(), batch=batch, virtual_shards=64)
+    recipe.check(1)
+    assert recipe.shards == shards
+    audited = replace(recipe, audit=True).shards
+    assert batch % audited == 0
+    assert audited & (audited - 1) == 0

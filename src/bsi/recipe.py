@@ -8,6 +8,7 @@ folder stores it, a resumed run is compared with it, and the command line edits 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,6 +33,8 @@ __all__ = [
     "Samples",
 ]
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MOST = 10**12  # steps, samples in a batch: larger numbers are mistakes
 FIRST_RATE = 1e-8  # the paper's warm-up starts here
 
 
@@ -250,7 +253,7 @@ class Recipe:
     accumulation: int = 1
     """Number of pieces in which a rank computes its part of a batch."""
     virtual_shards: int = SHARDS
-    """Number of pieces into which a batch is cut for any number of ranks; a rank computes several of them."""
+    """The largest number of shards that a batch is divided into, whatever the number of ranks; see `shards`."""
     ema: Ema = field(default_factory=Ema)
     precision: Precision = "auto"
     """Inside the network; auto is bf16 on a GPU, float16 on a GPU without bf16, and float32 on a CPU."""
@@ -273,8 +276,16 @@ class Recipe:
     keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:
-        for name, value in (("steps", self.steps), ("batch", self.batch), ("accumulation", self.accumulation)):
+        if not NAME.fullmatch(self.name):  # it may come from a file, and names the run folder and exports
+            raise UsageError(
+                f"name must have 1 to 100 letters, digits, '-', '_' or '.', the first a letter or digit, got "
+                f"{self.name!r:.120}. Choose another."
+            )
+        counts = (self.steps, self.batch, self.accumulation, self.virtual_shards)
+        for name, value in zip(("steps", "batch", "accumulation", "virtual_shards"), counts, strict=True):
             _at_least(name, value, 1)
+            if value > MOST:
+                raise UsageError(f"{name} must be at most {MOST}, got {value:.3g}. Use a smaller number.")
         if self.threads is not None:
             _at_least("threads", self.threads, 1)
         if not 0 <= self.seed < 2**63:
@@ -293,9 +304,19 @@ class Recipe:
         if self.precision == "fp8" and not self.compile:
             raise UsageError("fp8 is one of the fast forms that compile=False turns off: leave compile on")
 
+    @property
+    def shards(self) -> int:
+        """The number of virtual shards: the largest divisor of the batch up to `virtual_shards`.
+
+        In the audit mode it is a power of two. A rank computes consecutive shards.
+        """
+        if self.audit or self.batch % self.virtual_shards == 0:
+            return math.gcd(self.batch, self.virtual_shards)
+        return max(n for n in range(1, min(self.batch, self.virtual_shards) + 1) if self.batch % n == 0)
+
     def check(self, world: int) -> None:
-        """Raise if the batch cannot be shared by this many ranks."""
-        check_batch(self.batch, world, self.accumulation, self.virtual_shards)
+        """Raise if so many ranks cannot share a batch evenly."""
+        check_batch(self.batch, world, self.accumulation, self.shards)
 
     def rate(self, step: int) -> float:
         return self.optimizer.rate(step, self.steps)

@@ -105,7 +105,7 @@ def chains(base: Path) -> Chains:
             out("constant", words="--optimizer.schedule constant --steps 8"),
             out("constant-whole", words="--optimizer.schedule constant --steps 8"),
         ],
-        "uneven": [out("uneven", words="--batch 20")],
+        "uneven": [out("uneven", words="--batch 20 --accumulation 3")],
         "nowhere": [Entry(Path("/proc/bsi-run"))],
     }
     ended = iter(sequence(base / "plans", *(entry for plan in plans.values() for entry in plan)))
@@ -275,7 +275,7 @@ def test_a_constant_schedule_may_be_extended(base: Path, chains: Chains) -> None
 def test_a_batch_that_cannot_be_shared_is_refused_before_anything_is_made(base: Path, chains: Chains) -> None:
     """Row 11."""
     assert codes(chains["uneven"]) == [2]
-    assert "use a batch of 16 or 24" in chains["uneven"][0].stderr
+    assert "use accumulation 1, 5" in chains["uneven"][0].stderr
     assert not (base / "uneven").exists()
 
 

@@ -1,17 +1,18 @@
-"""A trained model, back: from a run folder, or from one exported file that needs neither run nor trainer.
+"""Trained models: loading them from a run folder or an exported file, and exporting a run as one file.
 
     model = bsi.load("runs/digits")                 # the EMA of the latest checkpoint, verified
     images = model.sample(16)
 
-An export is one safetensors file: the weights, and in its metadata the recipe and the data's description as JSON.
-Neither can hold code; a network that is not one of ours is never imported by name, but passed in: `bsi.load(run,
-backbone=MyNet())`.
+An export is a safetensors file: the weights, and in its metadata the recipe and the description of the data as JSON.
+Neither can hold code. A network passed by the caller is never imported by its name: `bsi.load(run, backbone=MyNet())`.
+Before a network is built, its shapes are compared with those of the weights: a small file cannot ask for a large one.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,10 +21,12 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from bsi import pretrained
-from bsi.errors import CorruptCheckpoint, UsageError
+from bsi.backbones.base import build
+from bsi.errors import BsiError, CorruptCheckpoint, UsageError
 from bsi.io import atomic, check_writable, share
 from bsi.model import Model
 from bsi.recipe import Recipe
@@ -38,12 +41,13 @@ __all__ = ["Trained", "class_name", "export", "load", "model_of", "read_trained"
 EXPORT_FORMAT = 1
 MODEL_FILE = "model.safetensors"  # in a folder as the Hugging Face hub holds it
 METADATA = "bsi"
-MOST_SHOWN = 3  # runs that may have been meant
+LARGEST_SAMPLE = 2**31  # values in one sample
+MOST_SHOWN = 3  # suggestions in a message
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Weights by name, and what they are the weights of."""
+    """Weights by name, with the recipe and the data that they belong to."""
 
     recipe: Recipe
     data: DataSpec
@@ -53,44 +57,63 @@ class Trained:
 
 
 def class_name(network: nn.Module) -> str:
-    """The class of a network, as a person would look for it."""
+    """The full name of a network's class."""
     return f"{type(network).__module__}.{type(network).__qualname__}"
 
 
 def load(path: str | Path, ema: bool = True, backbone: nn.Module | None = None, step: int | None = None) -> Model:
-    """The model of a run folder, an exported file or a bundled name (`digits`), on the CPU and in evaluation mode.
+    """Load a model onto the CPU, in evaluation mode.
 
-    `ema=False` takes the weights themselves, `step` an earlier checkpoint; `backbone` is your own network, if the run
-    was trained with it.
+    Args:
+        path: A run folder, an exported file, or the name of a bundled network (`digits`).
+        ema: Load the moving average; otherwise the weights themselves.
+        backbone: Your own network, if the run was trained with one.
+        step: The step of the checkpoint. By default the latest.
     """
     return model_of(read_trained(Path(path), ema, step), str(path), backbone)
 
 
 def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) -> Model:
-    """The model that weights belong to, as `load` returns it; `where` they were read from is for its messages."""
+    """The model of trained weights, as `load` returns it; `where` they were read from is for messages."""
     if trained.recipe.backbone is None and backbone is None:
         raise UsageError(
-            f"{where} was trained with a network that you passed, {trained.network}, and holds its weights alone: pass "
-            f"one like it again, backbone={trained.network.rpartition('.')[2]}(...)"
+            f"{where} was trained with your own network, {trained.network}, and has only its weights. Pass one like it "
+            f"again, backbone={trained.network.rpartition('.')[2]}(...)."
         )
     if backbone is not None and trained.recipe.backbone is not None:
-        raise UsageError(f"{where} has a network of its own ({trained.network}): leave backbone out")
+        raise UsageError(f"{where} describes its network itself. Leave backbone out.")
+    _check_shapes(trained, where)
     model = build_model(trained.recipe, trained.data, backbone)
     set_weights(model, trained, where)
     return model.eval()
 
 
-def set_weights(model: Model, trained: Trained, where: str) -> None:
-    """Put weights into a model whose network must be the same, tensor by tensor."""
-    found = checkpoint.differences(trained.weights, model.denoiser.backbone.state_dict())
-    if found:
+def _check_shapes(trained: Trained, where: str) -> None:
+    """Raise if the recipe describes another network than that of the weights, before its memory is allocated."""
+    config, data = trained.recipe.backbone, trained.data
+    if config is None:
+        return
+    if getattr(config, "depth", 0) > len(trained.weights) or math.prod(data.shape) > LARGEST_SAMPLE:
+        raise CorruptCheckpoint(f"{where} is damaged: its weights are not those of {config} for shape {data.shape}.")
+    with torch.device("meta"):
+        network = build(config, data.shape, None if data.bins is None else data.bins.count, data.classes)
+    _check_same(trained, network.state_dict(), where)
+
+
+def _check_same(trained: Trained, here: Mapping[str, Tensor], where: str) -> None:
+    if found := checkpoint.differences(trained.weights, here):
         theirs = trained.network or str(trained.recipe.backbone)
         raise UsageError("\n".join([f"the weights of {where} are those of another network, {theirs}:", *found]))
+
+
+def set_weights(model: Model, trained: Trained, where: str) -> None:
+    """Copy weights into a model, whose network must have the same tensors."""
+    _check_same(trained, model.denoiser.backbone.state_dict(), where)
     model.denoiser.backbone.load_state_dict(dict(trained.weights))
 
 
 def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Trained:
-    """Weights and their description, from a run folder, an exported file or a bundled name."""
+    """Weights and their description, from a run folder, an exported file or the name of a bundled network."""
     path = pretrained.find(path)
     if path.is_file():
         return _read_export(path, step)
@@ -100,8 +123,8 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
     found = checkpoint.find(root, lambda line: print(line, file=sys.stderr), step) if root.is_dir() else None
     if found is None and str(path) in pretrained.BUNDLED:
         raise UsageError(
-            f"there is a folder {path} here, which holds no run and hides the network of that name that comes with the "
-            f"package: rename the folder, or run in another one."
+            f"the folder {path} here is not a run, and hides the bundled network of that name. Rename it, or run in "
+            f"another folder."
         )
     if found is None:
         raise UsageError(
@@ -112,11 +135,11 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
 
 
 def _instead(path: Path) -> str:
-    """What may have been meant: a run or an export of almost that name, or one of those in the folder."""
-    inside, beside = _trained_in(path), {found.name: found for found in _trained_in(path.parent)}
-    near = [str(beside[name]) for name in difflib.get_close_matches(path.name, beside, n=1)]
-    meant = [str(found) for found in inside[:MOST_SHOWN]] or near
-    return f"Did you mean {' or '.join(meant)}? " if meant else ""
+    """A suggestion: the runs and exports in the folder, or one of a similar name next to it."""
+    others = {found.name: found for found in _trained_in(path.parent)}
+    near = [others[name] for name in difflib.get_close_matches(path.name, others, n=1)]
+    meant = _trained_in(path)[:MOST_SHOWN] or near
+    return f"Did you mean {' or '.join(map(str, meant))}? " if meant else ""
 
 
 def _trained_in(folder: Path) -> list[Path]:
@@ -133,14 +156,14 @@ def _described(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Train
 
 
 def _begins_well(path: Path) -> bool:
-    """Whether a file begins as safetensors do: the length of a header in eight bytes, and a JSON object."""
+    """Whether a file begins as safetensors files do: the length of the header in eight bytes, then a JSON object."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
 
 
 def _read_export(path: Path, step: int | None) -> Trained:
     if step is not None:
-        raise UsageError(f"{path} is one exported file: it holds one step alone. Leave step out.")
+        raise UsageError(f"{path} is an exported file, which holds a single step. Leave step out.")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -148,7 +171,7 @@ def _read_export(path: Path, step: int | None) -> Trained:
     except safetensors.SafetensorError as error:
         if _begins_well(path):
             raise CorruptCheckpoint(
-                f"{path} is damaged, or not whole ({error}). Copy it again, or make it again by `bsi export`."
+                f"{path} is damaged or incomplete ({error}). Copy it again, or make it again with `bsi export`."
             ) from error
         raise CorruptCheckpoint(
             f"{path} is not a safetensors file ({error}). Pickles (.pt, .pth, .ckpt) can run code when they are "
@@ -157,12 +180,12 @@ def _read_export(path: Path, step: int | None) -> Trained:
     try:
         given = json.loads(metadata[METADATA])
         if given["format"] != EXPORT_FORMAT:
-            raise UsageError(f"{path} has export format {given['format']!r}; this version reads {EXPORT_FORMAT}.")
+            raise UsageError(f"{path} has export format {given['format']!r}, and this version reads {EXPORT_FORMAT}.")
         return _described(given, weights)
-    except (KeyError, ValueError, TypeError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{path} does not say which model it holds: it was not written by `bsi export`.") from error
+    except BsiError:
+        raise
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise UsageError(f"{path} does not describe its model: it was not written by `bsi export`.") from error
 
 
 def export(
@@ -172,8 +195,14 @@ def export(
     step: int | None = None,
     sigma_rel: float | None = None,
 ) -> Path:
-    """Write a run's EMA (or its weights, or an average of relative width `sigma_rel`) as one file, by default in its
-    folder; what has none, a bundled network or an exported file, in the current one.
+    """Write a model as one file.
+
+    Args:
+        run: A run folder, an exported file, or the name of a bundled network.
+        out: The file to write. By default NAME-STEP.safetensors in the run folder, or in the current folder.
+        ema: Export the moving average; otherwise the weights themselves.
+        step: The step of the checkpoint. By default the latest.
+        sigma_rel: Export the power-function average of this relative width instead.
     """
     trained = read_trained(Path(run), ema, None if sigma_rel is not None else step)
     kind = "" if ema else "-weights"

@@ -1,11 +1,11 @@
-"""To and from the Hugging Face hub: a folder that holds one exported model, and says what it is.
+"""The Hugging Face hub: a folder with an exported model and its description.
 
-    model.safetensors     `bsi export`: the weights, with the recipe in the metadata
+    model.safetensors     written by `bsi export`: the weights, with the recipe in the metadata
     recipe.json           the same recipe, for people and search
-    README.md             a model card: the method, the data, the command that made it, three lines that load it
+    README.md             a model card: the method, the data, the command, and how to load it
 
-`bsi.load` opens such a folder like a run. The folder's layout is tested; the transfers themselves are not, since the
-tests run offline: `upload` and `download` are thin calls of huggingface_hub (extra `hub`).
+`bsi.load` opens such a folder like a run. `upload` and `download` call huggingface_hub (extra `hub`); the tests, which
+run offline, cover the folder but not the transfers.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def _card(trained: Trained, ema: bool) -> str:
 
 
 def upload(folder: str | Path, repository: str, private: bool = True) -> str:
-    """Put a folder on the hub, with the token that `hf auth login` stored; returns its address. Untested here."""
+    """Upload a folder with the token of `hf auth login`; returns its address."""
     api = _hub().HfApi()
     api.create_repo(repository, private=private, exist_ok=True)
     return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
 
 
 def download(repository: str, revision: str | None = None) -> Path:
-    """The folder of a hub repository, for `bsi.load`. Untested here."""
-    wanted = [MODEL_FILE, "recipe.json", "README.md"]  # nothing that could be code
+    """Download a hub repository; returns the folder, for `bsi.load`."""
+    wanted = [MODEL_FILE, "recipe.json", "README.md"]  # no code
     return Path(_hub().snapshot_download(repository, revision=revision, allow_patterns=wanted))
 
 

@@ -172,7 +172,7 @@ def _fitting(memory: Memory | None, had: int, there: int, ranks: int = 1) -> int
 
 def _pieces(recipe: Recipe, world: World) -> int:
     """The number of pieces in which a rank computes its part of a batch."""
-    return recipe.virtual_shards // world.size if recipe.audit else recipe.accumulation
+    return recipe.shards // world.size if recipe.audit else recipe.accumulation
 
 
 def _at_a_time(recipe: Recipe, world: World) -> int:
@@ -192,7 +192,7 @@ def _advice(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
         f"rank{'s' if world.size > 1 else ''}, --accumulation {recipe.accumulation}. "
         + ("Half of that may fit" if memory is None else f"By the account of bsi.backbones.memory {fits} fit")
     )
-    shards = recipe.virtual_shards // world.size
+    shards = recipe.shards // world.size
     finer = [d for d in range(pieces + 1, shards + 1) if shards % d == 0 and recipe.batch // (world.size * d) <= fits]
     if finer and not recipe.audit:
         lean = "add --lean, which keeps less and computes it again, or " if _lean_fits(recipe, data, world, had) else ""
@@ -200,8 +200,8 @@ def _advice(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
             f"{given}: {lean}add --accumulation {finer[0]}, which computes the same batch of {recipe.batch} with "
             f"{recipe.batch // (world.size * finer[0])} at a time, and use the same --out."
         )
-    least = recipe.batch // recipe.virtual_shards
-    batch = max(0, min(fits, least - 1)) * recipe.virtual_shards
+    least = recipe.batch // recipe.shards
+    batch = max(0, min(fits, least - 1)) * recipe.shards
     smaller = f"--batch {batch} --accumulation {shards}" if batch else "a smaller network (--backbone)"
     recompute = ""
     if recipe.backbone is not None and not isinstance(recipe.backbone, MLPConfig) and not recipe.backbone.checkpoint:

@@ -1,9 +1,8 @@
-"""Records to and from plain data: what JSON can hold, and nothing that could run.
+"""Records as JSON-serializable data, and back.
 
-A record becomes a dictionary of its fields. Where a field may hold one of several records (the method, the network),
-the dictionary says which by its `kind`, a name from `kinds()`: a file cannot name anything else, and
-nothing is ever imported by a name read from a file. Reading is strict: an unknown field, a missing one or a value of
-another type is an error that names it.
+A record becomes a dictionary of its fields. If a field may hold one of several records (the method, the network), the
+dictionary has a `kind`, a name from `kinds()`: a file cannot name anything else, and nothing is imported by a name read
+from a file. Reading is strict: an unknown field, a missing one or a value of another type is an error that names it.
 """
 
 from __future__ import annotations

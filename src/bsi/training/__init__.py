@@ -5,7 +5,6 @@ loop.py       steps, and what is due after them; signals
 step.py       gradients and update; audit.py the fixed order of sums, replay.py CUDA graphs
 optimizers.py AdamW and Muon
 dataset.py    what is trained on; stream.py its batches, a function of the seed and the step
-evaluate.py   the bound and samples during training
 resume.py     which checkpoint a run resumes from, and which settings may differ
 lock.py       one run per folder
 """

@@ -19,19 +19,27 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
 from bsi import progress
+from bsi.bound import estimate
+from bsi.data.batches import BatchSource
+from bsi.elbo import Elbo, Estimator
 from bsi.errors import NonFinite, Preempted
+from bsi.model import Model
+from bsi.pictures import class_columns, grid, is_image
 from bsi.progress import Progress, readable_seconds
 from bsi.recipe import Recipe
+from bsi.rng import derive, subset
 from bsi.runtime.checkpoint import Saver, Snapshot
 from bsi.runtime.distributed import FailedTogether, Watchdog, World
 from bsi.runtime.ema import store_averages
 from bsi.runtime.run_folder import RunFolder, Sink, Value
 from bsi.training.dataset import TrainingData
-from bsi.training.evaluate import bound, draw_samples
 from bsi.training.step import Engine
 from bsi.training.stream import Piece, Stream, piece_ids, piece_levels
 
@@ -199,6 +207,47 @@ def _observe(job: Job) -> None:
         path = draw_samples(job.engine.ema.model, recipe, job.folder.path / "samples" / f"step-{step:08d}")
         _record(job, {"event": "sample", "step": step, "file": f"samples/{path.name}", "time": time.time()})
     job.pending = False
+
+
+class Interrupted(Exception):
+    """A signal arrived during an evaluation."""
+
+
+def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: StopFlag) -> Elbo:
+    """The bound of a random subset of the test set, the same one at every step and for any number of ranks.
+
+    Every rank calls it and gets the same, or FailedTogether: also when one rank is asked to `stop` while it runs.
+    """
+
+    def poll() -> None:
+        if stop:
+            raise Interrupted
+
+    wanted = recipe.evaluation
+    ids = subset(len(test), wanted.images)
+    estimator = Estimator(wanted.measure, wanted.recon, seed=derive(recipe.seed, "evaluate"), batch_size=wanted.batch)
+    with model.evaluating():
+        return estimate(model.on(test, ids=ids), estimator, world, poll=poll)
+
+
+def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
+    """Draw samples as a picture, or as an array (.npy) if they are not images, with the same seeds at every step.
+
+    A model with labels draws one class after the other; few classes have a column each.
+    """
+    wanted = recipe.samples
+    seed = derive(recipe.seed, "samples") >> 32
+    label = range(model.classes) if model.classes else None
+    x = model.sample(wanted.count, wanted.sampler, seed=seed, label=label).cpu().numpy()
+    path.parent.mkdir(exist_ok=True)
+    if is_image(model.shape):
+        low, high = (0.0, float(model.bins.count - 1)) if model.bins is not None else (float(x.min()), float(x.max()))
+        path = path.with_suffix(".png")
+        grid(x, class_columns(model.classes), low, max(high, low + 1e-6)).save(path)
+        return path
+    path = path.with_suffix(".npy")
+    np.save(path, x, allow_pickle=False)
+    return path
 
 
 # ---- Saving ----------------------------------------------------------------------------------------------------------

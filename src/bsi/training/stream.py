@@ -46,9 +46,9 @@ class Piece:
 
 def pieces(recipe: Recipe, step: int, rank: int, world: int) -> list[Piece]:
     """The pieces that a rank computes in a step, each in one forward and backward pass."""
-    shards = shards_of(rank, world, recipe.virtual_shards)
+    shards = shards_of(rank, world, recipe.shards)
     each = 1 if recipe.audit else len(shards) // recipe.accumulation
-    samples = recipe.batch // recipe.virtual_shards
+    samples = recipe.batch // recipe.shards
     return [Piece(step, s, s * samples, each * samples) for s in range(shards.start, shards.stop, each)]
 
 

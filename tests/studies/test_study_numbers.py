@@ -14,12 +14,13 @@ from bsi.cli.train import parse
 from bsi.data.store import open_dataset
 from bsi.denoiser import COEFFICIENTS
 from bsi.elbo import reconstruction_loss
+from bsi.errors import UsageError
 from bsi.levels import LogUniform
 from bsi.methods import BSI
 from bsi.recipe import Objective
 from bsi.rng import standard_normal
 from bsi.studies import comparison, illustration, noise_levels, proposal, weighting
-from bsi.studies.disentangle import CORNERS, FACTORS
+from bsi.studies.disentangle import FACTORS, parameters
 from bsi.studies.elbo_convergence import converges, gaussian_gap
 from bsi.studies.finite_k import advantage
 from bsi.studies.importance_sampling import proposals, relative_spread, resampled
@@ -41,9 +42,10 @@ from bsi.studies.job import (
 )
 from bsi.studies.measure import Deadline, Laboratory
 from bsi.studies.publish import as_csv
-from bsi.studies.registry import STUDIES
+from bsi.studies.registry import STUDIES, named_studies
 from bsi.studies.report import (
     Claim,
+    Difference,
     Estimate,
     Results,
     Table,
@@ -57,7 +59,7 @@ from bsi.studies.report import (
 from bsi.studies.runner import plan, plan_text, train_command
 from bsi.studies.scale import SCALES
 
-SMOKE, MINI, PAPER = (SCALES[name] for name in ("smoke", "mini", "paper"))
+SMOKE, MINI, MEDIUM, PAPER = (SCALES[name] for name in ("smoke", "mini", "medium", "paper"))
 DIGITS = bsi.recipes.digits()
 
 
@@ -147,7 +149,7 @@ class TestEstimates:
         a, b = ([replace(DIGITS, steps=steps, seed=seed) for seed in (0, 1)] for steps in (10, 20))
         for networks, offset in ((a, 0.0), (b, 3.0)):
             for network in networks:
-                value = Result({"distance": 50.0 * network.seed + offset, "error": 0.1})
+                value = Result({"distance_test": 50.0 * network.seed + offset, "error_test": 0.1})
                 results.store.write(quality(SMOKE, network), value)
         found = results.distance_difference(a, b)
         assert (found.value, found.error) == pytest.approx((-3.0, 0.1))
@@ -159,7 +161,29 @@ class TestClaims:
     )
     def test_a_claim_holds_only_beyond_two_standard_errors(self, value, verdict):
         exact = Estimate(0.0, 0.0)
-        assert less("a < b", exact, exact, Estimate(value, 0.1)).verdict == verdict
+        assert less("a < b", exact, exact, Difference(value, 0.1, 0.0)).verdict == verdict
+
+    @pytest.mark.parametrize(
+        ("value", "error", "verdict"),
+        [
+            (-5e-10, 1e-12, "not held"),  # certain, and of no practical size
+            (-0.003, 0.0005, "held"),
+            (-0.0009, 0.0003, "undecided"),
+            (0.0, 0.0001, "not held"),
+            (-0.003, 0.002, "undecided"),
+        ],
+    )
+    def test_a_claim_holds_only_for_a_difference_of_practical_size(self, value, error, verdict):
+        bits = Estimate(3.0, 0.001)
+        assert less("a < b", bits, bits, Difference(value, error, 0.001)).verdict == verdict
+
+    def test_the_practical_size_is_a_millibit_or_one_percent_of_a_distance(self, tmp_path):
+        assert (Estimate(50.0, 0.1) - Estimate(40.0, 0.1)).size == pytest.approx(0.4)
+        results = Results(SMOKE, Store(tmp_path))
+        results.store.write(quality(SMOKE, DIGITS), Result({"distance_test": 40.0, "error_test": 0.1}))
+        assert results.distance_difference([DIGITS], [DIGITS]).size == pytest.approx(0.4)
+        results = TestEstimates.store(tmp_path, [bound(SMOKE, DIGITS)], [np.ones((2, 4))])
+        assert results.bits_difference([DIGITS], [DIGITS]).size == 0.001
 
     def test_errors_of_independent_estimates_add_in_squares(self):
         assert less("a < b", Estimate(1.0, 0.3), Estimate(2.1, 0.4)).verdict == "held"
@@ -190,8 +214,9 @@ class TestClaims:
         ],
     )
     def test_a_bound_converges_only_if_it_is_above_and_falls(self, gaps, verdict):
-        steps = [Estimate(b - a, 0.1) for a, b in itertools.pairwise(gaps)]
-        found = converges([Estimate(gap, 0.1) for gap in gaps], steps, Estimate(gaps[-1] - gaps[0], 0.1))
+        steps = [Difference(b - a, 0.1, 0.0) for a, b in itertools.pairwise(gaps)]
+        total = Difference(gaps[-1] - gaps[0], 0.1, 0.0)
+        found = converges([Difference(gap, 0.1, 0.0) for gap in gaps], steps, total)
         assert found.verdict == verdict
 
     @pytest.mark.parametrize(
@@ -204,8 +229,9 @@ class TestClaims:
         ],
     )
     def test_an_advantage_is_refuted_for_each_quantity_alone(self, distances, bits, verdict):
-        found = {"FID": [Estimate(v, 0.1) for v in distances], "bits/dim": [Estimate(v, 0.1) for v in bits]}
-        assert advantage(found).verdict == verdict
+        found = {"FID": distances, "bits/dim": bits}
+        gaps = {name: [Difference(value, 0.1, 0.0) for value in values] for name, values in found.items()}
+        assert advantage(gaps).verdict == verdict
 
     @pytest.mark.parametrize(
         ("distances", "verdict"),
@@ -218,7 +244,7 @@ class TestClaims:
     )
     def test_an_intermediate_value_is_best_or_not_beyond_two_standard_errors(self, distances, verdict):
         found = dict(enumerate(distances))
-        assert intermediate_is_best([0.0, 1.0, 2.0], lambda a, b: Estimate(found[a] - found[b], 0.1)) == verdict
+        assert intermediate_is_best([0.0, 1.0, 2.0], lambda a, b: Difference(found[a] - found[b], 0.1, 0.0)) == verdict
 
     def test_tables_are_the_same_in_csv_and_markdown(self):
         table = Table("t", ("|name|", "value"), (("a", Estimate(1.0, 0.1)), ("b|c", None)))
@@ -253,6 +279,20 @@ class TestJobs:
 
     def test_jobs_of_the_scale_mini_fit_into_nine_minutes(self, tmp_path):
         assert max(p.seconds for p in plan(list(STUDIES.values()), MINI, Store(tmp_path))) < 9 * 60
+
+    def test_studies_whose_verdicts_depend_on_training_have_three_seeds_at_mini(self):
+        for name in ("finite-k", "initial-precision", "disentangle", "weighting"):
+            assert {job.network.seed for job in STUDIES[name].measures(MINI)} == {0, 1, 2}
+
+    def test_the_scale_medium_trains_nine_networks_for_ten_minutes_in_each_comparison(self, tmp_path):
+        studies = named_studies("all", MEDIUM)
+        assert [study.name for study in studies] == ["comparison", "architecture"]
+        for study in studies:
+            minutes = [p.seconds / 60 for p in plan([study], MEDIUM, Store(tmp_path)) if isinstance(p.job, Train)]
+            assert len(minutes) == 9
+            assert all(9 < each < 11 for each in minutes)
+        with pytest.raises(UsageError, match="medium"):
+            named_studies("weighting", MEDIUM)
 
     def test_the_scale_smoke_fits_into_fifteen_minutes(self, tmp_path):
         assert sum(p.seconds for p in plan(list(STUDIES.values()), SMOKE, Store(tmp_path))) < 15 * 60
@@ -313,8 +353,8 @@ class TestStudies:
         noisy = spreads((shape / level)[:, None] * np.random.default_rng(0).uniform(0.5, 1.5, (401, 200)))
         assert min(noisy, key=noisy.__getitem__) == "fitted"
 
-    def test_the_corners_of_the_cube_are_bsi_and_bfn(self):
-        first, last = (BSI(**corner.parameters) for corner in (CORNERS[0], CORNERS[-1]))
+    def test_bsi_without_all_three_changes_is_bfn(self):
+        first, last = (BSI(**parameters(undone)) for undone in ((), FACTORS))
         assert first == BSI()
         bfn, level = bsi.BFN(), torch.logspace(0, 5, 20, dtype=torch.float64)
         for ours, theirs in zip(vars(last.encoder(level)).values(), vars(bfn.encoder(level)).values(), strict=True):
@@ -322,21 +362,18 @@ class TestStudies:
         assert last.prior(torch.ones(1, 1)).item() == 0
 
     def test_each_factor_changes_one_thing(self):
-        for corner in CORNERS:
-            method = BSI(**corner.parameters)
-            assert method.c == pytest.approx(1e-2 if corner.hyper_prior else 0.0)
-            assert method.levels.low == (1e-2 if corner.offset else 1.0)
-        assert len({corner.name for corner in CORNERS}) == 8
-        assert len({CORNERS[0].using(factor, as_bsi=False) for factor in FACTORS}) == 3
+        for undone in itertools.chain.from_iterable(itertools.combinations(FACTORS, n) for n in range(4)):
+            method = BSI(**parameters(undone))
+            assert method.c == pytest.approx(0.0 if "hyper-prior" in undone else 1e-2)
+            assert method.levels.low == (1.0 if "offset" in undone else 1e-2)
 
     def test_an_error_of_the_noise_has_no_finite_mean_square_over_levels(self):
         """Near t = 0 the sample's squared error grows like t^-1, with a hyper-prior like t^-2; BSI's is bounded."""
         t = torch.tensor([1e-9, 1e-8], dtype=torch.float64)
-        for corner in CORNERS:
-            method = BSI(**corner.parameters)
-            form = COEFFICIENTS["edm" if corner.preconditioning else "epsilon"]
+        for form_name, undone in itertools.product(("edm", "epsilon"), ((), ("hyper-prior",))):
+            method, form = BSI(**parameters(undone)), COEFFICIENTS[form_name]
             small, large = form(method.encoder(method.levels.icdf(t)), 1.0).c_out.square().log10().tolist()
-            power = 0 if corner.preconditioning else -2 if corner.hyper_prior else -1
+            power = 0 if form_name == "edm" else -1 if undone else -2
             assert large - small == pytest.approx(power, abs=1e-3)
 
     def test_weights_are_compared_between_networks_trained_at_the_same_kind_of_levels(self):

@@ -31,8 +31,9 @@ class StudyOptions:
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
     """The study, or all; without a name the studies are listed."""
-    scale: Literal["smoke", "mini", "paper"] = "smoke"
-    """smoke: digits on a CPU in minutes; mini: CIFAR-10 on one GPU; paper: the paper's settings."""
+    scale: Literal["smoke", "mini", "medium", "paper"] = "smoke"
+    """smoke: digits on a CPU in minutes; mini: CIFAR-10 on one GPU; medium: the two comparisons with ten GPU minutes
+    for each network; paper: the paper's settings."""
     seeds: int | None = None
     """Number of seeds for the networks of comparison, architecture, disentangle, initial-precision, weighting and
     finite-k, instead of the scale's own one to three. Finished networks are kept."""
@@ -66,7 +67,8 @@ def run(args: StudyOptions) -> int:
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes must be positive, got {args.minutes}.")
     at_least_one(args, "seeds")
-    studies, scale = named_studies(args.name), SCALES[args.scale]
+    scale = SCALES[args.scale]
+    studies = named_studies(args.name, scale)
     if args.seeds is not None:
         if not any(study.takes_seeds(scale) for study in studies):
             taking = ", ".join(study.name for study in STUDIES.values() if study.takes_seeds(scale))

@@ -1,4 +1,4 @@
-"""The paper's tables and figures, each by one command: `bsi study NAME --scale smoke|mini|paper --out FOLDER`.
+"""The paper's tables and figures, each by one command: `bsi study NAME --scale smoke|mini|medium|paper --out FOLDER`.
 
 A study is a list of measurements of trained networks, and a report made from their results: tables, a figure, and a
 verdict on each claim. Jobs are plain records; the file that keeps a job's result is named by a hash of the record. So

@@ -1,7 +1,7 @@
 """Tables "imagenet32" and "cifar10-bpd": BFN, VDM and BSI with the same backbone, budget, data order and noise.
 
 The paper's claim: equal bits per dimension, and a FID of BSI below VDM's, below BFN's. `architecture` makes the same
-comparison with the U-Net.
+comparison with another backbone.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ def comparison_table(
     """Bits per dimension and Fréchet distances, next to the paper's values."""
     recipe = comparison.recipe("bsi")
     columns = ["method", "seeds", "bits/dim", "paper's bits/dim"]
+    against_train = "train" in results.scale.references
     if comparison.samples:
-        columns += [*samplers, "paper's FID"]
+        columns += [*samplers, *(f"{name}, training set" for name in samplers if against_train), "paper's FID"]
     rows: list[tuple[Cell, ...]] = []
     for method in METHOD_NAMES:
         theirs = printed.get(method, Printed("–", "–"))
@@ -100,6 +101,8 @@ def comparison_table(
                 # The sampler with most steps is used for one seed only.
                 seeds = {name: networks[:1] if name.endswith("one seed") else networks for name in samplers}
                 row += [results.distance(seeds[name], sampler) for name, sampler in samplers.items()]
+                if against_train:
+                    row += [results.distance(seeds[name], sampler, "train") for name, sampler in samplers.items()]
                 row.append(theirs.fid)
             rows.append(tuple(row))
         elif method in printed:  # reported by its authors for this budget

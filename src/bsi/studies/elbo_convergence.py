@@ -22,7 +22,19 @@ from bsi.methods import Method
 from bsi.recipe import Recipe
 from bsi.studies import figures
 from bsi.studies.job import Bound, Measure, Reconstruction
-from bsi.studies.report import Claim, Estimate, Report, Results, Study, Table, Verdict, less, mean_of_images
+from bsi.studies.report import (
+    PRACTICAL_BITS,
+    Claim,
+    Difference,
+    Estimate,
+    Report,
+    Results,
+    Study,
+    Table,
+    Verdict,
+    less,
+    mean_of_images,
+)
 from bsi.studies.scale import Scale
 
 __all__ = ["STUDY", "converges", "gaussian_gap"]
@@ -70,7 +82,7 @@ def _variances(recipe: Recipe) -> Float64[Tensor, " n"]:
     return torch.linalg.eigvalsh(torch.cov(values.T)).clamp(min=0)
 
 
-def converges(gaps: Sequence[Estimate], steps: Sequence[Estimate], total: Estimate) -> Claim:
+def converges(gaps: Sequence[Difference], steps: Sequence[Difference], total: Difference) -> Claim:
     """The claim that L_M^k falls to its limit from above.
 
     It is held if the first gap is positive and the gap falls in total, and not held if any gap is negative or rises.
@@ -80,13 +92,13 @@ def converges(gaps: Sequence[Estimate], steps: Sequence[Estimate], total: Estima
         steps: The differences from each k to the next, known more precisely than from the gaps.
         total: The difference from the first k to the last.
     """
-    above, below = sum(gap.above_zero for gap in gaps), sum(gap.below_zero for gap in gaps)
-    rising = sum(step.above_zero for step in steps)
-    falls = gaps[0].above_zero and total.below_zero
+    above, below = sum(gap.higher for gap in gaps), sum(gap.lower for gap in gaps)
+    rising = sum(step.higher for step in steps)
+    falls = gaps[0].higher and total.lower
     verdict: Verdict = "not held" if below or rising else "held" if falls else "undecided"
     because = (
-        f"from {gaps[0]} to {gaps[-1]} bits/dim; beyond two standard errors {above} of {len(gaps)} gaps are positive, "
-        f"{below} negative, and {rising} rise with k"
+        f"from {gaps[0]} to {gaps[-1]} bits/dim; beyond {PRACTICAL_BITS:g} and two standard errors {above} of "
+        f"{len(gaps)} gaps are positive, {below} negative, and {rising} rise with k"
     )
     return Claim("L_M^k converges to L_M^inf from above, down to the noise floor", verdict, because)
 
@@ -100,7 +112,8 @@ def report(results: Results) -> Report:
     total = results.finite_gap(_bound(scale, ks[-1]), _bound(scale, ks[0]))
     bits = results.read(_reconstruction(scale)).arrays["bits"]  # (factors, images)
     means = dict(zip(FACTORS, bits.mean(1).tolist(), strict=True))
-    gains = [mean_of_images((row - bits[FACTORS.index(1.0)])[None]) for row in bits]
+    plain = bits[FACTORS.index(1.0)]
+    gains = {factor: mean_of_images((row - plain)[None]) for factor, row in zip(FACTORS, bits, strict=True)}
 
     figure, (left, right) = figures.panels(2)
     color, floor = figures.COLORS["bsi"], [gap.error for gap in gaps]
@@ -134,7 +147,7 @@ def report(results: Results) -> Report:
             Table(
                 "reconstruction",
                 ("alpha_R / alpha_M", "L_R, bits/dim", "less that at 1"),
-                tuple((factor, means[factor], gain) for factor, gain in zip(FACTORS, gains, strict=True)),
+                tuple((factor, means[factor], gains[factor]) for factor in FACTORS),
             ),
         ),
         claims=(
@@ -143,7 +156,7 @@ def report(results: Results) -> Report:
                 "alpha_R = 2 alpha_M gives a slight edge in likelihood over alpha_M",
                 Estimate(means[2.0], 0.0),
                 Estimate(means[1.0], 0.0),
-                gains[FACTORS.index(2.0)],
+                Difference(gains[2.0].value, gains[2.0].error, PRACTICAL_BITS),
             ),
         ),
         figure=figure,

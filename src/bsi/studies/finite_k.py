@@ -11,7 +11,7 @@ from dataclasses import replace
 from bsi.recipe import Objective, Recipe
 from bsi.studies import figures
 from bsi.studies.job import Measure, bound, paper_sampler, quality
-from bsi.studies.report import Cell, Claim, Estimate, Report, Results, Study, Table, Verdict
+from bsi.studies.report import Cell, Claim, Difference, Report, Results, Study, Table, Verdict
 from bsi.studies.scale import Scale
 
 __all__ = ["STUDY", "advantage"]
@@ -30,20 +30,17 @@ def measures(scale: Scale) -> list[Measure]:
     return found
 
 
-def advantage(differences: Mapping[str, Sequence[Estimate]]) -> Claim:
+def advantage(differences: Mapping[str, Sequence[Difference]]) -> Claim:
     """The claim that no training has a consistent advantage.
 
     Args:
         differences: For each trained k and quantity, the difference to training on L_M^inf at every k'. An advantage
             is consistent if it is there at every k', and refuted by a disadvantage at one k'.
     """
-    better = [name for name, gaps in differences.items() if all(gap.below_zero for gap in gaps)]
-    worse = [name for name, gaps in differences.items() if any(gap.above_zero for gap in gaps)]
+    better = [name for name, gaps in differences.items() if all(gap.lower for gap in gaps)]
+    worse = [name for name, gaps in differences.items() if any(gap.higher for gap in gaps)]
     verdict: Verdict = "not held" if better else "held" if len(worse) == len(differences) else "undecided"
-    because = (
-        f"better at every k' beyond two standard errors: {', '.join(better) or 'none'}; "
-        f"worse at some k': {', '.join(worse) or 'none'}"
-    )
+    because = f"better at every k': {', '.join(better) or 'none'}; worse at some k': {', '.join(worse) or 'none'}"
     return Claim("Training on L_M^k confers no consistent advantage over L_M^inf", verdict, because)
 
 
@@ -56,7 +53,7 @@ def report(results: Results) -> Report:
     }
     bits = {k: [results.bits_difference(networks(scale, k), plain, at) for at in evaluated] for k in scale.trained_k}
     columns = [f"{name} at k' = {at}" for name in (scale.metric, "bits/dim") for at in evaluated]
-    differences: dict[str, list[Estimate]] = {}
+    differences: dict[str, list[Difference]] = {}
     for k in scale.trained_k:
         differences |= {f"k = {k} in {scale.metric}": distances[k], f"k = {k} in bits/dim": bits[k]}
 

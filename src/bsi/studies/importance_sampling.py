@@ -18,7 +18,7 @@ from jaxtyping import Float64
 from bsi.levels import ExpectedError, Fitted, LogUniform, Proposal, Uniform
 from bsi.studies import figures
 from bsi.studies.job import Measure, Profile
-from bsi.studies.report import Claim, Estimate, Report, Results, Study, Table, less
+from bsi.studies.report import PRACTICAL_SHARE, Claim, Difference, Estimate, Report, Results, Study, Table, less
 from bsi.studies.scale import Scale
 
 __all__ = ["STUDY", "orders", "proposals", "relative_spread", "resampled"]
@@ -94,7 +94,8 @@ def resampled(statistic: Statistic, level: Curve, errors: Errors, proposal: Prop
 
 
 def _less(statement: str, a: Resampled, b: Resampled) -> Claim:
-    return less(statement, a.estimate, b.estimate, (a - b).estimate)
+    paired = (a - b).estimate
+    return less(statement, a.estimate, b.estimate, Difference(paired.value, paired.error, PRACTICAL_SHARE * b.value))
 
 
 def report(results: Results) -> Report:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from bsi.studies import figures
 from bsi.studies.job import Measure, measures_of, paper_sampler
-from bsi.studies.report import Cell, Claim, Estimate, Report, Results, Study, Table, Verdict, all_of, less
+from bsi.studies.report import Cell, Claim, Difference, Report, Results, Study, Table, Verdict, all_of, less
 from bsi.studies.scale import Scale
 
 __all__ = ["STUDY", "intermediate_is_best"]
@@ -24,7 +24,7 @@ def measures(scale: Scale) -> list[Measure]:
     ]
 
 
-def intermediate_is_best(values: Sequence[float], difference: Callable[[float, float], Estimate]) -> Verdict:
+def intermediate_is_best(values: Sequence[float], difference: Callable[[float, float], Difference]) -> Verdict:
     """Held if a value in between is better than both ends, not held if one end is better than all in between.
 
     Args:
@@ -32,9 +32,9 @@ def intermediate_is_best(values: Sequence[float], difference: Callable[[float, f
         difference: The quantity at one value less that at another; lower is better.
     """
     ends, between = (values[0], values[-1]), values[1:-1]
-    if any(all(difference(value, end).below_zero for end in ends) for value in between):
+    if any(all(difference(value, end).lower for end in ends) for value in between):
         return "held"
-    if any(all(difference(end, value).below_zero for value in between) for end in ends):
+    if any(all(difference(end, value).lower for value in between) for end in ends):
         return "not held"
     return "undecided"
 
@@ -48,7 +48,7 @@ def report(results: Results) -> Report:
         k: {value: results.distance(trained[value], paper_sampler(k)) for value in values} for k in scale.lambda_0_steps
     }
 
-    def gap(a: float, b: float, steps: int = few) -> Estimate:
+    def gap(a: float, b: float, steps: int = few) -> Difference:
         return results.distance_difference(trained[a], trained[b], paper_sampler(steps))
 
     falling = [

@@ -4,7 +4,7 @@
     Bound            bits per dimension of the test set, with L_M^inf or L_M^k
     Reconstruction   L_R for several precisions alpha_R of the decoder
     Profile          errors of the predictions at levels from the first to the last
-    Quality          the Fréchet distance of samples to the test set
+    Quality          the Fréchet distance of samples to the test set, or to the training set too
 
 A job is a record, and its name is a hash of the record. Results are files under that name, written atomically:
 
@@ -109,12 +109,13 @@ class Profile:
 
 @dataclass(frozen=True)
 class Quality:
-    """The Fréchet distance of `num` samples. Sample i has the same noise for every network."""
+    """The Fréchet distance of `num` samples to parts of the dataset. Sample i has the same noise for every network."""
 
     network: Recipe
     metric: MetricName
     num: int
     sampler: Sampler
+    references: tuple[str, ...] = ("test",)
     seed: int = 0
 
 
@@ -129,7 +130,7 @@ def bound(scale: Scale, network: Recipe, finite_k: int | None = None) -> Bound:
 
 def quality(scale: Scale, network: Recipe, sampler: Sampler = OURS) -> Quality:
     """The Fréchet distance at the scale's settings; by default with the package's default sampler."""
-    return Quality(network, scale.metric, scale.samples, sampler.named(network.method))
+    return Quality(network, scale.metric, scale.samples, sampler.named(network.method), scale.references)
 
 
 def measures_of(scale: Scale, networks: Sequence[Recipe], *samplers: Sampler) -> list[Measure]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,20 +173,21 @@ class Laboratory:
         return parts.join()
 
     def _distance(self, job: Quality, drawn: np.ndarray) -> Result:
-        extractor, test = _extractor(job.metric, self.model.device), self.dataset.split("test")
-        name, version, folder = self.dataset.name, self.dataset.version, self.folder / "references"
-        real = reference(name, version, "test", self._pixels(test), extractor, folder=folder)
+        """The distance to each part of the dataset, with the error from drawing these samples."""
+        extractor, folder = _extractor(job.metric, self.model.device), self.folder / "references"
         samples = collect(self._pixels(drawn), extractor, keep=True)
         assert samples.vectors is not None
-        values = {
+        values: dict[str, Any] = {
             "metric": metric_name(extractor),
-            "distance": frechet_distance(samples.moments, real.features.moments),
-            "error": frechet_error(samples.vectors, real.features.moments),
             "samples": len(drawn),
-            "reference_images": len(test),
             "extractor_hash": extractor.hash,
             "precision": extractor.precision,
         }
+        for part in job.references:
+            name, version, images = self.dataset.name, self.dataset.version, self._pixels(self.dataset.split(part))
+            real = reference(name, version, part, images, extractor, folder=folder).features.moments
+            values[f"distance_{part}"] = frechet_distance(samples.moments, real)
+            values[f"error_{part}"] = frechet_error(samples.vectors, real)
         return Result(values, {"images": drawn[:SHOWN]})
 
     def _pixels(self, indices: np.ndarray) -> Iterator[UInt8[Tensor, "n 3 h w"]]:

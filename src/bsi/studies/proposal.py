@@ -15,7 +15,7 @@ import torch
 from bsi.denoiser import edm
 from bsi.studies import figures
 from bsi.studies.job import Measure, Profile
-from bsi.studies.report import Report, Results, Study, Table, less, mean_of_images
+from bsi.studies.report import PRACTICAL_SHARE, Difference, Report, Results, Study, Table, less, mean_of_images
 from bsi.studies.scale import Scale
 
 __all__ = ["STUDY", "profile"]
@@ -39,11 +39,12 @@ def report(results: Results) -> Report:
     inside = [wanted for wanted in LEVELS if u[0] - 1e-6 <= math.log(wanted) <= u[-1] + 1e-6]
     nearest = {wanted: distance[np.abs(u - math.log(wanted)).argmin()] for wanted in inside}
     found = {wanted: mean_of_images(values[None]) for wanted, values in nearest.items()}
+    paired = mean_of_images((nearest[1e2] - nearest[1.0])[None])
     claim = less(
         "For lambda > 1 the distance falls quickly: at 100 it is below that at 1",
         found[1e2],
         found[1.0],
-        mean_of_images((nearest[1e2] - nearest[1.0])[None]),
+        Difference(paired.value, paired.error, PRACTICAL_SHARE * found[1.0].value),
     )
 
     c_skip = edm(recipe.method.encoder(torch.from_numpy(level)), recipe.sigma_data).c_skip.numpy()

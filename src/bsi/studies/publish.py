@@ -38,7 +38,9 @@ studies measured.
 {scales}
 
 An error is one standard error: over seeds if there are several, otherwise the Monte Carlo error of a bound, or the
-error from drawing these samples. A claim is "held" or "not held" beyond two standard errors, and "undecided" otherwise.
+error from drawing these samples. A claim is "held" if the difference is larger than two standard errors and than its
+practical size, "not held" if two standard errors rule out a difference of that size, and "undecided" otherwise. The
+practical size is 0.001 bits/dim, or 1 % of the value that is compared with.
 "For one seed" means that the error does not include what another training run would change: a second seed may reverse
 the verdict. "For two seeds" means that the error has one degree of freedom and may be much too small by chance;
 `--seeds 3` trains more.
@@ -93,7 +95,7 @@ def _protocol(jobs: Sequence[Measure]) -> list[str]:
         if isinstance(job, Bound):
             found[f"bits/dim: the test set, {job.levels} levels and {job.recon} reconstructions of each image."] = None
         elif isinstance(job, Quality):
-            found[f'{job.metric}: {job.num:,} samples against the test set; "at k" is in k steps.'] = None
+            found[f'{job.metric}: {job.num:,} samples against the test set if not stated; "at k" is in k steps.'] = None
     return list(found)
 
 
@@ -130,7 +132,7 @@ def _overview(results: Path, scales: Sequence[Scale]) -> str:
         "|---" * (2 + len(scales)) + "|",
     ]
     for study in STUDIES.values():
-        cells = [_verdicts(_read(study, scale, results)) for scale in scales]
+        cells = [_verdicts(_read(study, scale, results)) if study.runs_at(scale) else "–" for scale in scales]
         lines.append(f"| [{study.name}](#{study.name}) | {study.paper} | {' | '.join(cells)} |")
     return "\n".join(["The verdicts on all claims:", "", *lines, ""])
 

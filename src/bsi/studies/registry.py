@@ -21,6 +21,7 @@ from bsi.studies import (
     weighting,
 )
 from bsi.studies.report import Study
+from bsi.studies.scale import Scale
 
 __all__ = ["STUDIES", "named_studies"]
 
@@ -44,12 +45,15 @@ STUDIES: dict[str, Study] = {
 }
 
 
-def named_studies(name: str) -> list[Study]:
-    """The study of that name, or all of them."""
+def named_studies(name: str, scale: Scale) -> list[Study]:
+    """The study of that name, or all studies that run at the scale."""
     if name == "all":
-        return list(STUDIES.values())
+        return [study for study in STUDIES.values() if study.runs_at(scale)]
     if name not in STUDIES:
         near = difflib.get_close_matches(name, STUDIES, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise UsageError(f"unknown study {name!r}. {hint}Use one of {', '.join(STUDIES)}, or all.")
+    if not STUDIES[name].runs_at(scale):
+        allowed = ", ".join(scale.studies or ())
+        raise UsageError(f"{name} does not run at the scale {scale.name}, which is for {allowed}. Use another --scale.")
     return [STUDIES[name]]

@@ -10,7 +10,9 @@ Fréchet distance     one network: the error from drawing these samples. Several
 
 With two seeds the spread has one degree of freedom: two standard errors are no 95 % interval then.
 
-A claim is held, or not held, only beyond two standard errors; otherwise it is undecided.
+A claim is held if the difference is larger than its practical size and than two standard errors. It is not held if
+two standard errors rule out a difference of the practical size, and undecided otherwise. The practical size is 0.001
+bits per dimension, or 1 % of a distance.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "PRACTICAL_BITS",
+    "PRACTICAL_SHARE",
     "Cell",
     "Claim",
+    "Difference",
     "Estimate",
     "Report",
     "Results",
@@ -52,6 +57,8 @@ __all__ = [
 ]
 
 STANDARD_ERRORS = 2.0
+PRACTICAL_BITS = 0.001
+PRACTICAL_SHARE = 0.01  # of the value that is compared with
 
 PerImage = Float64[np.ndarray, "seeds images"]
 
@@ -75,19 +82,33 @@ class Estimate:
         places = max(0, 1 - exponent)
         return f"{self.value:.{places}f} ± {self.error:.{places}f}"
 
-    def __sub__(self, other: Estimate) -> Estimate:
+    def __sub__(self, other: Estimate) -> Difference:
         """The difference of two independent estimates."""
-        return Estimate(self.value - other.value, math.hypot(self.error, other.error))
+        error = math.hypot(self.error, other.error)
+        return Difference(self.value - other.value, error, PRACTICAL_SHARE * abs(other.value))
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """A difference, and the smallest one of practical size."""
+
+    size: float
 
     @property
-    def below_zero(self) -> bool:
-        """Whether it is below 0 beyond two standard errors."""
-        return self.value < -STANDARD_ERRORS * self.error
+    def lower(self) -> bool:
+        """Whether it is below 0, beyond two standard errors and its practical size."""
+        return self.value < -max(self.size, STANDARD_ERRORS * self.error)
 
     @property
-    def above_zero(self) -> bool:
-        """Whether it is above 0 beyond two standard errors."""
-        return self.value > STANDARD_ERRORS * self.error
+    def higher(self) -> bool:
+        """Whether it is above 0, beyond two standard errors and its practical size."""
+        return self.value > max(self.size, STANDARD_ERRORS * self.error)
+
+    @property
+    def not_lower(self) -> bool:
+        """Whether two standard errors rule out that it is below 0 by its practical size."""
+        margin = STANDARD_ERRORS * self.error
+        return self.value - margin > -self.size
 
 
 def mean_of_seeds(each: Sequence[Estimate]) -> Estimate:
@@ -140,31 +161,33 @@ class Results:
         """The bound of every image in bits per dimension, for each seed."""
         return np.stack([_image_bits(self.read(bound(self.scale, network, finite_k))) for network in networks])
 
-    def bits_difference(self, a: Sequence[Recipe], b: Sequence[Recipe], finite_k: int | None = None) -> Estimate:
+    def bits_difference(self, a: Sequence[Recipe], b: Sequence[Recipe], finite_k: int | None = None) -> Difference:
         """a - b in bits per dimension, paired by image and by seed."""
-        return mean_of_images(self.image_bits(a, finite_k) - self.image_bits(b, finite_k))
+        found = mean_of_images(self.image_bits(a, finite_k) - self.image_bits(b, finite_k))
+        return Difference(found.value, found.error, PRACTICAL_BITS)
 
-    def finite_gap(self, a: Bound, b: Bound) -> Estimate:
+    def finite_gap(self, a: Bound, b: Bound) -> Difference:
         """L_M of `a` less that of `b`, at two values of k, with the Monte Carlo error of the difference."""
         p, q = self.read(a), self.read(b)
         values = torch.from_numpy(p.arrays["measurement"] - q.arrays["measurement"])
         sizes, block = (torch.from_numpy(p.arrays[name]) for name in ("measurement_sizes", "block"))
         found = Replicates(values, sizes, block)
         unit = len(found.mean) * p.values["dimensions"] * math.log(2)
-        return Estimate(float(found.mean.sum()) / unit, math.sqrt(found.sum_variance) / unit)
+        return Difference(float(found.mean.sum()) / unit, math.sqrt(found.sum_variance) / unit, PRACTICAL_BITS)
 
-    def distance(self, networks: Sequence[Recipe], sampler: Sampler = OURS) -> Estimate:
-        """The Fréchet distance of samples."""
-        return mean_of_seeds([self._distance(network, sampler) for network in networks])
+    def distance(self, networks: Sequence[Recipe], sampler: Sampler = OURS, part: str = "test") -> Estimate:
+        """The Fréchet distance of samples to a part of the dataset."""
+        return mean_of_seeds([self._distance(network, sampler, part) for network in networks])
 
-    def distance_difference(self, a: Sequence[Recipe], b: Sequence[Recipe], sampler: Sampler = OURS) -> Estimate:
+    def distance_difference(self, a: Sequence[Recipe], b: Sequence[Recipe], sampler: Sampler = OURS) -> Difference:
         """a - b of Fréchet distances, paired by seed."""
         pairs = zip(a, b, strict=True)
-        return mean_of_seeds([self._distance(p, sampler) - self._distance(q, sampler) for p, q in pairs])
+        found = mean_of_seeds([self._distance(p, sampler) - self._distance(q, sampler) for p, q in pairs])
+        return Difference(found.value, found.error, PRACTICAL_SHARE * self.distance(b, sampler).value)
 
-    def _distance(self, network: Recipe, sampler: Sampler) -> Estimate:
+    def _distance(self, network: Recipe, sampler: Sampler, part: str = "test") -> Estimate:
         found = self.read(quality(self.scale, network, sampler)).values
-        return Estimate(found["distance"], found["error"])
+        return Estimate(found[f"distance_{part}"], found[f"error_{part}"])
 
 
 def _image_bits(result: Result) -> Float64[np.ndarray, " images"]:
@@ -230,11 +253,11 @@ class Claim:
     because: str
 
 
-def less(statement: str, a: Estimate, b: Estimate, difference: Estimate | None = None) -> Claim:
+def less(statement: str, a: Estimate, b: Estimate, difference: Difference | None = None) -> Claim:
     """The claim that a < b; `difference` is a - b where it is known more precisely than from the two."""
     gap = a - b if difference is None else difference
-    verdict: Verdict = "held" if gap.below_zero else "not held" if gap.above_zero else "undecided"
-    return Claim(statement, verdict, f"{a} against {b}, difference {gap}")
+    verdict: Verdict = "held" if gap.lower else "not held" if gap.not_lower else "undecided"
+    return Claim(statement, verdict, f"{a} against {b}, difference {gap}; it matters from {gap.size:.2g}")
 
 
 def equal(statement: str, differences: Sequence[tuple[str, Estimate]], tolerance: float) -> Claim:
@@ -283,6 +306,9 @@ class Study:
     shows: str
     measures: Callable[[Scale], list[Measure]]
     report: Callable[[Results], Report]
+
+    def runs_at(self, scale: Scale) -> bool:
+        return scale.studies is None or self.name in scale.studies
 
     def takes_seeds(self, scale: Scale) -> bool:
         """Whether --seeds changes which networks it trains."""

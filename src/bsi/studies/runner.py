@@ -30,7 +30,19 @@ from bsi.runtime.distributed import find_place, pick_device
 from bsi.runtime.export import export, read_trained
 from bsi.runtime.run_folder import RunFolder, Sink, Value, read_journal
 from bsi.runtime.serialization import changes
-from bsi.studies.job import Job, Measure, Result, Store, Train, estimate_s, name_of, network_name, same_network, title
+from bsi.studies.job import (
+    Job,
+    Measure,
+    Quality,
+    Result,
+    Store,
+    Train,
+    estimate_s,
+    name_of,
+    network_name,
+    same_network,
+    title,
+)
 from bsi.studies.measure import Deadline, Laboratory, load_network
 from bsi.studies.publish import write_outcome
 from bsi.studies.report import Study
@@ -158,8 +170,8 @@ class _Worker:
     def do_in_turn(self, planned: Planned) -> None:
         """Do a job as the only process; if another process does it, wait for its result."""
         job, store, waited = planned.job, self.store, False
-        # Training saves what it has, so it needs only enough time to make progress.
-        needed = min(planned.seconds, 60.0) if isinstance(job, Train) else planned.seconds
+        # Training and drawing save what they have, so they need only enough time to make progress.
+        needed = min(planned.seconds, 60.0) if isinstance(job, Train | Quality) else planned.seconds
         self.deadline.check(f"next is {title(job)} ({planned.seconds / 60:.1f} min)", needed)
         store.folder.mkdir(parents=True, exist_ok=True)
         while True:

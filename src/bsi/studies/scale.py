@@ -2,6 +2,7 @@
 
 smoke   8x8 digits on a CPU: do all studies run? Networks train for half a minute at most; the numbers prove nothing.
 mini    CIFAR-10 on one GPU, networks of 2M to 10M parameters that train for one or two minutes.
+medium  CIFAR-10 on one GPU, for the two comparisons: networks that train for ten minutes. Not yet run.
 paper   the paper's datasets, networks, budgets and seeds. Not yet run.
 """
 
@@ -16,7 +17,9 @@ from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.methods import BSI
 from bsi.recipe import Ema, Every, Keep, Optimizer, Recipe
 from bsi.recipes import (
+    cifar10_20min_bpd,
     cifar10_dit_mini,
+    cifar10_dit_s,
     cifar10_unet,
     digits,
     imagenet32_dit_l2,
@@ -102,6 +105,8 @@ class Scale:
     metric: MetricName
     samples: int
     """Samples of a Fréchet distance."""
+    references: tuple[str, ...] = ("test",)
+    """The parts of the dataset that samples are compared with. The paper takes the test set, most others "train"."""
     sample_batch: int
     steps: tuple[int, ...]
     """Steps of the paper's sampler for each network of a comparison."""
@@ -133,6 +138,8 @@ class Scale:
     speed: Speed
     kept: Literal["float32", "bfloat16"]
     """The type of the weights that are kept."""
+    studies: tuple[str, ...] | None = None
+    """The studies that this scale is for; None for all of them."""
     asked_seeds: int | None = None
     """The number of seeds given by --seeds, in place of the scale's own."""
 
@@ -200,6 +207,17 @@ def _mini_unet(method: str) -> Recipe:
     return replace(_mini(method), backbone=UNetConfig(width=64, levels=8, heads=1, dropout=0.1), batch=256)
 
 
+def _medium(method: str) -> Recipe:
+    """The U-Net of cifar10-20min-bpd for 30,000 steps of 128 images: 9.8 minutes on an H200 at 50.9 steps/s."""
+    return _short(cifar10_20min_bpd(method), steps=30_000, checkpoint=5000)
+
+
+def _medium_dit(method: str) -> Recipe:
+    """DiT-S/2 for 10,000 steps of 512 images, with the flips and levels of the U-Net: about 10 minutes on an H200."""
+    unet = _medium(method)
+    return replace(_short(cifar10_dit_s(method), steps=10_000), data=unet.data, objective=unet.objective)
+
+
 def _paper_cifar10(method: str) -> Recipe:
     return replace(cifar10_unet(method), steps=10_000_000)
 
@@ -251,7 +269,7 @@ MINI = Scale(
     architecture=Comparison(_mini_unet, seeds=(0,)),
     convergence=Comparison(_mini, seeds=(0,)),
     profiled=_mini,
-    parameters=Comparison(_mini_parameter, seeds=(0,)),
+    parameters=Comparison(_mini_parameter, seeds=(0, 1, 2)),
     metric="FID",
     samples=10_000,
     sample_batch=1024,
@@ -265,15 +283,31 @@ MINI = Scale(
     profile_levels=129,
     profile_images=1000,
     batch=2500,
-    lambda_0=(1e-4, 1e-3, 1e-2, 1e-1, 1.0),
-    lambda_0_steps=(16, 64, 256),
-    gamma_0=(1e-2, 1e-1, 1.0, math.inf),
-    trained_k=(16, 64, 256),
+    # Few values, and three seeds each: one seed leaves most verdicts open.
+    lambda_0=(1e-4, 1e-2, 1.0),
+    lambda_0_steps=(16, 256),
+    gamma_0=(1e-2, 1.0, math.inf),
+    trained_k=(16, 64),
     evaluated_k=(16, 64, 256),
-    bias=(2.0, 6.0),
+    bias=(2.0,),
     # Measured: 21,600 images/s in training, 34 s for 256 steps of 10,000 samples, 5250 images/s for the FID features.
     speed=Speed(training=245e12, evaluation=300e12, unet=0.6, metric=5000.0, startup_s=4.0),
     kept="bfloat16",
+)
+
+MEDIUM = replace(
+    MINI,
+    name="medium",
+    summary="CIFAR-10, one H200; U-Nets and DiTs of 30M parameters train for ten minutes",
+    evidence="whether the paper's comparison of the methods shows beyond the spread over three seeds",
+    comparisons=(Comparison(_medium, seeds=(0, 1, 2)),),
+    architecture=Comparison(_medium_dit, seeds=(0, 1, 2)),
+    samples=50_000,
+    references=("test", "train"),
+    batch=1000,
+    studies=("comparison", "architecture"),
+    # From 50.9 steps/s of the U-Net and 8956 images/s of DiT-S/2 in training; the rest is estimated.
+    speed=Speed(training=325e12, evaluation=400e12, unet=0.94, metric=5000.0, startup_s=4.0),
 )
 
 PAPER = replace(
@@ -300,11 +334,14 @@ PAPER = replace(
     ks=(8, 16, 32, 64, 128, 256, 512, 1024, 4096),
     profile_levels=257,
     batch=500,
+    lambda_0=(1e-4, 1e-3, 1e-2, 1e-1, 1.0),
     lambda_0_steps=(16, 64, 256, 1024),
+    gamma_0=(1e-2, 1e-1, 1.0, math.inf),
     trained_k=(16, 64, 256, 1024),
     evaluated_k=(16, 64, 256, 1024),
+    bias=(2.0, 6.0),
     speed=Speed(training=4 * 105e12, evaluation=300e12, unet=0.9, metric=2500.0, startup_s=60.0),
     kept="float32",
 )
 
-SCALES: dict[str, Scale] = {scale.name: scale for scale in (SMOKE, MINI, PAPER)}
+SCALES: dict[str, Scale] = {scale.name: scale for scale in (SMOKE, MINI, MEDIUM, PAPER)}

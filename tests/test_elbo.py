@@ -291,6 +291,17 @@ def test_estimates_agree_whatever_the_proposal(method):
         assert_estimates(measurement_loss(method, predict, x, uniform(seed, count), eps, proposal), exact)
 
 
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_variance_of_the_importance_sampled_bound_does_not_grow_with_the_dimension(method):
+    """Section "Sequential Monte Carlo": the importance weights are over the level, a scalar."""
+    count, spread = 4000, []
+    for n in (1, 16, 256):
+        x, eps = draws(6, count, n), draws(7, count, n)
+        loss = measurement_loss(method, gaussian_posterior(method), x, uniform(8, count), eps)
+        spread.append((loss.std() / loss.mean()).item())
+    assert spread[0] > spread[1] > spread[2]
+
+
 def test_expected_error_of_the_identity_has_the_papers_closed_form():
     """Equation "expected-h" through the estimator: f(mu, lambda) = mu, standardized data that is not Gaussian."""
     method, n, count = BSI(), 3, 40_000
@@ -340,7 +351,8 @@ def test_finite_loss_is_half_k_alpha_times_the_squared_error_for_any_schedule(me
 # Reconstruction
 
 
-@pytest.mark.parametrize("method", [*METHODS, VDM(decoder="cdf")], ids=repr)
+# At alpha_M = 100 a bin is as wide as the decoder's Normal, so that its probability depends on the precision.
+@pytest.mark.parametrize("method", [*METHODS, VDM(decoder="cdf"), BSI(alpha_M=100.0), BFN(sigma_1=0.1)], ids=repr)
 @pytest.mark.parametrize("bins", [Bins(-1.0, 1.0, 17), None], ids=repr)
 def test_reconstruction_decodes_the_sharpest_latent(method, bins):
     index = torch.tensor([[0, 5, 16], [3, 8, 8]])

@@ -34,7 +34,7 @@ SECTIONS = re.findall(
     """
 sec:sample-discovery sec:prior-distribution sec:variance-reduction sec:algorithms sec:discussion sec:preconditioning
 sec:precision-encoding sec:hyperparameters sec:architecture sec:bfns sec:diffusion-models sec:stochastic-interpolants
-sec:pmm sec:bits-per-dimension sec:preconditioning-derivation sec:experiment-details
+sec:pmm sec:bits-per-dimension sec:preconditioning-derivation sec:experiment-details sec:limitations sec:smc
 """,
 )
 

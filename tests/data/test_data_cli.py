@@ -59,11 +59,11 @@ def test_a_folder_of_classes_is_listed_with_their_names(
     assert [dataset["classes"][-1:] for dataset in listed] == [[], ["class11"]]
     Image.new("RGB", (4, 4)).save(tmp_path / "photos" / "stray.png")
     assert main(["data", "folder", "--from", str(tmp_path / "photos"), "--to", str(root / "b"), "--labels"]) == 3
-    assert "stray.png lies in no folder" in capsys.readouterr().err
+    assert "stray.png is in no class" in capsys.readouterr().err
     assert main(["data", "wav", "--from", str(tmp_path), "--labels"]) == 2
     assert capsys.readouterr().err.endswith("wav has no --labels; it takes --length, --test-fraction.\n")
     assert main(["data", "cifar10", "--labels"]) == 2
-    assert "Labels that the data has are kept in any case." in capsys.readouterr().err
+    assert "Labels in the data are kept" in capsys.readouterr().err
 
 
 def test_options_reach_their_source_and_others_are_refused(
@@ -79,11 +79,11 @@ def test_options_reach_their_source_and_others_are_refused(
     capsys.readouterr()
     for words, why in (
         (["arrays", "--from", path, "--size", "3"], "arrays has no --size; it takes --bins, --test-fraction"),
-        (["arrays", "--from", path, "--to", to, "--bins", "0", "1", "4"], "already holds dataset 'x'"),
+        (["arrays", "--from", path, "--to", to, "--bins", "0", "1", "4"], "already holds a dataset"),
         (["arrays"], "--from PATH"),
         (["digits", "--from", path], "takes no --from"),
         (["cifar-10"], "Did you mean 'cifar10'"),
-        (["nonsense"], "There are digits"),
+        (["nonsense"], "The sources are digits"),
         ([], "bsi data NAME"),
     ):
         assert main(["data", *words]) == 2
@@ -97,7 +97,7 @@ def test_a_dataset_is_not_named_like_another_source(
 ) -> None:
     np.save(tmp_path / "cifar10.npy", np.random.default_rng(0).normal(size=100))
     assert main(["data", "arrays", "--from", str(tmp_path / "cifar10.npy")]) == 2
-    assert "Say where with --to" in capsys.readouterr().err
+    assert "like a source" in capsys.readouterr().err
 
 
 def test_bad_data_is_exit_3_and_damage_is_found_by_verify(

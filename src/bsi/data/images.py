@@ -25,7 +25,7 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bsi.data.npy import BLOCK_BYTES
 from bsi.data.prepare import Block, Plan
@@ -77,10 +77,15 @@ def check_options(size: int | None, channels: int | str, resampling: str, test_f
 def open_image(path: Path, name: str) -> Image.Image:
     """The image in a file, upright and opaque, with 8 bits per channel. Errors begin with `name`."""
     try:
-        with open_untrusted(path) as file, Image.open(file, formats=FORMATS) as image:
-            return checked(image, name)
+        with open_untrusted(path) as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise DataError(f"{name} is empty")
+            with Image.open(file, formats=FORMATS) as image:
+                return checked(image, name)
     except DataError:
         raise
+    except UnidentifiedImageError as error:
+        raise DataError(f"{name} cannot be decoded: it is no {', '.join(FORMATS)} image") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"{name} is too large to decode: {error}") from error
     except Exception as error:  # a decoder given damaged data may raise anything

@@ -1,4 +1,4 @@
-"""Folders of images and of sound: what cannot be read faithfully is named, the rest is stored as the manifest says."""
+"""Images from folders and the hub, and sound: unusable files are named, the others are stored as the manifest says."""
 
 import hashlib
 import os
@@ -14,11 +14,15 @@ import pytest
 from PIL import Image
 
 from bsi.data.huggingface import HuggingFace
-from bsi.data.images import Folder, for_testing, walk
+from bsi.data.images import Folder, for_testing, open_image, pixels, walk
 from bsi.data.prepare import prepare
 from bsi.data.store import open_dataset
-from bsi.data.wav import Wav
+from bsi.data.wav import Wav, write_wav
 from bsi.errors import DataError, UsageError
+
+
+def read(path: Path, size: int, channels: int, resampling: str = "lanczos") -> np.ndarray:
+    return pixels(open_image(path, path.name), path.name, size, channels, resampling)
 
 
 def noise(seed: int, height: int, width: int, channels: int = 3) -> np.ndarray:
@@ -47,11 +51,15 @@ def test_images_that_fit_are_stored_unchanged_in_sorted_order(photos: Path, tmp_
         for name, image in zip(mine, stored, strict=True):
             assert np.array_equal(image, noise(int(Path(name).stem), 8, 8).transpose(2, 0, 1))
     assert dataset.manifest.options["resampling"] == "lanczos"
-    assert dataset.manifest.options["crop"] == "largest centerd square"
+    assert "largest centered square" in dataset.manifest.source
 
 
 def test_the_split_of_an_image_does_not_depend_on_the_others(photos: Path, tmp_path: Path) -> None:
     before = prepare(Folder(photos, size=8).plan(), tmp_path / "before")
+    plan = Folder(photos, size=8).plan()
+    Image.fromarray(noise(99, 8, 9)).save(photos / "new.txt.png")
+    assert Folder(photos, size=8).plan().input != plan.input, "a folder that changed is another input"
+    (photos / "new.txt.png").unlink()
     (photos / "cats" / "001.png").unlink()
     after = prepare(Folder(photos, size=8).plan(), tmp_path / "after")
     assert not for_testing("cats/001.png", 0.1)
@@ -66,8 +74,8 @@ def test_a_wide_image_is_cropped_to_its_center_and_resampled(tmp_path: Path) -> 
     Image.fromarray(pixels).save(tmp_path / "wide.png")
     Image.fromarray(pixels.transpose(1, 0, 2)).save(tmp_path / "tall.png")
     for name in ("wide.png", "tall.png"):
-        assert (read(tmp_path / name, name, 4, 3, "lanczos") == 200).all()
-        assert (read(tmp_path / name, name, 2, 1, "box") == 200).all()
+        assert (read(tmp_path / name, 4, 3) == 200).all()
+        assert (read(tmp_path / name, 2, 1, "box") == 200).all()
 
 
 def test_gray_palette_and_opaque_images_become_color_or_gray(tmp_path: Path) -> None:
@@ -76,8 +84,8 @@ def test_gray_palette_and_opaque_images_become_color_or_gray(tmp_path: Path) -> 
     Image.fromarray(np.dstack([gray] * 3 + [np.full_like(gray, 255)])).save(tmp_path / "opaque.png")
     Image.fromarray(gray).convert("P").save(tmp_path / "palette.png")
     for name in ("gray.png", "opaque.png", "palette.png"):
-        assert np.array_equal(read(tmp_path / name, name, 8, 3, "lanczos"), np.stack([gray] * 3))
-        assert np.array_equal(read(tmp_path / name, name, 8, 1, "lanczos"), gray[None])
+        assert np.array_equal(read(tmp_path / name, 8, 3), np.stack([gray] * 3))
+        assert np.array_equal(read(tmp_path / name, 8, 1), gray[None])
 
 
 def test_an_image_is_turned_as_its_camera_says(tmp_path: Path) -> None:
@@ -85,7 +93,7 @@ def test_an_image_is_turned_as_its_camera_says(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
     Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
-    found = read(tmp_path / "turned.png", "turned.png", 8, 3, "box")
+    found = read(tmp_path / "turned.png", 8, 3, "box")
     assert np.array_equal(found, np.rot90(pixels, -1).transpose(2, 0, 1))
 
 
@@ -124,7 +132,7 @@ def test_row_27_images_that_cannot_be_used_are_named_and_skipped_only_up_to_a_ca
     expected = bad_images(folder)
     for name, why in expected.items():
         with pytest.raises(DataError, match=f"^{name} .*{why}"):
-            read(folder / name, name, 32, 3, "lanczos")
+            read(folder / name, 32, 3)
     for i in range(20):
         Image.fromarray(noise(i, 32, 32)).save(folder / f"good{i}.png")
     with pytest.raises(DataError, match=r"animated\.gif is animated.*Nothing may be skipped.*--skip N"):
@@ -154,7 +162,7 @@ def test_sixteen_bits_are_found_even_where_the_decoder_hides_them(tmp_path: Path
     with Image.open(tmp_path / "deep.png") as image:
         assert image.mode == "RGB"
     with pytest.raises(DataError, match="more than eight bits"):
-        read(tmp_path / "deep.png", "deep.png", 8, 3, "lanczos")
+        read(tmp_path / "deep.png", 8, 3)
 
 
 def test_a_tree_is_walked_without_hidden_files_and_without_circles(photos: Path) -> None:
@@ -162,16 +170,10 @@ def test_a_tree_is_walked_without_hidden_files_and_without_circles(photos: Path)
     assert len(names) == 60
     assert len(set(names)) == 60
     (photos / "cats" / "circle").symlink_to(photos, target_is_directory=True)
-    with pytest.raises(DataError, match="links to a folder"):
+    with pytest.raises(DataError, match="is a link to a folder"):
         list(walk(photos, (".png",)))
     with pytest.raises(DataError, match="is not a folder"):
         list(walk(photos / "nothing", (".png",)))
-
-
-def test_a_folder_that_changed_is_not_taken_for_the_old_one(photos: Path, tmp_path: Path) -> None:
-    before = Folder(photos, size=8).plan().input
-    Image.fromarray(noise(99, 8, 9)).save(photos / "new.png")
-    assert Folder(photos, size=8).plan().input != before
 
 
 def test_the_folder_below_the_root_is_an_images_class(photos: Path, tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_the_folder_below_the_root_is_an_images_class(photos: Path, tmp_path: Pa
         assert [label_of[image.tobytes()] for image in images] == labels.tolist()
     assert open_dataset(tmp_path / "out").labels.names == ("cats", "dogs")
     assert prepare(Folder(photos, size=8, skip=1).plan(), tmp_path / "plain").labels is None
-    with pytest.raises(UsageError, match="labels: None there, 'the folder below the root' asked for"):
+    with pytest.raises(UsageError, match="labels: None there, 'the folder below the root' requested"):
         prepare(Folder(photos, labels=True, size=8, skip=1).plan(), tmp_path / "plain")
 
 
@@ -203,7 +205,7 @@ def test_a_class_that_comes_while_the_folder_is_read_is_an_error(photos: Path, t
     plan = Folder(photos, labels=True, size=8).plan()
     (photos / "owls").mkdir()
     Image.fromarray(noise(0, 8, 8)).save(photos / "owls" / "late.png")
-    with pytest.raises(DataError, match=r"late\.png is of a class that came while .* run the same command again"):
+    with pytest.raises(DataError, match=r"late\.png is of a class that appeared in the meantime"):
         prepare(plan, tmp_path / "out")
     assert prepare(Folder(photos, labels=True, size=8).plan(), tmp_path / "out").manifest.classes == (
         "cats",
@@ -215,23 +217,45 @@ def test_a_class_that_comes_while_the_folder_is_read_is_an_error(photos: Path, t
 def test_what_is_in_no_class_or_in_one_alone_or_cannot_be_named_is_refused(photos: Path) -> None:
     stray = photos / "stray.png"
     Image.fromarray(noise(0, 8, 8)).save(stray)
-    with pytest.raises(DataError, match=r"stray\.png lies in no folder of its own class.*leave --labels out"):
+    with pytest.raises(DataError, match=r"stray\.png is in no class.*omit --labels"):
         Folder(photos, labels=True).plan()
     stray.unlink()
-    with pytest.raises(DataError, match="lie in old, which makes one class"):
+    with pytest.raises(DataError, match="are in old, which makes one class"):
         Folder(photos / "dogs", labels=True).plan()
     (photos / "cats").rename(photos / "ca\tts")
-    with pytest.raises(DataError, match=r"the name 'ca\\tts'.*rename it"):
+    with pytest.raises(DataError, match=r"the name 'ca\\tts', expected printable text"):
         Folder(photos, labels=True).plan()
     os.rename(photos / "ca\tts", os.fsencode(photos) + b"/c\xff")
-    with pytest.raises(DataError, match=r"the name 'c\\udcff'.*rename it"):
+    with pytest.raises(DataError, match=r"the name 'c\\udcff', expected printable text"):
         Folder(photos, labels=True).plan()
+
+
+def test_gray_images_stay_gray_and_the_size_is_that_of_the_images(tmp_path: Path) -> None:
+    """Nothing is given: 28 x 28 gray images are stored as such, and what was chosen is noted."""
+    for i in range(30):
+        Image.fromarray(noise(i, 28, 28, 1)).save(tmp_path / f"{i}.png")
+    dataset = prepare(Folder(tmp_path, test_fraction=0.0).plan(), tmp_path / "out")
+    assert (dataset.shape, dataset.train.shape) == ((1, 28, 28), (30, 1, 28, 28))
+    assert any(np.array_equal(dataset.train[0, 0], noise(i, 28, 28, 1)) for i in range(30))
+    notes = " ".join(open_dataset(tmp_path / "out").manifest.notes)
+    assert "28 x 28" in notes
+    assert "gray" in notes
+    assert prepare(Folder(tmp_path, channels=3).plan(), tmp_path / "color").shape == (3, 28, 28)
+    assert Folder(tmp_path, size=28, channels=1).plan().identity == Folder(tmp_path).plan().identity
+    Image.fromarray(noise(1, 40, 90)).save(tmp_path / "color.jpg")
+    plan = Folder(tmp_path).plan()
+    assert plan.shape == (3, 28, 28)
+    assert "1 of 31 images are not square" in " ".join(plan.notes)
+    for path in tmp_path.glob("*.png"):
+        path.unlink()
+    Image.fromarray(noise(1, 90, 90)).save(tmp_path / "color.jpg")
+    assert Folder(tmp_path).plan().shape == (3, 64, 64), "large images are stored with 64 pixels"
 
 
 def test_impossible_options_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
     for options, why in (
-        ({"size": 0}, "side of the images"),
-        ({"channels": 2}, "3 .color. or 1"),
+        ({"size": 0}, "size"),
+        ({"channels": 2}, "channels"),
         ({"test_fraction": 1.0}, "test_fraction"),
     ):
         with pytest.raises(UsageError, match=why):
@@ -240,7 +264,7 @@ def test_impossible_options_are_refused_before_a_file_is_read(tmp_path: Path) ->
         Folder(tmp_path).plan()
 
 
-def write_wav(path: Path, sound: np.ndarray, rate: int = 8000) -> None:
+def save_wav(path: Path, sound: np.ndarray, rate: int = 8000) -> None:
     with wave.open(str(path), "wb") as file:
         file.setnchannels(sound.shape[1])
         file.setsampwidth(sound.dtype.itemsize)
@@ -254,7 +278,7 @@ def test_sound_is_cut_into_pieces_whose_indices_give_it_back(tmp_path: Path, mon
     folder.mkdir()
     sounds = {f"{i}.wav": np.random.default_rng(i).integers(-(2**15), 2**15, (130 * i + 3, 2)) for i in range(12)}
     for name, sound in sounds.items():
-        write_wav(folder / name, sound.astype(np.int16))
+        save_wav(folder / name, sound.astype(np.int16))
     plan = Wav(folder, length=50, test_fraction=0.3).plan()
     dataset = prepare(plan, tmp_path / "out")
     assert (dataset.shape, dataset.bins.count, dataset.train.dtype) == ((2, 50), 65536, np.uint16)
@@ -262,20 +286,30 @@ def test_sound_is_cut_into_pieces_whose_indices_give_it_back(tmp_path: Path, mon
         mine = [sounds[name] for name in sorted(sounds) if for_testing(name, 0.3) == (split == "test")]
         pieces = [sound[: len(sound) // 50 * 50].reshape(-1, 50, 2).transpose(0, 2, 1) for sound in mine]
         assert np.array_equal(stored.astype(int) - 2**15, np.concatenate(pieces))
+    everything = np.concatenate([rows for block in plan.blocks(0) for rows in block.rows.values()])
     for start in (1, 7, 30, plan.total - 1):
-        assert sum(block.items for block in plan.blocks(start)) == plan.total - start
+        rest = [rows for block in plan.blocks(start) for rows in block.rows.values()]
+        assert np.array_equal(np.concatenate(rest), everything[start:])
+    write_wav(tmp_path / "back.wav", dataset.train[0], rate=plan.options["rate"])
+    with wave.open(str(tmp_path / "back.wav")) as file:
+        assert (file.getnchannels(), file.getframerate(), file.getsampwidth(), file.getnframes()) == (2, 8000, 2, 50)
+        sound = np.frombuffer(file.readframes(50), "<i2").reshape(50, 2).T
+    assert np.array_equal(sound.astype(int) + 2**15, dataset.train[0])
 
 
 def test_sound_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="0 to 65535"):
+        write_wav(tmp_path / "x.wav", np.array([[70000]]), 8000)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(DataError, match=r"holds no WAV file\. Give the folder"):
         Wav(tmp_path, length=1000).plan()
-    write_wav(tmp_path / "a.wav", np.zeros((100, 1), np.int16))
+    save_wav(tmp_path / "a.wav", np.zeros((100, 1), np.int16))
     with pytest.raises(DataError, match="smaller --length"):
         Wav(tmp_path, length=1000).plan()
-    write_wav(tmp_path / "b.wav", np.zeros((100, 1), np.int16), rate=44100)
+    save_wav(tmp_path / "b.wav", np.zeros((100, 1), np.int16), rate=44100)
     with pytest.raises(DataError, match=r"b\.wav has 1 channels at 44100 Hz"):
         Wav(tmp_path, length=10).plan()
-    write_wav(tmp_path / "b.wav", np.zeros((100, 1), np.int32))
+    save_wav(tmp_path / "b.wav", np.zeros((100, 1), np.int32))
     with pytest.raises(DataError, match=r"b\.wav has 32 bits"):
         Wav(tmp_path, length=10).plan()
     (tmp_path / "b.wav").write_bytes(b"RIFF")
@@ -317,7 +351,7 @@ def test_images_of_a_hub_dataset_are_prepared_like_those_of_a_folder(
     hub(monkeypatch, {"train": rows})
     plan = HuggingFace("someone/cats", size=8).plan()
     dataset = prepare(plan, tmp_path / "out")
-    assert (dataset.name, len(dataset.train) + len(dataset.test)) == ("cats", 300)
+    assert (plan.name, len(dataset.train) + len(dataset.test)) == ("cats", 300)
     assert len(dataset.test) > 5
     assert np.array_equal(dataset.train[0], noise(0, 8, 8).transpose(2, 0, 1))
     assert sum(block.items for block in plan.blocks(100)) == 200

@@ -1,0 +1,522 @@
+"""Files that may be anything: archives, pickles, headers, pipes. Nothing is written outside, loaded or waited for."""
+
+import gzip
+import hashlib
+import io
+import os
+import pickle
+import socket
+import stat
+import tarfile
+import threading
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bsi.data import cifar10
+from bsi.data.archives import members
+from bsi.data.arrays import Arrays
+from bsi.data.cifar10 import Cifar10
+from bsi.data.imagenet import BATCHES, ImageNet32, ImageNet64
+from bsi.data.npy import HEADER_BYTES, ArrayFile, NpzFile, header_bytes
+from bsi.data.prepare import prepare
+from bsi.data.wav import Wav
+from bsi.download import download
+from bsi.errors import DataError, UsageError
+from bsi.io import data_folder, open_untrusted, parse_json, read_json
+
+RECORDS = 20
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Small files in CIFAR-10's format, which the code takes for the official ones."""
+    rng = np.random.default_rng(0)
+    made = {name: rng.integers(0, 256, (RECORDS, 3073), dtype=np.uint8).tobytes() for name in cifar10.SHA256}
+    monkeypatch.setattr(cifar10, "SHA256", {name: hashlib.sha256(raw).hexdigest() for name, raw in made.items()})
+    return made
+
+
+def tar_of(path: Path, entries: list[tuple[tarfile.TarInfo, bytes]], mode: str = "w:gz") -> Path:
+    with tarfile.open(path, mode) as archive:
+        for info, content in entries:
+            if info.isreg() and not info.size:
+                info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    return info
+
+
+def zip_of(path: Path, entries: list[tuple[zipfile.ZipInfo | str, bytes]]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for info, content in entries:
+            archive.writestr(info, content)
+    return path
+
+
+def layouts(folder: Path, files: dict[str, bytes]) -> dict[str, Path]:
+    """The same files in every form in which they may be given."""
+    inner = folder / "all" / "cifar-10-batches-bin"
+    inner.mkdir(parents=True)
+    for name, raw in files.items():
+        (inner / name).write_bytes(raw)
+    named = [(f"cifar-10-batches-bin/{name}", raw) for name, raw in reversed(files.items())]
+    return {
+        "folder": inner,
+        "parent": inner.parent,
+        "tar.gz": tar_of(folder / "c.tar.gz", [(entry(name), raw) for name, raw in named]),
+        "tar": tar_of(folder / "c.tar", [(entry(name), raw) for name, raw in named], "w"),
+        "zip": zip_of(folder / "c.zip", list(named)),
+    }
+
+
+def rows(plan, start: int = 0) -> np.ndarray:
+    """All rows from an item on, of both splits in order."""
+    empty = np.empty((0, *plan.shape), plan.dtype)
+    return np.concatenate([empty, *(rows for block in plan.blocks(start) for rows in block.rows.values())])
+
+
+def test_cifar10_is_the_same_from_a_folder_and_from_any_archive(files: dict[str, bytes], tmp_path: Path) -> None:
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    assert Cifar10(layouts(tmp_path / "without", files)["tar.gz"]).plan().classes == ()
+    expected = np.frombuffer(files["data_batch_3.bin"], np.uint8).reshape(RECORDS, 3073)
+    versions = set()
+    for form, path in layouts(tmp_path, {**files, "batches.meta.txt": "\n".join(names).encode()}).items():
+        dataset = prepare(Cifar10(path).plan(), tmp_path / f"prepared-{form}")
+        versions.add(dataset.version)
+        assert (len(dataset.train), len(dataset.test), dataset.labels.names) == (5 * RECORDS, RECORDS, tuple(names))
+        assert np.array_equal(dataset.train[2 * RECORDS : 3 * RECORDS].reshape(RECORDS, -1), expected[:, 1:])
+        assert np.array_equal(dataset.labels.train[2 * RECORDS : 3 * RECORDS], expected[:, 0])
+    assert len(versions) == 1
+
+
+def test_cifar10_files_are_compared_with_their_hashes(files: dict[str, bytes], tmp_path: Path) -> None:
+    folder = layouts(tmp_path, {**files, "batches.meta.txt": b"airplane automobile"})["folder"]
+    with pytest.raises(DataError, match=r"batches\.meta\.txt holds 2 names"):
+        Cifar10(folder).plan()
+    (folder / "batches.meta.txt").unlink()
+    (folder / "test_batch.bin").write_bytes(b"x" + files["test_batch.bin"][1:])
+    with pytest.raises(DataError, match=r"test_batch.bin is damaged: expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}"):
+        Cifar10(folder).plan()
+    (folder / "test_batch.bin").unlink()
+    with pytest.raises(DataError, match=r"holds no test_batch\.bin"):
+        Cifar10(folder).plan()
+
+
+class Canary:
+    """A pickle that leaves a trace if it is ever loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_row_24_a_malicious_cifar_pickle_is_never_loaded(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    payload = pickle.dumps(Canary(canary))
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"]
+    for name in names:
+        (folder / name).write_bytes(payload)
+    archive = tar_of(tmp_path / "cifar-10-python.tar.gz", [(entry(f"{folder.name}/{name}"), payload) for name in names])
+    for path in (folder, archive):
+        with pytest.raises(DataError, match=r"made of pickles, which are never loaded.*binary version"):
+            Cifar10(path).plan()
+    for name in cifar10.SHA256:  # and not under the binary files' names either
+        (folder / name).write_bytes(payload)
+    with pytest.raises(DataError, match="is damaged"):
+        Cifar10(folder).plan()
+    assert not canary.exists()
+    pickle.loads(payload)
+    assert canary.exists(), "the canary itself must work"
+
+
+def bad_archives(folder: Path, files: dict[str, bytes]) -> Iterator[tuple[str, Path]]:
+    good = [(entry(f"c/{name}"), raw) for name, raw in files.items()]
+    huge = entry("c/huge.bin")
+    huge.size = 1 << 40
+    extras = {
+        "leads outside": [entry("../outside"), entry("/outside"), entry("c/../../outside"), entry("C:\\outside")],
+        "a link or a device": [
+            entry("c/link", tarfile.SYMTYPE, "/etc/passwd"),
+            entry("c/hard", tarfile.LNKTYPE, "../../outside"),
+            entry("c/null", tarfile.CHRTYPE),
+            entry("c/disk", tarfile.BLKTYPE),
+            entry("c/pipe", tarfile.FIFOTYPE),
+        ],
+    }
+    for why, infos in extras.items():
+        for number, info in enumerate(infos):
+            yield why, tar_of(folder / f"{why}-{number}.tar.gz", [*good, (info, b"")])
+    link = zipfile.ZipInfo("c/link")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    names = [(f"c/{name}", raw) for name, raw in files.items()]
+    yield "leads outside", zip_of(folder / "outside.zip", [*names, ("../outside", b"x")])
+    yield "leads outside", zip_of(folder / "absolute.zip", [*names, ("/outside", b"x")])
+    yield "a link or a device", zip_of(folder / "link.zip", [*names, (link, b"/etc/passwd")])
+    # Bombs: a claim of a terabyte, a gigabyte of zeros in a megabyte, and an extended header of a gigabyte.
+    with gzip.open(folder / "claim.tar.gz", "wb") as file:
+        file.write(huge.tobuf())
+    yield "unpacks to more than", folder / "claim.tar.gz"
+    yield "decompression bomb", zip_of(folder / "bomb.zip", [*names, ("c/zeros.bin", bytes(80 << 20))])
+    header = entry("c/pax", tarfile.XHDTYPE)
+    header.size = 1 << 30
+    with gzip.open(folder / "header.tar.gz", "wb") as file:
+        file.write(header.tobuf(tarfile.USTAR_FORMAT))
+    yield "extended header", folder / "header.tar.gz"
+
+
+def test_row_25_malicious_archives_are_refused_and_nothing_is_written_outside(
+    files: dict[str, bytes], tmp_path: Path
+) -> None:
+    inside = tmp_path / "a" / "b"
+    inside.mkdir(parents=True)
+    archives = list(bad_archives(inside, files))
+    before = sorted(tmp_path.rglob("*"))
+    for why, path in archives:
+        with pytest.raises(DataError, match=why):
+            Cifar10(path).plan()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert len(archives) == 15
+    assert not Path("/outside").exists()
+
+
+def test_damaged_archives_are_rejected_by_name(files: dict[str, bytes], tmp_path: Path) -> None:
+    complete = layouts(tmp_path, files)["tar.gz"].read_bytes()
+    contents = [b"", b"nonsense" * 200, complete[: len(complete) // 2], complete[:40] + b"\xff" * 40 + complete[80:]]
+    for number, raw in enumerate(contents):
+        path = tmp_path / f"bad-{number}.tar.gz"
+        path.write_bytes(raw)
+        with pytest.raises(DataError, match=f"bad-{number}"):
+            Cifar10(path).plan()
+    path = tar_of(tmp_path / "twice.tar", [(entry("a/x.bin"), b"1"), (entry("b/x.bin"), b"2")], "w")
+    with pytest.raises(DataError, match="twice"), members(path, ["x.bin"], 1 << 20):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (data_folder() / "cifar-10-batches-bin").is_dir(), reason="the real CIFAR-10 is not in the data folder"
+)
+def test_the_real_cifar10_has_the_known_version(tmp_path: Path) -> None:
+    dataset = prepare(Cifar10(data_folder() / "cifar-10-batches-bin").plan(), tmp_path / "cifar10")
+    assert dataset.version == "1bd69bc08ebd3844eb6c65712c3a66e10e01c7717b9c9ada5183fd4969a165a3"
+    assert np.bincount(dataset.labels.train).tolist() == [5000] * 10
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Batches of a few images in the official format."""
+    folder = tmp_path_factory.mktemp("imagenet32")
+    for number, name in enumerate(BATCHES):
+        rng = np.random.default_rng(number)
+        images = rng.integers(0, 256, (3 + number, 3072), dtype=np.uint8)
+        np.savez(folder / name, data=images, labels=rng.integers(1, 1001, len(images)), mean=images.mean(0))
+    return folder
+
+
+def test_imagenet_is_the_same_from_batches_and_from_their_zips(imagenet: Path, tmp_path: Path) -> None:
+    with np.load(imagenet / "train_data_batch_2.npz") as batch:
+        images, labels = batch["data"], batch["labels"]
+    plan = ImageNet32(imagenet).plan()
+    dataset = prepare(plan, tmp_path / "a")
+    assert (plan.name, dataset.shape) == ("imagenet32", (3, 32, 32))
+    assert (len(dataset.train), len(dataset.test)) == (sum(range(3, 13)), 13)
+    assert np.array_equal(dataset.train[3:7].reshape(4, -1), images)
+    assert np.array_equal(dataset.labels.train[3:7], labels - 1)
+    zips = tmp_path / "zips"
+    zips.mkdir()
+    for name, wanted in (("Imagenet32_train_npz.zip", BATCHES[:-1]), ("Imagenet32_val_npz.zip", BATCHES[-1:])):
+        with zipfile.ZipFile(zips / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            for batch_name in wanted:
+                archive.write(imagenet / batch_name, f"Imagenet32/{batch_name}")
+    assert prepare(ImageNet32(zips).plan(), tmp_path / "b").version == dataset.version
+
+
+def test_imagenet_of_another_size_or_format_is_rejected(imagenet: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"expected \(N, 12288\) of uint8"):
+        ImageNet64(imagenet).plan()
+    (tmp_path / "train_data_batch_1").write_bytes(b"pickle")
+    with pytest.raises(DataError, match=r"pickled version, which is never loaded"):
+        ImageNet32(tmp_path).plan()
+    for name in BATCHES:
+        np.savez(tmp_path / name, data=np.zeros((2, 3072), np.uint8), labels=np.zeros(2, int))
+    with pytest.raises(DataError, match="labels from 0 to 0"):
+        prepare(ImageNet32(tmp_path).plan(), tmp_path / "out")
+
+
+def test_blocks_can_start_anywhere(imagenet: Path, files: dict[str, bytes], tmp_path: Path) -> None:
+    for plan in (ImageNet32(imagenet).plan(), Cifar10(layouts(tmp_path, files)["tar.gz"]).plan()):
+        everything = rows(plan)
+        for start in (1, 3, RECORDS, plan.total - 1, plan.total):
+            assert np.array_equal(rows(plan, start), everything[start:])
+
+
+# ---- NumPy's files ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    dtype=st.sampled_from(["u1", "<u2", ">i4", "<f4", ">f8", "?", "<f2"]),
+    start=st.integers(0, 5),
+    block=st.integers(1, 300),
+    seekable=st.booleans(),
+)
+def test_streamed_rows_are_those_of_numpy(shape: list[int], dtype: str, start: int, block: int, seekable: bool) -> None:
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    stream = io.BytesIO()
+    np.save(stream, array)
+    stream.seek(0)
+    start = min(start, len(array))
+    with ArrayFile(stream, len(stream.getvalue()), "x", seekable) as file:
+        assert np.array_equal(np.concatenate([array[:0], *file.blocks(start, block)]), array[start:])
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=st.lists(st.integers(0, 10**6), min_size=1, max_size=6), dtype=st.sampled_from(["u1", "<u2", "<f4"]))
+def test_our_headers_are_numpys(shape: list[int], dtype: str) -> None:
+    raw = io.BytesIO(header_bytes(np.dtype(dtype), tuple(shape)))
+    assert len(raw.getvalue()) == HEADER_BYTES
+    assert np.lib.format.read_magic(raw) == (1, 0)
+    assert np.lib.format.read_array_header_1_0(raw) == (tuple(shape), False, np.dtype(dtype))
+
+
+def test_row_26_object_arrays_and_headers_that_claim_a_terabyte_are_refused_before_memory_is_taken(
+    tmp_path: Path,
+) -> None:
+    canary = tmp_path / "canary"
+    objects = np.empty(1, object)
+    objects[0] = Canary(canary)
+    np.save(tmp_path / "objects.npy", objects, allow_pickle=True)
+    np.savez(tmp_path / "objects.npz", train=objects)
+    np.save(tmp_path / "named.npy", np.zeros(3, [("a", "f4"), ("b", "O")]), allow_pickle=True)
+    np.save(tmp_path / "fortran.npy", np.asfortranarray(np.zeros((3, 4))))
+    np.save(tmp_path / "scalar.npy", np.array(3.0))
+    np.save(tmp_path / "complex.npy", np.zeros(3, complex))
+    terabyte = header_bytes(np.dtype("<f4"), (1 << 28, 1 << 10))
+    for name, raw in {
+        "pickle.npy": pickle.dumps(Canary(canary)),
+        "terabyte.npy": terabyte,
+        "negative.npy": header_bytes(np.dtype("<f4"), (-1, 4)),
+        "both.npy": header_bytes(np.dtype("<f4"), (-1, -4)) + bytes(16),
+        "header.npy": b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 100,
+        "deep.npy": b"\x93NUMPY\x01\x00" + (4000).to_bytes(2, "little") + b"(" * 4000,
+        "future.npy": b"\x93NUMPY\x09\x00",
+        "short.npy": b"\x93NU",
+    }.items():
+        (tmp_path / name).write_bytes(raw)
+    zip_of(tmp_path / "terabyte.npz", [("train.npy", terabyte)])
+    zip_of(tmp_path / "bomb.npz", [("train.npy", header_bytes(np.dtype("u1"), (80 << 20,)) + bytes(80 << 20))])
+    cases = {
+        "objects.npy": "Python objects",
+        "objects.npz": "Python objects",
+        "named.npy": "Python objects",
+        "pickle.npy": "not a .npy file",
+        "short.npy": "not a .npy file",
+        "future.npy": "format version 9",
+        "terabyte.npy": "claims .* but holds 256 bytes",
+        "terabyte.npz": "claims .* but holds 256 bytes",
+        "negative.npy": "negative shape",
+        "both.npy": "negative shape",
+        "header.npy": "claims a header of 4294967295 bytes",
+        "deep.npy": "invalid header",
+        "bomb.npz": "decompression bomb",
+        "fortran.npy": "ascontiguousarray",
+        "scalar.npy": "single number",
+        "complex.npy": "expected integers or real floats",
+    }
+    for name, why in cases.items():
+        tracemalloc.start()
+        with pytest.raises(DataError, match=f"{name}.*{why}"):
+            Arrays(tmp_path / name).plan()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 8 << 20, f"{name} took {peak} bytes"
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_damaged_archive_is_an_error_every_time(
+    save: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One flipped bit late in an array of several blocks: nor does a second run resume after what it read before."""
+    monkeypatch.setattr("bsi.data.prepare.SYNC_EVERY_S", 0.0)
+    path = tmp_path / "x.npz"
+    train = np.random.default_rng(0).normal(size=(40, 1 << 17)).astype("f4")  # 20 MiB
+    save(path, train=train)
+    raw = bytearray(path.read_bytes())
+    good = bytes(raw)
+    raw[len(raw) - (1 << 20)] ^= 4
+    path.write_bytes(raw)
+    for _ in range(3):
+        with pytest.raises(DataError, match=r"x\.npz.* damaged"):
+            prepare(Arrays(path).plan(), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    path.write_bytes(good)
+    found = prepare(Arrays(path, test_fraction=0.0).plan(), tmp_path / "out")
+    assert np.array_equal(found.train, train)
+
+
+def test_resuming_does_not_skip_the_checksum_of_an_archive(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, train=np.zeros((1000, 1000)))
+    raw = bytearray(path.read_bytes())
+    raw[500_000] ^= 1
+    path.write_bytes(raw)
+    with NpzFile.at(path) as archive, archive.array("train") as array, pytest.raises(DataError, match="damaged"):
+        list(array.blocks(900))
+
+
+def test_an_archive_with_an_unknown_method_or_a_truncated_array_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, train=np.zeros((100, 10)))
+    raw = path.read_bytes()
+    for offset, kind in ((8, b"PK\x03\x04"), (10, b"PK\x01\x02")):  # the method, in both headers of the member
+        at = raw.index(kind) + offset
+        raw = raw[:at] + b"\x63\x00" + raw[at + 2 :]
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"x\.npz"):
+        Arrays(path).plan()
+    np.save(tmp_path / "x.npy", np.zeros((100, 1000)))
+    with ArrayFile.at(tmp_path / "x.npy") as array:
+        os.truncate(tmp_path / "x.npy", 100_000)
+        with pytest.raises(DataError, match="truncated"):
+            list(array.blocks(0, 8000))
+
+
+# ---- Anything where a file is expected -------------------------------------------------------------------------------
+
+
+def not_files(folder: Path) -> dict[str, Path]:
+    os.mkfifo(folder / "pipe.npy")
+    (folder / "folder.npy").mkdir()
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(folder / "socket.npy"))
+    server.close()
+    (folder / "device.npy").symlink_to("/dev/zero")
+    (folder / "loop.npy").symlink_to("loop.npy")
+    names = ("pipe.npy", "folder.npy", "socket.npy", "device.npy", "loop.npy", "absent.npy", f"{'x' * 300}.npy")
+    return {name: folder / name for name in (*names, "null\0.npy", os.fsdecode(b"utf\xff.npy"))}
+
+
+@pytest.mark.parametrize("source", [Arrays, Cifar10, ImageNet32])
+def test_what_is_no_file_is_an_error_and_does_not_block(source: type, tmp_path: Path) -> None:
+    for name, path in not_files(tmp_path).items():
+        if name == "folder.npy" and source is not Arrays:
+            continue
+        with pytest.raises(DataError):
+            source(path).plan()
+
+
+def test_a_folder_may_hold_pipes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.wav")
+    with pytest.raises(DataError, match="pipe"):
+        Wav(tmp_path).plan()
+    with pytest.raises(DataError, match="not a folder"):
+        Wav(tmp_path / ("x" * 300)).plan()
+
+
+def test_untrusted_json_is_limited_in_size_and_depth(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"a": [1, 2]}')
+    assert read_json(path) == {"a": [1, 2]}
+    with pytest.raises(DataError, match="at most 5"):
+        read_json(path, limit=5)
+    for text in (b"[" * 100_000, b"[" * 200 + b"]" * 200, b'{"a":' * 100 + b"1" + b"}" * 100):
+        with pytest.raises(DataError, match="nested"):
+            parse_json(text, "x")
+    for text in (b"", b"{", b"\xff\xfe", b"1" * 10_000):
+        with pytest.raises(DataError, match="x is not valid JSON"):
+            parse_json(text, "x")
+    with open_untrusted(path) as file:
+        assert file.read(1) == b"{"
+
+
+# ---- Downloads -------------------------------------------------------------------------------------------------------
+class Server(BaseHTTPRequestHandler):
+    """Serves `content`, with ranges; breaks off after `limit` bytes."""
+
+    content = bytes(range(256)) * 4000
+    limit: int | None = None
+    ranges: bool = True
+    asked: list[str | None]
+
+    def do_GET(self) -> None:
+        asked = self.headers.get("Range")
+        type(self).asked.append(asked)
+        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and self.ranges else 0
+        if start >= len(self.content):
+            self.send_error(416)
+            return
+        body = self.content[start:]
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: self.limit])
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[type[Server], str]]:
+    handler = type("Handler", (Server,), {"asked": []})
+    with HTTPServer(("127.0.0.1", 0), handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield handler, f"http://127.0.0.1:{http.server_port}/file"
+        http.shutdown()
+        thread.join()
+
+
+def test_an_interrupted_download_resumes(server: tuple[type[Server], str], tmp_path: Path) -> None:
+    handler, url = server
+    sha = hashlib.sha256(handler.content).hexdigest()
+    handler.limit = 300_000
+    with pytest.raises(DataError, match="again"):
+        download(url, tmp_path / "x", sha, "give it")
+    assert not (tmp_path / "x").exists()
+    handler.limit = None
+    assert download(url, tmp_path / "x", sha, "give it").read_bytes() == handler.content
+    assert handler.asked == [None, "bytes=300000-"]
+    download(url, tmp_path / "x", sha, "give it")
+    assert len(handler.asked) == 2
+    assert not (tmp_path / "x.part").exists()
+
+
+def test_a_download_from_a_server_without_ranges_starts_over(server: tuple[type[Server], str], tmp_path: Path) -> None:
+    handler, url = server
+    handler.ranges = False
+    (tmp_path / "x.part").write_bytes(b"old")
+    sha = hashlib.sha256(handler.content).hexdigest()
+    assert download(url, tmp_path / "x", sha, "give it").read_bytes() == handler.content
+
+
+def test_a_download_with_another_hash_is_deleted_and_refused(server: tuple[type[Server], str], tmp_path: Path) -> None:
+    handler, url = server
+    with pytest.raises(
+        DataError, match=f"expected sha256 {'0' * 64}, found {hashlib.sha256(handler.content).hexdigest()}"
+    ):
+        download(url, tmp_path / "x", "0" * 64, "give it")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_being_offline_is_said_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"give it with --from"):
+        download("http://127.0.0.1:9/file", tmp_path / "x", "0" * 64, "give it with --from")

@@ -1,0 +1,100 @@
+"""Bins are rounded to the nearest center, and standardized data comes back in its units with the right density."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bsi.errors import DataError, UsageError
+from bsi.values import Bins, Standardize, to_uint8
+
+ranges = st.builds(
+    lambda low, width, count: Bins(low, low + width, count),
+    st.floats(-1e3, 1e3),
+    st.floats(1e-2, 1e3),
+    st.integers(2, 65536),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(bins=ranges, data=st.data(), fraction=st.floats(0, 1))
+def test_an_index_survives_the_round_trip_and_a_value_has_the_nearest_one(
+    bins: Bins, data: st.DataObject, fraction: float
+) -> None:
+    index = np.array(data.draw(st.lists(st.integers(0, bins.count - 1), max_size=20)), dtype=bins.dtype)
+    assert np.array_equal(bins.indices(bins.values(index)), index)
+    value = np.array([bins.low + fraction * (bins.high - bins.low)])
+    distance = np.abs(bins.values(bins.indices(value)) - value)
+    assert distance[0] <= bins.width * (0.5 + 1e-9) + 1e-12
+
+
+def test_8_bit_images_are_rounded_and_never_truncated() -> None:
+    gray = Bins.uint8().values(np.arange(256))
+    almost = 0.4 * Bins.uint8().width
+    for shift in (-almost, 0.0, almost):
+        assert np.array_equal(to_uint8(gray + shift), np.arange(256, dtype=np.uint8))
+    assert to_uint8(np.array([-7.0, 7.0])).tolist() == [0, 255]
+    assert (gray[0], gray[-1]) == (-1, 1)
+
+
+def test_exact_edges_are_in_the_upper_bin_for_arrays_and_tensors() -> None:
+    bins = Bins(0.0, 4.0, 5)
+    edges = np.array([0.5, 1.5, 2.5, 3.5])
+    assert bins.indices(edges).tolist() == bins.indices(torch.from_numpy(edges)).tolist() == [1, 2, 3, 4]
+
+
+def test_the_storage_type_holds_every_index() -> None:
+    assert Bins(0.0, 1.0, 256).dtype == np.uint8
+    assert Bins(0.0, 1.0, 257).dtype == np.uint16
+    assert Bins(0.0, 1.0, 65536).indices(np.array([1.0]))[0] == 65535
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 1), (1, 1, 4), (2, 1, 4), (0, float("inf"), 4), (0, 1, 65537)])
+def test_impossible_bins_are_rejected(arguments: tuple[float, float, int]) -> None:
+    with pytest.raises(UsageError, match="bins need"):
+        Bins(float(arguments[0]), float(arguments[1]), arguments[2])
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers"), [((), 1), ((5,), 5), ((1,), 1), ((3, 4, 4), 3), ((1, 4, 4), 1), ((2, 100), 2)]
+)
+def test_units_are_per_element_of_a_vector_and_per_channel_of_the_rest(shape: tuple[int, ...], numbers: int) -> None:
+    torch.manual_seed(0)
+    units = torch.arange(1, numbers + 1).double().view(-1, *[1] * len(shape[1:]))
+    data = (torch.randn(500, *shape, dtype=torch.float64) + 7) * 10**units if shape else torch.randn(500).double()
+    standardize = Standardize.fit(data)
+    assert isinstance(standardize.mean, tuple) == (numbers > 1)
+    x = standardize.apply(data)
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    assert x.mean(axes).abs().max() < 1e-9
+    assert (x.var(axes, correction=0) - 1).abs().max() < 1e-9
+    torch.testing.assert_close(standardize.undo(x), data, rtol=1e-12, atol=1e-9)
+    # The Jacobian of data -> x, per dimension.
+    expected = float(x.var(axes, correction=0).log().mean() / 2 - data.var(axes, correction=0).log().mean() / 2)
+    assert standardize.log_determinant == pytest.approx(-expected, abs=1e-9)
+
+
+def test_units_follow_type_and_shape() -> None:
+    standardize = Standardize((1.0, 2.0), (1.0, 4.0))
+    for dtype in (torch.float32, torch.float64):
+        assert standardize.apply(torch.ones(3, 2, dtype=dtype)).dtype == dtype
+    assert standardize.apply(torch.ones(3, 2, 4, 4))[0, 1].unique().tolist() == [-0.25]
+    with pytest.raises(UsageError, match="does not fit"):
+        standardize.apply(torch.ones(4, 3))
+    assert Standardize(1.0, 2.0).apply(torch.ones(4, 3)).abs().max() == 0
+
+
+def test_what_cannot_be_standardized_is_named() -> None:
+    data = torch.randn(100, 4)
+    data[:, 2] = 3.0
+    with pytest.raises(DataError, match="element or channel 2 of the data is constant"):
+        Standardize.fit(data)
+    data[:, 2] = 1e7 + torch.randn(100)
+    with pytest.raises(DataError, match="subtract its mean"):
+        Standardize.fit(data)
+    for mean, std in (((0.0, 1.0), (1.0,)), ((0.0, 1.0), (1.0, 0.0)), ((math.nan, 1.0), (1.0, 1.0))):
+        with pytest.raises(UsageError, match="positive std"):
+            Standardize(mean, std)

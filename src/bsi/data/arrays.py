@@ -130,9 +130,7 @@ def _labels(array: ArrayFile, count: int, split: str) -> Integer[np.ndarray, " c
     labels = np.concatenate([np.empty(0, array.dtype), *array.blocks()])
     bad = np.flatnonzero((labels < 0) | (labels >= MAX_CLASSES))
     if len(bad):
-        raise DataError(
-            f"{array.name}: row {bad[0]} is {labels[bad[0]]}, expected labels from 0 to {MAX_CLASSES - 1}."
-        )
+        raise DataError(f"{array.name}: row {bad[0]} is {labels[bad[0]]}, expected labels from 0 to {MAX_CLASSES - 1}.")
     return labels
 
 

@@ -1,4 +1,4 @@
-"""What a device computes in, and whether kernels that are compiled at run time work on it.
+"""What a device computes in, whether Triton kernels work on it, and whether a CPU's threads pay off.
 
 The parameters, the optimizer, the Fourier features and everything around a network stay in float32. Inside the network,
 after `backbone.compute_dtype = compute_dtype("auto", device)`, autocast runs matrix products, convolutions and
@@ -9,6 +9,8 @@ the products of a DiT's blocks in 8 bits (experimental).
 from __future__ import annotations
 
 import importlib.util
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, get_args
 
 from bsi.errors import UsageError
@@ -16,7 +18,7 @@ from bsi.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Precision", "compiles", "compute_dtype", "type_name"]
+__all__ = ["Precision", "compiles", "compute_dtype", "seconds_by_threads", "type_name"]
 
 Precision = Literal["auto", "bf16", "fp8", "float16", "float32"]
 
@@ -68,3 +70,27 @@ def compiles(device: torch.device) -> bool:
 
     available = device.type == "cuda" and all(map(importlib.util.find_spec, ("triton", "bsi.kernels")))
     return available and torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+def seconds_by_threads(work: Callable[[], object], repeats: int = 3) -> dict[int, float]:
+    """The least time of `work` on the CPU with one thread, and with PyTorch's current number of threads.
+
+    On a busy machine one thread can be several times as fast as all, which wait for each other. For a machine with one
+    thread the result has one entry.
+    """
+    import torch
+
+    threads, seconds = torch.get_num_threads(), {}
+    try:
+        for count in {1, threads}:
+            torch.set_num_threads(count)
+            work()  # starts the threads
+            times = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - start)
+            seconds[count] = min(times)
+    finally:
+        torch.set_num_threads(threads)
+    return seconds

@@ -12,7 +12,6 @@ import platform
 import re
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,21 +134,11 @@ def _speed() -> Iterator[Check]:
     """Matrix products with all threads and with one: on a busy machine, threads wait for each other."""
     import torch
 
+    from bsi.devices import seconds_by_threads
+
     threads, x = torch.get_num_threads(), torch.ones(512, 512)
-
-    def gflops(count: int) -> float:
-        torch.set_num_threads(count)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            x @ x
-            times.append(time.perf_counter() - start)
-        return 2e-9 * 512**3 / min(times[1:])
-
-    try:
-        one, all_threads = gflops(1), gflops(threads)
-    finally:
-        torch.set_num_threads(threads)
+    seconds = seconds_by_threads(lambda: x @ x, repeats=4)
+    one, all_threads = (2e-9 * 512**3 / seconds[count] for count in (1, threads))
     found = f"{threads} threads, {all_threads:.0f} GFLOP/s ({one:.0f} with one)"
     if threads > 1 and one > 1.2 * all_threads:
         yield Check("cpu", "missing", f"{found}: slower than one thread", "set OMP_NUM_THREADS=1; the machine is busy")

@@ -93,7 +93,8 @@ def _check_shapes(trained: Trained, where: str) -> None:
     config, data = trained.recipe.backbone, trained.data
     if config is None:
         return
-    if getattr(config, "depth", 0) > len(trained.weights) or math.prod(data.shape) > LARGEST_SAMPLE:
+    deep = max(getattr(config, "depth", 0), getattr(config, "levels", 0))
+    if deep > len(trained.weights) or math.prod(data.shape) > LARGEST_SAMPLE:
         raise CorruptCheckpoint(f"{where} is damaged: its weights are not those of {config} for shape {data.shape}.")
     with torch.device("meta"):
         network = build(config, data.shape, None if data.bins is None else data.bins.count, data.classes)

@@ -19,7 +19,7 @@ from torch import nn
 
 from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.backbone import Backbone
-from bsi.devices import compiles, compute_dtype
+from bsi.devices import compiles, compute_dtype, seconds_by_threads
 from bsi.errors import BsiError, Preempted, UsageError
 from bsi.model import Model
 from bsi.progress import Progress
@@ -45,6 +45,8 @@ from bsi.values import Bins
 __all__ = ["train"]
 
 LONGEST_S = 1e8  # three years: the longest wait for another rank
+MEASURED_IMAGES = 16  # in the comparison of one thread with all
+WORTH_SAYING = 1.5  # times as fast with one thread
 
 
 def train(
@@ -120,6 +122,8 @@ def train(
             engine = Engine(recipe, model, world, _half(recipe, world))
         if begin is not None:
             begin()
+        if world.device.type == "cpu" and recipe.threads is None and not recipe.audit:
+            _check_threads(model, recipe.batch // recipe.accumulation // world.size, log_once)
         restore(engine, resumed.checkpoint, world, log)
         engine.share()
         spec, done = training_data.spec, engine.steps_done
@@ -214,6 +218,23 @@ def _model(
     elif wanted and compiles(world.device):
         network.compile()
     return model
+
+
+def _check_threads(model: Model, images: int, log: Callable[[str], None]) -> None:
+    """Log it if one thread evaluates the network much faster than all: the machine is busy, or the network small.
+
+    The number of threads is not changed here, since sums would be rounded differently when the run is resumed.
+    """
+    network, threads = model.denoiser.backbone, torch.get_num_threads()
+    if not isinstance(network, Backbone) or threads == 1:
+        return
+    x, t = torch.zeros(min(images, MEASURED_IMAGES), *network.shape), torch.zeros(min(images, MEASURED_IMAGES))
+    with torch.no_grad():
+        network.eval()
+        seconds = seconds_by_threads(lambda: network(x, t))
+        network.train()
+    if (factor := seconds[threads] / seconds[1]) > WORTH_SAYING:
+        log(f"{threads} threads are {factor:.1f} times slower than one on this machine now. Start with --threads 1.")
 
 
 def _half(recipe: Recipe, world: World) -> torch.dtype | None:

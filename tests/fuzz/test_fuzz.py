@@ -1,0 +1,384 @@
+"""Random damage: whatever a command is given, it ends in time with a documented exit code and one message.
+
+A case is a command line, a damaged run folder or a damaged data file, made from a seed and its number. It fails on a
+traceback, an undocumented exit code, an unexpected error, more than a minute, or a change outside the folder that the
+command was given. `make fuzz` runs thousands of cases with a new seed; a failing case is repeated by its number:
+
+    BSI_FUZZ_SEED=1 BSI_FUZZ_ONLY=123 python -m pytest -m slow tests/fuzz -k run_folders
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import wave
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import bsi
+from bsi.backbones import MLPConfig
+from bsi.cli import main
+from bsi.recipe import Every
+
+pytestmark = pytest.mark.slow
+
+CASES = int(os.environ.get("BSI_FUZZ_CASES", "360")) // 3
+SEED = int(os.environ.get("BSI_FUZZ_SEED", "0"))
+ONLY = os.environ.get("BSI_FUZZ_ONLY")
+CODES = (0, 1, 2, 3, 4, 5, 75)
+SECONDS = 60
+MEMORY = 16 << 30  # beyond what the process has
+
+NUMBERS = ["0", "-1", "1", "2", str(10**40), "-" + "9" * 30, str(2**63), "1" * 5000, "1e999", "-1e999", "nan", "1e-320",
+           "0x10", "1_000", "٣", "", " ", "1.5", "true"]  # fmt: skip
+WORDS = ["", " ", "x", "-", "--", "---", "None", "~", "~nobody/x", "a" * 300, "a/" * 3000, "%s%n", "{x}", "\n",
+         "\x1b[2J", "\udcff", "é", "$HOME", "digits", "https://x", "/dev/null", "/dev/full", "\u202e"]  # fmt: skip
+PATHS = ["folder", "pipe", "empty", "binary", "loop", "missing/x", "text", "deep.json", "/proc/self/x"]
+NUMBER_OPTIONS = """--num --steps --seed --batch-size --guidance --limit --measure --recon --finite-k --target-se --step
+    --sigma-rel --port --size --batch --repeats --skip --channels --length --test-fraction --minutes --seeds
+    --optimizer.lr --ema.beta --backbone.width --every.sample --virtual-shards --accumulation --keep.last --hang-after-s
+    --method.lambda-0 --method.alpha-M"""
+WORD_OPTIONS = """--solver --grid --noise --label --precision --device --split --proposal --reference --data --data.name
+    --method --backbone --name --allow --column --revision --upload --resampling --scale --nonsense --completion
+    --tyro-print-completion"""
+PATH_OPTIONS = """--out --npz --animate --per-sample --inception --weights --init-from --hub-folder --from --to
+    --publish"""
+FLAGS = """--labels --json --bpd --fid --paired --kid --no-model --verify --list --plan --help --version --no-control
+    --dry-run --tensorboard --lean --audit"""
+ON_A_RUN = [
+    "sample {} --num 2 --steps 2 --device cpu",
+    "sample {} --num 2 --steps 2 --device cpu --npz new.npz",
+    "sample {} --num 2 --steps 2 --device cpu --animate new.gif",
+    "eval {} --bpd --limit 4 --measure 2 --recon 2 --device cpu",
+    "export {} --out new.safetensors",
+    "export {}",
+    "export {} --hub-folder hub",
+    "report {} --no-model",
+    "report {} --device cpu",
+    "view {} --device cpu --no-browser",
+    "train digits --device cpu --out {} --backbone mlp-8x1 --steps 3 --batch 16 --every.evaluate 0",
+    "train digits --device cpu --out other --steps 1 --backbone mlp-8x1 --batch 16 --init-from {}",
+]
+ON_DATA = [
+    "data arrays --from {}",
+    "data arrays --from {} --bins 0 1 4",
+    "data folder --from {} --size 4",
+    "data folder --from {} --size 4 --labels --skip 1",
+    "data wav --from {} --length 16",
+    "data cifar10 --from {}",
+    "data imagenet32 --from {}",
+    "data x --verify",
+    "data --list --verify",
+    "fid {} {}",
+    "train arrays --data.name x --device cpu --steps 1 --batch 16 --out other",
+]
+COMMANDS = [
+    *(words.replace("{}", "run") for words in ON_A_RUN),
+    *(words.replace("{}", "x.npy") for words in ON_DATA),
+    "train digits --dry-run",
+    "bench elbo --backbone mlp-8x1 --batch 1 --size 2 --repeats 1 --device cpu",
+    "study",
+    "study finite-k --plan",
+    "doctor",
+    "data digits",
+]
+
+
+OUTSIDE = "../../../outside/secret"  # from a file of the run folder
+
+
+class Hang(BaseException):
+    """Not an Exception, so that no command can handle it."""
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder, a dataset and files of every kind."""
+    root = tmp_path_factory.mktemp("origin")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setenv("BSI_DATA", str(root / "data"))
+        recipe = replace(
+            bsi.recipes.digits(),
+            backbone=MLPConfig(8, 1),
+            steps=2,
+            batch=16,
+            every=Every(evaluate=0, sample=1, checkpoint=1),
+        )
+        bsi.train(recipe, out=root / "run", device="cpu")
+        random_numbers = np.random.default_rng(0)
+        np.save("x.npy", random_numbers.normal(size=(64, 2)))
+        np.savez("x.npz", arr_0=random_numbers.integers(0, 4, (64, 2), dtype=np.uint8))
+        for words in (ON_A_RUN[3].replace("{}", "run"), "data arrays --from x.npy"):
+            assert quiet(words.split()) == (0, "")
+    for i in range(4):
+        (root / "images" / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (5, 5), (i, 2 * i, 3 * i)).save(root / "images" / f"class{i % 2}" / f"{i}.png")
+    shutil.make_archive(str(root / "images"), "zip", root / "images")
+    shutil.make_archive(str(root / "images"), "gztar", root / "images")
+    with wave.open(str(root / "x.wav"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(400))
+    (root / "folder").mkdir()
+    (root / "empty").touch()
+    (root / "binary").write_bytes(bytes(range(256)) * 40)
+    (root / "text").write_text("hello")
+    (root / "deep.json").write_text("[" * 100_000)
+    return root
+
+
+@pytest.fixture
+def here(origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to work in, no network, no server, and a limit on memory."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setattr("bsi.app.server.server_of", lambda app: Served())
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
+    yield tmp_path
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class Served:
+    def run(self, sockets: object) -> None:
+        """A server that has been asked to stop."""
+
+
+def quiet(words: list[str]) -> tuple[int, str]:
+    """The exit code of a command, and what is wrong with how it ended."""
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), "utf-8"),
+        io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace"),
+    )
+
+    def hang(number: int, frame: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.alarm(SECONDS)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(words)
+            out.flush()
+    except Hang:
+        return -1, f"more than {SECONDS} s"
+    except BaseException as error:
+        return -1, f"raised {error!r}"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    text = err.buffer.getvalue().decode()
+    if code not in CODES:
+        return code, f"exit code {code}: {text}"
+    if "Traceback" in text or "unexpected error" in text:
+        return code, text
+    if code and not text.strip() and "--help" not in words:
+        return code, "" if out.buffer.getvalue() else f"exit code {code} without a message"
+    return code, ""
+
+
+def snapshot(root: Path, working: Path) -> list[str]:
+    """Everything below `root` except the folder that the command works in."""
+    return sorted(
+        str(Path(folder) / name)
+        for folder, folders, files in os.walk(root)
+        if not Path(folder).is_relative_to(working)
+        for name in (*folders, *files)
+    )
+
+
+def prepared(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh copy of everything."""
+    working = here / "home" / "working"
+    shutil.rmtree(here / "home", ignore_errors=True)
+    shutil.copytree(origin, working)
+    os.mkfifo(working / "pipe")
+    (working / "loop").symlink_to("loop")
+    (here / "home" / "outside").mkdir()
+    (here / "home" / "outside" / "secret").write_text("secret")
+    monkeypatch.chdir(working)
+    monkeypatch.setenv("BSI_DATA", str(working / "data"))
+    return working
+
+
+def numbers() -> Iterator[int]:
+    return iter([int(ONLY)] if ONLY else range(CASES))
+
+
+def check(case: int, words: list[str], what: str, here: Path, working: Path) -> str | None:
+    before = snapshot(here, working)
+    _, problem = quiet(words)
+    if snapshot(here, working) != before:
+        problem = f"{problem}; wrote outside: {sorted(set(snapshot(here, working)) ^ set(before))}"
+    return f"case {case}: bsi {' '.join(words)!r} {what}: {problem}" if problem else None
+
+
+def test_command_lines(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = []
+    for case in numbers():
+        rng = random.Random(f"command {SEED} {case}")
+        working = prepared(origin, here, monkeypatch)
+        words = rng.choice(COMMANDS).split()
+        for _ in range(rng.randint(1, 3)):
+            words = mutated(words, rng)
+        failures.append(check(case, words, "", here, working))
+    assert not any(failures), "\n".join(filter(None, failures))
+
+
+def mutated(words: list[str], rng: random.Random) -> list[str]:
+    """The words with one option added or changed, or a word dropped or replaced."""
+    at = rng.randrange(len(words))
+    match rng.choice(["number", "number", "word", "path", "path", "flag", "drop", "replace"]):
+        case "drop":
+            return words[:at] + words[at + 1 :] or words
+        case "replace":
+            return [*words[:at], rng.choice(WORDS + PATHS + NUMBERS), *words[at + 1 :]]
+        case "flag":
+            return [*words, rng.choice(FLAGS.split())]
+        case "number":
+            options, values = NUMBER_OPTIONS.split(), NUMBERS
+        case "word":
+            options, values = WORD_OPTIONS.split(), WORDS
+        case _:
+            options, values = PATH_OPTIONS.split(), PATHS + WORDS
+    given = [at for at, word in enumerate(words[:-1]) if word in options]
+    if given and rng.random() < 0.5:
+        at = rng.choice(given)
+        return [*words[: at + 1], rng.choice(values), *words[at + 2 :]]
+    return [*words, rng.choice(options), rng.choice(values)]
+
+
+def test_damaged_run_folders(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = []
+    for case in numbers():
+        rng = random.Random(f"run {SEED} {case}")
+        working = prepared(origin, here, monkeypatch)
+        what = [damaged(rng, working / "run") for _ in range(rng.randint(1, 2))]
+        words = rng.choice(ON_A_RUN).replace("{}", "run").split()
+        failures.append(check(case, words, f"after {', '.join(what)}", here, working))
+    assert not any(failures), "\n".join(filter(None, failures))
+
+
+def test_damaged_data(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = ["x.npy", "x.npz", "images", "images.zip", "images.tar.gz", "x.wav", "data/x"]
+    failures = []
+    for case in numbers():
+        rng = random.Random(f"data {SEED} {case}")
+        working = prepared(origin, here, monkeypatch)
+        source = rng.choice(sources)
+        what = damaged(rng, working / source)
+        if source != "data/x":
+            shutil.rmtree(working / "data")
+        fitting = [words for words in ON_DATA if kind_of(source) in words] or ON_DATA
+        words = rng.choice(fitting if rng.random() < 0.8 else ON_DATA).replace("{}", source).split()
+        failures.append(check(case, words, f"after {what}", here, working))
+    assert not any(failures), "\n".join(filter(None, failures))
+
+
+def kind_of(source: str) -> str:
+    return {"x.npy": "arrays --from", "x.npz": "arrays --from", "x.wav": "wav", "data/x": " x "}.get(source, "folder")
+
+
+# ---- Damage ----------------------------------------------------------------------------------------------------------
+
+
+def damaged(rng: random.Random, root: Path) -> str:
+    """Damage one file of a folder, or the file itself, and describe how."""
+    files = [path for path in root.rglob("*") if path.is_file() and path.parent.is_dir()] if root.is_dir() else [root]
+    path = rng.choice(files) if files else root / "new"
+    raw = path.read_bytes() if path.is_file() else b""
+    ways = ["truncated", "flipped", "emptied", "removed", "replaced by", "extended", "linked"]
+    if path.suffix in (".json", ".jsonl"):
+        ways += ["edited", "edited", "edited", "edited"]
+    if path.suffix in (".safetensors", ".npy", ".npz", ".zip"):
+        ways += ["header", "header", "header"]
+    way = rng.choice(ways)
+    detail = ""
+    if way == "truncated":
+        path.write_bytes(raw[: rng.randrange(len(raw) + 1)])
+    elif way == "flipped":
+        changed = bytearray(raw or b"x")
+        for _ in range(rng.choice([1, 1, 3, 30])):
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        path.write_bytes(changed)
+    elif way == "header":
+        changed = bytearray(raw or b"x")
+        start = rng.randrange(min(200, len(changed)))
+        new = rng.choice([b"99999999999", b"-1", b"\xff" * 8, struct.pack("<Q", 2**62), b"{", b"\0" * 8])
+        detail = f"{start} {new!r}"
+        changed[start : start + len(new)] = new
+        path.write_bytes(changed)
+    elif way == "emptied":
+        path.write_bytes(b"")
+    elif way == "extended":
+        path.write_bytes(raw + raw[:1000] + b"x")
+    elif way == "edited":
+        path.write_bytes(edited(raw, rng))
+    else:
+        path.unlink(missing_ok=True)
+        detail = rng.choice(["a folder", "a pipe", "a loop", "a device", "an endless device", "a file outside"])
+        if way == "removed":
+            detail = ""
+        elif detail == "a folder":
+            path.mkdir()
+        elif detail == "a pipe":
+            os.mkfifo(path)
+        else:
+            targets = {"a loop": path.name, "a device": "/dev/null", "an endless device": "/dev/zero"}
+            path.symlink_to(targets.get(detail, OUTSIDE))
+    return f"{path.name} {way} {detail}".strip()
+
+
+def edited(raw: bytes, rng: random.Random) -> bytes:
+    """JSON with one value replaced by another, or JSON that is none."""
+    line, *rest = raw.split(b"\n") if raw.count(b"\n{") > 1 else [raw]
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return b"[" * 100_000
+    strange = [
+        None,
+        True,
+        0,
+        -1,
+        1e308,
+        10**40,
+        "",
+        "x" * 1000,
+        "../../x",
+        "/outside/x",
+        [],
+        {},
+        [[]],
+        "\ud800",
+        float("nan"),
+    ]
+    bad = rng.choice([*strange, *strange, "deep", "no utf-8"])
+    if bad == "deep":
+        return b"[" * 100_000
+    if bad == "no utf-8":
+        return b'{"a": "\xff"}'
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
+        return json.dumps(bad).encode()
+    parent, key = value, rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    while isinstance(parent[key], dict | list) and parent[key] and rng.random() < 0.8:
+        parent = parent[key]
+        key = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+    if isinstance(parent, dict) and rng.random() < 0.3:
+        del parent[key]
+    else:
+        parent[key] = bad
+    return b"\n".join([json.dumps(value).encode(), *rest])

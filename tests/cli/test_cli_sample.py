@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import wave
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -413,3 +414,28 @@ def test_values_that_are_not_finite_are_not_drawn(tmp_path):
         with pytest.raises(NonFinite, match="samples 0 to 9 hold NaN"):
             write_samples(network, arguments(tmp_path, **changed))
     assert not list(tmp_path.glob("*.gif"))
+
+
+def test_sound_is_written_as_wav_at_the_rate_of_its_dataset(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
+    for i in range(2):
+        with wave.open(str(tmp_path / f"{i}.wav"), "wb") as file:
+            file.setparams((1, 2, 8000, 0, "NONE", ""))
+            file.writeframes((3000 * np.sin(np.arange(640) / (3 + i))).astype("<i2").tobytes())
+    assert main(["data", "wav", "--from", ".", "--to", "data/tones", "--length", "16", "--test-fraction", "0"]) == 0
+    words = "train arrays --data.name tones --backbone mlp-8x1 --steps 1 --batch 16 --every.evaluate 0 --every.sample 0"
+    assert main([*words.split(), "--device", "cpu", "--out", "run"]) == 0
+    words = "sample run --num 3 --steps 2 --device cpu --npz all.npz --out all.wav"
+    assert main(words.split()) == 0
+    with wave.open("all.wav") as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (8000, 1, 2)
+        sound = np.frombuffer(file.readframes(10**6), "<i2").astype(int).reshape(3, 18)  # 16 samples, 2 of silence
+    assert np.array_equal(sound[:, :16] + 32768, array(tmp_path / "all.npz").astype(int)[:, 0])
+    assert not sound[:, 16:].any()
+    assert main(["sample", "run", "--num", "1", "--steps", "1", "--device", "cpu", "--rate", "4000"]) == 0
+    with wave.open("samples.wav") as file:
+        assert file.getframerate() == 4000
+    assert main(["sample", "run", "--num", "1", "--out", "a.png", "--device", "cpu"]) == 2
+    assert ".wav" in capsys.readouterr().err
+    assert main(["sample", "digits", "--num", "1", "--rate", "4000", "--device", "cpu"]) == 2

@@ -234,6 +234,8 @@ def test_command_lines(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch
         words = rng.choice(COMMANDS).split()
         for _ in range(rng.randint(1, 3)):
             words = mutated(words, rng)
+        if words[0] == "study" and "--plan" not in words:
+            words.append("--plan")  # a study takes minutes
         failures.append(check(case, words, "", here, working))
     assert not any(failures), "\n".join(filter(None, failures))
 

@@ -1,4 +1,4 @@
-"""`bsi sample RUN`: draw samples from a trained model, as a picture, an array, an animation."""
+"""`bsi sample RUN`: draw samples from a trained model, as a picture, sound, an array, an animation."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import difflib
 import json
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from bsi.cli.options import at_least_one
-from bsi.errors import UsageError
+from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable
 from bsi.progress import Progress, log, readable_bytes
 from bsi.sampler import Sampler
@@ -28,6 +28,7 @@ __all__ = ["Sample", "all_labels", "label_of", "run", "write_samples"]
 
 SHOWN = 400  # images in a picture at most
 SHOWN_NAMES = 12  # of classes, in a message
+RATE = 16_000  # of sound whose dataset is not on this machine
 ANIMATED = 16  # samples in an animation
 COMPILED = 1000  # samples from which on compiling the network pays off
 TIMEOUT_S = 86400.0  # how long ranks wait for one that has one part more to draw
@@ -55,7 +56,10 @@ class Sample:
     labels: bool = False
     """Draw samples of all classes in turn; with at most 20 classes, each has a column of the picture."""
     out: Path | None = None
-    """The picture, a grid of the first 400 samples. By default samples.png, unless --npz or --animate is given."""
+    """A .png of the first 400 samples, or, for 16-bit sound, a .wav of all samples. By default samples.png or
+    samples.wav, unless --npz or --animate is given."""
+    rate: int | None = None
+    """Sound samples per second in the .wav. By default the rate of the dataset."""
     npz: Path | None = None
     """Write all samples as one array, arr_0: bin indices (uint8 for 8-bit images) or values. Classes are in labels."""
     animate: Path | None = None
@@ -73,7 +77,7 @@ class Sample:
 
 
 def run(args: Sample) -> int:
-    at_least_one(args, "num", "batch_size")
+    at_least_one(args, "num", "batch_size", "rate")
     from bsi.runtime.distributed import join
     from bsi.runtime.export import model_of, read_trained
     from bsi.runtime.out_of_memory import enough_for_batch
@@ -83,6 +87,8 @@ def run(args: Sample) -> int:
         if world.first and trained.step < trained.recipe.steps:
             log(f"bsi sample: training of {args.run} is unfinished: step {trained.step} of {trained.recipe.steps}")
         model = prepared(model_of(trained, str(args.run)).to(world.device), args)
+        if args.rate is None and is_sound(model):
+            args = replace(args, rate=dataset_rate(trained.data.name, trained.data.version))
         with enough_for_batch(args.batch_size, "--batch-size", world.device):
             record = write_samples(model, args, world)
     if record is not None:
@@ -122,7 +128,9 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
         raise UsageError(f"--guidance {sampler.guidance} needs --label or --labels: add one of them")
     label = range(all_labels(model, args.run)) if args.labels else label_of(model, args.label)
     levels_of(model.method, sampler)  # raises for an invalid sampler
-    picture = args.out or (Path("samples.png") if args.npz is None and args.animate is None else None)
+    picture = args.out
+    if picture is None and args.npz is None and args.animate is None:
+        picture = Path("samples.wav" if is_sound(model) else "samples.png")
     check_files(model, args, picture)
     file = None if args.npz is None else SampleFile.of(model, sampler, args.seed, label, args.npz, args.num)
     missing = [] if file is None else file.missing()
@@ -144,7 +152,11 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
     seconds = time.perf_counter() - started
     if not world.first:
         return None
-    if picture is not None and samples is not None:
+    if picture is not None and samples is not None and is_sound(model):
+        from bsi.data.wav import write_wav
+
+        write_wav(picture, joined(samples), args.rate or RATE, "--out")
+    elif picture is not None and samples is not None:
         from bsi import pictures
 
         low, high = picture_range(model, samples)
@@ -161,6 +173,30 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
         "seconds": round(seconds, 3),
         "files": [str(path) for path in (picture, args.npz, args.animate) if path is not None],
     }
+
+
+def is_sound(model: Model) -> bool:
+    """Whether the samples are 16-bit sound, channels x time, as `bsi data wav` prepares it."""
+    return len(model.shape) == 2 and model.bins is not None and model.bins.count == 65536
+
+
+def dataset_rate(name: str, version: str) -> int:
+    """The rate of the sound that a run was trained on, in samples per second."""
+    from bsi.data.store import open_dataset
+
+    try:
+        return int(open_dataset(name, version=version).manifest.options["rate"])
+    except (DataError, KeyError, TypeError, ValueError):
+        log(f"bsi sample: the rate of {name} is unknown here: the sound is written with {RATE} Hz. Set it with --rate.")
+        return RATE
+
+
+def joined(samples: np.ndarray) -> np.ndarray:
+    """All samples one after another, with a short silence between them."""
+    import numpy as np
+
+    silence = np.full((len(samples), samples.shape[1], samples.shape[2] // 8), 32768, samples.dtype)
+    return np.concatenate(list(np.concatenate([samples, silence], axis=2)), axis=1)
 
 
 def text(record: dict[str, Any]) -> str:
@@ -182,17 +218,19 @@ def check_files(model: Model, args: Sample, picture: Path | None) -> None:
     from bsi.pictures import ANIMATIONS, animation_bytes, is_image
     from bsi.runtime.out_of_memory import host_memory
 
-    if not is_image(model.shape) and (picture or args.animate):
+    if not is_image(model.shape) and (args.animate or (picture and not is_sound(model))):
         raise UsageError(f"data of shape {model.shape} has no picture: save it with --npz FILE")
+    if args.rate is not None and not is_sound(model):
+        raise UsageError("--rate is for 16-bit sound: leave it out")
     for option, path, suffixes in (
-        ("--out", picture, (".png",)),
+        ("--out", picture, (".wav",) if is_sound(model) else (".png",)),
         ("--npz", args.npz, (".npz",)),
         ("--animate", args.animate, ANIMATIONS),
     ):
         if path is not None and path.suffix.lower() not in suffixes:
             raise UsageError(
-                f"{option} {path} should end in {' or '.join(suffixes)}: --out is a picture, --npz an array, --animate "
-                f"an animation"
+                f"{option} {path} should end in {' or '.join(suffixes)}: --out is a picture or sound, --npz an array, "
+                f"--animate an animation"
             )
         if path is not None:
             check_writable(path, option)

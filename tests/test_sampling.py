@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bsi.brownian import BrownianPath
+from bsi.conditioning import denoise, inpainted
 from bsi.errors import UsageError
 from bsi.grids import geometric_grid, paper_grid
 from bsi.methods import BFN, BSI, VDM, Method
@@ -183,3 +184,30 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_evaluation():
         trajectory(BFN(), never, path(), paper_grid(BFN(), 4), euler)
     with pytest.raises(UsageError, match=r"a row for each of the 4 steps: got \[3\] rows"):
         trajectory(method, never, path(), grid, shorter)
+
+
+# Gradients
+
+
+def test_gradients_are_kept_only_when_asked_for():
+    """A graph of all evaluations takes many times the memory of sampling."""
+    method, scale = BSI(), torch.ones(2, requires_grad=True)
+    predict = lambda latent, level: torch.tanh(scale * latent)  # noqa: E731
+    noise, grid = SeededNoise(0, torch.arange(3), (2,)), paper_grid(method, 3)
+    y = torch.zeros(3, 2)
+    for draw in (
+        lambda **how: sample(method, predict, SeededNoise(0, torch.arange(3), (2,)), grid, **how),
+        lambda **how: denoise(method, predict, noise, y, 10.0, 3, **how),
+    ):
+        assert not draw().requires_grad
+        (gradient,) = torch.autograd.grad(draw(differentiable=True).sum(), scale)
+        assert bool(gradient.abs().gt(0).all())
+    known = inpainted(method, predict, y, torch.tensor([1.0, 0.0]).expand(3, 2))
+    assert not sample(method, known, noise, grid).requires_grad
+    assert torch.is_grad_enabled()
+
+
+def test_reading_steps_leaves_the_callers_mode_alone():
+    steps = trajectory(BSI(), lambda latent, level: latent, path(count=3), paper_grid(BSI(), 3))
+    for _ in steps:
+        assert torch.is_grad_enabled()

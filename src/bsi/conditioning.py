@@ -87,9 +87,10 @@ def denoise(
     precision: float,
     k: int = Sampler.steps,
     solver: Solver | str = NOISY_SOLVER,
+    differentiable: bool = False,
 ) -> Data:
     """A draw from p(x | y) for each row of y ~ N(x, 1 / precision): generation that starts from y."""
-    return end_of(denoising(method, predict, noise, y, precision, k, solver))
+    return end_of(denoising(method, predict, noise, y, precision, k, solver, differentiable))
 
 
 def denoising(
@@ -100,6 +101,7 @@ def denoising(
     precision: float,
     k: int = Sampler.steps,
     solver: Solver | str = NOISY_SOLVER,
+    differentiable: bool = False,
 ) -> Iterator[Step]:
     """Every step from y to the result of `denoise`."""
     _check_values(y)
@@ -113,7 +115,7 @@ def denoising(
             f"churn turn the prior into samples of the data, but not y into samples of x given y."
         )
     start = over(method.encoder(grid[:1]).signal.to(y.device), y) * y
-    return trajectory(method, predict, noise, grid, solve, start)
+    return trajectory(method, predict, noise, grid, solve, start, differentiable)
 
 
 def measured(

@@ -10,6 +10,8 @@ Integer tensors are bin indices, floats are values. Everything outside the netwo
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,13 +28,16 @@ from bsi.denoiser import Condition, Denoiser, check_condition, check_labels
 from bsi.elbo import Elbo, Estimator, Proposals
 from bsi.errors import DataError, NonFinite, UsageError
 from bsi.levels import low_discrepancy
-from bsi.methods.base import Method, Parametrization, Predictor
+from bsi.methods import BFN, BSI, VDM
+from bsi.methods.base import Method, Parametrization, Predictor, level_at, rho_at
 from bsi.objective import Weight, training_loss
 from bsi.sampler import Sampler
 from bsi.sampling import Step, drawing
 from bsi.values import Bins, Standardize
 
-__all__ = ["Model", "check_finite"]
+__all__ = ["Model", "check_finite", "check_resolution"]
+
+SOME = 4096  # values that are searched for repetitions
 
 
 class Model(nn.Module):
@@ -66,6 +71,7 @@ class Model(nn.Module):
         if bins is not None and standardize is not None:
             raise UsageError("data is either binned or standardized, not both. Drop bins or standardize.")
         self.method, self.shape, self.bins, self.standardize = method, tuple(shape), bins, standardize
+        check_resolution(method, torch.finfo(torch.float32).eps * (1.0 if bins is None else max(-bins.low, bins.high)))
         clip = (bins.low, bins.high) if method.clips and bins is not None else None
         self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip)
         self.class_names = class_names
@@ -75,6 +81,12 @@ class Model(nn.Module):
     @property
     def device(self) -> torch.device:
         return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in outside the network: float64 after `model.double()`, else float32."""
+        wide = any(p.dtype == torch.float64 for p in self.parameters())
+        return torch.float64 if wide else torch.float32
 
     @property
     def classes(self) -> int | None:
@@ -89,14 +101,14 @@ class Model(nn.Module):
                 f"data must have the shape (batch, {', '.join(map(str, self.shape))}), got {tuple(data.shape)}"
             )
         if data.is_floating_point():
-            data = data.to(torch.promote_types(data.dtype, torch.float32))
+            data = data.to(torch.promote_types(data.dtype, self.dtype))
             return data if self.standardize is None else self.standardize.apply(data)
         if self.bins is None:
             raise UsageError(
                 f"integer data needs bins, got {data.dtype}. Pass bins=bsi.Bins.uint8() for 8-bit images, or convert "
                 f"continuous data to floats."
             )
-        return self.bins.values(data)
+        return self.bins.values(data, self.dtype)
 
     def check(self, data: Tensor) -> None:
         """Raise if data is not finite or lies outside its bins. Reads the data: `forward` does so on the CPU only."""
@@ -108,10 +120,27 @@ class Model(nn.Module):
                 self.bins.check(data)
             return
         check_finite(data)
-        if self.bins is not None and (float(data.min()) < self.bins.low or float(data.max()) > self.bins.high):
-            raise DataError(
-                f"data lies outside its bins: found values {float(data.min()):g} to {float(data.max()):g}, expected "
-                f"{self.bins.low:g} to {self.bins.high:g}. Integer tensors are bin indices, floats are values."
+        if self.bins is not None:
+            self.bins.check_values(data)
+
+    def check_density(self, data: Tensor) -> None:
+        """Raise if continuous data is too coarse for a density, or warn: see `bsi.model.check_resolution`.
+
+        Repeated values are probabilities, not densities: a model that knows them has a density without bound.
+        """
+        if self.bins is not None or not data.is_floating_point():
+            return
+        # The distance between neighboring numbers in the type of the data, and in the type that it is computed in.
+        x, coarse = self.values(data), torch.finfo(data.dtype).eps * data.abs().amax(0, keepdim=True).double()
+        stored = (self.values(coarse) - self.values(torch.zeros_like(coarse))).max()
+        check_resolution(self.method, max(float(stored), torch.finfo(x.dtype).eps * float(x.abs().max())))
+        some = data.flatten()[:: max(1, data.numel() // SOME)]
+        repeated = len(some) - len(some.unique())
+        if repeated > max(2, 0.01 * len(some)):
+            warnings.warn(
+                f"{repeated / len(some):.0%} of the values are repeated, so the data has no density, and a bound in "
+                f"nats can fall without limit. Describe discrete data with bsi.Bins, or add noise to it.",
+                stacklevel=3,
             )
 
     def forward(
@@ -182,7 +211,7 @@ class Model(nn.Module):
         """
         predict = self.denoiser.given(cond, sampler.guidance)
         numbers = torch.arange(ids.start, ids.stop, ids.step, device=self.device)
-        return self._evaluated(drawing(self.method, predict, sampler, numbers, self.shape, seed), ids)
+        return self._evaluated(drawing(self.method, predict, sampler, numbers, self.shape, seed, self.dtype), ids)
 
     def _evaluated(self, steps: Iterator[Step], ids: range) -> Iterator[Step]:
         """The steps of a trajectory in evaluation mode, and the one check that samples are finite."""
@@ -235,6 +264,7 @@ class Model(nn.Module):
         The other arguments are those of `bsi.elbo.Estimator`. `proposal="fitted"` and `target_error` together reach a
         given error with the fewest evaluations.
         """
+        _check_tensor(data)
         estimator = Estimator(measure, recon, finite_k, proposal, control, target_error, seed, batch_size)
         with self.evaluating():
             return estimate(self.on(data, cond), estimator, progress=progress)
@@ -248,10 +278,11 @@ class Model(nn.Module):
 
         The model must be in evaluation mode.
         """
+        check_condition(cond, len(data))
         if isinstance(data, Tensor):
             self.check(data)
+            self.check_density(data)
             _check_width(data, self.denoiser.backbone)
-        check_condition(cond, len(data))
         chosen = torch.arange(len(data)) if ids is None else torch.as_tensor(ids)
         if len(chosen) < 1:
             raise UsageError("a bound needs at least one sample, got none")
@@ -263,6 +294,7 @@ class Model(nn.Module):
             else:
                 samples = data.take(rows.numpy())
                 self.check(samples)
+                self.check_density(samples)
             return self.values(samples).to(self.device)
 
         def predict(places: Integer[Tensor, " batch"]) -> Predictor:
@@ -279,6 +311,23 @@ class Model(nn.Module):
             log_determinant=0.0 if self.standardize is None else self.standardize.log_determinant,
         )
 
+    def to(self, *args: Any, **kwargs: Any) -> Model:
+        """Move the model, or convert it to float32 or float64."""
+        given = [value.dtype if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
+        if torch.float16 in given or torch.bfloat16 in given:
+            raise UsageError(
+                "the weights of a model must be float32 or float64, got a half precision. For bfloat16 inside one of "
+                "our networks set model.denoiser.backbone.compute_dtype = torch.bfloat16; your own can convert its "
+                "input."
+            )
+        return super().to(*args, **kwargs)
+
+    def half(self) -> Model:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Model:
+        return self.to(torch.bfloat16)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """In evaluation mode for as long as the block runs."""
@@ -288,6 +337,37 @@ class Model(nn.Module):
             yield
         finally:
             self.train(was_training)
+
+
+def check_resolution(method: Method, resolution: float) -> None:
+    """Raise if the noise of the last level is below the `resolution`, the distance between neighboring values of x.
+
+    The latent then rounds to x itself, whose error vanishes: what is left is a density that grows with the last
+    precision, and no bound on -ln p(x).
+    """
+    rho = float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
+    if rho * resolution <= 1:
+        return
+    level = float(level_at(method, torch.tensor(1 / resolution, dtype=torch.float64)))
+    match method:
+        case BSI(lambda_0=lambda_0):
+            fix = f"alpha_M <= {_rounded(level - lambda_0, math.floor)}"
+        case BFN():
+            fix = f"sigma_1 >= {_rounded(level**-0.5, math.ceil)}"
+        case VDM():
+            fix = f"nu_max <= {_rounded(level, math.floor)}"
+        case _:
+            fix = f"a last level <= {_rounded(level, math.floor)}"
+    raise UsageError(
+        f"the noise of the last level is {1 / rho:.2g}, below the resolution of the data, {resolution:.2g}: the bound "
+        f"would not be one. Got {method}. Use {fix}."
+    )
+
+
+def _rounded(value: float, towards: Callable[[float], int]) -> str:
+    """Two significant digits."""
+    digit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{towards(value / digit) * digit:.2g}"
 
 
 def _check_method(method: object) -> None:

@@ -170,10 +170,11 @@ def drawing(
     ids: Int[Tensor, " batch"],
     shape: tuple[int, ...],
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[Step]:
     """The trajectories of the samples `ids` of a seed, on the device of `ids`. `predict` includes any guidance."""
     levels = levels_of(method, sampler)
-    noise = (BrownianPath if sampler.noise == "path" else SeededNoise)(seed, ids, shape)
+    noise = (BrownianPath if sampler.noise == "path" else SeededNoise)(seed, ids, shape, dtype)
     return trajectory(method, predict, noise, levels, sampler.solver_for(method))
 
 

@@ -96,6 +96,30 @@ class Bins:
         rounded = torch.floor((x.double() - self.low) / self.width + 0.5).clamp(0, self.count - 1)
         return rounded.to(torch.uint8 if self.count <= 256 else torch.int32)
 
+    def __call__(
+        self, x: Float[Tensor, "*shape"], range: tuple[float, float] = (0.0, 1.0)
+    ) -> Integer[Tensor, "*shape"]:
+        """The bin indices of values in another range, such as torchvision's `ToTensor` in [0, 1]."""
+        low, high = range
+        return self.indices(self.low + (x.double() - low) * ((self.high - self.low) / (high - low)))
+
+    def check_values(self, x: Float[Tensor, "*shape"]) -> None:
+        """Raise if values lie outside the bins, or in [0, 1] off the centers of bins that begin below 0."""
+        low, high = float(x.min()), float(x.max())
+        if low < self.low or high > self.high:
+            raise DataError(
+                f"data lies outside its bins: found values {low:g} to {high:g}, expected {self.low:g} to "
+                f"{self.high:g}. Integer tensors are bin indices, floats are values."
+            )
+        if self.low < 0 <= low and high <= 1:
+            off = ((x.double() - self.low) / self.width + 0.25) % 1 >= 0.5
+            if bool(off.any()):
+                raise DataError(
+                    f"data lies between 0 and 1 and not on the centers of its bins, which span {self.low:g} to "
+                    f"{self.high:g}: got {low:g} to {high:g}. Pass bins(data), the bin indices, for data such as that "
+                    f"of torchvision's ToTensor."
+                )
+
     def check(self, index: Integer[Tensor, "*shape"]) -> None:
         """Raise if an index is outside 0 .. count - 1. Reads the data: not for the inner loop."""
         if index.numel() and (int(index.min()) < 0 or int(index.max()) >= self.count):

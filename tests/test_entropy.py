@@ -1,0 +1,135 @@
+"""No reported bound is below the entropy of the data: rounding gives a latent no information about x (row 41)."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import bsi
+from bsi.cli import main
+from bsi.errors import DataError, UsageError
+from bsi.oracle import Mixture
+
+PRECISIONS = {
+    "bsi": lambda last: bsi.BSI(alpha_M=last),
+    "bfn": lambda last: bsi.BFN(sigma_1=last**-0.5, clips=False),
+    "vdm": lambda last: bsi.VDM(nu_max=last),
+}
+GAUSSIAN = Mixture.gaussian(torch.zeros(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
+
+
+class Zero(torch.nn.Module):
+    """As untrained networks predict with preconditioning: the best linear prediction."""
+
+    def forward(self, input, t):
+        return torch.zeros_like(input)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def continuous(method, **settings) -> bsi.Model:
+    return bsi.Model(Zero(), method, (4,), parametrization="edm", **settings)
+
+
+@pytest.mark.parametrize("last", [1e12, 1e14, 1e16, 1e20, 1e30, 1e300])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_gaussian_never_costs_less_than_its_entropy(name: str, last: float) -> None:
+    """What is rejected names the largest precision that is not, and with that the bound holds."""
+    x, method = normal(512, 4), PRECISIONS[name](last)
+    least = -float(GAUSSIAN.log_density(x.double()).mean()) / (4 * math.log(2))
+    while True:
+        try:
+            bound = continuous(method).elbo(x, measure=16)
+            break
+        except UsageError as error:
+            field, value = re.search(r"Use (\w+) [<>]= ([\d.e+-]+)\.$", str(error)).groups()
+            method = type(method)(**{**vars(method), field: float(value)})
+    assert last < 1e13 or method != PRECISIONS[name](last)
+    assert bound.bits_per_dim > least - 4 * bound.monte_carlo_error
+
+
+@pytest.mark.parametrize("count", [2, 17, 256, 65536])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_uniform_bins_cost_their_entropy_whatever_is_predicted(name: str, count: int) -> None:
+    bins = bsi.Bins(-1.0, 1.0, count)
+
+    method, index = PRECISIONS[name](1e13), torch.randint(count, (256, 4), generator=torch.Generator().manual_seed(1))
+    model = bsi.Model(Zero(), method, (4,), bins, parametrization="edm")
+    plain = model.denoiser.forward
+    for forward in (plain, lambda *given: bins.values(bins.indices(plain(*given)))):
+        model.denoiser.forward = forward
+        bound = model.elbo(index, measure=16)
+        assert bound.bits_per_dim > math.log2(count) - 4 * bound.monte_carlo_error
+
+
+@pytest.mark.filterwarnings("ignore:.*repeated")
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_data_coarser_than_the_last_noise_is_rejected(name: str) -> None:
+    method = PRECISIONS[name](1e6)
+    for data, standardize in (
+        (1000 + 1e-2 * normal(64, 4), bsi.Standardize(1000.0, 1e-2)),  # few digits are left of a small deviation
+        (normal(64, 4).half(), None),
+        (normal(64, 4).bfloat16(), None),
+        (1e5 * normal(64, 4), None),
+    ):
+        with pytest.raises(UsageError, match="resolution"):
+            continuous(method, standardize=standardize).elbo(data)
+    continuous(PRECISIONS[name](1e4)).elbo(normal(64, 4).half())
+    continuous(method).double().elbo(1e5 * normal(64, 4).double())
+
+
+def test_repeated_values_declared_continuous_are_said_to_have_no_density() -> None:
+    model, x = continuous(bsi.BSI()), normal(512, 4)
+    for data in ((10 * x).round() / 10, x.clamp(min=0), x.where(torch.arange(4) > 0, 1.0)):
+        with pytest.warns(UserWarning, match="repeated"):
+            model.elbo(data)
+    model.elbo(x)
+
+
+def test_the_command_line_rejects_it_too(tmp_path, capsys) -> None:
+    for option in ("--method.alpha-M 1e30", "--method bfn --method.sigma-1 1e-12", "--method vdm --method.nu-max 1e30"):
+        words = f"train digits {option} --steps 1 --device cpu --out {tmp_path / 'run'}"
+        assert main(words.split()) == 2
+        assert "resolution" in capsys.readouterr().err
+
+
+# What a binned model takes
+
+
+def test_values_between_0_and_1_for_bins_from_minus_1_are_rejected_and_converted_on_request() -> None:
+    bins, index = bsi.Bins.uint8(), torch.randint(256, (16, 4), generator=torch.Generator().manual_seed(2))
+    model, tensor = bsi.Model(Zero(), bsi.BSI(), (4,), bins), (index / 255).float()  # torchvision's ToTensor
+    for call in (model, model.elbo):
+        with pytest.raises(DataError, match=r"bins\(data\)"):
+            call(tensor)
+    assert torch.equal(bins(tensor).long(), index)
+    assert torch.equal(bins(2 * tensor - 1, (-1.0, 1.0)).long(), index)
+    assert model.elbo(bins(tensor)).bits_per_dim == model.elbo(model.values(index)).bits_per_dim
+    bsi.Model(Zero(), bsi.BSI(), (4,), bsi.Bins(0.0, 1.0, 256)).elbo(tensor)
+    model.elbo(model.values(128 + index // 2))  # bright images, on the centers of their bins
+
+
+# Types of weights
+
+
+@pytest.mark.parametrize("data", [torch.float64, torch.uint8], ids=str)
+def test_a_model_in_double_precision_trains_samples_and_is_evaluated(data: torch.dtype) -> None:
+    bins = bsi.Bins.uint8() if data == torch.uint8 else None
+    model = bsi.Model(bsi.backbones.build("mlp-8x1", (4,), bins and 256), bsi.BSI(), (4,), bins).double()
+    x = (50 * normal(8, 4) + 128).clamp(0, 255).to(data) if bins else normal(8, 4).to(data)
+    assert model(x).dtype == torch.float64
+    assert math.isfinite(model.elbo(x).bits_per_dim)
+    assert model.sample(2, steps=2).dtype == data
+    assert model.float()(x.float() if bins is None else x).dtype == torch.float32
+
+
+def test_half_precision_weights_are_rejected_with_what_to_do() -> None:
+    model = bsi.Model(bsi.backbones.build("mlp-8x1", (4,)), bsi.BSI(), (4,))
+    for convert in (model.half, model.bfloat16, lambda: model.to(torch.bfloat16), lambda: model.to("cpu", torch.half)):
+        with pytest.raises(UsageError, match="compute_dtype"):
+            convert()
+    model.denoiser.backbone.compute_dtype = torch.bfloat16
+    assert model.sample(2, steps=2).dtype == torch.float32

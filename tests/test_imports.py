@@ -33,6 +33,7 @@ LAYERS = [
         "sampler",
         "sampling",
         "solvers",
+        "variance",
     },
     {"recipe", "recipes"},
     {"runtime"},

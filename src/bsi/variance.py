@@ -1,0 +1,206 @@
+"""Transitions that know how uncertain a prediction is: a tighter bound and better samples with few, large steps.
+
+In information coordinates the generative transition of the paper is N(s + D x_hat, D), with D = Lambda' - Lambda. It
+treats the prediction x_hat as if it were the sample. With a predictive variance v of x given s the transition is
+
+    p(s' | s) = N(s + D x_hat, D + D^2 v),
+
+and its KL divergence from the posterior q(s' | s, x) = N(s + D x, D) is, for each dimension,
+
+    KL = 1/2 [ ln(1 + D v) + (1 + D (x - x_hat)^2) / (1 + D v) - 1 ].
+
+It is least for v = E (x - x_hat)^2, where it is 1/2 ln(1 + D v) on average instead of 1/2 D v. Any v that depends on s
+and the level alone gives a valid bound; v = 0 is the paper's; for k -> infinity all of them agree. Because the noise of
+s is white, v may be diagonal in any orthonormal basis of the data. A `Variance` is diagonal in a fixed `Basis` and a
+function of the level, fitted to the errors of predictions on training data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.errors import UsageError
+from bsi.gaussian import sum_over_data
+from bsi.levels import low_discrepancy
+from bsi.methods.base import Method, Predictor
+from bsi.rng import Noise, standard_normal
+
+__all__ = ["Basis", "Variance", "aware_noise", "dct_basis", "fit_variance", "pca_basis", "pixel_basis", "transition_kl"]
+
+KNOTS = 33  # levels at which a variance is fitted
+PRIOR = 4.0  # observations that the average over all coordinates counts for, at each knot
+SMALLEST = 1e-12  # of a variance: the logarithm is interpolated
+
+
+@dataclass(frozen=True)
+class Basis:
+    """An orthonormal basis: data viewed in `shape`, with an orthonormal matrix (rows are basis vectors) for each axis.
+
+    An axis whose matrix is None stays as it is.
+    """
+
+    shape: tuple[int, ...]
+    matrices: tuple[Float[Tensor, "_ _"] | None, ...]
+
+    def __post_init__(self) -> None:
+        sizes = tuple(size if m is None else len(m) for size, m in zip(self.shape, self.matrices, strict=True))
+        if sizes != self.shape:
+            raise UsageError(
+                f"a basis has one square matrix for each axis, got {sizes} for data of shape {self.shape}."
+            )
+
+    def coordinates(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch n"]:
+        """The coordinates of each sample."""
+        return self._apply(x.reshape(-1, *self.shape), transpose=False).flatten(1)
+
+    def values(self, coordinates: Float[Tensor, "batch n"], like: Float[Tensor, "batch *data"]) -> Tensor:
+        """The inverse of `coordinates`, in the shape of `like`."""
+        return self._apply(coordinates.reshape(-1, *self.shape), transpose=True).reshape(like.shape)
+
+    def _apply(self, x: Tensor, transpose: bool) -> Tensor:
+        for axis, matrix in enumerate(self.matrices, start=1):
+            if matrix is not None:
+                m = matrix.to(x.device, x.dtype)
+                x = torch.movedim(torch.movedim(x, axis, -1) @ (m if transpose else m.T), -1, axis)
+        return x
+
+
+def pixel_basis(shape: tuple[int, ...]) -> Basis:
+    """The data's own coordinates."""
+    return Basis(shape, (None,) * len(shape))
+
+
+def dct_basis(x: Float[Tensor, "batch channels *space"]) -> Basis:
+    """A cosine transform (DCT-II) over space, and the principal axes of the channels of these training samples."""
+    channels, space = x.shape[1], x.shape[2:]
+    if not space:
+        raise UsageError(
+            f"a cosine transform needs channels and at least one axis of space, got data of shape "
+            f"{tuple(x.shape[1:])}. Use the basis 'pca' for vectors."
+        )
+    rows = x.double().movedim(1, -1).reshape(-1, channels)
+    axes = torch.linalg.eigh(torch.cov(rows.T).reshape(channels, channels)).eigenvectors.T.flip(0)
+    return Basis(tuple(x.shape[1:]), (axes, *(_cosines(size) for size in space)))
+
+
+def pca_basis(x: Float[Tensor, "batch *data"]) -> Basis:
+    """The principal axes of these training samples."""
+    rows = x.double().flatten(1)
+    axes = torch.linalg.eigh(torch.cov(rows.T).reshape(rows.shape[1], rows.shape[1])).eigenvectors.T.flip(0)
+    return Basis((rows.shape[1],), (axes,))
+
+
+def _cosines(size: int) -> Float[Tensor, "{size} {size}"]:
+    """The orthonormal DCT-II."""
+    k = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(math.pi / size * k[:, None] * (k + 0.5)) * math.sqrt(2 / size)
+    matrix[0] /= math.sqrt(2)
+    return matrix
+
+
+@dataclass(frozen=True)
+class Variance:
+    """v(level), diagonal in a basis: ln v is linear between equally spaced points of ln(level).
+
+    `values` has a column for each coordinate, or a single one for all of them.
+    """
+
+    basis: Basis
+    low: float
+    high: float
+    values: Float[Tensor, "knots coordinates"]
+
+    def at(self, level: Float[Tensor, " batch"]) -> Float[Tensor, "batch coordinates"]:
+        """The predictive variance of each coordinate at these levels."""
+        logs = self.values.clamp(min=SMALLEST).log().to(level.device)
+        place = torch.log(level.double() / self.low) / math.log(self.high / self.low) * (len(logs) - 1)
+        place = place.clamp(0, len(logs) - 1)
+        left = place.floor().long().clamp(max=len(logs) - 2)
+        along = (place - left)[:, None]
+        return torch.exp(logs[left] * (1 - along) + logs[left + 1] * along)
+
+
+def transition_kl(
+    variance: Variance,
+    x: Float[Tensor, "batch *data"],
+    x_hat: Float[Tensor, "batch *data"],
+    level: Float[Tensor, " batch"],
+    gained: Float[Tensor, " batch"],
+) -> Float[Tensor, " batch"]:
+    """KL( q(s' | s, x) || p(s' | s) ) in nats for steps that start at `level` and gain the precision `gained`."""
+    squared = variance.basis.coordinates((x - x_hat).double()).square()
+    d = gained.double()[:, None]
+    extra = d * variance.at(level)
+    return 0.5 * sum_over_data(torch.log1p(extra) + (d * squared - extra) / (1 + extra))
+
+
+def aware_noise(method: Method, noise: Noise, variance: Variance) -> Noise:
+    """Noise for the solver `posterior` that adds the missing variance: a step draws from N(s + D x_hat, D + D^2 v).
+
+    The prior's noise, drawn from information 0 (or from nothing), stays as it is.
+    """
+    began = False
+
+    def aware(start: float, end: float) -> Float[Tensor, "batch *data"]:
+        nonlocal began
+        eps = noise(start, end)
+        if not began:
+            began = True
+            return eps
+        level = method.level(torch.tensor([start - method.c], dtype=torch.float64)).to(eps.device)
+        factor = torch.sqrt(1 + (end - start) * variance.at(level)).to(eps.dtype)
+        return variance.basis.values(variance.basis.coordinates(eps) * factor, eps)
+
+    return aware
+
+
+@torch.no_grad()
+def fit_variance(
+    method: Method,
+    predict: Predictor,
+    x: Float[Tensor, "samples *data"],
+    basis: Basis,
+    scalar: bool = False,
+    draws: int = 4,
+    seed: int = 0,
+    batch_size: int = 256,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Variance:
+    """Fit v to the errors of predictions on training samples: a weighted average around each of `KNOTS` levels.
+
+    Args:
+        x: Training samples, as values. Test samples would make the bound too good.
+        scalar: One variance for all coordinates.
+        draws: Levels for each sample.
+        progress: Called with the number of evaluations after each batch.
+    """
+    low, high = method.levels.low, method.levels.high
+    n = x[0].numel()
+    sums = torch.zeros(KNOTS, 1 if scalar else n, dtype=torch.float64, device=x.device)
+    counts = torch.zeros(KNOTS, dtype=torch.float64, device=x.device)
+    generator = torch.Generator().manual_seed(seed)
+    for draw in range(draws):
+        order = torch.randperm(len(x), generator=generator).to(x.device)
+        t = low_discrepancy(len(x), float(torch.rand((), generator=generator))).to(x.device)
+        for part in torch.arange(len(x), device=x.device).split(batch_size):
+            ids = order[part]
+            level = method.levels.icdf(t[part])
+            eps = standard_normal(seed, ids, draw, tuple(x.shape[1:]), x.dtype)
+            error = x[ids] - predict(method.encoder(level).encode(x[ids], eps), level)
+            squared = basis.coordinates(error.double()).square()
+            place = t[part] * (KNOTS - 1)
+            left = place.floor().long().clamp(max=KNOTS - 2)
+            for knot, share in ((left, left + 1 - place), (left + 1, place - left)):
+                rows = share[:, None] * (squared.mean(1, keepdim=True) if scalar else squared)
+                sums.index_add_(0, knot, rows)
+                counts.index_add_(0, knot, share)
+            progress(len(ids))
+    average = (sums.sum(1) / sums.shape[1] / counts.clamp(min=1e-9))[:, None]
+    fitted = (sums + PRIOR * average) / (counts[:, None] + PRIOR)
+    return Variance(basis, low, high, fitted)

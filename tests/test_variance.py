@@ -1,0 +1,148 @@
+"""Variance-aware transitions: closed forms for Gaussian data, where the best variance is known."""
+
+import math
+
+import pytest
+import scipy.fft
+import torch
+from torch import Tensor
+from torch.distributions import MultivariateNormal, kl_divergence
+
+from bsi import BFN, BSI, VDM
+from bsi.errors import UsageError
+from bsi.grids import paper_grid
+from bsi.methods import Method
+from bsi.oracle import Mixture
+from bsi.rng import SeededNoise
+from bsi.sampling import sample
+from bsi.variance import Basis, Variance, aware_noise, dct_basis, fit_variance, pca_basis, pixel_basis, transition_kl
+
+METHODS = [BSI(alpha_M=1e4), BFN(sigma_1=1e-2), VDM(nu_max=1e4)]
+SCALES = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)  # variances of the data along its axes
+
+
+def rotation(n: int = 3) -> Tensor:
+    return torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+
+
+def exact_variance(method: Method, basis: Basis, knots: int = 400) -> Variance:
+    """Of x given the latent, for a Gaussian with variances SCALES along the basis."""
+    low, high = method.levels.low, method.levels.high
+    level = torch.logspace(math.log10(low), math.log10(high), knots, dtype=torch.float64)
+    gain = method.gain(level).clamp(min=0)
+    known = gain.square() / (gain + method.c).clamp(min=1e-300)
+    return Variance(basis, low, high, 1 / (1 / SCALES + known[:, None]))
+
+
+def constant(basis: Basis, value: float, n: int = 3) -> Variance:
+    return Variance(basis, 1e-3, 1e9, torch.full((2, n), value, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 8), (3, 4, 6)])
+def test_bases_are_orthonormal_and_invertible(shape: tuple[int, ...]) -> None:
+    x = torch.randn(200, *shape, dtype=torch.float64)
+    bases = [pixel_basis(shape), pca_basis(x)] + ([dct_basis(x)] if len(shape) > 1 else [])
+    for basis in bases:
+        coordinates = basis.coordinates(x)
+        assert torch.allclose(coordinates.square().sum(1), x.square().flatten(1).sum(1))
+        assert torch.allclose(basis.values(coordinates, x), x)
+
+
+def test_the_cosine_transform_is_scipys() -> None:
+    x = torch.randn(5, 1, 7, 4, dtype=torch.float64)
+    ours = dct_basis(x).coordinates(x).reshape(5, 7, 4)
+    theirs = scipy.fft.dctn(x[:, 0].numpy(), axes=(1, 2), norm="ortho")
+    assert torch.allclose(ours.abs(), torch.from_numpy(theirs).abs())
+
+
+def test_vectors_have_no_cosine_transform() -> None:
+    with pytest.raises(UsageError, match="pca"):
+        dct_basis(torch.zeros(4, 3))
+
+
+def test_pca_diagonalizes_the_covariance() -> None:
+    x = torch.randn(5000, 3, dtype=torch.float64) * SCALES.sqrt() @ rotation().T
+    covariance = torch.cov(pca_basis(x).coordinates(x).T)
+    assert torch.allclose(covariance, torch.diag(covariance.diagonal()), atol=1e-10)
+
+
+def test_the_divergence_is_that_of_the_two_gaussians() -> None:
+    basis = Basis((3,), (rotation().T,))
+    s, x, x_hat = torch.randn(3, 6, 3, dtype=torch.float64).unbind()
+    d = torch.logspace(-2, 2, 6, dtype=torch.float64)
+    v = torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64)
+    variance = Variance(basis, 1e-3, 1e9, v.expand(2, 3))
+    found = transition_kl(variance, x, x_hat, torch.ones(6, dtype=torch.float64), d)
+    eye, axes = torch.eye(3, dtype=torch.float64), rotation()
+    for i in range(6):
+        q = MultivariateNormal(s[i] + d[i] * x[i], d[i] * eye)
+        p = MultivariateNormal(s[i] + d[i] * x_hat[i], d[i] * eye + d[i] ** 2 * axes @ torch.diag(v) @ axes.T)
+        assert float(found[i]) == pytest.approx(float(kl_divergence(q, p)), rel=1e-7)
+
+
+def test_without_variance_it_is_the_papers() -> None:
+    x, x_hat = torch.randn(2, 8, 3, dtype=torch.float64).unbind()
+    d = torch.full((8,), 0.7, dtype=torch.float64)
+    found = transition_kl(constant(pixel_basis((3,)), 0.0), x, x_hat, torch.ones(8), d)
+    assert torch.allclose(found, 0.5 * 0.7 * (x - x_hat).square().sum(1), rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_the_best_variance_costs_half_the_logarithm(method: Method) -> None:
+    """E KL = 1/2 sum ln(1 + D v) for Gaussian data and its exact predictor, for any start."""
+    basis, axes = Basis((3,), (rotation().T,)), rotation()
+    data = Mixture.gaussian(torch.zeros(3, dtype=torch.float64), axes @ torch.diag(SCALES) @ axes.T)
+    variance, predict = exact_variance(method, basis), data.predictor(method)
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda: torch.randn(40_000, 3, generator=generator, dtype=torch.float64)  # noqa: E731
+    for level, gained in ((method.levels.low * 3, 1.0), (5.0, 20.0)):
+        x = draw() * SCALES.sqrt() @ axes.T
+        levels = torch.full((len(x),), level, dtype=torch.float64)
+        x_hat = predict(method.encoder(levels).encode(x, draw()), levels)
+        kl = transition_kl(variance, x, x_hat, levels, torch.full_like(levels, gained))
+        expected = 0.5 * torch.log1p(gained * variance.at(levels[:1])).sum()
+        assert abs(float(kl.mean() - expected)) < 4 * float(kl.std()) / math.sqrt(len(x)) + 1e-4
+
+
+def test_any_number_of_steps_gives_the_infinite_bound_of_a_gaussian() -> None:
+    """Without belief prior (c = 0) the exact transitions of a Gaussian are Gaussian: the bound telescopes."""
+    method = BFN(sigma_1=1e-2)
+    low, high = method.levels.low, method.levels.high
+    infinite = 0.5 * torch.log((1 / SCALES + high - low) / (1 / SCALES)).sum()
+    for k in (1, 4, 64):
+        grid = paper_grid(method, k)
+        v = 1 / (1 / SCALES + (grid[:-1] - low)[:, None])
+        total = 0.5 * torch.log1p(torch.diff(grid)[:, None] * v).sum()
+        assert float(total) == pytest.approx(float(infinite), rel=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_a_fit_finds_the_variance_of_a_gaussian(method: Method) -> None:
+    axes = rotation()
+    basis = Basis((3,), (axes.T,))
+    data = Mixture.gaussian(torch.zeros(3, dtype=torch.float64), axes @ torch.diag(SCALES) @ axes.T)
+    x = torch.randn(8000, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * SCALES.sqrt() @ axes.T
+    fitted = fit_variance(method, data.predictor(method), x, basis)
+    level = torch.logspace(math.log10(method.levels.low) + 0.2, math.log10(method.levels.high) - 0.2, 9)
+    ratio = fitted.at(level) / exact_variance(method, basis).at(level)
+    assert float((ratio - 1).abs().max()) < 0.2
+    average = fit_variance(method, data.predictor(method), x, basis, scalar=True)
+    assert average.values.shape[1] == 1
+    assert torch.allclose(average.at(level)[:, 0], fitted.at(level).mean(1), rtol=0.2)
+
+
+@pytest.mark.parametrize("method", [BFN(sigma_1=1e-3), VDM(nu_max=1e6)], ids=["BFN", "VDM"])
+def test_few_aware_steps_draw_a_gaussian_exactly(method: Method) -> None:
+    """The paper's sampler loses variance in large steps; the missing part is exactly D^2 v."""
+    axes = rotation()
+    basis = Basis((3,), (axes.T,))
+    data = Mixture.gaussian(torch.zeros(3, dtype=torch.float64), axes @ torch.diag(SCALES) @ axes.T)
+    predict, grid, n = data.predictor(method), paper_grid(method, 4), 40_000
+
+    def variances(aware: bool) -> Tensor:
+        noise = SeededNoise(0, torch.arange(n), (3,), torch.float64)
+        used = aware_noise(method, noise, exact_variance(method, basis)) if aware else noise
+        return torch.var(sample(method, predict, used, grid) @ axes, 0)
+
+    assert float((variances(True) / SCALES - 1).abs().max()) < 0.05
+    assert float((variances(False) / SCALES - 1).abs().max()) > 0.2

@@ -15,7 +15,20 @@ from bsi.methods import Method
 from bsi.oracle import Mixture
 from bsi.rng import SeededNoise
 from bsi.sampling import sample
-from bsi.variance import Basis, Variance, aware_noise, dct_basis, fit_variance, pca_basis, pixel_basis, transition_kl
+from bsi.variance import (
+    Basis,
+    Variance,
+    aware_noise,
+    dct_basis,
+    each_alone,
+    fit_variance,
+    frequency_bands,
+    named_variance,
+    one_group,
+    pca_basis,
+    pixel_basis,
+    transition_kl,
+)
 
 METHODS = [BSI(alpha_M=1e4), BFN(sigma_1=1e-2), VDM(nu_max=1e4)]
 SCALES = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)  # variances of the data along its axes
@@ -31,11 +44,11 @@ def exact_variance(method: Method, basis: Basis, knots: int = 400) -> Variance:
     level = torch.logspace(math.log10(low), math.log10(high), knots, dtype=torch.float64)
     gain = method.gain(level).clamp(min=0)
     known = gain.square() / (gain + method.c).clamp(min=1e-300)
-    return Variance(basis, low, high, 1 / (1 / SCALES + known[:, None]))
+    return Variance(basis, low, high, 1 / (1 / SCALES + known[:, None]), each_alone(3))
 
 
 def constant(basis: Basis, value: float, n: int = 3) -> Variance:
-    return Variance(basis, 1e-3, 1e9, torch.full((2, n), value, dtype=torch.float64))
+    return Variance(basis, 1e-3, 1e9, torch.full((2, n), value, dtype=torch.float64), each_alone(n))
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 8), (3, 4, 6)])
@@ -71,7 +84,7 @@ def test_the_divergence_is_that_of_the_two_gaussians() -> None:
     s, x, x_hat = torch.randn(3, 6, 3, dtype=torch.float64).unbind()
     d = torch.logspace(-2, 2, 6, dtype=torch.float64)
     v = torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64)
-    variance = Variance(basis, 1e-3, 1e9, v.expand(2, 3))
+    variance = Variance(basis, 1e-3, 1e9, v.expand(2, 3), each_alone(3))
     found = transition_kl(variance, x, x_hat, torch.ones(6, dtype=torch.float64), d)
     eye, axes = torch.eye(3, dtype=torch.float64), rotation()
     for i in range(6):
@@ -122,11 +135,11 @@ def test_a_fit_finds_the_variance_of_a_gaussian(method: Method) -> None:
     basis = Basis((3,), (axes.T,))
     data = Mixture.gaussian(torch.zeros(3, dtype=torch.float64), axes @ torch.diag(SCALES) @ axes.T)
     x = torch.randn(8000, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * SCALES.sqrt() @ axes.T
-    fitted = fit_variance(method, data.predictor(method), x, basis)
+    fitted = fit_variance(method, data.predictor(method), x, basis, each_alone(3))
     level = torch.logspace(math.log10(method.levels.low) + 0.2, math.log10(method.levels.high) - 0.2, 9)
     ratio = fitted.at(level) / exact_variance(method, basis).at(level)
     assert float((ratio - 1).abs().max()) < 0.2
-    average = fit_variance(method, data.predictor(method), x, basis, scalar=True)
+    average = fit_variance(method, data.predictor(method), x, basis, one_group(3))
     assert average.values.shape[1] == 1
     assert torch.allclose(average.at(level)[:, 0], fitted.at(level).mean(1), rtol=0.2)
 
@@ -146,3 +159,22 @@ def test_few_aware_steps_draw_a_gaussian_exactly(method: Method) -> None:
 
     assert float((variances(True) / SCALES - 1).abs().max()) < 0.05
     assert float((variances(False) / SCALES - 1).abs().max()) > 0.2
+
+
+def test_bands_hold_one_channel_and_one_frequency() -> None:
+    bands = frequency_bands((3, 8, 8)).reshape(3, 8, 8)
+    assert len(set(bands[0].flatten().tolist()) & set(bands[1].flatten().tolist())) == 0
+    assert bands[0, 0, 0] != bands[0, 0, 1]
+    assert bands[0, 3, 4] == bands[0, 5, 0]
+
+
+def test_named_variances() -> None:
+    x = torch.randn(64, 1, 4, 4)
+    method = BSI(alpha_M=1e3)
+    found = {
+        name: named_variance(name, method, lambda latent, level: latent, x)
+        for name in ("level", "pixels", "dct", "pca")
+    }
+    assert [len(found[name].values[0]) for name in found] == [1, 16, 5, 16]
+    with pytest.raises(UsageError, match="dct"):
+        named_variance("cosine", method, lambda latent, level: latent, x)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from bsi.errors import UsageError
@@ -31,10 +31,25 @@ from bsi.levels import low_discrepancy
 from bsi.methods.base import Method, Predictor
 from bsi.rng import Noise, standard_normal
 
-__all__ = ["Basis", "Variance", "aware_noise", "dct_basis", "fit_variance", "pca_basis", "pixel_basis", "transition_kl"]
+__all__ = [
+    "VARIANCES",
+    "Basis",
+    "Variance",
+    "aware_noise",
+    "dct_basis",
+    "each_alone",
+    "fit_variance",
+    "frequency_bands",
+    "named_variance",
+    "one_group",
+    "pca_basis",
+    "pixel_basis",
+    "transition_kl",
+]
 
 KNOTS = 33  # levels at which a variance is fitted
 PRIOR = 4.0  # observations that the average over all coordinates counts for, at each knot
+MAX_PCA = 4096
 SMALLEST = 1e-12  # of a variance: the logarithm is interpolated
 
 
@@ -108,13 +123,15 @@ def _cosines(size: int) -> Float[Tensor, "{size} {size}"]:
 class Variance:
     """v(level), diagonal in a basis: ln v is linear between equally spaced points of ln(level).
 
-    `values` has a column for each coordinate, or a single one for all of them.
+    Coordinates of one group share their variance: `values` has a column for each group, `groups` the group of each
+    coordinate.
     """
 
     basis: Basis
     low: float
     high: float
-    values: Float[Tensor, "knots coordinates"]
+    values: Float[Tensor, "knots groups"]
+    groups: Int[Tensor, " coordinates"]
 
     def at(self, level: Float[Tensor, " batch"]) -> Float[Tensor, "batch coordinates"]:
         """The predictive variance of each coordinate at these levels."""
@@ -123,7 +140,25 @@ class Variance:
         place = place.clamp(0, len(logs) - 1)
         left = place.floor().long().clamp(max=len(logs) - 2)
         along = (place - left)[:, None]
-        return torch.exp(logs[left] * (1 - along) + logs[left + 1] * along)
+        return torch.exp(logs[left] * (1 - along) + logs[left + 1] * along)[:, self.groups.to(level.device)]
+
+
+def one_group(n: int) -> Int[Tensor, " {n}"]:
+    """One variance for all coordinates: a function of the level alone."""
+    return torch.zeros(n, dtype=torch.long)
+
+
+def each_alone(n: int) -> Int[Tensor, " {n}"]:
+    """A variance for each coordinate."""
+    return torch.arange(n)
+
+
+def frequency_bands(shape: tuple[int, ...]) -> Int[Tensor, " coordinates"]:
+    """For a cosine transform: coordinates of one channel whose frequencies have the same length, rounded."""
+    channels, space = shape[0], shape[1:]
+    frequencies = torch.meshgrid(*(torch.arange(size, dtype=torch.float64) for size in space), indexing="ij")
+    radius = torch.stack(frequencies).square().sum(0).sqrt().round().long().flatten()
+    return (torch.arange(channels)[:, None] * (int(radius.max()) + 1) + radius).flatten()
 
 
 def transition_kl(
@@ -166,7 +201,7 @@ def fit_variance(
     predict: Predictor,
     x: Float[Tensor, "samples *data"],
     basis: Basis,
-    scalar: bool = False,
+    groups: Int[Tensor, " coordinates"],
     draws: int = 4,
     seed: int = 0,
     batch_size: int = 256,
@@ -176,14 +211,14 @@ def fit_variance(
 
     Args:
         x: Training samples, as values. Test samples would make the bound too good.
-        scalar: One variance for all coordinates.
+        groups: Coordinates that share a variance: `one_group`, `each_alone` or `frequency_bands`.
         draws: Levels for each sample.
         progress: Called with the number of evaluations after each batch.
     """
-    low, high = method.levels.low, method.levels.high
-    n = x[0].numel()
-    sums = torch.zeros(KNOTS, 1 if scalar else n, dtype=torch.float64, device=x.device)
-    counts = torch.zeros(KNOTS, dtype=torch.float64, device=x.device)
+    groups = groups.to(x.device)
+    sizes = torch.bincount(groups).double()
+    sums = torch.zeros(KNOTS, len(sizes), dtype=torch.float64, device=x.device)
+    counts = torch.zeros(KNOTS, 1, dtype=torch.float64, device=x.device)
     generator = torch.Generator().manual_seed(seed)
     for draw in range(draws):
         order = torch.randperm(len(x), generator=generator).to(x.device)
@@ -194,13 +229,49 @@ def fit_variance(
             eps = standard_normal(seed, ids, draw, tuple(x.shape[1:]), x.dtype)
             error = x[ids] - predict(method.encoder(level).encode(x[ids], eps), level)
             squared = basis.coordinates(error.double()).square()
+            of_group = torch.zeros(len(ids), len(sizes), dtype=torch.float64, device=x.device)
+            of_group.index_add_(1, groups, squared)
             place = t[part] * (KNOTS - 1)
             left = place.floor().long().clamp(max=KNOTS - 2)
             for knot, share in ((left, left + 1 - place), (left + 1, place - left)):
-                rows = share[:, None] * (squared.mean(1, keepdim=True) if scalar else squared)
-                sums.index_add_(0, knot, rows)
-                counts.index_add_(0, knot, share)
+                sums.index_add_(0, knot, share[:, None] * of_group / sizes)
+                counts.index_add_(0, knot, share[:, None])
             progress(len(ids))
-    average = (sums.sum(1) / sums.shape[1] / counts.clamp(min=1e-9))[:, None]
-    fitted = (sums + PRIOR * average) / (counts[:, None] + PRIOR)
-    return Variance(basis, low, high, fitted)
+    average = (sums * sizes).sum(1, keepdim=True) / (sizes.sum() * counts.clamp(min=1e-9))
+    prior = PRIOR / sizes  # a large group says enough by itself
+    fitted = (sums + prior * average) / (counts + prior)
+    return Variance(basis, method.levels.low, method.levels.high, fitted, groups.cpu())
+
+
+VARIANCES = ("level", "pixels", "dct", "pca")
+
+
+def named_variance(
+    name: str,
+    method: Method,
+    predict: Predictor,
+    x: Float[Tensor, "samples *data"],
+    seed: int = 0,
+    batch_size: int = 256,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Variance:
+    """Fit the variance called `name` to training samples.
+
+    Args:
+        name: `level` (a function of the level alone), `pixels` (each dimension its own), `dct` (a cosine transform over
+            space, frequency bands for each principal color) or `pca` (the principal axes of the training samples).
+    """
+    shape, n = tuple(x.shape[1:]), x[0].numel()
+    if name == "level":
+        basis, groups = pixel_basis(shape), one_group(n)
+    elif name == "pixels":
+        basis, groups = pixel_basis(shape), each_alone(n)
+    elif name == "dct":
+        basis, groups = dct_basis(x), frequency_bands(shape)
+    elif name == "pca":
+        if n > MAX_PCA:
+            raise UsageError(f"a basis of principal axes is for at most {MAX_PCA} dimensions, got {n}. Use 'dct'.")
+        basis, groups = pca_basis(x), each_alone(n)
+    else:
+        raise UsageError(f"a variance is one of {', '.join(VARIANCES)}, got {name!r}.")
+    return fit_variance(method, predict, x, basis, groups, 4, seed, batch_size, progress)

@@ -1,0 +1,544 @@
+"""Lossless compression with bits-back coding: a file whose size is the bound.
+
+With the k steps of a grid, a sample x is coded together with a chain of latents. In information coordinates, the
+posterior runs backwards from the last latent,
+
+    q(s_k | x)          = N(Lambda-weighted alpha_k x, Lambda_k),
+    q(s_{i-1} | s_i, x) = N(alpha_{i-1} x + (Lambda_{i-1} / Lambda_i) (s_i - alpha_i x),
+                            Lambda_{i-1} (Lambda_i - Lambda_{i-1}) / Lambda_i),
+
+and the model forwards from the prior, p(s_i | s_{i-1}) = N(s_{i-1} + D x_hat, D + D^2 v) (variance.py), p(x | s_k). To
+encode a sample, s_k, ..., s_0 are decoded ("popped") from the bits that are already there, by q; then x, s_k, ..., s_0
+are encoded ("pushed"), by p. The expected net length is the bound L_M^k + L_R + L_prior. Decoding reverses each step.
+
+Latents lie on grids whose spacing is a fraction of q's standard deviation. Discretizing both q and p never raises their
+divergence. The first bits come from samples that are stored plainly, log2(bins) bits for each dimension, until the
+stack holds enough for a batch.
+
+Encoder and decoder must compute the same x_hat to the last bit. The file records the network's hash, the device, the
+versions and a hash of some predictions, which the decoder compares before it starts; checksums of each batch and of
+everything catch what slips through. A file can be decoded on machines of the same type; it is not an archive format.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float64, Int64, Integer
+from torch import Tensor
+
+from bsi.errors import BsiError, DataError, UsageError
+from bsi.grids import paper_grid
+from bsi.model import Model
+from bsi.rng import standard_normal
+from bsi.solvers import Path
+from bsi.values import Bins
+from bsi.variance import Basis, Variance, dct_basis, frequency_bands, one_group, pixel_basis
+
+__all__ = ["Compressed", "compress", "decompress"]
+
+MAGIC = b"BSI\x01"
+HASH_BYTES = 32
+MAX_HEADER = 1 << 24
+SPACING = 0.75  # of the latents' grids, in standard deviations of q
+# Grid points to either side of a mean that have a probability, at least 2^-24 each: few for q, from which latents are
+# drawn, and many for p, which must be able to code whatever q drew.
+REACH_Q, REACH_P = 24, 1 << 12
+LOG_STEP = 0.125  # of a stored ln v
+MARGIN = 1.1  # more bits than expected that must be there before a batch begins
+PROBES = 4  # predictions whose hash a decoder compares before it starts
+
+Report = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A compressed data set and its size.
+
+    `initial_bits` are those of the samples stored plainly, which the first batches draw from.
+    """
+
+    blob: bytes
+    samples: int
+    plain: int
+    n: int
+    initial_bits: int
+    net_bits: int
+
+    @property
+    def gross_bits_per_dim(self) -> float:
+        """Of the file."""
+        return 8 * len(self.blob) / (self.samples * self.n)
+
+    @property
+    def net_bits_per_dim(self) -> float:
+        """Of the samples coded with the model: what each further sample adds."""
+        coded = self.samples - self.plain
+        return self.net_bits / (coded * self.n) if coded else math.nan
+
+
+def compress(
+    model: Model,
+    data: Integer[Tensor, "samples *data"],
+    steps: int = 64,
+    variance: Variance | None = None,
+    batch_size: int = 16,
+    progress: Report = lambda count: None,
+) -> Compressed:
+    """Compress binned data without loss.
+
+    Args:
+        model: A model with `bins`, on the device that computes; decoding needs the same model.
+        data: Bin indices.
+        steps: Steps of the chain. More steps make a tighter bound and need more initial bits.
+        variance: That of the transitions (`bsi.variance.named_variance`): `level`, `pixels` or `dct`.
+        batch_size: Samples coded together, at most: as many as there are bits to draw their latents from.
+        progress: Called with a number of network evaluations as they are done.
+
+    Raises:
+        UsageError: The model has no bins, or the data does not fit it.
+    """
+    bins = _bins(model)
+    if data.is_floating_point() or tuple(data.shape[1:]) != model.shape:
+        raise UsageError(
+            f"compression takes bin indices of shape (samples, {', '.join(map(str, model.shape))}), got {data.dtype} "
+            f"of shape {tuple(data.shape)}. model.data(values) makes bin indices."
+        )
+    if steps < 1 or batch_size < 1:
+        raise UsageError(f"steps and batch_size must be at least 1, got steps={steps} and batch_size={batch_size}.")
+    model.check(data)
+    stored = None if variance is None else _stored_variance(variance)
+    variance = None if stored is None else _read_variance(stored, model)
+    chain = _Chain(model, bins, steps, variance, progress)
+    index = data.cpu().numpy().astype(np.int32).reshape(len(data), -1)
+
+    coder, sizes, done = _coder(), [], 0
+    uniform = _uniform(bins)
+    per_sample = chain.initial_bits * MARGIN
+    while done < len(index) and coder.num_valid_bits() < per_sample:
+        coder.encode_reverse(index[done], uniform)
+        done += 1
+    plain, initial = done, coder.num_valid_bits()
+    checks = [_check(index[:plain])]
+    while done < len(index):
+        count = min(batch_size, len(index) - done, max(1, int(coder.num_valid_bits() / per_sample)))
+        chain.encode(coder, index[done : done + count])
+        checks.append(_check(index[done : done + count]))
+        sizes.append(count)
+        done += count
+    header = {
+        "shape": list(model.shape),
+        "count": len(index),
+        "plain": plain,
+        "sizes": sizes,
+        "checks": checks,
+        "bins": [bins.low, bins.high, bins.count],
+        "steps": steps,
+        "variance": stored,
+        "model": _model_hash(model),
+        "machine": _machine(model),
+        "probe": chain.probe(),
+        "sha256": hashlib.sha256(_bytes(index, bins)).hexdigest(),
+    }
+    words = coder.get_compressed().astype("<u4").tobytes()
+    return Compressed(_pack(header, words), len(index), plain, chain.n, initial, coder.num_valid_bits() - initial)
+
+
+def decompress(
+    model: Model,
+    blob: bytes,
+    progress: Report = lambda count: None,
+    preview: Callable[[int, Tensor], None] | None = None,
+) -> Integer[Tensor, "samples *data"]:
+    """The data of a compressed file, to the last bit.
+
+    Args:
+        model: The model that compressed it.
+        preview: Called with the step and the prediction x_hat of each batch, from coarse to fine.
+
+    Raises:
+        DataError: The file is damaged.
+        UsageError: The model is another one, or this machine computes other predictions.
+    """
+    header, words = _unpack(blob)
+    bins = _bins(model)
+    _check_header(header, model, bins)
+    with _threads(header["machine"]["threads"]):
+        variance = None if header["variance"] is None else _read_variance(header["variance"], model)
+        chain = _Chain(model, bins, header["steps"], variance, progress)
+        _check_machine(header, model, chain)
+        coder = _coder(np.frombuffer(words, dtype="<u4").astype(np.uint32))
+        parts = []
+        for count, check in zip(reversed(header["sizes"]), reversed(header["checks"][1:]), strict=True):
+            parts.append(chain.decode(coder, count, preview))
+            if _check(parts[-1]) != check:
+                raise BsiError(
+                    "a batch was decoded to other values than were encoded: this machine computes other predictions "
+                    "than the one that made the file. Decode it there; nothing was written."
+                )
+    uniform = _uniform(bins)
+    rows = [coder.decode(uniform, chain.n) for _ in range(header["plain"])]
+    parts.append(np.stack(rows[::-1]).astype(np.int32) if rows else np.zeros((0, chain.n), np.int32))
+    index = np.concatenate(parts[::-1])
+    if hashlib.sha256(_bytes(index, bins)).hexdigest() != header["sha256"]:
+        raise DataError("the decoded data has another SHA-256 than the file records: the file is damaged.")
+    return torch.from_numpy(index.astype(np.uint8 if bins.count <= 256 else np.int32)).reshape(-1, *model.shape)
+
+
+class _Chain:
+    """The chain of latents of a model: its grid, standard deviations and network, and coding a batch with it."""
+
+    def __init__(self, model: Model, bins: Bins, steps: int, variance: Variance | None, progress: Report) -> None:
+        self.model, self.bins, self.progress = model, bins, progress
+        method = model.method
+        self.levels = paper_grid(method, steps)
+        path = Path.of(method, self.levels)
+        self.scale = path.scale.tolist()
+        self.alpha = method.gain(self.levels).tolist()
+        self.information = path.information.tolist()
+        self.basis = pixel_basis(model.shape) if variance is None else variance.basis
+        self.n = math.prod(model.shape)
+        self.variance = None if variance is None else variance.at(self.levels[:-1]).numpy()
+        following = [*self.information[1:], math.inf]
+        # of q(s_i | s_{i+1}, x), and of q(s_k | x), where the one that follows is infinite
+        self.std = [math.sqrt(a * (1 - a / b)) for a, b in zip(self.information, following, strict=True)]
+        self.spacing = [SPACING * std for std in self.std]
+        self.first = 0 if self.std[0] > 0 else 1  # BFN's first latent is 0, and needs no code
+
+    @property
+    def initial_bits(self) -> float:
+        """Expected bits that the latents of one sample take from the stack."""
+        latents = len(self.levels) - self.first
+        return latents * self.n * 0.5 * math.log2(2 * math.pi * math.e / SPACING**2)
+
+    def encode(self, coder: Any, index: Integer[np.ndarray, "batch n"]) -> None:
+        """Push a batch of samples."""
+        x, last = self._coordinates(index), len(self.levels) - 1
+        places: dict[int, Int64[np.ndarray, "batch n"]] = {}
+        latent = self._nothing(index)
+        for i in range(last, self.first - 1, -1):
+            mean = self._posterior_mean(i, x, latent)
+            places[i] = _pop(coder, mean, self.std[i], self.spacing[i], REACH_Q)
+            latent = places[i] * self.spacing[i]
+        latents = {i: place * self.spacing[i] for i, place in places.items()}
+        x_hat = self._predict(last, latents[last])
+        coder.encode_reverse(index.reshape(-1), _outcomes(self.bins), *self._outcome_parameters(x_hat))
+        for i in range(last, 0, -1):
+            before = latents.get(i - 1, self._nothing(index))
+            mean, std = self._transition(i, before, self._predict(i - 1, before))
+            _push(coder, places[i], mean, std, self.spacing[i], REACH_P)
+        if self.first == 0:
+            _push(coder, places[0], self._nothing(index), self._prior_std(), self.spacing[0], REACH_P)
+
+    def decode(
+        self, coder: Any, count: int, preview: Callable[[int, Tensor], None] | None
+    ) -> Integer[np.ndarray, "batch n"]:
+        """Pop a batch of samples, and push what encoding them had popped."""
+        nothing, last = np.zeros((count, self.n)), len(self.levels) - 1
+        places: dict[int, Int64[np.ndarray, "batch n"]] = {}
+        latent = nothing
+        if self.first == 0:
+            places[0] = _pop(coder, nothing, self._prior_std(), self.spacing[0], REACH_P)
+            latent = places[0] * self.spacing[0]
+        for i in range(1, last + 1):
+            x_hat = self._predict(i - 1, latent)
+            if preview is not None:
+                preview(i - 1, x_hat)
+            mean, std = self._transition(i, latent, x_hat)
+            places[i] = _pop(coder, mean, std, self.spacing[i], REACH_P)
+            latent = places[i] * self.spacing[i]
+        x_hat = self._predict(last, latent)
+        if preview is not None:
+            preview(last, x_hat)
+        index = coder.decode(_outcomes(self.bins), *self._outcome_parameters(x_hat)).reshape(count, self.n)
+        x = self._coordinates(index)
+        for i in range(self.first, last + 1):
+            following = places[i + 1] * self.spacing[i + 1] if i < last else nothing
+            _push(coder, places[i], self._posterior_mean(i, x, following), self.std[i], self.spacing[i], REACH_Q)
+        return index
+
+    def probe(self) -> str:
+        """A hash of predictions for fixed latents at some levels."""
+        sha = hashlib.sha256()
+        for i in np.linspace(0, len(self.levels) - 1, PROBES).astype(int).tolist():
+            eps = standard_normal(0, torch.arange(2), i, (self.n,), torch.float64).numpy()
+            sha.update(self._predict(i, eps * math.sqrt(self.information[i])).numpy().tobytes())
+        return sha.hexdigest()
+
+    def _nothing(self, index: Integer[np.ndarray, "batch n"]) -> Float64[np.ndarray, "batch n"]:
+        return np.zeros(index.shape)
+
+    def _coordinates(self, index: Integer[np.ndarray, "batch n"]) -> Float64[np.ndarray, "batch n"]:
+        values = torch.from_numpy(self.bins.values(index)).reshape(-1, *self.model.shape)
+        return self.basis.coordinates(values).numpy()
+
+    def _posterior_mean(
+        self, i: int, x: Float64[np.ndarray, "batch n"], following: Float64[np.ndarray, "batch n"]
+    ) -> Float64[np.ndarray, "batch n"]:
+        """The mean of q(s_i | s_{i+1}, x), or of q(s_k | x)."""
+        mean = self.alpha[i] * x
+        if i + 1 == len(self.levels):
+            return mean
+        return mean + self.information[i] / self.information[i + 1] * (following - self.alpha[i + 1] * x)
+
+    def _prior_std(self) -> float:
+        """Of s_0: the prior of the method in information coordinates."""
+        one = self.model.method.prior(torch.ones(1, 1, dtype=torch.float64))
+        return float(one) * self.scale[0]
+
+    @torch.no_grad()
+    def _predict(self, i: int, latent: Float64[np.ndarray, "batch n"]) -> Tensor:
+        """x_hat at level i, clipped to the data's range; the last level's is what the method decodes."""
+        method, device = self.model.method, self.model.device
+        values = self.basis.values(torch.from_numpy(latent), torch.empty(len(latent), *self.model.shape))
+        psi = (values / self.scale[i] if self.scale[i] else torch.zeros_like(values)).float()
+        psi, level, predict = psi.to(device), self.levels[i].expand(len(psi)).to(device), self.model.denoiser
+        x_hat = method.decode(psi, level, predict) if i + 1 == len(self.levels) else predict(psi, level)
+        self.progress(len(psi))
+        return torch.nan_to_num(x_hat.cpu().double()).clamp(self.bins.low, self.bins.high)
+
+    def _transition(
+        self, i: int, before: Float64[np.ndarray, "batch n"], x_hat: Tensor
+    ) -> tuple[Float64[np.ndarray, "batch n"], Float64[np.ndarray, " n"] | float]:
+        """Mean and standard deviation of p(s_i | s_{i-1})."""
+        gained = self.information[i] - self.information[i - 1]
+        mean = before + gained * self.basis.coordinates(x_hat).numpy()
+        if self.variance is None:
+            return mean, math.sqrt(gained)
+        return mean, np.sqrt(gained + gained**2 * self.variance[i - 1])
+
+    def _outcome_parameters(self, x_hat: Tensor) -> tuple[Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
+        """Of p(x | s_k), a Normal over the bins, in units of their width."""
+        place = ((x_hat - self.bins.low) / self.bins.width).reshape(-1).numpy()
+        std = 1 / (math.sqrt(self.model.method.recon_precision) * self.bins.width)
+        return place, np.full_like(place, std)
+
+
+# ---- Entropy coding --------------------------------------------------------------------------------------------------
+
+
+def _coder(words: np.ndarray | None = None) -> Any:
+    """A stack of bits: asymmetric numeral systems, from the package constriction."""
+    try:
+        import constriction
+    except ImportError as error:
+        raise UsageError("compression needs the package constriction: pip install 'bsi[codec]'.") from error
+    stack = constriction.stream.stack.AnsCoder
+    return stack() if words is None else stack(words)
+
+
+def _uniform(bins: Bins) -> Any:
+    import constriction
+
+    return constriction.stream.model.Uniform(bins.count)
+
+
+def _outcomes(bins: Bins) -> Any:
+    import constriction
+
+    return constriction.stream.model.QuantizedGaussian(0, bins.count - 1)
+
+
+def _near(
+    mean: np.ndarray, std: np.ndarray | float, spacing: float, reach: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any]:
+    """A Normal on a grid: its center, rounded; and the rest of its mean and its standard deviation, in grid points."""
+    import constriction
+
+    center = np.rint(mean / spacing)
+    rest = mean / spacing - center
+    scaled = np.broadcast_to(std / spacing, mean.shape)
+    return center, rest.reshape(-1), scaled.reshape(-1), constriction.stream.model.QuantizedGaussian(-reach, reach)
+
+
+def _pop(
+    coder: Any, mean: np.ndarray, std: np.ndarray | float, spacing: float, reach: int
+) -> Int64[np.ndarray, "batch n"]:
+    center, rest, scaled, normal = _near(mean, std, spacing, reach)
+    offset = coder.decode(normal, rest, np.ascontiguousarray(scaled)).reshape(mean.shape)
+    return center.astype(np.int64) + offset
+
+
+def _push(
+    coder: Any,
+    place: Int64[np.ndarray, "batch n"],
+    mean: np.ndarray,
+    std: np.ndarray | float,
+    spacing: float,
+    reach: int,
+) -> None:
+    center, rest, scaled, normal = _near(mean, std, spacing, reach)
+    offset = place - center.astype(np.int64)
+    if np.abs(offset).max(initial=0) > reach:
+        raise UsageError(
+            "a latent lies too far from its prediction to be coded: the steps are too large for predictions this poor. "
+            "Use more steps, or a trained model."
+        )
+    coder.encode_reverse(offset.astype(np.int32).reshape(-1), normal, rest, np.ascontiguousarray(scaled))
+
+
+# ---- The file --------------------------------------------------------------------------------------------------------
+
+
+def _pack(header: dict[str, Any], words: bytes) -> bytes:
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    packed = zlib.compress(text, 9)
+    body = MAGIC + struct.pack("<I", len(packed)) + packed + words
+    return body + hashlib.sha256(body).digest()
+
+
+def _unpack(blob: bytes) -> tuple[dict[str, Any], bytes]:
+    start = len(MAGIC) + 4
+    if blob[: len(MAGIC)] != MAGIC:
+        raise DataError("this is not a file that `bsi compress` wrote, or its first bytes are damaged.")
+    if len(blob) < start + HASH_BYTES or hashlib.sha256(blob[:-HASH_BYTES]).digest() != blob[-HASH_BYTES:]:
+        raise DataError("the compressed file is damaged or cut off: its SHA-256 is another. Copy it again.")
+    (size,) = struct.unpack("<I", blob[len(MAGIC) : start])
+    body = blob[start:-HASH_BYTES]
+    try:
+        inflate = zlib.decompressobj()
+        text = inflate.decompress(body[:size], MAX_HEADER)
+        header = json.loads(text)
+        for name in ("shape", "count", "plain", "sizes", "checks", "bins", "steps", "machine", "probe"):
+            header[name]
+    except (ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
+        raise DataError(f"the header of the compressed file cannot be read ({error!r:.80}).") from error
+    words = body[size:]
+    if size > len(body) or len(words) % 4:
+        raise DataError("the compressed file is damaged: its sizes do not fit its length.")
+    return header, words
+
+
+def _check_header(header: dict[str, Any], model: Model, bins: Bins) -> None:
+    """Raise if the file is of another model or claims what it cannot hold."""
+    if header.get("model") != _model_hash(model):
+        raise UsageError(
+            f"the file was compressed with another model: its hash is {header.get('model')!s:.12}, this model's is "
+            f"{_model_hash(model):.12}. Pass the model that compressed it."
+        )
+    sizes, plain, count = header["sizes"], header["plain"], header["count"]
+    fits = (
+        header["shape"] == list(model.shape)
+        and header["bins"] == [bins.low, bins.high, bins.count]
+        and all(isinstance(value, int) and value >= 0 for value in (plain, count, *sizes))
+        and plain + sum(sizes) == count
+        and len(header["checks"]) == len(sizes) + 1
+        and 1 <= header["steps"] <= 1 << 20
+        and max(sizes, default=0) <= 1 << 16
+    )
+    if not fits:
+        raise DataError("the header of the compressed file contradicts itself: it was not written by `bsi compress`.")
+
+
+def _check_machine(header: dict[str, Any], model: Model, chain: _Chain) -> None:
+    """Raise, before decoding, if this machine computes other predictions."""
+    if header["probe"] == chain.probe():
+        return
+    ours, theirs = _machine(model), header["machine"]
+    differ = [f"{name}: {theirs.get(name)} there, {ours[name]} here" for name in ours if ours[name] != theirs.get(name)]
+    raise UsageError(
+        f"this machine computes other predictions than the one that made the file "
+        f"({'; '.join(differ) or 'with the same settings'}). Decode it on a machine of the same type."
+    )
+
+
+def _machine(model: Model) -> dict[str, Any]:
+    """What the last bits of a prediction depend on."""
+    network = model.denoiser.backbone
+    dtype = getattr(network, "compute_dtype", None) or next((p.dtype for p in network.parameters()), torch.float32)
+    device = model.device
+    return {
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else torch.backends.cpu.get_cpu_capability(),
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+class _threads:
+    """The number of threads that the encoder had; as it was afterwards."""
+
+    def __init__(self, count: object) -> None:
+        self.count = count if isinstance(count, int) and 1 <= count <= 1024 else torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(self.count)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_num_threads(self.before)
+
+
+def _bins(model: Model) -> Bins:
+    if model.bins is None:
+        raise UsageError(
+            "only binned data has a finite number of bits: this model is for continuous data. Pass a model with bins."
+        )
+    return model.bins
+
+
+def _model_hash(model: Model) -> str:
+    """Of the method, the data's description and the weights."""
+    sha = hashlib.sha256(repr((model.method, model.shape, model.bins)).encode())
+    for name, tensor in sorted(model.denoiser.state_dict().items()):
+        sha.update(name.encode())
+        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def _check(index: Integer[np.ndarray, "batch n"]) -> int:
+    return zlib.crc32(np.ascontiguousarray(index, dtype="<i4").tobytes())
+
+
+def _bytes(index: Integer[np.ndarray, "samples n"], bins: Bins) -> bytes:
+    """The data as it is stored in a dataset."""
+    return np.ascontiguousarray(index.astype(bins.dtype)).tobytes()
+
+
+def _stored_variance(variance: Variance) -> dict[str, Any]:
+    """A variance as the header holds it: its logarithms in steps of LOG_STEP, and the principal colors."""
+    logs = torch.round(torch.log(variance.values.clamp(min=1e-12)) / LOG_STEP).clamp(-127, 127).to(torch.int8)
+    kinds = {"pixels": (None,) * len(variance.basis.shape)}
+    separable = variance.basis.shape == variance.basis.shape and variance.basis.matrices != kinds["pixels"]
+    colors = variance.basis.matrices[0] if separable else None
+    if separable and (colors is None or len(variance.basis.shape) < 2):
+        raise UsageError("compression takes the variances level, pixels and dct: others do not fit into a file.")
+    groups = len(variance.values[0])
+    return {
+        "kind": "dct" if separable else "level" if groups == 1 else "pixels",
+        "colors": None if colors is None else colors.tolist(),
+        "knots": len(logs),
+        "logs": base64.b64encode(logs.numpy().tobytes()).decode(),
+    }
+
+
+def _read_variance(stored: dict[str, Any], model: Model) -> Variance:
+    """The inverse of `_stored_variance`."""
+    shape, n, levels = model.shape, math.prod(model.shape), model.method.levels
+    try:
+        logs = np.frombuffer(base64.b64decode(stored["logs"], validate=True), dtype=np.int8)
+        values = torch.exp(LOG_STEP * torch.from_numpy(logs.copy()).double()).reshape(stored["knots"], -1)
+        if stored["kind"] == "dct":
+            blank = dct_basis(torch.zeros(2, *shape))
+            colors = torch.tensor(stored["colors"], dtype=torch.float64)
+            basis, groups = Basis(shape, (colors, *blank.matrices[1:])), frequency_bands(shape)
+        else:
+            basis = pixel_basis(shape)
+            groups = one_group(n) if stored["kind"] == "level" else torch.arange(n)
+        if len(values[0]) != int(groups.max()) + 1 or len(values) < 2:
+            raise ValueError(f"{tuple(values.shape)} variances for {n} dimensions")
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(f"the variance in the compressed file cannot be read ({error!r:.80}).") from error
+    return Variance(basis, levels.low, levels.high, values, groups)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import struct
@@ -50,10 +51,9 @@ __all__ = ["Compressed", "compress", "decompress"]
 MAGIC = b"BSI\x01"
 HASH_BYTES = 32
 MAX_HEADER = 1 << 24
-SPACING = 0.75  # of the latents' grids, in standard deviations of q
-# Grid points to either side of a mean that have a probability, at least 2^-24 each: few for q, from which latents are
-# drawn, and many for p, which must be able to code whatever q drew.
-REACH_Q, REACH_P = 24, 1 << 12
+SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
+# Grid points to either side of the mean that have a probability, 2^-24 or more: for q, and at least and most for p.
+REACH, LEAST, MOST = 12, 64, 1 << 12
 LOG_STEP = 0.125  # of a stored ln v
 MARGIN = 1.1  # more bits than expected that must be there before a batch begins
 PROBES = 4  # predictions whose hash a decoder compares before it starts
@@ -212,14 +212,20 @@ class _Chain:
         following = [*self.information[1:], math.inf]
         # of q(s_i | s_{i+1}, x), and of q(s_k | x), where the one that follows is infinite
         self.std = [math.sqrt(a * (1 - a / b)) for a, b in zip(self.information, following, strict=True)]
-        self.spacing = [SPACING * std for std in self.std]
+        gained = [math.inf, *(b - a for a, b in itertools.pairwise(self.information))]  # no step leads to the prior
+        self.spacing = [SPACING * min(std, math.sqrt(d)) for std, d in zip(self.std, gained, strict=True)]
+        # p must be able to code whatever q drew, from a prediction that is wrong by the data's range.
+        wrong = [0.0, *((bins.high - bins.low) * d for d in gained[1:])]
+        self.reach = [
+            min(MOST, LEAST + int(w / step)) if step else LEAST for w, step in zip(wrong, self.spacing, strict=True)
+        ]
         self.first = 0 if self.std[0] > 0 else 1  # BFN's first latent is 0, and needs no code
 
     @property
     def initial_bits(self) -> float:
         """Expected bits that the latents of one sample take from the stack."""
-        latents = len(self.levels) - self.first
-        return latents * self.n * 0.5 * math.log2(2 * math.pi * math.e / SPACING**2)
+        pairs = list(zip(self.std, self.spacing, strict=True))[self.first :]
+        return self.n * sum(math.log2(std / spacing) + 0.5 * math.log2(2 * math.pi * math.e) for std, spacing in pairs)
 
     def encode(self, coder: Any, index: Integer[np.ndarray, "batch n"]) -> None:
         """Push a batch of samples."""
@@ -228,7 +234,7 @@ class _Chain:
         latent = self._nothing(index)
         for i in range(last, self.first - 1, -1):
             mean = self._posterior_mean(i, x, latent)
-            places[i] = _pop(coder, mean, self.std[i], self.spacing[i], REACH_Q)
+            places[i] = _pop(coder, mean, self.std[i], self.spacing[i], REACH)
             latent = places[i] * self.spacing[i]
         latents = {i: place * self.spacing[i] for i, place in places.items()}
         x_hat = self._predict(last, latents[last])
@@ -236,9 +242,9 @@ class _Chain:
         for i in range(last, 0, -1):
             before = latents.get(i - 1, self._nothing(index))
             mean, std = self._transition(i, before, self._predict(i - 1, before))
-            _push(coder, places[i], mean, std, self.spacing[i], REACH_P)
+            _push(coder, places[i], mean, std, self.spacing[i], self.reach[i])
         if self.first == 0:
-            _push(coder, places[0], self._nothing(index), self._prior_std(), self.spacing[0], REACH_P)
+            _push(coder, places[0], self._nothing(index), self._prior_std(), self.spacing[0], self.reach[0])
 
     def decode(
         self, coder: Any, count: int, preview: Callable[[int, Tensor], None] | None
@@ -248,14 +254,14 @@ class _Chain:
         places: dict[int, Int64[np.ndarray, "batch n"]] = {}
         latent = nothing
         if self.first == 0:
-            places[0] = _pop(coder, nothing, self._prior_std(), self.spacing[0], REACH_P)
+            places[0] = _pop(coder, nothing, self._prior_std(), self.spacing[0], self.reach[0])
             latent = places[0] * self.spacing[0]
         for i in range(1, last + 1):
             x_hat = self._predict(i - 1, latent)
             if preview is not None:
                 preview(i - 1, x_hat)
             mean, std = self._transition(i, latent, x_hat)
-            places[i] = _pop(coder, mean, std, self.spacing[i], REACH_P)
+            places[i] = _pop(coder, mean, std, self.spacing[i], self.reach[i])
             latent = places[i] * self.spacing[i]
         x_hat = self._predict(last, latent)
         if preview is not None:
@@ -264,7 +270,7 @@ class _Chain:
         x = self._coordinates(index)
         for i in range(self.first, last + 1):
             following = places[i + 1] * self.spacing[i + 1] if i < last else nothing
-            _push(coder, places[i], self._posterior_mean(i, x, following), self.std[i], self.spacing[i], REACH_Q)
+            _push(coder, places[i], self._posterior_mean(i, x, following), self.std[i], self.spacing[i], REACH)
         return index
 
     def probe(self) -> str:
@@ -357,7 +363,7 @@ def _near(
 
     center = np.rint(mean / spacing)
     rest = mean / spacing - center
-    scaled = np.broadcast_to(std / spacing, mean.shape)
+    scaled = np.broadcast_to(np.sqrt(np.square(std / spacing) - 1 / 12), mean.shape)  # rounding adds 1/12
     return center, rest.reshape(-1), scaled.reshape(-1), constriction.stream.model.QuantizedGaussian(-reach, reach)
 
 

@@ -1,0 +1,140 @@
+"""Lossless compression: every bit comes back, the size is the bound's, and damage is never silent."""
+
+import hashlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bsi
+from bsi import BFN, BSI, VDM, Bins
+from bsi.codec import compress, decompress
+from bsi.errors import BsiError, DataError, UsageError
+from bsi.variance import named_variance
+
+pytest.importorskip("constriction")
+
+SHAPE, BINS = (1, 4, 4), Bins(-1.0, 1.0, 9)
+
+
+class Shrink(nn.Module):
+    """A network without training that knows one thing: where the data's mean is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-0.5, 0.5, 16).reshape(SHAPE))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return 0.1 * x + self.weight
+
+
+def model(method: object = None, bins: Bins | None = BINS) -> bsi.Model:
+    return bsi.Model(Shrink(), method or BSI(alpha_M=1e3), SHAPE, bins=bins).eval()
+
+
+def data(count: int = 40) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 9, (count, *SHAPE), generator=generator, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [BSI(alpha_M=1e3), BSI(alpha_M=1e3, gamma_0=float("inf")), BFN(sigma_1=0.03), VDM(nu_max=1e3)],
+    ids=["BSI", "BSI without belief prior", "BFN", "VDM"],
+)
+def test_every_method_returns_every_bit(method: object) -> None:
+    ours, x = model(method), data()
+    packed = compress(ours, x, steps=6, batch_size=5)
+    assert packed.plain < len(x)
+    assert torch.equal(decompress(ours, packed.blob), x)
+
+
+@pytest.mark.parametrize("name", ["level", "pixels", "dct"])
+def test_aware_transitions_return_every_bit(name: str) -> None:
+    ours, x = model(), data()
+    variance = named_variance(name, ours.method, ours.denoiser, ours.values(x))
+    assert torch.equal(decompress(ours, compress(ours, x, 4, variance).blob), x)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_samples_are_stored_plainly(count: int) -> None:
+    packed = compress(model(), data(count), steps=8)
+    assert packed.plain == count
+    assert torch.equal(decompress(model(), packed.blob), data(count))
+
+
+def test_more_bins_than_a_byte() -> None:
+    ours = bsi.Model(Shrink(), BSI(alpha_M=1e6), SHAPE, bins=Bins.int16()).eval()
+    x = torch.randint(0, 65536, (12, *SHAPE), dtype=torch.int32)
+    assert torch.equal(decompress(ours, compress(ours, x, steps=3).blob), x)
+
+
+@pytest.mark.slow
+def test_the_size_is_the_finite_bound() -> None:
+    """Within 2 % of the bound with as many steps, on the digits."""
+    digits = bsi.load("digits")
+    from bsi.data import open_dataset
+
+    x = torch.as_tensor(open_dataset("digits").test[:])
+    packed = compress(digits, x, steps=32)
+    bound = digits.elbo(x, finite_k=32, measure=20)
+    assert packed.net_bits_per_dim == pytest.approx(float(bound), rel=0.02, abs=3 * bound.monte_carlo_error)
+
+
+def test_no_flipped_byte_goes_unnoticed() -> None:
+    ours, x = model(), data(30)
+    blob = compress(ours, x, steps=3).blob
+    for place in range(len(blob)):
+        with pytest.raises(DataError):
+            decompress(ours, blob[:place] + bytes([blob[place] ^ 0x40]) + blob[place + 1 :])
+
+
+@pytest.mark.parametrize("length", [0, 3, 10, 100, -1])
+def test_a_cut_file_is_rejected(length: int) -> None:
+    with pytest.raises(DataError):
+        decompress(model(), compress(model(), data(), steps=3).blob[:length])
+
+
+def resealed(blob: bytes) -> bytes:
+    return blob[:-32] + hashlib.sha256(blob[:-32]).digest()
+
+
+def test_damage_behind_a_right_hash_is_an_error_too() -> None:
+    ours, x = model(), data(30)
+    blob = compress(ours, x, steps=3).blob
+    for place in range(0, len(blob) - 32, 7):
+        damaged = resealed(blob[:place] + bytes([blob[place] ^ 0x10]) + blob[place + 1 :])
+        with pytest.raises(BsiError):
+            decompress(ours, damaged)
+
+
+def test_another_network_is_rejected_before_decoding() -> None:
+    blob, other = compress(model(), data(), steps=3).blob, model()
+    with torch.no_grad():
+        other.denoiser.backbone.weight[0, 0, 0] += 1e-6
+    with pytest.raises(UsageError, match="another model"):
+        decompress(other, blob)
+
+
+def test_other_predictions_are_noticed_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    blob = compress(model(), data(), steps=3).blob
+    monkeypatch.setattr(Shrink, "forward", lambda self, x, t: 0.1 * x + self.weight + 1e-6)
+    with pytest.raises(UsageError, match="predictions"):
+        decompress(model(), blob)
+
+
+def test_what_cannot_be_compressed() -> None:
+    with pytest.raises(UsageError, match="bins"):
+        compress(model(bins=None), data())
+    with pytest.raises(UsageError, match="indices"):
+        compress(model(), data().float())
+    with pytest.raises(UsageError, match="shape"):
+        compress(model(), data()[:, :, :2])
+    with pytest.raises(DataError, match="bins"):
+        compress(model(), data() + 5)
+    with pytest.raises(UsageError, match="steps"):
+        compress(model(), data(), steps=0)
+    ours = model()
+    pca = named_variance("pca", ours.method, ours.denoiser, ours.values(data()))
+    with pytest.raises(UsageError, match="dct"):
+        compress(ours, data(), 4, pca)

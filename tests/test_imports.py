@@ -19,6 +19,7 @@ LAYERS = [
     {
         "adapters",
         "bound",
+        "codec",
         "conditioning",
         "control_variate",
         "denoiser",

@@ -38,7 +38,7 @@ import torch
 from jaxtyping import Float64, Int64, Integer
 from torch import Tensor
 
-from bsi.errors import BsiError, DataError, UsageError
+from bsi.errors import BsiError, DataError, UsageError, extra
 from bsi.grids import paper_grid
 from bsi.model import Model
 from bsi.rng import standard_normal
@@ -89,7 +89,7 @@ class Compressed:
 
 def compress(
     model: Model,
-    data: Integer[Tensor, "samples *data"],
+    data: Tensor,
     steps: int = 64,
     variance: Variance | None = None,
     batch_size: int = 16,
@@ -335,10 +335,8 @@ class _Chain:
 
 def _coder(words: np.ndarray | None = None) -> Any:
     """A stack of bits: asymmetric numeral systems, from the package constriction."""
-    try:
+    with extra("codec", "compression"):
         import constriction
-    except ImportError as error:
-        raise UsageError("compression needs the package constriction: pip install 'bsi[codec]'.") from error
     stack = constriction.stream.stack.AnsCoder
     return stack() if words is None else stack(words)
 

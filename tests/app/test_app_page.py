@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_app import TOKEN, labeled_bench, serving
 
 from bsi import pretrained
 from bsi.app.workbench import Workbench, open_workbench
 from bsi.sampler import Sampler
+from test_app import TOKEN, labeled_bench, serving
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="the page is tested with playwright: pip install playwright"

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
-from test_networks import TINY, batch, every_kind, tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from bsi.backbones import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, cost, resolve
 from bsi.backbones.config import DIT_SIZES, KNOWN_NAMES
 from bsi.errors import UsageError
+from test_networks import TINY, batch, every_kind, tiny
 
 
 @every_kind

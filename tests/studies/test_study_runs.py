@@ -16,7 +16,6 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from tiny_studies import TINY, tiny
 
 import bsi.evaluation.samples
 from bsi.cli import main
@@ -29,6 +28,7 @@ from bsi.studies.registry import STUDIES, named_studies
 from bsi.studies.runner import Planned, _Worker, plan, plan_text, run
 from bsi.studies.scale import SCALES, Comparison
 from bsi.training.lock import hold
+from tiny_studies import TINY, tiny
 
 DOCS = Path(__file__).parents[2] / "docs"
 SEEDED = {"comparison", "architecture", "disentangle", "initial-precision", "finite-k", "weighting"}

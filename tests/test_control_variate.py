@@ -61,39 +61,6 @@ def test_wiener_is_the_posterior_mean_of_gaussian_data(method):
             torch.testing.assert_close(found[:, side], expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_pixelwise_is_the_posterior_mean_of_each_value_alone(method):
-    x = images(400)
-    levels = torch.exp(knots(method.levels, 9))
-    pixelwise = Valuewise.fit(Wiener.fit(method, levels, x), x, BINS, contexts=1)
-    centers = BINS.values(torch.arange(5), torch.float64)[:, None]
-    weights = torch.bincount(BINS.indices(x).flatten().long(), minlength=5).double()
-    predict = Mixture.isotropic(centers, 0.0, weights).predictor(method)
-    # in the middle of a cell the table is exact
-    eps = torch.full((400, 2, 3, 4), 0.125 * 3 + 0.0625, dtype=torch.float64)
-    for k in range(8):
-        found = pixelwise.expected(x)[:, [k, k + 1]] + pixelwise.deviations(x, eps, torch.full((400,), k))
-        for side in (0, 1):
-            level = levels[k + side]
-            alone = integrand(method, predict, x.reshape(-1, 1), eps.reshape(-1, 1), level)
-            torch.testing.assert_close(found[:, side], alone.view(400, -1).sum(1), rtol=1e-6, atol=1e-9)
-
-
-def test_enough_samples_give_the_full_covariance():
-    """The linear reference is then the posterior mean under it, which no product over the data's axes is."""
-    x = torch.randn(64, 2, 2, generator=generator(), dtype=torch.float64)
-    x[:, 1, 1] += 2 * x[:, 0, 0]
-    method, left = BSI(), torch.full((64,), 12)
-    eps = torch.randn(64, 2, 2, generator=generator(1), dtype=torch.float64)
-    whole, product = Basis.fit(method, x, None), Basis.fit(method, x[:15], None)
-    assert [len(each.references[0].axes) for each in (whole, product)] == [1, 2]
-    flat = x.flatten(1)
-    predict = Mixture.gaussian(flat.mean(0), torch.cov(flat.T, correction=0)).predictor(method)
-    expected = integrand(method, predict, flat, eps.flatten(1), torch.exp(whole.knots[12]))
-    found = whole.references[0].expected(x)[:, 12] + whole.references[0].deviations(x, eps, left)[:, 0]
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 2)])
 def test_a_value_is_predicted_by_the_others_as_a_gaussian_is(shape):
     """The conditional mean by its textbook formula, from the covariance itself; whatever the value is."""
@@ -120,7 +87,7 @@ def test_in_context_is_the_posterior_mean_under_the_context_s_histogram(method):
     x = images(400)
     levels = torch.exp(knots(method.levels, 9))
     wiener = Wiener.fit(method, levels, x)
-    in_context = Valuewise.fit(wiener, x, BINS, contexts=17)
+    in_context = Valuewise.fit(wiener, x, BINS)
     predicted = predicted_by_others(wiener, BINS.width**2 / 12, x).flatten()
     context = Bins(-1.0, 1.0, 17).indices(predicted)
     assert len(context.unique()) > 5
@@ -146,7 +113,7 @@ def test_values_that_the_data_did_not_have_are_finite():
     x = BINS.values(torch.randint(0, 2, (30, 1, 4), generator=generator()), torch.float64)
     method = BSI()
     levels = torch.exp(knots(method.levels, 9))
-    in_context = Valuewise.fit(Wiener.fit(method, levels, x), x, BINS, contexts=17)
+    in_context = Valuewise.fit(Wiener.fit(method, levels, x), x, BINS)
     new = torch.ones(2, 1, 4, dtype=torch.float64)
     eps = torch.randn(2, 1, 4, generator=generator(1), dtype=torch.float64)
     assert bool(torch.isfinite(in_context.expected(new)).all())
@@ -170,7 +137,7 @@ def test_more_than_256_bins_have_no_valuewise_reference():
     x = images(8)
     assert len(Basis.fit(BSI(), x, Bins(-1.0, 1.0, 65536)).references) == 1
     assert len(Basis.fit(BSI(), x, None).references) == 1
-    assert len(Basis.fit(BSI(), x, BINS).references) == 3
+    assert len(Basis.fit(BSI(), x, BINS).references) == 2
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 8), (1, 4, 4)])
@@ -178,18 +145,9 @@ def test_a_basis_takes_data_of_any_shape(shape):
     x = torch.randn(12, *shape, generator=generator(), dtype=torch.float64)
     basis = Basis.fit(BSI(), x, None)
     steady = basis.steady(x)
-    assert steady.shape == (12, len(basis.knots), 1 + (1 if len(shape) == 1 else 3) + 1)
+    assert steady.shape == (12, len(basis.knots), 2)
     assert bool(torch.isfinite(steady).all())
     assert float(steady[..., 1:].mean(0).abs().max()) < 1e-6 * float(steady.abs().max())
-
-
-def test_traits_are_standardized_and_equal_samples_have_a_basis():
-    x = images()
-    traits = Basis.fit(BSI(), x, BINS).traits(x)
-    torch.testing.assert_close(traits.mean(0), torch.zeros(3, dtype=torch.float64))
-    torch.testing.assert_close(traits.std(0, correction=0), torch.full((3,), 0.25, dtype=torch.float64))
-    alike = x[:1].repeat(12, 1, 1, 1)
-    assert bool(torch.isfinite(Basis.fit(BSI(), alike, BINS).steady(alike)).all())
 
 
 def along(basis, u, value):
@@ -198,15 +156,16 @@ def along(basis, u, value):
     return (torch.stack([1 - between.fraction, between.fraction], 1) * value).sum(1)
 
 
-def observations(basis, x, seed, pairs, model):
+def observations(basis, x, seed, pairs, model, own=0.0):
     """Pairs of evaluations of an integrand that the control could know exactly."""
     u = torch.linspace(float(basis.knots[0]), float(basis.knots[-1]), pairs, dtype=torch.float64)
     ids = torch.arange(pairs) % len(x)
     steady, found = basis.steady(x)[ids], []
+    residual = torch.randn(len(x), generator=generator(99), dtype=torch.float64)  # of each sample
     for half in (0, 1):
         eps = torch.randn(pairs, *x.shape[1:], generator=generator(seed + half), dtype=torch.float64)
         seen = Observations.of(basis, steady, x[ids], eps, u, torch.zeros_like(u))
-        found.append(Observations.of(basis, steady, x[ids], eps, u, model(seen)).rows)
+        found.append(Observations.of(basis, steady, x[ids], eps, u, model(seen) + own * residual[ids]).rows)
     return Observations(torch.stack(found, 1).flatten(0, 1))
 
 
@@ -215,7 +174,7 @@ def test_the_regression_finds_the_coefficients_of_the_integrand():
     basis = Basis.fit(BSI(), x, BINS)
 
     def model(seen):
-        value = 40 + 8 * seen.values[..., 1] + 0.5 * seen.values[..., 4] + 0.6 * seen.values[..., basis.num_steady + 0]
+        value = 40 + 0.8 * seen.values[..., 1] + 0.5 * seen.values[..., 2] + 0.6 * seen.values[..., 3]
         return along(basis, seen.u, value)
 
     control = fit_control(basis, observations(basis, x, 0, 2000, model))
@@ -225,7 +184,7 @@ def test_the_regression_finds_the_coefficients_of_the_integrand():
     hats = Integral(BSI().levels).hats(basis.knots)
     known = control.known(basis.steady(x), hats)
     steady = basis.steady(x)
-    exact = (40 + 8 * steady[..., 1] + 0.5 * steady[..., 4]) @ hats
+    exact = (40 + 0.8 * steady[..., 1] + 0.5 * steady[..., 2]) @ hats
     torch.testing.assert_close(known, exact, rtol=0.01, atol=0.0)
 
 
@@ -237,7 +196,7 @@ def test_a_small_pilot_finds_an_exact_reference():
     def model(seen):
         left = Interpolation.of(basis.knots, seen.u).left
         center = basis.center[torch.stack([left, left + 1], 1), 1]
-        return along(basis, seen.u, center + seen.values[..., 5] + seen.values[..., basis.num_steady + 1])
+        return along(basis, seen.u, center + seen.values[..., 2] + seen.values[..., 4])
 
     few, fresh = (observations(basis, x, seed, pairs, model) for seed, pairs in ((0, 128), (10, 2000)))
     left_over = fresh.g - fit_control(basis, few).predict(fresh)
@@ -246,17 +205,16 @@ def test_a_small_pilot_finds_an_exact_reference():
 
 
 def test_a_control_learns_from_single_evaluations_too():
-    """What samples differ by is noise to a small pilot: singles tell as much of it as pairs do, and there are more."""
-    x = images(50)
+    """The differences between samples are noise to a small pilot; single evaluations are many."""
+    x = images(600)
     basis = Basis.fit(BSI(), x, BINS)
 
     def model(seen):
-        value = 40 + 8 * seen.values[..., 1] + 0.5 * seen.values[..., 4] + 0.6 * seen.values[..., basis.num_steady + 0]
-        own = torch.sin(1e3 * seen.values[:, 0, 2] + seen.u / 3)  # of the sample, and of no trait of it
-        return along(basis, seen.u, value) + 4 * own
+        value = 40 + 0.8 * seen.values[..., 1] + 0.5 * seen.values[..., 2] + 0.6 * seen.values[..., 3]
+        return along(basis, seen.u, value)
 
     pilot, more, fresh = (
-        observations(basis, x, seed, pairs, model) for seed, pairs in ((0, 128), (5, 1000), (10, 500))
+        observations(basis, x, seed, pairs, model, own=4.0) for seed, pairs in ((0, 128), (5, 1000), (10, 500))
     )
     first = fit_control(basis, pilot)
     singles = [Observations(more.rows[half::2]) for half in (0, 1)]
@@ -271,9 +229,9 @@ def test_a_control_learns_from_single_evaluations_too():
 
 
 def _coefficients(basis):
-    """Of the model above, without the part that no trait explains."""
-    found = torch.zeros(len(basis.knots), basis.num_steady + basis.num_noisy, dtype=torch.float64)
-    found[:, [0, 1, 4, basis.num_steady]] = torch.tensor([40.0, 8.0, 0.5, 0.6], dtype=torch.float64)
+    """Of the model above, without the part that no basis function explains."""
+    found = torch.zeros(len(basis.knots), basis.num_functions, dtype=torch.float64)
+    found[:, :4] = torch.tensor([40.0, 0.8, 0.5, 0.6], dtype=torch.float64)
     return found
 
 

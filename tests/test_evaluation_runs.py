@@ -311,7 +311,7 @@ def test_a_reference_without_images_is_refused_before_samples_are_drawn(runs):
     run = open_run(runs[0], ALONE)
     split = open_split(run, "test")
     empty = replace(split, dataset=replace(split.dataset, test=split.dataset.test[:1]))
-    with pytest.raises(DataError, match="has 1 in its test part"):
+    with pytest.raises(DataError, match="has 1 in its test split"):
         measure_quality(run.model, empty, Sampler(steps=2), 8, Averages(), ALONE)
 
 

@@ -16,9 +16,9 @@ denoisers, whose expected error is known in closed form and whose error is corre
   principal axis of the data, with variance v and coordinates z, e of x - mean and eps, the error is
   z / (1 + rho^2 v) - rho v / (1 + rho^2 v) e, and its square has the expectation (z^2 + rho^2 v^2) / (1 + rho^2 v)^2.
   It captures how values depend on their neighbors, which matters at all but the last levels.
-- `Valuewise`: the posterior mean of each value by itself under a histogram of the bins, for binned data. With several
-  contexts there is one histogram for each interval of the value that the sample's other values predict. The context
-  is computed from x, which no denoiser could do; a control variate may, because given x only eps is random.
+- `Valuewise`: the posterior mean of each value by itself under a histogram of the bins, for binned data. There is one
+  histogram for each context, an interval of the value that the sample's other values predict. The context is computed
+  from x, which no denoiser could do; a control variate may, because given x only eps is random.
 
 The coefficients are a regression, first on a pilot: evaluations that never enter the estimate, so that the estimate
 stays unbiased. The pilot evaluates every (x, u) twice. The half differences of a pair depend on eps alone and determine
@@ -57,13 +57,10 @@ __all__ = [
 ]
 
 KNOTS = 33
-CONTEXTS = 1, 17  # odd: a value in the middle of the range lies inside a context, not on an edge
-SAMPLES_PER_VALUE = 4  # with more samples than this per value the full covariance is used, not a product over the axes
+CONTEXTS = 17  # odd: a value in the middle of the range lies inside a context, not on an edge
 MAX_BINS = 256  # finer bins are narrower than the last noise, and knowing them does not help
 CELL, REACH = 0.125, 6.0  # width and range of the cells over eps in the tables of `Valuewise`
-TRAIT_SCALE = 0.25  # standard deviation of the traits: about the relative spread of a reference's expectation
 MIN_VARIANCE = 1e-6  # of the mean variance: no direction counts as exactly known
-MIN_SQUARE = 1 / 256  # of the mean square: lower limit inside logarithms
 KNOT_STEP = 0.1  # prior standard deviation of a coefficient's change from one knot to the next
 SWEEPS = 2  # of the regression, each with the residual variances of the one before
 SMOOTHING = 2  # knots on either side over which residual variances are averaged
@@ -122,10 +119,7 @@ class Reference(Protocol):
 
 @dataclass(frozen=True)
 class Wiener:
-    """The best linear denoiser for the data's mean and variances along `axes`, one orthogonal matrix per dimension.
-
-    Fitted to flattened samples it has one matrix, the axes of their full covariance.
-    """
+    """The best linear denoiser for the data's mean and variances along `axes`, one orthogonal matrix per dimension."""
 
     mean: Float64[Tensor, "*data"]
     axes: tuple[Float64[Tensor, "_ _"], ...]
@@ -147,7 +141,7 @@ class Wiener:
 
     def coordinates(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch n"]:
         """z: x less its mean, along the axes."""
-        return _rotate(x.double().reshape(len(x), *self.mean.shape) - self.mean, self.axes)
+        return _rotate(x.double() - self.mean, self.axes)
 
     def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
         z = self.coordinates(x)
@@ -158,7 +152,7 @@ class Wiener:
     def deviations(
         self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
     ) -> Float64[Tensor, "batch 2"]:
-        z, e = self.coordinates(x), _rotate(eps.double().reshape(len(x), *self.mean.shape), self.axes)
+        z, e = self.coordinates(x), _rotate(eps.double(), self.axes)
         found = []
         for knot in (left, left + 1):
             rho = self.rho[knot][:, None]
@@ -205,23 +199,22 @@ class Valuewise:
 
     wiener: Wiener
     bins: Bins
-    contexts: int
     deviation: Float64[Tensor, "knots kinds cells"]
     mean: Float64[Tensor, "knots kinds"]
 
     @classmethod
-    def fit(cls, wiener: Wiener, x: Float[Tensor, "batch *data"], bins: Bins, contexts: int) -> Valuewise:
+    def fit(cls, wiener: Wiener, x: Float[Tensor, "batch *data"], bins: Bins) -> Valuewise:
         """For data like x, at the knots of `wiener`."""
         centers = bins.values(torch.arange(bins.count, device=x.device), torch.float64)
-        counts = torch.bincount(_kinds(wiener, bins, contexts, x).flatten(), minlength=contexts * bins.count)
-        counts = counts.view(contexts, bins.count).double()
+        counts = torch.bincount(_kinds(wiener, bins, x).flatten(), minlength=CONTEXTS * bins.count)
+        counts = counts.view(CONTEXTS, bins.count).double()
         overall = counts.sum(0) / counts.sum()
         prior = counts + overall  # one more value in each context, distributed as all values are
         occurs = torch.log((overall > 0).double())  # -inf: values that never occur are never predicted
         edges = torch.arange(-REACH, REACH + CELL / 2, CELL, dtype=torch.float64, device=x.device)
         below = torch.cat([edges.new_zeros(1), torch.special.ndtr(edges), edges.new_ones(1)])
         middles = torch.cat([edges[:1] - CELL / 2, edges + CELL / 2])
-        table = centers.new_empty(len(wiener.rho), contexts, bins.count, len(middles))
+        table = centers.new_empty(len(wiener.rho), CONTEXTS, bins.count, len(middles))
         for knot, (rho, half_level) in enumerate(zip(wiener.rho, wiener.half_level, strict=True)):
             distance = rho * (centers[:, None] - centers)[:, None] + middles[:, None]  # bins, cells, bins
             exponent = occurs - 0.5 * distance.square()
@@ -230,10 +223,10 @@ class Valuewise:
             table[knot] = half_level * (centers[:, None, None] - x_hat).square().movedim(2, 0)
         table = table.flatten(1, 2)
         mean = table @ torch.diff(below)
-        return cls(wiener, bins, contexts, table.sub_(mean[..., None]), mean)
+        return cls(wiener, bins, table.sub_(mean[..., None]), mean)
 
     def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
-        kinds = _kinds(self.wiener, self.bins, self.contexts, x)
+        kinds = _kinds(self.wiener, self.bins, x)
         counts = self.mean.new_zeros(len(x), self.mean.shape[1])
         counts.scatter_add_(1, kinds, torch.ones_like(kinds, dtype=torch.float64))
         return counts @ self.mean.T
@@ -241,19 +234,17 @@ class Valuewise:
     def deviations(
         self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
     ) -> Float64[Tensor, "batch 2"]:
-        kinds = _kinds(self.wiener, self.bins, self.contexts, x)
+        kinds = _kinds(self.wiener, self.bins, x)
         cells = self.deviation.shape[-1]
         cell = (torch.floor((eps.double().flatten(1) + REACH) / CELL) + 1).clamp(0, cells - 1).long()
         return torch.stack([self.deviation[knot[:, None], kinds, cell].sum(1) for knot in (left, left + 1)], 1)
 
 
-def _kinds(wiener: Wiener, bins: Bins, contexts: int, x: Float[Tensor, "batch *data"]) -> Int[Tensor, "batch n"]:
+def _kinds(wiener: Wiener, bins: Bins, x: Float[Tensor, "batch *data"]) -> Int[Tensor, "batch n"]:
     """Context and bin of each value, as one number."""
-    index = bins.indices(x).long()
-    if contexts > 1:
-        others = predicted_by_others(wiener, bins.width**2 / 12, x)  # the variance of a uniform value within a bin
-        index = index + bins.count * Bins(bins.low, bins.high, contexts).indices(others).long()
-    return index.flatten(1)
+    others = predicted_by_others(wiener, bins.width**2 / 12, x)  # the variance of a uniform value within a bin
+    context = Bins(bins.low, bins.high, CONTEXTS).indices(others).long()
+    return (bins.indices(x).long() + bins.count * context).flatten(1)
 
 
 # The basis
@@ -263,71 +254,41 @@ def _kinds(wiener: Wiener, bins: Bins, contexts: int, x: Float[Tensor, "batch *d
 class Basis:
     """The functions that a control variate is made of, at the knots.
 
-    Steady functions depend on x alone: the constant 1, traits of its roughness (the mean logarithm of its spectrum,
-    that of its squared differences between neighbors, and the logarithm of their mean), and what each reference expects
-    for x, less its average over the data. Noisy functions are the references' deviations.
+    Steady functions depend on x alone: the constant 1, and what each reference expects for x, less its average over the
+    data. Noisy functions are the references' deviations.
     """
 
     knots: Float64[Tensor, " knots"]
     references: tuple[Reference, ...]
     center: Float64[Tensor, "knots references"]
-    wiener: Wiener
-    difference: float  # mean square difference between neighbors over the data
-    trait_mean: Float64[Tensor, " traits"]
-    trait_std: Float64[Tensor, " traits"]
 
     @classmethod
     def fit(cls, method: Method, x: Float[Tensor, "batch *data"], bins: Bins | None) -> Basis:
         """For data like x."""
         at = knots(method.levels).to(x.device)
         wiener = Wiener.fit(method, torch.exp(at), x)
-        full = len(x) >= SAMPLES_PER_VALUE * x[0].numel()
-        references: tuple[Reference, ...] = (Wiener.fit(method, torch.exp(at), x.flatten(1)) if full else wiener,)
+        references: tuple[Reference, ...] = (wiener,)
         if bins is not None and bins.count <= MAX_BINS:
-            references += tuple(Valuewise.fit(wiener, x, bins, count) for count in CONTEXTS)
-        center = torch.stack([reference.expected(x).mean(0) for reference in references], 1)
-        steps = _neighbor_steps(x)
-        difference = float(steps.mean()) + 1e-30 if steps.numel() else 1.0
-        found = _roughness(wiener, difference, x)
-        return cls(at, references, center, wiener, difference, found.mean(0), found.std(0, correction=0) + 1e-12)
+            references += (Valuewise.fit(wiener, x, bins),)
+        return cls(at, references, torch.stack([reference.expected(x).mean(0) for reference in references], 1))
 
     @property
     def num_steady(self) -> int:
-        return 1 + len(self.trait_mean) + len(self.references)
+        return 1 + len(self.references)
 
     @property
-    def num_noisy(self) -> int:
-        return len(self.references)
-
-    def traits(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch traits"]:
-        """How rough each sample is: numbers of mean 0 and one standard deviation over the data."""
-        return TRAIT_SCALE * (_roughness(self.wiener, self.difference, x) - self.trait_mean) / self.trait_std
+    def num_functions(self) -> int:
+        return 1 + 2 * len(self.references)
 
     def steady(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots steady"]:
         expected = torch.stack([reference.expected(x) for reference in self.references], 2)
-        traits = self.traits(x)[:, None].expand(-1, len(self.knots), -1)
-        return torch.cat([torch.ones_like(expected[..., :1]), traits, expected - self.center], 2)
+        return torch.cat([torch.ones_like(expected[..., :1]), expected - self.center], 2)
 
     def noisy(
         self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
     ) -> Float64[Tensor, "batch 2 noisy"]:
         """At the knots left and left + 1."""
         return torch.stack([reference.deviations(x, eps, left) for reference in self.references], 2)
-
-
-def _roughness(wiener: Wiener, difference: float, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch traits"]:
-    spectrum = wiener.coordinates(x).square() / wiener.variance
-    found = [torch.log(spectrum + MIN_SQUARE).mean(1)]
-    steps = _neighbor_steps(x) / difference
-    if steps.numel():
-        found += [torch.log(steps + MIN_SQUARE).mean(1), torch.log(steps.mean(1) + MIN_SQUARE)]
-    return torch.stack(found, 1)
-
-
-def _neighbor_steps(x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch steps"]:
-    """Squared differences along every axis but the first, which holds channels, or is the only one."""
-    along = [torch.diff(x.double(), dim=axis).square().flatten(1) for axis in range(2, x.ndim)]
-    return torch.cat([torch.zeros(len(x), 0, dtype=torch.float64, device=x.device), *along], 1)
 
 
 # The regression
@@ -360,7 +321,7 @@ class Observations:
 
     @staticmethod
     def table(basis: Basis, samples: int, draws: int) -> Float64[Tensor, "samples draws columns"]:
-        columns = 2 + 2 * (basis.num_steady + basis.num_noisy)
+        columns = 2 + 2 * basis.num_functions
         return torch.zeros(samples, draws, columns, dtype=torch.float64, device=basis.knots.device)
 
     @property
@@ -429,9 +390,9 @@ def fit_control(basis: Basis, pairs: Observations, singles: Observations | None 
     at, u, two = basis.knots, pairs.u[::2], pairs.g.view(-1, 2)
     everything = pairs if singles is None else pairs + singles
     curve = _smoothed(at, everything.u, everything.g)
-    # Units in which coefficients are of order 1: the integrand for the constant and the traits, 1 for references.
-    units = torch.ones(len(at), basis.num_steady + basis.num_noisy, dtype=torch.float64, device=at.device)
-    units[:, : basis.num_steady - basis.num_noisy] = curve[:, None]
+    # Units in which coefficients are of order 1: the average integrand for the constant, 1 for references.
+    units = torch.ones(len(at), basis.num_functions, dtype=torch.float64, device=at.device)
+    units[:, 0] = curve
     between = Interpolation.of(at, u)
     values = pairs.values.unflatten(0, (-1, 2))
     means, halves = (_design(between, units, 0.5 * (values[:, 0] + sign * values[:, 1])) for sign in (1, -1))

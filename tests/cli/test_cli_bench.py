@@ -14,9 +14,7 @@ from bsi.backbones import DiTConfig, UNetConfig, cost, resolve
 from bsi.backbones.memory import CONTEXT, training_memory
 from bsi.cli.bench import Bench, run
 from bsi.errors import UsageError
-from bsi.evaluation.agreement import Agreement, check
-from bsi.evaluation.speed import Case, measure
-from bsi.evaluation.start import Start, since_process_start
+from bsi.evaluation.speed import Agreement, Case, Start, check, measure, since_process_start
 from bsi.runtime.out_of_memory import MOST
 
 SMALL = DiTConfig(width=32, depth=1, heads=2, patch=4)
@@ -84,7 +82,7 @@ def test_a_check_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     def full(case: Case) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("bsi.evaluation.agreement.check", full)
+    monkeypatch.setattr("bsi.evaluation.speed.check", full)
     with pytest.raises(UsageError, match="leave --check out"):
         run(Bench("train", backbone="dit-mini/8", batch=1, size=16, device="cpu", check=True))
 
@@ -92,7 +90,7 @@ def test_a_check_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_check_that_fails_is_told_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bsi.evaluation.agreement.check", lambda case: Agreement(1e-5, 2e-4, 1e-4))
+    monkeypatch.setattr("bsi.evaluation.speed.check", lambda case: Agreement(1e-5, 2e-4, 1e-4))
     args = Bench("elbo", backbone="mlp-8x1", batch=1, size=2, repeats=1, device="cpu", check=True, json=True)
     assert run(args) == 1
     told = capsys.readouterr()

@@ -15,8 +15,7 @@ from bsi.progress import log, readable_bytes
 
 if TYPE_CHECKING:
     from bsi.backbones.memory import Memory
-    from bsi.evaluation.agreement import Agreement
-    from bsi.evaluation.speed import Case
+    from bsi.evaluation.speed import Agreement, Case
 
 
 @dataclass(frozen=True)
@@ -58,19 +57,18 @@ def run(args: Bench) -> int:
     import torch
 
     from bsi.backbones import compute_dtype, cost, resolve
-    from bsi.evaluation.start import Start, since_process_start
 
-    start = Start()
     at_least_one(args, "batch", "repeats", "size")
     backbone, shape = resolve(args.backbone), (3, args.size, args.size)
     cost(backbone, shape, 256)  # raises for a network that cannot be built, before torch allocates anything
 
     from bsi.backbones.acceleration import check_fp8, form_of
     from bsi.devices import type_name
-    from bsi.evaluation.speed import Case, measure
+    from bsi.evaluation.speed import Case, Start, measure, since_process_start
     from bsi.runtime.distributed import pick_device
     from bsi.runtime.out_of_memory import enough_for_batch
 
+    start = Start()
     start.lap("imports")
     device = pick_device(None if args.device == "auto" else args.device, 0)
     half = compute_dtype(args.precision, device)
@@ -150,7 +148,7 @@ def _check_host(case: Case, memory: Memory) -> None:
 def _check(case: Case) -> Agreement:
     import torch
 
-    from bsi.evaluation.agreement import check
+    from bsi.evaluation.speed import check
 
     try:
         return check(case)

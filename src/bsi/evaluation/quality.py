@@ -1,7 +1,7 @@
-"""Sample quality of a run: its samples against a part of its dataset, by the Frechet distance of their features.
+"""Sample quality of a run: the Frechet distance between features of its samples and of a split of its dataset.
 
-Sample i depends on (seed, i) alone. Rank r of w draws and looks at the samples r, r + w, r + 2w, ..., and the features
-come together in the order of the samples: the record of one rank, from any number of them.
+Sample i depends on (seed, i) alone. Rank r of w draws the samples r, r + w, r + 2w, ... and computes their features,
+which are gathered in the order of the samples: the result does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bsi.values import Bins, to_uint8
 
 __all__ = ["check_images", "drawn_images", "measure_quality", "quality_record"]
 
-SMALL = 32  # pixels: CIFAR-10's, the smallest images that distances by Inception are published for
+SMALL = 32  # pixels: the smallest images, CIFAR-10's, with published distances by Inception
 
 
 @torch.no_grad()
@@ -51,17 +51,17 @@ def measure_quality(
     precision_and_recall: bool = False,
     show: bool = False,
 ) -> SampleQuality | None:
-    """Draw `num` samples and compare them. Every rank calls it; the first gets the record, the others None."""
+    """Draw `num` samples and compare them with the split. Every rank calls it; the first gets the result."""
     if num < 1 or batch < 1:
-        raise UsageError(f"at least one sample in a batch of at least one: got num={num}, batch={batch}")
-    levels_of(model.method, sampler)  # raises what cannot be drawn
+        raise UsageError(f"num and batch must be at least 1, got num={num} and batch={batch}")
+    levels_of(model.method, sampler)  # raises if the sampler cannot draw
     bins = split.dataset.bins
     if bins is None:
-        raise DataError(f"{split.dataset.name} is continuous data: a distance between images needs 8-bit ones")
-    if len(split.rows) < 2:  # told before samples are drawn, which may take hours
+        raise DataError(f"a distance between images needs 8-bit images, got continuous data: {split.dataset.name}")
+    if len(split.rows) < 2:  # before samples are drawn, which may take hours
         raise DataError(
             f"a distance needs at least 2 images of each set: {split.dataset.name} has {len(split.rows)} in its "
-            f"{split.name} part"
+            f"{split.name} split"
         )
     keep = kid or precision_and_recall
     drawn = drawn_images(model, sampler, num, world, batch, seed, label, show)
@@ -85,20 +85,19 @@ def measure_quality(
     if extractor.resize == "none" or min(height, width) >= SMALL:
         return found
     caution = (
-        f"images of {height} x {width} pixels are enlarged by {extractor.resize} into blurs that {extractor.name} has "
-        f"never seen: {found.metric} may rank two models of this data, and compares with nothing else. --bpd judges "
-        f"the model itself."
+        f"images of {height} x {width} pixels are enlarged by {extractor.resize}, unlike what {extractor.name} was "
+        f"trained on: compare {found.metric} only between models of this data. --bpd evaluates the model itself."
     )
     warnings.warn(caution, QualityWarning, stacklevel=2)
     return replace(found, cautions=(*found.cautions, caution))
 
 
 def check_images(model: Model) -> None:
-    """Raise what has no features: before any weights are fetched, and before any sample is drawn."""
+    """Raise if the data has no features, before weights are fetched or samples drawn."""
     if model.bins is None or not is_image(model.shape):
         raise UsageError(
-            f"only binned images with 1 or 3 channels have features: got data of shape {model.shape}. --bpd judges any "
-            f"model."
+            f"only binned images with 1 or 3 channels have features, got data of shape {model.shape}. Use --bpd, which "
+            f"evaluates any model."
         )
 
 
@@ -139,9 +138,7 @@ def _shown(batches: Iterator[Tensor], count: int, show: bool) -> Iterator[Tensor
 
 
 def quality_record(run: Run, sampler: Sampler, seed: int, label: Label, found: SampleQuality) -> dict[str, Any]:
-    """The metric's own record, with how the samples were drawn and from which weights. There `precision` is that of the
-    network that draws, as in the record of a bound, and the extractor's has a name of its own.
-    """
+    """The metric's own record, the sampler and the model. `precision` is the network's, as in the record of a bound."""
     return {
         **found.record(),
         "extractor_precision": found.precision,

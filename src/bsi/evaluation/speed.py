@@ -1,15 +1,16 @@
-"""How fast a network trains, samples and measures, beside what the same machine reaches in plain matrix products.
+"""How fast a network trains, samples and evaluates the bound, and how far its fast form is from float32.
 
 The training step is the trainer's own (`Engine.step`): noise, levels, loss, backward, clipping, AdamW, EMA. Sampling
 and the bound count images times network evaluations. Times are the median of repeats after a warm-up, by device events
-on a GPU and by the wall clock on a CPU. Weights are drawn on the device itself: on a host, those of a large network
-take seconds before the first step.
+on a GPU and by the wall clock on a CPU, and are compared with plain matrix products on the same machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor, nn
 
 from bsi.backbones import Backbone, BackboneConfig, Precision, build, compute_dtype, cost
 from bsi.backbones.acceleration import accelerate, freeze
 from bsi.elbo import measurement_loss
-from bsi.evaluation.start import Start
 from bsi.grids import paper_grid
 from bsi.levels import low_discrepancy
 from bsi.methods import METHODS
@@ -38,13 +39,17 @@ from bsi.training.step import Engine
 from bsi.training.stream import Stream
 from bsi.values import Bins
 
-__all__ = ["BINS", "Case", "Speed", "Work", "measure"]
+__all__ = ["BINS", "Agreement", "Case", "Speed", "Start", "Work", "check", "measure", "since_process_start"]
 
 Work = Literal["train", "sample", "elbo"]
 
 BINS = Bins.uint8()
 SAMPLING_STEPS = 8
 WARM_STEPS = {"cpu": 1, "cuda": PLAIN_STEPS + 1}  # until a training step is recorded, and replayed once
+# Rounding at every operation of a deep network; float32 differs only in the order of its sums. fp8 has four bits for
+# weights and activations, and three for gradients.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, None: 1e-4}
+TOLERANCE_FP8 = 0.2
 TRAINING_COST = 3  # forward passes that a forward and a backward pass cost
 
 
@@ -66,10 +71,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Speed:
-    """What was found. `fraction` is of the machine's own matrix products, measured in the same process.
+    """The result. `fraction` is relative to plain matrix products, measured in the same process.
 
-    `first_step_s` is from the process's start to the end of the first step, and `first_step_parts_s` where it went;
-    of a later case in the same process, from that case's beginning. `recorded`: a step is one launch (replay.py).
+    `first_step_s` is from the start of the process to the end of the first step, and `first_step_parts_s` its parts; of
+    a later case in the same process, from the start of that case. `recorded`: a step is one recorded launch.
     """
 
     images_per_s: float
@@ -88,7 +93,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Running:
-    """Something to time, and how often it evaluates the network for each image (a training step: once)."""
+    """A step to time, and how often it evaluates the network for each image (once in a training step)."""
 
     step: Callable[[], object]
     evaluations: int
@@ -97,9 +102,40 @@ class Running:
     recorded: Callable[[], bool] = lambda: False
 
 
+class Start:
+    """The parts of the time from `since` to the first step, in seconds; 0 is the start of the process."""
+
+    def __init__(self, since: float = 0.0) -> None:
+        self._last, self.parts_s = since, dict[str, float]()
+
+    def lap(self, part: str) -> None:
+        """End a part that began with the last lap."""
+        now = since_process_start()
+        self.parts_s[part], self._last = now - self._last, now
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts_s.values())
+
+
+def since_process_start() -> float:
+    """Seconds since the start of this process, imports included; NaN where the system does not provide them."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return float("nan")
+
+
 def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, start: Start | None = None) -> Speed:
-    """Time one case. `matmul_tflops` from an earlier case of the same process need not be measured again; `start` has
-    what was done before this."""
+    """Time one case.
+
+    Args:
+        repeats: Measurements that the median is taken of.
+        matmul_tflops: Of an earlier case in the same process, so that it is not measured again.
+        start: The parts of the time to the first step before this call.
+    """
     if start is None:
         start = Start()
         start.lap("imports")
@@ -246,7 +282,7 @@ _WORK: dict[Work, Callable[[Case], AbstractContextManager[Running]]] = {
 
 
 def _trained(case: Case) -> Model:
-    """A model as it is used after training: its weights in the type of the computation, since nothing changes them."""
+    """A model as it is used after training, with its weights in the type of the computation."""
     with case.device:
         network = build(case.backbone, case.shape, BINS.count)
     model = Model(network, METHODS[case.method](), case.shape, BINS)
@@ -258,6 +294,51 @@ def _trained(case: Case) -> Model:
 def _fast(model: Model, case: Case) -> Model:
     network = model.denoiser.backbone
     assert isinstance(network, Backbone)
+    _accelerate(network, case)
+    return model
+
+
+def _accelerate(network: Backbone, case: Case) -> None:
     network.compute_dtype = compute_dtype(case.precision, case.device)
     accelerate(network, case.device, case.lean, fp8=case.precision == "fp8")
-    return model
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Relative distance |fast - reference| / |reference| of outputs and of gradients, and its tolerance."""
+
+    output: float
+    gradient: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        return self.output <= self.tolerance and self.gradient <= self.tolerance
+
+
+def check(case: Case, batch: int = 8) -> Agreement:
+    """Compare the fast form of a network with float32, eager, on new random inputs."""
+    torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
+    with case.device:
+        reference = build(case.backbone, case.shape, BINS.count)
+    reference = reference.to(case.device).train()
+    for parameter in reference.parameters():
+        if not bool(parameter.any()):
+            nn.init.normal_(parameter, std=0.02)  # a layer of zeros would hide the layers before it
+    fast = copy.deepcopy(reference)
+    _accelerate(fast, case)
+    x, direction = (torch.randn(batch, *case.shape, device=case.device) for _ in range(2))
+    t = torch.rand(batch, device=case.device)
+
+    def run(network: nn.Module) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        output = network(x, t)
+        gradients = torch.autograd.grad((output * direction).sum(), list(network.parameters()))
+        return output.detach(), torch.cat([g.flatten() for g in gradients])
+
+    (expected, expected_gradient), (found, found_gradient) = run(reference), run(fast)
+    return Agreement(
+        output=float((found - expected).norm() / expected.norm()),
+        gradient=float((found_gradient - expected_gradient).norm() / expected_gradient.norm()),
+        tolerance=TOLERANCE_FP8 if case.precision == "fp8" else TOLERANCE[fast.compute_dtype],
+    )

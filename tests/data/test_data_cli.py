@@ -1,6 +1,7 @@
 """`bsi data`: results on stdout, talk on stderr, errors with their exit code."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,3 +134,42 @@ def test_digits_are_there_and_a_copy_can_be_made(
 def test_the_command_answers_without_torch() -> None:
     program = "import sys\nfrom bsi.cli import main\nmain(['data', '--list'])\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_what_is_no_data_is_exit_code_2_or_3_and_does_not_block(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe.npy")
+    (tmp_path / "folder.npy").mkdir()
+    (tmp_path / "device.npy").symlink_to("/dev/zero")
+    odd = tmp_path / os.fsdecode(b"\xff.npy")
+    np.save(odd, np.zeros((5, 2)))
+    np.save(tmp_path / ".hidden.npy", np.zeros((5, 2)))
+    paths = [*(tmp_path / f"{name}.npy" for name in ("pipe", "folder", "device", "x" * 300, ".hidden")), odd]
+    for path in paths:
+        for source in ("arrays", "folder", "wav", "cifar10", "imagenet32"):
+            assert main(["data", source, "--from", str(path)]) in (2, 3)
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert "bsi data: " in err or path == odd, (source, path)
+    assert not root.exists() or not list(root.glob("*"))
+
+
+def test_a_dataset_has_one_name_and_a_run_finds_it_by_its_content(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "moons.npy", np.random.default_rng(0).normal(size=(100, 2)))
+    where = ["--from", str(tmp_path / "moons.npy"), "--to", str(root / "moons2")]
+    assert main(["data", "arrays", *where]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("moons2: ")
+    assert "--data.name moons2" in err
+    assert main(["data", "--list"]) == 0
+    assert "  moons2: " in capsys.readouterr().out
+    run = tmp_path / "run"
+    small = ["--steps", "2", "--batch", "64", "--backbone", "mlp-16x1", "--device", "cpu"]
+    assert main(["train", "arrays", "--data.name", "moons2", "--out", str(run), *small]) == 0
+    (root / "moons2").rename(root / "renamed")
+    capsys.readouterr()
+    assert main(["eval", str(run), "--bpd", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dataset"] == "renamed"

@@ -1,6 +1,8 @@
 """Bins are rounded to the nearest center, and standardized data comes back in its units with the right density."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bsi
+from bsi.backbones import MLPConfig, build
 from bsi.errors import DataError, UsageError
 from bsi.values import Bins, Standardize, to_uint8
 
@@ -98,3 +102,42 @@ def test_what_cannot_be_standardized_is_named() -> None:
     for mean, std in (((0.0, 1.0), (1.0,)), ((0.0, 1.0), (1.0, 0.0)), ((math.nan, 1.0), (1.0, 1.0))):
         with pytest.raises(UsageError, match="positive std"):
             Standardize(mean, std)
+
+
+def test_a_table_scores_as_its_columns_standardized_by_hand_plus_the_change_of_units() -> None:
+    """In nats, with the same network and noise: -ln p(data) = -ln p(x) + the mean of ln std over the columns, per dimension."""
+    torch.manual_seed(0)
+    units = torch.tensor([1e-3, 1.0, 1e4])
+    data = (torch.randn(64, 3) + 2) * units
+    standardize = Standardize.fit(data)
+    network = build("mlp-16x1", shape=(3,))
+    ours = bsi.Model(network, bsi.BSI(), (3,), standardize=standardize).eval()
+    by_hand = bsi.Model(network, bsi.BSI(), (3,)).eval()
+    x = standardize.apply(data)
+    logs = data.double().std(0, correction=0).log().mean()
+    a, b = ours.elbo(data, seed=1).nats_per_dim, by_hand.elbo(x, seed=1).nats_per_dim
+    assert a - b == pytest.approx(float(logs), rel=1e-5)
+    samples = ours.sample(200, steps=4, seed=0)
+    assert (samples.std(0) / units).log10().abs().max() < 1, "samples are in the units of the columns"
+
+
+def test_a_run_resumes_with_the_units_it_was_trained_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 0.1.0 had one mean and std for all elements: its runs keep them, to the bit."""
+    torch.manual_seed(0)
+    data = torch.randn(64, 3) * torch.tensor([1.0, 2.0, 3.0]) + 1
+    recipe = replace(bsi.recipes.arrays(), name="units", backbone=MLPConfig(width=16, depth=1), batch=64)
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, schedule="constant"))
+
+    def train(steps: int, out: str) -> bsi.Model:
+        path = bsi.train(replace(recipe, steps=steps), data=data, out=tmp_path / out, device="cpu")
+        return bsi.load(path, ema=False)
+
+    with monkeypatch.context() as former:
+        one = Standardize(float(data.mean()), float(data.std(correction=0)))
+        former.setattr(Standardize, "fit", classmethod(lambda cls, x: one))
+        expected = train(4, "uninterrupted")
+        train(2, "resumed")
+    found = train(4, "resumed")
+    assert found.standardize == expected.standardize == one
+    for a, b in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -108,6 +108,11 @@ class Source(Protocol):
 def prepare(plan: Plan, folder: Path) -> Dataset:
     """Write what is planned into `folder`, resume if that was interrupted, or open the dataset if it exists."""
     folder = Path(os.path.abspath(folder.expanduser()))
+    if folder.name.startswith(".") or not folder.name.isprintable():
+        raise UsageError(
+            f"a dataset is named by its folder, got {folder.name!r}, which is hidden or not printable. Give another "
+            f"folder with --to."
+        )
     if os.path.isfile(folder / MANIFEST):
         return _existing(plan, folder)
     if os.path.lexists(folder):

@@ -105,7 +105,7 @@ def test_what_cannot_be_standardized_is_named() -> None:
 
 
 def test_a_table_scores_as_its_columns_standardized_by_hand_plus_the_change_of_units() -> None:
-    """In nats, with the same network and noise: -ln p(data) = -ln p(x) + the mean of ln std over the columns, per dimension."""
+    """In nats, with the same network and noise: -ln p(data) = -ln p(x) + mean ln std, per dimension."""
     torch.manual_seed(0)
     units = torch.tensor([1e-3, 1.0, 1e4])
     data = (torch.randn(64, 3) + 2) * units

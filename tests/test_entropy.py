@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import bsi
 from bsi.cli import main
 from bsi.errors import DataError, UsageError
 from bsi.oracle import Mixture
+from bsi.recipe import Every
 
 PRECISIONS = {
     "bsi": lambda last: bsi.BSI(alpha_M=last),
@@ -133,3 +135,14 @@ def test_half_precision_weights_are_rejected_with_what_to_do() -> None:
             convert()
     model.denoiser.backbone.compute_dtype = torch.bfloat16
     assert model.sample(2, steps=2).dtype == torch.float32
+
+
+def test_a_last_precision_too_small_for_the_bins_is_rejected_with_one_that_is_not(tmp_path) -> None:
+    """16-bit audio with the 8-bit default: more than half of the bound was reconstruction."""
+    data = torch.randint(2**16, (64, 4), generator=torch.Generator().manual_seed(3))
+    for name, few, more in (("bsi", "alpha_M", 6.7e10), ("bfn", "sigma_1", 3.8e-6), ("vdm", "nu_max", 6.7e10)):
+        recipe = replace(bsi.recipes.arrays(name), steps=1, batch=64, every=Every(checkpoint=1))
+        with pytest.raises(UsageError, match=f"65536 bins.*{few} [<>]= {more:.1e}".replace("+", r"\+")):
+            bsi.train(recipe, data=data, bins=bsi.Bins.int16(), out=tmp_path / name)
+        method = replace(recipe.method, **{few: more})
+        bsi.train(replace(recipe, method=method), data=data, bins=bsi.Bins.int16(), out=tmp_path / name, device="cpu")

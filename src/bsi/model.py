@@ -35,9 +35,10 @@ from bsi.sampler import Sampler
 from bsi.sampling import Step, drawing
 from bsi.values import Bins, Standardize
 
-__all__ = ["Model", "check_finite", "check_resolution"]
+__all__ = ["Model", "check_bins", "check_finite", "check_resolution"]
 
 SOME = 4096  # values that are searched for repetitions
+PAPERS_RATIO = 1e-3 / (2 / 255)  # of the last noise and the width of a bin, for 8-bit images and alpha_M = 1e6
 
 
 class Model(nn.Module):
@@ -345,23 +346,42 @@ def check_resolution(method: Method, resolution: float) -> None:
     The latent then rounds to x itself, whose error vanishes: what is left is a density that grows with the last
     precision, and no bound on -ln p(x).
     """
-    rho = float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
-    if rho * resolution <= 1:
-        return
-    level = float(level_at(method, torch.tensor(1 / resolution, dtype=torch.float64)))
+    last = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
+    if last < resolution:
+        raise UsageError(
+            f"the noise of the last level is {last:.2g}, below the resolution of the data, {resolution:.2g}: the bound "
+            f"would not be one. Got {method}. Use {_setting(method, resolution, at_most=True)}."
+        )
+
+
+def check_bins(method: Method, bins: Bins) -> None:
+    """Raise if the noise of the last level is above the width of a bin: most of the bound would be reconstruction.
+
+    The proposed value has the paper's ratio of the two, that of alpha_M = 1e6 for 8-bit images.
+    """
+    last = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
+    if last > bins.width:
+        fix = _setting(method, PAPERS_RATIO * bins.width, at_most=False)
+        raise UsageError(
+            f"the noise of the last level is {last:.2g}, above the width of the {bins.count} bins, {bins.width:.2g}: "
+            f"the bound would be mostly reconstruction. Got {method}. Use {fix}."
+        )
+
+
+def _setting(method: Method, noise: float, at_most: bool) -> str:
+    """The parameter of a method for which the last level has this noise."""
+    level = float(level_at(method, torch.tensor(1 / noise, dtype=torch.float64)))
+    down, sign = (math.floor, "<=") if at_most else (math.ceil, ">=")
     match method:
         case BSI(lambda_0=lambda_0):
-            fix = f"alpha_M <= {_rounded(level - lambda_0, math.floor)}"
+            return f"alpha_M {sign} {_rounded(level - lambda_0, down)}"
         case BFN():
-            fix = f"sigma_1 >= {_rounded(level**-0.5, math.ceil)}"
+            opposite, up = (">=", math.ceil) if at_most else ("<=", math.floor)
+            return f"sigma_1 {opposite} {_rounded(level**-0.5, up)}"
         case VDM():
-            fix = f"nu_max <= {_rounded(level, math.floor)}"
+            return f"nu_max {sign} {_rounded(level, down)}"
         case _:
-            fix = f"a last level <= {_rounded(level, math.floor)}"
-    raise UsageError(
-        f"the noise of the last level is {1 / rho:.2g}, below the resolution of the data, {resolution:.2g}: the bound "
-        f"would not be one. Got {method}. Use {fix}."
-    )
+            return f"a last level {sign} {_rounded(level, down)}"
 
 
 def _rounded(value: float, towards: Callable[[float], int]) -> str:

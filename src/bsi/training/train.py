@@ -21,7 +21,7 @@ from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.backbone import Backbone
 from bsi.devices import compiles, compute_dtype, seconds_by_threads
 from bsi.errors import BsiError, Preempted, UsageError
-from bsi.model import Model
+from bsi.model import Model, check_bins
 from bsi.progress import Progress
 from bsi.recipe import Recipe
 from bsi.rng import derive
@@ -203,6 +203,8 @@ def _model(
                 f"training needs weights in float32, got {parameter.dtype} for {name}. Pass backbone.float(); "
                 f"--precision sets the type of the computation."
             )
+    if model.bins is not None:
+        check_bins(model.method, model.bins)
     levels_of(model.method, recipe.samples.sampler)  # raises now, not at the first samples
     if recipe.precision == "fp8":
         check_fp8(recipe.backbone, data.spec.shape)

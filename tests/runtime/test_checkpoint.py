@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -176,3 +177,50 @@ def test_a_save_in_the_background_keeps_the_state_of_its_step(tmp_path: Path, mo
     assert found is not None
     assert found.step == 2
     saver.close()
+
+
+def test_a_reader_next_to_a_run_that_keeps_one_checkpoint_finds_no_damage(tmp_path: Path) -> None:
+    """Row 45: the checkpoint that it reads is deleted by the run, which has a newer one."""
+    checkpoint.save(tmp_path, snapshot(0), Keep(last=1))
+    done = threading.Event()
+
+    def train() -> None:
+        for step in range(1, 40):
+            checkpoint.save(tmp_path, snapshot(step), Keep(last=1))
+        done.set()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    found = 0
+    while not done.is_set() or found < 10:
+        assert checkpoint.find(tmp_path, pytest.fail) is not None
+        found += 1
+    thread.join()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "latest"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "deep", "number"])
+def test_damage_of_any_kind_is_a_damaged_checkpoint(tmp_path: Path, name: str, kind: str) -> None:
+    """Row 45: also where the hashes were made to fit."""
+    folder = checkpoint.save(tmp_path, snapshot(1), Keep())
+    path = tmp_path / name if name == "latest" else folder / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text("[" * 100_000 if kind == "deep" else "1e999")
+    if name == "state.json" and path.is_file():
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        files["state.json"] = {"bytes": path.stat().st_size, "sha256": checkpoint.digest_file(path)}
+        table = {"format": 1, "files": files}
+        text = checkpoint.canonical_json({**table, "sha256": checkpoint.fingerprint(table)})
+        (folder / "manifest.json").write_text(text)
+    if name == "latest":
+        warnings: list[str] = []
+        assert checkpoint.find(tmp_path, warnings.append) is not None
+        assert "latest" in warnings[0]
+    else:
+        with pytest.raises(CorruptCheckpoint):
+            checkpoint.find(tmp_path, lambda line: None)

@@ -190,7 +190,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(base: Path, c
         assert "--every.evaluate 0" in ended.stderr
         assert "Input/output error" in ended.stderr
     assert (
-        "in the evaluation after step 12, with 8 test samples at a time and --samples.count 64"
+        "in the evaluation after step 12, with 16 test samples at a time and --samples.count 64"
         in chains["unseen"][2].stderr
     )
     assert fingerprint(base / "unseen") == fingerprint(base / "whole")

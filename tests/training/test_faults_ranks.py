@@ -133,7 +133,7 @@ def test_an_evaluation_that_fails_on_another_rank_than_the_first_costs_no_step(b
     assert codes(chains["unseen"]) == [[1, 1], [1, 2], [0, 0]]
     disk, memory, end = (ended.stderr for ended in chains["unseen"])
     assert "Input/output error" in disk
-    assert "while looking at the model after step 12" in memory
+    assert "in the evaluation after step 12" in memory
     for stderr in (disk, memory):
         assert "the evaluation or the samples failed at step 12" in stderr
         assert "bsi train: another rank failed: its message says why" in stderr
@@ -237,9 +237,9 @@ def test_signals_to_the_launcher_or_to_one_rank_save_one_step_on_all_and_leave_n
     for i, one in enumerate(signals):
         ended = torchrun(Entry(run, faults=[one], ranks=2), base / f"signaled-{i}")
         assert ended.codes != [0]
-        assert not still_training(run)
+        assert not still_training(run), ended.stderr
         assert status(run)["state"] == "preempted"
-        assert status(run)["step"] == one["step"] + 1
+        assert status(run)["step"] == one["step"] + 1, ended.stderr
         assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{one['step'] + 1:08d}"
     ended = torchrun(Entry(run, ranks=2), base / "signaled-end")
     assert ended.codes == [0], ended.stderr

@@ -210,3 +210,37 @@ def test_a_race_for_a_dead_lock_has_one_winner(tmp_path: Path) -> None:
         assert len(winners) == 1
         assert json.loads((tmp_path / FILE).read_text())["token"] == winners[0]
         (tmp_path / FILE).unlink()
+
+
+def locked_by(folder: Path, owner: Owner, age: float = 0.0) -> None:
+    (folder / FILE).write_text(json.dumps(asdict(owner)))
+    then = time.time() - age
+    os.utime(folder / FILE, (then, then))
+
+
+@pytest.mark.parametrize("pid", [1, 2**22 + 1, 2**40, -1])
+def test_a_fresh_heartbeat_from_another_container_of_this_host_is_respected(tmp_path: Path, pid: int) -> None:
+    """Row 43: the same host name, another PID namespace, in which our numbers mean nothing."""
+    other = replace(Owner.me(), pid=pid, system="another boot, another namespace", token="theirs")
+    locked_by(tmp_path, other)
+    with pytest.raises(UsageError, match="in use"), hold(tmp_path, pytest.fail):
+        pass
+    locked_by(tmp_path, other, 2 * EXPIRES_S)
+    with hold(tmp_path, lambda line: None) as held:
+        held.check()
+
+
+def test_a_time_stamp_in_the_future_expires_too(tmp_path: Path) -> None:
+    """Row 43: it is no heartbeat; without one the lock is free after the usual time."""
+    locked_by(tmp_path, Owner("elsewhere", 12, "1", "", "t"), -1e6)
+    with pytest.raises(UsageError, match="last heartbeat 0 s ago"), hold(tmp_path, pytest.fail):
+        pass
+    assert abs((tmp_path / FILE).stat().st_mtime - time.time()) < 60
+
+
+def test_a_lock_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE)
+    writer = os.open(tmp_path / FILE, os.O_RDWR)
+    with pytest.raises(BsiError), hold(tmp_path, pytest.fail) as held:
+        held.check()
+    os.close(writer)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import types
 from collections.abc import Mapping
@@ -381,11 +383,18 @@ def test_who_lost_the_folder_leaves_the_winners_status_alone(tmp_path: Path) -> 
     def taken(record: Mapping[str, Value]) -> None:
         thief = {"host": "elsewhere", "pid": 1, "started": "", "job": "", "token": "theirs"}
         (out / "lock.json").write_text(json.dumps(thief))
-        (out / "status.json").write_text("theirs")
+        for name in ("status.json", "journal.jsonl"):
+            (out / name).write_text("theirs")
 
+    each = recipe(
+        every=Every(journal=1, sample=1, evaluate=1, checkpoint=1), ema=Ema(0.9, 4, powers=(0.1,), snapshot=1)
+    )
     with pytest.raises(BsiError, match="taken over by host elsewhere"):
-        bsi.train(recipe(), data=IMAGES, backbone=network(), out=out, sinks=[taken])
+        bsi.train(each, data=IMAGES, test=IMAGES[:20], backbone=network(), out=out, sinks=[taken])
     assert (out / "status.json").read_text() == "theirs"
+    assert (out / "journal.jsonl").read_text() == "theirs"
+    assert {path.name for path in out.iterdir() if path.is_dir()} <= {"checkpoints"}
+    assert not list(out.rglob("*.safetensors"))
 
 
 def test_the_names_to_allow_are_all_of_them_though_not_all_changes_are_listed() -> None:
@@ -506,7 +515,7 @@ def test_continuous_data_is_standardized_and_keeps_its_units(tmp_path: Path) -> 
     run = bsi.train(flat, data=data, test=data[:20], out=tmp_path / "run")
     model = bsi.load(run)
     assert model.standardize is not None
-    assert model.standardize.mean == pytest.approx(50, abs=0.5)
+    assert model.standardize.mean == pytest.approx([50] * 6, abs=0.5)
     drawn = model.sample(64, steps=4)
     assert 30 < float(drawn.mean()) < 70
     assert list((run / "samples").glob("*.npy")), "no picture can be made of these"
@@ -517,7 +526,7 @@ def test_continuous_data_is_standardized_and_keeps_its_units(tmp_path: Path) -> 
     [
         (torch.zeros(10, 1, 4, 4, dtype=torch.int64), UsageError, "needs bins"),
         (torch.full((10, 1, 4, 4), float("nan")), DataError, "NaN or infinity in 10 of 10 samples"),
-        (torch.zeros(10, 1, 4, 4), DataError, "standard deviation 0.0"),
+        (torch.zeros(10, 1, 4, 4), DataError, "constant"),
         ([1, 2, 3], UsageError, "not a set of samples"),
         (torch.zeros(0, 1, 4, 4, dtype=torch.uint8), DataError, "at least one"),
     ],
@@ -630,3 +639,82 @@ def test_samples_of_images_are_a_picture(whole: Path) -> None:
 
     with Image.open(whole / "samples" / "step-00000012.png") as picture:
         assert len(np.unique(np.array(picture))) > 2
+
+
+# ---- Nothing that only reports ends a run, and every exit saves first ------------------------------------------------
+
+
+def test_a_journal_that_cannot_be_written_is_reported_once(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Row 42."""
+
+    def full(path: Path, line: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("bsi.runtime.run_folder.append_line", full)
+    out = bsi.train(recipe(), data=IMAGES, test=IMAGES[:20], backbone=network(), out=tmp_path / "run")
+    assert same(out, whole)
+    assert capfd.readouterr().err.count("Training continues without it") == 1
+
+
+@pytest.mark.parametrize("where", ["data", "network"])
+def test_any_error_saves_the_last_complete_step_first(where: str, whole: Path, tmp_path: Path) -> None:
+    """Row 42: between the checkpoints of steps 5 and 10. The data of the next step is read ahead."""
+    seen: list[Mapping[str, Value]] = []
+
+    class Broken(MyData):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            if where == "data" and seen and seen[-1]["step"] == 6:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().__getitem__(index)
+
+    net, calls = network(), []
+
+    def count(*_: object) -> None:
+        calls.append(0)
+        if where == "network" and net.training and len(calls) > 7:
+            raise RuntimeError("device lost")
+
+    handle = net.register_forward_pre_hook(count)
+    alone = recipe(every=Every(journal=3, checkpoint=5))
+    with pytest.raises((OSError, RuntimeError)):
+        bsi.train(alone, data=Broken(), backbone=net, out=tmp_path / "run", sinks=[seen.append])
+    handle.remove()
+    saved = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
+    assert saved == "step-00000007" if where == "network" else saved in ("step-00000006", "step-00000007")
+    bsi.train(alone, data=MyData(), backbone=network(), out=tmp_path / "run")
+    assert same(tmp_path / "run", whole)
+
+
+SCRIPT = """
+import os, signal, sys
+import bsi
+from dataclasses import replace
+from bsi.recipe import Every
+
+recipe = replace(bsi.recipes.digits(), steps=6, batch=32, backbone=bsi.backbones.MLPConfig(width=8, depth=1),
+                 every=Every(journal=1, evaluate=3, checkpoint=100))
+
+def sink(record):
+    if record["event"] == "train" and record["step"] == 4 and sys.argv[2] != "none":
+        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+
+bsi.train(recipe, out=sys.argv[1], device="cpu", sinks=[sink])
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 75), ("SIGHUP", 75), ("SIGTERM", 75), ("none", 0)])
+def test_a_script_is_stopped_without_a_traceback_though_its_log_is_full(name: str, code: int, tmp_path: Path) -> None:
+    """Row 42: with stderr on a full disk, and with one that can be read."""
+    for log in ("/dev/full", str(tmp_path / "log")):
+        out = tmp_path / f"run-{Path(log).name}"
+        with open(log, "w") as stderr:
+            done = subprocess.run([sys.executable, "-c", SCRIPT, str(out), name], stderr=stderr, check=False)
+        assert done.returncode == code
+        step = 6 if name == "none" else 4
+        assert (out / "checkpoints" / "latest").read_text().strip() == f"step-{step:08d}"
+    printed = (tmp_path / "log").read_text()
+    assert "Traceback" not in printed
+    assert re.search(r"step 3: [\d.]+ ± [\d.]+ bits/dim on the test set", printed)
+    assert ("saved step 4 of 6" in printed) == (name != "none")

@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -103,9 +103,7 @@ def run(words: Sequence[str]) -> int:
     place = find_place(os.environ)
     recipe.check(place.size)
     device, first = pick_device(options.device, place.local_rank), place.rank == 0
-    sinks: list[Sink] = [_show_bound] if first else []
-    if options.tensorboard:
-        sinks.append(tensorboard(out / "tensorboard"))
+    sinks: list[Sink] = [tensorboard(out / "tensorboard")] if options.tensorboard else []
     train(
         recipe,
         out=out,
@@ -250,12 +248,6 @@ def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
             f"bsi train: warning: {recipe.steps} steps of {size.tflops_per_step:.2g} TFLOP take about {hours:,.0f} "
             f"hours on this CPU. {suggestion}"
         )
-
-
-def _show_bound(record: Mapping[str, Any]) -> None:
-    """A sink that prints the bound on the test set whenever it was evaluated."""
-    if record["event"] == "evaluate":
-        log(f"step {record['step']}: {record['bits_per_dim']:.3f} ± {record['error']:.3f} bits/dim on the test set")
 
 
 def _list(as_json: bool) -> int:

@@ -14,7 +14,6 @@ damage, not tampering: whoever can change a file can change its hash. Nothing is
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -29,8 +28,20 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from bsi.errors import BsiError, CorruptCheckpoint, UsageError
-from bsi.io import canonical_json, digest_file, fingerprint, is_full, share, sync_file, sync_folder, write_text
+from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
+from bsi.io import (
+    canonical_json,
+    digest_file,
+    fingerprint,
+    is_full,
+    open_untrusted,
+    parse_json,
+    read_json,
+    share,
+    sync_file,
+    sync_folder,
+    write_text,
+)
 from bsi.recipe import Keep
 
 __all__ = [
@@ -188,7 +199,9 @@ def find(root: Path, warn: Callable[[str], None], step: int | None = None) -> Ch
     for folder in candidates:
         try:
             return verify(folder)
-        except CorruptCheckpoint as error:
+        except (CorruptCheckpoint, DataError, FileNotFoundError) as error:
+            if not folder.exists():  # a run that is being trained has deleted it, and has a newer one
+                return find(root, warn)
             then = "there is no earlier one" if folder == candidates[-1] else "falling back to the previous one"
             warn(f"DAMAGED CHECKPOINT: {error}\n{then}")
     if candidates:
@@ -230,7 +243,12 @@ def verify(folder: Path) -> Checkpoint:
                 f"{path} is damaged: expected {record['bytes']} bytes of sha256 {record['sha256']}, got "
                 f"{path.stat().st_size} bytes of sha256 {found}."
             )
-    state = json.loads((folder / STATE).read_text("utf-8"))
+    try:
+        state = read_json(folder / STATE)
+    except DataError as error:
+        raise CorruptCheckpoint(str(error)) from error
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int) or "format" not in state:
+        raise CorruptCheckpoint(f"{folder / STATE} is not the state of a checkpoint.")
     if state["format"] != FORMAT:
         raise UsageError(
             f"{folder} has checkpoint format {state['format']!r}, and this version of bsi reads format {FORMAT}. "
@@ -245,12 +263,13 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         raise CorruptCheckpoint(f"{path} is missing.")
     try:
-        text = path.read_text("utf-8")
-        manifest = json.loads(text)
+        with open_untrusted(path) as file:
+            text = file.read().decode()
+        manifest = parse_json(text.encode(), path)
         files: dict[str, dict[str, Any]] = manifest["files"]
         expected, found = manifest["sha256"], fingerprint({"format": manifest["format"], "files": files})
         same = canonical_json(manifest) == text
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (DataError, ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpoint(f"{path} is damaged: it is not a manifest ({type(error).__name__}).") from error
     if expected != found or not same or any(Path(name).name != name for name in files) or STATE not in files:
         raise CorruptCheckpoint(f"{path} is damaged: expected sha256 {expected} of its table, got {found}.")

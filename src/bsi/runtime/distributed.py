@@ -12,6 +12,7 @@ import faulthandler
 import math
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -319,6 +320,7 @@ class Watchdog:
     def __init__(self, place: Place, limit_s: float, meeting: Meeting | None) -> None:
         self.place, self.meeting, self.limit_s = place, meeting, limit_s
         self.where: tuple[int, Phase] = (0, "start")
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._since = math.inf  # meeting has a time limit of its own: time counts from the first step on
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bsi-watchdog", daemon=True)
@@ -336,6 +338,9 @@ class Watchdog:
         store = None if self.meeting is None else connect(self.meeting, serve=False, timeout_s=10.0)
         tick = min(5.0, self.limit_s / 4)
         while not self._stopped.wait(tick):
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._launcher = None
+                os.kill(os.getpid(), signal.SIGTERM)  # torchrun was killed: save and exit, as if it had said so
             if store is not None:
                 with contextlib.suppress(RuntimeError):  # the rank that serves the store has ended
                     store.set(f"at/{self.place.rank}", "{} {}".format(*self.where))

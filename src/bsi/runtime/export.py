@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from bsi.backbones.backbone import build
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
 from bsi.io import atomic, check_writable, share
 from bsi.model import Model
+from bsi.progress import log
 from bsi.recipe import Recipe
 from bsi.runtime import checkpoint
 from bsi.runtime.data_spec import DataSpec, build_model
@@ -121,18 +121,22 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
     if (path / MODEL_FILE).is_file():
         return _read_export(path / MODEL_FILE, step)
     root = RunFolder(path).checkpoints
-    found = checkpoint.find(root, lambda line: print(line, file=sys.stderr), step) if root.is_dir() else None
-    if found is None and str(path) in pretrained.BUNDLED:
+    while (found := checkpoint.find(root, log, step) if root.is_dir() else None) is not None:
+        try:
+            return _described(found.state, checkpoint.read_tensors(found, "ema" if ema else "model"))
+        except (OSError, safetensors.SafetensorError):
+            if found.folder.exists():
+                raise
+            # A run that is being trained has deleted this checkpoint, and has a newer one.
+    if str(path) in pretrained.BUNDLED:
         raise UsageError(
             f"the folder {path} here is not a run, and hides the bundled network of that name. Rename it, or run in "
             f"another folder."
         )
-    if found is None:
-        raise UsageError(
-            f"{path} is neither a run folder with a checkpoint nor an exported file. {_instead(path)}`bsi train` makes "
-            f"one; {', '.join(pretrained.BUNDLED)} comes with the package."
-        )
-    return _described(found.state, checkpoint.read_tensors(found, "ema" if ema else "model"))
+    raise UsageError(
+        f"{path} is neither a run folder with a checkpoint nor an exported file. {_instead(path)}`bsi train` makes "
+        f"one; {', '.join(pretrained.BUNDLED)} comes with the package."
+    )
 
 
 def _instead(path: Path) -> str:
@@ -152,6 +156,7 @@ def _trained_in(folder: Path) -> list[Path]:
 
 
 def _described(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Trained:
+    """The weights with their description; raises KeyError or TypeError if it is incomplete."""
     recipe, data = from_plain(Recipe, given["recipe"], "recipe"), from_plain(DataSpec, given["data"], "data")
     return Trained(recipe, data, str(given["network"]), int(given["step"]), weights)
 

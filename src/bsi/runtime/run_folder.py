@@ -41,8 +41,9 @@ from typing import Any, Literal
 import torch
 
 from bsi import __version__
-from bsi.errors import UsageError, extra
-from bsi.io import append_line, write_json, write_text
+from bsi.errors import DataError, UsageError, extra
+from bsi.io import append_line, read_json, write_json, write_text
+from bsi.progress import log
 from bsi.recipe import Recipe
 from bsi.runtime.distributed import World
 from bsi.runtime.serialization import changes, from_plain, to_plain
@@ -124,12 +125,12 @@ class RunFolder:
     def read_record(self) -> RunRecord | None:
         """The record of a run that began earlier; None in a new folder."""
         path = self.path / "run.json"
-        if not path.is_file():
+        if not path.exists():
             return None
         try:
-            given = json.loads(path.read_text("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} is not JSON: {error}. Restore it, or use another --out.") from error
+            given = read_json(path)
+        except DataError as error:
+            raise UsageError(f"{error} Restore it, or use another --out.") from error
         if not isinstance(given, dict) or not {"format", "recipe", "network"} <= given.keys():
             raise UsageError(f"{path} is not the record of a run. Restore it, or use another --out.")
         if given["format"] != FORMAT:
@@ -146,8 +147,8 @@ class RunFolder:
     def read_status(self) -> Mapping[str, Any]:
         """The status, or an empty dictionary if there is none that can be read."""
         try:
-            found = json.loads((self.path / "status.json").read_text("utf-8"))
-        except (OSError, ValueError, RecursionError):
+            found = read_json(self.path / "status.json")
+        except DataError:
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -185,7 +186,7 @@ class JsonLines:
     """
 
     def __init__(self, folder: RunFolder, resumed_at: int, repeated: Collection[str] = ()) -> None:
-        self.folder = folder
+        self.folder, self._failed = folder, False
         kept = [line for line in _lines(folder.journal) if int(line["step"]) <= resumed_at]
         kept = [line for line in kept if int(line["step"]) < resumed_at or line.get("event") not in repeated]
         folder.check()
@@ -193,7 +194,12 @@ class JsonLines:
 
     def __call__(self, record: Mapping[str, Value]) -> None:
         self.folder.check()
-        append_line(self.folder.journal, json.dumps({name: _finite(value) for name, value in record.items()}))
+        try:
+            append_line(self.folder.journal, json.dumps({name: _finite(value) for name, value in record.items()}))
+        except OSError as error:  # a full disk: the journal only reports
+            if not self._failed:
+                log(f"bsi train: cannot write {self.folder.journal}: {error.strerror}. Training continues without it.")
+            self._failed = True
 
 
 def _finite(value: Value) -> Value | None:
@@ -204,7 +210,7 @@ def _finite(value: Value) -> Value | None:
 def _lines(path: Path) -> list[dict[str, Value]]:
     """The complete lines of a journal: a crash may have cut the last one."""
     found = []
-    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

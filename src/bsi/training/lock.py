@@ -28,8 +28,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bsi.errors import BsiError, UsageError
-from bsi.io import write_text
+from bsi.errors import BsiError, DataError, UsageError
+from bsi.io import read_json, write_text
 
 __all__ = ["BEAT_S", "EXPIRES_S", "InUse", "Lock", "Owner", "hold"]
 
@@ -209,11 +209,11 @@ def _reason_to_take_over(path: Path, holder: Owner, me: Owner) -> str:
 def _read(path: Path) -> Owner | None:
     """The owner that a lock names; None if there is no lock, or no valid one."""
     try:
-        given = json.loads(path.read_text("utf-8"))
+        given = read_json(path)
         host, started, job, token = (str(given[name]) for name in ("host", "started", "job", "token"))
         requeues, group = int(given.get("requeues", 0)), str(given.get("group", job))  # missing in early versions
         return Owner(host, int(given["pid"]), started, job, token, requeues, group, str(given.get("system", "")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+    except (DataError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 

@@ -52,6 +52,10 @@ STDERR = 2
 LEFT_AT_ONCE = 130  # what a shell reports for a process ended by Ctrl-C
 
 
+class Stopped(Preempted, SystemExit):  # type: ignore[misc]  # both have the exit code
+    """Training was asked to stop. Uncaught, it ends a program with its exit code and without a traceback."""
+
+
 class Clock:
     """Time spent in steps, without evaluations and saves."""
 
@@ -201,6 +205,9 @@ def _observe(job: Job) -> None:
             "measurement": float(found.measurement.mean()) / unit, "prior": float(found.prior.mean()) / unit,
             "change_of_units": found.log_determinant / math.log(2), "time": time.time(),
         })  # fmt: skip
+        if job.world.first:
+            bound_text = f"{found.bits_per_dim:.3f} ± {found.monte_carlo_error:.3f} bits/dim on the test set"
+            progress.log(f"step {step}: {bound_text}")
     job.watchdog.at(step, "evaluate")
     if due.sample and job.world.first:
         job.folder.check()
@@ -271,7 +278,9 @@ def _preempted(job: Job) -> Preempted:
     _save(job)
     _finish_saves(job)
     reason, step = job.stop.reason or "another rank's signal", job.engine.steps_done
-    return Preempted(f"{reason}: saved step {step} of {job.recipe.steps}; run the same command to resume")
+    message = f"{reason}: saved step {step} of {job.recipe.steps}; run the same command to resume"
+    log(message)
+    return Stopped(message)
 
 
 def _rescue(job: Job, phase: str) -> None:

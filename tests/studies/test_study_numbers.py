@@ -23,7 +23,7 @@ from bsi.studies import comparison, illustration, noise_levels, proposal, weight
 from bsi.studies.disentangle import FACTORS, parameters
 from bsi.studies.elbo_convergence import converges, gaussian_gap
 from bsi.studies.finite_k import advantage
-from bsi.studies.importance_sampling import proposals, relative_spread, resampled
+from bsi.studies.importance_sampling import estimate, proposals, relative_spread, resampled
 from bsi.studies.initial_precision import intermediate_is_best
 from bsi.studies.job import (
     OURS,
@@ -65,7 +65,7 @@ DIGITS = bsi.recipes.digits()
 
 class TestEstimates:
     @pytest.mark.parametrize(
-        ("estimate", "text"),
+        ("found", "text"),
         [
             (Estimate(3.44812, 0.0051), "3.4481 ± 0.0051"),
             (Estimate(12.345, 1.234), "12.3 ± 1.2"),
@@ -76,8 +76,8 @@ class TestEstimates:
             (Estimate(math.inf, 1e-9), "inf"),
         ],
     )
-    def test_an_estimate_shows_two_digits_of_its_error(self, estimate, text):
-        assert str(estimate) == text
+    def test_an_estimate_shows_two_digits_of_its_error(self, found, text):
+        assert str(found) == text
 
     def test_over_seeds_the_larger_of_spread_and_own_error_counts(self):
         found = mean_of_seeds([Estimate(1.0, 0.001), Estimate(2.0, 0.001)])
@@ -335,9 +335,9 @@ class TestStudies:
         errors, both = generator.uniform(0.5, 1.5, (33, 50)) / level[:, None], LogUniform(1e-2, 1e6)
         a = resampled(relative_spread, level, errors, both)
         b = resampled(lambda *given: relative_spread(*given) + 1.0, level, errors, both)
-        assert a.estimate.error > 0
-        assert (b - a).estimate.value == pytest.approx(1.0)
-        assert (b - a).estimate.error < 1e-12
+        assert estimate(a).error > 0
+        assert estimate(b - a).value == pytest.approx(1.0)
+        assert estimate(b - a).error < 1e-12
 
     def test_proposals_that_follow_the_errors_leave_no_spread_and_the_fitted_one_has_the_least(self):
         level = LogUniform(1e-2, 1e6).icdf(torch.linspace(0, 1, 401, dtype=torch.float64)).numpy()

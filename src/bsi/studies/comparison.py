@@ -134,7 +134,7 @@ def draw_bits(axes: Axes, results: Results, comparison: Comparison) -> None:
         mean = results.bits(networks)
         axes.plot([i + 0.15] * len(networks), [results.bits([n]).value for n in networks], ".", color=color, alpha=0.5)
         figures.line(axes, [i], [mean], color, figures.MARKS[method])
-        figures.label(axes, i, mean.value, f"{mean.value:.3f}", color, dx=-32)
+        figures.label(axes, i, mean.value, f"{mean.value:.3f}", color, dx=-10, dy=11)
     axes.set_xticks(range(len(METHOD_NAMES)), [figures.NAMES[method] for method in METHOD_NAMES])
     axes.set_xlim(-0.8, len(METHOD_NAMES) - 0.5)
     axes.margins(y=0.25)
@@ -173,9 +173,9 @@ def report(results: Results) -> Report:
             single = results.distance(networks[:1], paper_sampler(scale.long))
             figures.line(right, [scale.long], [single], color, mark, markerfacecolor="white")
     figures.log_axis(right, sorted({*scale.steps, scale.long}))
-    right.set_xlabel("steps of the paper's sampler (hollow: one seed)")
+    right.set_xlabel("steps (hollow: one seed)")
     right.set_ylabel(scale.metric)
-    right.set_title("Sample quality")
+    right.set_title("Sample quality, the paper's sampler")
     right.legend()
     return Report(
         tables=tuple(tables),

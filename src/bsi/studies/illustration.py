@@ -83,9 +83,9 @@ def _draw(found: list[Step]) -> Figure:
         _circle(panel, first.latent[0], GRID[0])
     for panel in axes[1:3]:
         panel.plot(*guess, "o", color=GUESS, markersize=6, zorder=3)
-    figures.label(axes[1], guess[0], guess[1], r"$\hat{x}$", GUESS)
+    figures.label(axes[1], guess[0], guess[1], r"$\hat{x}$", GUESS, dx=8)
     axes[2].plot(*zip(guess, y, strict=True), ":", color=MEASURED, linewidth=1.2)
-    figures.label(axes[2], y[0], y[1], r"$y$", MEASURED)
+    figures.label(axes[2], y[0], y[1], r"$y$", MEASURED, dx=8)
     for panel in axes[2:4]:
         panel.plot(*y, "X", color=MEASURED, markersize=7, zorder=3)
     _circle(axes[3], second.latent[0], GRID[1])

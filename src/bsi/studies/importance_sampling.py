@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from bsi.studies.job import Measure, Profile
 from bsi.studies.report import PRACTICAL_SHARE, Claim, Difference, Estimate, Report, Results, Study, Table, less
 from bsi.studies.scale import Scale
 
-__all__ = ["STUDY", "orders", "proposals", "relative_spread", "resampled"]
+__all__ = ["STUDY", "estimate", "orders", "proposals", "relative_spread", "resampled"]
 
 STYLES = {"uniform": "-", "log-uniform": "-", "exact": "--", "fitted": "-"}
 RESAMPLED = 200  # bootstrap samples of the images
@@ -71,31 +70,21 @@ def relative_spread(level: Curve, errors: Errors, proposal: Proposal) -> float:
     return math.sqrt(max(0.0, second / mean**2 - 1))
 
 
-@dataclass(frozen=True)
-class Resampled:
-    """A statistic of all images, and of bootstrap sets of images, the same sets for every proposal."""
-
-    value: float
-    sets: Float64[np.ndarray, " sets"]
-
-    @property
-    def estimate(self) -> Estimate:
-        return Estimate(self.value, float(self.sets.std(ddof=1)))
-
-    def __sub__(self, other: Resampled) -> Resampled:
-        return Resampled(self.value - other.value, self.sets - other.sets)
-
-
-def resampled(statistic: Statistic, level: Curve, errors: Errors, proposal: Proposal) -> Resampled:
+def resampled(statistic: Statistic, level: Curve, errors: Errors, proposal: Proposal) -> Float64[np.ndarray, " sets"]:
+    """The statistic of all images, and then of bootstrap sets of images, the same sets for every proposal."""
     generator, images = np.random.default_rng(0), errors.shape[1]
     chosen = [generator.integers(0, images, images) for _ in range(RESAMPLED)]
-    sets = np.array([statistic(level, errors[:, each], proposal) for each in chosen])
-    return Resampled(statistic(level, errors, proposal), sets)
+    return np.array([statistic(level, each, proposal) for each in (errors, *(errors[:, ids] for ids in chosen))])
 
 
-def _less(statement: str, a: Resampled, b: Resampled) -> Claim:
-    paired = (a - b).estimate
-    return less(statement, a.estimate, b.estimate, Difference(paired.value, paired.error, PRACTICAL_SHARE * b.value))
+def estimate(sets: Float64[np.ndarray, " sets"]) -> Estimate:
+    return Estimate(float(sets[0]), float(sets[1:].std(ddof=1)))
+
+
+def _less(statement: str, a: Float64[np.ndarray, " sets"], b: Float64[np.ndarray, " sets"]) -> Claim:
+    paired = estimate(a - b)
+    difference = Difference(paired.value, paired.error, PRACTICAL_SHARE * float(b[0]))
+    return less(statement, estimate(a), estimate(b), difference)
 
 
 def report(results: Results) -> Report:
@@ -123,7 +112,7 @@ def report(results: Results) -> Report:
     return Report(
         tables=(
             Table(
-                "proposals", columns, tuple((name, ranges[name].estimate, spreads[name].estimate) for name in fitted)
+                "proposals", columns, tuple((name, estimate(ranges[name]), estimate(spreads[name])) for name in fitted)
             ),
         ),
         claims=(

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import difflib
+from importlib import import_module
 
 from bsi.errors import UsageError
-from bsi.studies import (
-    architecture,
-    comparison,
-    disentangle,
-    elbo_convergence,
-    fid_convergence,
-    finite_k,
-    illustration,
-    importance_sampling,
-    initial_precision,
-    noise_levels,
-    proposal,
-    samples,
-    weighting,
-)
 from bsi.studies.report import Study
 from bsi.studies.scale import Scale
 
 __all__ = ["STUDIES", "named_studies"]
 
-STUDIES: dict[str, Study] = {
-    module.STUDY.name: module.STUDY
-    for module in (
-        illustration,
-        noise_levels,
-        comparison,
-        fid_convergence,
-        elbo_convergence,
-        importance_sampling,
-        proposal,
-        samples,
-        disentangle,
-        initial_precision,
-        weighting,
-        finite_k,
-        architecture,
-    )
-}
+NAMES = (
+    "illustration",
+    "noise-levels",
+    "comparison",
+    "fid-convergence",
+    "elbo-convergence",
+    "importance-sampling",
+    "proposal",
+    "samples",
+    "disentangle",
+    "initial-precision",
+    "weighting",
+    "finite-k",
+    "architecture",
+)
+STUDIES: dict[str, Study] = {name: import_module(f"bsi.studies.{name.replace('-', '_')}").STUDY for name in NAMES}
 
 
 def named_studies(name: str, scale: Scale) -> list[Study]:

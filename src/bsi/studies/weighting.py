@@ -77,7 +77,7 @@ def report(results: Results) -> Report:
     left.legend()
     left.set_title("Likelihood against quality")
     right.set_xlabel("ln SNR")
-    right.set_ylabel("factor on the ELBO's weight, over its maximum")
+    right.set_ylabel("weight relative to the ELBO")
     right.set_title("The weights")
     columns = ("weight", "bits/dim", f"{scale.metric} at {sampler.steps}", f"{scale.metric}, {OURS_NAME}")
     rows = tuple((name, bits[name], distances[name], results.distance(trained[name])) for name in trained)

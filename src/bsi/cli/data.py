@@ -49,7 +49,7 @@ class Data:
     labels: Annotated[bool | None, _shown("")] = None
     """folder: use the folders directly below PATH as classes. Other sources keep the labels they have."""
     size: Annotated[int | None, _shown("INT")] = None
-    """folder, huggingface: height and width of the images in pixels (the smallest of any image, at most 64)."""
+    """folder, huggingface: height and width in pixels (of the images, if all have the same up to 64; otherwise 64)."""
     channels: Annotated[Literal["auto", 1, 3] | None, _shown("auto|1|3")] = None
     """folder, huggingface: 3 for color, 1 for gray, auto for gray if all images are (auto)."""
     resampling: Annotated[Literal["lanczos", "bicubic", "bilinear", "box"] | None, _shown("NAME")] = None

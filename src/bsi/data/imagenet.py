@@ -48,16 +48,11 @@ class ImageNet32:
 
 
 @dataclass(frozen=True)
-class ImageNet64:
-    """1,281,167 training and 50,000 validation images of 64 x 64 pixels in a thousand classes."""
+class ImageNet64(ImageNet32):
+    """The same images of 64 x 64 pixels."""
 
     summary: ClassVar[str] = "downsampled ImageNet, 64 x 64, from a folder with the official npz batches or their zips"
     size: ClassVar[int] = 64
-
-    path: Path
-
-    def plan(self) -> Plan:
-        return _plan(self.path, self.size)
 
 
 def _plan(path: Path, size: int) -> Plan:

@@ -143,23 +143,26 @@ class Geometry:
 def geometry(headers: Iterable[tuple[str, int, int]], size: int | None, channels: int | Literal["auto"]) -> Geometry:
     """Choose what was not given by mode, width and height of the images.
 
-    Images are gray if all of them are stored as gray. Their size is the smallest side of any, at most 64.
+    Images are gray if all of them are stored as gray. Their size is their smaller side, if that is the same for all of
+    them and at most 64; otherwise it is 64.
     """
-    total, wide, gray, smallest = 0, 0, True, DEFAULT_SIZE
+    total, wide, gray = 0, 0, True
+    sides = set[int]()
     for mode, width, height in headers:
         total += 1
         wide += width != height
         gray &= mode in GRAY
-        smallest = min(smallest, width, height)
+        sides.add(min(width, height))
     chosen = (1 if gray and total else 3) if channels == "auto" else channels
     notes = []
     if size is None:
-        notes.append(f"--size was not given: images are stored as {smallest} x {smallest} pixels")
+        size = min(*sides, DEFAULT_SIZE) if len(sides) == 1 else DEFAULT_SIZE
+        notes.append(f"--size was not given: images are stored as {size} x {size} pixels")
     if wide:
         notes.append(f"{wide} of {total} images are not square: their largest centered square is used")
     if channels == "auto" and chosen == 1:
         notes.append("all images are gray: they are stored with one channel (--channels 3 for color)")
-    return Geometry(smallest if size is None else size, chosen, tuple(notes))
+    return Geometry(size, chosen, tuple(notes))
 
 
 @dataclass(frozen=True)

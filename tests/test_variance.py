@@ -1,6 +1,7 @@
 """Variance-aware transitions: closed forms for Gaussian data, where the best variance is known."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import scipy.fft
@@ -8,10 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal, kl_divergence
 
+import bsi
 from bsi import BFN, BSI, VDM
+from bsi.backbones import MLPConfig
+from bsi.bound import EvaluatedModel, estimate
+from bsi.elbo import Elbo, Estimator
 from bsi.errors import UsageError
 from bsi.grids import paper_grid
-from bsi.methods import Method
+from bsi.methods import Method, Predictor
 from bsi.oracle import Mixture
 from bsi.rng import SeededNoise
 from bsi.sampling import sample
@@ -178,3 +183,32 @@ def test_named_variances() -> None:
     assert [len(found[name].values[0]) for name in found] == [1, 16, 5, 16]
     with pytest.raises(UsageError, match="dct"):
         named_variance("cosine", method, lambda latent, level: latent, x)
+
+
+def bound(k: int | None, variance: Variance | None, predict: Predictor, method: Method, x: Tensor) -> Elbo:
+    model = replace(EvaluatedModel.of(method, predict, x), variance=variance)
+    return estimate(model, Estimator(measure=20, finite_k=k))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_the_finite_bound_is_tighter_and_stays_a_bound(method: Method) -> None:
+    """Between the exact negative log-likelihood of a mixture and the paper's transition; close to the infinite one."""
+    data = Mixture.isotropic(torch.tensor([[-1.0, 0.0], [1.0, 0.5]], dtype=torch.float64), 0.2)
+    generator = torch.Generator().manual_seed(3)
+    x = data.sample(torch.rand(1000, generator=generator), torch.randn(1000, 2, generator=generator).double())
+    predict = data.predictor(method)
+    fitted = named_variance("level", method, predict, x)
+    exact = float(-data.log_density(x).mean())
+    paper, aware, infinite = (bound(k, v, predict, method, x) for k, v in ((8, None), (8, fitted), (None, None)))
+    error = 4 * aware.monte_carlo_error * 2 * math.log(2)
+    assert float(aware.nats.mean()) > exact - error
+    assert float(aware.nats.mean()) < float(paper.nats.mean()) - error
+    assert float(aware.nats.mean()) > float(infinite.nats.mean()) - error
+    many = [float(bound(2000, v, predict, method, x).nats.mean()) for v in (None, fitted)]
+    assert many[0] == pytest.approx(many[1], abs=0.05)
+
+
+def test_a_variance_needs_finitely_many_steps() -> None:
+    model = bsi.Model(bsi.backbones.build(MLPConfig(width=8, depth=1), (3,), None, 0), BSI(alpha_M=1e3), (3,))
+    with pytest.raises(UsageError, match="finite_k"):
+        model.elbo(torch.randn(8, 3), variance=constant(pixel_basis((3,)), 0.1))

@@ -49,6 +49,7 @@ from bsi.progress import Progress
 from bsi.rng import standard_normal, uniform
 from bsi.sampling import evaluations
 from bsi.values import Bins
+from bsi.variance import Variance, transition_kl
 
 __all__ = [
     "Design",
@@ -123,6 +124,7 @@ class EvaluatedModel:
     bins: Bins | None
     device: torch.device
     log_determinant: float = 0.0
+    variance: Variance | None = None  # of the transitions of the bound for finitely many measurements
 
     @classmethod
     def of(
@@ -142,9 +144,15 @@ class EvaluatedModel:
         x: Float[Tensor, "batch *data"],
         level: Float[Tensor, " batch"],
         eps: Float[Tensor, "batch *data"],
+        gained: Float[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, " batch"]:
-        """g = 1/2 level |x - x_hat|^2 in float64: one network evaluation for each sample."""
+        """g = 1/2 level |x - x_hat|^2 in float64: one network evaluation for each sample.
+
+        With a variance and a step that gains the precision `gained`, the step's KL divergence in the same units.
+        """
         x_hat = predict(self.method.encoder(level).encode(x, eps), level)
+        if self.variance is not None and gained is not None:
+            return level / gained * transition_kl(self.variance, x, x_hat, level, gained)
         return 0.5 * level * squared_norm(x - x_hat).double()
 
     def spread_out(self, count: int) -> Float[Tensor, "batch *data"]:
@@ -158,10 +166,11 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class Points:
-    """Levels to evaluate at, and the weight of each evaluation."""
+    """Levels to evaluate at, and the weight of each evaluation; for finite steps the precision that each gains."""
 
     level: Float64[Tensor, " batch"]
     weight: Float64[Tensor, " batch"]
+    gained: Float64[Tensor, " batch"] | None = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +204,7 @@ class Integral:
         )
         i = torch.searchsorted(torch.cumsum(probability, 0), t.double().contiguous(), right=True)
         i = i.clamp(max=len(levels) - 1)  # t may be above the rounded sum of all probabilities
-        return Points(levels[i], omega[i] / probability[i])
+        return Points(levels[i], omega[i] / probability[i], omega[i] * levels[i])
 
     def hats(self, at: Float64[Tensor, " knots"]) -> Float64[Tensor, " knots"]:
         """The integrals of the functions that are 1 at one knot, 0 at the others, and linear in between."""
@@ -437,7 +446,7 @@ class Rounds:
                     for t in self.design.t(ids, replicate, round_):
                         points = integral.at(t)
                         eps = noise(self.design.seed, ids, "measure", round_ * measure + draw, model.shape, x.dtype)
-                        g = model.integrand(predict, x, points.level, eps)
+                        g = model.integrand(predict, x, points.level, eps, points.gained)
                         if control is not None:
                             here = Observations.of(control.basis, steady, x, eps, torch.log(points.level), g)
                             g = g - control.predict(here)

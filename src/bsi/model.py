@@ -34,6 +34,7 @@ from bsi.objective import Weight, training_loss
 from bsi.sampler import Sampler
 from bsi.sampling import Step, drawing
 from bsi.values import Bins, Standardize
+from bsi.variance import Variance, named_variance
 
 __all__ = ["Model", "check_bins", "check_finite", "check_resolution"]
 
@@ -259,18 +260,33 @@ class Model(nn.Module):
         seed: int = 0,
         batch_size: int = 256,
         progress: bool = False,
+        variance: Variance | None = None,
     ) -> Elbo:
         """The bound of each sample, by default with the paper's `measure` levels and `recon` reconstructions.
 
         The other arguments are those of `bsi.elbo.Estimator`. `proposal="fitted"` and `target_error` together reach a
-        given error with the fewest evaluations.
+        given error with the fewest evaluations. With `finite_k`, a `variance` (`fit_variance`) makes the bound tighter.
         """
         _check_tensor(data)
+        if variance is not None and finite_k is None:
+            raise UsageError("a variance belongs to finitely many steps: pass finite_k too, or leave variance out.")
         estimator = Estimator(measure, recon, finite_k, proposal, control, target_error, seed, batch_size)
         with self.evaluating():
-            return estimate(self.on(data, cond), estimator, progress=progress)
+            return estimate(replace(self.on(data, cond), variance=variance), estimator, progress=progress)
 
     bits_per_dim = elbo  # under the name people search for
+
+    def fit_variance(self, data: Tensor, kind: str = "dct", seed: int = 0, batch_size: int = 256) -> Variance:
+        """The predictive variance of transitions, fitted to training samples: for `elbo`, sampling and compression.
+
+        Args:
+            data: Training samples; a few thousand are enough. Test samples would make the bound too good.
+            kind: `level`, `pixels`, `dct` or `pca`: see `bsi.variance.named_variance`.
+        """
+        self.check(data)
+        x = self.values(data).to(self.device)
+        with self.evaluating():
+            return named_variance(kind, self.method, self.denoiser, x, seed, batch_size)
 
     def on(
         self, data: Tensor | Samples, cond: Condition | None = None, ids: Sequence[int] | np.ndarray | None = None

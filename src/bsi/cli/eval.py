@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -54,6 +54,8 @@ class Eval:
     """Reconstructions per sample and round."""
     finite_k: int | None = None
     """The bound for this many measurement rounds instead of infinitely many."""
+    variance: Literal["none", "level", "pixels", "dct", "pca"] = "none"
+    """With --finite-k, the predictive variance in each transition, fitted to training samples; the paper has none."""
     proposal: Literal["loguniform", "exact", "fitted"] = "loguniform"
     """The distribution of the levels; fitted learns it from a few extra evaluations, and adds a control variate."""
     control: bool = True
@@ -165,6 +167,8 @@ def check(args: Eval) -> None:
         )
     if args.paired and args.target_se is not None:
         raise UsageError("--target-se cannot be combined with --paired: raise --measure instead")
+    if args.variance != "none" and args.finite_k is None:
+        raise UsageError(f"--variance {args.variance} belongs to finitely many steps: add --finite-k K.")
     if args.per_sample is not None and not args.bpd:
         raise UsageError("--per-sample writes the bounds of --bpd: add --bpd")
     if (args.kid or args.precision_recall) and not args.fid:
@@ -190,10 +194,13 @@ def bound(args: Eval, world: World) -> Found:
     estimator = _estimator(args)
     run, split = _opened(args, args.runs[0], world)
     model = runs.evaluated(run, split, args.limit)
+    if args.variance != "none":
+        model = replace(model, variance=runs.fitted_variance(run, split.dataset, args.variance, args.batch_size))
     runs.speed_up(run, model.count * (args.measure + args.recon) // world.size)
     with runs.own_error():
         found = estimate(model, estimator, world, progress=True)
-    return Found(runs.bound_record(run, split, found), run, f"bpd-{args.split}", found)
+    record = {**runs.bound_record(run, split, found), "variance": args.variance}
+    return Found(record, run, f"bpd-{args.split}", found)
 
 
 def paired(args: Eval, world: World) -> Found:

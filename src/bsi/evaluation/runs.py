@@ -35,6 +35,7 @@ from bsi.rng import subset
 from bsi.runtime.data_spec import build_model
 from bsi.runtime.distributed import FailedTogether, World
 from bsi.runtime.export import read_trained, set_weights
+from bsi.variance import Variance
 
 __all__ = [
     "Run",
@@ -42,6 +43,7 @@ __all__ = [
     "bound_record",
     "difference_record",
     "evaluated",
+    "fitted_variance",
     "inner_precision",
     "open_run",
     "open_split",
@@ -52,6 +54,7 @@ __all__ = [
     "weights_hash",
 ]
 
+FITTED = 4096  # training samples that a variance is fitted to
 COMPILED = 20_000  # evaluations of one sample from which on compiling the network pays
 
 
@@ -168,6 +171,13 @@ def evaluated(run: Run, split: Split, limit: int | None = None) -> EvaluatedMode
     """What `bsi.bound.estimate` takes: the run's model on `limit` random samples of the split, or on all."""
     source = as_source(split.rows, run.model.device)
     return run.model.on(source, ids=subset(len(source), len(source) if limit is None else limit))
+
+
+def fitted_variance(run: Run, dataset: Dataset, kind: str, batch_size: int) -> Variance:
+    """The predictive variance of the run's model, fitted to random samples of the dataset's training part."""
+    train = as_source(dataset.split("train"), run.model.device)
+    samples = train.take(subset(len(train), min(len(train), FITTED)))
+    return run.model.fit_variance(samples, kind, batch_size=batch_size)
 
 
 @contextmanager

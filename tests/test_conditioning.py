@@ -147,6 +147,7 @@ def inpainting_errors(method: Method, y: Tensor, count: int = 1500) -> tuple[flo
     return distance(matched, reference), distance(plain, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_inpainting_by_moments_is_nearer_to_the_posterior_than_replacement(method):
     """Measured at seven places y with 32 steps: 0.13 on average, and 0.21 (worst 0.35 and 0.49, between two modes)."""
@@ -178,6 +179,7 @@ def digits(count: int) -> tuple[bsi.Model, Tensor]:
     return model, model.values(torch.from_numpy(open_dataset("digits").test[:count].copy()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("solver", "grid"), [(FLOW_SOLVER, Sampler.grid), ("sde2", "geometric")])
 def test_half_a_digit_is_finished_better_than_by_replacement(solver, grid):
     """Conjugate gradients reached errors of 10^9 here. Mean squared error of the lower half over 64 test digits:
@@ -201,6 +203,7 @@ def test_half_a_digit_is_finished_better_than_by_replacement(solver, grid):
     assert gap.mean() < -3 * gap.std() / math.sqrt(len(gap))
 
 
+@pytest.mark.slow
 def test_a_blurred_and_noisy_digit_is_sharpened_and_stays_near_what_was_measured():
     model, x = digits(8)
     blur = lambda v: torch.nn.functional.avg_pool2d(v, 2)  # noqa: E731

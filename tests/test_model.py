@@ -95,6 +95,42 @@ def test_sample_i_depends_on_seed_and_i_alone(method, solver):
     assert len({tuple(row.flatten().tolist()) for row in whole}) == 8
 
 
+def test_a_sampler_is_a_record_or_its_fields_and_a_range_names_the_samples():
+    model = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,))
+    sampler = bsi.Sampler(steps=4, solver="sde2", grid="paper", noise="independent")
+    whole, counts = model.sample(6, sampler, seed=2), []
+    assert torch.equal(model.sample(6, seed=2, steps=4, solver="sde2", grid="paper", noise="independent"), whole)
+    assert torch.equal(model.sample(range(1, 6, 2), sampler, seed=2), whole[1::2])
+    assert torch.equal(model.sample(6, sampler, seed=2, batch_size=4, progress=counts.append), whole)
+    assert counts == 5 * [4] + 5 * [2]
+    *_, last = model.trajectory(range(2, 4), sampler, seed=2)
+    assert torch.equal(last.x_hat, whole[2:4])
+    with pytest.raises(TypeError, match="stpes"):
+        model.sample(1, stpes=4)
+    for wrong in ({"guidance": math.nan}, {"steps": 0}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            bsi.Sampler(**wrong)
+
+
+def test_a_label_is_that_of_all_samples_or_a_sequence_that_they_take_in_turn():
+    network = bsi.backbones.build("mlp-8x1", (3,), num_classes=3)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+    model = bsi.Model(network, bsi.BSI(), (3,))
+    apart = {label: model.sample(5, steps=2, label=label) for label in range(3)}
+    torch.testing.assert_close(model.sample(5, steps=2, cond=torch.full((5,), 2)), apart[2])
+    turns = torch.stack([apart[i % 3][i] for i in range(5)])
+    torch.testing.assert_close(model.sample(5, steps=2, label=range(3)), turns)
+    torch.testing.assert_close(model.sample(range(3, 5), steps=2, label=(0, 1, 2)), turns[3:])
+    assert not torch.allclose(apart[0], apart[1])
+    with pytest.raises(UsageError, match="labels 0 to 2"):
+        model.sample(2, label=4)
+    with pytest.raises(UsageError, match="either"):
+        model.sample(2, label=1, cond=torch.zeros(2))
+    with pytest.raises(UsageError, match="without labels"):
+        bsi.Model(bsi.backbones.build("mlp-8x1", (3,)), bsi.BSI(), (3,)).sample(2, label=1)
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (1, 2, 3, 4)])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_sample_may_be_a_number_a_vector_or_have_any_number_of_axes(method, shape):

@@ -177,6 +177,7 @@ def weak_errors(method: Method, seed: int) -> Tensor:
     return torch.stack([means(s, k) - limit for s in ("sde2", "posterior") for k in (16, 32)]).unflatten(0, (2, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_on_a_mixture_too_sde2_has_weak_order_two_and_the_papers_sampler_one(method):
     errors = torch.stack([weak_errors(method, seed) for seed in range(4)]).mean(0).norm(dim=-1)
@@ -264,6 +265,7 @@ def gap(method: Method, solver: str, k: int) -> float:
     return float(difference.mean() / difference.std()) * math.sqrt(len(difference))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_sde2_is_nearer_to_a_mixture_than_the_papers_sampler_at_every_k(method):
     for k in (3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64):

@@ -202,7 +202,7 @@ def test_recipes_need_no_torch() -> None:
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".x", "", "x" * 101, "a b", "x\n", "x\x00"])
 def test_a_name_is_no_path(name: str) -> None:
-    """Row 41: it may come from a file, and names the files that are written."""
+    """Row 50: it may come from a file, and names the files that are written."""
     with pytest.raises(UsageError, match="letters, digits"):
         replace(recipes.digits(), name=name)
     with pytest.raises(UsageError, match="letters, digits"):

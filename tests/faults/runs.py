@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,16 +99,34 @@ def sequence(folder: Path, *entries: Entry) -> list[Ended]:
 def torchrun(entry: Entry, marks: Path, restarts: int = 0, launch: Path = LAUNCH) -> Ended:
     """The run under torchrun, as a user starts it; its exit code is the launcher's."""
     marks.mkdir(parents=True, exist_ok=True)
-    plain = entry.plain()
     environment = {**_environment(), "FAULTS": json.dumps(entry.faults), "FAULT_MARKS": str(marks)}
     if entry.log is not None:
         environment["SAMPLE_LOG"] = str(entry.log)
-    words = [
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entry.ranks), "--max-restarts",
-        str(restarts), "--monitor-interval", "0.2", "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-    ]  # fmt: skip
-    ended = _run([sys.executable, *words, str(launch), "train", *plain["words"]], environment)
+    ended = _run(_torchrun_words(entry, restarts, launch), environment)
     return Ended([ended.returncode], ended.stderr)
+
+
+def torchrun_killed(entry: Entry, marks: Path) -> None:
+    """The run under torchrun, which is killed once the run has written its first line."""
+    marks.mkdir(parents=True, exist_ok=True)
+    environment = {**_environment(), "FAULT_MARKS": str(marks)}
+    with subprocess.Popen(
+        _torchrun_words(entry, 0, LAUNCH), stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+    ) as launcher:
+        end = time.monotonic() + LIMIT_S
+        while not (entry.out / "journal.jsonl").is_file() or not (entry.out / "journal.jsonl").read_text():
+            assert launcher.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        launcher.kill()
+
+
+def _torchrun_words(entry: Entry, restarts: int, launch: Path) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entry.ranks),
+        "--max-restarts", str(restarts), "--monitor-interval", "0.2",
+        "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", str(launch), "train", *entry.plain()["words"],
+    ]  # fmt: skip
 
 
 def fingerprint(run: Path, step: int = 24) -> dict[str, str]:

@@ -180,7 +180,7 @@ def test_a_save_in_the_background_keeps_the_state_of_its_step(tmp_path: Path, mo
 
 
 def test_a_reader_next_to_a_run_that_keeps_one_checkpoint_finds_no_damage(tmp_path: Path) -> None:
-    """Row 45: the checkpoint that it reads is deleted by the run, which has a newer one."""
+    """Row 54: the checkpoint that it reads is deleted by the run, which has a newer one."""
     checkpoint.save(tmp_path, snapshot(0), Keep(last=1))
     done = threading.Event()
 
@@ -201,7 +201,7 @@ def test_a_reader_next_to_a_run_that_keeps_one_checkpoint_finds_no_damage(tmp_pa
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "latest"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "deep", "number"])
 def test_damage_of_any_kind_is_a_damaged_checkpoint(tmp_path: Path, name: str, kind: str) -> None:
-    """Row 45: also where the hashes were made to fit."""
+    """Row 54: also where the hashes were made to fit."""
     folder = checkpoint.save(tmp_path, snapshot(1), Keep())
     path = tmp_path / name if name == "latest" else folder / name
     path.unlink()

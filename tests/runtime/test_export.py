@@ -36,7 +36,7 @@ def changed(path: Path, **values: Any) -> Path:
 def test_a_name_in_a_file_leads_no_export_outside(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Row 41."""
+    """Row 50."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a" / "b")
     changed(Path("model.safetensors"), recipe__name=name)
@@ -63,7 +63,7 @@ HUGE = [
 
 @pytest.mark.parametrize("values", HUGE, ids=str)
 def test_a_small_file_cannot_ask_for_a_large_network(values: dict[str, Any], tmp_path: Path) -> None:
-    """Row 44: its shapes are compared with those of the weights before memory is taken."""
+    """Row 53: its shapes are compared with those of the weights before memory is taken."""
     path = changed(tmp_path / "model.safetensors", **values)
     started = time.monotonic()
     with pytest.raises(BsiError):

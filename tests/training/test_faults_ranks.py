@@ -6,11 +6,24 @@ torchrun starts what is about torchrun; where only the ranks matter, one launche
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from faults.runs import Ended, Entry, fault, fingerprint, metrics, samples, sequence, status, torchrun
+from faults.runs import (
+    Ended,
+    Entry,
+    fault,
+    fingerprint,
+    latest,
+    metrics,
+    samples,
+    sequence,
+    status,
+    torchrun,
+    torchrun_killed,
+)
 
 Chains = dict[str, list[Ended]]
 
@@ -246,3 +259,17 @@ def test_signals_to_the_launcher_or_to_one_rank_save_one_step_on_all_and_leave_n
     assert status(run)["state"] == "finished"
     assert fingerprint(run) == fingerprint(base / "two")
     assert metrics(run) == metrics(base / "two")
+
+
+def test_ranks_whose_launcher_is_killed_save_and_exit(base: Path) -> None:
+    """Row 55."""
+    out = base / "orphans"
+    long = ["--steps", "1000000", "--optimizer.schedule", "constant", "--every.checkpoint", "0", "--every.journal", "1"]
+    torchrun_killed(Entry(out, [*long, "--every.evaluate", "0"], ranks=2), base / "orphans-marks")
+    end = time.monotonic() + 120
+    while still_training(out) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not still_training(out)
+    assert not (out / "lock.json").exists()
+    assert status(out)["state"] == "preempted"
+    assert latest(out) == f"step-{status(out)['step']:08d}"

@@ -220,7 +220,7 @@ def locked_by(folder: Path, owner: Owner, age: float = 0.0) -> None:
 
 @pytest.mark.parametrize("pid", [1, 2**22 + 1, 2**40, -1])
 def test_a_fresh_heartbeat_from_another_container_of_this_host_is_respected(tmp_path: Path, pid: int) -> None:
-    """Row 43: the same host name, another PID namespace, in which our numbers mean nothing."""
+    """Row 52: the same host name, another PID namespace, in which our numbers mean nothing."""
     other = replace(Owner.me(), pid=pid, system="another boot, another namespace", token="theirs")
     locked_by(tmp_path, other)
     with pytest.raises(UsageError, match="in use"), hold(tmp_path, pytest.fail):
@@ -231,7 +231,7 @@ def test_a_fresh_heartbeat_from_another_container_of_this_host_is_respected(tmp_
 
 
 def test_a_time_stamp_in_the_future_expires_too(tmp_path: Path) -> None:
-    """Row 43: it is no heartbeat; without one the lock is free after the usual time."""
+    """Row 52: it is no heartbeat; without one the lock is free after the usual time."""
     locked_by(tmp_path, Owner("elsewhere", 12, "1", "", "t"), -1e6)
     with pytest.raises(UsageError, match="last heartbeat 0 s ago"), hold(tmp_path, pytest.fail):
         pass

@@ -647,7 +647,7 @@ def test_samples_of_images_are_a_picture(whole: Path) -> None:
 def test_a_journal_that_cannot_be_written_is_reported_once(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Row 42."""
+    """Row 51."""
 
     def full(path: Path, line: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -660,7 +660,7 @@ def test_a_journal_that_cannot_be_written_is_reported_once(
 
 @pytest.mark.parametrize("where", ["data", "network"])
 def test_any_error_saves_the_last_complete_step_first(where: str, whole: Path, tmp_path: Path) -> None:
-    """Row 42: between the checkpoints of steps 5 and 10. The data of the next step is read ahead."""
+    """Row 51: between the checkpoints of steps 5 and 10. The data of the next step is read ahead."""
     seen: list[Mapping[str, Value]] = []
 
     class Broken(MyData):
@@ -706,7 +706,7 @@ bsi.train(recipe, out=sys.argv[1], device="cpu", sinks=[sink])
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 75), ("SIGHUP", 75), ("SIGTERM", 75), ("none", 0)])
 def test_a_script_is_stopped_without_a_traceback_though_its_log_is_full(name: str, code: int, tmp_path: Path) -> None:
-    """Row 42: with stderr on a full disk, and with one that can be read."""
+    """Row 51: with stderr on a full disk, and with one that can be read."""
     for log in ("/dev/full", str(tmp_path / "log")):
         out = tmp_path / f"run-{Path(log).name}"
         with open(log, "w") as stderr:

@@ -218,16 +218,26 @@ def find(root: Path, warn: Callable[[str], None], step: int | None = None) -> Ch
 
 def _candidates(root: Path, warn: Callable[[str], None]) -> list[Path]:
     """`latest` and the older ones, the newest first. Those newer than `latest` are incomplete."""
-    folders = [folder for _, folder in _steps(root)]
-    try:
-        name = (root / LATEST).read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        name = ""
-    if name in (names := [folder.name for folder in folders]):
-        return folders[names.index(name) :]
+    name = _latest(root)
+    while True:
+        folders = [folder for _, folder in _steps(root)]
+        if name in (names := [folder.name for folder in folders]):
+            return folders[names.index(name) :]
+        name, before = _latest(root), name
+        if name == before:  # otherwise a run that is being trained has moved it meanwhile
+            break
     if folders:
         warn(f"DAMAGED CHECKPOINT: {root / LATEST} does not name one of the checkpoints: got {name!r:.40}")
     return folders
+
+
+def _latest(root: Path) -> str:
+    """The content of `latest`, empty if it cannot be read."""
+    try:
+        with open_untrusted(root / LATEST) as file:
+            return file.read(1000).decode().strip()
+    except (DataError, UnicodeDecodeError):
+        return ""
 
 
 def verify(folder: Path) -> Checkpoint:

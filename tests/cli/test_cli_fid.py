@@ -114,7 +114,7 @@ def test_sixteen_grays_are_stretched_to_eight_bits(quality: Callable[..., dict[s
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (["{}/absent.npy", "{}/b.npy"], DataError, "there is no file"),
+        (["{}/absent.npy", "{}/b.npy"], DataError, "does not exist"),
         (["{}/two.npz", "{}/b.npy"], DataError, "holds x, y"),
         (["{}/float.npy", "{}/b.npy"], DataError, "never truncate"),
         (["digitz", "{}/b.npy"], DataError, "no prepared dataset 'digitz'"),

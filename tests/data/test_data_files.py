@@ -373,6 +373,23 @@ def test_a_damaged_archive_is_an_error_every_time(
     assert np.array_equal(found.train, train)
 
 
+def test_what_was_read_from_a_damaged_file_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The damage is in the first block, the checksum at the end: after the repair, all rows are read again."""
+    monkeypatch.setattr("bsi.data.prepare.SYNC_EVERY_S", 0.0)
+    images = np.random.default_rng(0).integers(0, 256, (3000, 3072), dtype=np.uint8)  # 9 MiB
+    for name in BATCHES:
+        rows = images if name == BATCHES[0] else images[:1]
+        np.savez(tmp_path / name, data=rows, labels=np.ones(len(rows), int))
+    path = tmp_path / BATCHES[0]
+    good = path.read_bytes()
+    path.write_bytes(good[:100_000] + bytes([good[100_000] ^ 1]) + good[100_001:])
+    with pytest.raises(DataError, match="damaged"):
+        prepare(ImageNet32(tmp_path).plan(), tmp_path / "out")
+    path.write_bytes(good)
+    found = prepare(ImageNet32(tmp_path).plan(), tmp_path / "out")
+    assert np.array_equal(found.train[:3000].reshape(3000, -1), images)
+
+
 def test_resuming_does_not_skip_the_checksum_of_an_archive(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez(path, train=np.zeros((1000, 1000)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,7 +113,7 @@ def images(where: str, batch: int, num: int | None) -> Images:
     path = Path(where).expanduser()
     if path.suffix in (".npy", ".npz"):
         return array_images(path, batch, num)
-    if path.is_dir() and not (path / "manifest.json").exists():
+    if os.path.isdir(path) and not (path / "manifest.json").exists():
         from bsi.metrics.images import file_batches, image_files
 
         files = image_files(path)[:num]
@@ -138,8 +139,6 @@ def opened(path: Path) -> Iterator[ArrayFile]:
     """The array of an .npy file; of an .npz file its only one, or arr_0."""
     from bsi.data.npy import ArrayFile, NpzFile
 
-    if not path.is_file():
-        raise DataError(f"there is no file {path}.")
     if path.suffix == ".npy":
         with ArrayFile.at(path) as array:
             yield array

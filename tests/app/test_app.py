@@ -1,7 +1,4 @@
-"""The page's server: what it streams is what the package computes, and what it refuses costs nothing.
-
-Requests go through real sockets to a real server, in another thread.
-"""
+"""The server of the page, through real sockets: it streams what the package computes and rejects the rest early."""
 
 import base64
 import errno
@@ -13,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,9 +26,9 @@ from PIL import Image
 from bsi import BFN, BSI, VDM, Bins, Model, pretrained, train
 from bsi.app.requests import Denoise, Draw, Inpaint, Limits
 from bsi.app.server import create_app, listen, server_of
-from bsi.app.workbench import About, Frame, Workbench, open_workbench
+from bsi.app.workbench import Frame, Workbench, open_workbench
 from bsi.backbones import MLPConfig
-from bsi.conditioning import measuring_solvers, start_of
+from bsi.conditioning import start_of
 from bsi.data.images import Folder
 from bsi.data.prepare import prepare
 from bsi.data.store import open_dataset
@@ -50,7 +48,7 @@ def bench() -> Workbench:
 
 @contextmanager
 def serving(bench: Any, jobs: int = 3) -> Iterator[int]:
-    """The port of a server of that workbench."""
+    """The port of a server in another thread."""
     with listen(0) as listener:
         server = server_of(create_app(bench, TOKEN, jobs))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -127,7 +125,7 @@ def encoded(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array)).decode()
 
 
-# ---- What is streamed ----------------------------------------------------------------------------------------------
+# ---- The stream ----------------------------------------------------------------------------------------------
 
 
 def test_stream_is_the_trajectory_that_the_package_draws(bench: Workbench, port: int) -> None:
@@ -140,13 +138,9 @@ def test_stream_is_the_trajectory_that_the_package_draws(bench: Workbench, port:
         assert line["precision"] == float(step.level)
         np.testing.assert_array_equal(decoded(line["mean"]), step.latent.numpy())
         np.testing.assert_allclose(decoded(line["x_hat"]), step.x_hat.numpy(), atol=1e-6)
-
-
-def test_a_measurement_leads_from_one_belief_to_the_next(port: int) -> None:
     lines = ask(port, evaluations=9, solver="posterior").lines
     assert lines[0]["y"] is None
-    for before, after in itertools.pairwise(lines):
-        # Lemma "Posterior Update"
+    for before, after in itertools.pairwise(lines):  # Lemma "Posterior Update"
         alpha = after["precision"] - before["precision"]
         updated = before["precision"] * decoded(before["mean"]) + alpha * decoded(after["y"])
         np.testing.assert_allclose(updated / after["precision"], decoded(after["mean"]), rtol=1e-3, atol=1e-4)
@@ -162,13 +156,6 @@ def test_denoising_starts_at_the_measurement(bench: Workbench, port: int) -> Non
     signal = float(method.encoder(torch.tensor([lines[0]["precision"]])).signal)
     np.testing.assert_allclose(decoded(lines[0]["mean"]), signal * y, rtol=1e-5)
     assert np.abs(decoded(lines[-1]["x_hat"]) - image).mean() < np.abs(y - image).mean()
-
-
-def test_denoising_takes_only_solvers_that_measure(bench: Workbench, port: int) -> None:
-    assert measuring_solvers(bench.model.method) == ("posterior", "sde2")
-    answer = ask(port, kind="denoise", image=encoded(bench.images[0]), precision=4.0, solver="ode2")
-    assert answer.status == 422
-    assert "posterior or sde2" in answer.error
 
 
 def test_inpainting_keeps_what_is_known(bench: Workbench, port: int) -> None:
@@ -224,54 +211,45 @@ def test_a_class_that_is_asked_for_is_drawn_and_followed_as_much_as_asked(tmp_pa
             assert why in answer.error
 
 
-def test_a_network_without_labels_offers_none_and_takes_none(bench: Workbench, port: int) -> None:
-    assert bench.about.classes == ()
-    answer = ask(port, label=0)
-    assert answer.status == 422
-    assert "it was trained without labels" in answer.error
-
-
 @pytest.mark.parametrize("method", [BSI(), BFN(), VDM()], ids=lambda m: type(m).__name__)
-def test_every_method_has_beliefs_to_show(method: Any) -> None:
-    model = Model(Net(), method, (3, 4, 4), Bins.uint8())
-    about = About(
-        "x", "x", "", "", 0, 0, (3, 4, 4), -1.0, 1.0, 256, 0.0, 1.0, (), (), "", (), "", "", 2, Limits.of((3, 4, 4))
-    )
-    with torch.no_grad():
-        k = 6
-        frames = list(Workbench(model, about, np.empty((0, 3, 4, 4), np.float32)).frames(
-            Draw(kind="draw", seed=0, num=2, evaluations=k + evaluations(method, 0), solver="posterior", grid="edm")
-        ))  # fmt: skip
+def test_every_method_has_beliefs_to_show(bench: Workbench, method: Any) -> None:
+    k = 6
+    request = Draw(**DRAW | {"solver": "posterior", "evaluations": k + evaluations(method, 0)})
+    frames = list(bench_of(Squashing(0.1), method, bench).frames(request))
     assert len(frames) == k + 1
     assert all(np.isfinite(frame.mean).all() for frame in frames)
     precisions = [frame.precision for frame in frames]
     assert precisions == sorted(precisions)
-    # the belief at the end is as good as certain: its mean is the sample
+    # The last belief is nearly certain, so its mean is the sample. The values of the first one are not clipped.
     np.testing.assert_allclose(frames[-1].mean, frames[-1].x_hat, atol=0.01)
+    assert method.c == 0 or np.abs(frames[0].mean).max() > 5
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
+class Squashing(torch.nn.Module):
+    def __init__(self, scale: float) -> None:
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(0.1))
+        self.scale = torch.nn.Parameter(torch.tensor(scale))
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return self.scale * torch.tanh(x)
 
 
-def test_about_says_what_may_be_asked(bench: Workbench, port: int) -> None:
-    about = json.loads(request(port, f"/{TOKEN}/about").body)
-    assert about["shape"] == [1, 8, 8]
-    assert about["bins"] == 17
-    assert about["limits"]["num"] == 64
-    assert about["solver"] in about["solvers"]
-    images = json.loads(request(port, f"/{TOKEN}/images").body)
-    assert images["count"] == len(bench.images) == 96
-    np.testing.assert_array_equal(decoded(images["values"], 96), bench.images)
+def bench_of(network: torch.nn.Module, method: Any, bench: Workbench) -> Workbench:
+    """Another model for the same images."""
+    return replace(bench, model=Model(network, method, (1, 8, 8), Bins(-1.0, 1.0, 17)))
 
 
-def test_images_to_choose_from_are_a_random_subset_of_the_test_set(bench: Workbench) -> None:
+def test_a_prediction_that_is_not_finite_is_an_error_and_not_a_picture(bench: Workbench) -> None:
+    with serving(bench_of(Squashing(float("nan")), BSI(), bench)) as port:
+        for asked in ({}, {"kind": "denoise", "image": encoded(bench.images[0]), "precision": 4.0}):
+            lines = ask(port, **asked).lines
+            assert "NaN" in lines[-1]["error"]
+            assert len(lines) == 1
+
+
+def test_images_to_choose_from_are_a_random_subset_of_the_test_set(bench: Workbench, port: int) -> None:
     """Class folders are stored in order: the first images would all be of one class."""
+    assert json.loads(request(port, f"/{TOKEN}/images").body)["count"] == len(bench.images) == 96
     test = bench.model.values(torch.from_numpy(open_dataset("digits").test)).numpy()
     found = [int(np.flatnonzero((test == image).all((1, 2, 3)))[0]) for image in bench.images]
     assert len(set(found)) == 96
@@ -279,12 +257,7 @@ def test_images_to_choose_from_are_a_random_subset_of_the_test_set(bench: Workbe
     assert max(found) > 270
 
 
-def test_a_page_of_something_that_is_no_image_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="neither a run folder"):
-        open_workbench(tmp_path, "x", torch.device("cpu"))
-
-
-# ---- What is refused -----------------------------------------------------------------------------------------------
+# ---- Rejections -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -293,6 +266,7 @@ def test_a_page_of_something_that_is_no_image_is_refused(tmp_path: Path) -> None
         ({"num": 10**6}, "1 to 64"),
         ({"num": 0}, "1 to 64"),
         ({"num": 2.5}, "num"),
+        ({"label": 0}, "without labels"),
         ({"evaluations": 10**9}, "2 to 128"),
         ({"evaluations": 1}, "2 to 128"),
         ({"seed": -1}, "seed"),
@@ -306,6 +280,10 @@ def test_a_page_of_something_that_is_no_image_is_refused(tmp_path: Path) -> None
         ({"kind": "denoise", "image": encoded(np.full(64, np.nan, "<f4")), "precision": 1.0}, "finite"),
         ({"kind": "denoise", "image": encoded(np.zeros(64, "<f4")), "precision": -1.0}, "precision"),
         ({"kind": "denoise", "image": encoded(np.zeros(64, "<f4")), "precision": 1e12}, "range"),
+        (
+            {"kind": "denoise", "image": encoded(np.zeros(64, "<f4")), "precision": 4.0, "solver": "ode2"},
+            "posterior or",
+        ),
         ({"kind": "denoise", "image": encoded(np.zeros(64, "<f4")), "precision": 1e-300}, "infinity"),
         ({"kind": "inpaint", "image": encoded(np.zeros(64, "<f4")), "hidden": encoded(np.zeros(3, "u1"))}, "64 bytes"),
     ],
@@ -316,9 +294,17 @@ def test_what_cannot_be_done_is_refused_before_any_work(port: int, changes: dict
     assert told in answer.error
 
 
-def test_a_body_that_is_not_json_is_refused(port: int) -> None:
-    for body in (b"", b"{", b"[1]", b"\xff\xfe", b"[" * 2000):
-        assert request(port, f"/{TOKEN}/run", "POST", body).status in (400, 422)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 256, 256)], ids=str)
+def test_a_body_that_is_not_json_or_deeply_nested_is_an_error_message(bench: Workbench, shape: tuple[int, ...]) -> None:
+    most = Limits.of(shape).body
+    assert [Limits.of(s).num for s in ((1, 8, 8), (3, 32, 32), (3, 256, 256))] == [64, 21, 1]
+    bodies = [b"", b"{", b"[1]", b"\xff\xfe", b"[" * most, b'{"a":' * (most // 5), b'{"seed":' + b"9" * 2000 + b"}"]
+    bodies += [b"[" * 400 + b"]" * 400, b'{"kind": "draw", "seed": 1e999}', b'{"kind": "draw", "guidance": NaN}']
+    with serving(replace(bench, about=replace(bench.about, limits=Limits.of(shape)))) as port:
+        for body in bodies:
+            answer = request(port, f"/{TOKEN}/run", "POST", body)
+            assert answer.status in (400, 422), body[:20]
+            assert isinstance(answer.error, str)
 
 
 def test_big_bodies_are_refused_unread(port: int) -> None:
@@ -379,7 +365,7 @@ def test_other_origins_and_hosts_are_refused(port: int, headers: dict[str, str],
     assert request(port, f"/{TOKEN}/run", "POST", json.dumps(DRAW).encode(), headers).status == status
 
 
-def test_this_machine_is_heard_by_any_of_its_names(port: int) -> None:
+def test_this_machine_may_use_any_of_its_names(port: int) -> None:
     for host in ("localhost", f"localhost:{port}", "127.0.0.1:9999"):
         assert request(port, f"/{TOKEN}/about", headers={"Host": host, "Origin": f"http://{host}"}).status == 200
 
@@ -539,22 +525,53 @@ def memory(pid: int) -> int:
     return int(found.group(1)) << 10
 
 
-def test_a_slow_body_is_given_up(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- Connections ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def idle(port: int, num: int, sent: bytes = b"") -> Iterator[list[socket.socket]]:
+    """Connections that send nothing, or the beginning of a request."""
+    sockets = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(num)]
+    try:
+        for connection in sockets:
+            connection.sendall(sent)
+        yield sockets
+    finally:
+        for connection in sockets:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"POST /wrong HTTP/1.1\r\nHost: x\r\n"]
+)
+def test_idle_connections_do_not_keep_others_out(bench: Workbench, sent: bytes) -> None:
+    with serving(bench) as port, idle(port, 60, sent), idle(port, 140, sent):
+        assert request(port, f"/{TOKEN}/about").status == 200
+        assert ask(port).status == 200
+
+
+def test_headers_and_bodies_must_arrive_in_time(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a byte arrives now and then, and also after a first request or an early rejection."""
+    monkeypatch.setattr("bsi.app.guard.HEADER_SECONDS", 0.4)
     monkeypatch.setattr("bsi.app.guard.BODY_SECONDS", 0.05)
+    first = f"GET /{TOKEN}/main.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for head in ("", "GET /", first, "POST /wrong/run HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"):
+        with serving(bench) as port, socket.create_connection(("127.0.0.1", port), timeout=0.05) as connection:
+            started = time.monotonic()
+            connection.sendall(head.encode())
+            while is_open(connection):
+                assert time.monotonic() - started < 10, head
     with serving(bench) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(f"POST /{TOKEN}/run HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nab".encode())
         assert connection.recv(64).startswith(b"HTTP/1.1 408")
 
 
-def test_limits_shrink_with_the_size_of_an_image() -> None:
-    assert Limits.of((1, 8, 8)).num == 64
-    assert Limits.of((3, 32, 32)).num == 21
-    assert Limits.of((3, 256, 256)).num == 1
-
-
-def test_images_are_clipped_by_nothing_but_the_eye(bench: Workbench) -> None:
-    """Values go to the page as they are: early beliefs lie far outside the range of gray levels."""
-    frames = bench.frames(Draw(**DRAW))
-    first = next(iter(frames))
-    assert np.abs(first.mean).max() > 5
-    assert replace(first, y=None).line().endswith(b"\n")
+def is_open(connection: socket.socket) -> bool:
+    """Send a byte, and read what has arrived until the other side closes the connection."""
+    try:
+        connection.sendall(b"x")
+        return connection.recv(1 << 16) != b""
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False

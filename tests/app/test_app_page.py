@@ -13,7 +13,7 @@ import torch
 from bsi import pretrained
 from bsi.app.workbench import Workbench, open_workbench
 from bsi.sampler import Sampler
-from test_app import TOKEN, labeled_bench, serving
+from test_app import TOKEN, Squashing, bench_of, labeled_bench, serving
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="the page is tested with playwright: pip install playwright"
@@ -264,6 +264,18 @@ def test_what_goes_wrong_is_told_in_words(page: Any) -> None:
     page.evaluate("() => { window.fetch = window.answers; }")
     go(page)
     assert "9 images" in page.inner_text("#status")
+
+
+def test_predictions_that_are_not_finite_are_an_error_message(browser: Any, bench: Workbench) -> None:
+    """A picture of NaN would be black, like a dark sample."""
+    broken = bench_of(Squashing(float("nan")), bench.model.method, bench)
+    with serving(broken) as port:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{port}/{TOKEN}/")
+        page.wait_for_selector("body[data-state=failed]")
+        assert "NaN" in page.inner_text("#status")
+        assert state(page, "steps") == 0
+        page.close()
 
 
 def test_a_step_is_shown_once_its_measurement_has_come(page: Any) -> None:

@@ -1,5 +1,7 @@
 """Access control: only programs on this machine that know the address. Everything else is rejected before any work.
 
+- A connection must send the headers of a request within a few seconds. At most 64 connections may wait for one; a new
+  connection then replaces the one that has waited longest, so idle connections cannot block the page.
 - The address holds a random token, `/TOKEN/...`.
 - The Host header must name this machine. A foreign name that resolves to 127.0.0.1 (DNS rebinding) does not.
 - Requests that a browser makes for a page of another site (Origin, Sec-Fetch-Site) are rejected.
@@ -10,6 +12,7 @@ The Content-Security-Policy keeps the page from loading anything from elsewhere 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from http import HTTPStatus
 
@@ -18,11 +21,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "GuardedProtocol"]
 
 HOSTS = ("127.0.0.1", "localhost")
-BODY_SECONDS = 10.0
+MAX_WAITING = 64  # connections without a request
+MAX_REQUESTS = 128  # in progress
+HEADER_SECONDS, BODY_SECONDS = 5.0, 10.0
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -42,11 +48,50 @@ class Rejected(Exception):
         self.status, self.reason = status, reason
 
 
+class GuardedProtocol(H11Protocol):
+    """HTTP/1.1 with limits for connections that wait for a request: they need no token, so they must cost nothing."""
+
+    deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait()
+        else:
+            self._stop_waiting()
+
+    def _wait(self) -> None:
+        """Start the time for the headers of the next request; later bytes of the same headers do not extend it."""
+        if self.deadline is None and not self.transport.is_closing():
+            self.deadline = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+            waiting = {
+                connection: connection.deadline.when()
+                for connection in self.connections
+                if isinstance(connection, GuardedProtocol) and connection.deadline is not None
+            }
+            if len(waiting) > MAX_WAITING:
+                min(waiting, key=waiting.__getitem__).transport.abort()
+
+    def _stop_waiting(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+
 class Guard:
     """ASGI middleware; the application sees the path after the token and bodies of at most `max_body` bytes."""
 
     def __init__(self, app: ASGIApp, token: str, max_body: int) -> None:
         self.app, self.token, self.max_body = app, token, max_body
+        self.requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -65,13 +110,18 @@ class Guard:
         try:
             path = _path_after_token(scope["path"], self.token)
             _check_origin(headers)
-            receive = await self._read_body(headers, receive)
+            if self.requests >= MAX_REQUESTS:
+                raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_REQUESTS} requests are in progress")
+            self.requests += 1
+            try:
+                receive = await self._read_body(headers, receive)
+                await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
+            finally:
+                self.requests -= 1
         except Rejected as rejected:
             await PlainTextResponse(rejected.reason, rejected.status)(scope, receive, send_with_headers)
-            return
         except ClientDisconnect:
             return
-        await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
 
     async def _read_body(self, headers: Headers, receive: Receive) -> Receive:
         """Read the body up to the limit, and return a `receive` that replays it and then waits for a disconnect."""

@@ -27,9 +27,10 @@ from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from bsi.app.guard import Guard
+from bsi.app.guard import Guard, GuardedProtocol
 from bsi.app.requests import Request, encode
 from bsi.app.workbench import Frame, Workbench
 from bsi.errors import BsiError, UsageError
@@ -39,7 +40,6 @@ __all__ = ["create_app", "listen", "server_of"]
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 JOBS = 3  # requests computed at once
 JOB_SECONDS = 600.0
-CONNECTIONS = 128  # open at once; the server answers more with 503
 
 
 def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
@@ -71,6 +71,10 @@ def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
     @app.exception_handler(BsiError)
     def rejected(request: HTTPRequest, error: BsiError) -> Response:
         return _error(str(error), 422)
+
+    @app.exception_handler(HTTPException)
+    def invalid(request: HTTPRequest, error: HTTPException) -> Response:
+        return _error(str(error.detail), error.status_code)
 
     @app.exception_handler(RequestValidationError)
     def malformed(request: HTTPRequest, error: RequestValidationError) -> Response:
@@ -142,13 +146,12 @@ def server_of(app: Guard) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            http="h11",
+            http=GuardedProtocol,
             ws="none",
             lifespan="off",
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=CONNECTIONS,
             timeout_keep_alive=5,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=16 << 10,

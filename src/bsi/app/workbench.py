@@ -21,7 +21,7 @@ from bsi.app.requests import Denoise, Inpaint, Limits, Request, decode_image, de
 from bsi.brownian import BrownianPath
 from bsi.conditioning import denoising, inpainted, measuring_solvers
 from bsi.data.store import open_dataset
-from bsi.errors import BsiError, UsageError
+from bsi.errors import BsiError, NonFinite, UsageError
 from bsi.grids import GRIDS
 from bsi.methods import VDM, Method
 from bsi.methods.base import Predictor
@@ -144,6 +144,8 @@ def _frames(
     for i, step in enumerate(steps):
         current = belief(method, step)
         y = given if before is None else measurement(method, before, step)
+        if not bool(torch.isfinite(current.mean).all() and torch.isfinite(step.x_hat).all()):
+            raise NonFinite(f"step {i} holds NaN or infinity: the predictions of the network are not finite.")
         y_array = None if y is None else _array(y)
         yield Frame(i, last, float(current.precision), _array(current.mean), _array(step.x_hat), y_array)
         before = step

@@ -1,7 +1,10 @@
 """`bsi report`: one file that says what the run folder says, opens offline, and runs nothing."""
 
+import base64
+import io
 import json
 import math
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -17,11 +20,11 @@ from PIL import Image
 import bsi
 from bsi.backbones.config import DiTConfig, MLPConfig
 from bsi.cli import main
-from bsi.errors import UsageError
+from bsi.errors import BsiError, UsageError
 from bsi.recipe import Evaluation, Every, Samples
 from bsi.report import write_report
 from bsi.report.charts import Axis, Point, Series, chart, label, log_ticks, nice_ticks
-from bsi.report.contents import bits_by_level
+from bsi.report.contents import belief_animation, bits_by_level
 from bsi.sampler import Sampler
 
 
@@ -175,7 +178,7 @@ def test_what_files_say_is_shown_and_never_run(run: Path, tmp_path: Path) -> Non
     copy = shutil.copytree(run, tmp_path / "<img src=x>", ignore=shutil.ignore_patterns("checkpoints"))
     evil = "<script>alert(1)</script>"
     about = json.loads((copy / "run.json").read_text())
-    about["recipe"]["name"] = about["recipe"]["data"]["name"] = evil
+    about["recipe"]["data"]["name"] = evil
     about["changed"] = [f"{evil}: {evil} -> {evil}"]
     about["command"] = [evil]
     about["environment"][evil] = evil
@@ -304,6 +307,99 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path, run: Path) -> None:
         write_report(run, tmp_path / "nowhere" / "r.html")
 
 
+# ---- Damaged and malicious files -----------------------------------------------------------------------------------
+
+DAMAGE = {
+    "list": b"[]",
+    "number": b"3",
+    "null": b"null",
+    "cut": b'{"files": {',
+    "bytes": b"\xff\xfe\x00",
+    "deep": b"[" * 100_000,
+    "files": b'{"files": [1], "state": 3, "step": [2], "data": 4, "event": "train"}',
+    "entries": b'{"files": {"a": 1, "b": {"bytes": "x"}, "c": {}}, "state": [], "step": 1e999, "bits_per_dim": NaN}',
+    "wrong types": b'{"metric": [], "value": "x", "generation": [], "drawing": 3, "bits_per_dim": {}, "step": "x"}',
+    "huge": b'{"step": ' + b"9" * 4000 + b', "event": "train", "lr": ' + b"9" * 4000 + b', "bits_per_dim": 1e308}',
+}
+FILES = ("status.json", "journal.jsonl", "evaluations/1.json", "checkpoints/latest")
+FILES += tuple(f"checkpoints/step-00000006/{name}.json" for name in ("manifest", "state"))
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run whose files may be damaged."""
+    (folder := shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("report.html")))
+    (folder / "evaluations").mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, "folder", "pipe", "loop"])
+def test_damaged_files_are_left_out_of_a_report(copy: Path, damage: str) -> None:
+    for name in FILES:
+        path, kept = copy / name, copy / f"{name}.kept"
+        if path.exists():
+            path.rename(kept)
+        if damage == "folder":
+            path.mkdir()
+        elif damage == "pipe":
+            os.mkfifo(path)
+        elif damage == "loop":
+            path.symlink_to(path.name)
+        else:
+            path.write_bytes(DAMAGE[damage])
+        read(write_report(copy, copy / "r.html", ask_model=False).read_text())
+        path.rmdir() if damage == "folder" else path.unlink()
+        if kept.exists():
+            kept.rename(path)
+
+
+@pytest.mark.parametrize("damage", ["list", "files", "entries", "deep", "folder"])
+def test_a_report_says_which_model_could_not_be_loaded(copy: Path, damage: str) -> None:
+    manifest = copy / "checkpoints" / "step-00000006" / "manifest.json"
+    manifest.unlink()
+    manifest.mkdir() if damage == "folder" else manifest.write_bytes(DAMAGE[damage])
+    text = write_report(copy, copy / "r.html", device="cpu").read_text()
+    read(text)
+    assert "the model was not loaded" in text
+
+
+def test_damage_of_run_json_is_an_error_or_left_out(copy: Path) -> None:
+    about = json.loads((copy / "run.json").read_text())
+    for key in ("changed", "command", "environment"):
+        for value in (3, None, [[1]], {"a": {"b": [None]}}, "x"):
+            (copy / "run.json").write_text(json.dumps(about | {key: value}))
+            read(write_report(copy, ask_model=False).read_text())
+    for content in DAMAGE.values():
+        (copy / "run.json").write_bytes(content)
+        with pytest.raises(BsiError):
+            write_report(copy, ask_model=False)
+
+
+def test_files_outside_the_run_are_not_embedded(copy: Path, tmp_path: Path) -> None:
+    secret = base64.b64encode(b"the secret").decode()
+    picture = io.BytesIO()
+    Image.new("L", (2, 2)).save(picture, "png", pnginfo=None)
+    outside = tmp_path / "outside"
+    (outside / "evaluations").mkdir(parents=True)
+    (outside / "grid.png").write_bytes(picture.getvalue() + b"the secret" * 3)
+    (outside / "evaluations" / "x.json").write_text(json.dumps({"metric": secret, "value": 1.0, "n": secret}))
+    (outside / "journal.jsonl").write_text(json.dumps({"step": 1, "event": "evaluate", "bits_per_dim": 1.2345678}))
+    grids = sorted((copy / "samples").glob("*.png"))
+    grids[0].unlink()
+    grids[0].symlink_to(outside / "grid.png")  # to a picture, and to any other file
+    grids[1].unlink()
+    grids[1].write_bytes(b"the secret" * 30)  # not a picture
+    shutil.rmtree(copy / "evaluations")
+    (copy / "evaluations").symlink_to(outside / "evaluations")
+    text = write_report(copy, ask_model=False).read_text()
+    read(text)
+    assert "data:image/png" not in text
+    assert secret not in text
+    (copy / "journal.jsonl").unlink()
+    (copy / "journal.jsonl").symlink_to(outside / "journal.jsonl")
+    assert "1.235" not in write_report(copy, ask_model=False).read_text()
+
+
 # ---- Charts --------------------------------------------------------------------------------------------------------
 
 
@@ -366,9 +462,5 @@ def test_a_chart_leaves_out_what_it_cannot_show() -> None:
 
 
 def test_the_animation_is_an_animation(run: Path) -> None:
-    import io
-
-    from bsi.report.contents import belief_animation
-
     picture: Any = Image.open(io.BytesIO(belief_animation(bsi.load(run))))
     assert picture.n_frames == 33

@@ -32,6 +32,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 docs: $(INSTALLED)
+	$(BIN)/python docs/make_api.py
 	$(BIN)/mkdocs build --strict
 
 format: $(INSTALLED)

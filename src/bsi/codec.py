@@ -46,7 +46,7 @@ from bsi.solvers import Path
 from bsi.values import Bins
 from bsi.variance import Basis, Variance, dct_basis, frequency_bands, one_group, pixel_basis
 
-__all__ = ["Compressed", "compress", "decompress"]
+__all__ = ["Compressed", "compress", "decompress", "evaluations"]
 
 MAGIC = b"BSI\x01"
 HASH_BYTES = 32
@@ -195,6 +195,12 @@ def decompress(
     return torch.from_numpy(index.astype(np.uint8 if bins.count <= 256 else np.int32)).reshape(-1, *model.shape)
 
 
+def evaluations(blob: bytes) -> int:
+    """The network evaluations of single samples that decompressing takes."""
+    header, _ = _unpack(blob)
+    return (header["steps"] + 1) * (header["count"] - header["plain"])
+
+
 class _Chain:
     """The chain of latents of a model: its grid, standard deviations and network, and coding a batch with it."""
 
@@ -279,6 +285,7 @@ class _Chain:
         for i in np.linspace(0, len(self.levels) - 1, PROBES).astype(int).tolist():
             eps = standard_normal(0, torch.arange(2), i, (self.n,), torch.float64).numpy()
             sha.update(self._predict(i, eps * math.sqrt(self.information[i])).numpy().tobytes())
+            self.progress(-len(eps))  # not a part of the work
         return sha.hexdigest()
 
     def _nothing(self, index: Integer[np.ndarray, "batch n"]) -> Float64[np.ndarray, "batch n"]:
@@ -413,8 +420,11 @@ def _unpack(blob: bytes) -> tuple[dict[str, Any], bytes]:
         inflate = zlib.decompressobj()
         text = inflate.decompress(body[:size], MAX_HEADER)
         header = json.loads(text)
-        for name in ("shape", "count", "plain", "sizes", "checks", "bins", "steps", "machine", "probe"):
+        numbers = [header["count"], header["plain"], header["steps"], *header["sizes"]]
+        for name in ("shape", "checks", "bins", "machine", "probe", "sha256", "variance", "model"):
             header[name]
+        if not all(type(value) is int and 0 <= value < 1 << 40 for value in numbers):
+            raise ValueError("a count is not a number, or too large")
     except (ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
         raise DataError(f"the header of the compressed file cannot be read ({error!r:.80}).") from error
     words = body[size:]
@@ -434,7 +444,6 @@ def _check_header(header: dict[str, Any], model: Model, bins: Bins) -> None:
     fits = (
         header["shape"] == list(model.shape)
         and header["bins"] == [bins.low, bins.high, bins.count]
-        and all(isinstance(value, int) and value >= 0 for value in (plain, count, *sizes))
         and plain + sum(sizes) == count
         and len(header["checks"]) == len(sizes) + 1
         and 1 <= header["steps"] <= 1 << 20

@@ -45,6 +45,8 @@ COMMANDS: dict[str, Command] = {
     "report": Command("report", "Report", "write a run as one HTML file that opens offline"),
     "view": Command("view", "View", "watch a belief sharpen in the browser; denoise, inpaint"),
     "export": Command("export", "Export", "write a run's weights as one file"),
+    "compress": Command("compress", "Compress", "compress images without loss, to the size of the bound"),
+    "decompress": Command("compress", "Decompress", "get them back, to the last bit"),
     "doctor": Command("doctor", "Doctor", "check the installation, and show how to fix it"),
 }
 

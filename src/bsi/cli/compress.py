@@ -1,0 +1,317 @@
+"""`bsi compress RUN DATA` and `bsi decompress FILE RUN`: lossless compression with a trained model."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from bsi.errors import DataError, UsageError
+from bsi.io import atomic, check_writable, make_folder, open_untrusted
+from bsi.progress import Progress, log
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from bsi.codec import Compressed
+    from bsi.model import Model
+    from bsi.variance import Variance
+
+__all__ = ["Compress", "Decompress", "run"]
+
+FITTED = 4096  # training samples that the variance is fitted to
+MAX_BYTES = 1 << 36  # of a compressed file
+
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class Compress:
+    """Compress images or other binned data without loss; the size of the file is the model's bound.
+
+    Decompressing needs the same model and a machine of the same type: predictions must agree to the last bit, and a
+    machine that computes others is noticed before it starts. Use it to measure and to transfer, not as an archive.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run folder, a file that `bsi export` wrote, or a bundled network: digits."""
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """A prepared dataset by name or folder, a .npy array of bin indices, or a folder of images."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """The compressed file."""
+    split: Literal["test", "train"] = "test"
+    """The part of a prepared dataset."""
+    limit: int | None = None
+    """Compress only the first samples."""
+    steps: int = 64
+    """Steps of the chain: more make a tighter bound, need more initial bits and take longer."""
+    variance: Literal["none", "level", "pixels", "dct"] = "level"
+    """The predictive variance in each step, fitted to training samples of the run's dataset."""
+    batch_size: int = 64
+    """Samples coded together, at most."""
+    bound: bool = True
+    """With --no-bound, do not evaluate the bound of the same data."""
+    device: Device | None = None
+    """By default a GPU if there is one."""
+    json: bool = False
+    """Print the result as JSON on stdout."""
+
+
+@dataclass(frozen=True)
+class Decompress:
+    """Decompress a file that `bsi compress` wrote, with the model that compressed it."""
+
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """The compressed file."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The model: a run folder, an exported file or a bundled network."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """A .npy file for the array of bin indices, or a folder for images (.png)."""
+    lossy_steps: int | None = None
+    """Write the predictions after this many steps instead of the data, to see what the first bits hold."""
+    preview: Path | None = None
+    """A .gif or .webp of the predictions of some samples while they are decoded, from coarse to fine."""
+    device: Device | None = None
+    """By default a GPU if there is one."""
+    json: bool = False
+    """Print the result as JSON on stdout."""
+
+
+def run(args: Compress | Decompress) -> int:
+    return compress(args) if isinstance(args, Compress) else decompress(args)
+
+
+def compress(args: Compress) -> int:
+    from bsi import codec
+
+    check_writable(args.out, "--out")
+    model = _opened(args.run, args.device)
+    index = _indices(args, model)
+    variance = None if args.variance == "none" else _fitted(args, model)
+    evaluations = len(index) * (args.steps + 1)
+    started = time.perf_counter()
+    with Progress("compress", evaluations, "evaluation") as progress:
+        packed = codec.compress(model, index, args.steps, variance, args.batch_size, progress.advance)
+    seconds = time.perf_counter() - started
+    with atomic(args.out, "--out") as temporary:
+        temporary.write_bytes(packed.blob)
+    record = _record(args, packed, seconds)
+    if args.bound:
+        found = model.elbo(index, finite_k=args.steps, variance=variance, batch_size=args.batch_size, progress=True)
+        record["bound_bits_per_dim"], record["bound_error"] = found.bits_per_dim, found.monte_carlo_error
+    record |= _image_formats(index)
+    print(json.dumps(record) if args.json else _text(record))
+    return 0
+
+
+def decompress(args: Decompress) -> int:
+    import torch
+
+    from bsi import codec
+
+    if args.out.suffix == ".npy":
+        check_writable(args.out, "--out")
+    if args.preview is not None:
+        check_writable(args.preview, "--preview")
+    with open_untrusted(args.file, MAX_BYTES) as file:
+        blob = file.read()
+    model = _opened(args.run, args.device)
+    first: list[Tensor] = []  # the predictions of the first batch, step by step
+    rough: list[Tensor] = []  # the predictions after --lossy-steps, batch by batch
+
+    def watch(step: int, x_hat: Tensor) -> None:
+        if step == len(first):
+            first.append(x_hat)
+        if step == args.lossy_steps:
+            rough.append(x_hat)
+
+    started = time.perf_counter()
+    with Progress("decompress", codec.evaluations(blob), "evaluation") as progress:
+        index = codec.decompress(model, blob, progress.advance, watch)
+    seconds = time.perf_counter() - started
+    if args.lossy_steps is not None:
+        if not rough:
+            raise UsageError(f"--lossy-steps {args.lossy_steps} is beyond the {len(first) - 1} steps of {args.file}.")
+        predicted = model.data(torch.cat(rough[::-1]).float()).to(index.dtype)
+        index = torch.cat([index[: len(index) - len(predicted)], predicted])  # the first samples are stored plainly
+    _write(args.out, index.numpy(), model)
+    if args.preview is not None:
+        _animate(args.preview, first, model)
+    files = [str(path) for path in (args.out, args.preview) if path is not None]
+    record = {"samples": len(index), "seconds": round(seconds, 3), "files": files}
+    print(json.dumps(record) if args.json else f"{len(index)} samples in {seconds:.1f} s: {', '.join(files)}")
+    return 0
+
+
+def _opened(run: str, device: Device | None) -> Model:
+    from bsi.runtime.distributed import pick_device
+    from bsi.runtime.export import load
+
+    return load(run).to(pick_device(device, 0))
+
+
+def _indices(args: Compress, model: Model) -> Tensor:
+    """The data as bin indices of the model's shape."""
+    import torch
+
+    path = Path(args.data)
+    if path.suffix == ".npy" and not path.is_dir():
+        rows = _array(path)
+    elif path.is_dir() and not (path / "manifest.json").exists():
+        rows = _images(path, model)
+    else:
+        rows = _prepared(args, model)
+    rows = rows[: args.limit]
+    if not len(rows):
+        raise DataError(f"{args.data} holds no samples.")
+    return torch.as_tensor(rows if rows.dtype.kind != "u" or rows.itemsize == 1 else rows.astype("int32"))
+
+
+def _array(path: Path) -> np.ndarray:
+    import numpy as np
+
+    from bsi.data.npy import ArrayFile
+
+    with ArrayFile.at(path) as file:
+        if file.dtype.kind not in "ui":
+            raise DataError(f"{path} has dtype {file.dtype}, expected integers: the indices of bins.")
+        return np.concatenate([block.copy() for block in file.blocks()])
+
+
+def _images(folder: Path, model: Model) -> np.ndarray:
+    """All images of a folder, in the order of their names. They must have the model's size."""
+    import numpy as np
+
+    from bsi.data.images import SUFFIXES, open_image, walk
+    from bsi.pictures import is_image
+
+    if not is_image(model.shape) or model.bins is None or model.bins.count != 256:
+        raise UsageError(f"{folder} is a folder of images, and this model is for {model.bins} of shape {model.shape}.")
+    channels, height, width = model.shape
+    rows = []
+    for name in sorted(walk(folder, SUFFIXES)):
+        image = open_image(folder / name, str(folder / name))
+        if image.size != (width, height):
+            raise DataError(
+                f"{folder / name} has {image.width} x {image.height} pixels, the model {width} x {height}. "
+                f"`bsi data folder` prepares images of one size."
+            )
+        pixels = np.asarray(image.convert("RGB" if channels == 3 else "L"))
+        rows.append(pixels.transpose(2, 0, 1) if channels == 3 else pixels[None])
+    return np.stack(rows) if rows else np.zeros((0, *model.shape), np.uint8)
+
+
+def _prepared(args: Compress, model: Model) -> np.ndarray:
+    import numpy as np
+
+    from bsi.data.store import open_dataset
+
+    dataset = open_dataset(args.data)
+    if dataset.bins != model.bins:
+        raise DataError(f"{args.data} has {dataset.bins}, the model {model.bins}: they do not fit.")
+    return np.asarray(dataset.split(args.split))
+
+
+def _fitted(args: Compress, model: Model) -> Variance:
+    """Fitted to training samples of the run's own dataset, or of DATA if it is a prepared one."""
+    import numpy as np
+    import torch
+
+    from bsi.data.store import open_dataset
+    from bsi.rng import subset
+    from bsi.runtime.export import read_trained
+
+    trained = read_trained(Path(args.run))
+    try:
+        train = open_dataset(trained.data.name).split("train")
+    except DataError as error:
+        raise DataError(f"--variance needs training samples: {error} Or use --variance none.") from error
+    rows = np.asarray(train[subset(len(train), FITTED)])
+    log(f"bsi compress: fitting the variance to {len(rows)} training samples")
+    return model.fit_variance(torch.as_tensor(rows).to(model.device), args.variance, batch_size=256)
+
+
+def _record(args: Compress, packed: Compressed, seconds: float) -> dict[str, Any]:
+    return {
+        "samples": packed.samples,
+        "bytes": len(packed.blob),
+        "net_bits_per_dim": packed.net_bits_per_dim,
+        "gross_bits_per_dim": packed.gross_bits_per_dim,
+        "initial_bits": packed.initial_bits,
+        "plain_samples": packed.plain,
+        "steps": args.steps,
+        "variance": args.variance,
+        "seconds": round(seconds, 3),
+        "files": [str(args.out)],
+    }
+
+
+def _image_formats(index: Tensor) -> dict[str, float]:
+    """Bits per dimension of the same images as PNG and lossless WebP; nothing for other data."""
+    import numpy as np
+    from PIL import Image
+
+    from bsi.pictures import is_image
+
+    if index.element_size() != 1 or not is_image(tuple(index.shape[1:])):
+        return {}
+    sizes = dict.fromkeys(("PNG", "WEBP"), 0)
+    for image in index.cpu().numpy().astype(np.uint8):
+        picture = Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
+        for name in sizes:
+            buffer = io.BytesIO()
+            picture.save(buffer, name, **({"lossless": True, "method": 6} if name == "WEBP" else {"optimize": True}))
+            sizes[name] += len(buffer.getvalue())
+    return {f"{name.lower()}_bits_per_dim": 8 * size / index.numel() for name, size in sizes.items()}
+
+
+def _text(record: dict[str, Any]) -> str:
+    """The record as text for people."""
+    lines = [
+        f"{record['files'][0]}: {record['samples']} samples in {record['bytes']} bytes, "
+        f"{record['gross_bits_per_dim']:.4f} bits/dim, {record['seconds']:.1f} s",
+        f"  each sample beyond the first {record['plain_samples']}: {record['net_bits_per_dim']:.4f} bits/dim; "
+        f"those first ones are stored plainly in {record['initial_bits']} bits",
+    ]
+    if "bound_bits_per_dim" in record:
+        error = record["bound_error"]
+        lines.append(f"  bound: {record['bound_bits_per_dim']:.4f} bits/dim ± {error:.4f} (Monte Carlo)")
+    if "png_bits_per_dim" in record:
+        lines.append(f"  PNG {record['png_bits_per_dim']:.4f}, WebP {record['webp_bits_per_dim']:.4f} bits/dim")
+    return "\n".join(lines)
+
+
+def _write(out: Path, index: np.ndarray, model: Model) -> None:
+    """A .npy file, or a folder of images."""
+    import numpy as np
+    from PIL import Image
+
+    from bsi.pictures import is_image
+
+    if out.suffix == ".npy":
+        with atomic(out, "--out") as temporary, temporary.open("wb") as file:
+            np.save(file, index, allow_pickle=False)
+        return
+    if not is_image(model.shape) or index.dtype != np.uint8:
+        raise UsageError(f"{out} should end in .npy: this data has no images.")
+    make_folder(out, "--out")
+    for i, image in enumerate(index):
+        with atomic(out / f"{i:06d}.png", "--out") as temporary:
+            Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0)).save(temporary, "PNG")
+
+
+def _animate(path: Path, predictions: list[Tensor], model: Model) -> None:
+    """The predictions of a batch from coarse to fine."""
+    from bsi.pictures import animate, grid, is_image
+
+    if not is_image(model.shape) or model.bins is None:
+        raise UsageError("--preview shows images: this data has none.")
+    frames = [grid(x_hat.numpy(), None, model.bins.low, model.bins.high) for x_hat in predictions]
+    with atomic(path, "--preview") as temporary:
+        animate(frames, temporary)

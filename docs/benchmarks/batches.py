@@ -1,10 +1,10 @@
-"""The largest batch that fits: for every backbone, in GPUs of common sizes, by the account of `bsi.backbones.memory`.
+"""The largest batch that fits into GPUs of common sizes, for every backbone, by the estimate of `bsi.backbones.memory`.
 
     python docs/benchmarks/batches.py                     # 32 x 32 images in three channels, bfloat16
     python docs/benchmarks/batches.py --size 64 --ranks 8
     python docs/benchmarks/batches.py --optimizer muon
 
-Images at a time on one GPU; a larger batch is computed in pieces with `--accumulation`. Needs no GPU and no torch.
+Images per step on one GPU; `--accumulation` computes a larger batch in pieces. Needs no GPU and no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bsi.backbones.config import BackboneConfig, resolve
 from bsi.backbones.memory import Form, OptimizerKind, training_memory
 
 GIB = 2**30
-ROOM = (8, 16, 24, 40, 80, 141)
+MEMORY = (8, 16, 24, 40, 80, 141)
 CASES: tuple[tuple[str, Form], ...] = (
     ("dit-mini/2", "fused"), ("dit-s/2", "fused"), ("dit-b/2", "fused"), ("dit-l/4", "fused"), ("dit-l/2", "fused"),
     ("dit-l/2", "lean"), ("dit-l/2", "compiled"), ("dit-xl/2", "fused"), ("unet-128x32", "fused"),
@@ -29,7 +29,7 @@ def row(
     name: str, form: str, config: BackboneConfig, shape: tuple[int, ...], ranks: int, kept: Form, kind: OptimizerKind
 ) -> str:
     memory = training_memory(config, shape, 256, form=kept, optimizer=kind)
-    fits = (memory.largest(room * GIB, ranks) for room in ROOM)
+    fits = (memory.largest(gib * GIB, ranks) for gib in MEMORY)
     return f"| {name} | {form} | {' | '.join(str(images) if images else '-' for images in fits)} |"
 
 
@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=get_args(OptimizerKind), default="adamw")
     args = parser.parse_args()
     shape = (3, args.size, args.size)
-    print(f"| network | form | {' | '.join(f'{room} GiB' for room in ROOM)} |")
-    print(f"|---|---|{'---|' * len(ROOM)}")
+    print(f"| network | form | {' | '.join(f'{gib} GiB' for gib in MEMORY)} |")
+    print(f"|---|---|{'---|' * len(MEMORY)}")
     for name, form in CASES:
         config = resolve(name)
         print(row(name, form, config, shape, args.ranks, form, args.optimizer))

@@ -1,10 +1,10 @@
-"""Meet the known value of FID: 10.32333 between 5000 train and 5000 test images of CIFAR-10.
+"""Reproduce a known value of FID: 10.32333 between 5000 train and 5000 test images of CIFAR-10.
 
     python docs/benchmarks/fid_known_value.py --device cuda                      all 10,000 images
-    python docs/benchmarks/fid_known_value.py --n 100                            a quick look on the CPU
+    python docs/benchmarks/fid_known_value.py --n 100                            a quick check on a CPU
 
 The images are numpy.random.RandomState(2020).choice(count, 5000, replace=False) of each part; the value is the one in
-torch-fidelity's own tests. `--n` takes the first n of each, and the value then is another one.
+torch-fidelity's own tests. `--n` takes the first n of each; the value then differs.
 
 Measured: 10.323327 on a CPU in float32, at 7 images/s on one core.
 """

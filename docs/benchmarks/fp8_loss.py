@@ -3,12 +3,12 @@
     python docs/benchmarks/fp8_loss.py --out runs/fp8-loss                                       # DiT-L/2 on CIFAR-10
     python docs/benchmarks/fp8_loss.py --backbone dit-mini/8 --batch 8 --steps 20 --first float32 --third float32
 
-The loss compared is the mean over the last fifth of the steps. The runs of the first and of the third precision share
-data, noise and initial weights; two seeds share nothing. fp8 passes if it lies within twice the gap of the two seeds. A
-run that is there already is read, not repeated.
+Losses are means over the last fifth of the steps. The runs of the first and the third precision share data, noise and
+initial weights; the two seeds share nothing. fp8 passes if its loss is within twice the difference of the two seeds. A
+run that exists is read, not repeated.
 
-A training loss in 8 bits holds the noise of their rounding. What the weights learned is told apart from it: their bound
-on test images, evaluated in the device's usual precision whatever they were trained in, from the same noise.
+A training loss in 8 bits includes rounding noise. To separate it from what the weights learned, the bound on test
+images is evaluated too, from the same noise and in the device's usual precision for all runs.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """What each rounding to 8 bits does to training, simulated: float32 products of numbers that 8 bits can hold.
 
-    python docs/benchmarks/fp8_rounding.py --seeds 0 1 2 3                       some minutes for each row, on a CPU
+    python docs/benchmarks/fp8_rounding.py --seeds 0 1 2 3                       a few minutes per row on a CPU
 
-A DiT on the digits, trained once as it is and once for each kind of rounding, with the same weights, data and noise at
-the start. Formats and scales are those of `bsi.kernels.fp8`. Printed are the mean loss of the last fifth of the steps
-and the loss of the final weights on fixed batches without any rounding, both relative to the plain run: the first holds
-the noise of rounding, the second only what was learned.
+A DiT on the digits is trained without rounding and once with each kind of rounding, from the same weights, data and
+noise. Formats and scales are those of `bsi.kernels.fp8`. The script prints the mean loss of the last fifth of the steps
+and the loss of the final weights on fixed batches without rounding, both relative to the run without rounding: the
+first includes the rounding noise, the second only what was learned.
 """
 
 import argparse

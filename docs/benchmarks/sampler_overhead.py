@@ -1,11 +1,11 @@
-"""What sampling costs beside the network: the share of a step that is noise and arithmetic.
+"""The cost of sampling besides the network: the share of a step that is noise and arithmetic.
 
     python docs/benchmarks/sampler_overhead.py --device cuda        DiT-S/2 on 32 x 32 images, batch 1024; half a minute
-    python docs/benchmarks/sampler_overhead.py --backbone dit-mini/4 --batch 4                    a quick look on a CPU
+    python docs/benchmarks/sampler_overhead.py --backbone dit-mini/4 --batch 4                    a quick check on a CPU
 
-Times whole trajectories and, in turn with them, as many evaluations of the denoiser alone: a card that slows down as it
-warms slows down both. The median of the ratios is the sampler's share. The preconditioning around the network
-(Denoiser) counts with the network: training pays for it as well.
+Complete trajectories alternate with as many evaluations of the denoiser alone, so that a GPU that slows down as it
+warms up slows down both. The median of the ratios is the sampler's share. The preconditioning around the network
+(Denoiser) counts as part of the network.
 
 Predicted for an H200 at batch 1024 (33 ms an evaluation; a pass over the latents is 12.6 MB, 3 us): the step itself
 reads four arrays and writes one, 15 us, 0.05 %. A Brownian increment is 16 Normals for each value: 12.6 million Philox
@@ -75,7 +75,7 @@ def main() -> None:
             with torch.no_grad():
                 evaluate(), draw()  # compiles, chooses kernels and allocates
                 pairs = [(timed(evaluate, device), timed(draw, device)) for _ in range(args.repeats)]
-            ratios = [whole / alone for alone, whole in pairs]
+            ratios = [total / alone for alone, total in pairs]
             record = {
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
                 "backbone": args.backbone, "batch": batch, "solver": solver, "noise": kind.__name__,

@@ -1,6 +1,6 @@
-"""FID against network evaluations, and how sure that is: `solvers.py fid`.
+"""FID by network evaluations, with errors: `solvers.py fid`.
 
-For each network, the most decisive first (`--stages`):
+The stages for each network, the most decisive ones first (`--stages`):
 
     default     our default at 16 evaluations, seeds 0, 1 and 2
     sixteen     all solvers and grids at 16
@@ -8,13 +8,13 @@ For each network, the most decisive first (`--stages`):
     few, more   all solvers and grids at 8 and 32, at 64 and 12
     between     the paper's sampler with 128 and 512
 
-Samples of one seed come from the same noise, whatever the solver. So the error of a difference in FID is that of the
-mean difference of the samples' influences (bsi.metrics.frechet), smaller than either FID's own. `ratio` is the
-FID over that of the paper's sampler with 1024 steps, and has that error; other seeds are compared as independent.
+Samples of one seed use the same noise with every solver. So the error of a difference in FID is that of the mean
+difference of the samples' influences (bsi.metrics.frechet), which is smaller than the error of either FID. `ratio` is
+the FID divided by that of the paper's sampler with 1024 steps, with that error; other seeds are independent.
 
-Sampling is in bfloat16 with the network in its fastest form and no wait for the host inside a trajectory; features are
-float16 on a GPU (10.324 on the set whose FID is 10.323). Time is measured batch by batch: when the next batch would not
-end before `--minutes`, the features so far are put aside (parts/) and the same command goes on from there.
+Sampling is in bfloat16 with the network in its fastest form; features are float16 on a GPU (10.324 on the set whose FID
+is 10.323). If the next batch would not finish before `--minutes`, the features so far are saved in parts/, and the same
+command resumes there.
 """
 
 import argparse
@@ -42,14 +42,14 @@ STAGES = ("default", "sixteen", "paper", "few", "more", "between")
 SEEDS = (0, 1, 2)
 PAPER = (64, 256, 1024)  # steps of the paper's sampler; all are compared with the last
 RESERVE_S = 12.0  # for starting Python, the last distance, the table and the figure
-WITHIN = 1.02  # of the paper's FID at its longest
+WITHIN = 1.02  # times the FID of the paper's sampler with most steps
 LONGEST = f"times the FID of the paper's sampler with {PAPER[-1]} steps"
 FEW = 16  # evaluations
 
 
 @dataclass(frozen=True)
 class Network:
-    """A model in its fastest form, and which one it is."""
+    """A model in its fastest form, with its name and a hash of its weights."""
 
     name: str
     model: bsi.Model
@@ -81,12 +81,12 @@ def stage_cases(stage: str, network: Network, solvers: list[str], grids: list[st
 
 
 class OutOfTime(Exception):
-    """The next batch would not end in time."""
+    """The next batch would not finish in time."""
 
 
 @dataclass
 class Clock:
-    """When to stop, and how long things have taken so far: seconds for an evaluation of a sample, and for features."""
+    """The deadline, and the measured seconds for one evaluation of a sample and for its features."""
 
     deadline: float
     evaluation: float = 0.0
@@ -113,7 +113,7 @@ def draw(network: Network, case: Case, ids: Tensor) -> Tensor:
 
 @dataclass
 class Measuring:
-    """What all cases share."""
+    """Everything that all cases share."""
 
     results: Results
     extractor: Extractor
@@ -132,8 +132,8 @@ class Measuring:
         return path
 
     def measure(self, network: Network, case: Case) -> None:
-        put_aside = self.file("parts", case, network.weights)
-        done = [torch.from_numpy(np.load(put_aside)).to(self.device)] if put_aside.exists() else []
+        saved = self.file("parts", case, network.weights)
+        done = [torch.from_numpy(np.load(saved)).to(self.device)] if saved.exists() else []
         started, sampling = time.monotonic(), 0.0
         first = sum(map(len, done))
         try:
@@ -149,11 +149,11 @@ class Measuring:
                 sampling += drawn - before
         except OutOfTime:
             if len(done) > 0:
-                np.save(put_aside, torch.cat(done).cpu().numpy())
+                np.save(saved, torch.cat(done).cpu().numpy())
             raise
         found = self.yardstick(torch.cat(done))
         np.save(self.file("influence", case, network.weights), found.influence.float().cpu().numpy())
-        put_aside.unlink(missing_ok=True)
+        saved.unlink(missing_ok=True)
         rate = (self.num - first) * case.evaluations / max(sampling, 1e-9)
         self.results.add(
             case, network.weights, fid=found.distance, error=found.error, num=self.num,
@@ -162,13 +162,13 @@ class Measuring:
         )  # fmt: skip
 
     def influence(self, row: Row) -> np.ndarray | None:
-        """Of each sample on the FID; None where the file did not come along with the results."""
+        """The influence of each sample on the FID; None if its file is missing."""
         case = Case(*(row[key] for key in ("network", "solver", "grid", "evaluations", "seed")))
         path = self.file("influence", case, row["weights"])
         return np.load(path) if path.exists() else None
 
     def compare(self) -> None:
-        """Every FID over that of the paper's sampler at its longest, with the error of the pair."""
+        """Divide every FID by that of the paper's sampler with most steps; the error is that of the pair."""
         for row in self.results.rows:
             line = self.results.line(row["network"], "posterior", "paper", SEEDS[0]).values()
             base = next((long for long in line if long["steps"] == PAPER[-1]), None)
@@ -184,10 +184,10 @@ class Measuring:
         self.results.write()
 
     def verdicts(self, networks: list[Network]) -> Iterator[str]:
-        """For each network our default, and the fewest evaluations whose FID is within 2 % of the paper's longest.
+        """For each network our default, and the fewest evaluations whose FID is within 2 % of the paper's best.
 
-        Seeds are averaged, not chosen from: the best of three would flatter itself. Their ratios share the paper's
-        samples, so that the error of the mean is at most the mean of the errors.
+        Seeds are averaged. Their ratios share the paper's samples, so the error of the mean is at most the mean of the
+        errors.
         """
         for name, solver in ((n.name, default_solver(n.model.method)) for n in networks):
             rows = [row for row in self.results.rows if row["network"] == name and "ratio" in row]
@@ -218,15 +218,15 @@ def fid(args: argparse.Namespace, real: Tensor) -> None:
     measuring = Measuring(results, extractor, yardstick, clock, args.num, args.batch)
     networks = [Network.load(run, device) for run in args.runs]
     if len({network.name for network in networks}) < len(networks):
-        raise SystemExit(f"networks are told apart by their folders' names: got {[n.name for n in networks]}")
+        raise SystemExit(f"the networks need folders of different names, got {[n.name for n in networks]}")
     run_fid(measuring, networks, args)
 
 
 def run_fid(measuring: Measuring, networks: list[Network], args: argparse.Namespace) -> None:
-    """Stage by stage through all networks, until nothing is left or no time is."""
+    """Measure stage by stage, all networks in each, until nothing or no time is left."""
     try:
         for network in networks:
-            # compiles what compiles, for the batch that will be used, before anything is timed
+            # compile for this batch size before anything is timed
             warm = torch.arange(min(args.batch, args.num), device=measuring.device)
             measuring.extractor(draw(network, Case(network.name, "sde2", "edm", 3), warm))
         for stage in args.stages:
@@ -235,7 +235,7 @@ def run_fid(measuring: Measuring, networks: list[Network], args: argparse.Namesp
                     if not measuring.results.find(case, network.weights):
                         measuring.measure(network, case)
     except OutOfTime as reason:
-        print(f"stopping: {reason}. Run the same command to go on.", flush=True)
+        print(f"stopping: {reason}. Run the same command to resume.", flush=True)
     measuring.compare()
     measuring.results.publish()
     for line in measuring.verdicts(networks):

@@ -1,11 +1,12 @@
-"""The law of what a solver generates, without sampling: Gaussian data with the spectrum of CIFAR-10.
+"""The distribution that a solver generates, without sampling: Gaussian data with the spectrum of CIFAR-10.
 
     python docs/benchmarks/solver_law.py                         a minute on a CPU
 
 For Gaussian data the ideal predictor is linear, so the variance of each eigenvector's coordinate follows exactly from a
-solver's table. Two figures: the error of standard deviations relative to each (root mean square over the coordinates
-whose own is above 0.01: fine detail counts as much as brightness), and Wasserstein-2 (where brightness is nearly all).
-VDM's own prior keeps it from the data: its Wasserstein distance tends to 3.1, or 5.9 for the flow.
+solver's table. Two numbers are printed: the relative error of the standard deviations (root mean square over the
+coordinates whose standard deviation is above 0.01, so fine detail counts as much as brightness), and the Wasserstein-2
+distance (dominated by brightness). VDM's prior is not exact, so its Wasserstein distance tends to 3.1, or 5.9 for the
+flow.
 """
 
 import math

@@ -1,9 +1,9 @@
-"""What solvers.py has measured so far: rows on disk after each case, so that it goes on where it stopped.
+"""The results of solvers.py: rows that are written after each case, so that it can resume.
 
 results.json     what was measured, and a row for each case
 results.csv      the same rows
-table.md         solvers and grids down, network evaluations across
-figure.svg       the same as lines
+table.md         one row for each solver and grid, one column for each number of evaluations
+figure.svg       the same as a plot
 """
 
 import csv
@@ -36,19 +36,19 @@ class Case:
         return f"{self.network}/{self.solver}/{self.grid}/{self.evaluations}/{self.seed}"
 
     def levels(self, method: Method):
-        """The grid with as many evaluations: k + 1 of them are k steps of BSI or BFN, and k + 1 of VDM."""
+        """The grid with this many evaluations: k + 1 are k steps with BSI or BFN, and k + 1 steps with VDM."""
         return named_grid(self.grid)(method, max(1, self.evaluations - evaluations(method, 0)))
 
 
 def pairs(method: Method, solvers: Sequence[str], grids: Sequence[str]) -> list[tuple[str, str]]:
-    """Solvers with grids. For BSI and VDM the paper's grid is the geometric one: each pair once, under one name."""
+    """Solvers with grids. For BSI and VDM the paper's grid is the geometric one, so each pair is listed once."""
     same = not isinstance(method, BFN)
     twice = {(solver, "geometric" if solver == "posterior" else "paper") for solver in SOLVERS} if same else set()
     return [(solver, grid) for solver in solvers for grid in grids if (solver, grid) not in twice]
 
 
 class Results:
-    """Rows of one folder. `about` says what they all have in common; rows of anything else are not mixed with them."""
+    """The rows of one folder. `about` is common to all of them; other rows are rejected."""
 
     def __init__(self, folder: Path, value: str, about: Row) -> None:
         self.folder, self.value, self.about = folder, value, about
@@ -58,7 +58,7 @@ class Results:
         if self.file.exists():
             found = json.loads(self.file.read_text())
             if found["about"] != about:
-                raise SystemExit(f"{folder} holds results of {found['about']}, not of {about}: choose another --out")
+                raise SystemExit(f"{folder} holds results of {found['about']}, got {about}. Choose another --out.")
             self.rows = found["rows"]
 
     def find(self, case: Case, weights: str = "") -> Row | None:
@@ -74,9 +74,9 @@ class Results:
     def write(self) -> None:
         if not self.rows:
             return
-        beside = self.file.with_suffix(".part")
-        beside.write_text(json.dumps({"about": self.about, "rows": self.rows}, indent=1))
-        beside.replace(self.file)
+        temporary = self.file.with_suffix(".part")
+        temporary.write_text(json.dumps({"about": self.about, "rows": self.rows}, indent=1))
+        temporary.replace(self.file)
         with (self.folder / "results.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in self.rows for key in row)))
             writer.writeheader()
@@ -111,15 +111,15 @@ class Results:
         return f"{row[self.value]:.4g}" + (f" ± {row['error']:.2g}" if "error" in row else "")
 
     def draw(self) -> None:
-        """Evaluations across, the value up: colors are solvers, dashes are grids, a panel for each network."""
+        """The value by evaluations: colors are solvers, dashes are grids, one panel for each network."""
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
         from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-        pyplot.rcParams["svg.fonttype"] = "none"  # letters, not outlines: a tenth of the size
-        pyplot.rcParams["svg.hashsalt"] = "bsi"  # the same rows are the same file
+        pyplot.rcParams["svg.fonttype"] = "none"  # text instead of outlines: a tenth of the size
+        pyplot.rcParams["svg.hashsalt"] = "bsi"  # a file that depends on the rows alone
         names = self.networks()
         figure, panels = pyplot.subplots(1, len(names), figsize=(1.7 + 3.6 * len(names), 3.8), squeeze=False)
         styles = dict(zip(GRIDS, ("-", "--", "-."), strict=True))
@@ -133,7 +133,7 @@ class Results:
                         axes.errorbar([count for count, _ in line], [row[self.value] for _, row in line], errors,
                                       fmt=styles[grid], marker=".", elinewidth=1, color=colors[solver],
                                       label=f"{solver}, {grid}")  # fmt: skip
-            # an oracle's distance can be 0: at the same image
+            # the distance of an oracle can be 0
             found = [row[self.value] for row in self.rows]
             scale = "log" if min(found) > 0 else "linear"
             axes.set(xscale="log", yscale=scale, xlabel="network evaluations", ylabel=LABELS[self.value])

@@ -1,16 +1,16 @@
-"""Solvers and grids against network evaluations: how far from the converged sample, and how far from the data.
+"""Solvers and grids by network evaluations: the distance to the converged sample, and the distance to the data.
 
     python docs/benchmarks/solvers.py distance --out solvers-oracle --minutes 2      the exact denoiser over CIFAR-10
     python docs/benchmarks/solvers.py distance --runs runs/cifar10-dit-s --out solvers-net
     python docs/benchmarks/solvers.py fid --runs runs/bsi runs/bfn runs/vdm --out solvers-fid --minutes 9
 
-`distance`: root mean square, over the pixels of all samples, of x_k - x_inf from the same noise; stochastic solvers
-follow the same Brownian paths, and each kind of process has its own limit. (The exact denoiser's samples are training
-images, and a sample that ends at another image is far away: `median` is the median sample's distance, `elsewhere` the
-share of samples more than 0.05 away.) `fid` is in solver_fid.py.
+`distance` is the root mean square, over the pixels of all samples, of x_k - x_inf from the same noise; stochastic
+solvers follow the same Brownian paths, and each kind of process has its own limit. (The exact denoiser's samples are
+training images, and a sample that ends at another image is far away: `median` is the distance of the median sample,
+`elsewhere` the share of samples more than 0.05 away.) `fid` is in solver_fid.py.
 
-Results are written after each case (solver_results.py), and a case that is there already is not computed again: run the
-same command until nothing is left. It stops itself before `--minutes`.
+Results are written after each case (solver_results.py), and finished cases are not computed again: run the same command
+until nothing is left. It stops before `--minutes`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from bsi.sampling import sample
 from bsi.solvers import SOLVERS
 
 METHODS = {"bsi": BSI(), "bfn": BFN(), "vdm": VDM()}
-# Which converged sample a solver has: the posterior's path, the flow's point, or churn's own.
+# The solver that computes the converged sample of each solver.
 LIMITS = {"posterior": "sde2", "sde2": "sde2", "ode2": "ode2", "churn": "churn"}
 ELSEWHERE = 0.05  # root mean square over the pixels
 
@@ -46,9 +46,9 @@ def cifar10(part: str) -> Tensor:
 
 
 class Points:
-    """E[x | psi] for data that is a finite set of points, in pieces, so that any number of them fits.
+    """E[x | psi] for data that is a finite set of points, computed in pieces to limit the memory.
 
-    In float64: at the last level a logit is a difference of numbers a million times its size.
+    In float64, because at the last level a logit is a difference of numbers a million times its size.
     """
 
     def __init__(self, method: Method, points: Tensor, piece: int = 10_000) -> None:
@@ -102,7 +102,7 @@ def measure_distances(
     results: Results,
     wanted: list[Case],
 ) -> None:
-    """Until all cases are there, or the next one would not end in time."""
+    """Measure until all cases are done, or the next one would not finish in time."""
     deadline, rate, limits = time.monotonic() + 60 * args.minutes, 0.0, {}
 
     def solve(solver: str, levels: Tensor) -> Tensor:
@@ -115,13 +115,15 @@ def measure_distances(
         limit = LIMITS[case.solver]
         count = case.evaluations + (0 if limit in limits else args.reference)
         if time.monotonic() + 1.2 * rate * count > deadline:
-            print(f"stopping before {case.name}: it would not end in time. Run the same command to go on.", flush=True)
+            print(
+                f"stopping before {case.name}: it would not finish in time. Run the same command to resume.", flush=True
+            )
             return
         started = time.monotonic()
         if limit not in limits:
             limits[limit] = solve(limit, named_grid("geometric")(method, args.reference))
         gap = (solve(case.solver, case.levels(method)) - limits[limit]).double().flatten(1).square().mean(1)
-        rms, median = float(gap.mean().sqrt()), float(gap.sqrt().median())  # which wait for the device
+        rms, median = float(gap.mean().sqrt()), float(gap.sqrt().median())  # waits for the device
         elsewhere = float((gap.sqrt() > ELSEWHERE).double().mean())
         seconds = time.monotonic() - started
         rate = max(0.5 * rate, seconds / count)
@@ -135,8 +137,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, nargs="+", help="trained models; `distance` takes one or none")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--method", choices=METHODS, default="bsi", help="of the exact denoiser")
-    parser.add_argument("--images", type=int, default=50_000 if cuda else 2000, help="that the exact denoiser knows")
+    parser.add_argument("--method", choices=METHODS, default="bsi", help="method of the exact denoiser")
+    parser.add_argument("--images", type=int, default=50_000 if cuda else 2000, help="images of the exact denoiser")
     parser.add_argument("--side", type=int, default=32 if cuda else 16, choices=[4, 8, 16, 32], help="averaged down to")
     parser.add_argument("--num", type=int, help="samples: 64 (256 on a GPU), or 10,000 for fid")
     parser.add_argument("--batch", type=int, default=1000 if cuda else 50, help="samples at a time, for fid")

@@ -1,12 +1,11 @@
-"""The floor of a U-Net's training step: its convolutions alone, forward and backward, each shape timed by itself.
+"""A lower bound of a U-Net's training step: its convolutions alone, forward and backward, each shape timed separately.
 
     python docs/benchmarks/unet_floor.py                                     U-Net 128 x 32 levels, batch 128, on a GPU
-    python docs/benchmarks/unet_floor.py --backbone unet-16x2 --batch 2      a quick look on a CPU
+    python docs/benchmarks/unet_floor.py --backbone unet-16x2 --batch 2      a quick check on a CPU
 
-In the type and in the order in memory in which `bsi bench train` computes them. Printed are milliseconds for a step,
-of all convolutions and of the 3x3 ones among them, the images per second that nothing but convolutions would allow, and
-their arithmetic in TFLOP/s. The 1x1 ones are shortcuts, which take more time than arithmetic: they read and write as
-much as the others.
+Types and memory formats are those of `bsi bench train`. The script prints milliseconds per step for all convolutions
+and for the 3x3 ones, the images per second if nothing else took time, and the arithmetic in TFLOP/s. The 1x1
+convolutions are shortcuts; they are limited by memory, since they read and write as much as the others.
 """
 
 import argparse
@@ -26,7 +25,7 @@ SHAPE = (3, 32, 32)
 def milliseconds(
     inputs: int, outputs: int, window: int, batch: int, device: torch.device, dtype: torch.dtype, runs: int
 ) -> float:
-    """Of one convolution, its gradients by the image and by the weights included."""
+    """The time of one convolution, including its gradients with respect to the image and the weights."""
 
     def lying(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)

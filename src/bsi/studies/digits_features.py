@@ -1,8 +1,8 @@
-"""Features of 8x8 digits, for the Fréchet distance `fd-digits`: sample quality where Inception has nothing to say.
+"""Features of 8x8 digits for the Fréchet distance `fd-digits`: these images are too small for Inception.
 
-The network is a small classifier of the embedded digits, trained once by `fit` on the training part; its weights are
-part of the package (digits_features.safetensors), so that the distance means the same everywhere. The features are
-the 32 activations below its logits. A value compares runs of these studies with each other, and with nothing else.
+The network is a small classifier of the embedded digits, trained once by `fit` on the training part. Its weights are
+part of the package (digits_features.safetensors), so that the distance is the same everywhere. The features are the 32
+activations before its logits. Values of `fd-digits` are comparable only with each other.
 
     conv 1 -> 16, 3x3 · conv 16 -> 32, 3x3, stride 2 · linear 512 -> 32 (the features) · linear 32 -> 10
 """
@@ -64,9 +64,7 @@ class DigitsFeatures:
     @torch.no_grad()
     def __call__(self, images: UInt8[Tensor, "n 3 h w"]) -> Float[Tensor, "n dim"]:
         if images.shape[2:] != (8, 8):
-            raise DataError(
-                f"fd-digits is for images of 8x8 pixels: got {tuple(images.shape[2:])}. Use FID for others."
-            )
+            raise DataError(f"fd-digits needs images of 8x8 pixels, got {tuple(images.shape[2:])}. Use FID for others.")
         gray = images[:, :1].to(self.device)
         return self._network.features(gray.float() / 127.5 - 1)
 
@@ -81,7 +79,7 @@ def packaged_weights() -> bytes:
 
 
 def fit(steps: int = 3000, batch: int = 128) -> dict[str, Tensor]:
-    """How the weights were made: AdamW on shifted copies of the training digits, on one thread, from a fixed seed."""
+    """Train the weights of the package: AdamW on shifted training digits, from a fixed seed on one thread."""
     digits = embedded_digits()
     assert digits.bins is not None
     assert digits.labels is not None

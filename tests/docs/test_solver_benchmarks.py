@@ -1,4 +1,4 @@
-"""docs/benchmarks/solvers.py: it stops in time, goes on where it stopped, and its errors are those of pairs."""
+"""docs/benchmarks/solvers.py: it stops in time, resumes, and its errors are paired."""
 
 import argparse
 import importlib
@@ -23,7 +23,7 @@ SHAPE = (3, 4, 4)
 
 @pytest.fixture(autouse=True)
 def folder_of_scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "docs" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs" / "benchmarks"))
 
 
 def script(name: str) -> ModuleType:
@@ -130,7 +130,7 @@ def test_results_of_something_else_are_not_mixed_in(tmp_path):
     results(tmp_path, "fid", {"num": 10}).add(case, "w", fid=1.0)
     assert results(tmp_path, "fid", {"num": 10}).find(case, "w")["fid"] == 1.0
     assert results(tmp_path, "fid", {"num": 10}).find(case, "other weights") is None
-    with pytest.raises(SystemExit, match="choose another --out"):
+    with pytest.raises(SystemExit, match="another --out"):
         results(tmp_path, "fid", {"num": 20})
 
 

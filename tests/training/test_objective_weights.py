@@ -1,4 +1,4 @@
-"""What the studies train beside the paper's loss: L_M^k, and losses weighed over the level."""
+"""Objectives other than the ELBO: L_M^k, and losses weighted over the level."""
 
 import math
 from dataclasses import replace

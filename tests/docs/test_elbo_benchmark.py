@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture
 def script(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "docs" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs" / "benchmarks"))
     return importlib.import_module("elbo_variance")
 
 

@@ -101,7 +101,7 @@ def test_ranks_take_whole_shards_that_together_are_all(each: int, world: int) ->
 def test_a_world_that_does_not_fit_is_refused_with_those_that_do() -> None:
     with pytest.raises(UsageError, match="use a world size of 1, 2, 4, 8, 16, 32, 64"):
         shards_of(0, 6)
-    with pytest.raises(UsageError, match=r"rank lies in 0 \.\. 3"):
+    with pytest.raises(UsageError, match=r"rank must be in 0 \.\. 3"):
         shards_of(4, 4)
 
 

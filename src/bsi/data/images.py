@@ -2,10 +2,10 @@
 
 An image becomes its largest centered square, resampled to size x size; the manifest records this. Files that cannot be
 converted faithfully are rejected by name: truncated files, more than eight bits per channel, CMYK, transparency,
-several frames, sizes beyond what a decoder should be asked for, and images smaller than the size.
+several frames, more than 2^26 pixels, and images smaller than the size.
 
-In a folder, an image is for testing if the hash of its relative path says so: adding or removing files moves no other
-file. With `labels`, the folder directly below the root is an image's class, and the classes are numbered in sorted
+In a folder, the hash of its relative path decides whether an image is for testing: adding or removing files moves no
+other file. With `labels`, the folder directly below the root is an image's class, and the classes are numbered in sorted
 order. The tree is walked in sorted order, one folder at a time, and images are decoded by a few threads: the memory is
 that of one folder's listing and one block, at any number of images.
 """

@@ -1,8 +1,8 @@
 """How a global batch is shared: by virtual shards, whose number does not depend on the number of ranks.
 
 A global batch is the next `batch` positions of the training stream (`bsi.rng.sample_ids`), cut into a fixed number of
-*virtual shards*. A rank takes whole shards, so that what is drawn for a shard (noise, levels, dropout) does not depend
-on the number of ranks.
+*virtual shards*. A rank takes complete shards, so that what is drawn for a shard (noise, levels, dropout) does not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def shards_of(rank: int, world: int, shards: int = SHARDS) -> range:
-    """The virtual shards of a rank: whole ones, consecutive, the same number for each rank."""
+    """The virtual shards of a rank: consecutive, and the same number for each rank."""
     if world < 1 or shards < 1 or shards % world:
         fit = ", ".join(map(str, _divisors(max(shards, 1))))
         raise UsageError(
@@ -27,13 +27,13 @@ def shards_of(rank: int, world: int, shards: int = SHARDS) -> range:
             f"of shards (which gives another run)."
         )
     if not 0 <= rank < world:
-        raise UsageError(f"a rank lies in 0 .. {world - 1}: got rank={rank} of world={world}")
+        raise UsageError(f"a rank must be in 0 .. {world - 1}, got rank={rank} of world={world}")
     each = shards // world
     return range(rank * each, (rank + 1) * each)
 
 
 def check_batch(batch: int, world: int = 1, accumulation: int = 1, shards: int = SHARDS) -> None:
-    """Refuse a global batch that gives no whole shards to each rank and accumulation step; say which would."""
+    """Raise for a global batch that cannot be shared evenly, with the values that can."""
     if min(batch, world, accumulation, shards) < 1:
         raise UsageError(
             f"batch, ranks, accumulation steps and shards are at least 1: got batch={batch}, world={world}, "

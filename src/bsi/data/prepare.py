@@ -55,7 +55,7 @@ class Plan:
 
     Attributes:
         bins: The values of stored integers; None for continuous data, stored as float32.
-        options: What the source was asked for, for the manifest.
+        options: The options of the source, for the manifest.
         input: A hash that changes when the input does.
         total: Number of input items, and an upper bound on the number of rows.
         unit: What an item is called in the progress.

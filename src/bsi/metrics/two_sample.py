@@ -115,7 +115,7 @@ def _radii(x: Float64[Tensor, "n dim"], k: int) -> Float64[Tensor, " n"]:
 def _inside(
     x: Float64[Tensor, "n dim"], centers: Float64[Tensor, "m dim"], radii: Float64[Tensor, " m"]
 ) -> Bool[Tensor, " n"]:
-    """Whether each x lies in any of the balls."""
+    """Whether each x is in any of the balls."""
     parts = []
     for rows in x.split(ROWS):
         found = torch.zeros(len(rows), dtype=torch.bool, device=x.device)

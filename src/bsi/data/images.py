@@ -5,9 +5,9 @@ converted faithfully are rejected by name: truncated files, more than eight bits
 several frames, more than 2^26 pixels, and images smaller than the size.
 
 In a folder, the hash of its relative path decides whether an image is for testing: adding or removing files moves no
-other file. With `labels`, the folder directly below the root is an image's class, and the classes are numbered in sorted
-order. The tree is walked in sorted order, one folder at a time, and images are decoded by a few threads: the memory is
-that of one folder's listing and one block, at any number of images.
+other file. With `labels`, the folder directly below the root is an image's class; classes are numbered in sorted order.
+The tree is walked in sorted order, one folder at a time, and images are decoded by a few threads: the memory is that of
+one folder's listing and one block, at any number of images.
 """
 
 from __future__ import annotations

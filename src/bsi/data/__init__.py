@@ -1,7 +1,6 @@
-"""Datasets prepared once into memory-mapped arrays, and the order in which training reads them. Imports no torch.
+"""Datasets, prepared once as memory-mapped arrays, and batches of them. Imports no torch.
 
 dataset = open_dataset("digits")                    # .train, .test, .labels, .bins, .shape, .version
-ids = sample_ids(seed=0, n=len(dataset.train), start=step * batch, count=batch)
 """
 
 from bsi.data.order import SHARDS, check_batch, shards_of

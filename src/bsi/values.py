@@ -147,6 +147,11 @@ class Standardize:
     std: float | tuple[float, ...]
 
     def __post_init__(self) -> None:
+        for name in ("mean", "std"):
+            given = getattr(self, name)
+            if not isinstance(given, int | float):  # also lists, arrays and tensors
+                single = getattr(given, "ndim", 1) == 0
+                object.__setattr__(self, name, float(given) if single else tuple(map(float, given)))
         mean, std = _numbers(self.mean), _numbers(self.std)
         if not (len(mean) == len(std) and all(map(math.isfinite, mean)) and all(0 < s < math.inf for s in std)):
             raise UsageError(

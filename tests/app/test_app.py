@@ -59,19 +59,21 @@ def serving(bench: Any, jobs: int = 3) -> Iterator[int]:
         assert not thread.is_alive()
 
 
-def labeled_bench(folder: Path) -> Workbench:
+def labeled_bench(folder: Path, steps: int = 150, test_fraction: float = 0.1) -> Workbench:
     """A tiny network, trained for a few steps on dark cats and bright dogs."""
     for kind, gray in (("cat", 40), ("dog", 220)):
         (folder / "pets" / kind).mkdir(parents=True)
         for i in range(16):
             Image.new("L", (8, 8), gray + i).save(folder / "pets" / kind / f"{i}.png")
-    prepare(Folder(folder / "pets", labels=True, size=8, channels=1).plan(), folder / "data")
+    prepare(
+        Folder(folder / "pets", labels=True, size=8, channels=1, test_fraction=test_fraction).plan(), folder / "data"
+    )
     recipe = Recipe(
         name="pets",
         method=BSI(),
         backbone=MLPConfig(width=16, depth=1),
         data=Data(str(folder / "data"), labels=True, unlabeled=0.3),
-        steps=150,
+        steps=steps,
         batch=16,
         optimizer=Optimizer(lr=1e-2),
         virtual_shards=4,
@@ -255,6 +257,15 @@ def test_images_to_choose_from_are_a_random_subset_of_the_test_set(bench: Workbe
     assert len(set(found)) == 96
     assert min(found) < 30
     assert max(found) > 270
+
+
+def test_the_test_set_is_found_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(labeled_bench(tmp_path, steps=1, test_fraction=0.4).images)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "data").rename(tmp_path / "root" / "renamed")
+    assert not len(open_workbench(tmp_path / "run", "pets", torch.device("cpu")).images)
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "root"))
+    assert len(open_workbench(tmp_path / "run", "pets", torch.device("cpu")).images)
 
 
 # ---- Rejections -----------------------------------------------------------------------------------------------
@@ -489,6 +500,7 @@ def test_what_goes_wrong_on_the_way_is_the_last_line(bench: Workbench) -> None:
             assert ask(port).lines[-1] == {"error": "a step held NaN"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_fifty_clients_are_served_or_refused_in_bounded_memory() -> None:
     """Against the command itself, in a process of its own."""

@@ -122,7 +122,10 @@ def _replacing(path: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as folder:
             temporary = Path(folder) / path.name
             yield temporary
-            with temporary.open("rb") as source, path.open("wb", buffering=0) as sink:
+            # Without O_NONBLOCK, a pipe would block until it has a reader.
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.set_blocking(descriptor, True)
+            with temporary.open("rb") as source, os.fdopen(descriptor, "wb", buffering=0) as sink:
                 shutil.copyfileobj(source, sink)
         return
     target = path.resolve()

@@ -33,6 +33,8 @@ __all__ = ["FLOW_SOLVER", "NOISY_SOLVER", "NoiseKind", "Sampler", "check_guidanc
 # One Brownian path for each sample, along which more steps converge to one image; or fresh noise for each step.
 NoiseKind = Literal["path", "independent"]
 
+MOST_STEPS = 1_000_000  # their levels and coefficients are held in memory
+
 FLOW_SOLVER = "ode2"
 
 # For uses that need noise along the way, which a flow does not have: to forget a start that is not quite right, or to
@@ -67,8 +69,8 @@ class Sampler:
     """How strongly to follow the label: 1 is what was learned, 2 exaggerates, at twice the evaluations."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UsageError(f"sampling needs at least one step, got steps={self.steps}")
+        if not 1 <= self.steps <= MOST_STEPS:
+            raise UsageError(f"sampling needs at least one step and at most {MOST_STEPS}, got steps={self.steps}.")
         if self.noise not in get_args(NoiseKind):
             raise UsageError(f"noise must be path or independent, got {self.noise!r}")
         check_guidance(self.guidance)

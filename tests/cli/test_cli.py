@@ -83,10 +83,18 @@ WRONG: list[tuple[str, int, str]] = [
     ("sample digits --steps 0", 2, "at least one"),
     ("train digits --steps 0 --out x", 2, "at least 1"),
     ("train digits --batch 0 --out x", 2, "at least 1"),
-    ("train digits --batch 65 --out x", 2, "65"),
     ("bench train --batch 0", 2, "at least 1"),
     ("view digits --port 99999999", 2, "65535"),
     ("eval digits --bpd --limit 0", 2, "at least 1"),
+    # numbers that nothing can have
+    (f"sample digits --seed {10**40}", 2, "2^63, got a number of 41 digits"),
+    (f"sample digits --num {10**12}", 2, "memory"),
+    (f"sample digits --steps {10**12}", 2, "at most 1000000"),
+    (f"eval digits --bpd --measure {10**12}", 2, "at most 1000000"),
+    (f"study finite-k --seeds {10**12} --plan", 2, "at most 1000"),
+    ("data folder --from . --skip -1", 2, "at least 0, got -1"),
+    ("sample digits --guidance 1e999", 2, "finite"),
+    ("export digits --sigma-rel nan", 2, "got nan"),
     # what is not there
     ("sample nowhere", 2, "`bsi train`"),
     ("view nowhere", 2, "`bsi train`"),
@@ -113,6 +121,92 @@ def test_what_is_wrong_is_told_in_one_message(
     assert "Traceback" not in out + err
     assert len(err.splitlines()) < 25
     assert not (elsewhere / "x" / "checkpoints").exists()
+
+
+def test_an_unexpected_error_is_one_line_with_a_hint(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Row 50."""
+
+    def fails() -> None:
+        raise KeyError("a\nb" * 1000)
+
+    monkeypatch.setattr("bsi.cli.doctor.examine", fails)
+    assert call("doctor") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bsi doctor: unexpected error: KeyError: ")
+    assert line.endswith("Run the same command with --debug for the traceback.")
+    assert len(line) < 700
+    with pytest.raises(KeyError):
+        call("doctor", "--debug")
+
+
+TAKE_FILES = [
+    "sample {}",
+    "sample digits --num 1 --steps 1 --device cpu --npz {}.npz",
+    "sample digits --num 1 --steps 1 --device cpu --out {}.png",
+    "eval {} --bpd",
+    "eval digits --bpd --data {}",
+    "eval digits --bpd --limit 2 --device cpu --per-sample {}",
+    "report {} --no-model",
+    "view {} --no-browser",
+    "export {}",
+    "export digits --out {}",
+    "export digits --hub-folder {}/x",
+    "train digits --init-from {} --steps 1 --device cpu",
+    "train digits --out {}/x --steps 1 --device cpu",
+    "train digits --data.name {}",
+    "data arrays --from {}",
+    "data arrays --from {}.npy",
+    "data arrays --from {}.npz",
+    "data folder --from {}",
+    "data wav --from {}",
+    "data cifar10 --from {}",
+    "data imagenet32 --from {}",
+    "data digits --to {}/x",
+    "fid {0}.npy {0}.npz",
+    "fid {0} {0} --weights {0}",
+    "study finite-k --out {}/x",
+]
+
+
+WRITING = TAKE_FILES[1:3] + TAKE_FILES[5:6] + TAKE_FILES[9:11]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "a" * 300, os.fsdecode(b"caf\xe9")])
+@pytest.mark.parametrize("words", TAKE_FILES)
+def test_what_is_no_file_is_one_message_and_no_hang(
+    words: str, kind: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Row 51: a folder, a pipe, a loop of links, a name that is too long or not UTF-8 where a file is expected."""
+
+    def never(*args: object, **kwargs: object) -> None:
+        pytest.fail("served, trained or measured")
+
+    for place in ("bsi.app.server.server_of", "bsi.training.train.train", "bsi.studies.runner.run"):
+        monkeypatch.setattr(place, never)
+    for suffix in ("", ".npz", ".npy", ".png"):
+        if kind == "folder":
+            (elsewhere / f"{kind}{suffix}").mkdir()
+        elif kind == "pipe":
+            os.mkfifo(elsewhere / f"{kind}{suffix}")
+        elif kind == "loop":
+            (elsewhere / f"{kind}{suffix}").symlink_to(f"{kind}{suffix}")
+    code = call(*(word.format(kind) for word in words.split()))
+    err = capsysbinary.readouterr().err.decode(errors="replace")
+    if kind.startswith("caf") and words in WRITING:
+        assert code == 0
+        return
+    assert code in (1, 2, 3), err
+    assert "unexpected" not in err
+    assert f"bsi {words.split()[0]}: " in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("columns", ["1", "0", "-5", "x", "9" * 30])
+def test_a_terminal_of_any_width_gets_help(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for words in ("--help", "train", "train digits --help", *(f"{name} --help" for name in COMMANDS)):
+        assert call(*words.split()) == (2 if words == "train" else 0), words
 
 
 @no_gpu

@@ -97,6 +97,9 @@ COMMANDS = [
 OUTSIDE = "../../../outside/secret"  # from a file of the run folder
 
 
+LIMITS = {"study": ["--plan"], "train": ["--dry-run"], "demo": ["--steps", "1"]}  # what takes minutes
+
+
 class Hang(BaseException):
     """Not an Exception, so that no command can handle it."""
 
@@ -234,8 +237,7 @@ def test_command_lines(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch
         words = rng.choice(COMMANDS).split()
         for _ in range(rng.randint(1, 3)):
             words = mutated(words, rng)
-        if words[0] == "study" and "--plan" not in words:
-            words.append("--plan")  # a study takes minutes
+        words += LIMITS.get(words[0], [])
         failures.append(check(case, words, "", here, working))
     assert not any(failures), "\n".join(filter(None, failures))
 

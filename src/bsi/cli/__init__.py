@@ -104,6 +104,8 @@ def explain(error: Exception) -> BsiError:
         return cannot_write(reported.filename or "the output", reported, "place")
     if reported is not None and reported.filename is not None:
         return UsageError(f"cannot access {reported.filename}: {reported.strerror}. Give another file or folder.")
+    if isinstance(error, MemoryError):
+        return BsiError("not enough memory. Use smaller numbers, or a machine with more memory.")
     message = " ".join(str(error).split())
     if len(message) > MESSAGE_CHARACTERS:
         message = f"{message[:MESSAGE_CHARACTERS]} ..."

@@ -89,6 +89,8 @@ def run(args: Data) -> int:
     from bsi.data.sources import SOURCES, prepare_named
     from bsi.data.store import open_dataset, prepared, verify
 
+    if args.skip is not None and args.skip < 0:
+        raise UsageError(f"--skip must be at least 0, got {args.skip}.")
     if args.list_:
         return _list(args)
     if args.name is None:

@@ -180,7 +180,8 @@ def check(args: Eval) -> None:
     if args.guidance != (1.0,) and not args.labels:
         values = " ".join(f"{each:g}" for each in args.guidance)
         raise UsageError(f"--guidance {values} needs --labels: add it")
-    at_least_one(args, "num", "steps", "batch_size", "limit", "finite_k")
+    at_least_one(args, "num", "batch_size", "limit")
+    at_least_one(args, "measure", "recon", "steps", "finite_k", most=1_000_000)
     if args.target_se is not None and not args.target_se > 0:
         raise UsageError(f"--target-se must be positive, got {args.target_se}.")
     if args.per_sample is not None:

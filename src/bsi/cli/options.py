@@ -72,12 +72,13 @@ def check_numbers(options: object, prefix: str = "--") -> None:
                 raise UsageError(f"{prefix}{name} must be a number, got nan.")
 
 
-def at_least_one(options: object, *names: str) -> None:
-    """Reject values below 1 of the options with these names; None is valid."""
+def at_least_one(options: object, *names: str, most: int = INTEGERS) -> None:
+    """Reject values below 1 or above `most` of the options with these names; None is valid."""
     for name in names:
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+        if value is not None and not 1 <= value <= most:
+            limit = "at least 1" if value < 1 else f"at most {most}"
+            raise UsageError(f"--{name.replace('_', '-')} must be {limit}, got {value}.")
 
 
 def fill(text: str, indent: str) -> str:

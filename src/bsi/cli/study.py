@@ -66,7 +66,7 @@ def run(args: StudyOptions) -> int:
         return 0
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes must be positive, got {args.minutes}.")
-    at_least_one(args, "seeds")
+    at_least_one(args, "seeds", most=1000)
     scale = SCALES[args.scale]
     studies = named_studies(args.name, scale)
     if args.seeds is not None:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Int64, Shaped
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.evaluation.runs import inner_precision, weights_hash
-from bsi.io import atomic, make_folder
+from bsi.io import atomic, make_folder, open_untrusted, parse_json, read_json
 from bsi.model import Model
 from bsi.pictures import SMALLEST, Moment, animate, belief_frames
 from bsi.progress import Progress
@@ -124,27 +125,28 @@ class SampleFile:
     def _exists(self, ids: range) -> bool:
         """A part of another length was the last one of a smaller number: it is drawn again, as a damaged one is."""
         try:
-            return len(np.load(self._file(ids), mmap_mode="r", allow_pickle=False)) == len(ids)
+            file = self._file(ids)
+            return file.is_file() and len(np.load(file, mmap_mode="r", allow_pickle=False)) == len(ids)
         except (OSError, ValueError, EOFError):
             return False
 
     def _about_of_parts(self, file: Path) -> dict[str, Any]:
         try:
-            return dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            return dict(read_json(file))
+        except (DataError, ValueError, TypeError) as error:
             raise DataError(
                 f"{file} is damaged, so it is unknown which samples the parts are. Remove {self.folder}."
             ) from error
 
     def _about_of_file(self) -> dict[str, Any]:
         try:
-            with np.load(self.path, allow_pickle=False) as arrays:
-                found = json.loads(str(arrays["about"]))
-        except (KeyError, ValueError, OSError) as error:
+            with open_untrusted(self.path) as file, np.load(file, allow_pickle=False) as arrays:
+                found = dict(parse_json(str(arrays["about"]).encode(), self.path))
+        except (DataError, BadZipFile, KeyError, ValueError, OSError, TypeError, EOFError) as error:
             raise DataError(f"{self.path} exists, but was not written by bsi sample. Choose another name.") from error
         if found.pop("num", None) != self.num:
             raise UsageError(f"{self.path} holds another number of samples. Remove it, or choose another name.")
-        return dict(found)
+        return found
 
     def _check(self, found: dict[str, Any], where: str) -> None:
         differing = [

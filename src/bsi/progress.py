@@ -58,7 +58,11 @@ def is_terminal(stream: Stream) -> bool:
 def write(stream: Stream, text: str) -> None:
     """Write and flush `text`; a stream that cannot be written is silenced from then on."""
     try:
-        stream.write(text)
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            encoding = stream.encoding or "ascii"
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except (OSError, ValueError):  # ValueError: the stream is closed
         with contextlib.suppress(OSError, ValueError):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 import shutil
 import sys
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import MISSING, fields, is_dataclass
 from io import StringIO
 from typing import Annotated, Any, TypeVar
@@ -37,9 +38,24 @@ def parse(options: type[T], words: Sequence[str], prog: str) -> T:
     """Parse the words after `prog`. A mistake ends the process with exit code 2 (`SystemExit`)."""
     show_set_defaults(options)
     markers = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-    found = tyro.cli(options, args=words, prog=prog, description=paragraphs(options.__doc__ or ""), config=markers)
+    with readable_width():
+        found = tyro.cli(options, args=words, prog=prog, description=paragraphs(options.__doc__ or ""), config=markers)
     check_numbers(found)
     return found
+
+
+@contextmanager
+def readable_width() -> Iterator[None]:
+    """Let tyro print in 20 to 500 columns, whatever the terminal has: in one column it would not end."""
+    given = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(max(20, min(shutil.get_terminal_size().columns, 500)))
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = given
 
 
 def show_set_defaults(options: type) -> None:

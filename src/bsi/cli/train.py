@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from bsi.backbones.config import MLPConfig, resolve
-from bsi.cli.options import check_numbers, fill, paragraphs, show_set_defaults
+from bsi.cli.options import check_numbers, fill, paragraphs, readable_width, show_set_defaults
 from bsi.errors import DataError, UsageError
 from bsi.methods import METHODS
 from bsi.progress import log
@@ -131,7 +131,7 @@ def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
     method, rest = _take(rest, "--method")
     backbone, rest = _take(rest, "--backbone")
     default = default_of(name, method, backbone)
-    with method_options(default):
+    with method_options(default), readable_width():
         args = tyro.cli(
             tyro.conf.AvoidSubcommands[Train],
             args=rest,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bsi.backbones import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, cost, resolve
 from bsi.backbones.config import DIT_SIZES, KNOWN_NAMES
+from bsi.cli import main
 from bsi.errors import UsageError
 from test_networks import TINY, batch, every_kind, tiny
 
@@ -126,6 +128,23 @@ def test_impossible_sizes_raise_an_error_before_memory_is_allocated(make, messag
     monkeypatch.setattr(torch.nn, "Linear", lambda *_: pytest.fail("a layer was made"))
     with pytest.raises(UsageError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--backbone.width 1000000001",
+        "--backbone dit-s/2 --backbone.width 65536 --backbone.heads 1",
+        "--batch 1000000000",
+    ],
+)
+def test_the_command_line_rejects_absurd_sizes_before_memory_is_allocated(option: str, tmp_path, capsys) -> None:
+    started = time.monotonic()
+    words = ["train", "digits", "--out", str(tmp_path / "run"), "--device", "cpu", *option.split()]
+    assert main(words) == 2
+    assert any(number in capsys.readouterr().err for number in ("1000000001", "not enough memory"))
+    assert time.monotonic() - started < 30
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_configs_and_costs_import_no_torch() -> None:

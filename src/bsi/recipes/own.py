@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bsi.backbones.config import DIT_SIZES, DiTConfig, MLPConfig
+from bsi.backbones.config import DIT_SIZES, MLPConfig, UNetConfig
 from bsi.methods import METHODS
 from bsi.recipe import Data, Ema, Evaluation, Every, Optimizer, Recipe, Samples
 
@@ -34,24 +34,25 @@ def folder(method: str = "bsi") -> Recipe:
 
 
 def folder_mini(method: str = "bsi") -> Recipe:
-    """Your own small images on a CPU: a DiT of 1.3M parameters, 8x8 patches of 4x4 for 32x32. See `folder` for a GPU.
+    """Your own small images on a CPU: a U-Net of 1.2M parameters at three resolutions. See `folder` for a GPU.
 
     Command: bsi train folder-mini --data.name NAME
     Hardware: two CPU cores
-    Time: 15 minutes for 32x32
-    Expected: not yet run
+    Time: 10 minutes for 28x28 (estimated from 0.5 seconds of one core for a step)
+    Expected: 5.61 +- 0.03 bits/dim after 500 steps of 32 images (--steps 500) on CIFAR-10 in grey, cropped to 28x28;
+        PNG takes 6.97 bits, lossless WebP 6.35. All 1800 steps: not yet run
     Paper: none
     """
     return Recipe(
         name="folder-mini",
         method=METHODS[method](),
-        backbone=DiTConfig(width=128, depth=4, heads=4, patch=4, dropout=0.05),
+        backbone=UNetConfig(width=32, levels=1, heads=4, dropout=0.0, coarser=(64, 64)),
         data=Data("folder", flips=True),
-        steps=3000,
-        batch=64,
-        optimizer=Optimizer(lr=1e-3, weight_decay=1e-2, warmup=100, schedule="cosine", final_lr=1e-5),
+        steps=1800,
+        batch=32,
+        optimizer=Optimizer(lr=2e-3, weight_decay=1e-2, warmup=50, schedule="cosine", final_lr=1e-5),
         ema=Ema(beta=0.995, start=100),
-        every=Every(journal=20, evaluate=500, sample=500, checkpoint=500),
+        every=Every(journal=20, evaluate=600, sample=600, checkpoint=300),
         evaluation=Evaluation(images=256),
         samples=Samples(count=36),
         compile=False,
@@ -59,7 +60,12 @@ def folder_mini(method: str = "bsi") -> Recipe:
 
 
 def arrays(method: str = "bsi") -> Recipe:
-    """Your own vectors, prepared with `bsi data`: a residual MLP. With space or time in them, add --backbone dit-s/4.
+    """Your own vectors, prepared with `bsi data`: a residual MLP. For sound and time series see below.
+
+    Sequences and fields take a network that knows their axes: on a CPU a U-Net, --backbone unet-32-64-64x1 --batch 64
+    --steps 2000 --optimizer.lr 2e-3, on a GPU --backbone dit-s/4. Noisy sine waves of 128 steps, standard deviation of
+    the noise 0.1: -0.74 nats/dim after 5 minutes on one core with the U-Net, -0.67 with the MLP (entropy of the noise:
+    -0.88).
 
     Command: bsi train arrays --data.name NAME
     Hardware: two CPU cores, or 1 GPU

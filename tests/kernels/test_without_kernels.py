@@ -48,3 +48,13 @@ def test_everything_works_without_the_kernels(tmp_path: Path) -> None:
     source = Path(bsi.__file__).parents[1]
     shutil.copytree(source / "bsi", tmp_path / "bsi", ignore=shutil.ignore_patterns("kernels", "__pycache__"))
     assert run(tmp_path, tmp_path / "without", False) == run(source, tmp_path / "with", True)
+
+
+def test_importing_the_trainer_imports_no_compiler() -> None:
+    """Triton and torch's compiler take seconds to import, and are needed only where they run."""
+    code = (
+        "import sys, bsi.training.train, bsi.runtime.export; from bsi.backbones import accelerate\n"
+        "print(*{'triton', 'torch._dynamo', 'torch._inductor'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == []

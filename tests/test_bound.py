@@ -28,6 +28,7 @@ from bsi.bound import (
     noise,
 )
 from bsi.control_variate import KNOTS, Interpolation, fit_proposal, knots
+from bsi.data.batches import as_source
 from bsi.elbo import Estimator, finite_measurement_loss, measurement_loss
 from bsi.errors import NonFinite
 from bsi.gaussian import over, squared_norm
@@ -35,7 +36,9 @@ from bsi.grids import paper_grid
 from bsi.levels import Fitted
 from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
+from bsi.recipe import Evaluation
 from bsi.runtime.distributed import FailedTogether, Place, World, join
+from bsi.training.loop import StopFlag, bound
 from bsi.values import Bins
 from repetitions import repeat
 
@@ -415,17 +418,6 @@ def test_a_stage_learns_from_the_stages_before_and_from_none_after():
     assert torch.equal(estimate(model, LEARNED, plan=plan).measurements.values, before), "the plan stays as it was"
 
 
-def test_later_stages_have_less_variance():
-    method, x = BSI(), rough(400)
-    model = EvaluatedModel.of(method, squash(method), x)
-    true = exact_measurement(method, squash(method), x)
-    plan = make_plan(model, replace(LEARNED, measure=2))
-    found = torch.stack([estimate(model, replace(LEARNED, measure=4, seed=s), plan=plan).measurement for s in range(6)])
-    stages = Design(400, 4).stages(plan.pilot)
-    first, last = ((found[:, part] - true[part]).square().mean() for part in (stages[0], torch.cat(stages[-2:])))
-    assert float(last) < float(first)
-
-
 def test_a_plan_proposes_by_what_its_control_leaves():
     method = BSI()
     plan = make_plan(EvaluatedModel.of(method, squash(method), rough(), BINS), LEARNED)
@@ -472,6 +464,30 @@ def test_the_smallest_sets_have_a_bound(count):
     assert abs(float(found.mean())) < 4.5 * float(found.mean(1).std()) / math.sqrt(8)
     constant = EvaluatedModel.of(method, lambda latent, level: torch.zeros_like(latent), torch.zeros_like(x), BINS)
     assert float(estimate(constant, LEARNED).measurement.abs().max()) < 1e-9
+
+
+# During training
+
+
+def test_the_bound_during_training_is_of_a_random_subset():
+    """Issue: class folders are stored in order, and the first test samples are not like the others."""
+    noisy = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
+    data = torch.cat([0.1 * noisy.flip(0), 2 * noisy])  # stored by class, the easier one first
+    model = bsi.Model(Scale(), bsi.BSI(1.0, alpha_M=100.0), (4,))
+    recipe = replace(bsi.recipes.digits(), evaluation=Evaluation(images=256))
+    found = bound(model, as_source(data), recipe, World(Place(), torch.device("cpu")), StopFlag())
+    exact = model.elbo(data, measure=20)
+    error = math.hypot(found.monte_carlo_error, found.data_error, exact.monte_carlo_error)
+    assert len(found.nats) == 256
+    assert abs(float(found) - float(exact)) < 4 * error
+    first = model.elbo(data[:256])
+    error = math.hypot(first.monte_carlo_error, first.data_error, exact.monte_carlo_error)
+    assert float(first) < float(exact) - 4 * error, "the first samples are another set"
+
+
+class Scale(torch.nn.Module):
+    def forward(self, x, t):
+        return 0.1 * x
 
 
 # Ranks

@@ -360,6 +360,8 @@ class Elbo:
         unit = self.n * math.log(2)
         values = {
             "bits_per_dim": self.bits_per_dim,
+            "nats_per_dim": self.nats_per_dim,
+            "binned": self.binned,
             "monte_carlo_error": self.monte_carlo_error,
             "degrees_of_freedom": self.degrees_of_freedom,
             "data_error": self.data_error,

@@ -20,7 +20,7 @@ from torch import Tensor
 from bsi.app.requests import Denoise, Inpaint, Limits, Request, decode_image, decode_mask, encode
 from bsi.brownian import BrownianPath
 from bsi.conditioning import denoising, inpainted, measuring_solvers
-from bsi.data.store import find_test_set
+from bsi.data.store import find_dataset
 from bsi.errors import NonFinite, UsageError
 from bsi.grids import GRIDS
 from bsi.methods import VDM, Method
@@ -194,9 +194,10 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
 
 def _test_images(model: Model, dataset: str, version: str) -> Float32[np.ndarray, "count channels height width"]:
     """A random subset of the test set as values; empty if the dataset is not prepared on this machine."""
-    test = find_test_set(dataset, version)
-    if test is None or test.shape[1:] != model.shape:
+    found = find_dataset(dataset, version)
+    if found is None or found.shape != model.shape:
         return np.empty((0, *model.shape), np.float32)
+    test = found.test
     return _array(model.values(torch.from_numpy(test[subset(len(test), TEST_IMAGES)])))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Eval", "run"]
 
+# The evaluations that an option applies to; the other options apply to all of them.
+_BOUND, _SAMPLES = ("bpd", "paired"), ("fid",)
+APPLIES = {
+    **dict.fromkeys(("split", "measure", "recon", "finite_k", "proposal", "limit", "variance"), _BOUND),
+    **dict.fromkeys(("target_se", "per_sample"), ("bpd",)),
+    **dict.fromkeys(("num", "reference", "steps", "solver", "grid", "labels", "guidance"), _SAMPLES),
+    **dict.fromkeys(("kid", "precision_recall", "inception"), _SAMPLES),
+}
 TIMEOUT_S = 3600.0  # how long ranks wait for the slowest
 
 
@@ -165,16 +174,15 @@ def check(args: Eval) -> None:
             f"--bpd and --fid take one run, --paired two and nothing else: got {len(args.runs)} runs. "
             f"Evaluate several runs one after the other."
         )
-    if args.paired and args.target_se is not None:
-        raise UsageError("--target-se cannot be combined with --paired: raise --measure instead")
+    for option, needed in APPLIES.items():
+        changed = getattr(args, option) != Eval.__dataclass_fields__[option].default
+        if changed and not any(getattr(args, each) for each in needed):
+            name, wanted_flags = option.replace("_", "-"), " or ".join(f"--{each}" for each in needed)
+            raise UsageError(f"--{name} applies only with {wanted_flags}: leave it out, or add {wanted_flags}")
+    if not args.control and args.proposal != "fitted":
+        raise UsageError("--no-control applies only with --proposal fitted: leave it out")
     if args.variance != "none" and args.finite_k is None:
         raise UsageError(f"--variance {args.variance} belongs to finitely many steps: add --finite-k K.")
-    if args.per_sample is not None and not args.bpd:
-        raise UsageError("--per-sample writes the bounds of --bpd: add --bpd")
-    if (args.kid or args.precision_recall) and not args.fid:
-        raise UsageError("--kid and --precision-recall need --fid: add it")
-    if args.labels and not args.fid:
-        raise UsageError("--labels needs --fid: the bound is unconditional")
     if not args.guidance:
         raise UsageError("--guidance needs at least one number")
     if args.guidance != (1.0,) and not args.labels:
@@ -270,6 +278,8 @@ def text(records: list[Mapping[str, Any]]) -> str:
 
 
 def _paragraph(record: Mapping[str, Any]) -> str:
+    from bsi.runtime.baselines import baselines_text
+
     if "metric" in record:
         made, error, drawing = record["generation"], record["error"], record["drawing"]
         guidance, classes = drawing["guidance"], min(record["n"], drawing["classes"])
@@ -284,10 +294,7 @@ def _paragraph(record: Mapping[str, Any]) -> str:
     if "difference" in record:
         unpaired = record["unpaired_error"]
         without = "" if unpaired is None else f"; without pairing the first error would be {unpaired:.5f}"
-        return (
-            f"{record['difference']:+.5f} bits/dim{_errors(record)}\n  {record['a']['run']} less {record['b']['run']}"
-            f"{without}"
-        )
+        return f"{bound_line(record)}\n  {record['a']['run']} less {record['b']['run']}{without}"
     bound = "infinitely many" if record["finite_k"] is None else record["finite_k"]
     terms = {name: record[name] for name in ("measurement", "reconstruction", "prior")}
     if record["change_of_units"]:
@@ -298,16 +305,24 @@ def _paragraph(record: Mapping[str, Any]) -> str:
         f"  {record['images']} {record['split']} samples of {record['dataset']} "
         f"({record['dataset_version'][:12]}), {record['evaluations']} evaluations, {record['proposal']} levels\n"
         f"  weights {record['weights_sha256'][:12]} at step {record['step']}, {record['precision']}"
+        + (f"\n  for comparison: {baselines_text(record['baselines'])}" if record["baselines"] else "")
     )
 
 
 def bound_line(record: Mapping[str, Any]) -> str:
-    """A bound with its standard errors, in one line."""
-    return f"{record['bits_per_dim']:.5f} bits/dim{_errors(record)}"
+    """A bound or a difference with its standard errors, in one line; of continuous data in nats, and in bits."""
+    value = record["bits_per_dim"] if "bits_per_dim" in record else record["difference"]
+    sign = "" if "bits_per_dim" in record else "+"
+    if record["binned"]:
+        return f"{value:{sign}.5f} bits/dim{_errors(record)}"
+    nats = math.log(2)
+    return f"{nats * value:{sign}.5f} nats/dim{_errors(record, nats)}; {value:{sign}.5f} bits/dim"
 
 
-def _errors(record: Mapping[str, Any]) -> str:
-    """Both standard errors; with one level and one reconstruction the Monte Carlo error is unknown."""
+def _errors(record: Mapping[str, Any], unit: float = 1.0) -> str:
+    """Both standard errors, as far as they are known: a single sample has no data error."""
     limit = "" if record["data_resolved"] else "at most "  # hidden by the Monte Carlo noise
     known = {"Monte Carlo": ("", record["monte_carlo_error"]), "data set": (limit, record["data_error"])}
-    return "".join(f" ± {most}{error:.5f} ({what})" for what, (most, error) in known.items() if error is not None)
+    return "".join(
+        f" ± {most}{unit * error:.5f} ({what})" for what, (most, error) in known.items() if error is not None
+    )

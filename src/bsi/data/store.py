@@ -38,7 +38,7 @@ __all__ = [
     "Labels",
     "Manifest",
     "check_classes",
-    "find_test_set",
+    "find_dataset",
     "open_dataset",
     "prepared",
     "verify",
@@ -222,13 +222,13 @@ def open_dataset(
     return found
 
 
-def find_test_set(name: str, version: str) -> Shaped[np.ndarray, "test *shape"] | None:
-    """The test samples of a run's data. None if it has none, or if this content is not on this machine."""
+def find_dataset(name: str, version: str) -> Dataset | None:
+    """A run's data, for its test samples. None if it has none, or if this content is not on this machine."""
     try:
         dataset = open_dataset(name, version=version)
     except BsiError:
         return None
-    return dataset.test if dataset.version == version and len(dataset.test) else None
+    return dataset if dataset.version == version and len(dataset.test) else None
 
 
 def _with_version(version: str | None, root: Path | None) -> Path | None:

@@ -32,6 +32,7 @@ from bsi.errors import DataError, UsageError
 from bsi.io import atomic, canonical_json, make_folder
 from bsi.model import Model
 from bsi.rng import subset
+from bsi.runtime.baselines import baselines
 from bsi.runtime.data_spec import build_model
 from bsi.runtime.distributed import FailedTogether, World
 from bsi.runtime.export import read_trained, set_weights
@@ -190,8 +191,10 @@ def own_error() -> Iterator[None]:
 
 
 def bound_record(run: Run, split: Split, elbo: Elbo) -> dict[str, Any]:
-    """Bound, terms and errors in bits per dimension, how they were estimated, and of what."""
-    return {**elbo.record(), **_effort(elbo), **split.record(), **run.record()}
+    """Bound, terms and errors in bits per dimension, how they were estimated, of what, and the same by baselines."""
+    test = split.rows[subset(len(split.rows), len(elbo.nats))]
+    compared = {"baselines": baselines(split.dataset.train, test, split.dataset.bins)}
+    return {**elbo.record(), **_effort(elbo), **split.record(), **run.record(), **compared}
 
 
 def difference_record(a: Run, b: Run, split: Split, first: Elbo, second: Elbo) -> dict[str, Any]:
@@ -199,7 +202,7 @@ def difference_record(a: Run, b: Run, split: Split, first: Elbo, second: Elbo) -
     found = first - second
     record = found.record()
     unpaired = math.hypot(first.monte_carlo_error, second.monte_carlo_error)
-    errors = ("monte_carlo_error", "degrees_of_freedom", "data_error", "data_resolved")
+    errors = ("monte_carlo_error", "degrees_of_freedom", "data_error", "data_resolved", "binned")
     return {
         "difference": record["bits_per_dim"],
         **{name: record[name] for name in errors},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bsi.backbones.cost import cost
-from bsi.data.store import find_test_set
+from bsi.data.store import find_dataset
 from bsi.elbo import Elbo, measurement_loss
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.evaluation.samples import animate_beliefs
@@ -28,6 +28,7 @@ from bsi.pictures import is_image
 from bsi.recipe import Recipe
 from bsi.report.charts import Point
 from bsi.rng import standard_normal, subset
+from bsi.runtime.baselines import baselines
 from bsi.runtime.export import load
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.runtime.serialization import flat
@@ -209,6 +210,8 @@ class Measured:
     bound: Elbo | None
     by_level: Sequence[Point]
     missing: Sequence[str]
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    """Bits per dimension of the same test images by a histogram and by image formats."""
 
 
 def measure(run: Run, device: torch.device, backbone: nn.Module | None, bound_known: bool = False) -> Measured:
@@ -221,28 +224,30 @@ def measure(run: Run, device: torch.device, backbone: nn.Module | None, bound_kn
     budget = _affordable_evaluations(run.recipe, model)
     animation = bound = None
     by_level: list[Point] = []
+    compared: dict[str, float] = {}
     if not is_image(model.shape):
         missing.append(f"no animation: data of shape {model.shape} is not an image")
     elif budget < ANIMATED * evaluations(model.method, STEPS):
         missing.append(_too_slow("no animation"))
     else:
         animation = belief_animation(model)
-    test = find_test_set(run.recipe.data.name, run.data_version)
-    wanted = 0 if test is None else min(MAX_IMAGES, len(test))
+    dataset = find_dataset(run.recipe.data.name, run.data_version)
+    wanted = 0 if dataset is None else min(MAX_IMAGES, len(dataset.test))
     budget -= LEVELS * min(wanted, LEVEL_IMAGES)
     levels = next((m for m in MEASURE if wanted * (m + RECON) <= budget), MEASURE[-1])
     num = min(wanted, int(budget) // (levels + RECON))
-    if test is None:
+    if dataset is None:
         missing.append(
             f"no bound: the test set of {run.recipe.data.name} is not on this machine. Try `bsi data --list`."
         )
     elif num < min(MIN_IMAGES, wanted):
         missing.append(_too_slow("no bound"))
     else:
-        data = torch.from_numpy(test[subset(len(test), num)])
+        images = dataset.test[subset(len(dataset.test), num)]
+        data, compared = torch.from_numpy(images), baselines(dataset.train, images, dataset.bins)
         bound = None if bound_known else model.bits_per_dim(data, measure=levels, recon=RECON)
         by_level = bits_by_level(model, data[subset(num, LEVEL_IMAGES)])
-    return Measured(sum(p.numel() for p in model.parameters()), animation, bound, by_level, missing)
+    return Measured(sum(p.numel() for p in model.parameters()), animation, bound, by_level, missing, compared)
 
 
 def _affordable_evaluations(recipe: Recipe, model: Model) -> float:

@@ -25,6 +25,7 @@ from bsi.io import atomic, check_writable
 from bsi.progress import readable_seconds
 from bsi.report.charts import Axis, Point, Role, Series, chart
 from bsi.report.contents import Measured, Run, measure, number, read_run
+from bsi.runtime.baselines import baselines_text
 from bsi.runtime.distributed import pick_device
 from bsi.runtime.serialization import flat, to_plain
 
@@ -122,7 +123,7 @@ class Terms:
         for record in reversed(run.events("evaluate")):
             if number(record.get("bits_per_dim")) is not None:
                 about = f"The last evaluation during training, at step {_short(record['step'])}."
-                return cls._from_record(record, ("error", ""), about)
+                return cls._from_record(record, ("error", "data_error"), about)
         return None
 
     @classmethod
@@ -155,8 +156,13 @@ def _header(run: Run, measured: Measured, best: Terms | None) -> str:
     method = str(to_plain(recipe.method).get("kind", "")).upper()
     figures = []
     if best is not None:
-        error = best.monte_carlo_error
-        shown = f"{best.total:.3f}" + ("" if error is None else f' <span class="error">± {error:.3f}</span>')
+        limit = "" if best.data_resolved else "at most "
+        errors = {"Monte Carlo": ("", best.monte_carlo_error), "test set": (limit, best.data_error)}
+        shown = f"{best.total:.3f}" + "".join(
+            f' <span class="error">± {most}{error:.3f} ({name})</span>'
+            for name, (most, error) in errors.items()
+            if error is not None
+        )
         figures.append(("bits per dimension", shown))
     figures.append(("steps", f"{run.step:,}" + ("" if run.step == recipe.steps else f" of {recipe.steps:,}")))
     if measured.parameters is not None:
@@ -204,6 +210,8 @@ def _likelihood(run: Run, measured: Measured, best: Terms | None) -> str:
         if best.data_error is not None:
             limit = "" if best.data_resolved else "at most "
             rows.append(("± choice of test samples", f"{limit}{best.data_error:.4f}"))
+        if measured.baselines:
+            rows.append(("for comparison", escape(baselines_text(measured.baselines))))
         errors = " More evaluations reduce the first error, more test samples the second."
         parts.append(f"<div>{_table(rows, kind='numbers')}{_note(best.about + errors)}</div>")
     if measured.by_level:

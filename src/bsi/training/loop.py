@@ -35,6 +35,7 @@ from bsi.pictures import class_columns, grid, is_image
 from bsi.progress import Progress, readable_seconds
 from bsi.recipe import Recipe
 from bsi.rng import derive, subset
+from bsi.runtime.baselines import MOST_TRAIN, baselines, baselines_text
 from bsi.runtime.checkpoint import Saver, Snapshot
 from bsi.runtime.distributed import FailedTogether, Watchdog, World
 from bsi.runtime.ema import store_averages
@@ -206,14 +207,23 @@ def _observe(job: Job) -> None:
             "change_of_units": found.log_determinant / math.log(2), "time": time.time(),
         })  # fmt: skip
         if job.world.first:
-            bound_text = f"{found.bits_per_dim:.3f} ± {found.monte_carlo_error:.3f} bits/dim on the test set"
-            progress.log(f"step {step}: {bound_text}")
+            progress.log(f"step {step}: test {found}")
+            if step == recipe.steps and (text := baselines_text(_baselines(job.data, len(found.nats)))):
+                progress.log(f"for comparison, the same images: {text}")
     job.watchdog.at(step, "evaluate")
     if due.sample and job.world.first:
         job.folder.check()
         path = draw_samples(job.engine.ema.model, recipe, job.folder.path / "samples" / f"step-{step:08d}")
         _record(job, {"event": "sample", "step": step, "file": f"samples/{path.name}", "time": time.time()})
     job.pending = False
+
+
+def _baselines(data: TrainingData, count: int) -> dict[str, float]:
+    """For the images of an evaluation: the same random subset."""
+    assert data.test is not None
+    chosen = (data.train.take(subset(len(data.train), MOST_TRAIN)), data.test.take(subset(len(data.test), count)))
+    train, test = (images.cpu().numpy() for images in chosen)
+    return baselines(train, test, data.spec.bins) if data.spec.bins is not None else {}
 
 
 class Interrupted(Exception):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from bsi.backbones import build
 from bsi.backbones.config import MLPConfig
 from bsi.bound import estimate
 from bsi.cli import main
+from bsi.cli.eval import bound_line
 from bsi.data.store import open_dataset
 from bsi.elbo import Estimator
 from bsi.errors import DataError, UsageError
@@ -120,11 +122,26 @@ def test_a_pair_of_runs_is_compared_with_common_noise(runs, capsys):
     assert fitted["difference"] == pytest.approx(record["difference"], abs=error)
 
 
-def test_people_are_told_in_words(runs, capsys):
-    assert main(["eval", str(runs[0]), "--bpd", "--limit", "8", "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert "bits/dim ±" in said
-    assert "8 test samples of digits" in said
+def test_a_bound_is_printed_with_both_errors_and_baselines_of_the_same_images(runs, capsys):
+    assert main(["eval", str(runs[0]), "--bpd", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert re.match(r"\d\.\d{5} bits/dim ± \d\.\d{5} \(Monte Carlo\) ± (at most )?\d\.\d{5} \(data set\)\n", printed)
+    assert "299 test samples of digits" in printed
+    assert "for comparison: histogram 2.44, PNG 4.03, WebP 3.08 bits/dim" in printed
+
+
+def test_continuous_data_is_printed_in_nats_and_bits():
+    class Zero(torch.nn.Module):
+        def forward(self, x, t):
+            return torch.zeros_like(x)
+
+    model = bsi.Model(Zero(), bsi.BSI(), (3,))
+    found = model.elbo(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
+    line = bound_line(found.record())
+    nats, bits = re.match(
+        r"(-?[\d.]+) nats/dim ± .* \(Monte Carlo\) ± .* \(data set\); (-?[\d.]+) bits/dim$", line
+    ).groups()
+    assert (float(nats), float(bits)) == pytest.approx((found.nats_per_dim, found.bits_per_dim), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +153,17 @@ def test_people_are_told_in_words(runs, capsys):
         (["RUN", "RUN", "--paired", "--target-se", "0.1"], "--target-se"),
         (["RUN", "--bpd", "--measure", "1"], "at least 2"),
         (["RUN", "--bpd", "--limit", "0"], "--limit"),
-        (["RUN", "--bpd", "--target-se", "0"], "--target-se is a standard error"),
+        (["RUN", "--bpd", "--target-se", "0"], "--target-se must be positive"),
         (["RUN", "--fid", "--solver", "odr2"], "odr2"),
         (["nowhere", "--bpd"], "nowhere"),
         (["RUN", "--bpd", "--per-sample", "no/such/folder/x.npz"], "no folder"),
         (["RUN", "RUN", "--paired", "--per-sample", "x.npz"], "--per-sample"),
         (["RUN", "--bpd", "--kid"], "--fid"),
         (["RUN", "--bpd", "--precision-recall"], "--fid"),
+        (["RUN", "--bpd", "--num", "8"], "--num applies only with --fid"),
+        (["RUN", "--bpd", "--steps", "8"], "--steps applies only with --fid"),
+        (["RUN", "--fid", "--measure", "8"], "--measure applies only with --bpd"),
+        (["RUN", "--bpd", "--no-control"], "--no-control applies only with --proposal fitted"),
     ],
 )
 def test_what_cannot_be_done_is_said_with_exit_code_2(runs, capsys, words, message):
@@ -159,8 +180,8 @@ def test_a_result_that_cannot_be_stored_is_printed_with_exit_code_0(runs, capsys
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["images"] == 8
-    (caution,) = [line for line in err.splitlines() if "caution" in line]
-    assert caution.endswith(f"the result is printed and not stored: cannot write {copy}/evaluations: Not a directory.")
+    (warning,) = [line for line in err.splitlines() if "warning" in line]
+    assert warning.endswith(f"the result is printed and not stored: cannot write {copy}/evaluations: Not a directory.")
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

@@ -126,7 +126,7 @@ def test_what_is_wrong_is_told_in_one_message(
 def test_an_unexpected_error_is_one_line_with_a_hint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Row 60."""
+    """Row 70."""
 
     def fails() -> None:
         raise KeyError("a\nb" * 1000)
@@ -178,7 +178,7 @@ WRITING = [words for words in TAKE_FILES if re.search("--(npz|out|per-sample|hub
 def test_what_is_no_file_is_one_message_and_no_hang(
     words: str, kind: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """Row 61: a folder, a pipe, a loop of links, a name that is too long or not UTF-8 where a file is expected."""
+    """Row 71: a folder, a pipe, a loop of links, a name that is too long or not UTF-8 where a file is expected."""
 
     def never(*args: object, **kwargs: object) -> None:
         pytest.fail("served")

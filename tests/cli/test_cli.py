@@ -427,6 +427,7 @@ def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_work_goes_on_though_nobody_reads_what_is_told_of_it(tmp_path: Path) -> None:
     """And exit codes stay what they are: 0 is for what was done."""
     read, write = os.pipe()
@@ -470,6 +471,7 @@ def test_a_file_name_that_is_no_text_is_printed_as_it_is(monkeypatch: pytest.Mon
     assert out.buffer.getvalue() == b"caf\xe9.safetensors\n"
 
 
+@pytest.mark.slow
 def test_a_service_without_outputs_is_served(elsewhere: Path) -> None:
     asked = "sample digits --num 2 --steps 2 --out s.png --json"
     for closed in (">&-", ">&- 2>&-"):
@@ -500,7 +502,7 @@ def test_a_folder_of_images_leads_from_command_to_command(elsewhere: Path, capsy
     assert out == "runs/my run\n"
     assert "parameters on my photos: " in err
     assert "samples of 3 x 8 x 8" in err
-    assert re.search(r"step 1: [\d.]+ ± [\d.]+ bits/dim on the test set", err)
+    assert re.search(r"step 1: test .*bits/dim", err)
     assert "bsi eval 'runs/my run' --bpd" in err
     assert call("train", "folder", "--data.name", "photos") == 3
     assert "--data.name NAME trains on another: 'digits', 'my photos'" in capsys.readouterr().err

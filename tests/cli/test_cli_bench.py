@@ -139,6 +139,7 @@ def test_the_floor_of_a_unet_counts_all_its_convolutions(
     assert record["images_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_the_line_says_what_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """A sample takes several evaluations of the network, and each counts."""
     for work, unit in (("train", "images/s"), ("sample", "images × evaluations/s"), ("elbo", "images/s")):

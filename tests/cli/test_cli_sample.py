@@ -175,6 +175,7 @@ def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert command.text(record).splitlines()[0].endswith(": all existed")
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_parts_and_draw_the_samples_of_one(tmp_path):
     one, two = tmp_path / "one.npz", tmp_path / "two.npz"
     words = f"sample digits --num {PART + 7} --steps 1 --device cpu --json --animate {tmp_path / 'belief.gif'}"

@@ -46,7 +46,6 @@ def test_a_backbone_is_chosen_by_name_and_brings_its_own_keys() -> None:
         (["digits", "--method", "ddpm"], "bsi, bfn, vdm"),
         (["digits", "--method"], "--method needs a value"),
         (["digits", "--backbone", "dit-q/2"], "Did you mean"),
-        (["digits", "--dry-run", "--batch", "20"], "use a batch of"),
     ],
 )
 def test_a_mistake_is_answered_with_exit_code_2_and_a_suggestion(

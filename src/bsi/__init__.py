@@ -1,7 +1,7 @@
 """Bayesian Sample Inference: generative models with likelihoods and their errors.
 
-A sample x is unknown. A belief about it, a Gaussian with mean mu and precision lambda, is sharpened by noisy
-measurements of what a network predicts. `bsi.Model` is the object that most users hold; the functions that it calls
+A sample x is unknown. A belief about it, a Gaussian with mean mu and precision lambda, is updated with noisy
+measurements of a network's prediction. `bsi.Model` is the object that most users hold; the functions that it calls
 take `(method, predict, ...)` and live in modules named after what they do.
 
 Importing this package imports no torch: names and modules are loaded when first used (PEP 562).

@@ -1,12 +1,13 @@
-"""Denoisers with EDM's or DDPM's interface as predictors, and the reverse: one function in other coordinates.
+"""Convert between predictors and denoisers with EDM's or DDPM's interface.
 
 A latent psi is a measurement of x, z = psi / signal = x + sigma eps with sigma = noise / signal. So EDM's
-denoiser D(z, sigma) = E[x | z] is a predictor, and a predictor is such a denoiser at the level where sigma is found,
+denoiser D(z, sigma) = E[x | z] is a predictor, and a predictor is such a denoiser at the level whose latents have
+noise sigma,
 
     alpha = (1 + sqrt(1 + 4 c sigma^2)) / (2 sigma^2).
 
-A network that predicts the noise of x_t = sqrt(alpha_bar) x + sqrt(1 - alpha_bar) eps (DDPM and most that followed it)
-is one as well, with 1 / sigma^2 = alpha_bar / (1 - alpha_bar). Everything here is exact up to rounding.
+A network that predicts the noise of x_t = sqrt(alpha_bar) x + sqrt(1 - alpha_bar) eps (DDPM and most later models) can
+be converted too, with 1 / sigma^2 = alpha_bar / (1 - alpha_bar). All conversions are exact up to rounding.
 
     predict = from_noise_prediction(BSI(), lambda x_t, a: unet(x_t, schedule.time(a)), schedule.sigma_max)
     images = sample(BSI(), predict, noise, edm_grid(BSI(), 15), "ode2")
@@ -33,7 +34,7 @@ Data = Float[Tensor, "batch *data"]
 PerSample = Float[Tensor, " batch"]
 
 GaussianDenoiser = Callable[[Data, PerSample], Data]  # D(z, sigma), EDM's interface
-# eps(x_t, alpha_bar), with alpha_bar in float64: float32 has few digits of the 1 - alpha_bar of little noise
+# eps(x_t, alpha_bar). alpha_bar is float64, because 1 - alpha_bar loses most of its digits in float32 at low noise.
 NoiseNetwork = Callable[[Data, PerSample], Data]
 
 
@@ -48,7 +49,7 @@ def from_denoiser(method: Method, denoiser: GaussianDenoiser, sigma_max: float =
         encoder = method.encoder(level)
         known = encoder.signal * sigma_max > encoder.noise
         sigma = torch.where(known, encoder.noise / torch.where(known, encoder.signal, 1.0), sigma_max)
-        # z = psi / signal, and sigma_max w where that would be more noise: w = psi / noise, 0 where it is 0 / 0
+        # z = psi / signal, or sigma_max w if its noise exceeds sigma_max, with w = psi / noise (0 if both are 0)
         noisy = sigma_max / torch.where(encoder.noise > 0, encoder.noise, 1.0)
         scale = torch.where(known, 1 / torch.where(known, encoder.signal, 1.0), noisy)
         return denoiser(over(scale, latent) * latent, sigma.to(latent.dtype))
@@ -112,8 +113,9 @@ class Schedule:
         return ((1 - self.alpha_bar[-1]) / self.alpha_bar[-1]) ** 0.5
 
     def time(self, alpha_bar: PerSample) -> PerSample:
-        """The time at which alpha_bar is reached, in float32, for networks: between two steps by the log-odds of
-        alpha_bar, and one of the ends beyond them.
+        """The fractional time step with this alpha_bar, in float32, as the network's input.
+
+        It is interpolated linearly in the log-odds of alpha_bar and clamped to the ends of the table.
         """
         table = torch.logit(torch.tensor(self.alpha_bar, dtype=torch.float64, device=alpha_bar.device)).flip(0)
         place = torch.logit(alpha_bar.double()).clamp(table[0], table[-1])

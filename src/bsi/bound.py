@@ -7,22 +7,23 @@ and small at both ends, nearly periodic, so that m equally spaced points with on
 
 are far better than m independent points. Each t_j is uniform: the estimate is unbiased. Samples are divided into
 blocks, and the shifts within a block of B samples are equally spaced too, v_i = (i / B + delta) mod 1 with one delta
-~ U(0, 1): the block sees B m equally spaced levels, which integrates what its samples have in common almost exactly.
+~ U(0, 1): the block has B m equally spaced levels, so that the part of the integrand that its samples share is
+integrated almost exactly.
 
-Errors within a sample and within a block then depend on each other, and the usual formula for independent draws is
-wrong. So the m levels of a sample belong to R >= 2 replicates with independent shifts and noise. The spread of the
+Errors within a sample and within a block are then correlated, and the usual formula for independent draws does not
+apply. So the m levels of a sample belong to R >= 2 replicates with independent shifts and noise. The spread of the
 replicates of a block's sum estimates the variance of their average without bias, and blocks are independent: their
 variances add, and so do their degrees of freedom. Replicates of unequal size (5 levels are 3 + 2) are averaged by size;
 their variance estimate is unbiased if a replicate's variance falls as 1 / m, and too large if it falls faster.
 
 With a control variate (control_variate.py) blocks are evaluated in stages, and each stage uses a control fitted to the
-pilot and to the stages before it. Given those, its estimate is unbiased, so that the errors of different blocks stay
-uncorrelated and their variances still add. `target_error` adds rounds until the Monte Carlo error is small enough;
+pilot and to the stages before it. Conditional on those, its estimate is unbiased, so that the errors of different
+blocks are uncorrelated and their variances add. `target_error` adds rounds until the Monte Carlo error is small enough;
 stopping early favors rounds whose error is underestimated, in a simulation by at most 6 % with 32 blocks.
 
 All levels and noise are functions of (seed, sample or block, replicate, round): they depend neither on the batch size
-nor on the number of ranks. Each rank evaluates its batches into a table that is zero elsewhere, and the sum of the
-tables is the one that a single rank would have made.
+nor on the number of ranks. Each rank writes the results of its batches into a table that is zero elsewhere, and the
+sum of the tables equals the table of a run on a single rank.
 """
 
 from __future__ import annotations
@@ -64,15 +65,15 @@ __all__ = [
     "make_plan",
 ]
 
-BLOCKS = 32  # the error is an average of as many variances: known to about 1 / sqrt(2 * 32) of itself
-FREEDOM = 24  # degrees of freedom that a set too small for so many blocks gets from more replicates
-GROWTH = 0.25  # each stage adds this part to the evaluations that the control is fitted to, until there are
-ENOUGH = 8192  # evaluations: more would hardly improve it
-PILOT_PART = 8  # the pilot takes one evaluation for this many of the first round, but
-FEWEST, MOST = 256, 2048  # at least and at most this many
+BLOCKS = 32  # their variances are averaged: the relative error of the standard error is about 1 / sqrt(2 * 32)
+FREEDOM = 24  # target for the degrees of freedom: small sets have fewer blocks, and more replicates instead
+GROWTH = 0.25  # each stage increases the number of evaluations that the control is fitted to by this fraction
+ENOUGH = 8192  # evaluations after which the control is no longer refitted, since more would hardly improve it
+PILOT_PART = 8  # the pilot takes one evaluation for this many of the first round
+FEWEST, MOST = 256, 2048  # limits of the number of pilot evaluations
 DESCRIBED = 2048  # samples that the reference denoisers of the control variate are fitted to
 KINDS = {"measure": 1, "recon": 2, "pilot": 3}  # streams of noise, which never share a draw
-DRAWS = 1 << 28  # per stream
+DRAWS = 1 << 28  # number of draws per stream
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -134,7 +135,7 @@ class EvaluatedModel:
         return cls(method, lambda ids: predict, lambda ids: x[ids], len(x), tuple(x.shape[1:]), bins, x.device)
 
     def batches(self, count: int, size: int, ranks: Ranks) -> Iterator[Int[Tensor, " batch"]]:
-        """This rank's share of 0 .. count - 1: whole batches, the same ones for any number of ranks."""
+        """This rank's batches of the indices 0 .. count - 1; the batches do not depend on the number of ranks."""
         batches = torch.arange(count, device=self.device).split(size)
         yield from batches[ranks.rank * len(batches) // ranks.size : (ranks.rank + 1) * len(batches) // ranks.size]
 
@@ -166,7 +167,7 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class Points:
-    """Levels to evaluate at, and the weight of each evaluation; for finite steps the precision that each gains."""
+    """Levels to evaluate at, the weight of each evaluation and, for a finite number of steps, the precision gained."""
 
     level: Float64[Tensor, " batch"]
     weight: Float64[Tensor, " batch"]
@@ -218,14 +219,14 @@ class Integral:
 def noise(
     seed: int, ids: Int[Tensor, " batch"], kind: str, draw: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Float[Tensor, "batch *data"]:
-    """Standard noise of these samples for one evaluation."""
+    """Standard normal noise for one evaluation of these samples."""
     assert 0 <= draw < DRAWS
     return standard_normal(seed, ids, KINDS[kind] * DRAWS + draw, shape, dtype)
 
 
 @dataclass(frozen=True)
 class Design:
-    """The positions t of `count` samples' levels: `measure` of each in a round, in independent replicates."""
+    """The positions t of the levels of `count` samples: `measure` per sample and round, in independent replicates."""
 
     count: int
     measure: int
@@ -237,15 +238,17 @@ class Design:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Levels in each replicate: two replicates, or more if there are few blocks; at least two levels in each where
-        there are enough, so that each is itself stratified.
+        """The number of levels in each replicate.
+
+        There are two replicates, or more if there are few blocks. Each has at least two levels if `measure` allows it,
+        so that it is itself stratified.
         """
         wanted = max(2, 1 + math.ceil(FREEDOM / self.blocks))
         replicates = min(wanted, max(2, self.measure // 2), self.measure)
         return tuple(self.measure // replicates + (r < self.measure % replicates) for r in range(replicates))
 
     def block(self, ids: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        """The block of each sample: interleaved, so that each block is like the set, whatever its order."""
+        """The block of each sample. Blocks are interleaved, so that each represents the set regardless of its order."""
         return ids % self.blocks
 
     def stages(self, learned: int) -> list[Int[Tensor, " _"]]:
@@ -269,7 +272,7 @@ class Design:
         return (torch.arange(m, device=ids.device)[:, None] + shift) / m
 
 
-# What is fitted before the estimate
+# Fitting the proposal and the control variate
 
 
 @dataclass(frozen=True)
@@ -285,10 +288,11 @@ class Plan:
 def make_plan(
     model: EvaluatedModel, estimator: Estimator, ranks: Ranks | None = None, basis: Basis | None = None
 ) -> Plan:
-    """The estimator's proposal and control. Every rank calls it and gets the same; plans for one set can share `basis`.
+    """The estimator's proposal and control variate.
 
-    The proposals are `loguniform`, the paper's; `exact`, Equation "expected-h", which the paper simplifies to the
-    former; and `fitted`, learned from a pilot together with a control variate.
+    Every rank must call this function, and all get the same result. Plans for the same set can share `basis`. The
+    proposals are `loguniform`, the paper's; `exact`, Equation "expected-h", which the paper simplifies to the former;
+    and `fitted`, learned from a pilot together with a control variate.
     """
     if estimator.proposal == "loguniform":
         return Plan(model.method.levels)
@@ -315,7 +319,8 @@ def make_plan(
     bad = int((~torch.isfinite(seen.g)).sum())
     if bad:
         raise NonFinite(
-            f"{bad} of the pilot's {len(seen.g)} evaluations are NaN or infinite: so are the network's predictions"
+            f"{bad} of the pilot's {len(seen.g)} evaluations are NaN or infinite: the network's predictions are not "
+            f"finite"
         )
     control = fit_control(basis, seen) if estimator.control else None
     residual = seen.g if control is None else seen.g - control.predict(seen)
@@ -323,7 +328,7 @@ def make_plan(
 
 
 def describe(model: EvaluatedModel) -> Basis:
-    """The functions of a control variate for this set."""
+    """Fit the basis functions of a control variate to this set."""
     return Basis.fit(model.method, model.spread_out(DESCRIBED), model.bins)
 
 
@@ -355,12 +360,12 @@ class Pilot:
 
     @property
     def draws(self) -> int:
-        """Pairs of each sample that takes part."""
+        """The number of pairs for each participating sample."""
         return -(-self.pairs // self.count)
 
     @property
     def samples(self) -> int:
-        """How many samples take part."""
+        """The number of participating samples."""
         return min(self.count, self.pairs)
 
     @property
@@ -368,11 +373,11 @@ class Pilot:
         return 2 * self.samples * self.draws
 
     def ids(self, members: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        """The samples behind members 0 .. samples - 1 of the pilot."""
+        """The sample indices of the pilot's members, which are numbered 0 .. samples - 1."""
         return members * self.count // self.samples
 
     def t(self, members: Int[Tensor, " batch"], draw: int) -> Float64[Tensor, " batch"]:
-        """Multiples of the golden ratio with one shift: any consecutive ones cover [0, 1] evenly."""
+        """Multiples of the golden ratio with one random shift: consecutive multiples cover [0, 1] evenly."""
         shift = uniform(self.seed, torch.zeros_like(members), 1 << 16, 0)
         return ((members * self.draws + draw).double() * GOLDEN + shift) % 1
 
@@ -381,7 +386,7 @@ class Pilot:
 
 
 def _together(ranks: Ranks, fill: Callable[[], None], table: Tensor) -> Tensor:
-    """The ranks' tables as one. A rank that failed to `fill` its own fails all of them, so that none waits for it."""
+    """The sum of the ranks' tables. If `fill` raises on one rank, all ranks raise, so that none waits for another."""
     failed = None
     try:
         fill()
@@ -426,7 +431,7 @@ class Rounds:
     def _stage(
         self, table: Float64[Tensor, "replicates all"], samples: Int[Tensor, " samples"], round_: int, bar: Progress
     ) -> None:
-        """Fill in these samples' columns of the table, and fit the control to what they add."""
+        """Fill in these samples' columns of the table, and refit the control with their evaluations."""
         model, measure, control = self.model, self.estimator.measure, self.control
         integral = Integral.of(model.method, self.plan.proposal, self.estimator.finite_k)
         hats = torch.zeros(0) if control is None else integral.hats(control.basis.knots)
@@ -460,7 +465,7 @@ class Rounds:
 
         table += _together(self.ranks, fill, part)
         if control is not None and learning:
-            # At most ENOUGH observations, since a block may be large; the finite ones, since the others are reported.
+            # At most ENOUGH observations, since a block may be large, and only finite ones: `_finite` reports others.
             rows = self.ranks.sum(seen)[:: -(-len(samples) * measure // ENOUGH)].flatten(0, 1)
             self.control = control.after(Observations(rows[torch.isfinite(rows).all(1)]))
 
@@ -496,7 +501,7 @@ class Rounds:
         return torch.zeros(rows, self.model.count, dtype=torch.float64, device=self.model.device)
 
     def _progress(self, what: str, counts: list[int], rows: int, round_: int) -> Progress:
-        """Of this rank; the others are as far, up to a batch."""
+        """A progress bar for this rank's evaluations; the other ranks have as many, up to one batch."""
         mine = sum(
             len(ids) for each in counts for ids in self.model.batches(each, self.estimator.batch_size, self.ranks)
         )
@@ -524,7 +529,10 @@ def estimate(
     progress: bool = False,
     poll: Callable[[], None] = lambda: None,
 ) -> Elbo:
-    """The bound of all samples. Every rank calls it and gets the same; `plan` replaces the estimator's own."""
+    """Estimate the bound of all samples.
+
+    Every rank must call this function, and all get the same result. `plan` overrides the estimator's own plan.
+    """
     run = Rounds(model, estimator, ranks, plan, progress, poll)
     rounds = {"measurements": run.measure, "reconstructions": run.reconstruct}
     costs = {"measurements": estimator.measure, "reconstructions": estimator.recon * evaluations(model.method, 0)}

@@ -7,7 +7,7 @@ W is a virtual Brownian tree: between two informations a < b where it is known, 
 
     W(m) = ((b - m) W(a) + (m - a) W(b)) / (b - a) + sqrt((m - a) (b - m) / (b - a)) eps                   (the bridge)
 
-with an eps that is keyed by the place in the tree. Nodes halve the interval [2^-16, 2^32] in ln Lambda, thirteen
+with an eps that is keyed by the position in the tree. Nodes halve the interval [2^-16, 2^32] in ln Lambda, thirteen
 times; inside a leaf, a last bridge with the leaf's own eps gives the value. So W(Lambda) is a sum of 16 Normals with
 weights that depend on Lambda alone, whatever was evaluated before: nothing is stored, and any sample's path can be
 evaluated anywhere. Its law is exact on every grid with at most one point in each leaf, whose length in ln Lambda is
@@ -33,7 +33,7 @@ __all__ = ["RESOLUTION", "BrownianPath", "Expansion", "check_resolved", "expansi
 LOW, HIGH = 2.0**-16, 2.0**32
 DEPTH = 13
 RESOLUTION = math.log(HIGH / LOW) / 2**DEPTH
-CACHED = 2**18  # Normals made at a time on a CPU, so that their intermediate results stay in its cache: twice as fast
+CACHED = 2**18  # Normals drawn at a time on a CPU: twice as fast, because intermediate results stay in the cache
 
 # Keys of the Normals. Node i of the tree, counted from 1 as in a heap, is 1 + i; the leaves follow.
 _FIRST, _LAST, _LEAVES = 0, 1, 1 + 2**DEPTH
@@ -41,7 +41,7 @@ _FIRST, _LAST, _LEAVES = 0, 1, 1 + 2**DEPTH
 
 @dataclass(frozen=True)
 class Expansion:
-    """W(Lambda) = sum of weights[i] times the Normal with the key keys[i]; `leaf` holds no other point of a grid."""
+    """W(Lambda) = sum of weights[i] times the Normal with the key keys[i]. A grid has at most one point in `leaf`."""
 
     keys: tuple[int, ...]
     weights: tuple[float, ...]
@@ -50,7 +50,7 @@ class Expansion:
 
 @functools.lru_cache(maxsize=4096)
 def expansion(information: float) -> Expansion:
-    """The Normals that W(information) is made of. Computed in float64, so that differences of paths keep digits."""
+    """The expansion of W(information), in float64, so that differences of nearby values keep their precision."""
     first, last = {_FIRST: math.sqrt(LOW)}, {_FIRST: math.sqrt(LOW), _LAST: math.sqrt(HIGH - LOW)}
     if information <= LOW:
         leaf = _LEAVES + 2**DEPTH
@@ -107,9 +107,9 @@ class BrownianPath:
     def at(self, information: float) -> Float[Tensor, "batch *data"]:
         """W(information), of variance `information`."""
         terms, device = expansion(information), self.samples.device
-        # Copies that do not wait for the device: waiting would leave it idle between two steps.
+        # Asynchronous copies: a synchronization would leave the device idle between two steps.
         places = torch.tensor(terms.keys).to(device, non_blocking=True)
-        wide = torch.promote_types(self.dtype, torch.float32)  # the path's ends are beyond float16
+        wide = torch.promote_types(self.dtype, torch.float32)  # float16 cannot represent the ends of the path
         weights = torch.tensor(terms.weights, dtype=wide).to(device, non_blocking=True)
         seed, n = seed_words(self.seed, device), math.prod(self.shape)
         size = len(self.samples) if device.type == "cuda" else max(1, CACHED // (len(terms.keys) * n))

@@ -12,12 +12,13 @@ encode a sample, s_k, ..., s_0 are decoded ("popped") from the bits that are alr
 are encoded ("pushed"), by p. The expected net length is the bound L_M^k + L_R + L_prior. Decoding reverses each step.
 
 Latents lie on grids whose spacing is a fraction of q's standard deviation. Discretizing both q and p never raises their
-divergence. The first bits come from samples that are stored plainly, log2(bins) bits for each dimension, until the
-stack holds enough for a batch.
+divergence. The first bits come from samples that are stored uncompressed, log2(bins) bits for each dimension, until the
+stack holds enough bits for a batch.
 
 Encoder and decoder must compute the same x_hat to the last bit. The file records the network's hash, the device, the
 versions and a hash of some predictions, which the decoder compares before it starts; checksums of each batch and of
-everything catch what slips through. A file can be decoded on machines of the same type; it is not an archive format.
+the whole file detect any remaining difference. A file can be decoded only on machines of the same type, so the format
+is not suitable for archives.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ MAGIC = b"BSI\x01"
 HASH_BYTES = 32
 MAX_HEADER = 1 << 24
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
-# Grid points to either side of the mean that have a probability, 2^-24 or more: for q, and at least and most for p.
+# Grid points on either side of the mean with nonzero probability (at least 2^-24): REACH for q, LEAST to MOST for p.
 REACH, LEAST, MOST = 12, 64, 1 << 12
-LOG_STEP = 0.125  # of a stored ln v
-MARGIN = 1.1  # more bits than expected that must be there before a batch begins
+LOG_STEP = 0.125  # quantization step of a stored ln v
+MARGIN = 1.1  # a batch starts only if the stack holds this multiple of the bits that it is expected to take
 PROBES = 4  # predictions whose hash a decoder compares before it starts
 
 Report = Callable[[int], None]
@@ -65,7 +66,7 @@ Report = Callable[[int], None]
 class Compressed:
     """A compressed data set and its size.
 
-    `initial_bits` are those of the samples stored plainly, which the first batches draw from.
+    `initial_bits` is the size of the samples stored uncompressed; the first batches take their bits from them.
     """
 
     blob: bytes
@@ -77,12 +78,12 @@ class Compressed:
 
     @property
     def gross_bits_per_dim(self) -> float:
-        """Of the file."""
+        """Bits per dimension of the whole file."""
         return 8 * len(self.blob) / (self.samples * self.n)
 
     @property
     def net_bits_per_dim(self) -> float:
-        """Of the samples coded with the model: what each further sample adds."""
+        """Bits per dimension of the samples coded with the model: the cost of each additional sample."""
         coded = self.samples - self.plain
         return self.net_bits / (coded * self.n) if coded else math.nan
 
@@ -101,9 +102,10 @@ def compress(
         model: A model with `bins`, on the device that computes; decoding needs the same model.
         data: Bin indices.
         steps: Steps of the chain. More steps make a tighter bound and need more initial bits.
-        variance: That of the transitions (`bsi.variance.named_variance`): `level`, `pixels` or `dct`.
-        batch_size: Samples coded together, at most: as many as there are bits to draw their latents from.
-        progress: Called with a number of network evaluations as they are done.
+        variance: Variance of the transitions (`bsi.variance.named_variance`): `level`, `pixels` or `dct`.
+        batch_size: Maximum number of samples coded together. The first batches are smaller if the stack holds too few
+            bits for their latents.
+        progress: Called with the number of network evaluations that were just completed.
 
     Raises:
         UsageError: The model has no bins, or the data does not fit it.
@@ -160,7 +162,7 @@ def decompress(
     progress: Report = lambda count: None,
     preview: Callable[[int, Tensor], None] | None = None,
 ) -> Integer[Tensor, "samples *data"]:
-    """The data of a compressed file, to the last bit.
+    """Decompress a file. The data is identical to that which was compressed.
 
     Args:
         model: The model that compressed it.
@@ -168,7 +170,7 @@ def decompress(
 
     Raises:
         DataError: The file is damaged.
-        UsageError: The model is another one, or this machine computes other predictions.
+        UsageError: The file was compressed with another model, or predictions on this machine differ.
     """
     header, words = _unpack(blob)
     bins = _bins(model)
@@ -196,7 +198,7 @@ def decompress(
 
 
 def evaluations(blob: bytes) -> int:
-    """The network evaluations of single samples that decompressing takes."""
+    """The number of network evaluations that decompression takes, counted for each sample."""
     header, _ = _unpack(blob)
     return (header["steps"] + 1) * (header["count"] - header["plain"])
 
@@ -216,11 +218,11 @@ class _Chain:
         self.n = math.prod(model.shape)
         self.variance = None if variance is None else variance.at(self.levels[:-1]).numpy()
         following = [*self.information[1:], math.inf]
-        # of q(s_i | s_{i+1}, x), and of q(s_k | x), where the one that follows is infinite
+        # standard deviations of q(s_i | s_{i+1}, x), and of q(s_k | x) as the case Lambda_{k+1} = inf
         self.std = [math.sqrt(a * (1 - a / b)) for a, b in zip(self.information, following, strict=True)]
         gained = [math.inf, *(b - a for a, b in itertools.pairwise(self.information))]  # no step leads to the prior
         self.spacing = [SPACING * min(std, math.sqrt(d)) for std, d in zip(self.std, gained, strict=True)]
-        # p must be able to code whatever q drew, from a prediction that is wrong by the data's range.
+        # p must be able to code any draw of q, even if the prediction is wrong by the whole range of the data.
         wrong = [0.0, *((bins.high - bins.low) * d for d in gained[1:])]
         self.reach = [
             min(MOST, LEAST + int(w / step)) if step else LEAST for w, step in zip(wrong, self.spacing, strict=True)
@@ -229,7 +231,7 @@ class _Chain:
 
     @property
     def initial_bits(self) -> float:
-        """Expected bits that the latents of one sample take from the stack."""
+        """The expected number of bits that the latents of one sample take from the stack."""
         pairs = list(zip(self.std, self.spacing, strict=True))[self.first :]
         return self.n * sum(math.log2(std / spacing) + 0.5 * math.log2(2 * math.pi * math.e) for std, spacing in pairs)
 
@@ -255,7 +257,7 @@ class _Chain:
     def decode(
         self, coder: Any, count: int, preview: Callable[[int, Tensor], None] | None
     ) -> Integer[np.ndarray, "batch n"]:
-        """Pop a batch of samples, and push what encoding them had popped."""
+        """Pop a batch of samples, and push back the bits that encoding them popped."""
         nothing, last = np.zeros((count, self.n)), len(self.levels) - 1
         places: dict[int, Int64[np.ndarray, "batch n"]] = {}
         latent = nothing
@@ -285,7 +287,7 @@ class _Chain:
         for i in np.linspace(0, len(self.levels) - 1, PROBES).astype(int).tolist():
             eps = standard_normal(0, torch.arange(2), i, (self.n,), torch.float64).numpy()
             sha.update(self._predict(i, eps * math.sqrt(self.information[i])).numpy().tobytes())
-            self.progress(-len(eps))  # not a part of the work
+            self.progress(-len(eps))  # probes do not count as progress
         return sha.hexdigest()
 
     def _nothing(self, index: Integer[np.ndarray, "batch n"]) -> Float64[np.ndarray, "batch n"]:
@@ -305,13 +307,13 @@ class _Chain:
         return mean + self.information[i] / self.information[i + 1] * (following - self.alpha[i + 1] * x)
 
     def _prior_std(self) -> float:
-        """Of s_0: the prior of the method in information coordinates."""
+        """Standard deviation of s_0, the method's prior in information coordinates."""
         one = self.model.method.prior(torch.ones(1, 1, dtype=torch.float64))
         return float(one) * self.scale[0]
 
     @torch.no_grad()
     def _predict(self, i: int, latent: Float64[np.ndarray, "batch n"]) -> Tensor:
-        """x_hat at level i, clipped to the data's range; the last level's is what the method decodes."""
+        """x_hat at level i, clipped to the data's range; at the last level, the result of `method.decode`."""
         method, device = self.model.method, self.model.device
         values = self.basis.values(torch.from_numpy(latent), torch.empty(len(latent), *self.model.shape))
         psi = (values / self.scale[i] if self.scale[i] else torch.zeros_like(values)).float()
@@ -331,7 +333,7 @@ class _Chain:
         return mean, np.sqrt(gained + gained**2 * self.variance[i - 1])
 
     def _outcome_parameters(self, x_hat: Tensor) -> tuple[Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
-        """Of p(x | s_k), a Normal over the bins, in units of their width."""
+        """Mean and standard deviation of p(x | s_k), a Normal over the bins, in units of their width."""
         place = ((x_hat - self.bins.low) / self.bins.width).reshape(-1).numpy()
         std = 1 / (math.sqrt(self.model.method.recon_precision) * self.bins.width)
         return place, np.full_like(place, std)
@@ -363,7 +365,7 @@ def _outcomes(bins: Bins) -> Any:
 def _near(
     mean: np.ndarray, std: np.ndarray | float, spacing: float, reach: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any]:
-    """A Normal on a grid: its center, rounded; and the rest of its mean and its standard deviation, in grid points."""
+    """A Normal on a grid: its rounded mean, and the remainder of the mean and the standard deviation in grid points."""
     import constriction
 
     center = np.rint(mean / spacing)
@@ -434,7 +436,7 @@ def _unpack(blob: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _check_header(header: dict[str, Any], model: Model, bins: Bins) -> None:
-    """Raise if the file is of another model or claims what it cannot hold."""
+    """Raise if the file belongs to another model or its header is inconsistent."""
     if header.get("model") != _model_hash(model):
         raise UsageError(
             f"the file was compressed with another model: its hash is {header.get('model')!s:.12}, this model's is "
@@ -454,7 +456,7 @@ def _check_header(header: dict[str, Any], model: Model, bins: Bins) -> None:
 
 
 def _check_machine(header: dict[str, Any], model: Model, chain: _Chain) -> None:
-    """Raise, before decoding, if this machine computes other predictions."""
+    """Raise, before decoding, if predictions on this machine differ."""
     if header["probe"] == chain.probe():
         return
     ours, theirs = _machine(model), header["machine"]
@@ -466,7 +468,7 @@ def _check_machine(header: dict[str, Any], model: Model, chain: _Chain) -> None:
 
 
 def _machine(model: Model) -> dict[str, Any]:
-    """What the last bits of a prediction depend on."""
+    """The settings that affect the last bits of a prediction."""
     network = model.denoiser.backbone
     dtype = getattr(network, "compute_dtype", None) or next((p.dtype for p in network.parameters()), torch.float32)
     device = model.device
@@ -481,7 +483,7 @@ def _machine(model: Model) -> dict[str, Any]:
 
 
 class _threads:
-    """The number of threads that the encoder had; as it was afterwards."""
+    """Context manager that sets the encoder's number of threads and restores the previous one."""
 
     def __init__(self, count: object) -> None:
         self.count = count if isinstance(count, int) and 1 <= count <= 1024 else torch.get_num_threads()
@@ -503,7 +505,7 @@ def _bins(model: Model) -> Bins:
 
 
 def _model_hash(model: Model) -> str:
-    """Of the method, the data's description and the weights."""
+    """Hash of the method, the shape and bins of the data, and the weights."""
     sha = hashlib.sha256(repr((model.method, model.shape, model.bins)).encode())
     for name, tensor in sorted(model.denoiser.state_dict().items()):
         sha.update(name.encode())
@@ -516,12 +518,12 @@ def _check(index: Integer[np.ndarray, "batch n"]) -> int:
 
 
 def _bytes(index: Integer[np.ndarray, "samples n"], bins: Bins) -> bytes:
-    """The data as it is stored in a dataset."""
+    """The data in the byte format of a dataset."""
     return np.ascontiguousarray(index.astype(bins.dtype)).tobytes()
 
 
 def _stored_variance(variance: Variance) -> dict[str, Any]:
-    """A variance as the header holds it: its logarithms in steps of LOG_STEP, and the principal colors."""
+    """A variance in the form stored in the header: its logarithms in steps of LOG_STEP, and the principal colors."""
     logs = torch.round(torch.log(variance.values.clamp(min=1e-12)) / LOG_STEP).clamp(-127, 127).to(torch.int8)
     kinds = {"pixels": (None,) * len(variance.basis.shape)}
     separable = variance.basis.shape == variance.basis.shape and variance.basis.matrices != kinds["pixels"]

@@ -19,11 +19,11 @@ products, and the system solved in a Krylov space of a few dimensions. Any solve
 
 A trained network is not an exact predictor, and its Jacobian is no covariance: neither symmetric nor positive, and
 worst at high noise, where V is noise^2 / signal times a small difference. Conjugate gradients then diverge. So the
-matrix is projected onto the Krylov space, and what the projection shows to be wrong is left out: its symmetric
-part is inverted where its eigenvalues are positive, theta = eigenvalue + 1 / a as theta / (theta^2 +
-delta^2), where delta is how far it is off if that is as much as the antisymmetric part, which should be 0. For an exact
-predictor delta is 0, and the result is that of conjugate gradients. The part of y - A x_hat that remains unexplained is
-treated as an error of which only the size is known: V is a multiple of the identity.
+matrix is projected onto the Krylov space and regularized there: only the positive eigenvalues of its symmetric part
+are used, and theta = eigenvalue + 1 / a is inverted as theta / (theta^2 + delta^2). Here delta is the estimated error
+of the symmetric part: as large as the antisymmetric part, which would be 0 for an exact predictor. In that case the
+result is that of conjugate gradients. The part of y - A x_hat that remains unexplained is treated as an error of which
+only the size is known, with a multiple of the identity as V.
 
 **Guidance** mixes two predictors, with and without a condition (Ho and Salimans, 2022).
 """
@@ -60,7 +60,7 @@ def start_of(method: Method, precision: float) -> float:
     """The level at which a latent has as much information as a measurement of this precision."""
     low, high = method.levels.low, method.levels.high
     level = float(level_at(method, torch.tensor(precision, dtype=torch.float64).sqrt()))
-    if not low < level < high:  # nor is NaN, of which a negative precision makes one
+    if not low < level < high:  # also rejects NaN, the square root of a negative precision
         first, last = rho_at(method, torch.tensor([low, high], dtype=torch.float64)).square().tolist()
         raise UsageError(
             f"a measurement's precision, 1 / noise^2, must lie in the model's range, {first:.3g} to {last:.3g}: "
@@ -126,9 +126,9 @@ def measured(
     precision: float,
     iterations: int = 5,
 ) -> Predictor:
-    """A predictor that knows y = A x + N(0, 1 / precision); `operator` is A, linear, for a batch.
+    """A predictor conditioned on y = A x + N(0, 1 / precision); `operator` applies the linear map A to a batch.
 
-    Costs one evaluation and `iterations` backward passes each time.
+    Each call costs one evaluation and `iterations` backward passes.
     """
     _check_values(y)
     if not precision > 0 or iterations < 2:
@@ -176,7 +176,7 @@ def inpainted(
     precision: float = math.inf,
     iterations: int = 5,
 ) -> Predictor:
-    """A predictor that knows x where the mask is 1, up to noise of this precision; y may be anything where it is 0."""
+    """A predictor conditioned on x where the mask is 1, up to noise of this precision; y is ignored where it is 0."""
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise UsageError("a mask is 1 where x is known and 0 where it is not: got values between or beyond")
     known = torch.where(mask.bool(), y, torch.zeros_like(y))  # not mask * y: missing values may be NaN
@@ -185,15 +185,16 @@ def inpainted(
 
 
 def replaced(predict: Predictor, y: Data, mask: Mask) -> Predictor:
-    """The simple method: measure y itself where the mask is 1, and predict the rest as without y.
+    """The simple method: predict y itself where the mask is 1, and leave the other predictions unchanged.
 
-    The known part then follows a trajectory towards y, but informs the rest only through the latent, which is late.
+    The known part then follows a trajectory towards y, but affects the rest only through the latent, late in the
+    trajectory.
     """
     return lambda latent, level: torch.where(mask.bool(), y, predict(latent, level))
 
 
 def guided(conditional: Predictor, unconditional: Predictor, scale: float) -> Predictor:
-    """x_hat = unconditional + scale (conditional - unconditional): 1 is the conditional model, more exaggerates it."""
+    """x_hat = unconditional + scale (conditional - unconditional). With scale = 1 this is the conditional model."""
 
     def predictor(latent: Data, level: PerSample) -> Data:
         without = unconditional(latent, level)
@@ -210,7 +211,7 @@ def _check_values(y: Given) -> None:
 
 
 def _differentiating(predictor: Predictor) -> Predictor:
-    """A predictor that computes derivatives inside, also under no_grad or inference mode of the caller."""
+    """Wrap a predictor that computes derivatives, so that it can be called under no_grad or inference mode."""
 
     def called(latent: Data, level: PerSample) -> Data:
         with torch.inference_mode(False), torch.no_grad():
@@ -220,9 +221,9 @@ def _differentiating(predictor: Predictor) -> Predictor:
 
 
 def _informed(method: Method, latent: Data, level: PerSample) -> tuple[Data, PerSample]:
-    """Where a latent has no information yet, d x_hat / d psi is 0 and V = 0 / 0: use sigma = 80 instead.
+    """Move latents with little or no information to sigma = 80, since V is 0 / 0 where d x_hat / d psi is 0.
 
-    w = psi / noise is kept, as the flow would; at no information it is 0, its mean.
+    w = psi / noise is kept, as under the probability flow; without any information it is set to its mean, 0.
     """
     enough = level_at(method, torch.tensor(1 / EDM_SIGMA, dtype=torch.float64, device=level.device))
     later = torch.maximum(level.double(), enough)
@@ -233,7 +234,7 @@ def _informed(method: Method, latent: Data, level: PerSample) -> tuple[Data, Per
 
 @dataclass(frozen=True)
 class _Solved:
-    """V A^T u, and r - (A V A^T + 1 / a) u, what u does not explain."""
+    """The correction V A^T u, and the residual r - (A V A^T + 1 / a) u."""
 
     correction: Data
     rest: Measured
@@ -260,7 +261,7 @@ class _Krylov:
             spreads.append(spread(q.view_as(r)))
             products.append(operator(spreads[-1]).flatten(1))
             known, rest = torch.stack(basis, dim=1), products[-1]
-            for _ in range(2):  # once leaves what rounding left
+            for _ in range(2):  # a second pass removes rounding errors of the first
                 rest = rest - torch.einsum("bk,bkm->bm", torch.einsum("bkm,bm->bk", known, rest), known)
             more = rest.norm(dim=1) > self.tiny * products[-1].norm(dim=1)
             basis.append(torch.where(more[:, None], _unit(rest), 0.0))
@@ -270,7 +271,7 @@ class _Krylov:
     def solve(self) -> _Solved:
         projected = torch.einsum("bkm,blm->bkl", self.basis, self.products)
         k, error = projected.shape[-1], 0.5 * (projected - projected.mT)
-        # entries that are off at random by this variance put the symmetric part off by a norm of sqrt(2 k variance)
+        # independent errors of this variance in the entries change the symmetric part by sqrt(2 k variance) in norm
         variance = 2 * error.square().sum((1, 2)) / max(1, k * (k - 1))
         values, vectors = torch.linalg.eigh(projected - error)
         positive = values > self.tiny * values[:, -1:].clamp(min=0)
@@ -283,9 +284,9 @@ class _Krylov:
 
 
 def _variance(rest: Measured, back: Data, precision: float) -> PerSample:
-    """The v for which V = v I explains as much as `rest`, beyond the noise.
+    """The v for which V = v I explains the size of `rest` beyond the noise.
 
-    `back` is A^T rest: |back|^2 / |rest|^2 is the part of A A^T that matters. What A does not measure is 0 in `rest`.
+    `back` is A^T rest, so |back|^2 / |rest|^2 is A A^T along `rest`. Entries that A does not measure are 0 in `rest`.
     """
     r, measured = rest.flatten(1), (rest != 0).flatten(1).sum(1).clamp(min=1)
     norm, gained = r.square().sum(1), back.flatten(1).square().sum(1)

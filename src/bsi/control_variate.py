@@ -58,17 +58,17 @@ __all__ = [
 
 KNOTS = 33
 CONTEXTS = 17  # odd: a value in the middle of the range lies inside a context, not on an edge
-MAX_BINS = 256  # finer bins are narrower than the last noise, and knowing them does not help
+MAX_BINS = 256  # finer bins are narrower than the noise of the last level, so that knowing them hardly helps
 CELL, REACH = 0.125, 6.0  # width and range of the cells over eps in the tables of `Valuewise`
-MIN_VARIANCE = 1e-6  # of the mean variance: no direction counts as exactly known
+MIN_VARIANCE = 1e-6  # lower limit of the variance along each axis, as a fraction of the mean variance
 KNOT_STEP = 0.1  # prior standard deviation of a coefficient's change from one knot to the next
-SWEEPS = 2  # of the regression, each with the residual variances of the one before
+SWEEPS = 2  # passes of the regression, each weighted by the residual variances of the previous one
 SMOOTHING = 2  # knots on either side over which residual variances are averaged
-FLOOR = 0.1  # the proposal's density is at least this part of its mean, also where the pilot saw nothing
+FLOOR = 0.1  # the proposal's density is at least this fraction of its mean, even without pilot evaluations nearby
 
 
 def knots(levels: LogUniform, count: int = KNOTS) -> Float64[Tensor, " {count}"]:
-    """Equally spaced in u = ln(level)."""
+    """Knots that are equally spaced in u = ln(level)."""
     return torch.linspace(math.log(levels.low), math.log(levels.high), count, dtype=torch.float64)
 
 
@@ -94,7 +94,7 @@ class Interpolation:
         return value[self.left] * (1 - self.fraction) + value[self.left + 1] * self.fraction
 
     def scatter(self, value: Float64[Tensor, " batch"], count: int) -> Float64[Tensor, " knots"]:
-        """The adjoint of `at`: each value distributed to its two knots, and summed there."""
+        """The adjoint of `at`: each value is distributed to its two knots and summed there."""
         sums = value.new_zeros(count).index_add(0, self.left, value * (1 - self.fraction))
         return sums.index_add(0, self.left + 1, value * self.fraction)
 
@@ -104,7 +104,7 @@ class Interpolation:
 
 @runtime_checkable
 class Reference(Protocol):
-    """A denoiser at each knot, by the integrand g it would have."""
+    """A denoiser at each knot, described by the integrand g that its error would give."""
 
     def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
         """E_eps g for each sample and knot."""
@@ -172,7 +172,7 @@ def _covariance(offset: Float64[Tensor, "batch *data"], axis: int) -> Float64[Te
 def _rotate(x: Float64[Tensor, "batch *data"], axes: tuple[Tensor, ...], side: int = 0) -> Float64[Tensor, "batch n"]:
     """From the data to coordinates along the axes, or back with side = 1."""
     for matrix in axes:
-        x = torch.tensordot(x, matrix, dims=([1], [side]))  # the new axis comes last: after all, the order is restored
+        x = torch.tensordot(x, matrix, dims=([1], [side]))  # the new axis comes last: the loop restores the order
     return x.flatten(1)
 
 
@@ -192,7 +192,7 @@ def predicted_by_others(
 
 @dataclass(frozen=True)
 class Valuewise:
-    """The posterior mean of each value in its context: tables of its error over (knot, kind, cell of eps).
+    """The posterior mean of each value in its context, as tables of its squared error over (knot, kind, cell of eps).
 
     The kind of a value is its context and its bin. `deviation` is the error less its expectation `mean`.
     """
@@ -298,7 +298,8 @@ class Basis:
 class Observations:
     """Evaluations of g at u, and the basis functions at the knots to the left and to the right of u.
 
-    One row for each: u, g, then the 2 x (steady, noisy) functions. Ranks exchange rows by adding tables of zeros.
+    One row for each: u, g, then the 2 x (steady, noisy) functions. Ranks exchange rows by summing tables that are 0
+    outside their own rows.
     """
 
     rows: Float64[Tensor, "batch columns"]
@@ -358,7 +359,7 @@ class Control:
         return len(self.pairs.rows) + (0 if self.singles is None else len(self.singles.rows))
 
     def after(self, more: Observations) -> Control:
-        """Fitted to these evaluations too."""
+        """The control refitted with these evaluations added."""
         return fit_control(self.basis, self.pairs, more if self.singles is None else self.singles + more)
 
     def known(

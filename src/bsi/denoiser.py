@@ -3,13 +3,13 @@
     f(psi, level) = c_skip psi + c_out f'(c_in psi, t),        t = F(level) in [0, 1]
 
 (Equation "preconditioned model"). The coefficients need only the encoder N(signal x, noise^2) and the data's standard
-deviation. EDM's conditions (unit variance of the network's input and of its target, least c_out) give, with
+deviation. EDM's conditions (unit variance of the network's input and of its target, minimal c_out) give, with
 d = signal^2 sigma_data^2 + noise^2,
 
     c_skip = signal sigma_data^2 / d,    c_out = noise sigma_data / sqrt(d),    c_in = 1 / sqrt(d),
 
-for BSI exactly the paper's kappa formulas. The noise (epsilon) parametrization of BFN and VDM solves psi = signal x +
-noise eps for x.
+which for BSI are exactly the paper's kappa formulas. The noise (epsilon) parametrization of BFN and VDM solves
+psi = signal x + noise eps for x.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Coefficients:
 
 
 def edm(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
-    """Unit variance of the network's input and target, least c_out.
+    """EDM's coefficients: unit variance of the network's input and target, minimal c_out.
 
     Where the latent is deterministic (BFN's first: signal = noise = 0) the limits are taken. The limit of c_in is
     infinite, but the latent is 0: the network sees 0 and predicts the data's mean.
@@ -69,10 +69,10 @@ def edm(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
 
 
 def epsilon(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
-    """x_hat = (psi - noise eps_hat) / signal. Where there is no signal at all, the prediction is 0: BFN's first.
+    """x_hat = (psi - noise eps_hat) / signal. Where the signal is 0, at the first level of BSI and BFN, x_hat is 0.
 
-    Methods whose levels begin there (BSI and BFN, not VDM) have a finite bound only if x_hat is clipped: an error of
-    eps_hat is multiplied by noise / signal, whose mean square over the levels is infinite.
+    Methods whose first level has no signal (BSI and BFN, not VDM) have a finite bound only if x_hat is clipped: an
+    error of eps_hat is multiplied by noise / signal, whose mean square over the levels is infinite.
     """
     nothing = encoder.signal == 0
     signal = torch.where(nothing, torch.ones_like(encoder.signal), encoder.signal)
@@ -129,9 +129,9 @@ class Denoiser(nn.Module):
         return x_hat if self.clip is None else x_hat.clamp(*self.clip)
 
     def given(self, cond: Condition | None, guidance: float = 1.0) -> Predictor:
-        """This denoiser with a condition bound into it: losses, ELBO and solvers never see it.
+        """This denoiser as a predictor with a fixed condition, for losses, the ELBO and solvers.
 
-        With a `guidance` other than 1, what the condition changes is scaled by it, at twice the evaluations.
+        A `guidance` other than 1 scales the change that the condition makes, and takes twice the evaluations.
         """
         check_guidance(guidance)
         if cond is None:
@@ -148,7 +148,7 @@ class Denoiser(nn.Module):
 
 
 def _check_backbone(backbone: object) -> None:
-    """What can be checked of a network before it is called: that it is one, and takes the arguments it will get."""
+    """Raise unless the network is callable and accepts the arguments it will be called with."""
     if isinstance(backbone, type):
         name = backbone.__name__
         raise UsageError(f"a network must be an object, not its class: got {name}. Pass {name}(...).")
@@ -193,7 +193,7 @@ def check_condition(cond: Condition | None, num: int) -> None:
 
 
 def check_labels(cond: Condition | None, classes: int | None) -> None:
-    """Raise for labels that one of our networks does not have; a GPU would stop with a device-side assertion.
+    """Raise if a label is out of range; on a GPU the embedding would fail with a device-side assertion.
 
     Label `classes`, one past the last, stands for no label.
     """

@@ -1,4 +1,4 @@
-"""What a device computes in, whether Triton kernels work on it, and whether a CPU's threads pay off.
+"""The compute dtype of a device, its support for Triton kernels, and timings of CPU threads.
 
 The parameters, the optimizer, the Fourier features and everything around a network stay in float32. Inside the network,
 after `backbone.compute_dtype = compute_dtype("auto", device)`, autocast runs matrix products, convolutions and
@@ -75,8 +75,8 @@ def compiles(device: torch.device) -> bool:
 def seconds_by_threads(work: Callable[[], object], repeats: int = 3) -> dict[int, float]:
     """The least time of `work` on the CPU with one thread, and with PyTorch's current number of threads.
 
-    On a busy machine one thread can be several times as fast as all, which wait for each other. For a machine with one
-    thread the result has one entry.
+    On a busy machine one thread can be several times as fast as all threads, which wait for each other. On a machine
+    with one thread the result has one entry.
     """
     import torch
 

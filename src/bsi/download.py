@@ -18,7 +18,7 @@ CHUNK = 1 << 18
 
 
 def download(url: str, to: Path, sha256: str, instead: str, timeout_s: float = 30.0) -> Path:
-    """Download `url` to `to`, which is complete whenever it exists; the part so far is stored next to it.
+    """Download `url` to `to`. The file appears only when it is complete; a partial download is stored next to it.
 
     Args:
         instead: What to do with a file fetched by other means, for the error message.

@@ -57,7 +57,7 @@ PerSample = Float[Tensor, " batch"]
 
 
 def _encode(method: Method, x: Data, level: PerSample, eps: Data) -> Data:
-    """psi ~ q(psi | x, level), made of the noise eps."""
+    """psi ~ q(psi | x, level) for the given noise eps."""
     if x.shape != eps.shape or level.shape != x.shape[:1]:
         raise UsageError(
             f"data and noise need one shape, and one level per sample: got data {tuple(x.shape)}, noise "
@@ -116,7 +116,7 @@ def finite_measurement_loss(
     eps: Data,
 ) -> PerSample:
     """Theorem "ELBO": an estimate of L_M^k for the k steps of any grid, at the step i ~ U(0, k-1) of each sample."""
-    # Reads the grid, which a compiled graph cannot, and for which the host would wait for a GPU.
+    # A compiled graph cannot read the values of the grid, and reading them from a GPU would synchronize.
     if not torch.compiler.is_compiling() and grid.device.type == "cpu":
         _check_schedule(method, grid)
     alpha = torch.diff(method.gain(grid))
@@ -154,8 +154,8 @@ class Estimator:
         proposal: How levels are drawn: see `bsi.bound.make_plan`.
         control: Use the control variate of the fitted proposal.
         target_error: Add rounds until the Monte Carlo error in bits per dimension is at most this.
-        seed: Of the levels and the noise.
-        batch_size: Samples at a time, which changes nothing but rounding.
+        seed: Seed of the levels and the noise.
+        batch_size: Samples evaluated at a time. It affects nothing but rounding.
     """
 
     measure: int = 5
@@ -233,11 +233,11 @@ class Replicates:
         return (weight * (values - (weight * values).sum(0)).square()).sum(0) / (len(values) - 1)
 
     def extended(self, more: Replicates) -> Replicates:
-        """With the replicates of another round."""
+        """These replicates together with those of another round."""
         return replace(self, values=torch.cat([self.values, more.values]), sizes=torch.cat([self.sizes, more.sizes]))
 
     def __sub__(self, other: Replicates) -> Replicates:
-        """Of the difference, from common random numbers."""
+        """Replicates of the difference, from common random numbers."""
         return replace(self, values=self.values - other.values)
 
 
@@ -255,12 +255,12 @@ class Elbo:
     prior: Float64[Tensor, " samples"]
     n: int
     log_determinant: float = 0.0
-    """Of the standardization of continuous data, in nats per dimension."""
+    """Log determinant of the standardization of continuous data, in nats per dimension."""
     binned: bool = True
     estimator: Estimator | None = None
     rounds: int = 1
     evaluations: int = 0
-    """Of the network, over all samples; `pilot_evaluations` of them to fit the proposal and the control variate."""
+    """Network evaluations over all samples; `pilot_evaluations` of them fitted the proposal and control variate."""
     pilot_evaluations: int = 0
 
     @cached_property
@@ -301,8 +301,9 @@ class Elbo:
 
     @property
     def degrees_of_freedom(self) -> float:
-        """Of `monte_carlo_error` (Welch and Satterthwaite; unbiased for few degrees each): an interval for the bound is
-        Student's with this many.
+        """Degrees of freedom of `monte_carlo_error`, for confidence intervals from Student's t-distribution.
+
+        Welch and Satterthwaite's formula, corrected for the bias if each variance has few degrees of freedom.
         """
         parts = (self.measurements, self.reconstructions)
         squares = sum(float(part.block_variance.square().sum()) / (len(part.values) + 1) for part in parts)
@@ -356,7 +357,7 @@ class Elbo:
         )
 
     def record(self) -> dict[str, float | bool | None]:
-        """Bound, errors and terms in bits per dimension, for JSON: an unknown number is None."""
+        """Bound, errors and terms in bits per dimension, JSON-serializable: a number that is not finite is None."""
         unit = self.n * math.log(2)
         values = {
             "bits_per_dim": self.bits_per_dim,

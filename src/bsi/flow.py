@@ -16,8 +16,8 @@ likelihood does not depend on its batch.
 
 Data that is stored in bins is dequantized by noise that the last level could have added: a Normal of deviation sigma_M,
 truncated to the bin. Then -ln P(x) <= E[ln q(z | x) - ln p(z)], variational dequantization (Ho et al., 2019) with the
-truncated Normal of Zheng et al. (2023). This is the flow's likelihood. The ELBO is the likelihood of another model, the
-stochastic one: report them apart.
+truncated Normal of Zheng et al. (2023). This is the flow's likelihood. The ELBO bounds the likelihood of another model,
+the stochastic one: report the two separately.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Flow:
 
     @property
     def error(self) -> float:
-        """Standard error of `bits_per_dim` over the samples, with the noise that each drew; NaN for one sample."""
+        """Standard error of `bits_per_dim` over the samples and their dequantization noise; NaN for one sample."""
         if len(self.log_density) < 2:
             return math.nan
         return float(self.log_density.std()) / (math.sqrt(len(self.log_density)) * self.n * math.log(2))
@@ -127,7 +127,7 @@ def flow_density(
     size = math.sqrt(1 + last**2)
     begin = State(last / size * z.double(), torch.zeros(len(z), dtype=torch.float64, device=z.device))
     end, evaluations = _integrate(slope, begin, math.asinh(last), math.asinh(first), samples, tolerance)
-    variance, n = 1 + first**2, z[0].numel()  # of w at the start: 1 but for VDM
+    variance, n = 1 + first**2, z[0].numel()  # variance of w at the first level: 1 except for VDM
     w = math.sqrt(variance) * end.v
     prior = -0.5 * w.square().flatten(1).sum(1) / variance - 0.5 * n * math.log(2 * math.pi * variance)
     # The trace was integrated from the data to the noise, which gives it the sign of this direction: it is added.
@@ -144,7 +144,10 @@ def binned_flow(
     samples: Int[Tensor, " batch"] | None = None,
     tolerance: float = 1e-4,
 ) -> Flow:
-    """A lower bound on ln P(x) for data in bins, one draw for each: `uniform` numbers in (0, 1) choose it."""
+    """A lower bound on ln P(x) for binned data, from one draw of the dequantization noise per sample.
+
+    `uniform` holds random numbers in (0, 1), which the noise is computed from.
+    """
     sigma = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
     reach = 0.5 * bins.width / sigma
     mass = math.erf(reach / math.sqrt(2))
@@ -197,7 +200,7 @@ def _integrate(
     samples: Int[Tensor, " batch"],
     tolerance: float,
 ) -> tuple[State, int]:
-    """From `start` down to `stop`, each sample with steps of its own."""
+    """Integrate from `start` down to `stop`, with adaptive steps for each sample."""
     state, evaluations = State(begin.v.clone(), begin.trace.clone()), 1
     u = torch.full_like(state.trace, start)
     h = torch.full_like(u, -0.01)

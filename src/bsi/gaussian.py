@@ -1,4 +1,4 @@
-"""Isotropic Gaussians: beliefs about a sample, and the encoders that training starts from.
+"""Isotropic Gaussians: beliefs about a sample, and the encoders of latents.
 
 A belief about an unknown x is N(mean, 1 / precision). A measurement y ~ N(x, 1 / alpha) sharpens it:
 
@@ -28,15 +28,15 @@ __all__ = ["Belief", "Encoder", "Normal", "kl_divergence", "over", "squared_norm
 
 
 def over(value: Float[Tensor, " *batch"], data: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """One number per sample, in the data's dtype and with as many trailing ones as the data has dimensions.
+    """One number per sample, cast to the data's dtype and reshaped to broadcast over the data's dimensions.
 
-    Levels and coefficients are computed in float64 and cast here, last: lambda - lambda_0 cancels near t = 0.
+    Levels and coefficients are computed in float64 and cast only here: lambda - lambda_0 loses digits near t = 0.
     """
     return value.to(data.dtype).reshape(value.shape + (1,) * (data.ndim - value.ndim))
 
 
 def sum_over_data(value: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
-    """The sum over each sample's own dimensions, none of them included: a sample may be a single number."""
+    """The sum over each sample's own dimensions. There may be none: a sample may be a single number."""
     return value.reshape(len(value), -1).sum(1)
 
 
@@ -86,7 +86,7 @@ class Encoder:
 
 
 def _check_precision(what: str, precision: Float[Tensor, "*batch"]) -> None:
-    # Reads the values, which a compiled graph cannot.
+    # A compiled graph cannot read the values.
     if not torch.compiler.is_compiling() and not bool((precision > 0).all()):
         raise UsageError(f"{what} has a positive precision, an inverse variance: got {precision.tolist()}")
 

@@ -44,7 +44,7 @@ def score(method: BSI, level: PerSample, mu: Data, eta: Data) -> Data:
 
 
 def posterior_noise_level(level: PerSample) -> PerSample:
-    """eps = 1 / (2 lambda^2): the choice at which the SDE becomes BSI's."""
+    """eps = 1 / (2 lambda^2), for which the SDE is that of BSI."""
     return 1 / (2 * level.double().square())
 
 

@@ -5,9 +5,9 @@
         picture.save(temporary)
     write_json(path, record)
 
-An atomic write goes to a temporary file in the same folder, is synced and renamed: a reader, or a crash, finds the old
-file or the new one. Symbolic links are followed. Devices and pipes are never replaced: they are written to. A full disk
-is exit code 1, and the same command works once there is space; any other failure is exit code 2.
+An atomic write goes to a temporary file in the same folder, which is synced and renamed: readers see either the old
+file or the new one, also after a crash. Symbolic links are followed. Devices and pipes are written to, not replaced. A
+full disk is exit code 1, and the same command works once there is space; any other failure is exit code 2.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64
-STEM = 40  # characters of a file's name in that of its temporary file: names end at 255 bytes
+STEM = 40  # characters of a file's name in the name of its temporary file: names are limited to 255 bytes
 
 
 def data_folder() -> Path:
@@ -72,7 +72,7 @@ def atomic(path: Path, option: str | None = None) -> Iterator[Path]:
 
     Args:
         path: The file to write.
-        option: The command-line option that names another place, for the error message.
+        option: The command-line option that sets the path, for the error message.
 
     Raises:
         BsiError: The system cannot write the file.
@@ -93,7 +93,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         with _replacing(path) as temporary:
             temporary.write_bytes(data)
     except OSError as error:
-        error.filename = str(path)  # the system gives no name if the disk is full
+        error.filename = str(path)  # the system reports no file name if the disk is full
         raise
 
 
@@ -106,7 +106,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def canonical_json(value: Any) -> str:
-    """JSON in one fixed form, so that equal content is equal text."""
+    """JSON in a canonical form: equal content gives equal text."""
     return json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
@@ -171,15 +171,15 @@ def sync_folder(path: Path) -> None:
 
 
 def share(path: Path) -> None:
-    """Make a file readable for everyone who can read its folder: safetensors (0.8) writes for the owner alone."""
+    """Make a file readable for everyone who can read its folder: safetensors (0.8) makes files private to the owner."""
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-# ---- What cannot be written ------------------------------------------------------------------------------------------
+# ---- Failed writes ---------------------------------------------------------------------------------------------------
 
 
 def cannot_write(path: Path | str, error: OSError, option: str | None = None) -> BsiError:
-    """The error to raise for a file that cannot be written; `option` names the option for another place."""
+    """The error to raise for a file that cannot be written; `option` is the command-line option that sets its path."""
     what = f"cannot write {path}: {error.strerror or error}."
     if error.errno in FULL:
         again = f" Make room and run the same command again, or give another {option}." if option else ""
@@ -190,7 +190,8 @@ def cannot_write(path: Path | str, error: OSError, option: str | None = None) ->
 def system_error(error: Exception) -> OSError | None:
     """The OSError behind an error, if there is one.
 
-    safetensors gives its number as text, `(os error 28)`; NumPy reports a short write, to a full disk, without one.
+    safetensors gives the error number only as text, `(os error 28)`. NumPy reports a short write to a full disk without
+    a number.
     """
     if isinstance(error, OSError):
         short = error.errno is None and re.search(r"\d+ requested and \d+ written", str(error))
@@ -206,7 +207,7 @@ def is_full(error: Exception) -> bool:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raise before the work if a file could not be written after it."""
+    """Raise if a file cannot be written. Called before a long computation whose result goes to the file."""
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: there is no folder {path.parent}. Make it, or give another {option}.")
     try:
@@ -231,7 +232,7 @@ def make_folder(folder: Path, option: str | None = None) -> None:
 
 
 def _try(folder: Path, path: Path, option: str | None) -> None:
-    """Write a temporary file: permissions alone do not decide (root, network disks, read-only mounts)."""
+    """Write a temporary file, since permissions alone are not conclusive (root, network disks, read-only mounts)."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -243,7 +244,7 @@ def _try(folder: Path, path: Path, option: str | None) -> None:
 
 
 def open_untrusted(path: Path | str, limit: int | None = None) -> BufferedReader:
-    """Open a file that may be anything: only a regular file of at most `limit` bytes is accepted.
+    """Open an untrusted file: only a regular file of at most `limit` bytes is accepted.
 
     Raises:
         DataError: The file is missing, unreadable or too large, or is a folder, pipe or device (which could block).
@@ -271,7 +272,7 @@ def open_untrusted(path: Path | str, limit: int | None = None) -> BufferedReader
 
 
 def parse_json(data: bytes, name: Path | str) -> Any:
-    """The value of JSON text that may be anything. Errors start with `name`.
+    """Parse untrusted JSON text. Error messages start with `name`.
 
     Raises:
         DataError: The text is not JSON, or is nested deeper than 64 levels.
@@ -291,7 +292,7 @@ def parse_json(data: bytes, name: Path | str) -> Any:
 
 
 def read_json(path: Path | str, limit: int = MAX_JSON_BYTES) -> Any:
-    """The value in a JSON file that may be anything: `open_untrusted`, then `parse_json`."""
+    """Read an untrusted JSON file: `open_untrusted`, then `parse_json`."""
     with open_untrusted(path, limit) as file:
         return parse_json(file.read(limit + 1), path)
 

@@ -1,4 +1,4 @@
-"""Distributions over the level: at which noise levels a loss or a bound is evaluated.
+"""Distributions over the noise levels at which a loss or a bound is evaluated.
 
 The measurement loss is an integral over the level (lambda for BSI and BFN, the signal-to-noise ratio for VDM),
 estimated by importance sampling from a proposal p (Corollary "Importance Sampling"):
@@ -6,7 +6,7 @@ estimated by importance sampling from a proposal p (Corollary "Importance Sampli
     L_M = 1/2 E_{level ~ p} [ |x - x_hat|^2 / p(level) ]
 
 whose variance is least when p follows h(level) = E |x - x_hat|^2. With f(mu, lambda) = mu and unit-variance data,
-h ~ lambda_0^2 / lambda^2 + 1 / lambda (Equation "expected-h"), which is log-uniform but for the smallest levels.
+h ~ lambda_0^2 / lambda^2 + 1 / lambda (Equation "expected-h"), which is log-uniform except at the smallest levels.
 
 A proposal maps t in [0, 1] to a level by its inverse CDF; levels are float64 for any dtype of t.
 """
@@ -47,7 +47,7 @@ def _check_range(what: str, low: float, high: float) -> None:
 def low_discrepancy(count: int, delta: Float[Tensor, ""] | float) -> Float[Tensor, " {count}"]:
     """t_i = (i / b + delta) mod 1 for the b samples of a global batch and one shared delta ~ U(0, 1).
 
-    Each t_i is uniform; together they cover [0, 1] evenly, so that the loss moves less from batch to batch.
+    Each t_i is uniform; together they cover [0, 1] evenly, so that the loss varies less from batch to batch.
     """
     if count < 1:
         raise UsageError(f"a batch has at least one sample: got {count}")
@@ -71,7 +71,7 @@ class LogUniform:
 
     def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         level = self.low * torch.exp(t.double() * self.log_range)
-        return level.clamp(self.low, self.high)  # t = 1 must be `high` itself, not a rounding above it
+        return level.clamp(self.low, self.high)  # t = 1 must give exactly `high`, without rounding error
 
     def cdf(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """The precision encoding t = F(level): 0 at the noisy end, 1 at the data."""
@@ -83,7 +83,7 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class Uniform:
-    """p(level) = 1 / (high - low): Theorem "infinite ELBO" as it is printed, before any variance reduction."""
+    """p(level) = 1 / (high - low): the proposal of Theorem "infinite ELBO", without variance reduction."""
 
     low: float
     high: float
@@ -148,8 +148,8 @@ class Fitted:
     low: float
     high: float
     weights: tuple[float, ...]
-    # The weights, scaled so that the cells between them hold a mass of 1 when each is 1 long, and the mass below each.
-    # Summed once, on the host: a GPU's cumulative sum is not deterministic, which the audit mode does not allow.
+    # The weights, scaled to a total mass of 1 for cells of unit length, and the mass below each point.
+    # Summed once, on the host: a GPU's cumulative sum is not deterministic, as the audit mode requires.
     _heights: Float[Tensor, " points"] = field(init=False, repr=False, compare=False)
     _below: Float[Tensor, " points"] = field(init=False, repr=False, compare=False)
 

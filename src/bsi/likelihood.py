@@ -32,10 +32,11 @@ _WEIGHTS = (0.29552422471475287, 0.26926671930999635, 0.21908636251598204, 0.149
 
 
 def _log_mass(a: Float[Tensor, "*shape"], width: float) -> Float[Tensor, "*shape"]:
-    """ln (Phi(a + width) - Phi(a)) for the standard Normal and a finite interval, in float64, to rounding everywhere.
+    """ln (Phi(a + width) - Phi(a)) for the standard Normal and a finite interval, accurate to rounding in float64.
 
-    A difference of CDFs loses all digits in the tails, a difference of log-CDFs loses those that narrow bins need:
-    wide intervals take the second, narrow ones (in units of the density's own scale) a quadrature around the middle.
+    A difference of CDFs loses all digits in the tails, and a difference of log-CDFs loses digits for narrow intervals.
+    So wide intervals use the difference of log-CDFs, and narrow ones (relative to the scale on which the density
+    changes) a quadrature around the middle.
     """
     # By symmetry the interval may be taken left of 0, where the CDF is small and its logarithm accurate.
     a = torch.where(a + 0.5 * width > 0, -(a + width), a)

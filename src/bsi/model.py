@@ -1,4 +1,4 @@
-"""`Model`: the object that most users hold. It draws the noise and calls the functions of (method, predict, ...).
+"""`Model`: the main user interface. It draws the noise and calls the functions that take (method, predict, ...).
 
     model = bsi.Model(MyNet(), bsi.BSI(), shape=(3, 32, 32), bins=bsi.Bins.uint8())
     model(x).mean().backward()                  # 2 L_M / n per sample; DDP and torch.compile can wrap the model
@@ -38,8 +38,8 @@ from bsi.variance import Variance, named_variance
 
 __all__ = ["Model", "check_bins", "check_finite", "check_resolution"]
 
-SOME = 4096  # values that are searched for repetitions
-PAPERS_RATIO = 1e-3 / (2 / 255)  # of the last noise and the width of a bin, for 8-bit images and alpha_M = 1e6
+SOME = 4096  # number of values that are searched for repetitions
+PAPERS_RATIO = 1e-3 / (2 / 255)  # noise of the last level / width of a bin, for 8-bit images and alpha_M = 1e6
 
 
 class Model(nn.Module):
@@ -86,17 +86,17 @@ class Model(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in outside the network: float64 after `model.double()`, else float32."""
+        """The dtype of computations outside the network: float64 after `model.double()`, else float32."""
         wide = any(p.dtype == torch.float64 for p in self.parameters())
         return torch.float64 if wide else torch.float32
 
     @property
     def classes(self) -> int | None:
-        """How many labels the network has; None if it has no attribute `num_classes`."""
+        """The number of labels of the network; None if it has no attribute `num_classes`."""
         return getattr(self.denoiser.backbone, "num_classes", None)
 
     def values(self, data: Tensor) -> Float[Tensor, "batch *data"]:
-        """Data as the method sees it: bin centers for integers, standardized for continuous data."""
+        """Convert data to the values that the method works with: bin centers, or standardized continuous data."""
         _check_tensor(data)
         if data.shape[1:] != self.shape:
             raise UsageError(
@@ -128,7 +128,7 @@ class Model(nn.Module):
     def check_density(self, data: Tensor) -> None:
         """Raise if continuous data is too coarse for a density, or warn: see `bsi.model.check_resolution`.
 
-        Repeated values are probabilities, not densities: a model that knows them has a density without bound.
+        Repeated values have a probability, not a density: a model that learns them can reach any density.
         """
         if self.bins is not None or not data.is_floating_point():
             return
@@ -242,7 +242,7 @@ class Model(nn.Module):
         return known[torch.arange(ids.start, ids.stop, ids.step) % len(known)]
 
     def data(self, x: Float[Tensor, "batch *data"]) -> Tensor:
-        """Values back to data: bin indices by rounding, or the units that `standardize` took away."""
+        """Convert values back to data: bin indices by rounding, or the original units by undoing `standardize`."""
         if self.bins is not None:
             return self.bins.indices(x)
         return x if self.standardize is None else self.standardize.undo(x)
@@ -274,7 +274,7 @@ class Model(nn.Module):
         with self.evaluating():
             return estimate(replace(self.on(data, cond), variance=variance), estimator, progress=progress)
 
-    bits_per_dim = elbo  # under the name people search for
+    bits_per_dim = elbo  # an alias under the more common name
 
     def fit_variance(self, data: Tensor, kind: str = "dct", seed: int = 0, batch_size: int = 256) -> Variance:
         """The predictive variance of transitions, fitted to training samples: for `elbo`, sampling and compression.
@@ -291,7 +291,7 @@ class Model(nn.Module):
     def on(
         self, data: Tensor | Samples, cond: Condition | None = None, ids: Sequence[int] | np.ndarray | None = None
     ) -> EvaluatedModel:
-        """This model on the samples `ids` of the data, or on all of them: what `bsi.bound.estimate` takes.
+        """This model on the samples `ids` of the data (by default all), as the argument of `bsi.bound.estimate`.
 
         The model must be in evaluation mode.
         """
@@ -347,7 +347,7 @@ class Model(nn.Module):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """In evaluation mode for as long as the block runs."""
+        """Context manager that puts the model into evaluation mode."""
         was_training = self.training
         self.eval()
         try:
@@ -359,8 +359,8 @@ class Model(nn.Module):
 def check_resolution(method: Method, resolution: float) -> None:
     """Raise if the noise of the last level is below the `resolution`, the distance between neighboring values of x.
 
-    The latent then rounds to x itself, whose error vanishes: what is left is a density that grows with the last
-    precision, and no bound on -ln p(x).
+    The latent then rounds to x itself, and the prediction error vanishes. The result grows with the last precision and
+    is not a bound on -ln p(x).
     """
     last = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
     if last < resolution:
@@ -373,7 +373,7 @@ def check_resolution(method: Method, resolution: float) -> None:
 def check_bins(method: Method, bins: Bins) -> None:
     """Raise if the noise of the last level is above the width of a bin: most of the bound would be reconstruction.
 
-    The proposed value has the paper's ratio of the two, that of alpha_M = 1e6 for 8-bit images.
+    The value that the message proposes has the paper's ratio of the two: that of alpha_M = 1e6 for 8-bit images.
     """
     last = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
     if last > bins.width:
@@ -401,7 +401,7 @@ def _setting(method: Method, noise: float, at_most: bool) -> str:
 
 
 def _rounded(value: float, towards: Callable[[float], int]) -> str:
-    """Two significant digits."""
+    """Round to two significant digits."""
     digit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return f"{towards(value / digit) * digit:.2g}"
 
@@ -425,7 +425,7 @@ def check_finite(data: Float[Tensor, "batch *data"]) -> None:
 
 
 def _check_width(data: Tensor, network: nn.Module) -> None:
-    """Float64 data, which NumPy makes, would end in an obscure error about a matrix product with float32 weights."""
+    """Raise for float64 data, as from NumPy, if the weights are float32: the error of the matrix product is obscure."""
     if data.dtype != torch.float64:
         return
     widths = {p.dtype for p in network.parameters() if p.is_floating_point()}
@@ -441,7 +441,7 @@ def _rows(cond: Condition | None, ids: Integer[Tensor, " batch"], device: torch.
 
 
 def _levels(x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
-    """t for this rank's part of the global batch: one delta for all ranks."""
+    """t for this rank's part of the global batch, with the same delta on all ranks."""
     delta = torch.rand((), dtype=torch.float64, device=x.device)
     if not (dist.is_available() and dist.is_initialized()):
         return low_discrepancy(len(x), delta)

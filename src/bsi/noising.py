@@ -1,12 +1,12 @@
-"""BSI as a diffusion model, Appendix "Diffusion Models": the noising process, from a sharp belief back to a broad one.
+"""BSI as a diffusion model, Appendix "Diffusion Models": the noising process, from high to low precision.
 
-From the belief mean mu' at lambda' = lambda + alpha' and the sample x, the mean mu at lambda = lambda_0 + alpha was
-distributed as
+Given the belief mean mu' at lambda' = lambda + alpha' and the sample x, the mean mu at lambda = lambda_0 + alpha has
+the distribution
 
     p(mu | mu', x) = N_P( xi^-1 [ lambda lambda' / alpha' mu' + lambda (alpha / (alpha + c) - 1) x ],  xi ),
     xi = lambda^2 ( 1 / (alpha + c) + 1 / alpha' ),        c = lambda_0^2 / gamma_0.
 
-It depends on x, and so is no Markov chain, except for gamma_0 = inf, where c = 0: BFN's is one.
+It depends on x, so the process is not a Markov chain, except for gamma_0 = inf, where c = 0, as in BFN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def noising(
     if bool((alpha < 0).any()) or bool((gained <= 0).any()):
         raise UsageError("noising goes from a sharper belief to a broader one: lambda_0 <= level < sharp_level")
     level, sharp_level, known = level.double(), sharp_level.double(), alpha + method.c
-    # Everything times (alpha + c) alpha', so that a deterministic initial belief (alpha + c = 0) needs no branch.
+    # All terms are multiplied by (alpha + c) alpha': a deterministic initial belief (alpha + c = 0) needs no branch.
     xi = level.square() * (gained + known)
     mean = over(level * sharp_level * known / xi, x) * sharp - over(level * method.c * gained / xi, x) * x
     return Normal(mean, torch.sqrt(known * gained / xi))

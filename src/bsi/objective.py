@@ -1,13 +1,13 @@
 """The training loss, Algorithm "Estimating the BSI training loss": 2 L_M / n for all three methods.
 
-The reconstruction term is left out, as in the paper: by the last level the sample is all but determined. A weight
+The reconstruction term is left out, as in the paper, because the last level almost determines the sample. A weight
 over the level trades likelihood for sample quality; the default, 1, is the ELBO's. Weights are functions of
 
     l = ln SNR = ln (signal / noise)^2,        SNR = alpha^2 / (alpha + c),
 
 so that a weight has the same meaning for all three methods (Kingma and Gao, 2023):
 
-    sigmoid(b - l)                              less for levels at which only invisible details remain to be learned
+    sigmoid(b - l)                              small at levels where only invisible details remain to be learned
     N(l; 2.4, 2.4^2) (e^-l + 1/4)               the combined effect of EDM's noise levels and loss weights
 
 Levels can be drawn in proportion to the expected loss, w / (e^l + 4): the weighted loss of the best linear predictor of
@@ -34,8 +34,8 @@ __all__ = ["Weight", "edm_weight", "expected_levels", "finite_training_loss", "s
 Weight = Callable[[Float[Tensor, " batch"]], Float[Tensor, " batch"]]
 
 SIGMA_DATA = 0.5  # EDM's, of images in [-1, 1]
-POINTS = 513  # of the tabulated density of levels
-EVEN = 0.05  # share of draws that is log-uniform for any weight, since sampling visits all levels
+POINTS = 513  # number of points of the tabulated density of levels
+EVEN = 0.05  # fraction of draws that is log-uniform for any weight, since sampling visits all levels
 
 
 def _log_snr(method: Method, level: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
@@ -60,7 +60,7 @@ def edm_weight(method: Method, mean: float = 2.4, std: float = 2.4) -> Weight:
 
 
 def expected_levels(method: Method, weight: Weight | None = None) -> Fitted:
-    """Levels in proportion to the weighted loss of the best linear guess, and 5 % of them log-uniform."""
+    """A density of levels: 95 % proportional to the weighted loss of the best linear predictor, 5 % log-uniform."""
     levels = method.levels
     u = torch.linspace(math.log(levels.low), math.log(levels.high), POINTS, dtype=torch.float64)
     level = torch.exp(u).clamp(levels.low, levels.high)

@@ -5,8 +5,8 @@ noise)^2: a component N(m, C) of the data's mixture has
 
     E[x | psi, component] = m + signal C (signal^2 C + noise^2 I)^-1 (psi - signal m),
 
-and its posterior weight follows from the marginal N(signal m, signal^2 C + noise^2 I) of psi. The tests, the tour and
-the page measure everything against this.
+and its posterior weight follows from the marginal N(signal m, signal^2 C + noise^2 I) of psi. The tests and the
+documentation use these predictors as ground truth.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Mixture"]
 class Mixture:
     """sum_j weights[j] N(means[j], covariances[j]): data with a closed-form posterior.
 
-    Covariances are held by their eigendecomposition, so that any level is a diagonal computation.
+    Covariances are stored as eigendecompositions, so that computations at any level are diagonal.
     """
 
     weights: Float[Tensor, " components"]
@@ -103,7 +103,7 @@ class Mixture:
         return torch.logsumexp(self._log_weights(offsets, self.variances.expand_as(offsets)), dim=-1)
 
     def sample(self, component: Float[Tensor, " batch"], eps: Float[Tensor, "batch n"]) -> Float[Tensor, "batch n"]:
-        """Samples from uniform numbers in [0, 1), which choose the component, and standard noise."""
+        """Samples from standard normal noise `eps` and uniform numbers in [0, 1), which select the component."""
         chosen = torch.searchsorted(torch.cumsum(self.weights, 0), component, right=True).clamp(
             max=len(self.weights) - 1
         )

@@ -4,8 +4,8 @@ with Progress("train", total=1000, unit="step") as progress:
     for step in range(1000):
         progress.advance(1, note=f"loss {loss:.3f}")
 
-A log that cannot be written (a full disk, a closed terminal, a reader that has left) never ends the work. Imports no
-torch, and rich only where a bar is drawn.
+A log that cannot be written (a full disk, a closed terminal, a closed pipe) never stops the program. Imports no torch,
+and imports rich only to draw a bar.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Progress:
         stream: By default sys.stderr; a StringIO shows nothing.
     """
 
-    bars: ClassVar[int] = 0  # now shown in a terminal
+    bars: ClassVar[int] = 0  # number of bars that are currently shown in a terminal
 
     def __init__(self, what: str, total: int, unit: str = "it", done: int = 0, stream: Stream | None = None) -> None:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""

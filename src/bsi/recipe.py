@@ -40,13 +40,13 @@ FIRST_RATE = 1e-8  # the paper's warm-up starts here
 
 @dataclass(frozen=True)
 class Data:
-    """A prepared dataset (its name, or the path of its folder), and how its samples are presented."""
+    """A prepared dataset (its name, or the path of its folder), and how its samples are loaded."""
 
     name: str
     flips: bool = False
     """Mirror each image with probability one half."""
     labels: bool = False
-    """Learn the data's labels too, so that samples of a class can be drawn."""
+    """Train with the data's labels, so that samples of a class can be drawn."""
     unlabeled: float = 0.1
     """With labels, the share of samples whose label is hidden: bounds and guidance need unconditional predictions."""
     workers: int = 0
@@ -96,14 +96,14 @@ class Optimizer:
     kind: Literal["adamw", "muon"] = "adamw"
     """muon updates the matrices inside a network, and AdamW the other parameters."""
     momentum: float = 0.95
-    """Of Muon."""
+    """Momentum of Muon."""
     beta_1: float = 0.9
     beta_2: float = 0.999
     weight_decay: float = 1e-2
     warmup: int = 0
     schedule: Literal["constant", "cosine"] = "constant"
     final_lr: float = 0.0
-    """Where the cosine ends, at the last step."""
+    """The learning rate at the last step of the cosine schedule."""
     clip: float = 1.0
     """Largest norm of the gradient; inf does not clip."""
 
@@ -123,7 +123,7 @@ class Optimizer:
             )
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of the update that follows `step` finished ones, of `steps` in all."""
+        """The learning rate of the next update after `step` completed updates, out of `steps` in total."""
         if step < self.warmup:
             return FIRST_RATE + (self.lr - FIRST_RATE) * step / self.warmup
         if self.schedule == "constant":
@@ -152,7 +152,7 @@ class Ema:
             raise UsageError(f"ema.beta lies in [0, 1): got {self.beta}. The paper uses 0.9999.")
 
     def weight(self, step: int) -> float:
-        """The share of the weights in the average's update when `step` updates are finished; 1 replaces it."""
+        """The factor of the weights in the update of the average after `step` updates; 1 replaces the average."""
         return 1.0 if step <= self.start else 1 - self.beta
 
     def stores(self, step: int, last: int) -> bool:
@@ -198,13 +198,13 @@ class Every:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The bound of `images` random test samples under the EMA, with so many levels and reconstructions for each."""
+    """The bound of `images` random test samples under the EMA, with `measure` levels and `recon` reconstructions."""
 
     images: int = 1024
     measure: int = 2
     recon: int = 2
     batch: int = 256
-    """Samples at a time."""
+    """Samples evaluated at a time."""
 
     def __post_init__(self) -> None:
         least = {"images": 1, "measure": 2, "recon": 2, "batch": 1}
@@ -256,7 +256,7 @@ class Recipe:
     """The largest number of shards that a batch is divided into, whatever the number of ranks; see `shards`."""
     ema: Ema = field(default_factory=Ema)
     precision: Precision = "auto"
-    """Inside the network; auto is bf16 on a GPU, float16 on a GPU without bf16, and float32 on a CPU."""
+    """Precision inside the network; auto is bf16 on a GPU, float16 on a GPU without bf16, and float32 on a CPU."""
     compile: bool = True
     """On a GPU, use the fastest form of the network: fused if it has one, else compiled. Ignored on a CPU."""
     lean: bool = False
@@ -315,7 +315,7 @@ class Recipe:
         return max(n for n in range(1, min(self.batch, self.virtual_shards) + 1) if self.batch % n == 0)
 
     def check(self, world: int) -> None:
-        """Raise if so many ranks cannot share a batch evenly."""
+        """Raise if `world` ranks cannot share a batch evenly."""
         check_batch(self.batch, world, self.accumulation, self.shards)
 
     def rate(self, step: int) -> float:

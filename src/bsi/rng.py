@@ -1,9 +1,8 @@
-"""Counter-based random numbers: every draw is a function of a seed and of what it is for, and nothing has a state.
+"""Counter-based random numbers: every draw is a function of a seed and of its purpose, without any state.
 
-So a draw is the same whatever the batch, the number of ranks, the order of computation or the interruptions. The
-streams:
+A draw does not depend on the batch, the number of ranks, the order of computation or interruptions. The streams:
 
-    what                          function                            generator
+    purpose                       function                            generator
     noise of samples, data        standard_normal(seed, sample, draw)     Philox, Box and Muller
     Brownian paths                weighted_normals (brownian.py)          Philox, Box and Muller
     levels of the bound           uniform(seed, block, replicate, round)  Philox
@@ -13,8 +12,9 @@ streams:
     dropout                       backbones: dropout(x, p, seed)          Squares, in 32 bits that a compiler can redo
     seeds for all of these        derive(seed, purpose, *numbers)         SHA-256
 
-Two uses of one seed differ in the purpose given to `derive`, or in the `draw`. Only two things are drawn from torch's
-generator: initial weights, and the seeds of dropout masks, which the trainer seeds with `derive` before each piece.
+Two uses of one seed differ in the purpose given to `derive`, or in the `draw`. The trainer uses torch's generator only
+for initial weights and for the seeds of dropout masks, and seeds it with `derive` before each piece. Outside the
+trainer, `Model.forward` and `bsi.variance.fit_variance` draw from torch's generators.
 
 Philox-4x32-10 (Salmon et al., 2011) is a function from a counter to random bits, so that sample 17 of seed 0 can be
 drawn by itself. Here it is written in tensor operations; on a GPU with Triton one kernel does the same (kernels/).
@@ -60,7 +60,7 @@ __all__ = [
 
 
 def derive(seed: int, purpose: str, *numbers: int) -> int:
-    """A seed of 63 bits for one purpose and place, unrelated to every other."""
+    """A 63-bit seed for one purpose and its numbers, independent of all other seeds."""
     text = ":".join(map(str, ("bsi", seed, purpose, *numbers)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -78,14 +78,14 @@ _ROUNDS = 10
 
 Words = Int[Tensor, "*shape"]
 Key = int | Int[Tensor, ""]
-Seed = Int[Tensor, "2"]  # the low and the high 32 bits of one, on the device
+Seed = Int[Tensor, "2"]  # the low and the high 32 bits of a seed, on the device
 
 
 def _multiply(word: Words, multiplier: int) -> tuple[Words, Words]:
     """High and low halves of the 64-bit product of two 32-bit words, held in int64.
 
-    The product with multiplier - 2^32 fits into int64, and word 2^32 is added to its high half: an overflow would be
-    undefined behavior to a C++ compiler, which then drops a mask that is needed.
+    The product with multiplier - 2^32 fits into int64; `word` is then added to its high half. An overflow would be
+    undefined behavior in C++, and the compiler would remove a mask that is needed.
     """
     product = word * (multiplier - (1 << 32))
     return (product >> 32) + word, product & _MASK
@@ -126,7 +126,7 @@ def uniform(seed: int, block: Int[Tensor, " batch"], replicate: int, turn: int) 
 
 
 def seed_words(seed: int, device: torch.device) -> Seed:
-    """A seed as Philox takes it, without waiting for the device."""
+    """A seed in the form that Philox takes, copied to the device asynchronously."""
     import torch
 
     return torch.tensor([seed & _MASK, (seed >> 32) & _MASK]).to(device, non_blocking=True)
@@ -142,7 +142,7 @@ def weighted_normals(
     """For each sample and each of its n elements the sum of weights[i] times the Normal of places[i]."""
     import torch
 
-    samples = samples.long()  # in fewer bits there is no high word to shift down, and the products overflow
+    samples = samples.long()  # narrower integers have no high word, and the products would overflow
     if weights.dtype == torch.float32 and compiles(samples.device):
         from bsi.kernels import philox as kernel  # needs Triton, which only some machines have
 
@@ -152,7 +152,7 @@ def weighted_normals(
     )
     counter = (sample & _MASK, block, (sample >> 32) & _MASK, place)
     drawn = normals(counter, (seed[0], seed[1]), weights.dtype)
-    # One after the other: sum(0) may add in an order that depends on the batch, and the last bit with it.
+    # Added in a fixed order: the order in sum(0), and with it the last bit, may depend on the batch.
     each = [functools.reduce(torch.add, [w * z for w, z in zip(weights, one, strict=True)]) for one in drawn]
     return torch.stack(each, dim=-1).flatten(1)[:, :n]
 
@@ -164,7 +164,7 @@ def standard_normal(
     shape: tuple[int, ...],
     dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "batch *data"]:
-    """N(0, 1) noise of `shape` for each of `samples`, the `draw`-th of each under this seed; float32 by default."""
+    """N(0, 1) noise of `shape` for each of `samples`: draw number `draw` under this seed. float32 by default."""
     import torch
 
     dtype = torch.float32 if dtype is None else dtype
@@ -202,8 +202,8 @@ def sample_ids(seed: int, n: int, start: int, count: int) -> Int64[np.ndarray, "
     Position p belongs to epoch p // n, and an epoch is a permutation of the n samples keyed by (seed, epoch): every
     epoch visits each sample once, and any position costs the same. The permutation is a Feistel network on Z_a x Z_b,
     a b >= n, a ~ sqrt n, whose rounds add a hash of one half to the other; a value that falls outside 0 .. n - 1 is
-    permuted again until it falls inside (cycle walking), which keeps it a bijection. It is integer arithmetic alone,
-    so it does not change with a library's version.
+    permuted again until it falls inside (cycle walking), which keeps it a bijection. It uses integer arithmetic only,
+    so it does not depend on the version of any library.
     """
     if not 1 <= n < 2**62:
         raise UsageError(f"an order needs 1 to 2**62 - 1 samples, got n={n}")
@@ -228,7 +228,7 @@ def uniforms(seed: int, start: int, count: int) -> Float64[np.ndarray, " count"]
 
 
 def coins(seed: int, start: int, count: int) -> Bool[np.ndarray, " count"]:
-    """One fair coin for each position of a stream: whether the image there is flipped."""
+    """One fair coin for each position of a stream: True where the image is flipped."""
     return uniforms(seed, start, count) >= 0.5
 
 
@@ -251,7 +251,7 @@ def _key(seed: int, purpose: int) -> UInt64[np.ndarray, "1"]:
 def _permute(
     x: UInt64[np.ndarray, " count"], key: UInt64[np.ndarray, " count"], n: int
 ) -> UInt64[np.ndarray, " count"]:
-    """The image of each x under the permutation of 0 .. n - 1 that its key names."""
+    """The image of each x under the permutation of 0 .. n - 1 that is selected by its key."""
     a = math.isqrt(n - 1) + 1
     a += a % 2  # cycles of odd length are even permutations: odd a and b would make half of all orders unreachable
     b = -(-n // a)

@@ -1,20 +1,20 @@
 """`Sampler`: how samples are drawn. Imports no torch.
 
-`Model.sample`, recipes, `bsi sample`, `bsi eval`, the studies, the page and the report hold this one record. Its
-defaults were chosen by measurement: docs/benchmarks/solvers.md has the FIDs. They were chosen on one CIFAR-10 network;
-on another, 16 evaluations gave 0.981 +- 0.007 times the FID of the paper's sampler with 1024 steps.
+This record is used by `Model.sample`, recipes, `bsi sample`, `bsi eval`, the studies, the page and the report. Its
+defaults were chosen by the FIDs in docs/benchmarks/solvers.md, measured with one CIFAR-10 network; with another, 16
+evaluations gave 0.981 +- 0.007 times the FID of the paper's sampler with 1024 steps.
 
 Sample i depends on (seed, i) alone: not on the batch it is computed in, the number of samples, the ranks or the order,
-up to rounding. Its noise is the same to the last bit on one kind of device. A network rounds differently in another
-batch, and a network with Fourier features of its input, as the paper's, amplifies the last digits: a perturbation of
-1e-6 becomes 0.004. With 16 evaluations in float32 on a CPU, small batches compared with large ones give
+up to rounding. Its noise is bit-identical on one type of device. But a network rounds differently in batches of another
+size, and a network with Fourier features of its input, such as the paper's, amplifies rounding errors: a perturbation
+of 1e-6 becomes 0.004. With 16 evaluations in float32 on a CPU, small batches compared with large ones give
 
     digits (17 bins)            values that differ by 4e-6 (root mean square), and the same bins
     CIFAR-10, dit-mini/2        values in [-1, 1] that differ by 0.001 to 0.003 with ode2 and 0.004 to 0.008 with sde2:
                                 one pixel in twenty to three in five differ by one or two bins of 256, none by more
                                 than 8
 
-The images are visually the same. Keep the batch size where every bit counts.
+The images are visually the same. Keep the batch size fixed for bit-identical results.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 __all__ = ["FLOW_SOLVER", "NOISY_SOLVER", "NoiseKind", "Sampler", "check_guidance", "default_solver"]
 
-# One Brownian path for each sample, along which more steps converge to one image; or fresh noise for each step.
+# One Brownian path for each sample, so that more steps converge to one image, or independent noise for each step.
 NoiseKind = Literal["path", "independent"]
 
-MOST_STEPS = 1_000_000  # their levels and coefficients are held in memory
+MOST_STEPS = 1_000_000  # limited because levels and coefficients of all steps are stored in memory
 
 FLOW_SOLVER = "ode2"
 
-# For uses that need noise along the way, which a flow does not have: to forget a start that is not quite right, or to
-# continue from a given measurement. Of the solvers with noise, the best FID with 16 evaluations.
+# For uses that need noise in each step: a start that is only approximately correct, or one from a given measurement. It
+# has the best FID with 16 evaluations of the solvers with noise.
 NOISY_SOLVER = "sde2"
 
 
 def default_solver(method: Method) -> str:
-    """The flow where the start is exact, and a solver with noise where it is not.
+    """The flow if the distribution of the first latent is exact, otherwise a solver with noise.
 
-    A flow carries its start to the end; noise along the way forgets it. BSI starts exactly: from a random belief whose
-    c > 0 is part of the information. With c = 0 the start is not exact: VDM's first latent keeps 8 % of the signal and
-    its prior none of it, and BFN starts from no information, where its network knows nothing.
+    Under the flow an error of the first latent persists; noise in each step reduces it. BSI starts from its exact
+    prior, a random belief whose c > 0 is part of the information. With c = 0 the start is not exact: VDM's first
+    latent contains 8 % of the signal while its prior contains none, and BFN starts without any information.
     """
     return FLOW_SOLVER if method.c > 0 else NOISY_SOLVER
 
@@ -66,7 +66,7 @@ class Sampler:
     noise: NoiseKind = "path"
     """path: with one seed, more steps converge to one image; independent: fresh noise for each step."""
     guidance: float = 1.0
-    """How strongly to follow the label: 1 is what was learned, 2 exaggerates, at twice the evaluations."""
+    """How strongly to follow the label: 1 is the learned model, 2 exaggerates. Values other than 1 double the cost."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MOST_STEPS:
@@ -76,7 +76,7 @@ class Sampler:
         check_guidance(self.guidance)
 
     def named(self, method: Method) -> Sampler:
-        """The same sampler with the name of its solver, also where that is the method's default."""
+        """The same sampler with an explicit solver, in place of None for the method's default."""
         return replace(self, solver=self.solver_for(method))
 
     def solver_for(self, method: Method) -> str:

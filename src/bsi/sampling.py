@@ -1,6 +1,6 @@
 """Drawing samples, Algorithms "Sampling with posterior inference" and "Sampling with BSI", for any method and solver.
 
-There is one loop, `trajectory`, which yields every step; `sample` keeps the end of it.
+There is one loop, `trajectory`, which yields every step; `sample` returns the result of the last one.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _steps(
     start: Float[Tensor, "batch *data"] | None,
     gradients: Callable[[], AbstractContextManager[object]],
 ) -> Iterator[Step]:
-    # The context is left before each yield: it must not change the mode of whoever reads the steps.
+    # The context is left before each yield, so that it does not change the gradient mode of the caller.
     informations = [float(value) for value in Path.of(method, grid).information]
     latent = method.prior(noise(0.0, informations[0])) if start is None else start
     noisy_rows, levels = (rows[:, 3] != 0).tolist(), grid.to(latent.device)
@@ -113,7 +113,7 @@ def _steps(
 
 
 def _rows(method: Method, grid: Float[Tensor, " levels"], table: Table) -> Float[Tensor, "steps 4"]:
-    """The rows of a table. Raises if one is missing or not finite: not every solver suits every method."""
+    """The rows of a table. Raises if one is missing or not finite: some solvers do not support some methods."""
     columns = (table.latent, table.x_hat, table.previous, table.eps)
     lengths = {len(column) for column in columns}
     if lengths != {len(grid) - 1}:
@@ -140,12 +140,12 @@ def sample(
     start: Float[Tensor, "batch *data"] | None = None,
     differentiable: bool = False,
 ) -> Float[Tensor, "batch *data"]:
-    """The end of a trajectory: one sample for each row of noise, as values (not bins)."""
+    """Draw one sample for each row of noise, as values (not bins)."""
     return end_of(trajectory(method, predict, noise, grid, solver, start, differentiable))
 
 
 def end_of(steps: Iterator[Step]) -> Float[Tensor, "batch *data"]:
-    """The end of a trajectory; only its last step is kept in memory."""
+    """The x_hat of the last step of a trajectory, without keeping the other steps in memory."""
     (last,) = deque(steps, maxlen=1)
     return last.x_hat
 
@@ -189,9 +189,9 @@ def noisy_steps(
 
 
 def evaluations(method: Method, k: int, guided: bool = False) -> int:
-    """How often k steps evaluate the network: k, and once more where the sample is a last prediction (BSI and BFN).
+    """The number of network evaluations in k steps: k, plus one if the sample is a final prediction (BSI and BFN).
 
-    Twice as often where they are guided: each prediction is made with the condition and without.
+    Guidance doubles the number: each prediction is made with and without the condition.
     """
     count = 0
 

@@ -6,10 +6,10 @@ dw = x_hat d rho, and from
 
     dw = [-zeta w + (1 + zeta) rho x_hat] d ln rho + sqrt(2 zeta) dW                          for any churn zeta >= 0.
 
-For x_hat fixed on a step these are linear, with exact solutions. They are of first order, since predictions change
-along the way.
-`posterior` is the first of them, the paper's sampler. `midpoint` makes each of second order at no further evaluation:
-it extrapolates the prediction to the middle of the step, in ln Lambda, by the line through the last two predictions,
+With x_hat constant during a step these equations are linear and have exact solutions. The solutions are methods of
+first order, since predictions change during the step. `posterior` is the solution of the first equation, the paper's
+sampler. `midpoint` makes each method second-order without further evaluations: it extrapolates the prediction to the
+middle of the step, in ln Lambda, by the line through the last two predictions,
 
     x_mid = x_hat + h / (2 h_before) (x_hat - x_hat_before),               h = ln Lambda' - ln Lambda.
 
@@ -17,9 +17,9 @@ At c = 0 `sde2` and `ode2` are DPM-Solver++(2M), stochastic and not, as publishe
 (Xue et al., 2024) brought to BFN; c > 0 is the extension to BSI. Integrating the line exactly is of the same order and
 worse at few steps: it extrapolates further, while predictions converge towards the data (docs/benchmarks/solvers.md).
 
-So a solver is a table: for each step of a grid, what to multiply the latent, the prediction, the one before it and
-fresh noise by. Tables are computed in float64, before the first evaluation of the network. A step without history is
-of first order.
+So a solver is a table: for each step of a grid, the coefficients of the latent, the prediction, the previous prediction
+and new noise. Tables are computed in float64, before the first evaluation of the network. A step without a previous
+prediction is of first order.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Path:
 
     information: Levels  # Lambda
     noise: Levels
-    rho: Levels  # sqrt(Lambda) - c / sqrt(Lambda), and 0 where Lambda is
+    rho: Levels  # sqrt(Lambda) - c / sqrt(Lambda), and 0 where Lambda is 0
 
     @classmethod
     def of(cls, method: Method, grid: Levels) -> Path:
@@ -79,7 +79,7 @@ class Path:
 
     @property
     def empty(self) -> Bool[Tensor, " steps"]:
-        """Steps that start with no information at all: BFN's first. Their latent is 0 and stays out of the step."""
+        """Steps that start without information: BFN's first. Their latent is 0 and has the coefficient 0."""
         return self.information[:-1] == 0
 
     @property
@@ -90,7 +90,7 @@ class Path:
 
     @property
     def shrinkage(self) -> Steps:
-        """noise' / noise, what w = psi / noise held fixed does to the latent; 0 on empty steps."""
+        """noise' / noise, the factor of the latent if w = psi / noise is constant; 0 on empty steps."""
         return torch.where(self.empty, 0.0, self.noise[1:] / torch.where(self.empty, 1.0, self.noise[:-1]))
 
 
@@ -109,8 +109,7 @@ def posterior(method: Method, grid: Levels) -> Table:
 def _flow(method: Method, grid: Levels) -> Table:
     """The probability flow: w' = w + (rho' - rho) x_hat.
 
-    From no information at all it has no direction: BFN's first step is the posterior one, which is the flow's with
-    w := eps.
+    Without information w is undefined: BFN's first step is that of `posterior`, which equals the flow's with w := eps.
     """
     path = Path.of(method, grid)
     moved = torch.diff(path.rho) * path.noise[1:]
@@ -136,7 +135,7 @@ def _churned(zeta: float) -> Solver:
 
 
 def midpoint(step: Solver) -> Solver:
-    """The same step with the prediction of its middle, extrapolated in ln Lambda: of second order.
+    """The same step with the prediction extrapolated to its middle in ln Lambda, which makes it second-order.
 
     A prediction made without any information, at ln Lambda = -inf (BFN's first), does not count as history.
     """

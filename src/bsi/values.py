@@ -6,7 +6,7 @@ centers are equally spaced from low to high, both included:
     value = low + index width,    index = floor((value - low) / width + 1/2),    width = (high - low) / (count - 1).
 
 Continuous data is shifted and scaled, x = (data - mean) / std, per element or per channel. Datasets, recipes, models
-and metrics hold these records. Their methods take tensors, and NumPy arrays where a dataset is prepared.
+and metrics use these records. Their methods take tensors or, for preparing datasets, NumPy arrays.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Bins:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest unsigned integers that hold every index."""
+        """The smallest unsigned integer type that holds every index."""
         return np.dtype("uint8" if self.count <= 256 else "<u2")
 
     @overload
@@ -104,7 +104,7 @@ class Bins:
         return self.indices(self.low + (x.double() - low) * ((self.high - self.low) / (high - low)))
 
     def check_values(self, x: Float[Tensor, "*shape"]) -> None:
-        """Raise if values lie outside the bins, or in [0, 1] off the centers of bins that begin below 0."""
+        """Raise if values lie outside the bins, or lie in [0, 1] but not on the centers of bins with low < 0."""
         low, high = float(x.min()), float(x.max())
         if low < self.low or high > self.high:
             raise DataError(
@@ -121,7 +121,7 @@ class Bins:
                 )
 
     def check(self, index: Integer[Tensor, "*shape"]) -> None:
-        """Raise if an index is outside 0 .. count - 1. Reads the data: not for the inner loop."""
+        """Raise if an index is outside 0 .. count - 1. This reads the data, so avoid it in inner loops on a GPU."""
         if index.numel() and (int(index.min()) < 0 or int(index.max()) >= self.count):
             raise DataError(
                 f"data outside its bins: found indices {int(index.min())} to {int(index.max())}, "
@@ -136,7 +136,7 @@ def to_uint8(values: Float[np.ndarray, "*shape"], low: float = -1.0, high: float
 
 @dataclass(frozen=True)
 class Standardize:
-    """x = (data - mean) / std, fitted on the training set and kept with the model: continuous data of any scale.
+    """x = (data - mean) / std for continuous data, fitted on the training set and stored with the model.
 
     Vectors, of shape (d,), have one mean and std per element: the columns of a table may have different units. Data
     with more axes has one per channel, its first axis (images, audio). A single number, as in the records of version
@@ -187,7 +187,7 @@ class Standardize:
         return x * std + mean
 
     def _like(self, x: Float[Tensor, "*shape"]) -> tuple[Any, Any]:
-        """Mean and std with the axes of a batch. Tensors are cached: copying them would wait for the device."""
+        """Mean and std, shaped to broadcast over a batch. Tensors are cached, since copying them would synchronize."""
         if isinstance(self.mean, float | int):
             return self.mean, self.std
         key = (x.dtype, x.device, x.shape[1:])
@@ -204,7 +204,7 @@ class Standardize:
 
     @property
     def log_determinant(self) -> float:
-        """ln |d data / d x| per dimension: what the change of units adds to -ln p per dimension."""
+        """ln |d data / d x| per dimension: the term that the change of units adds to -ln p per dimension."""
         std = _numbers(self.std)
         return math.fsum(map(math.log, std)) / len(std)
 

@@ -1,4 +1,4 @@
-"""Transitions that know how uncertain a prediction is: a tighter bound and better samples with few, large steps.
+"""Transitions with a predictive variance: a tighter bound and better samples with few, large steps.
 
 In information coordinates the generative transition of the paper is N(s + D x_hat, D), with D = Lambda' - Lambda. It
 treats the prediction x_hat as if it were the sample. With a predictive variance v of x given s the transition is
@@ -48,9 +48,9 @@ __all__ = [
 ]
 
 KNOTS = 33  # levels at which a variance is fitted
-PRIOR = 4.0  # observations that the average over all coordinates counts for, at each knot
+PRIOR = 4.0  # weight of the average over all coordinates, in observations per knot
 MAX_PCA = 4096
-SMALLEST = 1e-12  # of a variance: the logarithm is interpolated
+SMALLEST = 1e-12  # lower limit of a variance, since its logarithm is interpolated
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def transition_kl(
 def aware_noise(method: Method, noise: Noise, variance: Variance) -> Noise:
     """Noise for the solver `posterior` that adds the missing variance: a step draws from N(s + D x_hat, D + D^2 v).
 
-    The prior's noise, drawn from information 0 (or from nothing), stays as it is.
+    The noise of the prior, which is the first draw, is unchanged.
     """
     began = False
 
@@ -238,7 +238,7 @@ def fit_variance(
                 counts.index_add_(0, knot, share[:, None])
             progress(len(ids))
     average = (sums * sizes).sum(1, keepdim=True) / (sizes.sum() * counts.clamp(min=1e-9))
-    prior = PRIOR / sizes  # a large group says enough by itself
+    prior = PRIOR / sizes  # a large group needs less of the prior
     fitted = (sums + prior * average) / (counts + prior)
     return Variance(basis, method.levels.low, method.levels.high, fitted, groups.cpu())
 

@@ -194,7 +194,9 @@ def test_standardize_fits_applies_and_undoes():
     x = standardize.apply(data)
     assert (x.mean().item(), x.std(correction=0).item()) == pytest.approx((0, 1), abs=1e-12)
     torch.testing.assert_close(standardize.undo(x), data)
-    density = torch.distributions.Normal(standardize.mean, standardize.std).log_prob(data).mean()
+    density = (
+        torch.distributions.Normal(torch.tensor(standardize.mean), torch.tensor(standardize.std)).log_prob(data).mean()
+    )
     unit = torch.distributions.Normal(0.0, 1.0).log_prob(x).mean()
     assert (unit - density).item() == pytest.approx(standardize.log_determinant)
 

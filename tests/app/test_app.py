@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 
 from bsi import BFN, BSI, VDM, Bins, Model, pretrained, train
+from bsi.app import guard
 from bsi.app.requests import Denoise, Draw, Inpaint, Limits
 from bsi.app.server import create_app, listen, server_of
 from bsi.app.workbench import Frame, Workbench, open_workbench
@@ -564,8 +565,8 @@ def test_idle_connections_do_not_keep_others_out(bench: Workbench, sent: bytes) 
 
 def test_headers_and_bodies_must_arrive_in_time(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when a byte arrives now and then, and also after a first request or an early rejection."""
-    monkeypatch.setattr("bsi.app.guard.HEADER_SECONDS", 0.4)
-    monkeypatch.setattr("bsi.app.guard.BODY_SECONDS", 0.05)
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.4)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
     first = f"GET /{TOKEN}/main.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for head in ("", "GET /", first, "POST /wrong/run HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"):
         with serving(bench) as port, socket.create_connection(("127.0.0.1", port), timeout=0.05) as connection:

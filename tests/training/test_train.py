@@ -717,5 +717,5 @@ def test_a_script_is_stopped_without_a_traceback_though_its_log_is_full(name: st
         assert (out / "checkpoints" / "latest").read_text().strip() == f"step-{step:08d}"
     printed = (tmp_path / "log").read_text()
     assert "Traceback" not in printed
-    assert re.search(r"step 3: [\d.]+ ± [\d.]+ bits/dim on the test set", printed)
+    assert re.search(r"step 3: test [\d.]+ bits/dim ± [\d.]+", printed)
     assert ("saved step 4 of 6" in printed) == (name != "none")

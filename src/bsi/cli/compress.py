@@ -33,10 +33,10 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class Compress:
-    """Compress images or other binned data without loss; the size of the file is the model's bound.
+    """Compress images or other binned data without loss, to about the size of the model's bound.
 
-    Decompressing needs the same model and a machine of the same type: predictions must agree to the last bit, and a
-    machine that computes others is noticed before it starts. Use it to measure and to transfer, not as an archive.
+    Decompressing needs the same model and a machine of the same type: predictions must agree to the last bit. A
+    machine with other predictions is detected before decoding. Use it for measurements and transfer, not for archives.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -50,7 +50,7 @@ class Compress:
     limit: int | None = None
     """Compress only the first samples."""
     steps: int = 64
-    """Steps of the chain: more make a tighter bound, need more initial bits and take longer."""
+    """Steps of the chain of latents: more steps tighten the bound, need more initial bits and take longer."""
     variance: Literal["none", "level", "pixels", "dct"] = "level"
     """The predictive variance in each step, fitted to training samples of the run's dataset."""
     batch_size: int = 64
@@ -74,7 +74,7 @@ class Decompress:
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """A .npy file for the array of bin indices, or a folder for images (.png)."""
     lossy_steps: int | None = None
-    """Write the predictions after this many steps instead of the data, to see what the first bits hold."""
+    """Write the predictions after this many steps instead of the data, to show what the first bits contain."""
     preview: Path | None = None
     """A .gif or .webp of the predictions of some samples while they are decoded, from coarse to fine."""
     device: Device | None = None
@@ -139,7 +139,7 @@ def decompress(args: Decompress) -> int:
         if not rough:
             raise UsageError(f"--lossy-steps {args.lossy_steps} is beyond the {len(first) - 1} steps of {args.file}.")
         predicted = model.data(torch.cat(rough[::-1]).float()).to(index.dtype)
-        index = torch.cat([index[: len(index) - len(predicted)], predicted])  # the first samples are stored plainly
+        index = torch.cat([index[: len(index) - len(predicted)], predicted])  # the first ones are stored without x_hat
     _write(args.out, index.numpy(), model)
     if args.preview is not None:
         _animate(args.preview, first, model)
@@ -185,7 +185,7 @@ def _array(path: Path) -> np.ndarray:
 
 
 def _images(folder: Path, model: Model) -> np.ndarray:
-    """All images of a folder, in the order of their names. They must have the model's size."""
+    """All images of a folder, sorted by name. They must have the model's size."""
     import numpy as np
 
     from bsi.data.images import SUFFIXES, open_image, walk
@@ -219,7 +219,7 @@ def _prepared(args: Compress, model: Model) -> np.ndarray:
 
 
 def _fitted(args: Compress, model: Model) -> Variance:
-    """Fitted to training samples of the run's own dataset, or of DATA if it is a prepared one."""
+    """The variance, fitted to training samples of the dataset that the run was trained on."""
     import numpy as np
     import torch
 

@@ -56,7 +56,7 @@ def imagenet64_dit_l4(method: str = "bsi") -> Recipe:
 
     Command: torchrun --nproc-per-node 4 -m bsi train imagenet64-dit-l4
     Hardware: 4 x H100 in the paper
-    Time: 160 hours (as many tokens per image as at 32x32 with patches of 2)
+    Time: 160 hours (estimated: as many tokens per image as at 32x32 with patches of 2)
     Expected: not yet run
     Paper: BSI 3.218 ± 0.004 bits/dim, FID 30.1 ± 0.4; BFN 3.222 ± 0.006, 38.2 ± 0.8; VDM 3.228 ± 0.006, 35.2 ± 0.7
     """
@@ -74,7 +74,7 @@ def imagenet32_unet(method: str = "bsi") -> Recipe:
 
     Command: torchrun --nproc-per-node 4 -m bsi train imagenet32-unet
     Hardware: 4 x H100 in the paper
-    Time: how long is not given
+    Time: not given in the paper
     Expected: not yet run
     Paper: BSI 3.510 ± 0.009 bits/dim, FID 12.8 ± 0.6; BFN 3.505 ± 0.001, 14.2 ± 0.4; VDM 3.527 ± 0.009, 15.4 ± 1.5
     """

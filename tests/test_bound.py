@@ -254,6 +254,7 @@ def test_the_control_variate_pays():
 
 
 @pytest.mark.parametrize("estimator", [PLAIN, LEARNED], ids=lambda e: e.proposal)
+@pytest.mark.slow
 def test_student_intervals_cover_as_often_as_they_say(estimator):
     """Of 80 intervals of 90 per cent, 72 +- 2.7 should hold the true value."""
     method, x = BSI(), rough(40, 4)
@@ -519,6 +520,7 @@ def summary(world: World) -> dict[str, float]:
     return {**found.record(), "evaluations": found.evaluations, "single": float(single)}
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_numbers_of_one(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(bsi.__file__).parents[1]), "OMP_NUM_THREADS": "1"}

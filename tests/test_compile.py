@@ -46,6 +46,7 @@ def test_compiles_to_one_graph_with_the_same_value_and_gradient(with_aot_eager, 
     assert f"{function} {method} aot_eager" in agreed, errors
 
 
+@pytest.mark.slow
 def test_inductor_compiles_the_training_loss():
     agreed, errors = compiled("inductor")
     assert agreed == {"training_loss BSI inductor"}, errors

@@ -53,6 +53,7 @@ def test_the_wheel_holds_the_page_the_digits_and_their_network(wheel: Path) -> N
     assert wheel.stat().st_size < 3_000_000
 
 
+@pytest.mark.slow
 def test_the_wheel_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     where = subprocess.run(

@@ -104,6 +104,7 @@ def compiler() -> Iterator[None]:
 @every_kind
 @own_access
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.slow
 def test_compiled_form_agrees_and_each_kind_of_region_is_compiled_once(kind: str) -> None:
     network = small(kind)
     compile_regions(network, backend="aot_eager")

@@ -15,6 +15,7 @@ def script(monkeypatch) -> ModuleType:
     return importlib.import_module("elbo_variance")
 
 
+@pytest.mark.slow
 def test_the_script_runs_whole_and_writes_as_it_goes(script, tmp_path, capsys):
     out = tmp_path / "figures.json"
     words = ["digits", "--images", "8", "--seeds", "3", "--measure", "4", "6", "--device", "cpu", "--json", str(out)]

@@ -125,6 +125,7 @@ print(float((again - fused_trunk(*inputs, fp8_forms(blocks))).abs().max()))
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_fused_blocks_are_the_plain_ones_with_and_without_dropout_lean_or_not() -> None:
     *numbers, refusal = printed(SETTING + FUSED)
     distances = [float(number) for number in numbers]

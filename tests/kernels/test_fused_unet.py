@@ -203,6 +203,7 @@ build(sum_kernels._pixel_sums, {"SLAB": 64, "TILE": 128}, 8)
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernels_are_group_norm_and_sums_for_all_remainders() -> None:
     lines = printed(KERNELS)
     norms, joins = ([float(number) for (number,) in about(lines, what)] for what in ("norm", "join"))

@@ -46,6 +46,7 @@ print("compiled", len(done.asm["cubin"]))
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernel_draws_the_normals_of_the_plain_function() -> None:
     lines = printed(SAME)
     assert len(lines) == 3

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 import bsi
@@ -44,6 +45,7 @@ def run(package: Path, out: Path, kernels: bool) -> list[str]:
     return [line for line in done.stdout.splitlines() if line and line[0] in "-0123456789"]
 
 
+@pytest.mark.slow
 def test_everything_works_without_the_kernels(tmp_path: Path) -> None:
     source = Path(bsi.__file__).parents[1]
     shutil.copytree(source / "bsi", tmp_path / "bsi", ignore=shutil.ignore_patterns("kernels", "__pycache__"))

@@ -263,6 +263,7 @@ def test_devices_and_precisions_that_are_not_there_are_refused() -> None:
 @needs_weights
 @needs_cifar
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "float32"), ("cuda", "float32"), ("cuda", "tf32")])
+@pytest.mark.slow
 def test_features_of_64_images_are_those_of_the_original_graph(device: str, precision: str) -> None:
     """Golden: 16 of the 2048 features from the TorchScript export of the TensorFlow graph, with its own resize."""
     if device == "cuda" and not torch.cuda.is_available():

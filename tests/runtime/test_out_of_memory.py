@@ -156,6 +156,7 @@ print(peak() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process's peak is read from /proc")
 @pytest.mark.parametrize("name", ["dit-mini/4", "unet-32x2"])
+@pytest.mark.slow
 def test_a_step_on_a_cpu_takes_what_the_account_says_within_its_margins(name: str, tmp_path: Path):
     """At least what a run is refused for, at most what it is warned of, in a process of its own."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}

@@ -297,6 +297,7 @@ class TestJobs:
     def test_the_scale_smoke_fits_into_fifteen_minutes(self, tmp_path):
         assert sum(p.seconds for p in plan(list(STUDIES.values()), SMOKE, Store(tmp_path))) < 15 * 60
 
+    @pytest.mark.slow
     def test_the_commands_of_the_paper_train_its_networks(self, tmp_path):
         store = Store(tmp_path)
         planned = plan(list(STUDIES.values()), PAPER, store)

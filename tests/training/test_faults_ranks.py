@@ -208,6 +208,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_of_many_ranks_the_first_alone_writes_for_tensorboard(base: Path) -> None:
     """With a stand-in for its writer, which makes its file as soon as it is made itself."""
     launch = base / "with_tensorboard.py"
@@ -237,6 +238,7 @@ def test_a_killed_rank_is_started_again_by_torchrun_and_the_state_is_the_same(ba
     assert metrics(base / "restarted") == metrics(base / "two")
 
 
+@pytest.mark.slow
 def test_signals_to_the_launcher_or_to_one_rank_save_one_step_on_all_and_leave_no_orphan(
     base: Path, chains: Chains
 ) -> None:
@@ -261,6 +263,7 @@ def test_signals_to_the_launcher_or_to_one_rank_save_one_step_on_all_and_leave_n
     assert metrics(run) == metrics(base / "two")
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_save_and_exit(base: Path) -> None:
     """Row 55."""
     out = base / "orphans"

@@ -1,10 +1,10 @@
-"""Give a network the fastest form that this machine can run: the one place that uses `bsi.kernels`.
+"""Select the fastest implementation of a network on this machine. Only this module uses `bsi.kernels`.
 
 A DiT or a U-Net in bfloat16 on an NVIDIA GPU with Triton takes the fused form (kernels/fused_dit.py, fused_unet.py),
-unless it is checkpointed. Everything else is compiled region by region (kernels/compiled.py). Each form computes what
-the plain one computes, dropout included, up to rounding. Without Triton, on a GPU that is too old for it, or on a CPU,
-a network stays as it is: there, compiling would cost more time than it saves. 8-bit products (kernels/fp8.py) round
-coarsely and are used only on request.
+unless it is checkpointed. Everything else is compiled region by region (kernels/compiled.py). Each form computes the
+same function as the plain one, dropout included, up to rounding. Without Triton, on a GPU that is too old for it, or on
+a CPU, a network is not changed: there, compiling would cost more time than it saves. 8-bit products (kernels/fp8.py)
+have large rounding errors and are used only on request.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["accelerate", "check_fp8", "compile_like", "compile_regions", "form_o
 
 
 def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8: bool = False) -> None:
-    """Change a network in place, before an optimizer uses it. Its weights and their names stay the same.
+    """Change a network in place, before an optimizer uses it. Its weights and their names do not change.
 
-    Fast forms have no second derivatives, and a DiT's backward pass runs once for each forward pass. Code that needs
-    Jacobian products (flow.py, conditioning.py) takes a network that is not accelerated.
+    Fast forms have no second derivatives, and a DiT's backward pass can run only once for each forward pass. Code that
+    needs Jacobian products (flow.py, conditioning.py) must use a network that is not accelerated.
 
     Args:
         backbone: The network, with its `compute_dtype` set.
-        device: Where it will run.
-        lean: Keep less for the backward pass, and compute norms and pointwise operations again: a step of DiT-L/2 takes
-            a quarter less memory and 4 % longer, one of the U-Net 128 x 32 half the memory and 9 % longer.
-        fp8: Use 8-bit products, for a DiT. These keep less already.
+        device: The device on which it will run.
+        lean: Store less for the backward pass, and recompute norms and pointwise operations: a step of DiT-L/2 takes a
+            quarter less memory and 4 % more time, one of the U-Net 128 x 32 half the memory and 9 % more time.
+        fp8: Use 8-bit products, for a DiT. They also store less for the backward pass.
     """
     if device.type != "cuda":
         return
@@ -56,7 +56,7 @@ def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8
 
 
 def _fuse(backbone: Backbone, lean: bool, fp8: bool) -> None:
-    """Set `backbone.fast`. These modules import Triton, which not all machines have."""
+    """Set `backbone.fast`. The modules are imported here because they need Triton, which may not be installed."""
     if isinstance(backbone, UNet):
         from bsi.kernels.fused_unet import FusedUNet
 
@@ -74,11 +74,11 @@ def _fuse(backbone: Backbone, lean: bool, fp8: bool) -> None:
 def form_of(
     config: BackboneConfig, compute_dtype: torch.dtype | None, device: torch.device, lean: bool = False
 ) -> Form:
-    """The form that `accelerate` gives such a network on this device, also for the account of its memory."""
+    """The form that `accelerate` selects for this network and device; memory estimates depend on it too."""
     if not compiles(device):
         return "plain"
     generation = torch.cuda.get_device_capability(device)
-    # cuBLASLt (kernels/cublaslt.py) is NVIDIA's, loaded by its name on Linux. It needs rows of complete 16-byte words.
+    # cuBLASLt (kernels/cublaslt.py) needs CUDA, is loaded by its file name on Linux, and needs 16-byte aligned rows.
     fuses = generation >= (8, 0) and torch.version.cuda is not None and sys.platform == "linux"
     if fuses and compute_dtype == torch.bfloat16 and isinstance(config, DiTConfig | UNetConfig):
         if isinstance(config, DiTConfig) and config.width % 8:
@@ -88,7 +88,7 @@ def form_of(
 
 
 def check_fp8(config: BackboneConfig | None, shape: tuple[int, ...]) -> None:
-    """Raise UsageError for a network that cannot have 8-bit products, before anything is allocated."""
+    """Raise UsageError for a network that does not support 8-bit products, before anything is allocated."""
     if not isinstance(config, DiTConfig):
         raise UsageError("fp8 exists only for the DiT. Use --precision bf16 for other networks.")
     tokens = math.prod(config.grid(shape))
@@ -100,7 +100,7 @@ def check_fp8(config: BackboneConfig | None, shape: tuple[int, ...]) -> None:
 
 
 def freeze(backbone: Backbone) -> None:
-    """Round the weights to the type of the computation, once, for a network that will not be trained any more."""
+    """Convert the weights to the compute dtype, for a network that will not be trained again."""
     if backbone.compute_dtype is None:
         return
     if backbone.fast is not None:
@@ -110,12 +110,12 @@ def freeze(backbone: Backbone) -> None:
     }
     for parameter in backbone.parameters():
         parameter.requires_grad_(False)
-        if id(parameter) not in kept:  # these are float32 under autocast, too
+        if id(parameter) not in kept:  # the kept ones are float32 under autocast, too
             parameter.data = parameter.data.to(backbone.compute_dtype)
 
 
 def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
-    """Compile the parts of a network that repeat or touch every token, at their first call.
+    """Compile the repeated parts of a network and those that process every token, at their first call.
 
     The network computes the same function as before, dropout included, up to rounding.
     """
@@ -126,7 +126,7 @@ def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
 
 
 def compile_like(copied: nn.Module, original: nn.Module, backend: str = "inductor") -> None:
-    """Compile the networks in a copy that are compiled in the original: `copy.deepcopy` does not copy compiled code."""
+    """Compile the networks of a copy that are compiled in the original, since `copy.deepcopy` drops compiled code."""
     for mine, theirs in zip(copied.modules(), original.modules(), strict=True):
         if isinstance(mine, Backbone) and isinstance(theirs, Backbone) and is_compiled(theirs):
             compile_regions(mine, backend)

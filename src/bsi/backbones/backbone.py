@@ -1,4 +1,4 @@
-"""The interface that all networks share, and `build`, which makes one from its config.
+"""The common interface of all networks, and `build`, which creates a network from its config.
 
 A backbone maps (x, t, cond) to an array like x. x is scaled to unit variance (c_in mu), t in [0, 1] is 0 at the noisy
 end, and the output is exactly 0 before training, so that the preconditioned f = c_skip mu + c_out backbone(c_in mu,
@@ -26,8 +26,8 @@ class Backbone(nn.Module, ABC):
     """Base class of the networks.
 
     Attributes:
-        compute_dtype: The type inside the network, under autocast. None leaves it to the caller's own autocast.
-        fast: Faster code for the blocks, set by `accelerate`; None where PyTorch's own operations are used.
+        compute_dtype: The dtype inside the network, under autocast. With None the caller's autocast applies.
+        fast: A faster implementation of the blocks, set by `accelerate`; None for PyTorch's own operations.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -42,7 +42,7 @@ class Backbone(nn.Module, ABC):
 
     @property
     def num_classes(self) -> int:
-        """Labels are 0 .. num_classes - 1, and num_classes stands for none; 0 if the network has no labels."""
+        """The number of labels; 0 if the network has none. The label `num_classes` stands for no label."""
         return self.condition.num_classes
 
     @abstractmethod
@@ -52,14 +52,14 @@ class Backbone(nn.Module, ABC):
         t: Float[Tensor, " batch"],
         cond: Int[Tensor, " batch"] | None,
     ) -> Float[Tensor, "batch channels *space"]:
-        """The network from the Fourier features to the output, in the type that autocast chooses."""
+        """The network from the Fourier features to the output, in the dtype selected by autocast."""
 
     @abstractmethod
     def regions(self) -> Iterator[nn.Module]:
-        """The parts worth compiling: those that repeat, and those that touch every token or pixel."""
+        """The parts to compile: repeated ones, and those that process every token or pixel."""
 
     def matrices(self) -> list[nn.Parameter]:
-        """Weights between hidden features: those of every region but the last, which is the head."""
+        """Weights between hidden features: those of all regions except the last one, the head."""
         return [p for region in list(self.regions())[:-1] for p in region.parameters() if p.ndim >= 2]
 
     def forward(
@@ -73,7 +73,7 @@ class Backbone(nn.Module, ABC):
                 f"this network was built for data of shape {self.shape}, got a batch of {tuple(x.shape[1:])}. "
                 "Build it with the shape of the data."
             )
-        features = self.fourier(x)  # outside autocast: sines are computed in x's own type
+        features = self.fourier(x)  # outside autocast, so that sines are computed in the dtype of x
         inside = nullcontext() if self.compute_dtype is None else torch.autocast(x.device.type, self.compute_dtype)
         with inside:
             out = self.network(features, t, cond)
@@ -83,13 +83,13 @@ class Backbone(nn.Module, ABC):
 def build(
     config: BackboneConfig | str, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
 ) -> Backbone:
-    """The network for data of one shape, e.g. `build("dit-l/2", (3, 32, 32), bins_count=256)`.
+    """Build a network for data of one shape, e.g. `build("dit-l/2", (3, 32, 32), bins_count=256)`.
 
     Args:
         config: A config, or a name that `resolve` knows.
         shape: The shape of one sample, (channels, *space).
-        bins_count: The number of bins of the data, which sets the Fourier features; None for continuous data, which has
-            none.
+        bins_count: The number of bins of the data, which determines the Fourier features; None for continuous data,
+            which has no Fourier features.
         num_classes: The number of labels; 0 for a network without labels.
 
     Raises:
@@ -113,7 +113,7 @@ def build(
 
 
 def _check_memory(needed: int) -> None:
-    """Raise UsageError for weights that need more bytes than the machine has. On the meta device they need none."""
+    """Raise UsageError for weights that need more memory than the machine has, except on the meta device."""
     if not hasattr(os, "sysconf"):  # Windows
         return
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -8,7 +8,7 @@ number of bins (which sets the Fourier features) and the number of classes.
 |---|---|
 | `dit-l/2` | DiT of size s, b, l, xl or mini with patches of 2 (4, 8, ...) per axis; the paper has L/2 and L/4 |
 | `unet-128x32` | VDM's U-Net of width 128 with 32 levels (CIFAR-10 in the paper; 256 wide for ImageNet32) |
-| `unet-128-256-256x2` | the same at three resolutions, each half of the one before, with 2 levels at each |
+| `unet-128-256-256x2` | the same at three resolutions, each half of the previous one, with 2 levels at each |
 | `mlp-256x4` | residual MLP of width 256 with 4 blocks, for vectors |
 """
 
@@ -75,9 +75,9 @@ class DiTConfig:
         depth: Number of blocks.
         heads: Attention heads; they divide the width.
         patch: Side of a patch: a token is patch x patch pixels.
-        mlp_ratio: Hidden channels of a block's MLP, in widths.
-        dropout: Of the outputs of each block's attention and MLP (paper: 0.05).
-        checkpoint: Keep only each block's input for the backward pass, and compute the block again there.
+        mlp_ratio: Hidden channels of a block's MLP, as a multiple of the width.
+        dropout: Dropout of the outputs of each block's attention and MLP (paper: 0.05).
+        checkpoint: Store only each block's input for the backward pass, and recompute the block there.
     """
 
     width: int
@@ -122,11 +122,11 @@ class UNetConfig:
         width: Channels of an image (paper: 128 or 256).
         levels: Blocks down at each resolution (paper: 32).
         heads: Attention heads; they divide all widths.
-        dropout: Between the convolutions of each block.
-        checkpoint: Keep only each block's input for the backward pass, and compute the block again there.
-        coarser: Widths at further resolutions, each half of the one before, with as many levels and with attention
-            after every block. Networks with coarser resolutions are far cheaper and good for samples. The paper has
-            none, which is better for likelihoods.
+        dropout: Dropout between the convolutions of each block.
+        checkpoint: Store only each block's input for the backward pass, and recompute the block there.
+        coarser: Widths at further resolutions, each half of the previous one, with the same number of levels and with
+            attention after every block. Networks with coarser resolutions are much cheaper and give good samples. The
+            paper's networks have none, which gives better likelihoods.
     """
 
     width: int
@@ -142,7 +142,7 @@ class UNetConfig:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The widths at all resolutions, that of the data first."""
+        """The widths at all resolutions, starting with the full one."""
         return (self.width, *self.coarser)
 
     def check(self, shape: tuple[int, ...]) -> None:

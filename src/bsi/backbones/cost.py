@@ -1,7 +1,7 @@
 """The cost of a network in closed form: parameters, and floating-point operations of a forward pass of one image.
 
-The count includes matrix products, convolutions and attention, with two operations per multiply-add, and as usual no
-norms or activations. A training step without checkpointing costs three times the forward pass.
+The count includes matrix products, convolutions and attention, with two operations per multiply-add. Norms and
+activations are not counted, as is usual. A training step without checkpointing costs three times the forward pass.
 
     DiT block, T tokens of width W:  2 T W^2 (3 + 1 + 2 mlp_ratio) + 4 T^2 W
     U-Net block, P pixels, k = 3^dim: 2 P k (in W + W^2), and 2 P in W for the shortcut of an up block (in = 2W)

@@ -3,8 +3,8 @@
     patches -> linear + fixed positions -> depth x [attention, MLP] with adaLN-Zero -> norm, linear -> patches
 
 as published, with three additions from the paper: Fourier features at the input, a 32-dimensional precision embedding,
-and dropout (0.05), here on the output of each branch before its gate, where no attention kernel has to draw random
-numbers. adaLN-Zero, and an account of a block's memory traffic, are in layers.py.
+and dropout (0.05). Dropout is applied to the output of each branch before its gate, so that attention kernels do not
+draw random numbers. layers.py implements adaLN-Zero and describes a block's memory traffic.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ class DiT(Backbone):
     ) -> Float[Tensor, "batch channels *space"]:
         *per_block, last = self.modulation(self.condition(t, cond))
         x = self.embed(patchify(features, self.config.patch))
-        x = x + self.positions.to(x.dtype)  # the residual stream has the type of the computation
+        x = x + self.positions.to(x.dtype)  # the residual stream has the compute dtype
         drops = self.training and self.config.dropout > 0
         seeds = draw_seeds(2 * self.config.depth, x.device).view(-1, 2, 2) if drops else None
         if self.fast is None:
@@ -107,7 +107,7 @@ class DiTBlock(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention; queries, keys and values come from one product."""
+    """Multi-head self-attention; queries, keys and values are computed in one matrix product."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class SelfAttention(nn.Module):
 
 
 def patchify(x: Float[Tensor, "batch channels *space"], patch: int) -> Float[Tensor, "batch tokens inputs"]:
-    """Cut every spatial axis into pieces of `patch`: a token is one patch, all its channels and pixels side by side."""
+    """Split every spatial axis into patches. A token is one patch with its channels and pixels concatenated."""
     cut, grid, pixels = _axes(x.ndim - 2)
     return rearrange(x, f"b c {cut} -> b ({grid}) (c {pixels})", **dict.fromkeys(pixels.split(), patch))
 

@@ -2,14 +2,15 @@
 
 - Fourier features of the input: u becomes (u, sin(2^i pi u), cos(2^i pi u)), so that the network can distinguish
   values that differ by less than a bin. They are computed in float32 or wider: bfloat16 resolves u to 2^-9, and the
-  phase 2^8 pi u would be noise. Rounded to bfloat16 *afterwards*, the features together still resolve u to about 1e-5.
+  phase 2^8 pi u would be noise. If the features are rounded to bfloat16 *afterwards*, they still resolve u to about
+  1e-5.
 - Precision embedding: 16 sines and cosines of t with frequencies f spaced geometrically and amplitudes proportional
   to f^(-1/2). Then e(t) . e(s) = sum_i w_i cos(2 pi f_i (t - s)) with weights w ~ 1/f depends on t - s alone, and its
   spectral density is 1/f^2, that of exp(-|t - s| / l): similarity decreases steadily with the distance (it never
   increases again by more than 0.007), and has a cusp at 0, so that near values differ clearly. With equal amplitudes,
   the usual choice, it would increase again by up to 0.7.
-- Positions: fixed sines and cosines, an equal share of the width for each spatial axis. On two axes they are the DiT's
-  up to the order of the channels: there the column's come before the row's, which makes no difference after training.
+- Positions: fixed sines and cosines, with an equal share of the width for each spatial axis. On two axes they equal the
+  published DiT's up to the order of the channels, which makes no difference for training.
 """
 
 import math
@@ -64,8 +65,8 @@ class PrecisionEmbedding(nn.Module):
 class ConditionEmbedding(nn.Module):
     """SiLU(MLP(embedding of t) + label): the vector that every block is conditioned on.
 
-    The label `num_classes` is the null class, for samples without a label, and for all samples if `cond` is None. It is
-    computed in float32 even under autocast: with one row per sample, precision costs nothing here.
+    The label `num_classes` is the null class, for samples without a label, and for all samples if `cond` is None. The
+    vector is computed in float32 even under autocast: with one row per sample, the cost is negligible.
     """
 
     def __init__(self, width: int, num_classes: int) -> None:

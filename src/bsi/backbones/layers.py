@@ -5,12 +5,12 @@ adaLN-Zero (Peebles & Xie, 2023) surrounds each branch (attention or MLP) of a b
     h = modulated_norm(x, shift, scale)   = LayerNorm(x) * (1 + scale) + shift
     x = gated_residual(x, gate, branch)   = x + gate * dropout(branch)
 
-with shifts, scales and gates computed from the condition. The residual stream x has the type of the computation
-(bfloat16 under autocast); means and variances are float32. Nothing else in a block reads or writes memory outside
-matrix products and attention. The table counts this traffic for one block, in passes over the stream (tokens x width;
-64 MiB for DiT-L/2 at batch 128 in bfloat16), and what is kept for the backward pass after `compile_regions`:
+with shifts, scales and gates computed from the condition. The residual stream x has the compute dtype (bfloat16 under
+autocast); means and variances are float32. Apart from matrix products and attention, these functions are the only
+memory traffic of a block. The table counts it for one block, in passes over the stream (tokens x width; 64 MiB for
+DiT-L/2 at batch 128 in bfloat16), and the tensors stored for the backward pass after `compile_regions`:
 
-| step | forward | kept |
+| step | forward | stored |
 |---|---|---|
 | h = modulated_norm(x) | read x, write h: 2 | x: 1 |
 | qkv product, attention | - | q, k, v: 3; the attention's output: 1 |
@@ -19,8 +19,8 @@ matrix products and attention. The table counts this traffic for one block, in p
 | second product, gated_residual | read x and branch, write x: 3 | branch: 1, for dgate |
 | total | 17 | 11: 16.5 GiB for the 24 blocks of DiT-L/2 |
 
-h, the stream between the branches, GELU's output and the dropout masks are pointwise functions of what is kept and are
-computed again in the backward pass. With default settings the compiler keeps 18 passes, and eager autograd 22.
+h, the stream between the branches, GELU's output and the dropout masks are pointwise functions of the stored tensors
+and are recomputed in the backward pass. With default settings the compiler stores 18 passes, and eager autograd 22.
 """
 
 from typing import Any
@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 NORM_EPS = 1e-6  # as in the DiT and in VDM's U-Net (Flax's default)
 
-# --- Initialization. The last layer of every network starts at 0, and so does the output. The rest follows what was
-# published: Xavier for the DiT's blocks, LeCun for VDM's U-Net and for the embedding of the condition.
+# --- Initialization. The last layer of every network is initialized to 0, so that its output is 0. The other layers are
+# initialized as published: Xavier for the DiT's blocks, LeCun for VDM's U-Net and for the embedding of the condition.
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -52,10 +52,10 @@ def xavier_(layer: nn.Linear) -> None:
 
 
 def lecun_(layer: Layer) -> None:
-    """Draw the weight from a Normal of variance 1 / inputs, which keeps the forward pass in scale; the bias is 0.
+    """Draw the weight from a Normal of variance 1 / inputs, which preserves the scale of activations; the bias is 0.
 
-    PyTorch's default has a third of this variance. After the 33 shortcuts on the U-Net's way up, nothing of the input
-    would be left.
+    PyTorch's default has a third of this variance. After the 33 shortcuts of the U-Net's up blocks, the input would
+    have vanished.
     """
     nn.init.normal_(layer.weight, std=layer.weight[0].numel() ** -0.5)
     _clear(layer)
@@ -71,7 +71,7 @@ def _clear(layer: Layer) -> None:
 # `torch.nn.functional.dropout` draws its mask from a generator inside the network. The mask must then be stored for the
 # backward pass (one byte per element: half the size of a bfloat16 tensor), checkpointing must save and restore
 # generators, and compiled and eager code draw different numbers. Here the seeds are drawn once per pass, and the mask
-# is pointwise arithmetic that is computed again in the backward pass: all forms of a network drop the same elements.
+# is pointwise arithmetic that is recomputed in the backward pass: all forms of a network drop the same elements.
 
 DROPOUT_WEYL = 0x9E3779B9 - 2**32, 0x7FEB352D  # odd, as signed 32-bit integers
 
@@ -91,9 +91,9 @@ def dropout(x: Float[Tensor, "..."], p: float, seed: Int32[Tensor, " 2"]) -> Flo
 def _hash(index: Int32[Tensor, "..."], seed: Int32[Tensor, " 2"]) -> Int32[Tensor, "..."]:
     """Three rounds of Widynski's Squares (square, add, swap the halves) in 32-bit integers that wrap around.
 
-    It uses only shifts, sums and products, which the compiler counts as cheap to compute again; xor is not among them.
+    It uses only shifts, sums and products, which the compiler considers cheap to recompute, unlike xor.
     """
-    # The seed is added first: a product of the index alone is an index expression to the compiler, which folds the
+    # The seed is added first: the compiler treats a product of the index alone as an index expression and folds the
     # factors of shapes into it until they no longer fit 32 bits.
     a, b = (index + seed[0]) * DROPOUT_WEYL[0], (index + seed[1]) * DROPOUT_WEYL[1]
     h = _swap(a * a + b)
@@ -109,15 +109,15 @@ def _swap(h: Int32[Tensor, "..."]) -> Int32[Tensor, "..."]:
 
 
 def run_block(block: nn.Module, recompute: bool, *inputs: Any) -> Tensor:
-    """block(*inputs). With `recompute`, only its inputs are kept, and it is computed again in the backward pass."""
+    """block(*inputs). With `recompute`, only its inputs are stored and the backward pass recomputes the block."""
     if recompute:
-        # Nothing inside draws random numbers: generators, which a CUDA graph may not read, are left alone.
+        # Blocks draw no random numbers, so generators need not be saved, which a CUDA graph would not allow.
         return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
     return block(*inputs)
 
 
 def attend(qkv: Float[Tensor, "batch tokens three_widths"], heads: int) -> Float[Tensor, "batch tokens width"]:
-    """Multi-head attention, given queries, keys and values side by side, which are read in place."""
+    """Multi-head attention of concatenated queries, keys and values, which are not copied."""
     batch, tokens, three_widths = qkv.shape
     q, k, v = qkv.view(batch, tokens, 3, heads, three_widths // 3 // heads).transpose(1, 3).unbind(2)
     return scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, three_widths // 3)
@@ -126,7 +126,7 @@ def attend(qkv: Float[Tensor, "batch tokens three_widths"], heads: int) -> Float
 def modulated_norm(
     x: Float[Tensor, "batch tokens width"], shift: Float[Tensor, "batch width"], scale: Float[Tensor, "batch width"]
 ) -> Float[Tensor, "batch tokens width"]:
-    """LayerNorm(x) * (1 + scale) + shift, in the type of x."""
+    """LayerNorm(x) * (1 + scale) + shift, in the dtype of x."""
     normed = layer_norm(x, x.shape[-1:], eps=NORM_EPS)
     return (normed * (1 + scale[:, None]) + shift[:, None]).to(x.dtype)
 
@@ -159,7 +159,10 @@ class FeedForward(nn.Module):
 
 
 class Modulation(nn.Module):
-    """Shifts, scales and gates of all blocks and of the head from the condition, in one product that starts at 0."""
+    """Shifts, scales and gates of all blocks and of the head, computed from the condition by one linear layer.
+
+    Its weight and bias are initialized to 0.
+    """
 
     def __init__(self, width: int, per_block: int, depth: int) -> None:
         super().__init__()
@@ -174,7 +177,7 @@ class Modulation(nn.Module):
 
 
 class ModulatedHead(nn.Module):
-    """Modulated norm, then a linear layer that starts at 0."""
+    """Modulated norm, then a linear layer that is initialized to 0."""
 
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__()
@@ -192,14 +195,14 @@ class ModulatedHead(nn.Module):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group normalization that keeps channels-last images in their order in memory. The result is float32 or wider.
+    """Group normalization that preserves the channels-last memory format. The result is float32 or wider.
 
         y = x scale + offset,   scale = w (var + eps)^(-1/2),   offset = b - (mean - shift) scale
 
     is the norm of x + shift, where mean and var are those of a group of channels and shift is one number per channel.
-    x + shift is never formed. The moments of each channel come first, then those of the groups: the mean of the means
-    (each with its shift), and the mean of the variances plus the variance of the means. PyTorch's own group norm would
-    copy each image to the other order in memory and back.
+    x + shift is never formed. The moments of each channel are computed first, then those of the groups: the mean of the
+    means (each with its shift), and the mean of the variances plus the variance of the means. PyTorch's own group norm
+    would copy each image to the contiguous format and back.
     """
 
     def forward(
@@ -211,7 +214,7 @@ class GroupNorm(nn.GroupNorm):
     def each(
         self, images: list[Float[Tensor, "batch _ *space"]], shift: Float[Tensor, "batch channels"] | None = None
     ) -> list[Float[Tensor, "batch _ *space"]]:
-        """The norm of the concatenation of images along the channels, in parts, without concatenating them."""
+        """The norm of images concatenated along the channels, as one part per image, without concatenating them."""
         groups = self.num_groups, self.num_channels // self.num_groups
         rows = [to_rows(_wide(image)) for image in images]
         moments = zip(*(torch.var_mean(part, dim=1, correction=0) for part in rows), strict=True)
@@ -228,10 +231,10 @@ class GroupNorm(nn.GroupNorm):
 
 
 def group_norm(channels: int, parts: int = 1) -> GroupNorm:
-    """A norm with 32 groups, or fewer where they would have less than four channels (as in the paper's narrowest).
+    """A norm with 32 groups, or fewer if they would have less than four channels (as in the paper's narrowest network).
 
-    A group of one channel would subtract the condition, which is added to all pixels of a channel, as part of the mean.
-    Each of `parts` equal parts of the channels consists of complete groups.
+    With one channel per group, the norm would remove the condition, which is added to all pixels of a channel. Each of
+    `parts` equal parts of the channels consists of complete groups.
     """
     fitting = (g for g in range(parts, 33) if channels % g == 0 and g % parts == 0)
     return GroupNorm(max(g for g in fitting if 4 * g <= channels or g == parts), channels, eps=NORM_EPS)

@@ -1,13 +1,13 @@
-"""The memory that a network takes, in closed form, and how many images fit at a time. Imports no torch.
+"""The memory of a network in closed form, and the number of images that fit at a time. Imports no torch.
 
-A training step with float32 weights holds, in bytes for P parameters,
+A training step with float32 weights takes, in bytes for P parameters,
 
     4 P  weights          8 P  Adam's two moments          4 P  for each moving average          4 P  gradients
 
 and, if it computes in 16 bits, 2 P of rounded weights. Muon has one moment for the M parameters of the matrices inside
-the network, hence 8 P - 4 M. In addition, activations are kept for the backward pass of every image. In units of one
+the network, hence 8 P - 4 M. In addition, activations of every image are stored for the backward pass. In units of one
 pass over a block's stream (tokens x width for a DiT; pixels x width for a U-Net, summed over its resolutions; width for
-an MLP), a block keeps
+an MLP), a block stores
 
 | form | DiT | U-Net, a level down and up | MLP |
 |---|---|---|---|
@@ -17,18 +17,18 @@ an MLP), a block keeps
 | lean | 12.1 | 4.1 | |
 | checkpoint: the block's input | 1.1 | 2 | |
 
-A fused DiT block keeps the stream, h and the branch of both half-blocks, q, k, v and the attention's output, and GELU's
-argument and output; the lean form keeps neither h nor GELU's output. A U-Net's block keeps its input, the input of its
-second norm and, unless lean, the inputs of both convolutions. The numbers of the other forms are counted by a test from
-what autograd saves. Attention after a block of a U-Net keeps 6.1, 7.1 in the plain form with 16 bits, 5.1 compiled, and
-nothing if its block is computed again.
+A fused DiT block stores the stream, h and the branch of both half-blocks, q, k, v and the attention's output, and
+GELU's argument and output; the lean form stores neither h nor GELU's output. A U-Net's block stores its input, the
+input of its second norm and, unless lean, the inputs of both convolutions. The numbers of the other forms are checked
+by a test that counts the tensors saved by autograd. Attention after a block of a U-Net stores 6.1 passes, 7.1 in the
+plain form with 16 bits, 5.1 compiled, and none if its block is recomputed.
 
-The backward pass of one block holds about as much again as autograd would keep of that block (11 for a fused DiT; 18
-for a U-Net in every form). The peak is at the start of the backward pass: gradients then take the memory that
-activations free, so the larger of the two counts. With several ranks, DDP's buckets hold the gradients from the start.
-Muon orthogonalizes all matrices of one shape at once, when activations are freed and gradients exist. It takes 7 to 9
-times their bytes, or 5 to 6 on a GPU, where it computes in 16 bits; square matrices take the most. This matters when
-few images fit.
+The backward pass of one block needs about as much additional memory as autograd would store for that block (11 for a
+fused DiT; 18 for a U-Net in every form). The peak is at the start of the backward pass: gradients then take the memory
+that activations free, so the larger of the two counts. With several ranks, DDP's buckets hold the gradients from the
+start. Muon orthogonalizes all matrices of one shape at once, when activations are freed and gradients exist. It takes 7
+to 9 times their bytes, or 5 to 6 on a GPU, where it computes in 16 bits; square matrices take the most. This matters
+when few images fit.
 
 Measured on an H200 in bfloat16, without the driver's own memory, and in brackets this estimate: DiT-L/2 compiled 26.7
 GiB at batch 128 (26.8), fused 63 GiB at batch 256 (65.4); U-Net 128 x 32 at batch 128 fused 10.5 GiB (11.2), lean 5.3
@@ -60,8 +60,8 @@ class Memory:
     Attributes:
         state: Weights, moments and averages.
         gradients: Gradients of all weights.
-        update: What the optimizer's update takes in addition to the gradients.
-        per_image: Activations for each image that is computed at a time.
+        update: Memory of the optimizer's update in addition to the gradients.
+        per_image: Activations for each image in a forward and backward pass.
     """
 
     state: int
@@ -75,7 +75,7 @@ class Memory:
         return CONTEXT + round(SLACK * (self.state + max(backward, self.gradients + self.update)))
 
     def largest(self, available: int, ranks: int = 1) -> int:
-        """How many images at a time fit into `available` bytes; 0 if none do."""
+        """The number of images at a time that fit into `available` bytes; 0 if none fits."""
         if self.bytes(1, ranks) > available:
             return 0
         shared = self.gradients if ranks > 1 else 0
@@ -95,7 +95,7 @@ def training_memory(
     """The memory of a training step of `build(config, shape, bins_count, num_classes)`.
 
     Args:
-        form: How the network is computed (`bsi.backbones.acceleration.form_of`).
+        form: The form in which the network is computed (`bsi.backbones.acceleration.form_of`).
         half: Whether it computes in 16 bits.
         averages: The number of moving averages of the weights.
         optimizer: Which optimizer updates the weights.
@@ -121,7 +121,7 @@ def evaluation_memory(
     num_classes: int = 0,
     half: bool = True,
 ) -> Memory:
-    """The memory of an evaluation without gradients: one block's work at a time, and a U-Net's skips."""
+    """The memory of an evaluation without gradients: that of one block at a time, and of a U-Net's skips."""
     parameters = cost(config, shape, bins_count, num_classes).parameters
     size = 2 if half else 4
     kept = _kept(config, shape, "compiled", half)
@@ -136,15 +136,15 @@ def evaluation_memory(
 
 
 def _orthogonalizing(rows: int, columns: int, count: int, half: bool) -> int:
-    """What Muon takes for `count` matrices of one shape: copies of them and of their Gram matrices, and at most as much
-    again for the shape before."""
+    """Memory of Muon's update for `count` matrices of one shape: copies of them and of their Gram matrices, and at most
+    as much again for the previous shape."""
     squares = min(rows, columns) / max(rows, columns)
     return round(4 * rows * columns * count * (5 + squares if half else 7 + 2 * squares))
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """In passes over the stream: kept by all blocks, kept before and after them, and held by the block at work."""
+    """Passes over the stream: stored by all blocks, stored before and after them, and needed by the current block."""
 
     blocks: float
     ends: float

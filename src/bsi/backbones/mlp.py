@@ -1,4 +1,4 @@
-"""A residual MLP for vectors, or for any data flattened to one: the DiT without attention, on a single token.
+"""A residual MLP for vectors, or for any data, which is flattened: a DiT without attention, on a single token.
 
 flatten -> linear -> depth x [modulated norm, MLP, gate] -> norm, linear
 """

@@ -13,7 +13,7 @@ halves the image before their blocks and another doubles it after them, the halv
 follows every block (there: at 16 x 16 only).
 
 Images are channels-last from the first convolution to the last and in the backward pass. On a GPU the weights should
-have the same order (`accelerate` sees to it); otherwise every convolution copies its weights first.
+have the same memory format, which `accelerate` sets; otherwise every convolution copies its weights first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,7 +85,7 @@ class UNet(Backbone):
         if self.fast is not None:
             shifts, weights = self.fast.prepare(list(self.blocks()), shifts, x.dtype)
         drops = self.training and self.config.dropout > 0
-        # Two numbers of every four: kernels expect their inputs at multiples of 16 bytes, and copy others first.
+        # Every second seed is used: kernels expect inputs aligned to 16 bytes, and copy others first.
         seeds = draw_seeds(2 * len(self.widths), t.device)[::2] if drops else [None] * len(self.widths)
         inputs = zip(shifts.split(self.widths, dim=1), seeds, weights, strict=True)
         skips = [x]
@@ -104,7 +104,7 @@ class UNet(Backbone):
     def _run(
         self, block: "UNetBlock", x: Tensor, skip: Tensor | None, shift: Tensor, seed: Tensor | None, weights: Any
     ) -> tuple[Tensor, Tensor]:
-        """The block's output, and x as a later block should read it."""
+        """The block's output, and x in the form in which a later block reads it as a skip."""
         if self.fast is None:
             return run_block(block, self.config.checkpoint and self.training, x, skip, shift, seed), x
         out, x = self.fast.block(block, x, skip, shift, seed, weights)
@@ -151,8 +151,8 @@ def _up(config: UNetConfig, dim: int) -> Iterator[nn.Module]:
 class UNetBlock(nn.Module):
     """Two convolutions with the condition added between them, and a shortcut; on the way up, `skip` joins the input.
 
-    The norm and the shortcut take the input and the skip separately, since no group of channels crosses from one to the
-    other. Concatenated, their gradients would be slices, which have to be copied.
+    The norm and the shortcut take the input and the skip separately, which is possible because no group of channels
+    contains channels of both. If they were concatenated, their gradients would be slices, which have to be copied.
     """
 
     def __init__(self, width: int, config: UNetConfig, dim: int, joins: bool = False, attends: bool = False) -> None:
@@ -171,7 +171,7 @@ class UNetBlock(nn.Module):
             lecun_(self.shortcut)
 
     def layers(self) -> list[Convolution]:
-        """Its convolutions."""
+        """The block's convolutions."""
         return [self.conv_in, self.conv_out, *([] if self.shortcut is None else [self.shortcut])]
 
     def forward(
@@ -184,7 +184,7 @@ class UNetBlock(nn.Module):
         images = [x] if skip is None else [x, skip]
         h = convolve(self.conv_in, torch.cat([silu(image) for image in self.norm_in.each(images)], dim=1))
         h = silu(self.norm_out(h, shift + bias_of(self.conv_in, shift.dtype)))
-        if seed is not None:  # the mask is that of the rows, which is the order of the image in memory
+        if seed is not None:  # the mask is indexed by rows, the order of the image in memory
             h = to_image(dropout(to_rows(h), self.dropout, seed), h)
         h = convolve(self.conv_out, h)
         bias = bias_of(self.conv_out, h.dtype)
@@ -247,7 +247,7 @@ class Upsample(nn.Module):
 
 
 class ConvHead(nn.Module):
-    """Norm, SiLU, and a convolution that starts at 0."""
+    """Norm, SiLU, and a convolution that is initialized to 0."""
 
     def __init__(self, width: int, channels: int, dim: int) -> None:
         super().__init__()

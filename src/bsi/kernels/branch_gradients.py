@@ -1,13 +1,13 @@
 """Triton kernels for gradients inside the branches of a DiT block, and for conversion to 8 bits.
 
     gelu_backward          the gradient of GELU's argument
-    stack_qkv              the gradients of q, k and v, stacked as the gradient of the one product that makes them
+    stack_qkv              the gradients of q, k and v, stacked as the gradient of the product that computes them
     quantize, transpose    any matrix in 8 bits; the transpose of an 8-bit matrix
 
 Each kernel reads its inputs once and writes its outputs once, and computes the sums over tokens for biases in the same
-pass. Both gradients can be written in 8 bits: given a bound on them (a number on the device), they are multiplied by
-the largest power of two that keeps the bound below the format's largest number, whose inverse is returned for the
-product. Larger numbers are clamped.
+pass. Both gradients can be written in 8 bits. Given a bound on their magnitude (a scalar on the device), they are
+multiplied by the largest power of two that keeps the bound below the largest number of the format. The inverse of this
+factor is returned for the product. Larger numbers are clamped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bsi.kernels.layer_norm import CHUNK, block_of, warps_of
 
-GRADIENT8 = torch.float8_e5m2  # three binary digits, thirty powers of two
+GRADIENT8 = torch.float8_e5m2  # three significant bits, a range of thirty powers of two
 
 
 @triton.jit
@@ -155,9 +155,9 @@ class GeluGradients:
 
 
 def gelu_backward(dhidden: Rows, before: Rows, again: bool = False, largest: Scalar | None = None) -> GeluGradients:
-    """The gradient of the argument of GELU (tanh form), over `dhidden`, or in 8 bits if there is a bound `largest`.
+    """The gradient of the argument of GELU (tanh form). It overwrites `dhidden`, or is in 8 bits with `largest`.
 
-    `again` also computes GELU's output, for the lean form, which does not keep it.
+    `again` also recomputes GELU's output, for the lean form, which does not store it. `largest` bounds the gradient.
     """
     rows, width = before.shape
     chunks, block = triton.cdiv(rows, CHUNK), min(1024, block_of(width))
@@ -175,7 +175,7 @@ def gelu_backward(dhidden: Rows, before: Rows, again: bool = False, largest: Sca
 
 @dataclass(frozen=True)
 class QkvGradient:
-    """The gradient of the product that makes q, k and v, and its sum over tokens."""
+    """The gradient of the product that computes q, k and v, and its sum over tokens."""
 
     qkv: Rows
     inverse: Scalar | None
@@ -193,7 +193,7 @@ def stack_qkv(
     dv: Float[Tensor, "batch heads tokens size"],
     largest: Scalar | None = None,
 ) -> QkvGradient:
-    """dq, dk and dv side by side, a row for each token; in 8 bits if there is a bound `largest`."""
+    """dq, dk and dv concatenated, a row for each token; in 8 bits if there is a bound `largest`."""
     batch, heads, tokens, size = dq.shape
     if not (dq.stride() == dk.stride() == dv.stride() and dq.stride(3) == 1):
         dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -215,7 +215,7 @@ def _limit(largest: Scalar | None, kind: torch.dtype = GRADIENT8) -> float:
 
 
 def quantize(x: Rows, largest: Scalar, kind: torch.dtype = GRADIENT8) -> Matrix8:
-    """x in 8 bits, scaled by the largest magnitude in it (`largest`)."""
+    """Convert x to 8 bits, with a scale computed from its largest magnitude `largest`."""
     x = x.contiguous()
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=kind, device=x.device)
@@ -231,7 +231,7 @@ def quantize(x: Rows, largest: Scalar, kind: torch.dtype = GRADIENT8) -> Matrix8
 def transpose(q: Rows) -> Rows:
     """The contiguous transpose of an 8-bit matrix: tensor cores sum over the contiguous axis of both factors.
 
-    This is a separate kernel on bytes: as part of the kernels above, Triton 3.6 compiles it to wrong code.
+    This is a separate kernel on bytes, because Triton 3.6 generates wrong code if it is part of the kernels above.
     """
     rows, width = q.shape
     qt = torch.empty(width, rows, dtype=q.dtype, device=q.device)

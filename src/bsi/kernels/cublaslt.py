@@ -1,11 +1,12 @@
 """Matrix products through cuBLASLt, with epilogues that PyTorch does not offer and the fastest algorithm.
 
-    linear_gelu      gelu(h W^T + b), and GELU's argument, both written by the product itself
+    linear_gelu      gelu(h W^T + b), and GELU's argument, both written by the kernel of the product
     product8         a b^T of 8-bit matrices, each with a factor on the device; with GELU as above
 
-The library is the one that PyTorch has loaded, called through ctypes: nothing is compiled. For every new shape, the
-algorithms that the library proposes are timed once, and the fastest is kept; it can be 10 % faster than the first
-proposal. Most proposals are timed by a single run, and only near-best ones by more, since the first step waits for it.
+The library is the one that PyTorch has loaded. It is called through ctypes, so that nothing needs to be compiled. For
+every new shape, the algorithms proposed by the library are timed once and the fastest is used; it can be 10 % faster
+than the first proposal. Most proposals are timed by a single run, and only near-best ones by more runs, since the
+timing delays the first step.
 The library's epilogues for the backward pass (DGELU, BGRAD) run as separate, slow kernels; branch_gradients.py does
 that work. GELU is the tanh form. CUDA, bfloat16 and 8 bits only.
 """
@@ -111,7 +112,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Extra:
-    """Tensors of a product besides its factors and its output."""
+    """Tensors of a product other than its factors and its output."""
 
     bias: Tensor | None = None
     aux: Tensor | None = None
@@ -147,7 +148,7 @@ class _Product:
         self.left = _layout(*(left if shape.transpose_b else left[::-1]), shape.b_type)
         self.right = _layout(*(right if shape.transpose_a else right[::-1]), shape.a_type)
         self.out = _layout(shape.n, shape.m, shape.out_type)
-        # The matrix that would be added (beta is 0). It must have a valid type, which 8 bits are not.
+        # The matrix C, which is not added (beta is 0) but must have a valid type; 8-bit types are not valid.
         self.added = _layout(shape.n, shape.m, torch.bfloat16) if shape.out_type.itemsize == 1 else self.out
         _check(library.cublasLtMatmulPreferenceCreate(byref(preference)), "a preference")
         limit = c_size_t(WORKSPACE_BYTES)
@@ -195,7 +196,7 @@ class _Product:
         )  # fmt: skip
 
     def _fastest(self, a: Tensor, b: Tensor, out: Tensor) -> int:
-        """The proposal that took least time on these inputs; the output is overwritten."""
+        """The fastest proposal on these inputs; the output is overwritten."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
         def seconds(proposal: int, runs: int) -> float:

@@ -5,19 +5,19 @@ one scale, a power of two, which depends on the current step alone:
 
     activations   Fixed. A norm bounds its output (by sqrt(width), before modulation), and e4m3 covers eighteen powers
                   of two.
-    weights       From their largest magnitude, in every step; once for a network that is not trained any more.
+    weights       From their largest magnitude, in every step; only once for a frozen network.
     gradients     Of a half-block's output and of q, k and v: from their largest magnitude. Of GELU's argument: from the
                   bound 1.13 max|d| sum_i |W_ij|, with d the gradient of the output and W the second weight. The bound
                   is loose, but e5m2 covers thirty powers of two.
 
 Residual stream, norms, GELU, attention, biases and all sums are as in fused_dit.py: bfloat16 between kernels, float32
-inside. Gradients of weights, which are sums over all tokens, keep float32 partial sums. A product of 8-bit matrices
+inside. Gradients of weights, which are sums over all tokens, are accumulated in float32. A product of 8-bit matrices
 sums over the axis along which both are contiguous, so the matrices of these gradients are transposed first.
 
-Rounding to four binary digits has an error of 2.6 % (root mean square), which is noise in the prediction. If the
-network explains a share R^2 of the variance, a relative noise e of its output raises the squared error by the factor
-1 + e^2 R^2 / (1 - R^2). So the loss reported while training in 8 bits is some tenths of a percent above that of the
-same weights in bfloat16.
+Rounding to four significant bits has an error of 2.6 % (root mean square), which acts as noise in the prediction. If
+the network explains a fraction R^2 of the variance, a relative noise e of its output raises the squared error by the
+factor 1 + e^2 R^2 / (1 - R^2). So the loss reported while training in 8 bits is some tenths of a percent higher than
+that of the same weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 
 def _largest(*tensors: Tensor) -> Tensor:
-    """The largest magnitude in all of them."""
+    """The largest magnitude over all tensors."""
     return torch.stack([torch.linalg.vector_norm(t, float("inf")) for t in tensors]).amax()
 
 
@@ -86,7 +86,7 @@ def _transposed(matrix: Matrix8) -> Matrix8:
 
 
 def _weight_grad(dy: Matrix8, x: Matrix8, master: Tensor) -> Tensor:
-    """dW = dy^T x, in the type of the weight."""
+    """dW = dy^T x, in the dtype of the weight."""
     return cublaslt.product8(_transposed(dy), _transposed(x), out_dtype=master.dtype, fast=False)
 
 
@@ -196,5 +196,5 @@ class FusedDiT8(FusedDiT):
         return fp8_forms(blocks, self.frozen)
 
     def freeze(self, network: DiT) -> None:
-        """Keep the blocks' weights in 8 bits, for evaluations without gradients."""
+        """Store the blocks' weights in 8 bits, for evaluation without gradients."""
         self.frozen = quantize_weights([cast(DiTBlock, block) for block in network.blocks], for_training=False)

@@ -1,7 +1,7 @@
 """A DiT's blocks with one kernel between two matrix products, and an explicit backward pass.
 
-The residual stream passes from half-block to half-block as (stream, branch, gate): a branch is added together with the
-norm that follows, in one kernel (layer_norm.py). A half-block is then one of
+The residual stream is passed between half-blocks as (stream, branch, gate): one kernel adds a branch and computes the
+norm that follows (layer_norm.py). A half-block is then one of
 
     gated_layer_norm -> product -> attention -> product
     gated_layer_norm -> product with GELU -> product
@@ -10,10 +10,10 @@ Outside its products and its attention, a block makes 8 passes over the stream f
 (GELU) + 6 (stacking the gradients of q, k and v) backward. The same kernels compute the sums for biases and
 modulations. GELU's forward is an epilogue of its product (cublaslt.py).
 
-Weights may be float32: they are rounded when they are used, and their gradients leave the products in float32.
+Weights may be float32: they are rounded when they are used, and their gradients are computed in float32.
 
-The lean form keeps neither h nor GELU's output for the backward pass but computes them again from what is kept,
-pointwise: no product and no attention is repeated.
+The lean form stores neither h nor GELU's output for the backward pass and recomputes them from the stored tensors by
+pointwise operations. No product or attention is recomputed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Stream = Float[Tensor, "batch tokens width"]
 PerSample = Float[Tensor, "batch width"]
 Inputs = tuple[Tensor | None, ...]
 
-NO_GRADIENT = (None,) * 5  # of the arguments that follow the tensors
+NO_GRADIENT = (None,) * 5  # gradients of the non-tensor arguments, which come last
 
 
 class Half:
-    """What the half-blocks have in common: the fused norm before the branch, and its gradients after the branch's.
+    """Common part of the half-blocks: the fused norm before the branch, and its gradients after those of the branch.
 
-    Tensors are kept by `save_for_backward`: the stream is an output, and as an attribute of the context it would form a
-    cycle that only the garbage collector frees.
+    Tensors are stored by `save_for_backward`: the stream is an output, and as an attribute of the context it would form
+    a reference cycle that only the garbage collector frees.
     """
 
     @staticmethod
     def save(ctx: Any, normed: Normed, inputs: Inputs, dropout: float, lean: bool, *own: Tensor | None) -> None:
-        """Keep `inputs` (branch, bias, gate, shift, scale, seed) and `own`, what the branch itself needs."""
+        """Store `inputs` (branch, bias, gate, shift, scale, seed) and `own`, the tensors that the branch needs."""
         h = None if lean else normed.h
         ctx.save_for_backward(normed.stream, h, normed.mean, normed.rstd, *inputs, *own)
         ctx.dropout = dropout
@@ -168,7 +168,7 @@ class _MlpHalf(torch.autograd.Function):
 
 
 class LastNorm(torch.autograd.Function):
-    """The last branch's addition, and the head's norm."""
+    """Add the last branch, and compute the head's norm."""
 
     @staticmethod
     def forward(
@@ -187,7 +187,7 @@ class LastNorm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class BlockForm:
-    """How a block is computed: its two half-blocks, and a setting for both (lean or not, or 8-bit weights)."""
+    """The implementation of a block: its two half-blocks, and a setting of both (lean or not, or 8-bit weights)."""
 
     attention: type[torch.autograd.Function]
     mlp: type[torch.autograd.Function]
@@ -253,4 +253,4 @@ class FusedDiT:
         return [bf16(self.lean)] * len(blocks)
 
     def freeze(self, network: DiT) -> None:
-        """Prepare for evaluation with weights that will not change any more."""
+        """Nothing to prepare: weights that are already rounded are used as they are."""

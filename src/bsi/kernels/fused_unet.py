@@ -1,17 +1,18 @@
 """A U-Net's blocks with one kernel between two convolutions, and an explicit backward pass.
 
-Forward, a block is group_norm_act -> convolution -> group_norm_act -> convolution -> residual_sum. Besides its
-convolutions, a block on the way down makes 7 passes over an image forward and 8 backward: two norms read and write one
-image each, and the last sum reads two and writes one; each norm's gradient reads two and writes one, and the last one
-also reads two gradients that bypass the block: its output's, which it sums for the bias, and that of its input as the
-skip of a later block. (For this a block also returns its input: the gradient of the skip then reaches the block's own
-backward pass instead of a separate addition.) An up block writes the normed stream and the normed skip side by side, so
-that they are never concatenated, and its shortcut is one product of both that ends in the sum.
+The forward pass of a block is group_norm_act -> convolution -> group_norm_act -> convolution -> residual_sum. Apart
+from its convolutions, a down block makes 7 passes over an image forward and 8 backward. Forward, each of the two norms
+reads and writes one image, and the residual sum reads two and writes one. Backward, each norm's gradient reads two
+images and writes one, and that of the first norm also reads two gradients that bypass the block: that of its output,
+which it also sums for the bias, and that of its input as the skip of a later block. (For this purpose a block also
+returns its input: the gradient of the skip is then added in the block's own backward pass.) An up block writes the
+normed stream and the normed skip into one tensor, so that they need not be concatenated, and its shortcut is one
+product of both that is fused with the residual sum.
 
 Weights may be float32: those of all blocks are rounded at once.
 
-The lean form does not keep the inputs of the convolutions for the backward pass, but computes them again: no
-convolution is repeated.
+The lean form does not store the inputs of the convolutions for the backward pass, but recomputes them. No convolution
+is recomputed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Rows = Float[Tensor, "batch pixels channels"]
 
 
 def rows_of(x: Image) -> Rows:
-    """A row for each pixel, without a copy if the image is channels-last."""
+    """One row of channels for each pixel, without a copy if the image is channels-last."""
     return to_rows(x).contiguous()
 
 
@@ -51,7 +52,7 @@ def convolve_backward(dy: Image, x: Image, weight: Tensor) -> tuple[Image, Tenso
 
 
 def _settings(weight: Tensor) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
-    """Stride, padding, dilation, transposed, output padding and groups of a convolution that keeps the size."""
+    """Stride, padding, dilation, transposed, output padding and groups of a convolution that preserves the size."""
     dim = weight.ndim - 2
     return [1] * dim, [1] * dim, [1] * dim, False, [0] * dim, 1
 
@@ -71,7 +72,7 @@ def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A block's weights in the type of the computation."""
+    """A block's weights in the compute dtype."""
 
     conv_in: Tensor
     conv_out: Tensor
@@ -80,7 +81,7 @@ class Rounded:
 
 @torch.no_grad()
 def round_weights(blocks: list[UNetBlock], dtype: torch.dtype) -> list[Rounded]:
-    """The weights of all blocks in this type, rounded at once."""
+    """The weights of all blocks, rounded to `dtype` at once."""
     whole = [layer.weight for block in blocks for layer in block.layers()]
     if whole[0].dtype != dtype:
         rounded = [torch.empty_like(weight, dtype=dtype) for weight in whole]
@@ -91,7 +92,7 @@ def round_weights(blocks: list[UNetBlock], dtype: torch.dtype) -> list[Rounded]:
 
 
 class _Block(torch.autograd.Function):
-    """`UNetBlock` without its attention, and x; `shift` contains the first convolution's bias."""
+    """`UNetBlock` without its attention; returns its output and x. `shift` contains the first convolution's bias."""
 
     @staticmethod
     def forward(
@@ -191,7 +192,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """A product and a bias, whose gradient PyTorch would sum fifteen times as slowly."""
+    """A linear layer. The sum for the gradient of its bias is fifteen times as fast as PyTorch's."""
 
     @staticmethod
     def forward(ctx: Any, x: Rows, weight: Tensor, bias: Tensor) -> Rows:
@@ -210,7 +211,7 @@ class _Linear(torch.autograd.Function):
 
 
 def fused_norm(norm: GroupNorm, x: Image, act: bool = False) -> Image:
-    """The norm of an image, in the image's type, followed by SiLU if `act`."""
+    """The norm of an image, in the image's dtype, followed by SiLU if `act`."""
     return _Norm.apply(x, norm.weight, norm.bias, norm.num_groups, act)
 
 
@@ -230,7 +231,7 @@ def fused_block(
     rounded: Rounded,
     lean: bool = False,
 ) -> tuple[Image, Image]:
-    """`UNetBlock` without its attention, and x as a later block should read it; x has the type of the computation.
+    """`UNetBlock` without its attention, and x in the form in which a later block reads it. x has the compute dtype.
 
     `shift` contains the first convolution's bias, which is added for all blocks at once.
     """
@@ -250,12 +251,12 @@ def fused_block(
 
 @dataclass
 class FusedUNet:
-    """The layers of a U-Net by the functions above: `UNet.fast`."""
+    """The fused implementation of a U-Net's layers: `UNet.fast`."""
 
     lean: bool = False
 
     def prepare(self, blocks: list[UNetBlock], shifts: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Rounded]]:
-        """The blocks' shifts with the first convolutions' biases, and their weights in the type of the computation."""
+        """The blocks' shifts with the first convolutions' biases added, and their weights in the compute dtype."""
         shifts = shifts + torch.cat([bias_of(block.conv_in, torch.float32) for block in blocks])
         return shifts, round_weights(blocks, dtype)
 

@@ -2,21 +2,21 @@
 
     group_norm_act    y = dropout(act(GroupNorm(x + shift))),   act the identity or SiLU
 
-A program handles some complete groups of channels (a slab) of one image, which is all that a norm needs. It reads the
-pixels twice: first for the sums, then in reverse order for the result, since the pixels read last are still in the
-cache. Moments are those of `layers.GroupNorm`, in float32: first of each channel, relative to its first pixel (so that
-nothing cancels), then of the groups. The gradient is
+A program handles some complete groups of channels (a slab) of one image, so that it can compute their norm by itself.
+It reads the pixels twice: first for the sums, then in reverse order for the result, since the pixels read last are
+still in the cache. Moments are computed as in `layers.GroupNorm`, in float32: first for each channel, relative to its
+first pixel (to avoid cancellation), then for the groups. The gradient is
 
     z = xn w + b,  xn = (x + shift - mean) rstd,  d = act'(z) dropout(dy)
     dx = rstd (w d - A - xn B),                   A, B = sums of w d and of w d xn over the group / its size
 
 and all other gradients follow from the sums of d and d xn over each channel: these are the gradients of b and w, and
 that of shift (the sum of dx) also needs the mean of xn. Gradients that reach x on other paths are added before dx is
-written, and the first of them is also summed, for a bias. Dropout masks are those of backbones/layers.py, computed
-again and never stored.
+written, and the first of them is also summed, for a bias. Dropout masks are those of backbones/layers.py; they are
+recomputed and never stored.
 
-Besides memory traffic, the cost is arithmetic: some 15 instructions per number forward and 35 backward, and twice as
-many with a dropout mask. So z, xn and dx are written as multiples of x, one instruction each, and SiLU uses the
+The cost is memory traffic and arithmetic: about 15 instructions per element forward and 35 backward, and twice as many
+with a dropout mask. So z, xn and dx are expressed as linear functions of x, one instruction each, and SiLU uses the
 hardware's approximate 2^x and 1/x.
 """
 
@@ -34,8 +34,8 @@ from torch import Tensor
 from bsi.backbones.layers import NORM_EPS
 from bsi.kernels.layer_norm import dropout_keeps, mask_constants
 
-SLAB = 64  # channels of a program, or as many as a group has
-REGISTERS = 128  # of a thread, at most
+SLAB = 64  # channels of a program; larger if a group has more
+REGISTERS = 128  # maximum per thread
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def _sigmoid(z, FAST: tl.constexpr):
 def _own(channels, GROUP: tl.constexpr, SLAB: tl.constexpr):
     """A program's image, its channels, and a mask of the channels that exist.
 
-    Programs start with the last image, which the preceding convolution has left in the cache. Images and slabs share
-    one axis of programs: a GPU's other axes are limited to 65535, which batches of small images can exceed.
+    Programs start with the last image, which is still in the cache after the preceding convolution. Images and slabs
+    share one axis of the grid: its other axes are limited to 65535, which batches of small images can exceed.
     """
     whole: tl.constexpr = SLAB // GROUP * GROUP
     slabs = tl.cdiv(channels, whole)
@@ -300,21 +300,22 @@ def group_norm_act_backward(
 
 
 def _row(rows: Rows) -> int:
-    """The stride between rows. For images of a single pixel it is that between images, since PyTorch calls a tensor
-    contiguous with any stride on an axis of size 1."""
+    """The stride between rows. For images of a single pixel it is the stride between images, since the stride of an
+    axis of size 1 is arbitrary even if a tensor is contiguous."""
     return rows.stride(1 if rows.shape[1] > 1 else 0)
 
 
 def _slab(group: int) -> int:
-    """Channels of a program, rounded up to a power of two: at least one complete group."""
+    """The number of channels of a program, a power of two: at least one complete group."""
     return max(SLAB, triton.next_power_of_2(group))
 
 
 def _cut(x: Rows, groups: int) -> dict[str, int | bool]:
-    """How images are divided among programs; EVEN if the tiles cover them exactly.
+    """Launch parameters that divide images among programs; EVEN if the tiles cover them exactly.
 
-    For a large image, one program fills a multiprocessor: more at once would exceed the cache. For small images,
-    programs have half as many warps, and two run at a time, so that one computes while the other waits for memory.
+    For a large image, one program fills a multiprocessor, since the data of several would exceed the cache. For small
+    images, programs have half as many warps and two run at a time, so that one computes while the other waits for
+    memory.
     """
     _, pixels, channels = x.shape
     tile, warps = (64, 16) if pixels >= 1024 else (32, 8)

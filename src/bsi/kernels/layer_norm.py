@@ -3,9 +3,9 @@
     gated_layer_norm    stream = x + gate * dropout(branch + bias),  h = LayerNorm(stream) * (1 + scale) + shift
 
 Each kernel reads its inputs once and writes its outputs once. The gradients of gates, shifts, scales and biases are
-sums over tokens, accumulated in the same kernel in float32, over chunks of tokens whose partial sums are added
-afterwards, always in the same order. Dropout masks are those of backbones/layers.py, computed again in the backward
-pass and never stored.
+sums over tokens. The same kernel accumulates them in float32 over chunks of tokens, and the partial sums are added
+afterwards in a fixed order. Dropout masks are those of backbones/layers.py; they are recomputed in the backward pass
+and never stored.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _gated_layer_norm(
             kept = dropout_keeps(place.to(tl.int32), seed, THRESHOLD, WEYL_0, WEYL_1)
             added = tl.where(kept, added * (1.0 / (1.0 - DROPOUT)), 0.0)
         value += tl.load(gate + sample * stride_gate + column, mask=inside, other=0.0).to(tl.float32) * added
-        # The norm reads the stream rounded as it is stored, as the backward pass does.
+        # The norm is computed from the stream as rounded for storage, which is what the backward pass reads.
         value = value.to(stream.dtype.element_ty).to(tl.float32)
         tl.store(stream + place, value, mask=inside)
     center = tl.sum(value, axis=0) / width
@@ -164,7 +164,7 @@ def block_of(width: int) -> int:
 
 
 def warps_of(block: int) -> int:
-    """Warps of a program: eight elements per thread, a 16-byte load of bfloat16. More warps would exchange more."""
+    """Warps of a program, for eight elements per thread: a 16-byte load of bfloat16, and few warps to reduce over."""
     return min(16, max(1, block // 256))
 
 

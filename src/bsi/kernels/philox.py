@@ -1,7 +1,7 @@
-"""The normal random numbers of rng.py in one Triton kernel; torch.compile would take long over so many operations.
+"""The normal random numbers of rng.py in one Triton kernel; torch.compile would be slow for so many operations.
 
-A program makes 4 * QUADS elements of one sample. Philox is Triton's own implementation; its words become Normals as in
-rng.py, and are summed in the order of the terms, so that no bit depends on the batch.
+A program computes 4 * QUADS elements of one sample. Philox is Triton's own implementation. Its words are converted to
+Normals as in rng.py and summed in the order of the terms, so that the result does not depend on the batch.
 """
 
 from __future__ import annotations

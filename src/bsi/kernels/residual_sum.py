@@ -81,7 +81,7 @@ def residual_sum(x: Rows, branch: Rows, bias: PerChannel) -> Rows:
 def residual_sum_with_skip(
     x: Rows, skip: Rows, weight: Float[Tensor, "channels twice_channels"], branch: Rows, bias: PerChannel
 ) -> Rows:
-    """x W_x' + skip W_s' + branch + bias, with both weights side by side in `weight`."""
+    """x W_x' + skip W_s' + branch + bias, with both weights concatenated in `weight`."""
     y, channels = torch.empty_like(x), x.shape[2]
     rows = x.numel() // channels
     columns, depth = (max(16, min(most, triton.next_power_of_2(channels))) for most in (128, 32))

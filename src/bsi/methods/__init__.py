@@ -28,7 +28,7 @@ METHODS: dict[str, type] = {"bsi": BSI, "bfn": BFN, "vdm": VDM}
 
 
 def register(name: str, method: type) -> None:
-    """Make a method known by name, so that recipes, run folders and exports can hold it.
+    """Register a method under a name, so that recipes, run folders and exports can store it.
 
     Raises:
         UsageError: if the name is taken by another class.

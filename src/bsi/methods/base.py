@@ -11,7 +11,7 @@ generation is
 
     ds = x_hat dLambda + dW,
 
-of which the paper's update is the exact solution for a prediction held fixed. A latent by itself is a measurement of x
+of which the paper's update is the exact solution for a constant prediction. A latent by itself is a measurement of x
 with precision rho^2, rho = signal / noise; `rho_at` and `level_at` convert between rho and the level.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bsi.gaussian import Encoder
     from bsi.levels import LogUniform
 else:
-    Encoder = LogUniform = Tensor = Any  # importing a method does not import torch; shapes are checked nevertheless
+    Encoder = LogUniform = Tensor = Any  # importing a method does not import torch; shapes are still checked
 
 __all__ = ["Decoder", "Encoder", "LogUniform", "Method", "Parametrization", "Predictor", "Tensor", "level_at", "rho_at"]
 
@@ -63,7 +63,7 @@ class Method(Protocol):
 
     @property
     def density_precision(self) -> float:
-        """The same for continuous data, where x_hat can be no better than the last belief: its own precision."""
+        """Precision of the decoder of continuous data: that of the last belief, since x_hat cannot be more precise."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class Method(Protocol):
         ...
 
     def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
-        """The latent that sampling starts from, made of standard noise."""
+        """The latent that sampling starts from, computed from standard normal noise."""
         ...
 
     def encoder(self, level: Float[Tensor, "*batch"]) -> Encoder:
@@ -107,7 +107,7 @@ class Method(Protocol):
 
 
 def rho_at(method: Method, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """rho = signal / noise = gain / sqrt(Lambda), in float64, and 0 where Lambda is."""
+    """rho = signal / noise = gain / sqrt(Lambda), in float64, and 0 where Lambda is 0."""
     import torch
 
     gain = method.gain(level)

@@ -1,13 +1,12 @@
 """Bayesian Flow Networks for continuous data (Graves et al., 2023), Appendix "Bayesian Flow Networks".
 
-BFN is BSI with a deterministic initial belief (mu_0, lambda_0) = (0, 1), gamma_0 = inf, and everything here is
-delegated to that. In BFN's own terms alpha = lambda - 1, t is our t, and the encoder
+BFN is BSI with a deterministic initial belief (mu_0, lambda_0) = (0, 1), gamma_0 = inf, and this class delegates to
+that BSI. In BFN's notation alpha = lambda - 1, t is our t, and the encoder
 
     q(mu | x, lambda) = N( alpha / (1 + alpha) x,  alpha / (1 + alpha)^2 )
 
-is its flow distribution. BFN differs in three points: the final precision sigma_1^-2, which it also
-decodes with, a network that predicts the noise, and x_hat clipped to the data's range, as in the published code
-(switchable).
+is its flow distribution. BFN differs in three points: the final precision is sigma_1^-2, also in the decoder; the
+network predicts the noise; and x_hat is clipped to the data's range, as in the published code (unless clips=False).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class BFN:
 
     @property
     def belief(self) -> BSI:
-        """The end gamma_0 = inf, lambda_0 = 1 of the range of belief priors."""
+        """The BSI with gamma_0 = inf and lambda_0 = 1 that this class delegates to."""
         last = self.sigma_1**-2
         return BSI(lambda_0=1.0, gamma_0=math.inf, alpha_M=last - 1, alpha_R=last)
 

@@ -26,7 +26,7 @@ __all__ = ["BSI"]
 
 @dataclass(frozen=True)
 class BSI:
-    """BSI(lambda_0, gamma_0, alpha_M, alpha_R); the paper's gamma_0 is lambda_0, its alpha_R 2 alpha_M."""
+    """BSI(lambda_0, gamma_0, alpha_M, alpha_R); by default gamma_0 = lambda_0, alpha_R = 2 alpha_M as in the paper."""
 
     lambda_0: float = 1e-2
     gamma_0: float | None = None
@@ -66,7 +66,7 @@ class BSI:
 
     @property
     def density_precision(self) -> float:
-        # The paper's 2 alpha_M is for bins; as a density's it would claim a precision that x_hat does not have.
+        # The paper's 2 alpha_M is for bins. For a density it would be more precise than x_hat.
         return self.alpha_M if self.alpha_R is None else self.alpha_R
 
     def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:

@@ -2,9 +2,10 @@
 
     q(z | x, nu) = N( sqrt(nu / (1 + nu)) x,  1 / (1 + nu) ),        nu from e^-5 to e^13.3,
 
-with a log-SNR that is linear in t. Sampling starts from N(0, 1), which is not quite the encoder at the first level:
-hence a prior term in the ELBO. The last latent is rescaled, not predicted from. The published decoder is a softmax
-over the bins' centers of N(z / signal, 1 / nu); `decoder="cdf"` takes the mass on the bin instead, as BSI and BFN do.
+with a log-SNR that is linear in t. Sampling starts from N(0, 1), which differs slightly from the encoder at the first
+level, so that the ELBO has a prior term. The sample is the rescaled last latent, without another prediction. The
+published decoder is a softmax over the bins' centers of N(z / signal, 1 / nu); `decoder="cdf"` uses the mass on the bin
+instead, as BSI and BFN do.
 
 The update from nu to nu' > nu printed in the paper's table is, in information coordinates s = sqrt(nu (1 + nu)) z,
 the same addition of information as BSI's: no evaluation in log space is needed.

@@ -1,1 +1,1 @@
-"""What training and evaluation share: run folders, checkpoints, exports, ranks, memory."""
+"""Infrastructure shared by training and evaluation: run folders, checkpoints, exports, ranks and memory."""

@@ -1,7 +1,7 @@
-"""What a histogram and image formats need for the same images: numbers to compare a bound with.
+"""Baselines to compare a bound with: the bits per dimension of a histogram and of lossless image formats.
 
 - histogram: each pixel independently, with the frequencies in the training images plus one count for each level.
-- PNG and WebP: lossless, the images stacked into one tall picture, so that a small image does not pay for a header.
+- PNG and WebP: lossless, with the images stacked into tall pictures, so that headers do not dominate the size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from bsi.values import Bins
 
 __all__ = ["MOST_TEST", "MOST_TRAIN", "baselines", "baselines_text"]
 
-MOST_TRAIN, MOST_TEST = 20_000, 2048  # images, random ones of more: the numbers change in the third digit
-TALLEST = 16_000  # rows of one picture: WebP has at most 16383
+MOST_TRAIN, MOST_TEST = 20_000, 2048  # larger sets are subsampled, which changes the results in the third digit
+TALLEST = 16_000  # rows of one picture: WebP allows at most 16383
 
 
 def baselines(

@@ -2,14 +2,14 @@
 
     checkpoints/
       step-00001000/
-        model.safetensors  ema.safetensors  optimizer.safetensors
+        model.safetensors  ema.safetensors  optimizer.safetensors  (powers.safetensors with `ema.powers`)
         state.json                     the step, the recipe, the data's description: everything that is not a tensor
         manifest.json                  size and SHA-256 of each file above, and of itself
       latest                           the name of the folder to resume from
 
-A save writes a hidden folder, syncs it, renames it, and updates `latest` last: after a crash at any moment the previous
-checkpoint is valid, and the next save removes what is left over. Reading verifies every hash first. The hashes detect
-damage, not tampering: whoever can change a file can change its hash. Nothing is ever unpickled.
+A save writes a hidden folder, syncs it, renames it, and updates `latest` last: after a crash at any time the previous
+checkpoint is valid, and the next save removes incomplete folders. Reading verifies every hash first. The hashes detect
+damage, not tampering: whoever can change a file can change its hash. No file is ever unpickled.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ __all__ = [
 
 FORMAT = 1
 STATE, MANIFEST, LATEST = "state.json", "manifest.json", "latest"
-FORMER = {"optimizer": "optimiser"}  # the names that version 0.1.0 gave to files of tensors
-SPARE_BYTES = 16 << 20  # left free by a checkpoint, for the journal and the samples
+FORMER = {"optimizer": "optimiser"}  # file names of version 0.1.0
+SPARE_BYTES = 16 << 20  # disk space that a checkpoint leaves free, for the journal and the samples
 SHOWN = 7  # differences in a message of at most ten lines
 
 
@@ -113,7 +113,7 @@ def save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None] =
 
 
 def check_space(root: Path, needed: int) -> None:
-    """Raise before the first byte is written."""
+    """Raise if the disk has too little free space, before anything is written."""
     if shutil.disk_usage(root).free < needed + SPARE_BYTES:
         raise _disk_full(root, needed)
 
@@ -129,7 +129,7 @@ def _disk_full(root: Path, needed: int) -> DiskFull:
 
 
 def write_files(folder: Path, snapshot: Snapshot) -> None:
-    """Every file, synced; the manifest last."""
+    """Write and sync all files, the manifest last."""
     folder.mkdir()
     for name, tensors in snapshot.tensors.items():
         safetensors.torch.save_file(dict(tensors), folder / f"{name}.safetensors")
@@ -145,7 +145,7 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename a complete folder. An existing one of that name is damaged, or training would have resumed from it."""
+    """Rename a complete folder. An existing folder of that name is replaced: only a damaged one can exist."""
     if final.exists():
         final.rename(final.with_name(f".{final.name}.replaced.{os.getpid()}"))
     temporary.rename(final)
@@ -153,7 +153,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def move_latest(root: Path, name: str) -> None:
-    """Make a checkpoint the one to resume from."""
+    """Make `latest` name this checkpoint."""
     write_text(root / LATEST, name + "\n")
 
 
@@ -163,7 +163,7 @@ def prune(root: Path, keep: Keep, step: int) -> None:
     for s, folder in past[keep.last :]:
         if not (keep.every and s % keep.every == 0):
             hidden = folder.with_name(f".{folder.name}.old.{os.getpid()}")
-            folder.rename(hidden)  # a checkpoint that is only partly deleted is never found
+            folder.rename(hidden)  # so that a partly deleted checkpoint is never found
             shutil.rmtree(hidden, ignore_errors=True)
     _clear_leftovers(root)
 
@@ -176,7 +176,7 @@ def _clear_leftovers(root: Path) -> None:
 
 
 def _steps(root: Path) -> list[tuple[int, Path]]:
-    """The checkpoint folders by their step, the newest first."""
+    """The checkpoint folders with their steps, the newest first."""
     named = [(re.fullmatch(r"step-(\d{8,})", path.name), path) for path in root.glob("step-*")]
     return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
 
@@ -200,7 +200,7 @@ def find(root: Path, warn: Callable[[str], None], step: int | None = None) -> Ch
         try:
             return verify(folder)
         except (CorruptCheckpoint, DataError, FileNotFoundError) as error:
-            if not folder.exists():  # a run that is being trained has deleted it, and has a newer one
+            if not folder.exists():  # a running training has deleted it, and has a newer one
                 return find(root, warn)
             then = "there is no earlier one" if folder == candidates[-1] else "falling back to the previous one"
             warn(f"DAMAGED CHECKPOINT: {error}\n{then}")
@@ -217,14 +217,14 @@ def find(root: Path, warn: Callable[[str], None], step: int | None = None) -> Ch
 
 
 def _candidates(root: Path, warn: Callable[[str], None]) -> list[Path]:
-    """`latest` and the older ones, the newest first. Those newer than `latest` are incomplete."""
+    """The checkpoint named by `latest` and the older ones, the newest first. Newer ones were not completed."""
     name = _latest(root)
     while True:
         folders = [folder for _, folder in _steps(root)]
         if name in (names := [folder.name for folder in folders]):
             return folders[names.index(name) :]
         name, before = _latest(root), name
-        if name == before:  # otherwise a run that is being trained has moved it meanwhile
+        if name == before:  # otherwise a running training has changed `latest` meanwhile
             break
     if folders:
         warn(f"DAMAGED CHECKPOINT: {root / LATEST} does not name one of the checkpoints: got {name!r:.40}")
@@ -241,7 +241,7 @@ def _latest(root: Path) -> str:
 
 
 def verify(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, if every file is unchanged since it was written."""
+    """The checkpoint in a folder. Raises if a file does not match its hash."""
     files = _manifest(folder)
     for name, record in files.items():
         path = folder / name
@@ -268,7 +268,7 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The table of files. It has one canonical form and its own hash, so that any changed byte is detected."""
+    """The table of files. It is stored in canonical form with its own hash, so that any changed byte is detected."""
     path = folder / MANIFEST
     if not path.is_file():
         raise CorruptCheckpoint(f"{path} is missing.")
@@ -295,7 +295,7 @@ def read_tensors(checkpoint: Checkpoint, name: str, device: str = "cpu") -> dict
 
 
 def differences(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> list[str]:
-    """A line for each tensor that is missing on one side or has another shape there, at most eight."""
+    """A line for each tensor that is missing on one side or differs in shape, at most eight lines."""
 
     def shape(tensor: Tensor | None) -> str:
         return "missing" if tensor is None else str(tuple(tensor.shape))
@@ -306,10 +306,10 @@ def differences(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> list
 
 
 class Saver:
-    """Writes snapshots into a run's checkpoints in a thread, while the next steps run.
+    """Writes checkpoints in a background thread, while the next steps run.
 
-    `latest` moves only when everything is on the disk, so a crash costs the new checkpoint and nothing else. At most
-    one save runs at a time; its error is raised by the next call, or at the end.
+    `latest` is updated only when all files are on the disk, so a crash loses only the new checkpoint. At most one save
+    runs at a time; its error is raised by the next call, or at the end.
     """
 
     def __init__(self, root: Path, keep: Keep, check: Callable[[], None]) -> None:
@@ -342,13 +342,13 @@ class Saver:
             running.result()
 
     def close(self) -> None:
-        """Finish the save also if a later step failed, whose error is the one to raise."""
+        """Wait for the running save without raising its error: `close` may be called while another error is raised."""
         if self._running is not None:
             _until_done(self._running)
         self._pool.shutdown()
 
 
 def _until_done(running: Future[None]) -> None:
-    """Wait in short pieces: a signal may reach another thread, and only the main thread can handle it."""
+    """Wait in short intervals, so that the main thread can handle signals that another thread has received."""
     while not wait([running], timeout=0.2).done:
         pass

@@ -1,4 +1,4 @@
-"""The description of a dataset, and the model of a recipe for such data.
+"""The description of a dataset, and building a recipe's model for it.
 
 The description is part of every checkpoint and export: a model can be built from it without the data. A resumed run
 compares its `version`, a hash of the content.
@@ -28,7 +28,7 @@ __all__ = ["DataSpec", "build_model", "config_of"]
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a model and a resumed run need to know about the data."""
+    """The properties of the data that a model and a resumed run depend on."""
 
     name: str
     version: str
@@ -37,7 +37,7 @@ class DataSpec:
     bins: Bins | None
     standardize: Standardize | None
     classes: int = 0
-    """The labels 0 .. classes - 1 are learned; 0: none."""
+    """The number of classes, with labels 0 .. classes - 1; 0 without labels."""
     class_names: tuple[str, ...] = ()
     """The names of the learned labels, if the data has any."""
 
@@ -46,7 +46,7 @@ class DataSpec:
 
 
 def build_model(recipe: Recipe, data: DataSpec, backbone: nn.Module | None = None) -> Model:
-    """The model of a recipe for data of this description; `backbone` is the caller's own network."""
+    """Build the model of a recipe for the described data; `backbone` is the caller's own network."""
     if backbone is None:
         if recipe.backbone is None:
             raise UsageError("this recipe has no network of its own. Pass backbone=...")

@@ -1,8 +1,8 @@
-"""Ranks: finding them, letting them meet, what they exchange, and a watchdog that names the one that hangs.
+"""Ranks: discovery, rendezvous, collectives, and a watchdog that names a rank that hangs.
 
-`torchrun -m bsi train ...` sets RANK, WORLD_SIZE, LOCAL_RANK and the address to meet at. Plain `srun bsi train ...`
-sets SLURM_PROCID and related variables, and the ranks meet on the first host of the step. Without either there is one
-rank and no process group. Ranks use NCCL on GPUs and gloo on CPUs.
+`torchrun -m bsi train ...` sets RANK, WORLD_SIZE, LOCAL_RANK and the address of the rendezvous. Plain
+`srun bsi train ...` sets SLURM_PROCID and related variables, and the rendezvous is on the first host of the step.
+Without either there is one rank and no process group. Ranks use NCCL on GPUs and gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PHASES: tuple[Phase, ...] = ("start", "data", "compute", "update", "journal", "e
 
 @dataclass(frozen=True)
 class Place:
-    """This process among all ranks, and the address where they meet."""
+    """The rank of this process, the number of ranks, and the address of their rendezvous."""
 
     rank: int = 0
     size: int = 1
@@ -53,7 +53,7 @@ class Place:
     host: str = "localhost"
     port: int = 0
     local_size: int = 1
-    """Ranks on this host, which share its memory."""
+    """The number of ranks on this host, which share its memory."""
 
 
 def find_place(env: Mapping[str, str]) -> Place:
@@ -101,7 +101,7 @@ def first_host(nodes: str) -> str:
 
 
 class FailedTogether(Exception):
-    """Work that the ranks share failed on at least one of them, and all know. `error` is the one to raise here."""
+    """Shared work failed on at least one rank; it is raised on all ranks. `error` is the error to raise on this one."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -119,7 +119,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run and this one's device. With one rank, every method returns its argument."""
+    """The ranks of a run and the device of this one. With a single rank no method communicates."""
 
     place: Place
     device: torch.device
@@ -138,13 +138,13 @@ class World:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place. The host does not wait for it."""
+        """The sum over ranks, in place. The host does not wait for the result."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; the same answer on all. The host waits for it."""
+        """Whether the flag is set on any rank, with the same result on all. The host waits for the result."""
         if self.size == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
@@ -180,7 +180,7 @@ class World:
     def fail_together(self, error: Exception | None) -> None:
         """Raise FailedTogether on all ranks if one has an error, before they combine their results.
 
-        The others would wait for a rank that left instead: with NCCL, until the launcher kills them.
+        Otherwise the other ranks would wait for the failed one: with NCCL, until the launcher kills them.
         """
         if self.any(error is not None):
             raise FailedTogether(error or BsiError("another rank failed: its message says why"))
@@ -192,7 +192,7 @@ class World:
 
 @contextmanager
 def join(device: str | None, timeout_s: float) -> Iterator[World]:
-    """Be one of the ranks while the block runs. `device` is cuda, cpu, or None for a GPU if there is one."""
+    """Join the process group while the block runs. `device` is cuda, cpu, or None for a GPU if there is one."""
     place = find_place(os.environ)
     world = World(place, pick_device(device, place.local_rank))
     if world.device.type == "cuda":
@@ -219,14 +219,14 @@ def join(device: str | None, timeout_s: float) -> Iterator[World]:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Release what a failed step held, DDP among it, which must not outlive the process group."""
+    """Release the local variables of a failed step: DDP, which is one of them, must not outlive the process group."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def pick_device(device: str | None, local_rank: int) -> torch.device:
-    """The device of a rank: its own GPU if there are any."""
+    """The device of a rank: a GPU of its own, or the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -243,7 +243,7 @@ def pick_device(device: str | None, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-# ---- Meeting ---------------------------------------------------------------------------------------------------------
+# ---- Rendezvous ------------------------------------------------------------------------------------------------------
 #
 # torchrun keeps one key-value store for all restarts of a run (torch 2.13), with the keys of earlier attempts: a
 # restarted rank could read the address of a dead peer and wait for it. So the ranks of an attempt first agree on a
@@ -254,11 +254,11 @@ def pick_device(device: str | None, local_rank: int) -> torch.device:
 #     rank r      ack/r   <- the token, once the reply repeats its nonce
 #     rank 0      continues when every ack is the token
 #
-# A reply to an old hello is not read; an old reply has the wrong nonce, an old ack the wrong token.
+# Messages of earlier attempts are ignored: an old reply has the wrong nonce, and an old ack the wrong token.
 
 
 def connect(meeting: Meeting, serve: bool, timeout_s: float) -> Store:
-    """A new connection to the store; with `serve`, the store itself."""
+    """A new connection to the store; with `serve`, this process also hosts the store."""
     store = TCPStore(
         meeting.host, meeting.port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -321,13 +321,13 @@ class Watchdog:
         self.place, self.meeting, self.limit_s = place, meeting, limit_s
         self.where: tuple[int, Phase] = (0, "start")
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self._since = math.inf  # meeting has a time limit of its own: time counts from the first step on
+        self._since = math.inf  # the rendezvous has its own time limit: time counts from the first call of `at`
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bsi-watchdog", daemon=True)
         self._thread.start()
 
     def at(self, step: int, phase: Phase) -> None:
-        """Record progress. Costs an assignment."""
+        """Record progress. The cost is that of an assignment."""
         self.where, self._since = (step, phase), time.monotonic()
 
     def stop(self) -> None:
@@ -340,7 +340,7 @@ class Watchdog:
         while not self._stopped.wait(tick):
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._launcher = None
-                os.kill(os.getpid(), signal.SIGTERM)  # torchrun was killed: save and exit, as if it had said so
+                os.kill(os.getpid(), signal.SIGTERM)  # torchrun was killed: save and exit, as after its SIGTERM
             if store is not None:
                 with contextlib.suppress(RuntimeError):  # the rank that serves the store has ended
                     store.set(f"at/{self.place.rank}", "{} {}".format(*self.where))
@@ -366,7 +366,7 @@ class Watchdog:
 
 
 def verdict(me: int, places: dict[int, tuple[int, Phase]], size: int, limit_s: float) -> str:
-    """A line that names the ranks that the others wait for: those furthest behind, and those that never reported."""
+    """A message that names the ranks that the others wait for: those furthest behind, and those that never reported."""
 
     def progress(rank: int) -> tuple[int, int]:
         step, phase = places[rank]
@@ -382,7 +382,7 @@ def verdict(me: int, places: dict[int, tuple[int, Phase]], size: int, limit_s: f
 
 @contextmanager
 def watching(place: Place, limit_s: float, meeting: Meeting | None = None) -> Iterator[Watchdog]:
-    """Watch while the block runs. Without a meeting there is a single rank, which only reports where it is itself."""
+    """Run a watchdog while the block runs. Without a meeting there is a single rank, which reports only itself."""
     watchdog = Watchdog(place, limit_s, meeting)
     try:
         yield watchdog

@@ -1,6 +1,6 @@
 """Averages of the weights: the exponential moving average, and power-function averages of any length.
 
-The exponential one follows the weights at every step that counts,
+The exponential moving average is updated at every step that counts,
 
     ema <- ema + w (weights - ema),        w = 1 up to the first update, then 1 - beta.
 
@@ -11,8 +11,8 @@ with the training:
     theta_gamma(t) = (gamma + 1) / t^(gamma + 1)  int_0^t  tau^gamma theta(tau) d tau
                    = beta theta_gamma(t - 1) + (1 - beta) theta(t),        beta = (1 - 1/t)^(gamma + 1)
 
-Profiles of a few stored averages, of two widths and many steps, nearly span all others: the combination that is closest
-to a given profile in least squares has coefficients A^-1 b with the inner products
+The profiles of stored averages, of two widths and many steps, nearly span all other profiles. The linear combination
+that is closest to a given profile in least squares has coefficients A^-1 b with the inner products
 
     <p_a, p_b> = (g_a + 1) (g_b + 1) / ((g_a + g_b + 1) max(t_a, t_b)) (t_min / t_max)^(gamma of the later one).
 
@@ -66,7 +66,7 @@ def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: Float[Tenso
 
 
 class EmaModel:
-    """A copy of a model whose parameters follow the original's. Evaluation and sampling use `model`."""
+    """A copy of a model with the moving average of its parameters. Evaluation and sampling use `model`."""
 
     def __init__(self, original: Model) -> None:
         self.model = copy.deepcopy(original).requires_grad_(False).eval()
@@ -76,7 +76,7 @@ class EmaModel:
 
     @torch.no_grad()
     def update(self, weight: Float[Tensor, ""]) -> None:
-        """Take in the weights. Buffers are copied: counts and running statistics are averages already."""
+        """Update the average with the current weights. Buffers are copied: running statistics are averages already."""
         lerp_(self._averages, self._weights, weight)
         for mine, theirs in self._buffers:
             mine.copy_(theirs)
@@ -93,7 +93,7 @@ def exponent(sigma_rel: float) -> float:
 
 @dataclass(frozen=True)
 class Profile:
-    """The weight that an average of the first `step` steps gives to each of them."""
+    """The weights that a power-function average gives to each of the first `step` steps."""
 
     step: int
     sigma_rel: float
@@ -130,7 +130,7 @@ class PowerAverages:
 
     @torch.no_grad()
     def update(self, counts: Bool[Tensor, ""], weights: Sequence[Float[Tensor, ""]]) -> None:
-        """Take in the parameters, with weight `1 - Profile.beta` for each width, if the step counts."""
+        """Update the averages, with weight `1 - Profile.beta` for each width, if the step counts."""
         parameters = [p.detach() for p in self._named.values()]
         for averages, weight in zip(self._averages.values(), weights, strict=True):
             lerp_(list(averages.values()), parameters, counts * weight)
@@ -150,7 +150,7 @@ def store_averages(run: Path, step: int, state: Mapping[str, Tensor]) -> None:
 
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
-    """The average of a width at a step (by default the last one stored), from the averages stored up to there."""
+    """The average of any width at a stored step (by default the last), from the averages stored up to that step."""
     files = {int(path.stem[5:]): path for path in sorted((run / "averages").glob("step-*.safetensors"))}
     if not files:
         raise UsageError(

@@ -4,8 +4,9 @@
     images = model.sample(16)
 
 An export is a safetensors file: the weights, and in its metadata the recipe and the description of the data as JSON.
-Neither can hold code. A network passed by the caller is never imported by its name: `bsi.load(run, backbone=MyNet())`.
-Before a network is built, its shapes are compared with those of the weights: a small file cannot ask for a large one.
+Neither can contain code. A network passed by the caller is never imported by name and must be passed again:
+`bsi.load(run, backbone=MyNet())`. Before a network is built, its shapes are compared with those of the weights, so that
+a small file cannot make the loader allocate a large network.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from bsi.runtime.serialization import from_plain, to_plain
 __all__ = ["Trained", "class_name", "export", "load", "model_of", "read_trained"]
 
 EXPORT_FORMAT = 1
-MODEL_FILE = "model.safetensors"  # in a folder as the Hugging Face hub holds it
+MODEL_FILE = "model.safetensors"  # the file name in a folder for the Hugging Face hub
 METADATA = "bsi"
-LARGEST_SAMPLE = 2**31  # values in one sample
-MOST_SHOWN = 3  # suggestions in a message
+LARGEST_SAMPLE = 2**31  # largest number of values in one sample
+MOST_SHOWN = 3  # largest number of suggestions in a message
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Weights by name, with the recipe and the data that they belong to."""
+    """Weights by name, with their recipe and the description of the data."""
 
     recipe: Recipe
     data: DataSpec
@@ -74,7 +75,7 @@ def load(path: str | Path, ema: bool = True, backbone: nn.Module | None = None, 
 
 
 def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) -> Model:
-    """The model of trained weights, as `load` returns it; `where` they were read from is for messages."""
+    """Build the model of trained weights, in evaluation mode; error messages name `where` they were read from."""
     if trained.recipe.backbone is None and backbone is None:
         raise UsageError(
             f"{where} was trained with your own network, {trained.network}, and has only its weights. Pass one like it "
@@ -127,7 +128,7 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
         except (OSError, safetensors.SafetensorError):
             if found.folder.exists():
                 raise
-            # A run that is being trained has deleted this checkpoint, and has a newer one.
+            # A running training has deleted this checkpoint, and has a newer one.
     if str(path) in pretrained.BUNDLED:
         raise UsageError(
             f"the folder {path} here is not a run, and hides the bundled network of that name. Rename it, or run in "
@@ -162,7 +163,7 @@ def _described(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Train
 
 
 def _begins_well(path: Path) -> bool:
-    """Whether a file begins as safetensors files do: the length of the header in eight bytes, then a JSON object."""
+    """Whether a file begins like a safetensors file: the length of the header in eight bytes, then a JSON object."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
 

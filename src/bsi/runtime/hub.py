@@ -41,7 +41,7 @@ images = model.sample(16)
 
 
 def write_hub_folder(run: str | Path, folder: str | Path, ema: bool = True, step: int | None = None) -> Path:
-    """Write the folder that a hub repository holds."""
+    """Write a folder with the content of a hub repository."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     trained = read_trained(Path(run), ema, step)

@@ -1,11 +1,12 @@
-"""Running out of memory: how much there is, and an error that names the option that makes the work fit.
+"""Out-of-memory errors: the available memory, and errors that name the option that makes the work fit.
 
-A batch is computed in pieces (`--accumulation`), and apart from rounding and dropout masks the run stays the same: so
-the advice keeps the batch and computes it in smaller pieces. How many images fit is the closed form of
+A batch can be computed in more and smaller pieces (`--accumulation`), which changes only rounding and dropout masks. So
+the advice keeps the batch and computes it in smaller pieces. The number of images that fit is estimated by
 `bsi.backbones.memory`; for a network passed by the caller half as many are suggested.
 
-A GPU reports that it is full. Linux does not: an allocation succeeds, and the kernel ends a process when it writes to
-memory that is not there. On a CPU the estimate is therefore compared with the available memory before the first step.
+A GPU reports that its memory is full. Linux does not: an allocation succeeds, and the kernel kills the process when it
+writes to memory that is not available. On a CPU the estimate is therefore compared with the available memory before
+the first step.
 Measured steps took 0.85 times the estimate if tensors are large, and up to 1.6 times if they are smaller than 32 MiB,
 which the C library keeps on a fragmented heap (DiT-mini/2, DiT-S/2, U-Net-32x2 and U-Net-64x4 at 8 to 128 images). So a
 step raises an error if it does not fit by the smaller figure, and prints a warning if it may not by the larger one.
@@ -33,7 +34,7 @@ from bsi.runtime.distributed import Watchdog, World
 
 __all__ = ["LEAST", "MOST", "available", "check_host", "enough_for_batch", "enough_to_train", "host_memory"]
 
-LEAST, MOST = 0.85, 1.6  # of the estimate, on a CPU
+LEAST, MOST = 0.85, 1.6  # smallest and largest measured ratio to the estimate, on a CPU
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -42,22 +43,22 @@ V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 
 
-# ---- How much there is -----------------------------------------------------------------------------------------------
+# ---- Available memory ------------------------------------------------------------------------------------------------
 
 
 def available(device: torch.device, sharing: int = 1) -> int:
-    """Bytes that this process has or could have; on a host, if `sharing` ranks divide what is free."""
+    """Bytes that this process has or could allocate; on a CPU, `sharing` ranks share the free memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return host_memory(sharing)
 
 
 def host_memory(sharing: int = 1, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes that this process has or could have on its host.
+    """Bytes that this process has or could allocate on its host.
 
-    That is what it holds, and its share of what is free: `MemAvailable` and free swap, within the limits of the control
-    groups (version 1 or 2) of containers and Slurm jobs. Cached files count as free. A system without these files is
-    taken to have all of its memory free.
+    This is the memory that it has, plus its share of the free memory: `MemAvailable` and free swap, within the limits
+    of the control groups (version 1 or 2) of containers and Slurm jobs. Cached files count as free. On a system without
+    these files all memory is assumed to be free.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     try:
@@ -97,11 +98,11 @@ def _numbers(path: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}
 
 
-# ---- Checking, and turning the error into advice ---------------------------------------------------------------------
+# ---- Checks and advice -----------------------------------------------------------------------------------------------
 
 
 def check_host(recipe: Recipe, data: DataSpec, world: World, warn: Callable[[str], None]) -> None:
-    """On a CPU, raise if the first step would be killed. Every rank calls it, and all raise together."""
+    """On a CPU, raise if the first step would run out of memory. Every rank must call it, and all raise together."""
     memory = _estimate(recipe, data, world)
     if world.device.type != "cpu" or memory is None:
         return
@@ -140,7 +141,7 @@ def enough_to_train(recipe: Recipe, data: DataSpec, world: World, watchdog: Watc
 
 @contextmanager
 def enough_for_batch(batch: int, option: str, device: torch.device, memory: Memory | None = None) -> Iterator[None]:
-    """Add advice to an out-of-memory error of other work on `batch` samples at a time, which `option` sets."""
+    """Add advice to an out-of-memory error of other work on `batch` samples at a time, a number set by `option`."""
     try:
         with _host_errors():
             yield
@@ -166,7 +167,7 @@ def _full(device: torch.device, sharing: int = 1) -> str:
 
 
 def _fitting(memory: Memory | None, had: int, there: int, ranks: int = 1) -> int:
-    """How many images fit at a time into so many bytes; fewer than the `had` that did not, in any case."""
+    """The number of images that fit into `there` bytes; always fewer than `had`, which did not fit."""
     return max(0, min(had // 2 if memory is None else memory.largest(there, ranks), had - 1))
 
 
@@ -180,12 +181,12 @@ def _at_a_time(recipe: Recipe, world: World) -> int:
 
 
 def _advice(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
-    """What is wrong, with how many samples at a time, and the option that computes fewer."""
+    """An error message: what is wrong, the number of samples at a time, and the option that reduces it."""
     pieces, had = _pieces(recipe, world), _at_a_time(recipe, world)
     memory = _estimate(recipe, data, world)
     there = available(world.device, world.place.local_size)
     if world.device.type == "cpu":
-        there = CONTEXT + round(there / MOST)  # no driver's memory, and a fragmented heap
+        there = CONTEXT + round(there / MOST)  # a CPU has no driver memory, but a fragmented heap
     fits = _fitting(memory, had, there, world.size)
     given = (
         f"{what}, with {had} samples at a time: --batch {recipe.batch} on {world.size} "
@@ -210,7 +211,7 @@ def _advice(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
 
 
 def _lean_fits(recipe: Recipe, data: DataSpec, world: World, had: int) -> bool:
-    """Whether there is a form of the network that keeps less, and it is enough."""
+    """Whether the lean form of the network needs less memory and would fit."""
     if recipe.lean or recipe.precision == "fp8":
         return False
     usual, lean = (_estimate(replace(recipe, lean=lean), data, world) for lean in (False, True))

@@ -1,23 +1,23 @@
-"""A run folder: everything about one training run, in files that a person can read.
+"""A run folder: the files of one training run.
 
     run.json          the resolved recipe, its difference from the named one, the command, the environment
-    status.json       running, preempted, finished or failed; at which step, and when
+    status.json       running, preempted, finished or failed, with the step and the time
     journal.jsonl     one line per interval
     checkpoints/      see checkpoint.py
     samples/          grids drawn during training
     averages/         power-function averages, if the recipe names any
     evaluations/      records of `bsi eval`
-    lock.json         who is training here, see bsi.training.lock
+    lock.json         the process that trains in this folder, see bsi.training.lock
     replay-*.json     the inputs of a step whose loss or gradient was not finite
 
-The environment is an allow-list: versions, the kind of machine, a few variables. No tokens, no home paths.
+The environment is limited to versions, the type of machine and a few variables: it contains no tokens or home paths.
 
 A line of the journal is a dictionary of numbers and short strings, always with `step` and `event` ("train", "evaluate",
 "sample"):
 
     {"event": "train", "step": 1000, "loss": 0.0123, "bits_per_dim": 3.51, "lr": 0.0002, "grad_norm": 0.31, ...}
 
-`loss` is what is minimized. `bits_per_dim` of a "train" line is L_M^inf of the batches seen, with the ELBO's weights
+`loss` is the minimized loss. `bits_per_dim` of a "train" line is L_M^inf of the batches seen, with the ELBO's weights
 even if the objective has others; a run that minimizes L_M^k has `bits_per_dim_finite_k` instead, which is larger. In
 an "evaluate" line `bits_per_dim` is the complete bound, of test samples under the EMA.
 """
@@ -60,7 +60,7 @@ Sink = Callable[[Mapping[str, Value]], None]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of run.json: the recipe, and the class of the network if the caller passed one."""
+    """The part of run.json that is read again: the recipe, and the class of the network if the caller passed one."""
 
     recipe: Recipe
     network: str
@@ -87,7 +87,7 @@ class RunFolder:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """Make the folder. What was made and is still empty at the end, because the run is invalid, is removed."""
+        """Make the folder. New folders that are still empty at the end, because the run was invalid, are removed."""
         new: list[Path] = []
         try:
             try:
@@ -99,7 +99,7 @@ class RunFolder:
                 ) from error
             yield
         finally:
-            with suppress(OSError):  # not empty, as a run that began leaves it
+            with suppress(OSError):  # not empty: the run has started
                 for folder in new:
                     folder.rmdir()
 
@@ -145,7 +145,7 @@ class RunFolder:
         self.write("status.json", {"state": state, "step": step, "note": note, "time": stamp})
 
     def read_status(self) -> Mapping[str, Any]:
-        """The status, or an empty dictionary if there is none that can be read."""
+        """The status, or an empty dictionary if it cannot be read."""
         try:
             found = read_json(self.path / "status.json")
         except DataError:
@@ -154,7 +154,7 @@ class RunFolder:
 
 
 def _without_home(words: list[str]) -> list[str]:
-    """The command with ~ for the home folder, also in --out=FOLDER, but not inside other names."""
+    """Replace the home folder by ~ in the command, also in --out=FOLDER, but not inside other names."""
     home = os.path.expanduser("~")
     return [re.sub(rf"(?<![^=]){re.escape(home)}(?=/|$)", "~", word) if len(home) > 1 else word for word in words]
 
@@ -181,8 +181,8 @@ def _environment(world: World) -> dict[str, Any]:
 class JsonLines:
     """The sink that writes the journal of a run folder.
 
-    Lines after the step that a run resumes from are removed: they will be written again. So are the events of that
-    step named by `repeated`, if the checkpoint says that they are pending.
+    Lines after the step that a run resumes from are removed, since they will be written again. The events of that step
+    in `repeated`, which are pending according to the checkpoint, are removed too.
     """
 
     def __init__(self, folder: RunFolder, resumed_at: int, repeated: Collection[str] = ()) -> None:
@@ -203,12 +203,12 @@ class JsonLines:
 
 
 def _finite(value: Value) -> Value | None:
-    """JSON has neither NaN nor infinity: null stands for them."""
+    """Replace NaN and infinity by None (null in JSON)."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(path: Path) -> list[dict[str, Value]]:
-    """The complete lines of a journal: a crash may have cut the last one."""
+    """The valid lines of a journal; the last one may be incomplete after a crash."""
     found = []
     for line in path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
@@ -231,8 +231,8 @@ def read_journal(run: Path) -> list[dict[str, Value]]:
 def tensorboard(folder: Path) -> Sink:
     """A sink that writes the records for TensorBoard.
 
-    All ranks may make one, and fail alike if the package is missing. The files are made with the first record, which
-    only the first rank gets, after it holds the run folder's lock.
+    Every rank can create one, so that all raise the same error if the package is missing. The files are created with
+    the first record, which only the first rank writes, after it has acquired the run folder's lock.
     """
     with extra("track", "--tensorboard"):
         from torch.utils.tensorboard import SummaryWriter

@@ -1,8 +1,8 @@
 """Records as JSON-serializable data, and back.
 
 A record becomes a dictionary of its fields. If a field may hold one of several records (the method, the network), the
-dictionary has a `kind`, a name from `kinds()`: a file cannot name anything else, and nothing is imported by a name read
-from a file. Reading is strict: an unknown field, a missing one or a value of another type is an error that names it.
+dictionary has a `kind`, a name from `kinds()`. Other names are rejected, and nothing is imported by a name read from a
+file. Reading is strict: an unknown field, a missing field or a value of another type raises an error that names it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Record = TypeVar("Record")
 
 
 def to_plain(value: Any) -> Any:
-    """A record as dictionaries, lists, numbers and strings."""
+    """Convert a record to dictionaries, lists, numbers and strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = next((name for name, cls in kinds().items() if cls is type(value)), None)
         fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -57,7 +57,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[Record], data: object, where: str = "") -> Record:
-    """The record of class `cls` that `data` describes, or a UsageError that names what is wrong with it."""
+    """Convert `data` to a record of class `cls`. Raises a UsageError that names an invalid field."""
     if not isinstance(data, dict):
         raise UsageError(f"{where or cls.__name__} must be a table of fields: got {data!r:.80}")
     hints = typing.get_type_hints(cls)
@@ -81,7 +81,7 @@ def from_plain(cls: type[Record], data: object, where: str = "") -> Record:
 
 
 def _value(hint: Any, value: object, where: str) -> Any:
-    """`value` as the type that `hint` stands for."""
+    """Convert `value` to the type of the annotation `hint`."""
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         if value in choices and isinstance(value, str):
@@ -108,7 +108,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
 
 
 def _one_of(classes: tuple[Any, ...], value: object, where: str) -> Any:
-    """The record whose registered kind the value names, among those that the field may hold."""
+    """The record of the kind named by `value`, which must be one of `classes`."""
     known = {name: cls for name, cls in kinds().items() if cls in classes}
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in known:
@@ -152,6 +152,6 @@ class Change:
 
 
 def changes(before: object, after: object) -> list[Change]:
-    """What differs between two records, in the order of their fields."""
+    """The differences between two records, in the order of their fields."""
     old, new = flat(before), flat(after)
     return [Change(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]

@@ -1,10 +1,10 @@
 """Training, from a recipe to a finished run folder.
 
 train.py      `bsi.train`
-loop.py       steps, and what is due after them; signals
+loop.py       the training loop: steps, journal, evaluation, checkpoints and signals
 step.py       gradients and update; audit.py the fixed order of sums, replay.py CUDA graphs
 optimizers.py AdamW and Muon
-dataset.py    what is trained on; stream.py its batches, a function of the seed and the step
+dataset.py    the training data; stream.py its batches, a function of the seed and the step
 resume.py     which checkpoint a run resumes from, and which settings may differ
 lock.py       one run per folder
 """

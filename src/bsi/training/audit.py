@@ -24,7 +24,7 @@ Vector = Float[Tensor, " n"]
 
 
 class TreeSum:
-    """Adds vectors like a binary counter: sums of equal height are merged at once, so that few are held."""
+    """Adds vectors like a binary counter: sums of equal height are merged at once, so that few are kept in memory."""
 
     def __init__(self) -> None:
         self._heights: dict[int, Vector] = {}
@@ -37,7 +37,7 @@ class TreeSum:
         self._heights[height] = vector
 
     def total(self) -> Vector:
-        (only,) = self._heights.values()  # a power of two of them were added
+        (only,) = self._heights.values()  # the number of added vectors is a power of two
         return only
 
 
@@ -50,7 +50,7 @@ def flatten_gradients(parameters: Sequence[nn.Parameter], losses: Float[Tensor, 
 
 
 def set_gradients(parameters: Sequence[nn.Parameter], vector: Vector) -> Float[Tensor, " terms"]:
-    """The inverse: set the gradients from a vector, and return the losses."""
+    """The inverse of `flatten_gradients`: set the gradients from a vector, and return the losses."""
     sizes = [p.numel() for p in parameters]
     *parts, losses = vector.split([*sizes, len(vector) - sum(sizes)])
     for p, part in zip(parameters, parts, strict=True):
@@ -60,7 +60,7 @@ def set_gradients(parameters: Sequence[nn.Parameter], vector: Vector) -> Float[T
 
 @contextmanager
 def numerics(recipe: Recipe) -> Iterator[None]:
-    """Use the recipe's number of threads; in the audit mode one, and deterministic kernels. Restored at the end."""
+    """Set the recipe's number of threads; in the audit mode, one thread and deterministic kernels. Restored on exit."""
     threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     wanted = 1 if recipe.audit else recipe.threads
     if wanted is not None:

@@ -1,7 +1,7 @@
 """The data of a run: a prepared dataset, or a tensor, array or Dataset that the caller passes.
 
-Both end in a `DataSpec` with a hash of the content. Of a Dataset, which can only be indexed, the hash is of its length
-and of 64 samples: a spot check.
+Both are described by a `DataSpec` with a hash of the content. The hash of a Dataset, which can only be indexed, covers
+its length and 64 samples.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Labels = Int64[np.ndarray, " count"]
 
 SPOT_CHECK = 64  # samples of a Dataset whose content is hashed
 FIT_SAMPLES = 4096  # samples of a Dataset for its mean and standard deviation, or its largest value
-DARKEST = 64  # 8-bit images reach at least this value somewhere; data that does not has fewer levels
+DARKEST = 64  # data whose largest value is smaller than this is assumed not to be 8-bit images
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Batches by index for training and, if there are test samples, for evaluation; labels of the training samples."""
+    """Sources of training and, if there are any, test samples, with a description and the labels for training."""
 
     train: BatchSource
     test: BatchSource | None
@@ -65,7 +65,7 @@ def open_training_data(
     bins: Bins | None = None,
     labels: object = None,
 ) -> TrainingData:
-    """The recipe's prepared dataset, or the data passed by the caller; `labels` belong to the latter."""
+    """Open the recipe's prepared dataset, or the data passed by the caller with its `labels`."""
     if data is None:
         for name, given in (("test", test), ("bins", bins), ("labels", labels)):
             if given is not None:
@@ -153,14 +153,14 @@ def _classes(labels: Labels | None) -> int:
 
 
 def _fit(data: object, source: BatchSource) -> Standardize:
-    """Mean and standard deviation of all of a tensor, or of some samples of anything else."""
+    """Mean and standard deviation of a whole tensor, or of a subset of the samples of other data."""
     x = data.double() if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES)).double()
     check_finite(x)
     return Standardize.fit(x)
 
 
 def _largest(data: object, source: BatchSource) -> int:
-    """The largest value of a tensor or array, or of some samples of anything else."""
+    """The largest value of a whole tensor or array, or of a subset of the samples of other data."""
     values = data if isinstance(data, Tensor | np.ndarray) else source.take(_spread(source, FIT_SAMPLES))
     return int(values.max())
 
@@ -182,7 +182,7 @@ def _as_images(largest: int) -> str:
 
 
 def _version(data: object, source: BatchSource) -> str:
-    """A hash of the content: all of a tensor or array, a spot check of anything else."""
+    """A hash of the content of a tensor or array, or of a subset of the samples of other data."""
     if isinstance(data, Tensor | np.ndarray):
         array = data.detach().cpu().numpy() if isinstance(data, Tensor) else data
         return fingerprint([str(array.dtype), list(array.shape), digest([np.ascontiguousarray(array).tobytes()])])
@@ -191,5 +191,5 @@ def _version(data: object, source: BatchSource) -> str:
 
 
 def _spread(source: BatchSource, count: int) -> Int64[np.ndarray, " count"]:
-    """A fixed random selection of samples; not those that a run with seed 0 begins with."""
+    """A fixed random subset of samples, independent of the training order of any seed."""
     return subset(len(source), count)

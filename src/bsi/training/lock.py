@@ -4,12 +4,13 @@
 heartbeat). If the heartbeat has stopped for EXPIRES_S, the next job takes the lock over. It does so at once if
 
 - the owner ran in the same boot and PID namespace, and its process has ended;
-- the owner is the same batch job, which Slurm has requeued (it counts that) or whose ranks torchrun has restarted.
+- the owner is the same batch job, which Slurm has requeued (SLURM_RESTART_COUNT is larger) or whose ranks torchrun has
+  restarted.
 
-Steps of one batch job share its number and may run in parallel on several nodes, so the number alone does not count.
+Steps of one batch job share its number and may run in parallel on several nodes, so an equal number is not sufficient.
 Any other job gets an error that names the owner.
 
-Ages are differences of modification times on the file system of the lock: clocks of two hosts may differ.
+Ages are differences of modification times on the file system of the lock, since the clocks of two hosts may differ.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ NO_ID = "none"  # the --rdzv-id of all torchrun jobs without one
 class Owner:
     """The holder of a lock.
 
-    `started` distinguishes a process from a later one of the same number, and `system` (the boot and the PID namespace)
-    from one of another container or of the same host after a restart. `requeues` counts how often Slurm put the job
-    back into its queue; `group` is torchrun's name for its ranks.
+    `started` distinguishes a process from a later one with the same PID, and `system` (the boot and the PID namespace)
+    from one in another container or after a reboot of the host. `requeues` is the number of times that Slurm requeued
+    the job; `group` is torchrun's name for its ranks.
     """
 
     host: str
@@ -71,14 +72,14 @@ class Owner:
         return f"host {self.host}, pid {self.pid}" + (f", job {self.job}" if self.job else "")
 
     def ended(self, me: Owner) -> bool:
-        """Whether the owner's process has certainly ended, as far as `me` can see it."""
+        """Whether the owner's process has certainly ended. False if `me` cannot see its processes."""
         if self.host != me.host or self.system != me.system:
             return False  # another machine or container: its processes are not visible here
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
-        except (PermissionError, OverflowError):  # another user's process; a number that is none
+        except (PermissionError, OverflowError):  # another user's process, or an invalid PID
             return False
         return bool(self.started) and _process_start(self.pid) != self.started
 
@@ -92,7 +93,7 @@ class InUse(UsageError):
 
 
 def _process_start(pid: int) -> str:
-    """When a process started, in the kernel's ticks; empty if unknown."""
+    """The start time of a process in the kernel's clock ticks; empty if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -109,7 +110,7 @@ def _system() -> str:
 
 
 class Lock:
-    """A lock that is held. `check` raises once it is no longer ours."""
+    """A lock held by this process. `check` raises if another process has taken it over."""
 
     def __init__(self, path: Path, owner: Owner) -> None:
         self.path, self.owner = path, owner
@@ -163,7 +164,7 @@ def _acquire(path: Path, me: Owner, warn: Callable[[str], None]) -> Owner:
         with _one_at_a_time(path.parent):
             holder = _read(path)
             if holder is not None:
-                with contextlib.suppress(FileNotFoundError):  # released in this moment
+                with contextlib.suppress(FileNotFoundError):  # it was just released
                     warn(_reason_to_take_over(path, holder, me))
             write_text(path, json.dumps(asdict(me)))
     except OSError as error:
@@ -175,8 +176,9 @@ def _acquire(path: Path, me: Owner, warn: Callable[[str], None]) -> Owner:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Serialize jobs that find the same expired lock. On a file system without flock, the check before each write still
-    stops the loser.
+    """Serialize jobs that find the same expired lock.
+
+    On a file system without flock, two jobs may both take the lock; the check before each write then stops one of them.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -188,7 +190,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _reason_to_take_over(path: Path, holder: Owner, me: Owner) -> str:
-    """Why an existing lock may be replaced; raises InUse if it may not."""
+    """The reason why an existing lock may be replaced, for the log; raises InUse if it may not."""
     age = _age(path)
     if holder.ended(me):
         return f"taking over the lock of {holder}: its process has ended"

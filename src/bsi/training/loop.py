@@ -1,12 +1,13 @@
-"""The training loop, top to bottom: a step, what is due after it, until the last step or until someone asks to stop.
+"""The training loop, top to bottom: steps and the actions due after them, until the last step or a request to stop.
 
-In between the host only queues work: every few steps, and when something is due, it reads what the device has counted.
-The order after a step is journal, stored averages, evaluation and samples, checkpoint, so that a checkpoint never lacks
-what was due before it. One that is written early, because of a signal or an error, notes what is still pending.
+The host only queues work for the device. It reads the device's counters every few steps, and when an action is due. The
+order after a step is journal, stored averages, evaluation and samples, checkpoint, so that a checkpoint is always
+written after the other actions of its step. A checkpoint that is written early, because of a signal or an error,
+records whether an evaluation is still pending.
 
 SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1 (Slurm's warning) set a flag, which is read between steps and between the
-parts of an evaluation. All ranks agree on it, save the same step and exit with code 75; a second Ctrl-C exits at once.
-Every other error saves the last complete step too, before it is raised.
+batches of an evaluation. All ranks then save the same step and exit with code 75; a second Ctrl-C exits at once. After
+any other error the last complete step is saved before the error is raised.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ __all__ = ["Job", "StopFlag", "listening", "log", "run"]
 READ_EVERY = {"cpu": 1, "cuda": 10}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STDERR = 2
-LEFT_AT_ONCE = 130  # what a shell reports for a process ended by Ctrl-C
+LEFT_AT_ONCE = 130  # the exit code that shells report for a process ended by Ctrl-C
 
 
-class Stopped(Preempted, SystemExit):  # type: ignore[misc]  # both have the exit code
-    """Training was asked to stop. Uncaught, it ends a program with its exit code and without a traceback."""
+class Stopped(Preempted, SystemExit):  # type: ignore[misc]  # both define `code`
+    """Training was asked to stop. If it is not caught, the program exits with its code and without a traceback."""
 
 
 class Clock:
@@ -79,7 +80,7 @@ class Clock:
 
 @dataclass
 class Job:
-    """Everything that the loop uses. `about` is stored in every checkpoint."""
+    """The state of a training run. `about` is stored in every checkpoint."""
 
     recipe: Recipe
     data: TrainingData
@@ -94,7 +95,7 @@ class Job:
     stop: StopFlag
     about: Mapping[str, Any]
     pending: bool
-    """Whether the evaluation and the samples of the current step are still to be made."""
+    """Whether the evaluation and the samples of the current step are pending."""
 
 
 def run(job: Job) -> None:
@@ -111,7 +112,7 @@ def run(job: Job) -> None:
     except BaseException as error:
         where = job.watchdog.where
         _rescue(job, where[1])
-        job.watchdog.at(*where)  # where the error is from: out_of_memory.py reads it
+        job.watchdog.at(*where)  # the phase in which the error occurred, for out_of_memory.py
         if isinstance(error, FailedTogether):
             job.world.barrier()  # the launcher ends all ranks once one exits: wait until the first has saved
             raise error.error from None
@@ -124,7 +125,7 @@ def _train(job: Job) -> None:
     if job.pending:
         with clock.paused():
             _observe(job)
-        if engine.steps_done == recipe.steps:  # there will be no later checkpoint to note that it was made
+        if engine.steps_done == recipe.steps:  # there is no later checkpoint to record that it is done
             _save(job)
     while engine.steps_done < recipe.steps:
         engine.step(job.stream, job.watchdog)
@@ -152,7 +153,7 @@ def _train(job: Job) -> None:
     _finish_saves(job)
 
 
-# ---- What is due after a step ----------------------------------------------------------------------------------------
+# ---- Actions after a step --------------------------------------------------------------------------------------------
 
 
 def _journal(job: Job, steps: int, seconds: float) -> None:
@@ -172,7 +173,7 @@ def _journal(job: Job, steps: int, seconds: float) -> None:
     )
     rounds = "" if k is None else f" in {k} rounds"
     spec = job.data.spec
-    # For binned data the loss is nearly all of the bound; for continuous data the two cannot be compared.
+    # For binned data the loss is most of the bound; for continuous data the two are not comparable.
     what = "loss" if spec.bins is not None else "measurement term"
     each = "images" if len(spec.shape) == 3 else "samples"
     job.progress.note = f"{what} {bits:.3f} bits/dim{rounds} · {rate:.4g} {each}/s · lr {lr:.1e}{saved}"
@@ -187,7 +188,7 @@ def _record(job: Job, record: Mapping[str, Value]) -> None:
 
 
 def _observe(job: Job) -> None:
-    """Evaluate and draw samples where that is due."""
+    """Evaluate and draw samples if they are due."""
     recipe, step = job.recipe, job.engine.steps_done
     due = recipe.every.due(step, recipe.steps)
     job.watchdog.at(step, "evaluate")
@@ -195,7 +196,7 @@ def _observe(job: Job) -> None:
         try:
             found = bound(job.engine.ema.model, job.data.test, recipe, job.world, job.stop)
         except FailedTogether:
-            if job.world.any(bool(job.stop)):  # that is why; if not, it fails again in the resumed run
+            if job.world.any(bool(job.stop)):  # a signal was the cause; any other error occurs again in the resumed run
                 raise _preempted(job) from None
             raise
         unit = found.n * math.log(2)
@@ -219,7 +220,7 @@ def _observe(job: Job) -> None:
 
 
 def _baselines(data: TrainingData, count: int) -> dict[str, float]:
-    """For the images of an evaluation: the same random subset."""
+    """The baselines for the random subset of test images that is evaluated."""
     assert data.test is not None
     chosen = (data.train.take(subset(len(data.train), MOST_TRAIN)), data.test.take(subset(len(data.test), count)))
     train, test = (images.cpu().numpy() for images in chosen)
@@ -231,9 +232,10 @@ class Interrupted(Exception):
 
 
 def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: StopFlag) -> Elbo:
-    """The bound of a random subset of the test set, the same one at every step and for any number of ranks.
+    """The bound of a random subset of the test set, which is the same at every step and for any number of ranks.
 
-    Every rank calls it and gets the same, or FailedTogether: also when one rank is asked to `stop` while it runs.
+    Every rank must call this function, and all get the same result. All raise FailedTogether if one rank fails or is
+    asked to `stop`.
     """
 
     def poll() -> None:
@@ -250,7 +252,7 @@ def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: S
 def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
     """Draw samples as a picture, or as an array (.npy) if they are not images, with the same seeds at every step.
 
-    A model with labels draws one class after the other; few classes have a column each.
+    A model with labels takes the classes in turn. If there are few classes, each has a column of the grid.
     """
     wanted = recipe.samples
     seed = derive(recipe.seed, "samples") >> 32
@@ -294,7 +296,7 @@ def _preempted(job: Job) -> Preempted:
 
 
 def _rescue(job: Job, phase: str) -> None:
-    """Save the last complete step before an error is raised, without the other ranks, which may never come."""
+    """Save the last complete step before an error is raised, without waiting for other ranks, which may have failed."""
     engine = job.engine
     if not job.world.first or engine.updating or phase == "save":
         return
@@ -312,7 +314,7 @@ def _rescue(job: Job, phase: str) -> None:
 
 
 def _non_finite(job: Job, step: int) -> NonFinite:
-    """Save the inputs of a bad step and the state before it: a resumed run meets it again at once."""
+    """Save the inputs of a non-finite step and the state before it, so that a resumed run repeats the step first."""
     recipe = job.recipe
     batch = Piece(step, 0, 0, recipe.batch)
     t = piece_levels(recipe, batch)
@@ -359,7 +361,7 @@ class StopFlag:
 
 @contextmanager
 def listening() -> Iterator[StopFlag]:
-    """Handle the signals while the block runs, except those that are ignored (nohup). Only a main thread can."""
+    """Handle the signals while the block runs, except ignored ones (nohup). Does nothing outside the main thread."""
     flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
         yield flag
@@ -374,12 +376,12 @@ def listening() -> Iterator[StopFlag]:
 
 
 def log(line: str) -> None:
-    """Print a line on stderr. A log that cannot be written is ignored: it never ends a run."""
+    """Print a line on stderr. Errors in writing it are ignored."""
     progress.log(f"bsi train: {line}")
 
 
 def _write(words: str) -> None:
-    """The same from a signal handler: not through Python's stderr, which may be in the middle of a write."""
+    """Print a line from a signal handler, bypassing Python's stderr, which may be in the middle of a write."""
     try:
         os.write(STDERR, f"\nbsi train: {words}\n".encode())
     except OSError:

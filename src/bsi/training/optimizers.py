@@ -6,12 +6,13 @@ Muon (Jordan et al., 2024) takes momentum steps whose matrices have all singular
     N  = beta M + (1 - beta) G                            Nesterov momentum
     W <- W - lr (0.2 sqrt(max(m, n)) U + decay W)         U: the polar factor of N, by five Newton-Schulz steps
 
-The factor (Liu et al., 2025) gives a step the root mean square of AdamW's, so that both share one learning rate and one
-decay. Muon updates the matrices between hidden features; filters of convolutions count as (out, in x window).
+The factor (Liu et al., 2025) matches the root mean square of AdamW's updates, so that both can use one learning rate
+and one weight decay. Muon updates the matrices between hidden features; filters of convolutions are matrices of shape
+(out, in x window).
 Embeddings, modulation, the output layer, every vector, and a matrix whose rows are not contiguous (torch's layers make
 none) are updated by AdamW.
 
-Whether a step counts is a flag on the device; neither optimizer changes anything if it is not set.
+A flag on the device decides whether a step counts. If it is not set, neither optimizer changes anything.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from bsi.runtime.ema import lerp_
 
 __all__ = ["GatedAdamW", "Muon", "Optimizers", "inner_matrices", "polar"]
 
-# A quintic that brings every singular value in 0 .. 1 into 0.7 .. 1.2, in few steps rather than exactly.
+# A quintic polynomial whose iteration maps singular values in 0 .. 1 to about 0.7 .. 1.2 in few steps.
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
 ADAMS_SIZE = 0.2
@@ -46,7 +47,10 @@ class GatedAdamW(torch.optim.AdamW):
 
 
 def polar(matrices: Float[Tensor, "count rows columns"]) -> Float[Tensor, "count rows columns"]:
-    """An approximation of U V^T for each matrix U S V^T. In bfloat16 on a GPU, whose rounding is the smaller error."""
+    """An approximation of U V^T for each matrix U S V^T.
+
+    It is computed in bfloat16 on a GPU: the rounding error is smaller than the error of the approximation.
+    """
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -67,7 +71,7 @@ def by_rows(matrix: Tensor, like: Tensor) -> Float[Tensor, "rows columns"]:
 
 
 class Muon:
-    """Muon for some matrices. Those of one shape are updated together."""
+    """Muon for the given matrices. Matrices of equal shape are updated together."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], beta: float, decay: float) -> None:
         self.matrices, self.beta, self.decay = list(matrices), beta, decay
@@ -96,7 +100,7 @@ class Muon:
 
 
 def inner_matrices(network: nn.Module) -> Sequence[Tensor]:
-    """The matrices between hidden features; of a network passed by the caller, of all layers but the first and last."""
+    """The matrices between hidden features; for other networks, the weights of all layers but the first and last."""
     if isinstance(network, Backbone):
         return network.matrices()
     layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
@@ -104,7 +108,7 @@ def inner_matrices(network: nn.Module) -> Sequence[Tensor]:
 
 
 class Optimizers:
-    """The optimizers of a network's parameters, by the recipe's settings."""
+    """The optimizers of a network's parameters, with the recipe's settings."""
 
     def __init__(self, network: nn.Module, settings: Optimizer) -> None:
         named = {n: p for n, p in network.named_parameters() if p.requires_grad}
@@ -120,9 +124,9 @@ class Optimizers:
             betas=betas,
             weight_decay=settings.weight_decay,
             fused=True,
-            capturable=True,  # keeps the count of steps on the device too
+            capturable=True,  # keeps the step count on the device
         )
-        for p in self._adam.values():  # as AdamW does in its first step, so that a checkpoint has all names at once
+        for p in self._adam.values():  # as in AdamW's first step, so that checkpoints always have all tensors
             self.adam.state[p] = {"step": torch.zeros((), device=p.device)} | {
                 kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in ("exp_avg", "exp_avg_sq")
             }

@@ -2,7 +2,7 @@
 
 A small network's step takes the device less time than the host needs to launch it: 717 kernels of `dit-mini` run in
 22 ms on an H200, and launching them takes 38 ms. A recording holds every kernel of a step with its arguments. So the
-inputs of all steps must be at one place in memory (`held`), and what differs between steps must be in tensors
+inputs of all steps must be at the same address (`held`), and values that change between steps must be in tensors
 (`Scalars` in step.py). The network's random numbers come from torch's generator, whose seed each replay reads.
 
 The first steps run normally, on the stream that will record: they choose algorithms, compile, and allocate the
@@ -10,9 +10,9 @@ workspace of matrix products, which belongs to a stream. Two recordings never sh
 recording is deleted, torch frees the workspace of its stream, even if another one uses it. Streams are reused after
 that, so that few workspaces are allocated.
 
-A recording keeps its memory for good, and evaluations need memory too: a step that takes a large share of it is not
-recorded. It would gain nothing, since then the device is slower than the host. Steps that may wait for the host, and
-steps of several ranks or pieces, are not recorded either (`replayable` in step.py).
+A recording never releases its memory, and evaluations need memory too, so a step that takes a large share of it is not
+recorded. Such a step would gain nothing, since the device is then slower than the host. Steps that may wait for the
+host, and steps of several ranks or pieces, are not recorded either (`replayable` in step.py).
 
 If recording fails, the state is unchanged: kernels do not run while they are recorded, and every step begins by
 clearing the gradients that the attempt left. All steps then run normally, on the caller's stream.
@@ -36,7 +36,7 @@ from bsi.training.stream import Batch
 __all__ = ["Replay"]
 
 PLAIN_STEPS = 3
-LARGEST_SHARE = 0.4  # of the memory that this process has or could have
+LARGEST_SHARE = 0.4  # largest fraction of the available memory that a recorded step may take
 
 
 class Replay:
@@ -53,7 +53,7 @@ class Replay:
 
     @property
     def recorded(self) -> bool:
-        """Whether steps are replayed by now."""
+        """Whether a step has been recorded and is replayed from now on."""
         return self._graph is not None
 
     def __call__(self, step: Callable[[Batch], None], batch: Batch) -> None:
@@ -70,7 +70,7 @@ class Replay:
                 self._graph = self._record(step, self._held)
             except RuntimeError as error:
                 self._give_up(error)
-        if self._failed:  # outside the handler: the error holds all that the attempt had computed
+        if self._failed:  # outside the handler, since the exception keeps the tensors of the attempt alive
             step(batch)
         elif self._graph is not None:
             self._graph.replay()
@@ -100,11 +100,11 @@ class Replay:
             ):
                 step(held)
         except RuntimeError:
-            torch.cuda.set_stream(here)  # torch leaves the recording's stream current if ending it fails
+            torch.cuda.set_stream(here)  # torch does not restore the stream if ending the recording fails
             graph.reset()
             _end_recording(self._device, pool)
             raise
-        torch.cuda.empty_cache()  # the gradients of the last normal step
+        torch.cuda.empty_cache()  # release the gradients of the last normal step
         return graph
 
     def _give_up(self, error: RuntimeError) -> None:
@@ -120,16 +120,16 @@ class Replay:
 
 
 def _end_recording(device: torch.device, pool: tuple[int, int]) -> None:
-    """Clean up what torch (before 2.12) does not if CUDA has declared a recording invalid."""
+    """Clean up after CUDA has invalidated a recording, which torch before 2.12 does not do."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    with contextlib.suppress(RuntimeError):  # it has ended by itself
+    with contextlib.suppress(RuntimeError):  # it has already ended
         torch._C._cuda_endAllocateToPool(index, pool)  # until then, freeing cached memory is an internal error
         torch._C._cuda_releasePool(index, pool)
     generator = torch.cuda.default_generators[index]
     seed = generator.initial_seed()
     try:
         torch.rand((), device=device)
-    except RuntimeError:  # it is still in the state of the recording
+    except RuntimeError:  # the generator is still in the recording's state
         generator.graphsafe_set_state(torch.Generator(device))
     generator.manual_seed(seed)  # as before the step
 

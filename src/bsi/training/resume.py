@@ -1,10 +1,11 @@
-"""Resuming: the checkpoint of a run folder, compared with what is asked for now, and read into the engine.
+"""Resuming: find the checkpoint of a run folder, compare it with the current recipe, and load it into the engine.
 
-The same command in the same folder resumes. A setting that has changed since must be safe or allowed by name. Safe are
-settings that cannot change the result (intervals, what is kept, workers) or change it by rounding alone (the pieces of
-a batch, what is recomputed). Others need `--allow optimizer.lr`. Those that decide which tensors exist (the network,
-the kind of optimizer, the averages) need a new run; `--init-from` takes over the weights. The number of steps is part
-of the recipe: a constant schedule may be extended, a cosine may not, since all its rates would have been others.
+The same command in the same folder resumes. A setting that has changed must be safe or allowed by name. Safe settings
+cannot change the result (intervals, number of kept checkpoints, workers) or change it only by rounding (accumulation,
+recomputation). Others need `--allow`, as in `--allow optimizer.lr`. Settings that determine which tensors exist or what
+they are trained for (the network, the kind of optimizer, the objective's weight, the averages) need a new run;
+`--init-from` copies the weights. The number of steps is part of the recipe: a run with a constant schedule can be
+extended, one with a cosine schedule cannot, since all its learning rates depend on the number of steps.
 
 The first rank reads and prints; all ranks raise together.
 """
@@ -40,7 +41,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run resumes. Only the first rank has the checkpoint itself; it shares what it reads."""
+    """The point from which a run resumes. Only the first rank has the checkpoint; `Engine.share` sends its state."""
 
     checkpoint: Checkpoint | None
     data: DataSpec
@@ -51,7 +52,7 @@ class Resumed:
 def find_checkpoint(
     folder: RunFolder, record: RunRecord, data: DataSpec, world: World, allow: Sequence[str], log: Log
 ) -> Resumed:
-    """The checkpoint to resume from, compared with what is asked for now."""
+    """Find the checkpoint to resume from, and raise if the current settings do not fit it."""
     found, error = None, None
     if world.first:
         try:
@@ -67,7 +68,7 @@ def find_checkpoint(
 
 
 def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> DataSpec:
-    """The description of the data, standardized as the checkpoint was trained: by version 0.1.0, with one number."""
+    """The description of the data with the checkpoint's standardization, which in version 0.1.0 is a single number."""
     if data.standardize is None:
         return data
     now = data.standardize
@@ -111,7 +112,7 @@ def _compare(
 
 
 def restore(engine: Engine, found: Checkpoint | None, world: World, log: Log) -> None:
-    """Read a checkpoint's state into the engine, on the rank that has found it."""
+    """Load a checkpoint's state into the engine, on the rank that has found it."""
     error = None
     if found is not None:
         try:

@@ -1,14 +1,14 @@
 """One training step: gradients of the global batch, then an update that happens only if everything is finite.
 
-    loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch, or as the recipe's objective weighs it
+    loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch, with the weights of the recipe's objective
     gradient  DDP's sum over ranks and pieces; in the audit mode a sum over virtual shards in a fixed order (audit.py)
     update    AdamW or Muon (optimizers.py) with the norm of the gradient clipped, then the averages of the weights
 
-Whether a step counts is a flag on the device: it is set while every loss and gradient norm so far was finite. After the
-first fault nothing moves any more, on any rank, since the norm of the summed gradient and the summed loss are the same
-everywhere. The host reads the flag some steps later, and no step waits for it. All that a step changes it changes in
-place, and all that differs between two steps is in tensors (`Scalars` and the batch): so on one GPU a step is recorded
-once and replayed (replay.py).
+A flag on the device decides whether a step counts: it is set as long as all losses and gradient norms have been finite.
+After the first non-finite step no rank changes its state any more, since the summed loss and the norm of the summed
+gradient are the same on all ranks. The host reads the flag some steps later, so that no step waits for it. A step
+changes its state in place, and all values that differ between steps are in tensors (`Scalars` and the batch), so that
+a step can be recorded once and replayed on a single GPU (replay.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PerSample = Float[Tensor, " batch"]
 
 # The loss scale in float16, as in torch.amp.GradScaler: halved if a gradient overflows, doubled after good steps.
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
-MOST_LABELS = 3072  # for more, the gradient of torch's embedding sorts them, and reads a count on the host
+MOST_LABELS = 3072  # for larger batches the gradient of torch's embedding sorts the labels and synchronizes
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Loss:
         return self.levels.icdf(t) if self.grid is None else self.grid[self._measurement(self.grid, t)]
 
     def sums(self, losses: PerSample, t: PerSample) -> Float[Tensor, " terms"]:
-        """The sum of a batch's losses; under a weight, also that of the losses without it."""
+        """The sum of a batch's losses; if the loss is weighted, also the sum of the losses without the weight."""
         losses = losses.detach()
         if self.weight is None:
             return losses.sum().reshape(1)
@@ -95,14 +95,14 @@ class Loss:
 
     @staticmethod
     def _measurement(grid: Float[Tensor, " levels"], t: PerSample) -> Int64[Tensor, " batch"]:
-        """The index of a measurement on the grid, stratified over the batch as t in [0, 1) is."""
+        """The index of a measurement on the grid for each t in [0, 1); it is stratified over the batch like t."""
         k = len(grid) - 1
         return (t * k).long().clamp(max=k - 1)
 
 
 @dataclass(frozen=True)
 class Scalars:
-    """What changes from step to step, on the device: a recorded step would repeat a number of the host for ever."""
+    """The per-step scalars, on the device: a recorded step would repeat values passed from the host."""
 
     step: Int64[Tensor, ""]
     lr: Float[Tensor, ""]
@@ -117,7 +117,7 @@ class Scalars:
         return cls(torch.zeros((), dtype=torch.int64, device=device), lr, ema, tuple(powers))
 
     def set(self, recipe: Recipe, step: int) -> None:
-        """Set the values of the step after `step` updates. Does not wait for the device."""
+        """Set the values for the next step after `step` updates, without waiting for the device."""
         self.step.fill_(step)
         self.lr.fill_(recipe.rate(step))
         self.ema.fill_(recipe.ema.weight(step + 1))
@@ -147,12 +147,12 @@ class Engine:
         self.optimizer = Optimizers(model.denoiser.backbone, recipe.optimizer)
         self.loss = Loss.of(recipe.objective, model.method, world.device)
         self.steps_done = 0
-        self.updating = False  # during an update the state belongs to no step
+        self.updating = False  # True during an update, when the state is incomplete
         self.scalars = Scalars.new(recipe, world.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=world.device)
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
         self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
-        # Of losses, gradient norms and steps, and of the losses without their weight.
+        # Sums of losses, gradient norms and steps, and of the losses without their weight.
         self.sums = torch.zeros(2 + self.loss.terms, dtype=torch.float64, device=world.device)
         self._network: nn.Module = model.denoiser
         record = record and world.device.type == "cuda" and replayable(recipe, model, world)
@@ -161,7 +161,7 @@ class Engine:
     # ---- A step, from the batch to the update ----
 
     def step(self, stream: Stream, watchdog: Watchdog) -> None:
-        """One step; the device may still be busy with it when this returns."""
+        """One step. On a GPU it returns before the device has finished."""
         watchdog.at(self.steps_done, "data")
         self.scalars.set(self.recipe, self.steps_done)
         batches = self._seeded(stream, watchdog)
@@ -182,7 +182,7 @@ class Engine:
             yield batch
 
     def _single(self, batch: Batch) -> None:
-        """A step of one batch, in which nothing depends on the host."""
+        """A step of one batch that does not depend on values of the host."""
         self.optimizer.zero_grad()
         self._update(self._summed([batch]))
 
@@ -212,13 +212,13 @@ class Engine:
 
     def _losses(self, batch: Batch) -> PerSample:
         x = self.model.values(batch.data)
-        # Our backbones set their own type inside; for a network passed by the caller autocast does.
+        # Our backbones set their compute dtype themselves; networks passed by the caller run under autocast.
         foreign = self.half is not None and not isinstance(self.model.denoiser.backbone, Backbone)
         with torch.autocast(self.world.device.type, self.half, enabled=foreign):
             return self.loss(self._predictor(batch.cond), x, batch.t, batch.eps)
 
     def _predictor(self, cond: Tensor | None) -> Predictor:
-        """The network, DDP included, with a condition bound into it."""
+        """The network, wrapped in DDP if it is used, as a predictor with a fixed condition."""
         network = cast(Predictor, self._network)
         return network if cond is None else lambda latent, level: self._network(latent, level, cond)
 
@@ -229,7 +229,7 @@ class Engine:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(grads, foreach=True) / self.scale
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        # A gradient that overflows float16 at a large scale is no fault: the step is skipped, the scale halved.
+        # A gradient that overflows float16 at a large loss scale is not a fault: the step is skipped, the scale halved.
         excused = torch.isfinite(loss) & (self.scale > 1)
         first_fault = ~finite & ~excused & (self.bad_step < 0)
         self.bad_step.copy_(torch.where(first_fault, self.scalars.step, self.bad_step))
@@ -248,7 +248,7 @@ class Engine:
             self.scale_age.copy_(torch.where(grown, 0, age))
         self.updating = False
 
-    # ---- What the host reads ----
+    # ---- Values read by the host ----
 
     def first_fault(self) -> int | None:
         """The first step whose loss or gradient was not finite, if there was one. Waits for the device."""
@@ -277,7 +277,7 @@ class Engine:
 
     @torch.no_grad()
     def restore(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Set the state that `tensors` returned; raises if it is another network's, even one of the same class."""
+        """Set the state that `tensors` returned; raises if names or shapes do not match this network."""
         state = self._state()
         for file, group in state.items():
             if found := differences(tensors[file], group):
@@ -316,8 +316,9 @@ class Engine:
     def begin(self, stream: Stream) -> None:
         """Let DDP sum the gradients, from weights that are the same on all ranks.
 
-        DDP rearranges its buckets after the first backward pass, and with three ranks or more the arrangement decides
-        the order of sums. One pass that does not count settles it, so that a resumed run adds as an uninterrupted one.
+        DDP rearranges its buckets after the first backward pass, and with three ranks or more the arrangement
+        determines the order of sums. A first pass without an update fixes it, so that a resumed run computes the same
+        sums as an uninterrupted one.
         """
         if self.world.size == 1 or self.recipe.audit:
             return
@@ -327,7 +328,7 @@ class Engine:
         buffers = [name for name, _ in network.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
         self._network = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
-        before = [buffer.clone() for buffer in network.buffers()]  # running statistics would count the pass
+        before = [buffer.clone() for buffer in network.buffers()]  # the pass would change running statistics
         batch = stream.first(self.steps_done)
         batch.seed_dropout(self.recipe.seed)
         self._losses(batch).sum().backward()
@@ -336,10 +337,10 @@ class Engine:
             buffer.copy_(value)
 
     def close(self) -> None:
-        """Release DDP, and with it the process group, whose destruction must not happen under Python's lock.
+        """Release DDP and its reference to the process group, which must not be destroyed while the GIL is held.
 
-        DDP's reducer holds the group too. If it were the last to do so, it would wait under the lock for gloo's thread,
-        which may wait for the lock to release a tensor: a finished run would never exit.
+        If DDP's reducer held the last reference, its destructor would wait under the GIL for gloo's thread, which may
+        itself wait for the GIL to release a tensor: a finished run would never exit.
         """
         self._network = self.model.denoiser
 

@@ -9,9 +9,9 @@ Training reads one stream of samples; step s takes the positions s b .. (s + 1) 
     level             t_i = (i / b + delta(seed, step)) mod 1       stratified over the global batch
     dropout           generator(seed, step, first virtual shard)    seeded before each piece is computed
 
-The global batch is divided into virtual shards. A rank takes consecutive ones and computes them in `accumulation`
-pieces, or one by one in the audit mode. Everything but dropout is the same for any number of ranks; so is dropout if
-the pieces are the same, that is if ranks x accumulation is unchanged, or in the audit mode.
+The global batch is divided into virtual shards. A rank takes consecutive shards and computes them in `accumulation`
+pieces, or one by one in the audit mode. Everything except dropout is the same for any number of ranks. Dropout is the
+same if the pieces are: if ranks x accumulation is unchanged, or in the audit mode.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def piece_ids(recipe: Recipe, n: int, piece: Piece) -> Int64[np.ndarray, " count
 
 
 def piece_levels(recipe: Recipe, piece: Piece) -> Float[Tensor, " count"]:
-    """t for the samples of a piece: their part of the strata over the global batch."""
+    """t for the samples of a piece, stratified over the global batch."""
     delta = derive(recipe.seed, "levels", piece.step) / 2**63
     return low_discrepancy(recipe.batch, delta)[piece.offset : piece.offset + piece.count]
 
@@ -88,12 +88,12 @@ class Batch:
             self.cond.copy_(other.cond)
 
     def seed_dropout(self, seed: int) -> None:
-        """Seed torch's generator, from which the network draws dropout masks, by the piece."""
+        """Seed torch's generator, from which the network draws dropout masks, for this piece."""
         torch.manual_seed(derive(seed, "dropout", self.piece.step, self.piece.shard))
 
 
 class Stream:
-    """A rank's batches from step `start` on; the data of the next ones is fetched while one is computed."""
+    """A rank's batches from step `start` on. The data of the next batches is fetched in the background."""
 
     def __init__(
         self,

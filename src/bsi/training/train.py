@@ -1,9 +1,9 @@
-"""`bsi.train`: train a recipe from its first step, or from where it was interrupted, on any number of ranks.
+"""`bsi.train`: train a recipe on any number of ranks, from the first step or from the latest checkpoint.
 
     run = bsi.train(bsi.recipes.digits(), out="runs/digits")                       # a prepared dataset, our network
     run = bsi.train(recipe, data=tensor_or_dataset, backbone=MyNet(), out="runs/mine")
 
-The same `out` resumes; a finished run is returned as it is. The command line calls this function.
+A call with the same `out` resumes; for a finished run it returns at once. The command line calls this function.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from bsi.values import Bins
 __all__ = ["train"]
 
 LONGEST_S = 1e8  # three years: the longest wait for another rank
-MEASURED_IMAGES = 16  # in the comparison of one thread with all
-WORTH_SAYING = 1.5  # times as fast with one thread
+MEASURED_IMAGES = 16  # batch size for comparing one thread with all threads
+WORTH_SAYING = 1.5  # speedup with one thread from which a message is logged
 
 
 def train(
@@ -77,12 +77,12 @@ def train(
         test: Test data like `data`, for the bound during training.
         bins: The values of integer data.
         labels: The labels of `data`, for a recipe with `data.labels`.
-        init_from: A run or an export whose weights to begin with.
+        init_from: A run or an export whose weights are the initialization.
         allow: Names of settings that may differ from the interrupted run's.
         sinks: Functions that are called with every record of the journal.
         device: cuda or cpu. By default a GPU, if there is one.
         hang_after_s: Seconds without progress after which the run ends, naming the rank that hangs.
-        named: The recipe that this one was edited from, for the record.
+        named: The recipe that this one was derived from; run.json lists the differences.
         begin: Called after all checks, if there is something to train.
     """
     if not isinstance(recipe, Recipe):
@@ -166,7 +166,7 @@ def train(
 
 
 def _silent(line: str) -> None:
-    """Other ranks than the first do not repeat what all have to say."""
+    """Discard the message, on ranks other than the first."""
 
 
 @contextlib.contextmanager
@@ -205,7 +205,7 @@ def _model(
             )
     if model.bins is not None:
         check_bins(model.method, model.bins)
-    levels_of(model.method, recipe.samples.sampler)  # raises now, not at the first samples
+    levels_of(model.method, recipe.samples.sampler)  # raises now if the sampler is invalid, not at the first samples
     if recipe.precision == "fp8":
         check_fp8(recipe.backbone, data.spec.shape)
     if init_from is not None:
@@ -213,7 +213,7 @@ def _model(
     model = model.to(world.device).train()
     network = model.denoiser.backbone
     wanted = recipe.compile and not recipe.audit
-    if isinstance(network, Backbone):  # its fastest form, before the optimizer gets its weights
+    if isinstance(network, Backbone):  # chooses the fastest form before the optimizer refers to the weights
         network.compute_dtype = _half(recipe, world)
         if wanted:
             accelerate(network, world.device, recipe.lean, fp8=recipe.precision == "fp8")
@@ -223,7 +223,7 @@ def _model(
 
 
 def _check_threads(model: Model, images: int, log: Callable[[str], None]) -> None:
-    """Log it if one thread evaluates the network much faster than all: the machine is busy, or the network small.
+    """Log a message if one thread is much faster than all threads: the machine is busy, or the network is small.
 
     The number of threads is not changed here, since sums would be rounded differently when the run is resumed.
     """
@@ -245,7 +245,7 @@ def _half(recipe: Recipe, world: World) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def _progress(recipe: Recipe, engine: Engine, world: World) -> Iterator[Progress]:
-    """The first rank shows its progress; the others count silently."""
+    """Progress that is shown by the first rank only."""
     with contextlib.ExitStack() as stack:
         silent = None if world.first else stack.enter_context(open(os.devnull, "w"))
         yield stack.enter_context(Progress("train", recipe.steps, "step", engine.steps_done, silent))
@@ -264,7 +264,7 @@ def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # If the lock is lost, this raises the error that says so, which comes first.
+        # If the lock is lost, this raises the lock's error, which takes precedence.
         write("preempted" if isinstance(error, Preempted) else "failed", str(error) or type(error).__name__)
         raise
     write("finished")

@@ -9,9 +9,9 @@ and its KL divergence from the posterior q(s' | s, x) = N(s + D x, D) is, for ea
 
     KL = 1/2 [ ln(1 + D v) + (1 + D (x - x_hat)^2) / (1 + D v) - 1 ].
 
-It is least for v = E (x - x_hat)^2, where it is 1/2 ln(1 + D v) on average instead of 1/2 D v. Any v that depends on s
-and the level alone gives a valid bound; v = 0 is the paper's; for k -> infinity all of them agree. Because the noise of
-s is white, v may be diagonal in any orthonormal basis of the data. A `Variance` is diagonal in a fixed `Basis` and a
+It is minimal for v = E (x - x_hat)^2, where it is 1/2 ln(1 + D v) on average instead of 1/2 D v. Any v that depends on
+s and the level alone gives a valid bound; v = 0 is the paper's; for k -> infinity all of them agree. Because the noise
+of s is white, v may be diagonal in any orthonormal basis of the data. A `Variance` is diagonal in a fixed `Basis` and a
 function of the level, fitted to the errors of predictions on training data.
 """
 

@@ -1,4 +1,4 @@
-"""Access control: only programs on this machine that know the address. Everything else is rejected before any work.
+"""Access control: only programs on this machine that know the address have access. Others are rejected before any work.
 
 - A connection must send the headers of a request within a few seconds. At most 64 connections may wait for one; a new
   connection then replaces the one that has waited longest, so idle connections cannot block the page.
@@ -49,7 +49,7 @@ class Rejected(Exception):
 
 
 class GuardedProtocol(H11Protocol):
-    """HTTP/1.1 with limits for connections that wait for a request: they need no token, so they must cost nothing."""
+    """HTTP/1.1 with limits for connections that wait for a request: without a token, they must cost little."""
 
     deadline: asyncio.TimerHandle | None = None
 

@@ -2,7 +2,7 @@
 
 A command's file holds a frozen dataclass, whose fields are the options and whose docstring is the help, and a function
 `run(options) -> exit code`. Neither this file nor the top of a command's file imports torch, so help is immediate.
-Errors become one line on stderr and an exit code of `bsi.errors`; results go to stdout, everything else to stderr.
+An error becomes one line on stderr and an exit code of `bsi.errors`; results go to stdout, other output to stderr.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has left, e.g. `| head`
         silence(sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt as stop:  # its text, if any, says what has been kept
+    except KeyboardInterrupt as stop:  # its text, if any, describes what was saved
         log(f"\n{command}: interrupted{f': {stop}' if str(stop) else ''}")
         return 130
     except SystemExit as end:  # tyro, after help or a mistake
@@ -133,8 +133,8 @@ class _Log(io.TextIOWrapper):
 def _prepare_streams() -> None:
     """Make stdout and stderr accept any text.
 
-    A service may have neither: without this, print() would write what is meant for stderr to stdout. An encoding of an
-    old locale lacks characters, and a file name may hold bytes that are not text: they are printed unchanged.
+    A service may have neither; print() would then write text for stderr to stdout. The encoding of an old locale
+    may lack characters, and a file name may contain bytes that are not text: these bytes are printed unchanged.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time a network's training step, sampling or bound, and compare with plain matrix products.
+    """Time a network's training step, sampling or bound, and compare with large matrix products.
 
     Reports the median of repeated measurements after a warm-up, by device events on a GPU and by the wall clock on a
     CPU. A training step is that of the trainer: noise, loss, backward, clipping, AdamW, EMA. Sampling counts images
@@ -118,7 +118,7 @@ def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory(case: Case) -> Memory:
-    """The estimated memory of what is timed."""
+    """The estimated memory of the timed step."""
     from bsi.backbones import compute_dtype
     from bsi.backbones.acceleration import form_of
     from bsi.backbones.memory import evaluation_memory, training_memory
@@ -131,7 +131,7 @@ def _memory(case: Case) -> Memory:
 
 
 def _check_host(case: Case, memory: Memory) -> None:
-    """Reject a training step that does not fit into the memory of the host: its kernel would kill the process."""
+    """Reject a training step that exceeds the host memory, for which the operating system would kill the process."""
     from bsi.backbones.memory import CONTEXT
     from bsi.runtime.out_of_memory import LEAST, MOST, available
 

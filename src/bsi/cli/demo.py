@@ -21,7 +21,7 @@ class Demo:
     out: Path = Path("runs/demo")
     """The run folder; samples.png is written there."""
     steps: int | None = None
-    """Training steps, instead of the recipe's."""
+    """Training steps, instead of the recipe's number."""
     seed: int = 0
     """Seed of the data order, the noise and the weights."""
     json: bool = False

@@ -1,6 +1,6 @@
 """`bsi doctor`: what is installed, what is missing, and the command that fixes it.
 
-A required check fails the command (exit code 1); the others only say what does not work without them.
+If a required check fails, the exit code is 1; the other checks only report which features are unavailable.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def examine() -> Iterator[Check]:
     for check in (_packages, _torch, _speed, _data):
         try:
             yield from check()
-        except Exception as error:  # whatever an installation may raise is what is to be reported
+        except Exception as error:  # a broken installation may raise anything, which is reported
             required = check in (_packages, _torch)
             yield Check(check.__name__.strip("_"), "broken", f"{type(error).__name__}: {error}", required=required)
 
@@ -131,7 +131,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _speed() -> Iterator[Check]:
-    """Matrix products with all threads and with one: on a busy machine, threads wait for each other."""
+    """The speed of matrix products with all threads and with one. On a busy machine, threads wait for each other."""
     import torch
 
     from bsi.devices import seconds_by_threads

@@ -242,7 +242,7 @@ def quality(args: Eval, world: World) -> Iterator[Found]:
     samplers = [
         Sampler(args.steps, args.solver, args.grid, guidance=each).named(run.model.method) for each in args.guidance
     ]
-    levels_of(run.model.method, samplers[0])  # raises what cannot be drawn
+    levels_of(run.model.method, samplers[0])  # raises for an invalid sampler
     split = runs.open_split(run, args.reference, args.data)
     runs.speed_up(run, len(samplers) * args.num * args.steps // world.size)
     with logged_warnings("bsi eval", world.first):
@@ -320,7 +320,7 @@ def bound_line(record: Mapping[str, Any]) -> str:
 
 
 def _errors(record: Mapping[str, Any], unit: float = 1.0) -> str:
-    """Both standard errors, as far as they are known: a single sample has no data error."""
+    """The standard errors that are known: a single sample has no data error."""
     limit = "" if record["data_resolved"] else "at most "  # hidden by the Monte Carlo noise
     known = {"Monte Carlo": ("", record["monte_carlo_error"]), "data set": (limit, record["data_error"])}
     return "".join(

@@ -1,6 +1,6 @@
-"""From the words of a command to a dataclass of options, by tyro; completion scripts for the shell.
+"""Parse command-line arguments into a dataclass of options with tyro, and write completion scripts for the shell.
 
-The help of an option that may be left out shows its default only if that says something: None, off and empty do not.
+The help of an optional option shows its default unless that is None, False or empty.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse(options: type[T], words: Sequence[str], prog: str) -> T:
 
 @contextmanager
 def readable_width() -> Iterator[None]:
-    """Let tyro print in 20 to 500 columns, whatever the terminal has: in one column it would not end."""
+    """Limit the width that tyro prints in to 20 to 500 columns: with one column it would not terminate."""
     given = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = str(max(20, min(shutil.get_terminal_size().columns, 500)))
     try:
@@ -75,7 +75,7 @@ def _hints(options: type) -> Iterator[tuple[Any, Any]]:
 
 
 def check_numbers(options: object, prefix: str = "--") -> None:
-    """Reject integers of more than 64 bits and NaN, which no option can mean."""
+    """Reject integers of more than 64 bits, and NaN, which are valid for no option."""
     for field in fields(typing.cast(Any, options)):
         value = getattr(options, field.name)
         name = field.name.rstrip("_").replace("_", "-")
@@ -98,7 +98,7 @@ def at_least_one(options: object, *names: str, most: int = INTEGERS) -> None:
 
 
 def fill(text: str, indent: str) -> str:
-    """A paragraph in lines as long as the terminal's. Names with hyphens (initial-precision) are not broken."""
+    """A paragraph wrapped to the width of the terminal. Names with hyphens (initial-precision) are not broken."""
     columns = max(min(shutil.get_terminal_size().columns, 120), len(indent) + 1)
     return textwrap.fill(text, columns, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
@@ -106,8 +106,8 @@ def fill(text: str, indent: str) -> str:
 def paragraphs(text: str) -> str:
     """Paragraphs broken between words, aligned with the options below them.
 
-    tyro joins lines that begin with a letter and doubles an empty line before one that does not: lines begin with
-    blanks here, and an empty line holds a zero-width space if the encoding has it.
+    tyro joins lines that begin with a letter, and doubles an empty line before other lines. Therefore lines begin with
+    blanks here, and an empty line contains a zero-width space if the encoding has that character.
     """
     filled = (fill(" ".join(part.split()), "  ") for part in inspect.cleandoc(text).split("\n\n"))
     return ("\n\u200b\n" if supports_unicode(sys.stdout.encoding) else "\n\n").join(filled)
@@ -140,8 +140,8 @@ def completion(words: Sequence[str]) -> str:
                 args=["--tyro-print-completion", words[0]],
                 config=(tyro.conf.AvoidSubcommands, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
             )
-    except SystemExit:  # how tyro ends
+    except SystemExit:  # tyro exits after it has printed the script
         pass
     lines = script.getvalue().strip().splitlines()
-    # A description of two lines would complete as two words.
+    # The shell would offer the two lines of a description as two completions.
     return "\n".join(line.replace("\\n", " ") if line.startswith("COMPLETION_SPEC") else line for line in lines)

@@ -28,10 +28,10 @@ __all__ = ["Sample", "all_labels", "label_of", "run", "write_samples"]
 
 SHOWN = 400  # images in a picture at most
 SHOWN_NAMES = 12  # of classes, in a message
-RATE = 16_000  # of sound whose dataset is not on this machine
+RATE = 16_000  # of sound if its dataset is not on this machine
 ANIMATED = 16  # samples in an animation
-COMPILED = 1000  # samples from which on compiling the network pays off
-TIMEOUT_S = 86400.0  # how long ranks wait for one that has one part more to draw
+COMPILED = 1000  # number of samples above which compiling the network saves time
+TIMEOUT_S = 86400.0  # how long ranks wait for one that draws an additional part
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def run(args: Sample) -> int:
 
 
 def prepared(model: Model, args: Sample) -> Model:
-    """The model in the requested precision, compiled if that pays off."""
+    """The model in the requested precision, compiled if that saves time."""
     from bsi.backbones import Backbone, accelerate, compute_dtype
 
     network = model.denoiser.backbone

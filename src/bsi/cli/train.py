@@ -1,8 +1,8 @@
 """`bsi train RECIPE --key value ...`: train a recipe, or resume a run; `--list` shows the recipes.
 
-The options depend on the recipe: tyro parses the fields of the recipe with the recipe as their default, so that every
-key is typed, `bsi train RECIPE --help` shows its value, and a typo is answered with the nearest name. `--method` and
-`--backbone` take names and decide which fields there are, so they are parsed first.
+The options depend on the recipe: tyro parses the fields of the recipe, with the recipe as their default. Every option
+is typed, `bsi train RECIPE --help` shows its value, and the error for a typo suggests the nearest name. `--method` and
+`--backbone` take names and determine the other options, so they are parsed first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CHOICES = (
     "another method or network, whose keys are then shown here."
 )
 
-LONG_H = 12.0  # hours of training on a CPU from which a warning is printed
+LONG_H = 12.0  # hours of training on a CPU above which a warning is printed
 CORE_TFLOPS = 0.03  # per second of one CPU core, roughly
 
 

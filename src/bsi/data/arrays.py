@@ -122,7 +122,7 @@ def _check(array: ArrayFile, first: ArrayFile, bins: Bins | None) -> None:
 
 
 def _labels(array: ArrayFile, count: int, split: str) -> Integer[np.ndarray, " count"]:
-    """The labels of a split, at once: they take one number per sample."""
+    """All labels of a split: they fit into memory, with one number per sample."""
     if array.shape != (count,) or array.dtype.kind not in "iu":
         raise DataError(
             f"{array.name} has shape {array.shape} of {array.dtype}, expected one integer per {split} sample ({count})."

@@ -163,7 +163,7 @@ def _to_device(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tens
 
 
 def flip(x: Shaped[Tensor, "batch *data width"], seed: int, start: int) -> Shaped[Tensor, "batch *data width"]:
-    """Mirror each image with probability one half, by the coin of position start + i of the stream."""
+    """Mirror each image with probability one half, decided by the random number of position start + i of the stream."""
     heads = _to_device(torch.from_numpy(coins(seed, start, len(x))), x.device)
     return torch.where(heads.view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
 

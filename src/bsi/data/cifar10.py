@@ -1,7 +1,7 @@
 """CIFAR-10 (Krizhevsky, 2009) from the official binary version: six files of 10,000 records.
 
-A record is one label byte and 3072 pixels, channel by channel. The pickled version is never read: a pickle is a
-program. Every file is compared with its known SHA-256 before a record is used, whatever its origin. The classes have
+A record is one label byte and 3072 pixels, channel by channel. The pickled version is never read, because loading a
+pickle can run code. Every file is compared with its known SHA-256 before a record is used. The classes have
 the names in `batches.meta.txt`, one per line, if that file exists.
 """
 

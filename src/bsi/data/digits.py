@@ -53,7 +53,7 @@ def embedded_digits() -> Dataset:
 
 @dataclass(frozen=True)
 class EmbeddedDigits:
-    """The digits as a source, to make a copy of them in a folder."""
+    """The digits as a source, for a prepared copy in a folder."""
 
     summary: ClassVar[str] = "1797 handwritten digits of 8 x 8 pixels, inside the package: always there"
 

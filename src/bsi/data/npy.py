@@ -49,7 +49,7 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
 
     Args:
         stream: `.npy` data of `size` bytes, at its start.
-        name: What errors call the array.
+        name: The name of the array in error messages.
         seekable: Whether to skip rows by seeking. Members of archives are read from the start instead: seeking would
             skip the bytes that their checksum covers.
     """

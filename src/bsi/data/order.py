@@ -1,4 +1,4 @@
-"""How a global batch is shared: by virtual shards, whose number does not depend on the number of ranks.
+"""The division of a global batch into virtual shards, whose number does not depend on the number of ranks.
 
 A global batch is the next `batch` positions of the training stream (`bsi.rng.sample_ids`), cut into a fixed number of
 *virtual shards*. A rank takes complete shards, so that what is drawn for a shard (noise, levels, dropout) does not

@@ -1,4 +1,4 @@
-"""From a source to a prepared dataset.
+"""Prepare a dataset from a source.
 
 A source describes what it will write before it reads a row (`Plan`) and then yields the rows in blocks, in a fixed
 order. The blocks are appended to files in a hidden folder next to the target, so the memory is that of one block at any
@@ -51,14 +51,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a source is going to write.
+    """A description of the data that a source will write.
 
     Attributes:
         bins: The values of stored integers; None for continuous data, stored as float32.
         options: The options of the source, for the manifest.
-        input: A hash that changes when the input does.
+        input: A hash of the input.
         total: Number of input items, and an upper bound on the number of rows.
-        unit: What an item is called in the progress.
+        unit: The name of an item in the progress display.
         blocks: `blocks(i)` yields the rows of the input items from i on, the same ones in every call.
         classes: Names of the labels 0, 1, ..., if they have names.
         skip: How many unreadable items may be skipped.
@@ -106,7 +106,7 @@ class Source(Protocol):
 
 
 def prepare(plan: Plan, folder: Path) -> Dataset:
-    """Write what is planned into `folder`, resume if that was interrupted, or open the dataset if it exists."""
+    """Write the planned dataset into `folder`, resume an interrupted preparation, or open the dataset if it exists."""
     folder = Path(os.path.abspath(folder.expanduser()))
     if folder.name.startswith(".") or not folder.name.isprintable():
         raise UsageError(
@@ -166,7 +166,7 @@ def _write(plan: Plan, folder: Path) -> None:
                 progress.advance(block.items, note=f"{skipped} skipped" if skipped else None)
     except BaseException:
         try:
-            staging.sync()  # also after Ctrl-C: what was read need not be read again
+            staging.sync()  # also after Ctrl-C, so that the next run does not read these rows again
         finally:
             staging.close()
         raise
@@ -185,7 +185,7 @@ class _Done:
 
 
 class _Staging:
-    """The hidden folder in which a dataset grows: append-only files, and a note of how much of them is valid."""
+    """The hidden folder of an incomplete dataset: append-only files, and a note of how much of them is valid."""
 
     def __init__(self, path: Path, plan: Plan, name: str) -> None:
         self.path, self.plan, self.name, self.layout = path, plan, name, plan.layout()

@@ -1,4 +1,4 @@
-"""The sources of data by name. Only names in this table resolve: nothing is imported by a name from outside."""
+"""The sources of data by name. Only names in this table are valid: no module is imported by a name from outside."""
 
 from __future__ import annotations
 

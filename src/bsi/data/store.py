@@ -138,7 +138,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Labels:
-    """Class indices of both splits, and the classes' names if they have any."""
+    """Class indices of both splits, and the names of the classes if there are any."""
 
     train: Integer[np.ndarray, " train"]
     test: Integer[np.ndarray, " test"]

@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 FITTED = 4096  # training samples that a variance is fitted to
-COMPILED = 20_000  # evaluations of one sample from which on compiling the network pays
+COMPILED = 20_000  # evaluations of one sample above which compiling the network saves time
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
 
 
 def inner_precision(model: Model) -> str:
-    """The data type inside the model's network: what `auto` means on its device."""
+    """The data type inside the model's network, which `auto` selects for its device."""
     network = model.denoiser.backbone
     return type_name(network.compute_dtype if isinstance(network, Backbone) else None)
 
 
 def speed_up(run: Run, work: int) -> None:
-    """Put the network into its fastest form if `work`, the evaluations ahead on this rank, pays for compiling it."""
+    """Compile the network if `work`, the number of evaluations on this rank, is large enough to save time."""
     network = run.model.denoiser.backbone
     if isinstance(network, Backbone) and work >= COMPILED:
         accelerate(network, run.model.device)
@@ -183,7 +183,7 @@ def fitted_variance(run: Run, dataset: Dataset, kind: str, batch_size: int) -> V
 
 @contextmanager
 def own_error() -> Iterator[None]:
-    """Raise the error of this rank itself where the ranks failed together."""
+    """If several ranks fail together, raise the error of this rank."""
     try:
         yield
     except FailedTogether as failed:

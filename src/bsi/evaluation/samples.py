@@ -6,8 +6,8 @@
     samples.npz                 when all parts exist: arr_0, `about` as JSON, and `labels` if the samples have any
 
 Sample i depends on (seed, i) alone, so it does not matter which process draws a part. Rank r of w draws the parts r,
-r + w, r + 2w, ... of those that are missing. Finished parts survive whatever happens to the process, and the same
-command continues with the missing ones.
+r + w, r + 2w, ... of those that are missing. Finished parts are kept if the process is interrupted, and the same
+command draws the missing ones.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def described(sampler: Sampler, seed: int, label: Label) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SampleFile:
-    """`num` samples that `about` describes, and their labels if they have any, on their way into the file `path`."""
+    """`num` samples that are described by `about`, with labels if they have any, and their output file `path`."""
 
     path: Path
     num: int
@@ -123,7 +123,7 @@ class SampleFile:
         return self.folder / f"{ids.start:09d}.npy"
 
     def _exists(self, ids: range) -> bool:
-        """A part of another length was the last one of a smaller number: it is drawn again, as a damaged one is."""
+        """Whether a part is complete. The last part of a smaller number of samples is not: it is drawn again."""
         try:
             file = self._file(ids)
             return file.is_file() and len(np.load(file, mmap_mode="r", allow_pickle=False)) == len(ids)
@@ -193,7 +193,7 @@ def draw_into(
 def animate_beliefs(model: Model, sampler: Sampler, seed: int, label: Label, num: int, path: Path) -> None:
     """The first `num` samples as an animation: belief mean, prediction and measurement at every step, as values.
 
-    A VDM's latent is not a belief mean; `belief` rescales it to what its measurements say about the sample.
+    A VDM's latent is not a belief mean; `belief` rescales it to the mean of the sample given its measurements.
     """
     steps = model.trajectory(range(num), sampler, seed=seed, cond=model.labels(range(num), label))
     moments = []

@@ -2,7 +2,7 @@
 
 The training step is the trainer's own (`Engine.step`): noise, levels, loss, backward, clipping, AdamW, EMA. Sampling
 and the bound count images times network evaluations. Times are the median of repeats after a warm-up, by device events
-on a GPU and by the wall clock on a CPU, and are compared with plain matrix products on the same machine.
+on a GPU and by the wall clock on a CPU, and are compared with large matrix products on the same machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Work = Literal["train", "sample", "elbo"]
 
 BINS = Bins.uint8()
 SAMPLING_STEPS = 8
-WARM_STEPS = {"cpu": 1, "cuda": PLAIN_STEPS + 1}  # until a training step is recorded, and replayed once
+WARM_STEPS = {"cpu": 1, "cuda": PLAIN_STEPS + 1}  # steps until a training step has been recorded and replayed once
 # Rounding at every operation of a deep network; float32 differs only in the order of its sums. fp8 has four bits for
 # weights and activations, and three for gradients.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, None: 1e-4}
@@ -74,7 +74,7 @@ class Speed:
     """The result. `fraction` is relative to plain matrix products, measured in the same process.
 
     `first_step_s` is from the start of the process to the end of the first step, and `first_step_parts_s` its parts; of
-    a later case in the same process, from the start of that case. `recorded`: a step is one recorded launch.
+    a later case in the same process, from the start of that case. `recorded`: a step is a CUDA graph.
     """
 
     images_per_s: float
@@ -98,7 +98,7 @@ class Running:
     step: Callable[[], object]
     evaluations: int
     prepare: Callable[[], object] | None = None
-    """Compiles what draws a step's noise."""
+    """Compiles the function that draws a step's noise."""
     recorded: Callable[[], bool] = lambda: False
 
 

@@ -1,7 +1,7 @@
-"""Features of images: what an extractor is, and one pass over images.
+"""Features of images: the protocol of extractors, and their computation in one pass.
 
     features = collect(batches, extractor, keep=True)      # batches: uint8 (n, 3, h, w)
-    everybody = features.over_ranks()                      # the same on every rank, whatever the number of ranks
+    everybody = features.over_ranks()                      # equal on all ranks, for any number of ranks
 
 Distances between sets of images are distances between their features, so a value has a meaning only together with its
 extractor. An `Extractor` has a `name`, the `hash` of its weights, its resize and its precision; every record carries
@@ -28,7 +28,7 @@ KEPT = 100_000  # the largest number of samples whose features are kept for the 
 
 
 class QualityWarning(UserWarning):
-    """A value that can be computed but not compared with others without care."""
+    """A warning that a value is of limited comparability."""
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ class Extractor(Protocol):
 
     @property
     def precision(self) -> str:
-        """What it computes in: "float32", "tf32", ..."""
+        """The precision of its computation: "float32", "tf32", ..."""
 
     @property
     def dim(self) -> int:
@@ -95,7 +95,7 @@ class Features:
     def over_ranks(self) -> Features:
         """All ranks' features together, on every rank; `self` without a process group.
 
-        The order takes turns through the ranks' samples, as if rank r of w had the samples r, r + w, r + 2w, ...:
+        The samples of the ranks are interleaved, as if rank r of w had the samples r, r + w, r + 2w, ...:
         metrics that depend on the order then do not depend on the number of ranks.
         """
         if not dist.is_initialized():

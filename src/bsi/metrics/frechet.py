@@ -22,8 +22,8 @@ samples of their influence (the delta method):
 The variance of psi over n is that of the distance. If the second order matters, for samples that can hardly be
 distinguished from the real ones or for no more samples than features, the error is too large by up to about sqrt 2, as
 that of a jackknife is: the moments in a sample's psi include that sample. Two sets of samples from the same noise share
-much of the error: the error of their difference is that of the mean of psi_a(x_i) - psi_b(x_i'). The bias of a finite
-number of samples, of second order, is in none of these: compare distances at equal numbers.
+much of the error: the error of their difference is that of the mean of psi_a(x_i) - psi_b(x_i'). None of these
+errors includes the bias of a finite number of samples, which is of second order: compare distances at equal numbers.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Moments:
     def over_ranks(self) -> Moments:
         """The moments of all ranks' features together, on every rank; `self` without a process group.
 
-        There are two reductions whatever the ranks hold, so a rank without samples blocks no other. A NaN of one rank
+        There are always two reductions, so a rank without samples does not block the others. A NaN of one rank
         reaches all, so that all raise the same error.
         """
         if not dist.is_initialized():
@@ -123,7 +123,7 @@ def trace_sqrt(a: Float64[Tensor, "dim dim"], b: Float64[Tensor, "dim dim"]) -> 
 
 
 def _positive(values: Float64[Tensor, " dim"]) -> Bool[Tensor, " dim"]:
-    """The eigenvalues that are not zero up to rounding: a root would turn 1e-16 into 1e-8."""
+    """The eigenvalues that are larger than rounding errors: the root of an error of 1e-16 would be 1e-8."""
     return values > values[-1] * len(values) * torch.finfo(values.dtype).eps
 
 

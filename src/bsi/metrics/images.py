@@ -1,7 +1,7 @@
 """Images from files and arrays in batches of uint8 (n, 3, h, w), the input of extractors.
 
 Nothing is resized, cropped or requantized: the extractor gets what a file holds in 8 bits. Files with other content (16
-bits, CMYK, transparency, an animation) are rejected by name rather than converted by a guess.
+bits, CMYK, transparency, an animation) are rejected with an error that names the file, and not converted.
 """
 
 from __future__ import annotations

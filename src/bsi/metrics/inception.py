@@ -1,8 +1,8 @@
 """The FID extractor: 8-bit images of any size to 2048 features, with the published weights.
 
 An image is resized to 299 x 299 by the bilinear resize of TensorFlow 1 and scaled to (x - 128) / 128. Output pixel i of
-that resize reads the input at i * in / out: no half-pixel shift, no antialiasing. Between the two nearest pixels, the
-upper one kept inside the image, and with f the fraction of the coordinate,
+that resize reads the input at i * in / out: no half-pixel shift, no antialiasing. The value is
+interpolated between the two nearest pixels (the upper one clamped to the image), with f the fraction of the coordinate:
 
     value = lower + (upper - lower) * f        along each row first, then along each column,
 
@@ -49,7 +49,7 @@ URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
 PUBLISHED_HASH = "f52412653ee45bed604b0f4fa0d3942ce5f50784fece9766dfa6cbecddbe4555"
-"""`weights_hash` of the published weights: a distance is called FID with these alone."""
+"""`weights_hash` of the published weights: a distance is called FID only with these weights."""
 
 Precision = Literal["float32", "tf32", "float16"]
 """The precision of products in convolutions: float32; TF32, which rounds float32 inputs to 11 bits; or float16 weights

@@ -1,6 +1,6 @@
 """The layers of the FID network: Inception of 2015-12-05 without its last one, 2048 features per image.
 
-Written from the TensorFlow graph behind every published FID. It differs from the usual Inception v3 in
+It follows the TensorFlow graph that published FIDs are computed with. It differs from the usual Inception v3 in
 two places: the average pools of the blocks A, C and E do not count the padding, and the last block uses a maximum
 instead. Modules are named as in pytorch-fid. There are no batch norms: `bsi.metrics.inception` folds them into the
 convolutions.
@@ -111,8 +111,8 @@ class D(nn.Module):
 
 
 class E(nn.Module):
-    """8 x 8: windows of 3 as a row and a column. The last of the two pools by maximum, an accident of the first graph
-    that every FID since has kept."""
+    """8 x 8: windows of 3 as a row and a column. The last of the two pools by maximum, a property of the first
+    published graph that later implementations keep."""
 
     def __init__(self, ins: int, last: bool) -> None:
         super().__init__()

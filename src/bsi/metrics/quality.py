@@ -6,12 +6,12 @@
 
 The record has everything that is needed to compare the value. If the samples' features were kept, it has a standard
 error: that of having drawn these samples and not others. The Frechet distance is called FID only if the features come
-from Inception's published weights; with any other extractor it is called "fd-" + its name. What makes a value hard to
-compare causes a warning and is stored in the record.
+from Inception's published weights; with any other extractor it is called "fd-" + its name. Properties that limit
+comparisons cause a warning and are stored in the record.
 
 Reference features are computed once and stored in the data folder. Their key is the data (a hash of its content, and
-the split) and the extractor (a hash of its weights, its resize, its precision), so that a changed dataset or network is
-a miss and never a wrong value:
+the split) and the extractor (a hash of its weights, its resize, its precision), so a changed dataset or network
+is computed again:
 
     references/cifar10-test-0f3a....safetensors      mean, scatter, and the vectors if they were requested
     references/cifar10-test-0f3a....json             the key, the count and the SHA-256 of the file above

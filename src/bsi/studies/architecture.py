@@ -1,4 +1,4 @@
-"""Table "architecture": the comparison again with another backbone, so that the backbone cannot be the reason.
+"""Table "architecture": the comparison again with another backbone, to exclude an effect of the backbone.
 
 The paper, and all scales but medium, compare DiTs first and VDM's U-Net here.
 """

@@ -1,4 +1,4 @@
-"""New: which of the three changes from BFN to BSI matters? The paper makes them at once; here each is undone alone.
+"""New: which of the three changes from BFN to BSI matters? The paper makes all three; here each one is undone alone.
 
     hyper-prior       c = lambda_0^2 / gamma_0: the information of the initial belief. BSI 0.01, BFN 0
     offset            lambda_0: levels are uniform in ln(alpha + lambda_0), alpha the gain. BSI 0.01, BFN 1

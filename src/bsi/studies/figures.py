@@ -1,4 +1,4 @@
-"""The style of the figures: one look, and colors that color-blind readers distinguish.
+"""The common style of the figures, with colors that color-blind readers can distinguish.
 
 matplotlib is imported only when a figure is drawn (extra `figures`).
 """
@@ -26,7 +26,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 COLORS = {"bsi": PALETTE[0], "vdm": PALETTE[1], "bfn": PALETTE[2]}
 MARKS = {"bsi": "o", "vdm": "s", "bfn": "^"}
 NAMES = {"bsi": "BSI", "vdm": "VDM", "bfn": "BFN"}
-# Light to dark, for few to many of something, with marks for prints without color.
+# Light to dark, for increasing values, with markers for prints without color.
 SHADES = (("#3C9DD8", "o"), ("#0072B2", "s"), ("#00344F", "^"), ("#000000", "D"))
 INK, GREY, FAINT = "#222228", "#6F6F78", "#E4E4EA"
 

@@ -2,7 +2,7 @@
 
 1 a belief so broad that it covers all data, 2 a guess which sample it is about, 3 a noisy measurement of the guess,
 4 the posterior, 5 the same again until one sample is left. The data is a mixture of Gaussians on a spiral and f is its
-exact posterior mean (oracle.py), so nothing is trained. The table follows the belief: Lemma "Posterior Update" holds
+exact posterior mean (oracle.py), so nothing is trained. The table lists the beliefs, and Lemma "Posterior Update" holds
 at each step.
 """
 

@@ -245,7 +245,7 @@ class Result:
     values: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    """When, where and by which commit."""
+    """The time, the machine and the commit of the measurement."""
 
 
 @dataclass(frozen=True)

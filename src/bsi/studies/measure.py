@@ -60,7 +60,7 @@ class Deadline:
         return self.at - time.monotonic()
 
     def check(self, progress: str, needed_s: float = 0.0) -> None:
-        """Raise `Preempted` if less time than needed is left; everything so far has been saved."""
+        """Raise `Preempted` if less time than needed is left; all finished work has been saved."""
         if self.left_s <= needed_s:
             raise Preempted(f"out of time: {progress}. Run the same command to resume.")
 

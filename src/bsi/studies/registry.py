@@ -1,4 +1,4 @@
-"""The studies by name, ordered by what they show for the time they take: the first ones share six networks."""
+"""The studies by name, the most informative for their time first: the first ones share six networks."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def run(
     minutes: float | None = None,
     device: str | None = None,
 ) -> list[Path]:
-    """Do the jobs that are left and write the report of each study.
+    """Run the remaining jobs and write the report of each study.
 
     Returns:
         The folders of the reports.
@@ -160,7 +160,7 @@ def run(
 
 
 class _Worker:
-    """Does jobs one after the other; consecutive measurements of one network load it once."""
+    """Runs jobs one after the other; consecutive measurements of one network load it once."""
 
     def __init__(self, scale: Scale, store: Store, deadline: Deadline, device: str | None) -> None:
         self.scale, self.store, self.deadline = scale, store, deadline
@@ -168,7 +168,7 @@ class _Worker:
         self._laboratory: tuple[str, Laboratory] | None = None
 
     def do_in_turn(self, planned: Planned) -> None:
-        """Do a job as the only process; if another process does it, wait for its result."""
+        """Run a job in this process, or wait for its result if another process is running it."""
         job, store, waited = planned.job, self.store, False
         # Training and drawing save what they have, so they need only enough time to make progress.
         needed = min(planned.seconds, 60.0) if isinstance(job, Train | Quality) else planned.seconds
@@ -203,7 +203,7 @@ class _Worker:
     def train(self, recipe: Recipe) -> str:
         """Train a network, or resume, and keep its moving average in one file.
 
-        `bsi train --out` into the same folder is as good, on any number of GPUs.
+        `bsi train --out` into the same folder gives the same result, on any number of GPUs.
         """
         sinks = [_stop_at(self.deadline)]
         folder = train(recipe, out=self.store.network(recipe), sinks=sinks, device=self.device.type)
@@ -227,7 +227,7 @@ class _Worker:
         return self._laboratory[1]
 
     def about(self) -> dict[str, Any]:
-        """When, where and by which commit."""
+        """The time, the machine and the commit of the measurement."""
         cuda = self.device.type == "cuda"
         return {
             "bsi": __version__,
@@ -243,7 +243,7 @@ def _log(message: str) -> None:
 
 
 def _stop_at(deadline: Deadline) -> Sink:
-    """A sink that makes the trainer save and stop when the time is over, as a scheduler's signal would."""
+    """A sink that makes the trainer save and stop when the time limit is reached, like a scheduler's signal."""
 
     def sink(record: Mapping[str, Value]) -> None:
         if deadline.left_s > 0:

@@ -1,6 +1,6 @@
-"""The scales: how large a study is, as one record each. Imports no torch.
+"""The scales: all settings that determine the size of a study, one record per scale. Imports no torch.
 
-smoke   8x8 digits on a CPU: do all studies run? Networks train for half a minute at most; the numbers prove nothing.
+smoke   8x8 digits on a CPU, to test that all studies run. Networks train for at most half a minute; no evidence.
 mini    CIFAR-10 on one GPU, networks of 2M to 10M parameters that train for one or two minutes.
 medium  CIFAR-10 on one GPU, for the two comparisons: networks that train for ten minutes. Not yet run.
 paper   the paper's datasets, networks, budgets and seeds. Not yet run.
@@ -35,7 +35,7 @@ METHOD_NAMES = ("bfn", "vdm", "bsi")  # in the order of the paper's tables
 
 @dataclass(frozen=True)
 class DatasetSize:
-    """What a time estimate needs to know about a dataset, which need not be on this machine."""
+    """The properties of a dataset that a time estimate needs; the dataset need not be on this machine."""
 
     title: str
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class Scale:
     name: str
     summary: str
     evidence: str
-    """What results at this scale can show."""
+    """The conclusions that results at this scale support."""
 
     comparisons: tuple[Comparison, ...]
     """The first one is shown in figures."""

@@ -1,9 +1,9 @@
 """New: what sample quality costs in likelihood. The loss is weighted over the level, by its signal-to-noise ratio.
 
-Most bits of the ELBO describe digits of a pixel that nobody sees. Weights that fall at high signal-to-noise ratios
-(objective.py) spend the network's capacity on what is visible. All networks are trained at levels drawn in proportion
-to the expected loss, the ELBO's too; the last row, the ELBO at the paper's log-uniform levels, shows what that alone
-changes.
+Most bits of the ELBO describe the least significant, invisible digits of the pixels. Weights that fall at high
+signal-to-noise ratios (objective.py) spend the network's capacity on what is visible. All networks, also that of the
+ELBO, are trained at levels drawn in proportion to the expected loss; the last row, the ELBO at the paper's log-uniform
+levels, shows the effect of these levels alone.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ def decompress(
             parts.append(chain.decode(coder, count, preview))
             if _check(parts[-1]) != check:
                 raise BsiError(
-                    "a batch was decoded to other values than were encoded: this machine computes other predictions "
-                    "than the one that made the file. Decode it there; nothing was written."
+                    "a batch was decoded to values that differ from the encoded ones: predictions on this machine "
+                    "differ from those of the machine that wrote the file. Decode it there; nothing was written."
                 )
     uniform = _uniform(bins)
     rows = [coder.decode(uniform, chain.n) for _ in range(header["plain"])]

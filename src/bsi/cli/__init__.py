@@ -46,7 +46,7 @@ COMMANDS: dict[str, Command] = {
     "view": Command("view", "View", "watch a belief sharpen in the browser; denoise, inpaint"),
     "export": Command("export", "Export", "write a run's weights as one file"),
     "compress": Command("compress", "Compress", "compress images without loss, to the size of the bound"),
-    "decompress": Command("compress", "Decompress", "get them back, to the last bit"),
+    "decompress": Command("compress", "Decompress", "restore compressed data exactly"),
     "doctor": Command("doctor", "Doctor", "check the installation, and show how to fix it"),
 }
 

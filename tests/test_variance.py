@@ -21,7 +21,7 @@ from bsi.oracle import Mixture
 from bsi.rng import SeededNoise
 from bsi.sampling import sample
 from bsi.variance import (
-    Basis,
+    OrthonormalBasis,
     Variance,
     aware_noise,
     dct_basis,
@@ -43,7 +43,7 @@ def rotation(n: int = 3) -> Tensor:
     return torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
 
 
-def exact_variance(method: Method, basis: Basis, knots: int = 400) -> Variance:
+def exact_variance(method: Method, basis: OrthonormalBasis, knots: int = 400) -> Variance:
     """Of x given the latent, for a Gaussian with variances SCALES along the basis."""
     low, high = method.levels.low, method.levels.high
     level = torch.logspace(math.log10(low), math.log10(high), knots, dtype=torch.float64)
@@ -52,7 +52,7 @@ def exact_variance(method: Method, basis: Basis, knots: int = 400) -> Variance:
     return Variance(basis, low, high, 1 / (1 / SCALES + known[:, None]), each_alone(3))
 
 
-def constant(basis: Basis, value: float, n: int = 3) -> Variance:
+def constant(basis: OrthonormalBasis, value: float, n: int = 3) -> Variance:
     return Variance(basis, 1e-3, 1e9, torch.full((2, n), value, dtype=torch.float64), each_alone(n))
 
 
@@ -85,7 +85,7 @@ def test_pca_diagonalizes_the_covariance() -> None:
 
 
 def test_the_divergence_is_that_of_the_two_gaussians() -> None:
-    basis = Basis((3,), (rotation().T,))
+    basis = OrthonormalBasis((3,), (rotation().T,))
     s, x, x_hat = torch.randn(3, 6, 3, dtype=torch.float64).unbind()
     d = torch.logspace(-2, 2, 6, dtype=torch.float64)
     v = torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_without_variance_it_is_the_papers() -> None:
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_the_best_variance_costs_half_the_logarithm(method: Method) -> None:
     """E KL = 1/2 sum ln(1 + D v) for Gaussian data and its exact predictor, for any start."""
-    basis, axes = Basis((3,), (rotation().T,)), rotation()
+    basis, axes = OrthonormalBasis((3,), (rotation().T,)), rotation()
     data = Mixture.gaussian(torch.zeros(3, dtype=torch.float64), axes @ torch.diag(SCALES) @ axes.T)
     variance, predict = exact_variance(method, basis), data.predictor(method)
     generator = torch.Generator().manual_seed(1)
@@ -137,7 +137,7 @@ def test_any_number_of_steps_gives_the_infinite_bound_of_a_gaussian() -> None:
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_a_fit_finds_the_variance_of_a_gaussian(method: Method) -> None:
     axes = rotation()
-    basis = Basis((3,), (axes.T,))
+    basis = OrthonormalBasis((3,), (axes.T,))
     data = Mixture.gaussian(torch.zeros(3, dtype=torch.float64), axes @ torch.diag(SCALES) @ axes.T)
     x = torch.randn(8000, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * SCALES.sqrt() @ axes.T
     fitted = fit_variance(method, data.predictor(method), x, basis, each_alone(3))
@@ -153,7 +153,7 @@ def test_a_fit_finds_the_variance_of_a_gaussian(method: Method) -> None:
 def test_few_aware_steps_draw_a_gaussian_exactly(method: Method) -> None:
     """The paper's sampler loses variance in large steps; the missing part is exactly D^2 v."""
     axes = rotation()
-    basis = Basis((3,), (axes.T,))
+    basis = OrthonormalBasis((3,), (axes.T,))
     data = Mixture.gaussian(torch.zeros(3, dtype=torch.float64), axes @ torch.diag(SCALES) @ axes.T)
     predict, grid, n = data.predictor(method), paper_grid(method, 4), 40_000
 

@@ -45,7 +45,7 @@ from bsi.model import Model
 from bsi.rng import standard_normal
 from bsi.solvers import Path
 from bsi.values import Bins
-from bsi.variance import Basis, Variance, dct_basis, frequency_bands, one_group, pixel_basis
+from bsi.variance import OrthonormalBasis, Variance, dct_basis, frequency_bands, one_group, pixel_basis
 
 __all__ = ["Compressed", "compress", "decompress", "evaluations"]
 
@@ -525,14 +525,16 @@ def _bytes(index: Integer[np.ndarray, "samples n"], bins: Bins) -> bytes:
 def _stored_variance(variance: Variance) -> dict[str, Any]:
     """A variance in the form stored in the header: its logarithms in steps of LOG_STEP, and the principal colors."""
     logs = torch.round(torch.log(variance.values.clamp(min=1e-12)) / LOG_STEP).clamp(-127, 127).to(torch.int8)
-    kinds = {"pixels": (None,) * len(variance.basis.shape)}
-    separable = variance.basis.shape == variance.basis.shape and variance.basis.matrices != kinds["pixels"]
-    colors = variance.basis.matrices[0] if separable else None
-    if separable and (colors is None or len(variance.basis.shape) < 2):
-        raise UsageError("compression takes the variances level, pixels and dct: others do not fit into a file.")
+    matrices = variance.basis.matrices
+    dct = any(matrix is not None for matrix in matrices)
+    if dct and len(matrices) < 2:
+        raise UsageError(
+            "compression takes the variances level, pixels and dct: the axes of pca do not fit into a file."
+        )
+    colors = matrices[0] if dct else None
     groups = len(variance.values[0])
     return {
-        "kind": "dct" if separable else "level" if groups == 1 else "pixels",
+        "kind": "dct" if dct else "level" if groups == 1 else "pixels",
         "colors": None if colors is None else colors.tolist(),
         "knots": len(logs),
         "logs": base64.b64encode(logs.numpy().tobytes()).decode(),
@@ -548,7 +550,7 @@ def _read_variance(stored: dict[str, Any], model: Model) -> Variance:
         if stored["kind"] == "dct":
             blank = dct_basis(torch.zeros(2, *shape))
             colors = torch.tensor(stored["colors"], dtype=torch.float64)
-            basis, groups = Basis(shape, (colors, *blank.matrices[1:])), frequency_bands(shape)
+            basis, groups = OrthonormalBasis(shape, (colors, *blank.matrices[1:])), frequency_bands(shape)
         else:
             basis = pixel_basis(shape)
             groups = one_group(n) if stored["kind"] == "level" else torch.arange(n)

@@ -11,8 +11,8 @@ and its KL divergence from the posterior q(s' | s, x) = N(s + D x, D) is, for ea
 
 It is minimal for v = E (x - x_hat)^2, where it is 1/2 ln(1 + D v) on average instead of 1/2 D v. Any v that depends on
 s and the level alone gives a valid bound; v = 0 is the paper's; for k -> infinity all of them agree. Because the noise
-of s is white, v may be diagonal in any orthonormal basis of the data. A `Variance` is diagonal in a fixed `Basis` and a
-function of the level, fitted to the errors of predictions on training data.
+of s is white, v may be diagonal in any orthonormal basis of the data. A `Variance` is diagonal in a fixed
+`OrthonormalBasis` and a function of the level, fitted to the errors of predictions on training data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bsi.rng import Noise, standard_normal
 
 __all__ = [
     "VARIANCES",
-    "Basis",
+    "OrthonormalBasis",
     "Variance",
     "aware_noise",
     "dct_basis",
@@ -54,7 +54,7 @@ SMALLEST = 1e-12  # lower limit of a variance, since its logarithm is interpolat
 
 
 @dataclass(frozen=True)
-class Basis:
+class OrthonormalBasis:
     """An orthonormal basis: data viewed in `shape`, with an orthonormal matrix (rows are basis vectors) for each axis.
 
     An axis whose matrix is None stays as it is.
@@ -86,12 +86,12 @@ class Basis:
         return x
 
 
-def pixel_basis(shape: tuple[int, ...]) -> Basis:
+def pixel_basis(shape: tuple[int, ...]) -> OrthonormalBasis:
     """The data's own coordinates."""
-    return Basis(shape, (None,) * len(shape))
+    return OrthonormalBasis(shape, (None,) * len(shape))
 
 
-def dct_basis(x: Float[Tensor, "batch channels *space"]) -> Basis:
+def dct_basis(x: Float[Tensor, "batch channels *space"]) -> OrthonormalBasis:
     """A cosine transform (DCT-II) over space, and the principal axes of the channels of these training samples."""
     channels, space = x.shape[1], x.shape[2:]
     if not space:
@@ -101,14 +101,14 @@ def dct_basis(x: Float[Tensor, "batch channels *space"]) -> Basis:
         )
     rows = x.double().movedim(1, -1).reshape(-1, channels)
     axes = torch.linalg.eigh(torch.cov(rows.T).reshape(channels, channels)).eigenvectors.T.flip(0)
-    return Basis(tuple(x.shape[1:]), (axes, *(_cosines(size) for size in space)))
+    return OrthonormalBasis(tuple(x.shape[1:]), (axes, *(_cosines(size) for size in space)))
 
 
-def pca_basis(x: Float[Tensor, "batch *data"]) -> Basis:
+def pca_basis(x: Float[Tensor, "batch *data"]) -> OrthonormalBasis:
     """The principal axes of these training samples."""
     rows = x.double().flatten(1)
     axes = torch.linalg.eigh(torch.cov(rows.T).reshape(rows.shape[1], rows.shape[1])).eigenvectors.T.flip(0)
-    return Basis((rows.shape[1],), (axes,))
+    return OrthonormalBasis((rows.shape[1],), (axes,))
 
 
 def _cosines(size: int) -> Float[Tensor, "{size} {size}"]:
@@ -127,7 +127,7 @@ class Variance:
     coordinate.
     """
 
-    basis: Basis
+    basis: OrthonormalBasis
     low: float
     high: float
     values: Float[Tensor, "knots groups"]
@@ -200,7 +200,7 @@ def fit_variance(
     method: Method,
     predict: Predictor,
     x: Float[Tensor, "samples *data"],
-    basis: Basis,
+    basis: OrthonormalBasis,
     groups: Int[Tensor, " coordinates"],
     draws: int = 4,
     seed: int = 0,

@@ -187,7 +187,7 @@ def _group_norm_act_backward(
     inverse = tl.load(rstd + sample * channels + channel, mask=inside, other=0.0)
     scale = inverse * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32) - middle * scale
-    own_centerd = tl.load(own + sample * channels + channel, mask=inside, other=0.0) - middle
+    own_centered = tl.load(own + sample * channels + channel, mask=inside, other=0.0) - middle
     sum_d = tl.zeros([TILE, SLAB], tl.float32)
     sum_dx = tl.zeros([TILE, SLAB], tl.float32)
     for i in range(0, pixels, TILE):
@@ -203,7 +203,7 @@ def _group_norm_act_backward(
     total_dx = (tl.sum(sum_dx, axis=0) * (1.0 / (1.0 - DROPOUT)) - middle * total_d) * inverse
     level = _over_groups(scale * total_d, GROUP, SLAB) / (GROUP * pixels)  # A and B, and one factor rstd of dx
     slope = _over_groups(scale * total_dx, GROUP, SLAB) / (GROUP * pixels) * inverse
-    d_shift = scale * total_d - pixels * (level + slope * own_centerd)
+    d_shift = scale * total_d - pixels * (level + slope * own_centered)
     level -= slope * middle
     factor = scale * (1.0 / (1.0 - DROPOUT))
     sum_add = tl.zeros([TILE, SLAB], tl.float32)

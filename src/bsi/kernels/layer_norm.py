@@ -62,13 +62,13 @@ def _gated_layer_norm(
         value = value.to(stream.dtype.element_ty).to(tl.float32)
         tl.store(stream + place, value, mask=inside)
     center = tl.sum(value, axis=0) / width
-    centerd = tl.where(inside, value - center, 0.0)
-    inverse = tl.rsqrt(tl.sum(centerd * centerd, axis=0) / width + eps)
+    centered = tl.where(inside, value - center, 0.0)
+    inverse = tl.rsqrt(tl.sum(centered * centered, axis=0) / width + eps)
     tl.store(mean + row, center)
     tl.store(rstd + row, inverse)
     scale_here = tl.load(scale + sample * stride_norm + column, mask=inside, other=0.0).to(tl.float32)
     shift_here = tl.load(shift + sample * stride_norm + column, mask=inside, other=0.0).to(tl.float32)
-    out = centerd * inverse * (1.0 + scale_here) + shift_here
+    out = centered * inverse * (1.0 + scale_here) + shift_here
     if H_SCALE != 1.0:
         out = tl.minimum(tl.maximum(out * H_SCALE, -H_LIMIT), H_LIMIT)
     tl.store(h + place, out.to(h.dtype.element_ty), mask=inside)

@@ -74,7 +74,7 @@ class Decompress:
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """A .npy file for the array of bin indices, or a folder for images (.png)."""
     lossy_steps: int | None = None
-    """Write the predictions after this many steps instead of the data, to show what the first bits contain."""
+    """Write the predictions after this many steps instead of the data; samples stored uncompressed stay exact."""
     preview: Path | None = None
     """A .gif or .webp of the predictions of some samples while they are decoded, from coarse to fine."""
     device: Device | None = None
@@ -277,7 +277,7 @@ def _text(record: dict[str, Any]) -> str:
         f"{record['files'][0]}: {record['samples']} samples in {record['bytes']} bytes, "
         f"{record['gross_bits_per_dim']:.4f} bits/dim, {record['seconds']:.1f} s",
         f"  each sample beyond the first {record['plain_samples']}: {record['net_bits_per_dim']:.4f} bits/dim; "
-        f"those first ones are stored plainly in {record['initial_bits']} bits",
+        f"the first ones are stored uncompressed, in {record['initial_bits']} bits",
     ]
     if "bound_bits_per_dim" in record:
         error = record["bound_error"]

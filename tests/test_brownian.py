@@ -109,14 +109,15 @@ def test_steps_below_the_resolution_are_refused():
 
 PROGRAM = """
 import torch
-from bsi.brownian import _combine, expansion
-from bsi.rng import standard_normal
+from bsi.brownian import expansion
+from bsi.rng import seed_words, standard_normal, weighted_normals
 terms = expansion(3.0)
-arguments = (torch.tensor([1, 2]), torch.arange(3), torch.tensor(terms.keys), torch.tensor(terms.weights), 10)
-compiled = torch.compile(_combine, fullgraph=True)
-torch.testing.assert_close(compiled(*arguments), _combine(*arguments))
+seed = seed_words(5, torch.device("cpu"))
+arguments = (seed, torch.arange(3), torch.tensor(terms.keys), torch.tensor(terms.weights), 10)
+compiled = torch.compile(weighted_normals, fullgraph=True)
+torch.testing.assert_close(compiled(*arguments), weighted_normals(*arguments))
 compiled = torch.compile(standard_normal, fullgraph=True)
-torch.testing.assert_close(compiled(5, torch.arange(5), 0, (10,)), standard_normal(5, torch.arange(5), 0, (10,)))
+torch.testing.assert_close(compiled(seed, torch.arange(5), 0, (10,)), standard_normal(5, torch.arange(5), 0, (10,)))
 """
 
 

@@ -281,6 +281,10 @@ class Recipe:
                 f"name must have 1 to 100 letters, digits, '-', '_' or '.', the first a letter or digit, got "
                 f"{self.name!r:.120}. Choose another."
             )
+        if isinstance(self.backbone, str):
+            raise UsageError(
+                f"backbone must be a config, got {self.backbone!r}. Use bsi.backbones.resolve({self.backbone!r})."
+            )
         counts = (self.steps, self.batch, self.accumulation, self.virtual_shards)
         for name, value in zip(("steps", "batch", "accumulation", "virtual_shards"), counts, strict=True):
             _at_least(name, value, 1)

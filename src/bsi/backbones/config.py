@@ -50,7 +50,11 @@ def _check_space(network: str, shape: tuple[int, ...], most: int | None) -> None
     many = most is not None and len(shape) > most + 1
     if len(shape) < 2 or min(shape) < 1 or many:
         axes = "at least one spatial axis" if most is None else f"1 to {most} spatial axes"
-        instead = "a DiT (dit-s/2) for more axes" if many else "an MLP (mlp-256x4) for vectors"
+        instead = (
+            "a DiT (dit-s/2) for more axes"
+            if many
+            else "an MLP (mlp-256x4) for vectors; a series needs an axis of channels (data[:, None])"
+        )
         raise UsageError(
             f"{network} takes data of shape (channels, *space) with {axes}, all sizes at least 1, got {shape}. "
             f"Use {instead}."

@@ -78,7 +78,8 @@ TRAINS = {
     "folder": "bsi train folder --data.name NAME, or folder-mini on a CPU",
     "huggingface": "bsi train folder --data.name NAME, or folder-mini on a CPU",
     "arrays": "bsi train arrays --data.name NAME",
-    "wav": "bsi train arrays --data.name NAME",
+    "wav": "bsi train arrays --data.name NAME --backbone unet-32-64-64x1 --batch 64 --steps 2000 --optimizer.lr 2e-3"
+    " --method.alpha-M 6.7e10, or --backbone dit-s/4 on a GPU",
 }
 
 OPTIONS = ("labels", "size", "channels", "resampling", "test_fraction", "skip", "bins", "length", "column", "revision")

@@ -119,8 +119,9 @@ def run(words: Sequence[str]) -> int:
         status = json.loads((out / "status.json").read_text("utf-8"))
         print(json.dumps({"run": str(out), **status}) if options.json else out)
         folder = shlex.quote(str(out))
-        sample = f"bsi sample {folder}" if is_image(dataset.shape) else f"bsi sample {folder} --npz samples.npz"
-        sample += " --labels" if recipe.data.labels else ""
+        sound = len(dataset.shape) == 2 and dataset.bins is not None and dataset.bins.count == 65536
+        target = "" if is_image(dataset.shape) else " --out samples.wav" if sound else " --npz samples.npz"
+        sample = f"bsi sample {folder}{target}" + (" --labels" if recipe.data.labels else "")
         log(f"next: {sample} · bsi eval {folder} --bpd · bsi report {folder}")
     return 0
 

@@ -81,7 +81,10 @@ def open_training_data(
         standard = None if bins is not None else _fit(data, train)
     elif bins is None:
         if first.dtype != torch.uint8:
-            raise UsageError(f"integer data other than uint8 needs bins, got {first.dtype}. Pass bins=bsi.Bins(...).")
+            raise UsageError(
+                f"integer data other than uint8 needs bins, got {first.dtype}. Pass bins=bsi.Bins(low, high, count), or "
+                f"convert continuous data to floats."
+            )
         note = _as_images(_largest(data, train))
         bins = Bins.uint8()
     known = _labels(labels, len(train), "the data") if recipe.data.labels else None

@@ -82,8 +82,8 @@ def open_training_data(
     elif bins is None:
         if first.dtype != torch.uint8:
             raise UsageError(
-                f"integer data other than uint8 needs bins, got {first.dtype}. Pass bins=bsi.Bins(low, high, count), or "
-                f"convert continuous data to floats."
+                f"integer data other than uint8 needs bins, got {first.dtype}. Pass bins=bsi.Bins(low, high, count), "
+                f"or convert continuous data to floats."
             )
         note = _as_images(_largest(data, train))
         bins = Bins.uint8()

@@ -36,6 +36,6 @@ def test_own_data_leads_to_a_bound_next_to_baselines(kind: str, tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
-def test_a_backbone_by_name_is_an_error_that_shows_the_call() -> None:
+def test_a_backbone_by_name_is_an_error_that_shows_the_call(unchecked: None) -> None:
     with pytest.raises(UsageError, match=r"bsi.backbones.resolve\('mlp-128x2'\)"):
         replace(bsi.recipes.arrays(), backbone="mlp-128x2")

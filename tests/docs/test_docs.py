@@ -10,6 +10,7 @@ import importlib.util
 import io
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,22 @@ import torch
 from bsi.cli import COMMANDS
 from bsi.cli.options import parse
 from bsi.errors import UsageError
+from bsi.methods import METHODS
+from bsi.solvers import SOLVERS
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    """A page may register solvers and methods of its own; other tests do not see them."""
+    kept = [(registry, dict(registry)) for registry in (SOLVERS, METHODS)]
+    yield
+    for registry, before in kept:
+        registry.clear()
+        registry.update(before)
+
+
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")

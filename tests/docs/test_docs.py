@@ -23,6 +23,9 @@ from bsi.methods import METHODS
 from bsi.solvers import SOLVERS
 
 ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +36,6 @@ def registries() -> Iterator[None]:
     for registry, before in kept:
         registry.clear()
         registry.update(before)
-
-
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -6,7 +6,6 @@ The checks of shapes that pytest switches on are switched off here: what is test
 import math
 
 import jaxtyping
-import numpy as np
 import pytest
 import torch
 
@@ -236,15 +235,6 @@ def test_labels_that_a_network_does_not_know_are_refused():
     assert model.sample(2, steps=2, cond=torch.tensor([1, 2])).shape == (2, 3), "2 stands for none"
 
 
-def test_float64_data_for_a_float32_network_is_told_what_to_do():
-    x = torch.randn(4, 3, dtype=torch.float64)
-    model = bsi.Model(build("mlp-8x1", shape=(3,)), bsi.BSI(), (3,))
-    for call in (model, model.elbo):
-        refused(lambda call=call: call(x), "float64", "data.float()")
-    model.double()
-    assert model(x).dtype == torch.float64
-
-
 def test_a_mixture_of_mismatched_parts_is_refused():
     refused(lambda: Mixture(at(1.0), zeros(2, 3), zeros(2, 3)), "weights (1,)")
     refused(lambda: Mixture(at(1.0, 0.0), zeros(2, 3), zeros(2, 3)), "positive weights")
@@ -315,9 +305,8 @@ def test_decoders_refuse_impossible_precisions_and_shapes(decoder):
 
 def test_data_that_is_no_tensor_is_told_how_to_become_one():
     model = bsi.Model(Identity(), bsi.BSI(), (2,))
-    for given in (np.zeros((3, 2), np.float32), [[0.0, 1.0]]):
-        for call in (model, model.elbo, model.values, model.check, model.bits_per_dim):
-            refused(lambda call=call, given=given: call(given), type(given).__name__, "torch.as_tensor(data)")
+    for call in (model, model.elbo, model.values, model.check, model.bits_per_dim):
+        refused(lambda call=call: call([[0.0, 1.0]]), "got a list", "torch.as_tensor(data)")
 
 
 def test_a_class_in_place_of_an_object_is_told_to_be_called():

@@ -19,6 +19,7 @@ LAYERS = [
     {
         "adapters",
         "bound",
+        "checks",
         "codec",
         "conditioning",
         "control_variate",

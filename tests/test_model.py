@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -157,6 +158,23 @@ def test_standardized_samples_come_back_in_the_units_of_the_data():
     model = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,), standardize=standardize)
     plain = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,)).sample(4, steps=3)
     torch.testing.assert_close(model.sample(4, steps=3), 4 * plain + 50)
+
+
+def test_numpy_arrays_and_float64_are_data_too():
+    """Float64, NumPy's default, is standardized as it is and then computed with in the dtype of the network."""
+    standardize = bsi.Standardize(mean=1e6, std=2.0)
+    model = bsi.Model(bsi.backbones.build("mlp-8x1", (4,)), bsi.BSI(alpha_M=1e3), (4,), standardize=standardize)
+    standard = np.random.default_rng(0).normal(size=(6, 4))
+    x = 1e6 + 2 * standard
+    assert model.values(x).dtype == torch.float32
+    torch.testing.assert_close(model.values(x), torch.from_numpy(standard).float(), rtol=1e-5, atol=1e-6)
+    assert model(torch.from_numpy(x)).dtype == torch.float32
+    assert torch.equal(model.elbo(x).nats, model.elbo(torch.from_numpy(x)).nats)
+    assert model.double()(torch.from_numpy(x)).dtype == torch.float64
+    binned = bsi.Model(Elementwise(), bsi.BSI(), (3,), bsi.Bins.int16())
+    for kind in (np.uint16, "<u2", ">u2", np.int32):
+        index = np.array([[0, 40_000, 65_535]], kind)
+        assert torch.equal(binned.values(index), binned.values(torch.tensor([[0, 40_000, 65_535]])))
 
 
 @pytest.mark.filterwarnings("ignore:.*repeated")

@@ -10,8 +10,6 @@ Integer tensors are bin indices, floats are values. Everything outside the netwo
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,22 +22,22 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 from bsi.bound import EvaluatedModel, Samples, estimate
+from bsi.checks import as_tensor, check_finite, check_method, check_repeated, check_resolution
 from bsi.denoiser import Condition, Denoiser, check_condition, check_labels
 from bsi.elbo import Elbo, Estimator, Proposals
-from bsi.errors import DataError, NonFinite, UsageError
+from bsi.errors import NonFinite, UsageError
 from bsi.levels import low_discrepancy
-from bsi.methods import BFN, BSI, VDM
-from bsi.methods.base import Method, Parametrization, Predictor, level_at, rho_at
+from bsi.methods.base import Method, Parametrization, Predictor
 from bsi.objective import Weight, training_loss
 from bsi.sampler import Sampler
 from bsi.sampling import Step, drawing
 from bsi.values import Bins, Standardize
 from bsi.variance import Variance, named_variance
 
-__all__ = ["Model", "check_bins", "check_finite", "check_resolution"]
+__all__ = ["Model"]
 
-SOME = 4096  # number of values that are searched for repetitions
-PAPERS_RATIO = 1e-3 / (2 / 255)  # noise of the last level / width of a bin, for 8-bit images and alpha_M = 1e6
+# Whether to show progress, or what is called with the number of samples after each of their steps.
+Shown = bool | Callable[[int], object]
 
 
 class Model(nn.Module):
@@ -69,7 +67,7 @@ class Model(nn.Module):
         class_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
-        _check_method(method)
+        check_method(method)
         if bins is not None and standardize is not None:
             raise UsageError("data is either binned or standardized, not both. Drop bins or standardize.")
         self.method, self.shape, self.bins, self.standardize = method, tuple(shape), bins, standardize
@@ -95,16 +93,17 @@ class Model(nn.Module):
         """The number of labels of the network; None if it has no attribute `num_classes`."""
         return getattr(self.denoiser.backbone, "num_classes", None)
 
-    def values(self, data: Tensor) -> Float[Tensor, "batch *data"]:
+    def values(self, data: Tensor | np.ndarray) -> Float[Tensor, "batch *data"]:
         """Convert data to the values that the method works with: bin centers, or standardized continuous data."""
-        _check_tensor(data)
+        data = as_tensor(data)
         if data.shape[1:] != self.shape:
             raise UsageError(
                 f"data must have the shape (batch, {', '.join(map(str, self.shape))}), got {tuple(data.shape)}"
             )
         if data.is_floating_point():
             data = data.to(torch.promote_types(data.dtype, self.dtype))
-            return data if self.standardize is None else self.standardize.apply(data)
+            x = data if self.standardize is None else self.standardize.apply(data)
+            return x.to(self.dtype) if any(p.is_floating_point() for p in self.parameters()) else x
         if self.bins is None:
             raise UsageError(
                 f"integer data needs bins, got {data.dtype}. Pass bins=bsi.Bins.uint8() for 8-bit images, or convert "
@@ -112,9 +111,9 @@ class Model(nn.Module):
             )
         return self.bins.values(data, self.dtype)
 
-    def check(self, data: Tensor) -> None:
+    def check(self, data: Tensor | np.ndarray) -> None:
         """Raise if data is not finite or lies outside its bins. Reads the data: `forward` does so on the CPU only."""
-        _check_tensor(data)
+        data = as_tensor(data)
         if len(data) < 1:
             raise UsageError("a loss and a bound need at least one sample, got an empty batch")
         if not data.is_floating_point():
@@ -126,7 +125,7 @@ class Model(nn.Module):
             self.bins.check_values(data)
 
     def check_density(self, data: Tensor) -> None:
-        """Raise if continuous data is too coarse for a density, or warn: see `bsi.model.check_resolution`.
+        """Raise if continuous data is too coarse for a density, or warn: see `bsi.checks.check_resolution`.
 
         Repeated values have a probability, not a density: a model that learns them can reach any density.
         """
@@ -136,24 +135,16 @@ class Model(nn.Module):
         x, coarse = self.values(data), torch.finfo(data.dtype).eps * data.abs().amax(0, keepdim=True).double()
         stored = (self.values(coarse) - self.values(torch.zeros_like(coarse))).max()
         check_resolution(self.method, max(float(stored), torch.finfo(x.dtype).eps * float(x.abs().max())))
-        some = data.flatten()[:: max(1, data.numel() // SOME)]
-        repeated = len(some) - len(some.unique())
-        if repeated > max(2, 0.01 * len(some)):
-            warnings.warn(
-                f"{repeated / len(some):.0%} of the values are repeated, so the data has no density, and a bound in "
-                f"nats can fall without limit. Describe discrete data with bsi.Bins, or add noise to it.",
-                stacklevel=3,
-            )
+        check_repeated(data)
 
     def forward(
         self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None
     ) -> Float[Tensor, " batch"]:
         """The training loss 2 L_M / n of each sample, at levels stratified over the global batch."""
-        _check_tensor(data)
+        data = as_tensor(data)
         if data.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check(data)
         check_condition(cond, len(data))
-        _check_width(data, self.denoiser.backbone)
         x = self.values(data)
         return training_loss(self.method, self.denoiser.given(cond), x, _levels(x), torch.randn_like(x), weight)
 
@@ -249,7 +240,7 @@ class Model(nn.Module):
 
     def elbo(
         self,
-        data: Tensor | Samples,
+        data: Tensor | np.ndarray | Samples,
         cond: Condition | None = None,
         measure: int = 5,
         recon: int = 2,
@@ -267,7 +258,6 @@ class Model(nn.Module):
         The other arguments are those of `bsi.elbo.Estimator`. `proposal="fitted"` and `target_error` together reach a
         given error with the fewest evaluations. With `finite_k`, a `variance` (`fit_variance`) makes the bound tighter.
         """
-        _check_tensor(data)
         if variance is not None and finite_k is None:
             raise UsageError("a variance belongs to finitely many steps: pass finite_k too, or leave variance out.")
         estimator = Estimator(measure, recon, finite_k, proposal, control, target_error, seed, batch_size)
@@ -276,7 +266,9 @@ class Model(nn.Module):
 
     bits_per_dim = elbo  # an alias under the more common name
 
-    def fit_variance(self, data: Tensor, kind: str = "dct", seed: int = 0, batch_size: int = 256) -> Variance:
+    def fit_variance(
+        self, data: Tensor | np.ndarray, kind: str = "dct", seed: int = 0, batch_size: int = 256
+    ) -> Variance:
         """The predictive variance of transitions, fitted to training samples: for `elbo`, sampling and compression.
 
         Args:
@@ -289,17 +281,21 @@ class Model(nn.Module):
             return named_variance(kind, self.method, self.denoiser, x, seed, batch_size)
 
     def on(
-        self, data: Tensor | Samples, cond: Condition | None = None, ids: Sequence[int] | np.ndarray | None = None
+        self,
+        data: Tensor | np.ndarray | Samples,
+        cond: Condition | None = None,
+        ids: Sequence[int] | np.ndarray | None = None,
     ) -> EvaluatedModel:
         """This model on the samples `ids` of the data (by default all), as the argument of `bsi.bound.estimate`.
 
         The model must be in evaluation mode.
         """
+        if isinstance(data, np.ndarray) or not isinstance(data, Samples):
+            data = as_tensor(data)
         check_condition(cond, len(data))
         if isinstance(data, Tensor):
             self.check(data)
             self.check_density(data)
-            _check_width(data, self.denoiser.backbone)
         chosen = torch.arange(len(data)) if ids is None else torch.as_tensor(ids)
         if len(chosen) < 1:
             raise UsageError("a bound needs at least one sample, got none")
@@ -354,83 +350,6 @@ class Model(nn.Module):
             yield
         finally:
             self.train(was_training)
-
-
-def check_resolution(method: Method, resolution: float) -> None:
-    """Raise if the noise of the last level is below the `resolution`, the distance between neighboring values of x.
-
-    The latent then rounds to x itself, and the prediction error vanishes. The result grows with the last precision and
-    is not a bound on -ln p(x).
-    """
-    last = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
-    if last < resolution:
-        raise UsageError(
-            f"the noise of the last level is {last:.2g}, below the resolution of the data, {resolution:.2g}: the bound "
-            f"would not be one. Got {method}. Use {_setting(method, resolution, at_most=True)}."
-        )
-
-
-def check_bins(method: Method, bins: Bins) -> None:
-    """Raise if the noise of the last level is above the width of a bin: most of the bound would be reconstruction.
-
-    The value that the message proposes has the paper's ratio of the two: that of alpha_M = 1e6 for 8-bit images.
-    """
-    last = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
-    if last > bins.width:
-        fix = _setting(method, PAPERS_RATIO * bins.width, at_most=False)
-        raise UsageError(
-            f"the noise of the last level is {last:.2g}, above the width of the {bins.count} bins, {bins.width:.2g}: "
-            f"the bound would be mostly reconstruction. Got {method}. Use {fix}."
-        )
-
-
-def _setting(method: Method, noise: float, at_most: bool) -> str:
-    """The parameter of a method for which the last level has this noise."""
-    level = float(level_at(method, torch.tensor(1 / noise, dtype=torch.float64)))
-    down, sign = (math.floor, "<=") if at_most else (math.ceil, ">=")
-    match method:
-        case BSI(lambda_0=lambda_0):
-            return f"alpha_M {sign} {_rounded(level - lambda_0, down)}"
-        case BFN():
-            opposite, up = (">=", math.ceil) if at_most else ("<=", math.floor)
-            return f"sigma_1 {opposite} {_rounded(level**-0.5, up)}"
-        case VDM():
-            return f"nu_max {sign} {_rounded(level, down)}"
-        case _:
-            return f"a last level {sign} {_rounded(level, down)}"
-
-
-def _rounded(value: float, towards: Callable[[float], int]) -> str:
-    """Round to two significant digits."""
-    digit = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return f"{towards(value / digit) * digit:.2g}"
-
-
-def _check_method(method: object) -> None:
-    if isinstance(method, type):
-        raise UsageError(f"a method must be an object, not its class: got {method.__name__}. Pass {method.__name__}().")
-    if not isinstance(method, Method):
-        raise UsageError(f"a method must be bsi.BSI(), bsi.BFN(), bsi.VDM() or like them, got {method!r}")
-
-
-def _check_tensor(data: object) -> None:
-    if not isinstance(data, Tensor):
-        raise UsageError(f"data must be a torch.Tensor, got a {type(data).__name__}. Pass torch.as_tensor(data).")
-
-
-def check_finite(data: Float[Tensor, "batch *data"]) -> None:
-    if not bool(torch.isfinite(data).all()):
-        bad = int((~torch.isfinite(data)).flatten(1).any(1).sum())
-        raise DataError(f"data holds NaN or infinity in {bad} of {len(data)} samples. Remove or repair them.")
-
-
-def _check_width(data: Tensor, network: nn.Module) -> None:
-    """Raise for float64 data, as from NumPy, if the weights are float32: the error of the matrix product is obscure."""
-    if data.dtype != torch.float64:
-        return
-    widths = {p.dtype for p in network.parameters() if p.is_floating_point()}
-    if widths and torch.float64 not in widths:
-        raise UsageError("data is float64, and the network is not. Pass data.float(), or use network.double().")
 
 
 def _rows(cond: Condition | None, ids: Integer[Tensor, " batch"], device: torch.device) -> Condition | None:

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
+from bsi.checks import check_finite
 from bsi.data.batches import BatchSource, as_source
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
 from bsi.io import digest, fingerprint
-from bsi.model import check_finite
 from bsi.recipe import Recipe
 from bsi.rng import subset
 from bsi.runtime.data_spec import DataSpec

@@ -19,9 +19,10 @@ from torch import nn
 
 from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.backbone import Backbone
+from bsi.checks import check_bins
 from bsi.devices import compiles, compute_dtype, seconds_by_threads
 from bsi.errors import BsiError, Preempted, UsageError
-from bsi.model import Model, check_bins
+from bsi.model import Model
 from bsi.progress import Progress
 from bsi.recipe import Recipe
 from bsi.rng import derive

@@ -1,0 +1,107 @@
+"""Checks of what a user passes to `Model`: the method, its data, and whether the two suit each other."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bsi.errors import DataError, UsageError
+from bsi.methods import BFN, BSI, VDM
+from bsi.methods.base import Method, level_at, rho_at
+from bsi.values import Bins
+
+__all__ = ["as_tensor", "check_bins", "check_finite", "check_method", "check_repeated", "check_resolution"]
+
+SOME = 4096  # number of values that are searched for repetitions
+PAPERS_RATIO = 1e-3 / (2 / 255)  # noise of the last level / width of a bin, for 8-bit images and alpha_M = 1e6
+
+
+def as_tensor(data: object) -> Tensor:
+    """A tensor of the data: itself, or that of a NumPy array."""
+    if isinstance(data, Tensor):
+        return data
+    if not isinstance(data, np.ndarray):
+        raise UsageError(f"data must be a torch.Tensor, got a {type(data).__name__}. Pass torch.as_tensor(data).")
+    wide = data.dtype.kind == "u" and data.dtype.itemsize > 1  # torch hardly computes with these types
+    return torch.from_numpy(np.array(data, np.int64 if wide else data.dtype.newbyteorder("=")))
+
+
+def check_finite(data: Float[Tensor, "batch *data"]) -> None:
+    if not bool(torch.isfinite(data).all()):
+        bad = int((~torch.isfinite(data)).flatten(1).any(1).sum())
+        raise DataError(f"data holds NaN or infinity in {bad} of {len(data)} samples. Remove or repair them.")
+
+
+def check_repeated(data: Float[Tensor, "batch *data"]) -> None:
+    """Warn if values of continuous data are repeated."""
+    some = data.flatten()[:: max(1, data.numel() // SOME)]
+    repeated = len(some) - len(some.unique())
+    if repeated > max(2, 0.01 * len(some)):
+        warnings.warn(
+            f"{repeated / len(some):.0%} of the values are repeated, so the data has no density, and a bound in nats "
+            f"can fall without limit. Describe discrete data with bsi.Bins, or add noise to it.",
+            stacklevel=4,
+        )
+
+
+def check_resolution(method: Method, resolution: float) -> None:
+    """Raise if the noise of the last level is below the `resolution`, the distance between neighboring values of x.
+
+    The latent then rounds to x itself, and the prediction error vanishes. The result grows with the last precision and
+    is not a bound on -ln p(x).
+    """
+    last = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
+    if last < resolution:
+        raise UsageError(
+            f"the noise of the last level is {last:.2g}, below the resolution of the data, {resolution:.2g}: the bound "
+            f"would not be one. Got {method}. Use {_setting(method, resolution, at_most=True)}."
+        )
+
+
+def check_bins(method: Method, bins: Bins) -> None:
+    """Raise if the noise of the last level is above the width of a bin: most of the bound would be reconstruction.
+
+    The value that the message proposes has the paper's ratio of the two: that of alpha_M = 1e6 for 8-bit images.
+    """
+    last = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
+    if last > bins.width:
+        fix = _setting(method, PAPERS_RATIO * bins.width, at_most=False)
+        raise UsageError(
+            f"the noise of the last level is {last:.2g}, above the width of the {bins.count} bins, {bins.width:.2g}: "
+            f"the bound would be mostly reconstruction. Got {method}. Use {fix}."
+        )
+
+
+def _setting(method: Method, noise: float, at_most: bool) -> str:
+    """The parameter of a method for which the last level has this noise."""
+    level = float(level_at(method, torch.tensor(1 / noise, dtype=torch.float64)))
+    down, sign = (math.floor, "<=") if at_most else (math.ceil, ">=")
+    match method:
+        case BSI(lambda_0=lambda_0):
+            return f"alpha_M {sign} {_rounded(level - lambda_0, down)}"
+        case BFN():
+            opposite, up = (">=", math.ceil) if at_most else ("<=", math.floor)
+            return f"sigma_1 {opposite} {_rounded(level**-0.5, up)}"
+        case VDM():
+            return f"nu_max {sign} {_rounded(level, down)}"
+        case _:
+            return f"a last level {sign} {_rounded(level, down)}"
+
+
+def _rounded(value: float, towards: Callable[[float], int]) -> str:
+    """Round to two significant digits."""
+    digit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{towards(value / digit) * digit:.2g}"
+
+
+def check_method(method: object) -> None:
+    if isinstance(method, type):
+        raise UsageError(f"a method must be an object, not its class: got {method.__name__}. Pass {method.__name__}().")
+    if not isinstance(method, Method):
+        raise UsageError(f"a method must be bsi.BSI(), bsi.BFN(), bsi.VDM() or like them, got {method!r}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bsi.backbones.config import fourier_exponents, input_channels
-from bsi.backbones.embeddings import ConditionEmbedding, FourierFeatures, PrecisionEmbedding, positions
+from bsi.backbones.layers import ConditionEmbedding, FourierFeatures, PrecisionEmbedding, positions
 from bsi.errors import UsageError
 
 STEP = 1 / 1024

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build
+from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, cost
 from bsi.backbones.dit import patchify, unpatchify
-from bsi.backbones.layers import GroupNorm, group_norm
+from bsi.backbones.unet import GroupNorm, group_norm
 from bsi.errors import UsageError
 
 TINY: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {
@@ -60,6 +60,21 @@ def test_output_is_zero_before_training_and_every_parameter_learns(kind: str) ->
         optimizer.step()
     assert network(x, t).any()
     assert [name for name, p in network.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@every_kind
+def test_out_channels_are_logits_for_every_position(kind: str) -> None:
+    """Only the last layer differs, and the count of parameters and FLOPs follows."""
+    config, shape = TINY[kind]
+    torch.manual_seed(0)
+    network = build(config, shape, out_channels=7)
+    x, t = batch(network)
+    assert network(x, t).shape == (3, 7, *shape[1:])
+    assert not network(x, t).any()
+    assert awake(network)(x, t).std(dim=1).min() > 0, "and the channels differ"
+    counted = cost(config, shape, out_channels=7)
+    assert counted.parameters == sum(p.numel() for p in network.parameters())
+    assert counted.flops > cost(config, shape, out_channels=6).flops
 
 
 @pytest.mark.parametrize(

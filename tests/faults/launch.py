@@ -106,7 +106,7 @@ def patch(faults: Faults) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from bsi import bound
-    from bsi.backbones.backbone import Backbone
+    from bsi.backbones.layers import Backbone
     from bsi.runtime import checkpoint
     from bsi.training import loop
     from bsi.training.loop import StopFlag

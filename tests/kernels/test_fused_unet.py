@@ -16,7 +16,7 @@ from bsi.backbones.layers import draw_seeds, dropout
 from bsi.kernels.fused_unet import rows_of
 from bsi.kernels.group_norm import _grid, group_norm_act, group_norm_act_backward
 from bsi.kernels.residual_sum import pixel_sums, residual_sum, residual_sum_with_skip
-from bsi.backbones.layers import GroupNorm, to_image, to_rows
+from bsi.backbones.unet import GroupNorm, to_image, to_rows
 
 def distances(wanted, found):
     return [float((mine - theirs).norm() / theirs.norm()) for theirs, mine in zip(wanted, found, strict=True)]

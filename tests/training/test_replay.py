@@ -20,7 +20,7 @@ import bsi
 from bsi import recipes
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, accelerate, build, compute_dtype
 from bsi.backbones.acceleration import compile_like, compile_regions
-from bsi.backbones.backbone import Backbone
+from bsi.backbones.layers import Backbone
 from bsi.data.batches import as_source
 from bsi.recipe import Ema, Objective, Optimizer, Recipe
 from bsi.runtime.distributed import Place, Watchdog, World, watching

@@ -1,29 +1,32 @@
 """Networks: a backbone maps (x, t, cond) to an array like x, and its output is 0 before training.
 
-`config` (sizes and names) and `cost` (parameters, FLOPs) import no torch; the rest is imported when first used.
+`config` (sizes, names, parameters and FLOPs) imports no torch; the rest is imported when first used.
 
     network = build("dit-l/2", shape=(3, 32, 32), bins_count=256)
     network.compute_dtype = compute_dtype("auto", device)
     accelerate(network, device)
 """
 
+from __future__ import annotations
+
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, resolve
-from bsi.backbones.cost import Cost, cost
+from bsi.backbones.config import BackboneConfig, Cost, DiTConfig, MLPConfig, UNetConfig, cost, resolve
 from bsi.devices import Precision, compute_dtype
+from bsi.errors import UsageError
+from bsi.progress import readable_bytes
 
 if TYPE_CHECKING:
     from bsi.backbones.acceleration import accelerate, compile_regions, freeze
-    from bsi.backbones.backbone import Backbone, build
+    from bsi.backbones.layers import Backbone
 
 _HOME = {
     "accelerate": "bsi.backbones.acceleration",
     "freeze": "bsi.backbones.acceleration",
-    "Backbone": "bsi.backbones.backbone",
-    "build": "bsi.backbones.backbone",
     "compile_regions": "bsi.backbones.acceleration",
+    "Backbone": "bsi.backbones.layers",
 }
 
 __all__ = [
@@ -42,6 +45,61 @@ __all__ = [
     "freeze",
     "resolve",
 ]
+
+
+def build(
+    config: BackboneConfig | str,
+    shape: tuple[int, ...],
+    bins_count: int | None = None,
+    num_classes: int = 0,
+    out_channels: int | None = None,
+) -> Backbone:
+    """Build a network for data of one shape, e.g. `build("dit-l/2", (3, 32, 32), bins_count=256)`.
+
+    Args:
+        config: A config, or a name that `resolve` knows.
+        shape: The shape of one input, (channels, *space).
+        bins_count: The number of bins of the data, which determines the Fourier features; None for continuous data,
+            which has no Fourier features.
+        num_classes: The number of labels; 0 for a network without labels.
+        out_channels: Channels of the output; None for those of the input. For symbols the network returns logits: K
+            channels at each position, e.g. `build("dit-mini/1", (K, length), out_channels=K)` for text, or
+            `build(config, (1, 28, 28), out_channels=2)` for binary images.
+
+    Raises:
+        UsageError: The network cannot take such data, or its weights need more memory than the machine has.
+    """
+    if isinstance(config, str):
+        config = resolve(config)
+    _check_memory(4 * cost(config, shape, bins_count, num_classes, out_channels).parameters)
+    # Imported here because they import torch.
+    match config:
+        case DiTConfig():
+            from bsi.backbones.dit import DiT
+
+            return DiT(config, shape, bins_count, num_classes, out_channels)
+        case UNetConfig():
+            from bsi.backbones.unet import UNet
+
+            return UNet(config, shape, bins_count, num_classes, out_channels)
+        case MLPConfig():
+            from bsi.backbones.mlp import MLP
+
+            return MLP(config, shape, bins_count, num_classes, out_channels)
+
+
+def _check_memory(needed: int) -> None:
+    """Raise UsageError for weights that need more memory than the machine has, except on the meta device."""
+    import torch
+
+    if not hasattr(os, "sysconf"):  # Windows
+        return
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > installed and torch.get_default_device().type == "cpu":
+        raise UsageError(
+            f"the weights of this network need more memory than this machine has, got {readable_bytes(needed)} of "
+            f"{readable_bytes(installed)}. Use a smaller width or depth."
+        )
 
 
 def __getattr__(name: str) -> Any:

@@ -15,9 +15,8 @@ import sys
 import torch
 from torch import nn
 
-from bsi.backbones.backbone import Backbone
 from bsi.backbones.config import BackboneConfig, DiTConfig, UNetConfig
-from bsi.backbones.embeddings import ConditionEmbedding
+from bsi.backbones.layers import Backbone, ConditionEmbedding
 from bsi.backbones.memory import Form
 from bsi.backbones.unet import UNet
 from bsi.devices import compiles

@@ -13,10 +13,10 @@ from einops import rearrange
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
 
-from bsi.backbones.backbone import Backbone
 from bsi.backbones.config import DiTConfig, input_channels
-from bsi.backbones.embeddings import ConditionEmbedding, positions
 from bsi.backbones.layers import (
+    Backbone,
+    ConditionEmbedding,
     FeedForward,
     ModulatedHead,
     Modulation,
@@ -24,6 +24,7 @@ from bsi.backbones.layers import (
     draw_seeds,
     gated_residual,
     modulated_norm,
+    positions,
     run_block,
     xavier_,
 )
@@ -35,10 +36,15 @@ class DiT(Backbone):
     config: DiTConfig
 
     def __init__(
-        self, config: DiTConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
+        self,
+        config: DiTConfig,
+        shape: tuple[int, ...],
+        bins_count: int | None = None,
+        num_classes: int = 0,
+        out_channels: int | None = None,
     ) -> None:
         config.check(shape)
-        super().__init__(shape, bins_count)
+        super().__init__(shape, bins_count, out_channels)
         self.config = config
         self.grid = config.grid(shape)
         pixels = config.patch ** len(self.grid)
@@ -48,7 +54,7 @@ class DiT(Backbone):
         self.condition = ConditionEmbedding(config.width, num_classes)
         self.modulation = Modulation(config.width, per_block=6, depth=config.depth)
         self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
-        self.head = ModulatedHead(config.width, shape[0] * pixels)
+        self.head = ModulatedHead(config.width, self.out_shape[0] * pixels)
         xavier_(self.embed)
 
     def network(
@@ -56,7 +62,7 @@ class DiT(Backbone):
         features: Float[Tensor, "batch more_channels *space"],
         t: Float[Tensor, " batch"],
         cond: Int[Tensor, " batch"] | None,
-    ) -> Float[Tensor, "batch channels *space"]:
+    ) -> Float[Tensor, "batch out_channels *space"]:
         *per_block, last = self.modulation(self.condition(t, cond))
         x = self.embed(patchify(features, self.config.patch))
         x = x + self.positions.to(x.dtype)  # the residual stream has the compute dtype

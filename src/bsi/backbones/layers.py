@@ -1,40 +1,185 @@
-"""Layers that the networks share: initialization, dropout, attention, group normalization, and adaLN-Zero.
+"""What the networks share: their interface, embeddings, initialization, dropout, attention and adaLN-Zero.
 
-adaLN-Zero (Peebles & Xie, 2023) surrounds each branch (attention or MLP) of a block by two pointwise functions,
-
-    h = modulated_norm(x, shift, scale)   = LayerNorm(x) * (1 + scale) + shift
-    x = gated_residual(x, gate, branch)   = x + gate * dropout(branch)
-
-with shifts, scales and gates computed from the condition. The residual stream x has the compute dtype (bfloat16 under
-autocast); means and variances are float32. Apart from matrix products and attention, these functions are the only
-memory traffic of a block. The table counts it for one block, in passes over the stream (tokens x width; 64 MiB for
-DiT-L/2 at batch 128 in bfloat16), and the tensors stored for the backward pass after `compile_regions`:
-
-| step | forward | stored |
-|---|---|---|
-| h = modulated_norm(x) | read x, write h: 2 | x: 1 |
-| qkv product, attention | - | q, k, v: 3; the attention's output: 1 |
-| gated_residual, and the second norm in the same pass | read x and branch, write x and h: 4 | branch: 1, for dgate |
-| first product of the MLP, GELU | read 4, write 4: 8 | GELU's input: 4 |
-| second product, gated_residual | read x and branch, write x: 3 | branch: 1, for dgate |
-| total | 17 | 11: 16.5 GiB for the 24 blocks of DiT-L/2 |
-
-h, the stream between the branches, GELU's output and the dropout masks are pointwise functions of the stored tensors
-and are recomputed in the backward pass. With default settings the compiler stores 18 passes, and eager autograd 22.
+A backbone maps (x, t, cond) to an array like x. x is scaled to unit variance (c_in mu), t in [0, 1] is 0 at the noisy
+end, and the output is exactly 0 before training, so that the preconditioned f = c_skip mu + c_out backbone(c_in mu,
+t) begins as the best linear prediction.
 """
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
+from torch.nn.functional import gelu, layer_norm, pad, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
+
+from bsi.backbones.config import PRECISION_DIM, BackboneConfig, fourier_exponents
+from bsi.errors import UsageError
 
 NORM_EPS = 1e-6  # as in the DiT and in VDM's U-Net (Flax's default)
 
-# --- Initialization. The last layer of every network is initialized to 0, so that its output is 0. The other layers are
-# initialized as published: Xavier for the DiT's blocks, LeCun for VDM's U-Net and for the embedding of the condition.
+
+class Backbone(nn.Module, ABC):
+    """Base class of the networks.
+
+    Attributes:
+        shape: The shape of one input, (channels, *space).
+        out_shape: The shape of one output, (out_channels, *space).
+        compute_dtype: The dtype inside the network, under autocast. With None the caller's autocast applies.
+        fast: A faster implementation of the blocks, set by `accelerate`; None for PyTorch's own operations.
+    """
+
+    compute_dtype: torch.dtype | None = None
+    fast: Any = None
+    condition: "ConditionEmbedding"
+    config: BackboneConfig
+
+    def __init__(self, shape: tuple[int, ...], bins_count: int | None, out_channels: int | None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.out_shape = (shape[0] if out_channels is None else out_channels, *shape[1:])
+        self.fourier = FourierFeatures(bins_count)
+
+    @property
+    def num_classes(self) -> int:
+        """The number of labels; 0 if the network has none. The label `num_classes` stands for no label."""
+        return self.condition.num_classes
+
+    @abstractmethod
+    def network(
+        self,
+        features: Float[Tensor, "batch more_channels *space"],
+        t: Float[Tensor, " batch"],
+        cond: Int[Tensor, " batch"] | None,
+    ) -> Float[Tensor, "batch out_channels *space"]:
+        """The network from the Fourier features to the output, in the dtype selected by autocast."""
+
+    @abstractmethod
+    def regions(self) -> Iterator[nn.Module]:
+        """The parts to compile: repeated ones, and those that process every token or pixel."""
+
+    def matrices(self) -> list[nn.Parameter]:
+        """Weights between hidden features: those of all regions except the last one, the head."""
+        return [p for region in list(self.regions())[:-1] for p in region.parameters() if p.ndim >= 2]
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch channels *space"],
+        t: Float[Tensor, " batch"],
+        cond: Int[Tensor, " batch"] | None = None,
+    ) -> Float[Tensor, "batch out_channels *space"]:
+        if x.shape[1:] != self.shape:
+            raise UsageError(
+                f"this network was built for data of shape {self.shape}, got a batch of {tuple(x.shape[1:])}. "
+                "Build it with the shape of the data."
+            )
+        features = self.fourier(x)  # outside autocast, so that sines are computed in the dtype of x
+        inside = nullcontext() if self.compute_dtype is None else torch.autocast(x.device.type, self.compute_dtype)
+        with inside:
+            out = self.network(features, t, cond)
+        return out.to(x.dtype)
+
+
+class FourierFeatures(nn.Module):
+    """(u, sin(2^i pi u) for all i, cos(2^i pi u) for all i), concatenated along the channels; u alone without bins.
+
+    They let the network distinguish values of u = c_in mu that differ by less than a bin. They are computed in float32
+    or wider: bfloat16 resolves u to 2^-9, and the phase 2^8 pi u would be noise. Features rounded to bfloat16
+    *afterwards* still resolve u to about 1e-5.
+    """
+
+    def __init__(self, bins_count: int | None) -> None:
+        super().__init__()
+        self.exponents = fourier_exponents(bins_count)
+
+    def forward(self, u: Float[Tensor, "batch channels *space"]) -> Float[Tensor, "batch more_channels *space"]:
+        phases = [2.0**i * math.pi * u for i in self.exponents]
+        return torch.cat([u, *map(torch.sin, phases), *map(torch.cos, phases)], dim=1)
+
+
+class PrecisionEmbedding(nn.Module):
+    """t in [0, 1] -> 16 sines and cosines, with geometrically spaced frequencies f and amplitudes ~ f^(-1/2).
+
+    Then e(t) . e(s) depends on t - s alone, with spectral density 1/f^2, that of exp(-|t - s| / l): similarity falls
+    with the distance (it never rises again by more than 0.007) and has a cusp at 0, so that near values differ clearly.
+    With equal amplitudes, the usual choice, it would rise again by up to 0.7.
+
+    The mean square is 1/2. The slowest component makes an eighth of a turn over [0, 1], which is almost linear in t;
+    the fastest makes 128 turns, an eighth of one per 1/1024. Then |e(t + 1/1024) - e(t)| = 0.097 for every t.
+    """
+
+    SLOWEST, FASTEST = 1 / 8, 128.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        count = PRECISION_DIM // 2
+        ratio = (self.FASTEST / self.SLOWEST) ** (1 / (count - 1))
+        frequencies = torch.tensor([self.SLOWEST * ratio**i for i in range(count)], dtype=torch.float64)
+        power = 1 / frequencies
+        self.register_buffer("angular", (2 * math.pi * frequencies).float(), persistent=False)
+        self.register_buffer("amplitude", (count * power / power.sum()).sqrt().float(), persistent=False)
+        self.angular: Tensor
+        self.amplitude: Tensor
+
+    def forward(self, t: Float[Tensor, " batch"]) -> Float[Tensor, "batch dim"]:
+        phase = t[:, None] * self.angular
+        return torch.cat([self.amplitude * phase.sin(), self.amplitude * phase.cos()], dim=1)
+
+
+class ConditionEmbedding(nn.Module):
+    """SiLU(MLP(embedding of t) + label): the vector that every block is conditioned on.
+
+    The label `num_classes` is the null class, for samples without a label, and for all samples if `cond` is None. The
+    vector is computed in float32 even under autocast: with one row per sample, the cost is negligible.
+    """
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        if num_classes < 0:
+            raise UsageError(f"num_classes must be 0 (no labels) or more, got {num_classes}.")
+        self.num_classes = num_classes
+        self.embed = PrecisionEmbedding()
+        self.expand = nn.Linear(PRECISION_DIM, width)
+        self.mix = nn.Linear(width, width)
+        self.labels = nn.Embedding(num_classes + 1, width) if num_classes else None
+        lecun_(self.expand)
+        lecun_(self.mix)
+        if self.labels is not None:
+            nn.init.normal_(self.labels.weight, std=0.5)  # about the standard deviation that t contributes
+
+    def forward(
+        self, t: Float[Tensor, " batch"], cond: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch width"]:
+        with torch.autocast(t.device.type, enabled=False):
+            condition = self.mix(silu(self.expand(self.embed(t))))
+            if self.labels is not None:
+                labels = torch.full_like(t, self.num_classes, dtype=torch.long) if cond is None else cond
+                condition = condition + self.labels(labels)
+            elif cond is not None:
+                raise UsageError("got labels for a network built without them. Build it with num_classes=...")
+            return silu(condition)
+
+
+def positions(grid: tuple[int, ...], width: int) -> Float[Tensor, "tokens width"]:
+    """Fixed sinusoidal positions of the points of a grid with any number of axes, row-major.
+
+    Each axis gets 2 * (width // (2 * axes)) channels: first sines, then cosines of n / 10000^(i / count). Remaining
+    channels are 0. On two axes they are the published DiT's up to the order of the channels.
+    """
+    count = width // (2 * len(grid))
+    omega = 10000.0 ** (-torch.arange(count, dtype=torch.float64) / count)
+    coordinates = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
+    phases = [axis.reshape(-1, 1) * omega for axis in coordinates]
+    features = torch.cat([part for phase in phases for part in (phase.sin(), phase.cos())], dim=1)
+    return pad(features, (0, width - features.shape[1])).float()
+
+
+# ---- Initialization: the last layer of every network is 0. The others are as published: Xavier for the DiT's blocks,
+# LeCun for VDM's U-Net and for the embedding of the condition.
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -66,7 +211,7 @@ def _clear(layer: Layer) -> None:
         nn.init.zeros_(layer.bias)
 
 
-# --- Dropout. The mask is a hash of the element's index and a seed, keep(i) = hash(i; seed) >= threshold.
+# ---- Dropout: the mask is a hash of the element's index and a seed, keep(i) = hash(i; seed) >= threshold.
 #
 # `torch.nn.functional.dropout` draws its mask from a generator inside the network. The mask must then be stored for the
 # backward pass (one byte per element: half the size of a bfloat16 tensor), checkpointing must save and restore
@@ -105,7 +250,15 @@ def _swap(h: Int32[Tensor, "..."]) -> Int32[Tensor, "..."]:
     return (h >> 16) + (h << 16)
 
 
-# --- Blocks, attention and adaLN-Zero.
+# ---- Attention, and adaLN-Zero (Peebles & Xie, 2023), which surrounds each branch (attention or MLP) of a block by
+#
+#     h = modulated_norm(x, shift, scale)   = LayerNorm(x) * (1 + scale) + shift
+#     x = gated_residual(x, gate, branch)   = x + gate * dropout(branch)
+#
+# with shifts, scales and gates computed from the condition. The residual stream x has the compute dtype (bfloat16 under
+# autocast); means and variances are float32. Apart from products and attention, a block's memory traffic is 17 passes
+# over the stream. After `compile_regions` it stores 11 for the backward pass (x, q, k, v, the attention's output, both
+# branches, and the four of GELU's input) and recomputes the rest, which is pointwise; eager autograd stores 22.
 
 
 def run_block(block: nn.Module, recompute: bool, *inputs: Any) -> Tensor:
@@ -189,68 +342,3 @@ class ModulatedHead(nn.Module):
     ) -> Float[Tensor, "batch tokens outputs"]:
         shift, scale = modulation.unbind(1)
         return self.project(modulated_norm(x, shift, scale))
-
-
-# --- Group normalization of channels-last images.
-
-
-class GroupNorm(nn.GroupNorm):
-    """Group normalization that preserves the channels-last memory format. The result is float32 or wider.
-
-        y = x scale + offset,   scale = w (var + eps)^(-1/2),   offset = b - (mean - shift) scale
-
-    is the norm of x + shift, where mean and var are those of a group of channels and shift is one number per channel.
-    x + shift is never formed. The moments of each channel are computed first, then those of the groups: the mean of the
-    means (each with its shift), and the mean of the variances plus the variance of the means. PyTorch's own group norm
-    would copy each image to the contiguous format and back.
-    """
-
-    def forward(
-        self, x: Float[Tensor, "batch channels *space"], shift: Float[Tensor, "batch channels"] | None = None
-    ) -> Float[Tensor, "batch channels *space"]:
-        """The norm of x + shift."""
-        return self.each([x], shift)[0]
-
-    def each(
-        self, images: list[Float[Tensor, "batch _ *space"]], shift: Float[Tensor, "batch channels"] | None = None
-    ) -> list[Float[Tensor, "batch _ *space"]]:
-        """The norm of images concatenated along the channels, as one part per image, without concatenating them."""
-        groups = self.num_groups, self.num_channels // self.num_groups
-        rows = [to_rows(_wide(image)) for image in images]
-        moments = zip(*(torch.var_mean(part, dim=1, correction=0) for part in rows), strict=True)
-        var, mean = (torch.cat(parts, dim=1).unflatten(1, groups) for parts in moments)
-        shifts = torch.zeros_like(mean) if shift is None else _wide(shift).unflatten(1, groups)
-        mean = mean + shifts
-        center = mean.mean(2, keepdim=True)
-        var = var.mean(2, keepdim=True) + (mean - center).square().mean(2, keepdim=True)
-        scale = torch.rsqrt(var + self.eps) * self.weight.view(groups)
-        offset = self.bias.view(groups) - (center - shifts) * scale
-        sizes = [image.shape[1] for image in images]
-        factors = (part.flatten(1)[:, None].split(sizes, dim=2) for part in (scale, offset))
-        return [to_image(r * s + o, x) for r, s, o, x in zip(rows, *factors, images, strict=True)]
-
-
-def group_norm(channels: int, parts: int = 1) -> GroupNorm:
-    """A norm with 32 groups, or fewer if they would have less than four channels (as in the paper's narrowest network).
-
-    With one channel per group, the norm would remove the condition, which is added to all pixels of a channel. Each of
-    `parts` equal parts of the channels consists of complete groups.
-    """
-    fitting = (g for g in range(parts, 33) if channels % g == 0 and g % parts == 0)
-    return GroupNorm(max(g for g in fitting if 4 * g <= channels or g == parts), channels, eps=NORM_EPS)
-
-
-def to_rows(x: Float[Tensor, "batch channels *space"]) -> Float[Tensor, "batch pixels channels"]:
-    """A row of channels for each pixel: a view of a channels-last image."""
-    return x.flatten(2).transpose(1, 2)
-
-
-def to_image(
-    rows: Float[Tensor, "batch pixels channels"], like: Float[Tensor, "batch _ *space"]
-) -> Float[Tensor, "batch channels *space"]:
-    """The inverse of `to_rows`, with the spatial sizes of `like`."""
-    return rows.transpose(1, 2).unflatten(2, like.shape[2:])
-
-
-def _wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

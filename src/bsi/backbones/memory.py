@@ -41,8 +41,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, input_channels
-from bsi.backbones.cost import cost, inner_matrices
+from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, cost, inner_matrices, input_channels
 
 __all__ = ["CONTEXT", "Form", "Memory", "OptimizerKind", "evaluation_memory", "training_memory"]
 

@@ -24,18 +24,16 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, conv2d, conv3d, interpolate, linear, silu
 
-from bsi.backbones.backbone import Backbone
 from bsi.backbones.config import UNetConfig, input_channels
-from bsi.backbones.embeddings import ConditionEmbedding
 from bsi.backbones.layers import (
+    NORM_EPS,
+    Backbone,
+    ConditionEmbedding,
     attend,
     draw_seeds,
     dropout,
-    group_norm,
     lecun_,
     run_block,
-    to_image,
-    to_rows,
     zero_,
 )
 
@@ -54,10 +52,15 @@ class UNet(Backbone):
     config: UNetConfig
 
     def __init__(
-        self, config: UNetConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0
+        self,
+        config: UNetConfig,
+        shape: tuple[int, ...],
+        bins_count: int | None = None,
+        num_classes: int = 0,
+        out_channels: int | None = None,
     ) -> None:
         config.check(shape)
-        super().__init__(shape, bins_count)
+        super().__init__(shape, bins_count, out_channels)
         self.config = config
         width, deepest, dim = config.width, config.widths[-1], len(shape) - 1
         self.condition = ConditionEmbedding(4 * width, num_classes)
@@ -69,7 +72,7 @@ class UNet(Backbone):
         self.attention = PixelAttention(deepest, config.heads)
         self.after = UNetBlock(deepest, config, dim)
         self.up = nn.ModuleList(_up(config, dim))
-        self.head = ConvHead(width, shape[0], dim)
+        self.head = ConvHead(width, self.out_shape[0], dim)
         lecun_(self.stem)
         zero_(self.project)
 
@@ -78,7 +81,7 @@ class UNet(Backbone):
         features: Float[Tensor, "batch more_channels *space"],
         t: Float[Tensor, " batch"],
         cond: Int[Tensor, " batch"] | None,
-    ) -> Float[Tensor, "batch channels *space"]:
+    ) -> Float[Tensor, "batch out_channels *space"]:
         x = self.stem(to_image(to_rows(features).contiguous(), features))
         shifts = self.project(self.condition(t, cond))
         weights: Sequence[Any] = [None] * len(self.widths)
@@ -257,3 +260,65 @@ class ConvHead(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch channels *space"]:
         return self.conv(silu(self.norm(x)))
+
+
+class GroupNorm(nn.GroupNorm):
+    """Group normalization that preserves the channels-last memory format. The result is float32 or wider.
+
+        y = x scale + offset,   scale = w (var + eps)^(-1/2),   offset = b - (mean - shift) scale
+
+    is the norm of x + shift, where mean and var are those of a group of channels and shift is one number per channel.
+    x + shift is never formed. The moments of each channel are computed first, then those of the groups: the mean of the
+    means (each with its shift), and the mean of the variances plus the variance of the means. PyTorch's own group norm
+    would copy each image to the contiguous format and back.
+    """
+
+    def forward(
+        self, x: Float[Tensor, "batch channels *space"], shift: Float[Tensor, "batch channels"] | None = None
+    ) -> Float[Tensor, "batch channels *space"]:
+        """The norm of x + shift."""
+        return self.each([x], shift)[0]
+
+    def each(
+        self, images: list[Float[Tensor, "batch _ *space"]], shift: Float[Tensor, "batch channels"] | None = None
+    ) -> list[Float[Tensor, "batch _ *space"]]:
+        """The norm of images concatenated along the channels, as one part per image, without concatenating them."""
+        groups = self.num_groups, self.num_channels // self.num_groups
+        rows = [to_rows(_wide(image)) for image in images]
+        moments = zip(*(torch.var_mean(part, dim=1, correction=0) for part in rows), strict=True)
+        var, mean = (torch.cat(parts, dim=1).unflatten(1, groups) for parts in moments)
+        shifts = torch.zeros_like(mean) if shift is None else _wide(shift).unflatten(1, groups)
+        mean = mean + shifts
+        center = mean.mean(2, keepdim=True)
+        var = var.mean(2, keepdim=True) + (mean - center).square().mean(2, keepdim=True)
+        scale = torch.rsqrt(var + self.eps) * self.weight.view(groups)
+        offset = self.bias.view(groups) - (center - shifts) * scale
+        sizes = [image.shape[1] for image in images]
+        factors = (part.flatten(1)[:, None].split(sizes, dim=2) for part in (scale, offset))
+        return [to_image(r * s + o, x) for r, s, o, x in zip(rows, *factors, images, strict=True)]
+
+
+def group_norm(channels: int, parts: int = 1) -> GroupNorm:
+    """A norm with 32 groups, or fewer if they would have less than four channels (as in the paper's narrowest network).
+
+    With one channel per group, the norm would remove the condition, which is added to all pixels of a channel. Each of
+    `parts` equal parts of the channels consists of complete groups.
+    """
+    fitting = (g for g in range(parts, 33) if channels % g == 0 and g % parts == 0)
+    return GroupNorm(max(g for g in fitting if 4 * g <= channels or g == parts), channels, eps=NORM_EPS)
+
+
+def to_rows(x: Float[Tensor, "batch channels *space"]) -> Float[Tensor, "batch pixels channels"]:
+    """A row of channels for each pixel: a view of a channels-last image."""
+    return x.flatten(2).transpose(1, 2)
+
+
+def to_image(
+    rows: Float[Tensor, "batch pixels channels"], like: Float[Tensor, "batch _ *space"]
+) -> Float[Tensor, "batch channels *space"]:
+    """The inverse of `to_rows`, with the spatial sizes of `like`."""
+    return rows.transpose(1, 2).unflatten(2, like.shape[2:])
+
+
+def _wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -207,7 +207,7 @@ class Size:
 
     @classmethod
     def of(cls, recipe: Recipe, dataset: Dataset) -> Size:
-        from bsi.backbones.cost import cost
+        from bsi.backbones.config import cost
 
         bins, count = None if dataset.bins is None else dataset.bins.count, len(dataset.split("train"))
         assert recipe.backbone is not None  # a recipe on the command line names one

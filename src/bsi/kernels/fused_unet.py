@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from bsi.backbones.layers import GroupNorm, attend, to_image, to_rows
-from bsi.backbones.unet import ConvHead, PixelAttention, UNet, UNetBlock, bias_of
+from bsi.backbones.layers import attend
+from bsi.backbones.unet import ConvHead, GroupNorm, PixelAttention, UNet, UNetBlock, bias_of, to_image, to_rows
 from bsi.kernels.group_norm import GroupMoments, group_norm_act, group_norm_act_backward
 from bsi.kernels.residual_sum import pixel_sums, residual_sum, residual_sum_with_skip
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bsi.backbones.cost import cost
+from bsi.backbones.config import cost
 from bsi.data.store import find_dataset
 from bsi.elbo import Elbo, measurement_loss
 from bsi.errors import BsiError, DataError, UsageError

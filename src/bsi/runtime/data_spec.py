@@ -12,9 +12,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from bsi.backbones.backbone import Backbone, build
+from bsi.backbones import build
 from bsi.backbones.config import BackboneConfig
 from bsi.backbones.dit import DiT
+from bsi.backbones.layers import Backbone
 from bsi.backbones.mlp import MLP
 from bsi.backbones.unet import UNet
 from bsi.data.store import check_classes

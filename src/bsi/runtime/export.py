@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from bsi import pretrained
-from bsi.backbones.backbone import build
+from bsi.backbones import build
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
 from bsi.io import atomic, check_writable, share
 from bsi.model import Model

@@ -26,8 +26,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from bsi.backbones.config import DiTConfig, UNetConfig
-from bsi.backbones.cost import cost
+from bsi.backbones.config import DiTConfig, UNetConfig, cost
 from bsi.errors import DataError
 from bsi.io import atomic, canonical_json, write_json
 from bsi.methods import BSI

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from bsi.backbones.backbone import Backbone
+from bsi.backbones.layers import Backbone
 from bsi.recipe import Optimizer
 from bsi.runtime.ema import lerp_
 

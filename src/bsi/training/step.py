@@ -23,7 +23,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bsi.backbones.backbone import Backbone
+from bsi.backbones.layers import Backbone
 from bsi.errors import UsageError
 from bsi.grids import paper_grid
 from bsi.levels import Proposal

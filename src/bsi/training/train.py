@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from bsi.backbones.acceleration import accelerate, check_fp8
-from bsi.backbones.backbone import Backbone
+from bsi.backbones.layers import Backbone
 from bsi.checks import check_bins
 from bsi.devices import compiles, compute_dtype, seconds_by_threads
 from bsi.errors import BsiError, Preempted, UsageError

@@ -1,4 +1,4 @@
-"""What a histogram and image formats need for images: numbers to compare a bound with."""
+"""What simple models and file formats reach: numbers to compare a bound with."""
 
 import math
 
@@ -7,6 +7,8 @@ import pytest
 
 from bsi.runtime.baselines import baselines, baselines_text
 from bsi.values import Bins
+
+SOUND = Bins(-1.0, 1.0, 65536)
 
 
 def test_a_histogram_knows_each_pixel_and_nothing_else():
@@ -27,10 +29,44 @@ def test_image_formats_need_the_entropy_of_noise_and_little_for_what_repeats(cha
         assert baselines(noise, repeated, Bins.uint8())[name] < 1.0
 
 
-def test_data_that_is_not_8_bit_images_has_no_baselines():
+def test_linear_prediction_costs_the_noise_of_a_tone():
+    generator, t = np.random.default_rng(0), np.arange(4096)
+    tone = 9000 * np.sin(0.05 * t + generator.uniform(0, 6, (8, 2, 1))) + 40 * generator.standard_normal((8, 2, 4096))
+    series = (tone.round() + 32768).astype(np.uint16)
+    found = baselines(series, series, SOUND)
+    entropy = math.log2(40 * math.sqrt(2 * math.pi * math.e))  # 7.37
+    assert entropy < found["linear prediction"] < entropy + 0.5
+    assert found["linear prediction"] + 1 < found["LZMA"] < 16
+
+
+@pytest.mark.parametrize(("bins", "bits"), [(SOUND, 16), (Bins.uint8(), 8), (Bins(-1.0, 1.0, 17), 5)])
+def test_noise_without_a_pattern_is_stored_as_it_is(bins, bits):
+    series = np.random.default_rng(0).integers(0, bins.count, (4, 1, 2048))
+    assert math.log2(bins.count) < baselines(series, series, bins)["linear prediction"] < bits + 0.05
+
+
+def test_gaussians_have_their_entropies_in_the_units_of_the_data():
+    mixing = np.array([[2.0, 1.0, 0.0], [0.0, 1.0, 3.0], [0.0, 0.0, 0.5]])
+    train, test = (np.random.default_rng(seed).standard_normal((20_000, 3)) @ mixing + 100 for seed in (0, 1))
+    found = baselines(train, test, None)
+    full = np.linalg.slogdet(2 * np.pi * math.e * mixing.T @ mixing)[1] / 6
+    diagonal = np.log(2 * np.pi * math.e * (mixing**2).sum(axis=0)).mean() / 2
+    tolerance = 4 / math.sqrt(2 * 2048 * 3)  # four standard errors of the test set
+    assert found["full Gaussian"] * math.log(2) == pytest.approx(full, abs=tolerance)
+    assert found["diagonal Gaussian"] * math.log(2) == pytest.approx(diagonal, abs=tolerance)
+    assert list(baselines(train[:, [0, 1, 1]], test[:, [0, 1, 1]], None)) == ["diagonal Gaussian"]  # singular
+    assert baselines(train * [1, 0, 1], test, None) == {}  # a constant column has no density
+
+
+def test_other_data_has_no_baselines():
     vectors, images = np.zeros((5, 4), np.uint8), np.zeros((5, 1, 4, 4), np.uint16)
     assert baselines(vectors, vectors, Bins.uint8()) == {}
-    assert baselines(images, images, Bins(-1.0, 1.0, 65536)) == {}
+    assert baselines(images, images, SOUND) == {}
     assert baselines(images.astype(np.float32), images.astype(np.float32), None) == {}
+    assert baselines(images[:0], images, SOUND) == {}
+
+
+def test_baselines_are_printed_in_the_units_of_the_bound():
     assert baselines_text({}) == ""
     assert baselines_text({"histogram": 2.4402, "PNG": 4.03}) == "histogram 2.44, PNG 4.03 bits/dim"
+    assert baselines_text({"full Gaussian": 2.0}, binned=False) == "full Gaussian 1.39 nats/dim"

@@ -305,7 +305,7 @@ def _paragraph(record: Mapping[str, Any]) -> str:
         f"  {record['images']} {record['split']} samples of {record['dataset']} "
         f"({record['dataset_version'][:12]}), {record['evaluations']} evaluations, {record['proposal']} levels\n"
         f"  weights {record['weights_sha256'][:12]} at step {record['step']}, {record['precision']}"
-        + (f"\n  for comparison: {baselines_text(record['baselines'])}" if record["baselines"] else "")
+        + (f"\n  for comparison: {baselines_text(record['baselines'], record['binned'])}" if record["baselines"] else "")
     )
 
 

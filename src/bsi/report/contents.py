@@ -211,7 +211,7 @@ class Measured:
     by_level: Sequence[Point]
     missing: Sequence[str]
     baselines: Mapping[str, float] = field(default_factory=dict)
-    """Bits per dimension of the same test images by a histogram and by image formats."""
+    """Bits per dimension of the same test samples by simple models and file formats."""
 
 
 def measure(run: Run, device: torch.device, backbone: nn.Module | None, bound_known: bool = False) -> Measured:

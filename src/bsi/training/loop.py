@@ -209,8 +209,8 @@ def _observe(job: Job) -> None:
         })  # fmt: skip
         if job.world.first:
             progress.log(f"step {step}: test {found}")
-            if step == recipe.steps and (text := baselines_text(_baselines(job.data, len(found.nats)))):
-                progress.log(f"for comparison, the same images: {text}")
+            if step == recipe.steps and (text := baselines_text(_baselines(job.data, len(found.nats)), found.binned)):
+                progress.log(f"for comparison, the same samples: {text}")
     job.watchdog.at(step, "evaluate")
     if due.sample and job.world.first:
         job.folder.check()
@@ -220,11 +220,11 @@ def _observe(job: Job) -> None:
 
 
 def _baselines(data: TrainingData, count: int) -> dict[str, float]:
-    """The baselines for the random subset of test images that is evaluated."""
+    """The baselines for the random subset of test samples that is evaluated."""
     assert data.test is not None
     chosen = (data.train.take(subset(len(data.train), MOST_TRAIN)), data.test.take(subset(len(data.test), count)))
     train, test = (images.cpu().numpy() for images in chosen)
-    return baselines(train, test, data.spec.bins) if data.spec.bins is not None else {}
+    return baselines(train, test, data.spec.bins)
 
 
 class Interrupted(Exception):

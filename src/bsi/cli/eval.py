@@ -299,13 +299,14 @@ def _paragraph(record: Mapping[str, Any]) -> str:
     terms = {name: record[name] for name in ("measurement", "reconstruction", "prior")}
     if record["change_of_units"]:
         terms["change of units"] = record["change_of_units"]
+    compared = baselines_text(record["baselines"], record["binned"])
     return (
         f"{bound_line(record)}\n"
         f"  {', '.join(f'{name} {value:.5f}' for name, value in terms.items())}; {bound} rounds of measurement\n"
         f"  {record['images']} {record['split']} samples of {record['dataset']} "
         f"({record['dataset_version'][:12]}), {record['evaluations']} evaluations, {record['proposal']} levels\n"
         f"  weights {record['weights_sha256'][:12]} at step {record['step']}, {record['precision']}"
-        + (f"\n  for comparison: {baselines_text(record['baselines'], record['binned'])}" if record["baselines"] else "")
+        + (f"\n  for comparison: {compared}" if compared else "")
     )
 
 

@@ -43,7 +43,7 @@ def test_the_wheel_holds_the_page_the_digits_and_their_network(wheel: Path) -> N
     assert PAGE
     assert {
         "bsi/app/page/index.html",
-        "bsi/data/digits.npz",
+        "bsi/data/digits/train.npy",
         "bsi/pretrained/digits.safetensors",
         "bsi/py.typed",
     } <= names

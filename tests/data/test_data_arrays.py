@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bsi.data.arrays import Arrays
-from bsi.data.npy import NpzFile
+from bsi.data.files import NpzFile
 from bsi.data.prepare import prepare
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError

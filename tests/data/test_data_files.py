@@ -20,13 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bsi.data import cifar10
-from bsi.data.archives import members
+from bsi.data import published
 from bsi.data.arrays import Arrays
-from bsi.data.cifar10 import Cifar10
-from bsi.data.imagenet import BATCHES, ImageNet32, ImageNet64
-from bsi.data.npy import HEADER_BYTES, ArrayFile, NpzFile, header_bytes
+from bsi.data.files import HEADER_BYTES, ArrayFile, NpzFile, header_bytes, members
 from bsi.data.prepare import prepare
+from bsi.data.published import BATCHES, Cifar10, ImageNet32, ImageNet64
 from bsi.data.wav import Wav
 from bsi.download import download
 from bsi.errors import DataError, UsageError
@@ -39,8 +37,10 @@ RECORDS = 20
 def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """Small files in CIFAR-10's format, which the code takes for the official ones."""
     rng = np.random.default_rng(0)
-    made = {name: rng.integers(0, 256, (RECORDS, 3073), dtype=np.uint8).tobytes() for name in cifar10.SHA256}
-    monkeypatch.setattr(cifar10, "SHA256", {name: hashlib.sha256(raw).hexdigest() for name, raw in made.items()})
+    made = {name: rng.integers(0, 256, (RECORDS, 3073), dtype=np.uint8).tobytes() for name in published.CIFAR10_FILES}
+    monkeypatch.setattr(
+        published, "CIFAR10_FILES", {name: hashlib.sha256(raw).hexdigest() for name, raw in made.items()}
+    )
     return made
 
 
@@ -137,7 +137,7 @@ def test_row_24_a_malicious_cifar_pickle_is_never_loaded(tmp_path: Path) -> None
     for path in (folder, archive):
         with pytest.raises(DataError, match=r"made of pickles, which are never loaded.*binary version"):
             Cifar10(path).plan()
-    for name in cifar10.SHA256:  # and not under the binary files' names either
+    for name in published.CIFAR10_FILES:  # and not under the binary files' names either
         (folder / name).write_bytes(payload)
     with pytest.raises(DataError, match="is damaged"):
         Cifar10(folder).plan()

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bsi.data.files import for_testing, walk
 from bsi.data.huggingface import HuggingFace
-from bsi.data.images import Folder, for_testing, open_image, pixels, walk
+from bsi.data.image_folder import Folder, open_image, pixels
 from bsi.data.prepare import prepare
 from bsi.data.store import open_dataset
 from bsi.data.wav import Wav, write_wav

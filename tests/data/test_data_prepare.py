@@ -13,11 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import bsi.data.digits
 from bsi.data.arrays import Arrays
-from bsi.data.digits import EmbeddedDigits
 from bsi.data.prepare import Block, Plan, prepare
-from bsi.data.store import MANIFEST, Dataset, open_dataset, prepared
+from bsi.data.store import DIGITS, MANIFEST, Dataset, open_dataset, prepared
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.values import Bins
 
@@ -200,14 +198,6 @@ def test_a_full_disk_is_reported_and_the_preparation_goes_on_later(whole: Datase
     assert prepare(plan(), tmp_path / "noise").version == whole.version
 
 
-def test_the_embedded_digits_and_a_prepared_copy_are_one_dataset(tmp_path: Path) -> None:
-    copy, embedded = prepare(EmbeddedDigits().plan(), tmp_path / "digits"), open_dataset("digits")
-    assert copy.version == embedded.version
-    assert np.array_equal(copy.train, embedded.train)
-    assert np.array_equal(copy.labels.test, embedded.labels.test)
-    assert isinstance(copy.train, np.memmap)
-
-
 def test_row_22_the_version_names_the_content_and_its_meaning(whole: Dataset, tmp_path: Path) -> None:
     """The trainer compares versions: equal for equal data wherever it lies, different after any change of it."""
     assert prepare(plan("renamed"), tmp_path / "renamed").version == whole.version
@@ -323,8 +313,8 @@ def test_the_digits_are_the_published_ones() -> None:
     assert dataset.version == "5455a655c9a5007260fd929f8f10e56609880969a5a300011e23573c843331ef"
 
 
-def test_the_digits_carry_their_attribution() -> None:
-    text = (Path(bsi.data.digits.__file__).parent / "digits.txt").read_text()
+def test_the_digits_name_their_authors() -> None:
+    text = (DIGITS / "ORIGIN.txt").read_text()
     assert all(part in text for part in ("Alpaydin", "Kaynak", "CC BY 4.0", "scikit-learn"))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bsi.data.digits import embedded_digits
+from bsi.data.store import open_dataset
 from bsi.errors import DataError
 from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
 from bsi.studies.digits_features import DigitsFeatures, fit, packaged_weights
@@ -16,7 +16,7 @@ PUBLISHED = "13c809cff5b50a068d8777d1946344f3e566c01df1caa164707bf67ad763149f"
 
 
 def pictures(indices: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(to_uint8(embedded_digits().bins.values(indices))).expand(-1, 3, -1, -1)
+    return torch.from_numpy(to_uint8(open_dataset("digits").bins.values(indices))).expand(-1, 3, -1, -1)
 
 
 def test_the_weights_are_the_published_ones_and_the_distance_is_not_called_fid():
@@ -27,7 +27,7 @@ def test_the_weights_are_the_published_ones_and_the_distance_is_not_called_fid()
 
 
 def test_the_features_distinguish_digits_from_each_other_and_from_noise():
-    loaded, extractor = embedded_digits(), DigitsFeatures()
+    loaded, extractor = open_dataset("digits"), DigitsFeatures()
     assert (extractor.classify(pictures(loaded.test)).numpy() == loaded.labels.test).mean() > 0.98
     real = Moments.of(extractor(pictures(loaded.test)))
     noise = torch.randint(0, 256, (500, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)

@@ -15,7 +15,7 @@ from bsi.backbones import MLPConfig, build
 from bsi.cli import main
 from bsi.data.arrays import Arrays
 from bsi.data.batches import as_source
-from bsi.data.images import for_testing
+from bsi.data.files import for_testing
 from bsi.data.prepare import prepare
 from bsi.denoiser import Denoiser
 from bsi.errors import DataError, UsageError

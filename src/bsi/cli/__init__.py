@@ -39,7 +39,7 @@ COMMANDS: dict[str, Command] = {
     "sample": Command("sample", "Sample", "draw samples from a trained model"),
     "eval": Command("eval", "Eval", "bits per dimension and sample quality, with standard errors"),
     "fid": Command("fid", "Fid", "Fréchet distance between two sets of images"),
-    "data": Command("data", "Data", "prepare a dataset, or list the prepared ones"),
+    "data": Command("data", "DataOptions", "prepare a dataset, or list the prepared ones"),
     "bench": Command("bench", "Bench", "measure how fast a network trains and samples on this machine"),
     "study": Command("study", "StudyOptions", "reproduce a table or figure of the paper"),
     "report": Command("report", "Report", "write a run as one HTML file that opens offline"),

@@ -176,7 +176,7 @@ def _indices(args: Compress, model: Model) -> Tensor:
 def _array(path: Path) -> np.ndarray:
     import numpy as np
 
-    from bsi.data.npy import ArrayFile
+    from bsi.data.files import ArrayFile
 
     with ArrayFile.at(path) as file:
         if file.dtype.kind not in "ui":
@@ -188,7 +188,8 @@ def _images(folder: Path, model: Model) -> np.ndarray:
     """All images of a folder, sorted by name. They must have the model's size."""
     import numpy as np
 
-    from bsi.data.images import SUFFIXES, open_image, walk
+    from bsi.data.files import walk
+    from bsi.data.image_folder import SUFFIXES, open_image
     from bsi.pictures import is_image
 
     if not is_image(model.shape) or model.bins is None or model.bins.count != 256:

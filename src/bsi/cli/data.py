@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import shlex
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from bsi.errors import DataError, UsageError
+from bsi.io import data_folder
 from bsi.progress import log
 
 if TYPE_CHECKING:
+    from bsi.data.prepare import Source
     from bsi.data.store import Dataset
 
-__all__ = ["Data", "run"]
+__all__ = ["DataOptions", "make_source", "run", "sources"]
 
 
 def _shown(metavar: str, name: str | None = None) -> Any:
@@ -26,12 +30,13 @@ def _shown(metavar: str, name: str | None = None) -> Any:
 
 @tyro.conf.configure(tyro.conf.FlagCreatePairsOff)
 @dataclass(frozen=True)
-class Data:
+class DataOptions:
     """Prepare a dataset as memory-mapped arrays with a manifest, or list the prepared datasets.
 
     The same command resumes an interrupted preparation; a dataset appears only when it is complete.
 
-    Sources: digits (embedded), cifar10, imagenet32, imagenet64, folder (images), arrays (.npy, .npz), wav, huggingface.
+    Sources: cifar10, imagenet32, imagenet64, folder (images), arrays (.npy, .npz), wav, huggingface. The handwritten
+    digits are part of the package.
     """
 
     name: tyro.conf.Positional[Annotated[str | None, _shown("NAME")]] = None
@@ -71,7 +76,6 @@ class Data:
 
 # The command that trains on the data of a source; NAME is the dataset's.
 TRAINS = {
-    "digits": "bsi train digits",
     "cifar10": "bsi train cifar10-dit-s",
     "imagenet32": "bsi train imagenet32-dit-l2",
     "imagenet64": "bsi train imagenet64-dit-l4",
@@ -86,22 +90,75 @@ OPTIONS = ("labels", "size", "channels", "resampling", "test_fraction", "skip", 
 SHOWN = 10  # class names in a line
 
 
-def run(args: Data) -> int:
-    from bsi.data.sources import SOURCES, prepare_named
+def sources() -> dict[str, type[Source]]:
+    """The sources by name. Only names in this table are valid: no module is imported by a name from outside."""
+    from bsi.data.arrays import Arrays
+    from bsi.data.huggingface import HuggingFace
+    from bsi.data.image_folder import Folder
+    from bsi.data.published import Cifar10, ImageNet32, ImageNet64
+    from bsi.data.wav import Wav
+
+    return {
+        "cifar10": Cifar10,
+        "imagenet32": ImageNet32,
+        "imagenet64": ImageNet64,
+        "folder": Folder,
+        "arrays": Arrays,
+        "wav": Wav,
+        "huggingface": HuggingFace,
+    }
+
+
+def make_source(name: str, path: str | None, options: Mapping[str, object]) -> Source:
+    """The source of that name with its options. Raises an error for an unknown name or option."""
+    known_sources = sources()
+    if name not in known_sources:
+        near = difflib.get_close_matches(name, known_sources, 1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"The sources are {', '.join(known_sources)}."
+        raise UsageError(f"unknown source of data {name!r}. {hint}")
+    kind = known_sources[name]
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        takes = ", ".join(_flag(option) for option in known if option != "path") or "no options"
+        kept = " Labels in the data are kept without it." if "labels" in unknown and name != "wav" else ""
+        raise UsageError(f"{name} has no {', '.join(map(_flag, unknown))}; it takes {takes}.{kept}")
+    if path is None:
+        if known["path"].default is MISSING:
+            raise UsageError(f"{name} needs the place of the data: bsi data {name} --from PATH")
+        return kind(**options)
+    return kind(**{**options, "path": path if name == "huggingface" else Path(path)})
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+def run(args: DataOptions) -> int:
+    from bsi.data.prepare import prepare
     from bsi.data.store import open_dataset, prepared, verify
 
-    if args.skip is not None and args.skip < 0:
-        raise UsageError(f"--skip must be at least 0, got {args.skip}.")
     if args.list_:
         return _list(args)
     if args.name is None:
         raise UsageError("no data was named. Use `bsi data NAME`; `bsi data --list` shows the names.")
-    if args.name not in SOURCES and args.from_ is None and args.name in {folder.name for folder in prepared()}:
+    known, existing = sources(), {"digits", *(folder.name for folder in prepared())}
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    if args.name in existing and args.from_ is None and args.to is None and (args.name not in known or not given):
+        if given:
+            raise UsageError(f"{args.name} is prepared already: leave out {', '.join(map(_flag, given))}.")
         _show(open_dataset(args.name, check_hashes=args.verify), args)
         return 0
-    given = {f.name: getattr(args, f.name) for f in fields(args) if f.name in OPTIONS}
-    dataset = prepare_named(args.name, args.from_, args.to, {k: v for k, v in given.items() if v is not None})
-    if args.verify and dataset.folder is not None:
+    if args.name == "digits":
+        raise UsageError("the digits are part of the package: leave out --from and --to.")
+    plan = make_source(args.name, args.from_, given).plan()
+    if args.to is None and plan.name != args.name and plan.name in (*known, "digits"):
+        raise UsageError(
+            f"a dataset made from {args.from_} would be named {plan.name!r}, like a source. Choose a folder with --to "
+            f"FOLDER."
+        )
+    dataset = prepare(plan, data_folder() / plan.name if args.to is None else args.to)
+    if args.verify:
         verify(dataset.folder, dataset.manifest)
     _show(dataset, args)
     if not len(dataset.test):
@@ -110,13 +167,13 @@ def run(args: Data) -> int:
     return 0
 
 
-def _show(dataset: Dataset, args: Data) -> None:
+def _show(dataset: Dataset, args: DataOptions) -> None:
     print(json.dumps(_record(dataset)) if args.json else _line(dataset))
     for note in dataset.manifest.notes:
         log(f"bsi data: {note}.")
 
 
-def _next(args: Data, dataset: Dataset) -> str:
+def _next(args: DataOptions, dataset: Dataset) -> str:
     """The command that trains on it: with larger patches for large images, and with labels if they were requested."""
     command = TRAINS[str(args.name)].replace("NAME", shlex.quote(_called(dataset)))
     if args.labels:
@@ -127,16 +184,12 @@ def _next(args: Data, dataset: Dataset) -> str:
 
 def _called(dataset: Dataset) -> str:
     """The name to open it by: that of its folder in the data folder, otherwise its path."""
-    from bsi.io import data_folder
-
-    outside = dataset.folder is not None and dataset.folder.parent.resolve() != data_folder().resolve()
+    outside = dataset.folder.parent.resolve() != data_folder().resolve()
     return str(dataset.folder) if outside else dataset.name
 
 
-def _list(args: Data) -> int:
-    from bsi.data.sources import SOURCES
+def _list(args: DataOptions) -> int:
     from bsi.data.store import open_dataset, prepared
-    from bsi.io import data_folder
 
     datasets, damaged = [open_dataset("digits")], []
     for folder in prepared():
@@ -145,12 +198,12 @@ def _list(args: Data) -> int:
         except DataError as error:
             damaged.append(str(error))
     if args.json:
-        sources = {name: source.summary for name, source in SOURCES.items()}
-        found = {"folder": str(data_folder()), "sources": sources, "damaged": damaged}
+        summaries = {name: source.summary for name, source in sources().items()}
+        found = {"folder": str(data_folder()), "sources": summaries, "damaged": damaged}
         print(json.dumps({**found, "datasets": [_record(dataset) for dataset in datasets]}))
         return 0
     print("sources:")
-    print("\n".join(f"  {name:<12} {source.summary}" for name, source in SOURCES.items()))
+    print("\n".join(f"  {name:<12} {source.summary}" for name, source in sources().items()))
     print(f"prepared in {data_folder()}:")
     print("\n".join(f"  {_line(dataset)}" for dataset in datasets))
     for message in damaged:
@@ -162,11 +215,11 @@ def _line(dataset: Dataset) -> str:
     manifest = dataset.manifest
     counts = f"{manifest.counts['train']} train, {manifest.counts['test']} test"
     kind = f"{manifest.bins.count} bins" if manifest.bins else "continuous"
-    where = "embedded" if dataset.folder is None else str(dataset.folder)
     shape = " x ".join(map(str, manifest.shape)) or "scalar"
     skipped = f", {len(manifest.skipped)} skipped" if manifest.skipped else ""
     classes = _classes(dataset)
-    return f"{dataset.name}: {counts}{skipped}, {shape}, {kind}{classes}, version {manifest.version[:12]}, {where}"
+    version = f"version {manifest.version[:12]}"
+    return f"{dataset.name}: {counts}{skipped}, {shape}, {kind}{classes}, {version}, {dataset.folder}"
 
 
 def _classes(dataset: Dataset) -> str:
@@ -179,6 +232,4 @@ def _classes(dataset: Dataset) -> str:
 
 
 def _record(dataset: Dataset) -> dict[str, Any]:
-    manifest = dataset.manifest
-    folder = None if dataset.folder is None else str(dataset.folder)
-    return {"folder": folder, **json.loads(manifest.to_json()), "name": dataset.name}
+    return {"folder": str(dataset.folder), **json.loads(dataset.manifest.to_json()), "name": dataset.name}

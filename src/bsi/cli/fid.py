@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from bsi.data.npy import ArrayFile
+    from bsi.data.files import ArrayFile
     from bsi.metrics import Extractor, SampleQuality
 
 BLOCK_BYTES = 1 << 24
@@ -137,7 +137,7 @@ def array_images(path: Path, batch: int, num: int | None) -> Images:
 @contextmanager
 def opened(path: Path) -> Iterator[ArrayFile]:
     """The array of an .npy file; of an .npz file its only one, or arr_0."""
-    from bsi.data.npy import ArrayFile, NpzFile
+    from bsi.data.files import ArrayFile, NpzFile
 
     if path.suffix == ".npy":
         with ArrayFile.at(path) as array:

@@ -18,16 +18,14 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Integer, Shaped
 
-from bsi.data.npy import ArrayFile, NpzFile
-from bsi.data.prepare import MAX_CLASSES, Block, Plan
+from bsi.data.files import ArrayFile, NpzFile
+from bsi.data.prepare import MAX_CLASSES, Block, Plan, check_fraction, rows_for_testing
 from bsi.errors import DataError, UsageError
 from bsi.io import digest_file
-from bsi.rng import uniforms
 from bsi.values import Bins
 
 __all__ = ["Arrays"]
 
-SPLIT_SEED = 0
 LABELS = ("labels", "y")  # names of the labels of a single array
 
 
@@ -44,8 +42,7 @@ class Arrays:
     test_fraction: float = 0.1
 
     def plan(self) -> Plan:
-        if not 0 <= self.test_fraction < 1:
-            raise UsageError(f"test_fraction must be in [0, 1): got {self.test_fraction}")
+        check_fraction(self.test_fraction)
         path = self.path.expanduser()
         bins = Bins(*self.bins) if self.bins else None
         with ExitStack() as stack:
@@ -147,7 +144,7 @@ def _blocks(path: Path, bins: Bins | None, test_fraction: float, start: int) -> 
                 stored = _stored(rows, bins, array.name, row)
                 is_test = np.full(len(rows), split == "test")
                 if "test" not in arrays:
-                    is_test = uniforms(SPLIT_SEED, row, len(rows)) < test_fraction
+                    is_test = rows_for_testing(row, len(rows), test_fraction)
                 masks = {"train": ~is_test, "test": is_test}
                 here = None if labels is None else labels[row : row + len(rows)]
                 yield Block(

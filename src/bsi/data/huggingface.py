@@ -11,33 +11,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int64
 from PIL import Image
 
-from bsi.data.images import (
-    Geometry,
-    Item,
-    Resampling,
-    check_options,
-    checked,
-    geometry,
-    image_block,
-    items_per_block,
-    pixels,
-)
-from bsi.data.prepare import MAX_CLASSES, Block, Plan
+from bsi.data.image_folder import Geometry, ImageOptions, Item, checked, geometry, image_block, items_per_block, pixels
+from bsi.data.prepare import MAX_CLASSES, Block, Plan, rows_for_testing
 from bsi.data.store import check_classes
 from bsi.errors import DataError, UsageError, extra
 from bsi.io import fingerprint
-from bsi.rng import uniforms
 from bsi.values import Bins
 
 __all__ = ["HuggingFace"]
 
-SPLIT_SEED = 0
 LABELS = ("label", "labels")
 SURVEYED = 256  # images of each part that are decoded to choose size and channels
 
@@ -52,7 +40,7 @@ class _Labels:
 
 
 @dataclass(frozen=True)
-class HuggingFace:
+class HuggingFace(ImageOptions):
     """The images in `column` of the dataset `path` (owner/name) on the hub."""
 
     summary: ClassVar[str] = (
@@ -62,14 +50,8 @@ class HuggingFace:
     path: str
     column: str = "image"
     revision: str = "main"
-    size: int | None = None
-    channels: int | Literal["auto"] = "auto"
-    resampling: Resampling = "lanczos"
-    test_fraction: float = 0.1
-    skip: int = 0
 
     def plan(self) -> Plan:
-        check_options(self.size, self.channels, self.resampling, self.test_fraction)
         parts = self._parts()
         counts = {split: len(part) for split, part in parts.items()}
         labels = _labels(parts)
@@ -138,7 +120,7 @@ class HuggingFace:
                 )
             except DataError as error:
                 return str(error)
-            by_hash = "test" not in parts and uniforms(SPLIT_SEED, index, 1)[0] < self.test_fraction
+            by_hash = "test" not in parts and bool(rows_for_testing(index, 1, self.test_fraction)[0])
             label = None if labels is None else int(labels.numbers[split][index])
             return "test" if by_hash else split, array, label
 

@@ -21,19 +21,31 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Integer, Shaped
+from jaxtyping import Bool, Integer, Shaped
 
-from bsi.data.npy import HEADER_BYTES, ArrayFile, header_bytes
+from bsi.data.files import HEADER_BYTES, ArrayFile, header_bytes
 from bsi.data.store import FORMAT, MANIFEST, Dataset, FileRecord, Manifest, open_dataset
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import FULL, cannot_write, digest_file, fingerprint, make_folder, sync_folder, write_text
 from bsi.progress import Progress, readable_bytes
+from bsi.rng import uniforms
 from bsi.values import Bins, Standardize
 
-__all__ = ["MAX_CLASSES", "Block", "Plan", "Source", "prepare"]
+__all__ = ["MAX_CLASSES", "Block", "Plan", "Source", "check_fraction", "prepare", "rows_for_testing"]
 
 MAX_CLASSES = 2**31  # labels are stored as int32
+SPLIT_SEED = 0
 SYNC_EVERY_S = 5.0
+
+
+def check_fraction(test_fraction: float) -> None:
+    if not 0 <= test_fraction < 1:
+        raise UsageError(f"test_fraction must be in [0, 1): got {test_fraction}")
+
+
+def rows_for_testing(first: int, count: int, fraction: float) -> Bool[np.ndarray, " count"]:
+    """Whether each of the rows from `first` on is for testing, by a hash of its number."""
+    return uniforms(SPLIT_SEED, first, count) < fraction
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,20 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Integer, Shaped
 
-from bsi.data.npy import ArrayFile
+from bsi.data.files import ArrayFile
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import data_folder, digest_file, fingerprint, read_json
 from bsi.values import Bins, Standardize
 
 __all__ = [
+    "DIGITS",
     "FORMAT",
     "MANIFEST",
     "Dataset",
@@ -44,6 +46,7 @@ __all__ = [
     "verify",
 ]
 
+DIGITS = Path(str(resources.files("bsi.data"))) / "digits"  # part of the package; ORIGIN.txt names its authors
 FORMAT = 1
 MANIFEST = "manifest.json"
 FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy")
@@ -158,12 +161,12 @@ class Dataset:
     train: Shaped[np.ndarray, "train *shape"]
     test: Shaped[np.ndarray, "test *shape"]
     labels: Labels | None
-    folder: Path | None = None
+    folder: Path
 
     @property
     def name(self) -> str:
         """The name of its folder: the one by which it is opened."""
-        return self.manifest.name if self.folder is None else self.folder.resolve().name
+        return self.folder.resolve().name
 
     @property
     def version(self) -> str:
@@ -243,15 +246,11 @@ def _with_version(version: str | None, root: Path | None) -> Path | None:
 
 
 def _open(name_or_path: str | Path, root: Path | None, check_hashes: bool) -> Dataset:
-    if name_or_path == "digits":
-        from bsi.data.digits import embedded_digits
-
-        return embedded_digits()
     root = data_folder() if root is None else root
     folder = Path(name_or_path).expanduser()
     # A bare name is looked up in the data folder first: its meaning must not depend on the working directory.
     bare = isinstance(name_or_path, str) and os.sep not in name_or_path
-    places = [root / folder, folder] if bare else [folder]
+    places = [DIGITS] if name_or_path == "digits" else [root / folder, folder] if bare else [folder]
     folder = next((place for place in places if os.path.isfile(place / MANIFEST)), places[0])
     if not os.path.isfile(folder / MANIFEST):
         raise DataError(_not_found(str(name_or_path), folder, root))
@@ -306,7 +305,8 @@ def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
         raise DataError(f"{path} holds {array.shape} of {array.dtype}, expected {shape} of {manifest.dtype}. {again}")
     if not array.row_bytes * count:  # an empty file cannot be mapped
         return np.empty(array.shape, array.dtype)
-    return np.memmap(path, array.dtype, "r", array.offset, array.shape)
+    # The digits are also for trying things out: changes stay in memory, and torch does not warn of read-only memory.
+    return np.memmap(path, array.dtype, "c" if path.parent == DIGITS else "r", array.offset, array.shape)
 
 
 def _not_found(wanted: str, folder: Path, root: Path) -> str:

@@ -18,9 +18,8 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Integer
 
-from bsi.data.images import for_testing, walk
-from bsi.data.npy import BLOCK_BYTES
-from bsi.data.prepare import Block, Plan
+from bsi.data.files import BLOCK_BYTES, for_testing, walk
+from bsi.data.prepare import Block, Plan, check_fraction
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, open_untrusted
 from bsi.values import Bins
@@ -42,10 +41,9 @@ class Wav:
     test_fraction: float = 0.1
 
     def plan(self) -> Plan:
-        if self.length < 1 or not 0 <= self.test_fraction < 1:
-            raise UsageError(
-                f"length must be at least 1 and test_fraction in [0, 1): got {self.length} and {self.test_fraction}"
-            )
+        if self.length < 1:
+            raise UsageError(f"length must be at least 1, got {self.length}.")
+        check_fraction(self.test_fraction)
         path = self.path.expanduser()
         rows, listing = 0, hashlib.sha256()
         first: tuple[str, int, int] | None = None

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
-from bsi.data.images import SUFFIXES, open_image
+from bsi.data.image_folder import SUFFIXES, open_image
 from bsi.errors import DataError
 
 __all__ = ["array_batches", "file_batches", "image_files"]

@@ -1,6 +1,6 @@
 """Features of 8x8 digits for the Fréchet distance `fd-digits`: these images are too small for Inception.
 
-The network is a small classifier of the embedded digits, trained once by `fit` on the training part. Its weights are
+The network is a small classifier of these digits, trained once by `fit` on the training part. Its weights are
 part of the package (digits_features.safetensors), so that the distance is the same everywhere. The features are the 32
 activations before its logits. Values of `fd-digits` are comparable only with each other.
 
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
-from bsi.data.digits import embedded_digits
+from bsi.data.store import open_dataset
 from bsi.errors import DataError
 from bsi.values import to_uint8
 
@@ -80,7 +80,7 @@ def packaged_weights() -> bytes:
 
 def fit(steps: int = 3000, batch: int = 128) -> dict[str, Tensor]:
     """Train the weights of the package: AdamW on shifted training digits, from a fixed seed on one thread."""
-    digits = embedded_digits()
+    digits = open_dataset("digits")
     assert digits.bins is not None
     assert digits.labels is not None
     x = torch.from_numpy(to_uint8(digits.bins.values(digits.train), -1.0, 1.0)).float() / 127.5 - 1

@@ -27,8 +27,8 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from bsi.data.npy import BLOCK_BYTES
-from bsi.data.prepare import Block, Plan
+from bsi.data.files import BLOCK_BYTES, for_testing, walk
+from bsi.data.prepare import Block, Plan, check_fraction
 from bsi.data.store import check_classes
 from bsi.errors import DataError, UsageError
 from bsi.io import open_untrusted
@@ -38,17 +38,15 @@ __all__ = [
     "SUFFIXES",
     "Folder",
     "Geometry",
+    "ImageOptions",
     "Item",
     "Resampling",
-    "check_options",
     "checked",
-    "for_testing",
     "geometry",
     "image_block",
     "items_per_block",
     "open_image",
     "pixels",
-    "walk",
 ]
 
 # Formats with decoders in Pillow that are pure image readers; others call programs (EPS) or are rarely fuzzed.
@@ -62,16 +60,26 @@ GRAY = ("1", "L", "LA")
 Resampling = Literal["lanczos", "bicubic", "bilinear", "box"]
 
 
-def check_options(size: int | None, channels: int | str, resampling: str, test_fraction: float) -> None:
-    """Raise for invalid options before any file is read."""
-    if size is not None and not 1 <= size <= 4096:
-        raise UsageError(f"size is the side of the images in pixels, 1 to 4096: got {size}")
-    if channels not in (1, 3, "auto"):
-        raise UsageError(f"channels must be 3 (color), 1 (gray) or auto: got {channels}")
-    if resampling not in get_args(Resampling):
-        raise UsageError(f"resampling is one of {', '.join(get_args(Resampling))}: got {resampling!r}")
-    if not 0 <= test_fraction < 1:
-        raise UsageError(f"test_fraction must be in [0, 1): got {test_fraction}")
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """The options of sources of images; see `bsi data --help`."""
+
+    size: int | None = None
+    channels: int | Literal["auto"] = "auto"
+    resampling: Resampling = "lanczos"
+    test_fraction: float = 0.1
+    skip: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size is not None and not 1 <= self.size <= 4096:
+            raise UsageError(f"size is the side of the images in pixels, 1 to 4096: got {self.size}")
+        if self.channels not in (1, 3, "auto"):
+            raise UsageError(f"channels must be 3 (color), 1 (gray) or auto: got {self.channels}")
+        if self.resampling not in get_args(Resampling):
+            raise UsageError(f"resampling is one of {', '.join(get_args(Resampling))}: got {self.resampling!r}")
+        if self.skip < 0:
+            raise UsageError(f"skip must be at least 0, got {self.skip}.")
+        check_fraction(self.test_fraction)
 
 
 def open_image(path: Path, name: str) -> Image.Image:
@@ -166,7 +174,7 @@ def geometry(headers: Iterable[tuple[str, int, int]], size: int | None, channels
 
 
 @dataclass(frozen=True)
-class Folder:
+class Folder(ImageOptions):
     """Every image below `path`, cropped to its largest centered square and resampled to `size`."""
 
     summary: ClassVar[str] = (
@@ -175,14 +183,8 @@ class Folder:
 
     path: Path
     labels: bool = False
-    size: int | None = None
-    channels: int | Literal["auto"] = "auto"
-    resampling: Resampling = "lanczos"
-    test_fraction: float = 0.1
-    skip: int = 0
 
     def plan(self) -> Plan:
-        check_options(self.size, self.channels, self.resampling, self.test_fraction)
         path = self.path.expanduser()
         total, listing, found = 0, hashlib.sha256(), set[str]()
         for name in walk(path, SUFFIXES):
@@ -302,37 +304,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return -1
-
-
-def for_testing(name: str, fraction: float) -> bool:
-    """Whether the hash of a relative path, as a number in [0, 1), is below `fraction`."""
-    sha = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(sha[:8], "big") < fraction * 2**64
-
-
-def walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Relative paths of the files with one of the suffixes, folder by folder, sorted; without hidden ones."""
-    if not os.path.isdir(root):
-        raise DataError(f"{root} is not a folder. Give the folder with --from.")
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        try:
-            with os.scandir(root / folder) as entries:
-                found = sorted((entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries)
-        except OSError as error:
-            raise DataError(f"cannot read the folder {root / folder}: {error}") from error
-        below = []
-        for name, is_folder, is_link in found:
-            inside = f"{folder}/{name}" if folder else name
-            if name.startswith("."):
-                continue
-            if is_folder and is_link:
-                raise DataError(
-                    f"{root / inside} is a link to a folder, which could form a cycle. Replace it by the folder itself."
-                )
-            if is_folder:
-                below.append(inside)
-            elif name.lower().endswith(suffixes):
-                yield inside
-        folders.extend(reversed(below))

@@ -515,7 +515,7 @@ def test_a_few_arrays_lead_to_an_array_of_samples(elsewhere: Path, capsys: pytes
     assert call("data", "arrays", "--from", "few.npy", "--test-fraction", "0.001") == 0
     err = capsys.readouterr().err
     assert "warning: there are no test samples" in err
-    assert "bsi train arrays --data.name few" in err
+    assert "bsi train arrays --data.name few, or table-mini on a CPU" in err
     assert call("train", "arrays", "--data.name", "few", "--device", "cpu", "--steps", "1", "--batch", "64") == 0
     assert "bsi sample runs/arrays --npz samples.npz" in capsys.readouterr().err
 

@@ -425,9 +425,8 @@ def test_sound_is_written_as_wav_at_the_rate_of_its_dataset(tmp_path, capsys, mo
             file.setparams((1, 2, 8000, 0, "NONE", ""))
             file.writeframes((3000 * np.sin(np.arange(640) / (3 + i))).astype("<i2").tobytes())
     assert main(["data", "wav", "--from", ".", "--to", "data/tones", "--length", "16", "--test-fraction", "0"]) == 0
-    words = "train arrays --data.name tones --backbone mlp-8x1 --steps 1 --batch 16 --every.evaluate 0 --every.sample 0"
-    words += " --method.alpha-M 6.7e10"  # the finest of 65536 bins
-    assert "--method.alpha-M 6.7e10" in capsys.readouterr().err  # as `bsi data wav` recommends
+    words = "train audio-mini --data.name tones --backbone mlp-8x1 --steps 1 --batch 16 --every.evaluate 0"
+    assert " ".join(words.split()[:4]) in capsys.readouterr().err  # as `bsi data wav` recommends
     assert main([*words.split(), "--device", "cpu", "--out", "run"]) == 0
     assert "bsi sample run --out samples.wav" in capsys.readouterr().err
     words = "sample run --num 3 --steps 2 --device cpu --npz all.npz --out all.wav"

@@ -82,8 +82,7 @@ TRAINS = {
     "folder": "bsi train folder --data.name NAME, or folder-mini on a CPU",
     "huggingface": "bsi train folder --data.name NAME, or folder-mini on a CPU",
     "arrays": "bsi train arrays --data.name NAME",
-    "wav": "bsi train arrays --data.name NAME --backbone unet-32-64-64x1 --batch 64 --steps 2000 --optimizer.lr 2e-3"
-    " --method.alpha-M 6.7e10, or --backbone dit-s/4 on a GPU",
+    "wav": "bsi train audio-mini --data.name NAME, or --backbone dit-s/4 on a GPU",
 }
 
 OPTIONS = ("labels", "size", "channels", "resampling", "test_fraction", "skip", "bins", "length", "column", "revision")
@@ -176,6 +175,8 @@ def _show(dataset: Dataset, args: DataOptions) -> None:
 def _next(args: DataOptions, dataset: Dataset) -> str:
     """The command that trains on it: with larger patches for large images, and with labels if they were requested."""
     command = TRAINS[str(args.name)].replace("NAME", shlex.quote(_called(dataset)))
+    if args.name == "arrays" and dataset.bins is None and len(dataset.shape) <= 2:
+        command += f", or {'table' if len(dataset.shape) == 1 else 'series'}-mini on a CPU"
     if args.labels:
         command = command.replace(" --data.name ", " --data.labels --data.name ", 1)
     large = command.startswith("bsi train folder") and dataset.shape[-1] >= 64

@@ -25,12 +25,13 @@ from bsi.recipes.cifar10 import (
 )
 from bsi.recipes.digits import digits
 from bsi.recipes.imagenet import imagenet32_dit_l2, imagenet32_unet, imagenet64_dit_l4
-from bsi.recipes.own import arrays, folder, folder_mini
+from bsi.recipes.own import arrays, audio_mini, folder, folder_mini, series_mini, table_mini
 
 __all__ = [
     "RECIPES",
     "Evidence",
     "arrays",
+    "audio_mini",
     "cifar10_20min_bpd",
     "cifar10_20min_fid",
     "cifar10_dit_mini",
@@ -44,6 +45,8 @@ __all__ = [
     "imagenet32_unet",
     "imagenet64_dit_l4",
     "named_recipe",
+    "series_mini",
+    "table_mini",
 ]
 
 RECIPES: dict[str, Callable[[str], Recipe]] = {
@@ -59,6 +62,9 @@ RECIPES: dict[str, Callable[[str], Recipe]] = {
     "folder": folder,
     "folder-mini": folder_mini,
     "arrays": arrays,
+    "table-mini": table_mini,
+    "series-mini": series_mini,
+    "audio-mini": audio_mini,
 }
 
 

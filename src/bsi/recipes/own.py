@@ -1,14 +1,26 @@
-"""Your own data: images in a folder, or arrays. All values are ours: starting points, not tuned for anything."""
+"""Your own data: images in a folder, tables, series, sound. All values are ours: starting points, not tuned for anything.
+
+The recipes named `-mini` are for a CPU and take minutes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from bsi.backbones.config import DIT_SIZES, MLPConfig, UNetConfig
-from bsi.methods import METHODS
+from bsi.methods import METHODS, Method
 from bsi.recipe import Data, Ema, Evaluation, Every, Optimizer, Recipe, Samples
 
-__all__ = ["arrays", "folder", "folder_mini"]
+__all__ = ["arrays", "audio_mini", "folder", "folder_mini", "series_mini", "table_mini"]
+
+SMALL_UNET = UNetConfig(width=32, levels=1, heads=4, dropout=0.0, coarser=(64, 64))
+OFTEN = Every(journal=20, evaluate=500, sample=0, checkpoint=500)
+
+
+def _with_last_precision(method: str, precision: float) -> Method:
+    """The method with this precision of the data at the last level; others than ours keep their own."""
+    ours = {"bsi": {"alpha_M": precision}, "bfn": {"sigma_1": precision**-0.5}, "vdm": {"nu_max": precision}}
+    return METHODS[method](**ours.get(method, {}))
 
 
 def folder(method: str = "bsi") -> Recipe:
@@ -46,7 +58,7 @@ def folder_mini(method: str = "bsi") -> Recipe:
     return Recipe(
         name="folder-mini",
         method=METHODS[method](),
-        backbone=UNetConfig(width=32, levels=1, heads=4, dropout=0.0, coarser=(64, 64)),
+        backbone=SMALL_UNET,
         data=Data("folder", flips=True),
         steps=1800,
         batch=32,
@@ -60,12 +72,9 @@ def folder_mini(method: str = "bsi") -> Recipe:
 
 
 def arrays(method: str = "bsi") -> Recipe:
-    """Your own vectors, prepared with `bsi data`: a residual MLP. For sound and time series see below.
+    """Your own vectors, prepared with `bsi data`: a residual MLP, trained for long. See `table-mini` for a short run.
 
-    For sequences and fields choose a network that uses their axes: on a CPU a U-Net, --backbone unet-32-64-64x1
-    --batch 64 --steps 2000 --optimizer.lr 2e-3, on a GPU --backbone dit-s/4. Noisy sine waves of 128 steps, standard
-    deviation of the noise 0.1: -0.74 nats/dim with the U-Net and --steps 1000 (5 minutes on one core), -0.67 with the
-    MLP (entropy of the noise: -0.88).
+    An MLP does not use the order of the values: see `series-mini` for series, and use --backbone dit-s/4 on a GPU.
 
     Command: bsi train arrays --data.name NAME
     Hardware: two CPU cores, or 1 GPU
@@ -84,4 +93,66 @@ def arrays(method: str = "bsi") -> Recipe:
         ema=Ema(beta=0.999, start=1000),
         compile=False,
         every=Every(journal=100, evaluate=2000, sample=0, checkpoint=1000),
+    )
+
+
+def table_mini(method: str = "bsi") -> Recipe:
+    """Your own table, one row for each sample: a small residual MLP on a CPU. Details below 0.01 standard deviations
+    are left to the decoder (--method.alpha-M).
+
+    Command: bsi train table-mini --data.name NAME
+    Hardware: one CPU core
+    Time: 2 minutes
+    Expected: not yet run
+    Paper: none
+    """
+    return replace(
+        arrays(method),
+        name="table-mini",
+        method=_with_last_precision(method, 1e4),
+        backbone=MLPConfig(width=128, depth=2),
+        data=Data("table"),
+        steps=3000,
+        optimizer=Optimizer(lr=1e-3, weight_decay=1e-2, warmup=100, schedule="cosine", final_lr=1e-5),
+        ema=Ema(beta=0.995, start=200),
+        every=OFTEN,
+    )
+
+
+def series_mini(method: str = "bsi") -> Recipe:
+    """Your own time series (channels, length) of continuous values: a 1-D U-Net on a CPU. Details below 0.01 standard
+    deviations are left to the decoder (--method.alpha-M).
+
+    Command: bsi train series-mini --data.name NAME
+    Hardware: two CPU cores
+    Time: 10 minutes for 128 steps
+    Expected: not yet run
+    Paper: none
+    """
+    return replace(
+        table_mini(method),
+        name="series-mini",
+        backbone=SMALL_UNET,
+        data=Data("series"),
+        steps=2000,
+        batch=32,
+        optimizer=Optimizer(lr=2e-3, weight_decay=1e-2, warmup=50, schedule="cosine", final_lr=1e-5),
+    )
+
+
+def audio_mini(method: str = "bsi") -> Recipe:
+    """Your own 16-bit sound, prepared with `bsi data wav`: a 1-D U-Net on a CPU, with a last precision for 65536 bins.
+
+    Command: bsi train audio-mini --data.name NAME
+    Hardware: two CPU cores
+    Time: 10 minutes for pieces of 256 values
+    Expected: not yet run
+    Paper: none
+    """
+    return replace(
+        series_mini(method),
+        name="audio-mini",
+        method=_with_last_precision(method, 6.7e10),  # noise of an eighth of a bin, the paper's ratio for 8-bit images
+        data=Data("sounds"),
+        batch=16,
     )

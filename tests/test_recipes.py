@@ -12,6 +12,7 @@ import pytest
 import bsi
 from bsi import recipes
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
+from bsi.checks import check_bins
 from bsi.errors import UsageError
 from bsi.methods import BFN, BSI, METHODS, VDM
 from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
@@ -217,3 +218,10 @@ def test_any_batch_is_divided_into_shards_that_fit(batch: int, shards: int) -> N
     audited = replace(recipe, audit=True).shards
     assert batch % audited == 0
     assert audited & (audited - 1) == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_recipe_for_sound_resolves_its_bins(method: str) -> None:
+    check_bins(named_recipe("audio-mini", method).method, bsi.Bins(-1.0, 1.0, 65536))
+    with pytest.raises(UsageError, match="bins"):
+        check_bins(named_recipe("arrays", method).method, bsi.Bins(-1.0, 1.0, 65536))

@@ -1,4 +1,4 @@
-"""Your own data: images in a folder, tables, series, sound. All values are ours: starting points, not tuned for anything.
+"""Your own data: images, tables, series, sound. All values are ours: starting points, not tuned for anything.
 
 The recipes named `-mini` are for a CPU and take minutes.
 """

@@ -64,8 +64,10 @@ def _shortest(module: str, name: str, value: object) -> str:
 
 
 def _methods(cls: object, name: str) -> list[str]:
-    """The public methods of a class, without those of its base classes."""
-    members = vars(cls) if inspect.isclass(cls) else {}
+    """The public methods of a class and of its base classes in this package."""
+    ours = [base for base in inspect.getmro(cls) if base.__module__.startswith("bsi.")] if inspect.isclass(cls) else []
+    members = {key: value for base in reversed(ours) for key, value in vars(base).items()}
+    members = {key: getattr(value, "__func__", value) for key, value in members.items()}
     public = {key: value for key, value in members.items() if not key.startswith("_") and callable(value)}
     return [f"| `bsi.{name}.{key}` | {_summary(value)} |" for key, value in public.items() if _summary(value)]
 

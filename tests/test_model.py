@@ -9,8 +9,9 @@ import torch
 import bsi
 from bsi.elbo import Elbo
 from bsi.errors import UsageError
+from bsi.generation import rows_of
 from bsi.levels import low_discrepancy
-from bsi.model import _levels, _rows
+from bsi.model import _levels
 from bsi.objective import training_loss
 
 METHODS = [bsi.BSI(), bsi.BFN(), bsi.VDM()]
@@ -321,10 +322,10 @@ def test_more_steps_than_a_path_resolves_are_refused_before_the_first_evaluation
 def test_a_conditions_rows_go_where_the_network_is():
     """Rows are chosen where the condition lies: the caller need not know on which device the network is."""
     labels, elsewhere = torch.tensor([7, 8, 9]), torch.device("meta")
-    assert torch.equal(_rows(labels, torch.tensor([2, 0]), labels.device), torch.tensor([9, 7]))
-    assert _rows(labels, torch.tensor([2, 0]), elsewhere).device == elsewhere
-    named = _rows({"class": labels, "mask": labels > 7}, torch.tensor([1]), elsewhere)
+    assert torch.equal(rows_of(labels, torch.tensor([2, 0]), labels.device), torch.tensor([9, 7]))
+    assert rows_of(labels, torch.tensor([2, 0]), elsewhere).device == elsewhere
+    named = rows_of({"class": labels, "mask": labels > 7}, torch.tensor([1]), elsewhere)
     assert {name: (rows.device, rows.shape) for name, rows in named.items()} == {
         "class": (elsewhere, (1,)), "mask": (elsewhere, (1,))
     }  # fmt: skip
-    assert _rows(None, torch.tensor([1]), elsewhere) is None
+    assert rows_of(None, torch.tensor([1]), elsewhere) is None

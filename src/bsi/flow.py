@@ -36,7 +36,17 @@ from bsi.methods.base import Method, Predictor, level_at, rho_at
 from bsi.rng import standard_normal
 from bsi.values import Bins
 
-__all__ = ["Divergence", "Flow", "binned_flow", "exact_divergence", "flow_density", "hutchinson"]
+__all__ = [
+    "Divergence",
+    "Flow",
+    "arc",
+    "binned_flow",
+    "exact_divergence",
+    "flow_decode",
+    "flow_density",
+    "flow_encode",
+    "hutchinson",
+]
 
 Data = Float[Tensor, "batch *data"]
 PerSample = Float[Tensor, " batch"]
@@ -156,6 +166,50 @@ def binned_flow(
     log_q = (-0.5 * eps.square() - 0.5 * math.log(2 * math.pi) - math.log(sigma * mass)).flatten(1).sum(1)
     flow = flow_density(method, predict, z.to(uniform.dtype), divergence, samples, tolerance)
     return Flow(flow.log_density - log_q, flow.w, flow.evaluations, flow.n)
+
+
+def flow_encode(method: Method, predict: Predictor, z: Data, tolerance: float = 1e-4) -> Data:
+    """The prior's noise w that the flow maps to z, the sample with the last level's noise."""
+
+    def nothing(x_hat: Data, v: Data, samples: Int[Tensor, " batch"]) -> PerSample:
+        return x_hat.new_zeros(len(x_hat))
+
+    return flow_density(method, predict, z, nothing, tolerance=tolerance).w
+
+
+def flow_decode(method: Method, predict: Predictor, w: Data, tolerance: float = 1e-4) -> Data:
+    """The sample that the flow maps the prior's noise w to: the inverse of `flow_encode`, then the method's decoding.
+
+    The flow is integrated over -u, so that it goes downwards as in `flow_density`.
+    """
+    low, high = method.levels.low, method.levels.high
+    first, last = rho_at(method, torch.tensor([low, high], dtype=torch.float64)).tolist()
+
+    @torch.no_grad()
+    def slope(minus_u: PerSample, state: State, which: Int[Tensor, " batch"]) -> State:
+        u, v = -minus_u, state.v
+        level, stretch = level_at(method, torch.sinh(u)).clamp(low, high), torch.cosh(u)
+        x_hat = predict((over(method.encoder(level).noise * stretch, v) * v).to(w.dtype), level)
+        return State(over(torch.tanh(u), v) * v - x_hat.double(), torch.zeros_like(u))
+
+    samples = torch.arange(len(w), device=w.device)
+    begin = State(w.double() / math.sqrt(1 + first**2), torch.zeros(len(w), dtype=torch.float64, device=w.device))
+    end, _ = _integrate(slope, begin, -math.asinh(first), -math.asinh(last), samples, tolerance)
+    level = torch.full((len(w),), high, dtype=torch.float64, device=w.device)
+    noise = method.encoder(level).noise * math.sqrt(1 + last**2)
+    with torch.no_grad():
+        return method.decode((over(noise, end.v) * end.v).to(w.dtype), level, predict)
+
+
+def arc(a: Data, b: Data, num: int) -> Float[Tensor, "batch num *data"]:
+    """`num` points from each a to its b, both included, on an arc of a sphere: between two draws of noise, others."""
+    along = torch.linspace(0, 1, num, dtype=torch.float64, device=a.device)
+    x, y = a.double().flatten(1), b.double().flatten(1)
+    cosine = (x * y).sum(1) / (x.norm(dim=1) * y.norm(dim=1)).clamp(min=1e-300)
+    angle = torch.arccos(cosine.clamp(-1, 1)).clamp(min=1e-4)[:, None]  # a smaller angle: a straight line
+    weights = [torch.sin(t * angle) / torch.sin(angle) for t in (1 - along, along)]
+    points = weights[0][..., None] * x[:, None] + weights[1][..., None] * y[:, None]
+    return points.to(a.dtype).unflatten(2, a.shape[1:]) if a.ndim > 2 else points.to(a.dtype)
 
 
 @dataclass(frozen=True)

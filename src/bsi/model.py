@@ -10,38 +10,43 @@ Integer tensors are bin indices, floats are values. Everything outside the netwo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Float, Float64, Integer
 from torch import Tensor, nn
 
 from bsi.bound import EvaluatedModel, Samples, estimate
 from bsi.checks import as_tensor, check_finite, check_method, check_repeated, check_resolution
-from bsi.denoiser import Condition, Denoiser, check_condition, check_labels
+from bsi.denoiser import Condition, Denoiser, check_condition
 from bsi.elbo import Elbo, Estimator, Proposals
-from bsi.errors import NonFinite, UsageError
+from bsi.errors import UsageError
+from bsi.flow import binned_flow, exact_divergence, flow_density, hutchinson
+from bsi.gaussian import over
+from bsi.generation import Generation, rows_of
 from bsi.levels import low_discrepancy
 from bsi.methods.base import Method, Parametrization, Predictor
 from bsi.objective import Weight, training_loss
-from bsi.sampler import Sampler
-from bsi.sampling import Step, drawing
+from bsi.progress import shown
+from bsi.rng import standard_normal
 from bsi.values import Bins, Standardize
 from bsi.variance import Variance, named_variance
 
 __all__ = ["Model"]
 
-# Whether to show progress, or what is called with the number of samples after each of their steps.
-Shown = bool | Callable[[int], object]
+DEQUANTIZATION = 1 << 27  # the stream of noise for the positions within bins, apart from those of probes
 
 
-class Model(nn.Module):
+class Model(Generation):
     """A network, a method and a description of the data.
+
+    Calling the model, `model(x)`, returns the training loss of each sample, so that `torch.compile` and
+    `DistributedDataParallel` can wrap it. A prediction is `model.predict(latent, level)`.
 
     Args:
         backbone: is called as `backbone(input, t)`, or `backbone(input, t, cond)` with a condition. `input` are latents
@@ -78,38 +83,22 @@ class Model(nn.Module):
         if class_names and self.classes not in (None, len(class_names)):
             raise UsageError(f"each label needs one name, got {len(class_names)} names for {self.classes} labels")
 
-    @property
-    def device(self) -> torch.device:
-        return next((p.device for p in self.parameters()), torch.device("cpu"))
+    @classmethod
+    def from_pretrained(cls, source: str | Path, backbone: nn.Module | None = None) -> Model:
+        """Load a model onto the CPU, in evaluation mode.
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of computations outside the network: float64 after `model.double()`, else float32."""
-        wide = any(p.dtype == torch.float64 for p in self.parameters())
-        return torch.float64 if wide else torch.float32
+        Args:
+            source: The name of a bundled network (`digits`), a run folder, or an exported file.
+            backbone: Your own network, if the model has one: files hold its weights and no code.
 
-    @property
-    def classes(self) -> int | None:
-        """The number of labels of the network; None if it has no attribute `num_classes`."""
-        return getattr(self.denoiser.backbone, "num_classes", None)
+        Example:
 
-    def values(self, data: Tensor | np.ndarray) -> Float[Tensor, "batch *data"]:
-        """Convert data to the values that the method works with: bin centers, or standardized continuous data."""
-        data = as_tensor(data)
-        if data.shape[1:] != self.shape:
-            raise UsageError(
-                f"data must have the shape (batch, {', '.join(map(str, self.shape))}), got {tuple(data.shape)}"
-            )
-        if data.is_floating_point():
-            data = data.to(torch.promote_types(data.dtype, self.dtype))
-            x = data if self.standardize is None else self.standardize.apply(data)
-            return x.to(self.dtype) if any(p.is_floating_point() for p in self.parameters()) else x
-        if self.bins is None:
-            raise UsageError(
-                f"integer data needs bins, got {data.dtype}. Pass bins=bsi.Bins.uint8() for 8-bit images, or convert "
-                f"continuous data to floats."
-            )
-        return self.bins.values(data, self.dtype)
+            >>> bsi.Model.from_pretrained("digits").sample(4, steps=8).shape
+            torch.Size([4, 1, 8, 8])
+        """
+        from bsi.runtime.export import load
+
+        return load(source, backbone=backbone)
 
     def check(self, data: Tensor | np.ndarray) -> None:
         """Raise if data is not finite or lies outside its bins. Reads the data: `forward` does so on the CPU only."""
@@ -148,95 +137,56 @@ class Model(nn.Module):
         x = self.values(data)
         return training_loss(self.method, self.denoiser.given(cond), x, _levels(x), torch.randn_like(x), weight)
 
-    def sample(
+    def predict(
         self,
-        num: int | range,
-        sampler: Sampler | None = None,
-        *,
-        seed: int = 0,
-        label: int | Sequence[int] | None = None,
+        latent: Float[Tensor, "batch *data"],
+        level: float | Float[Tensor, "..."],
         cond: Condition | None = None,
-        batch_size: int = 256,
-        progress: Callable[[int], object] | None = None,
-        **changes: Any,
-    ) -> Tensor:
-        """Draw samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone.
+        guidance: float = 1.0,
+    ) -> Float[Tensor, "batch *data"]:
+        """Predict x from a latent at a level of the method: E[x | latent] for a perfect network, as values.
+
+        `model(x)` is not a prediction but the training loss.
 
         Args:
-            num: how many samples, or a range of their numbers i.
-            sampler: how to draw them; `changes` are fields of it: `model.sample(16, steps=32, guidance=2.0)`.
-            seed: `bsi sample` with the same seed draws the same samples.
-            label: the class of all samples, or a sequence of classes that sample i takes in turn: `range(10)`.
-            cond: a condition with one row for each sample, in place of `label`.
-            batch_size: samples that are drawn together.
-            progress: is called with the number of samples after each of their steps + 1 predictions.
+            latent: A point of a trajectory, such as `method.encoder(level).encode(x, eps)`.
+            level: One level for all, or one for each; the precision of the belief for BSI and BFN, the SNR for VDM.
+            cond: A condition with one row for each latent.
+            guidance: See `Sampler`.
 
-        Raises:
-            NonFinite: if a sample holds NaN or infinity.
+        Example:
+
+            >>> model = bsi.Model.from_pretrained("digits")
+            >>> x, eps = torch.zeros(2, 1, 8, 8), torch.randn(2, 1, 8, 8)
+            >>> latent = model.method.encoder(torch.tensor(5.0)).encode(x, eps)
+            >>> model.predict(latent, 5.0).shape
+            torch.Size([2, 1, 8, 8])
         """
-        ids = range(num) if isinstance(num, int) else num
-        if len(ids) < 1 or batch_size < 1:
-            raise UsageError(f"sampling needs num >= 1 and batch_size >= 1, got num={num}, batch_size={batch_size}")
-        if cond is not None and label is not None:
-            raise UsageError(f"samples have either a label or a condition, got label={label} and cond. Leave one out.")
-        sampler = replace(sampler or Sampler(), **changes)
-        cond = self.labels(ids, label) if cond is None else cond
-        check_condition(cond, len(ids))
-        check_labels(cond, self.classes)
-        drawn = []
-        for rows in torch.arange(len(ids)).split(batch_size):
-            batch = ids[int(rows[0]) : int(rows[-1]) + 1]
-            for step in self.trajectory(batch, sampler, seed=seed, cond=_rows(cond, rows, self.device)):
-                x = step.x_hat
-                if progress is not None:
-                    progress(len(rows))
-            drawn.append(self.data(x))
-        return torch.cat(drawn)
+        check_condition(cond, len(latent))
+        levels = torch.as_tensor(level, dtype=torch.float64, device=latent.device).expand(len(latent))
+        with self.evaluating():
+            return self.denoiser.given(cond, guidance)(latent, levels)
 
-    def trajectory(
-        self, ids: range, sampler: Sampler, *, seed: int = 0, cond: Condition | None = None
-    ) -> Iterator[Step]:
-        """Every step of the samples `ids`, as values; the x_hat of the last step is the sample.
+    def score(
+        self,
+        latent: Float[Tensor, "batch *data"],
+        level: float | Float[Tensor, "..."],
+        cond: Condition | None = None,
+        guidance: float = 1.0,
+    ) -> Float[Tensor, "batch *data"]:
+        """The gradient of ln p(latent) at a level: (signal x_hat - latent) / noise^2, by Tweedie's formula.
 
-        Raises:
-            UsageError: before the first evaluation, if the sampler does not suit the method.
-            NonFinite: after the last step, if a sample holds NaN or infinity.
+        The arguments are those of `predict`.
+
+        Example:
+
+            >>> model = bsi.Model.from_pretrained("digits")
+            >>> model.score(torch.zeros(2, 1, 8, 8), 5.0).shape
+            torch.Size([2, 1, 8, 8])
         """
-        predict = self.denoiser.given(cond, sampler.guidance)
-        numbers = torch.arange(ids.start, ids.stop, ids.step, device=self.device)
-        return self._evaluated(drawing(self.method, predict, sampler, numbers, self.shape, seed, self.dtype), ids)
-
-    def _evaluated(self, steps: Iterator[Step], ids: range) -> Iterator[Step]:
-        """The steps of a trajectory in evaluation mode, and the one check that samples are finite."""
-        x = torch.empty(0)
-        while True:
-            with self.evaluating():
-                step = next(steps, None)
-            if step is None:
-                break
-            x = step.x_hat
-            yield step
-        finite = torch.isfinite(x).reshape(len(ids), -1).all(1)
-        if not bool(finite.all()):
-            raise NonFinite(
-                f"{int((~finite).sum())} of the samples {ids[0]} to {ids[-1]} hold NaN or infinity: the network's "
-                f"predictions are not finite"
-            )
-
-    def labels(self, ids: range, label: int | Sequence[int] | None) -> Int[Tensor, " batch"] | None:
-        """The label of each of these samples: one for all, or sample i's from the sequence in turn."""
-        if label is None:
-            return None
-        if self.classes == 0:
-            raise UsageError(f"this network was trained without labels, got label={label}. Train it with labels.")
-        known = torch.as_tensor([label] if isinstance(label, int) else list(label))
-        return known[torch.arange(ids.start, ids.stop, ids.step) % len(known)]
-
-    def data(self, x: Float[Tensor, "batch *data"]) -> Tensor:
-        """Convert values back to data: bin indices by rounding, or the original units by undoing `standardize`."""
-        if self.bins is not None:
-            return self.bins.indices(x)
-        return x if self.standardize is None else self.standardize.undo(x)
+        x_hat = self.predict(latent, level, cond, guidance)
+        encoder = self.method.encoder(torch.as_tensor(level, device=latent.device).expand(len(latent)))
+        return (over(encoder.signal, latent) * x_hat - latent) / over(encoder.noise.square(), latent)
 
     def elbo(
         self,
@@ -257,6 +207,14 @@ class Model(nn.Module):
 
         The other arguments are those of `bsi.elbo.Estimator`. `proposal="fitted"` and `target_error` together reach a
         given error with the fewest evaluations. With `finite_k`, a `variance` (`fit_variance`) makes the bound tighter.
+        The result prints with its errors; its `nats` has the bound of each sample, to find outliers for example.
+
+        Example:
+
+            >>> model = bsi.Model.from_pretrained("digits")
+            >>> bound = model.elbo(bsi.data.open_dataset("digits").test[:64], progress=True)
+            >>> print(f"{float(bound):.1f} bits/dim; of each sample, in nats: {bound.nats.shape}")
+            1.8 bits/dim; of each sample, in nats: torch.Size([64])
         """
         if variance is not None and finite_k is None:
             raise UsageError("a variance belongs to finitely many steps: pass finite_k too, or leave variance out.")
@@ -265,6 +223,60 @@ class Model(nn.Module):
             return estimate(replace(self.on(data, cond), variance=variance), estimator, progress=progress)
 
     bits_per_dim = elbo  # an alias under the more common name
+
+    def log_likelihood(
+        self,
+        data: Tensor | np.ndarray,
+        cond: Condition | None = None,
+        *,
+        probes: int | None = 1,
+        tolerance: float = 1e-2,
+        seed: int = 0,
+        batch_size: int = 256,
+        progress: bool = False,
+    ) -> Float64[Tensor, " batch"]:
+        """ln p of each sample under the probability flow, in nats and the units of the data: see `bsi.flow`.
+
+        For binned data a lower bound on ln P(x), from one draw of the position within each bin. The flow is another
+        model than the one that `elbo` bounds: report the two separately.
+
+        Args:
+            data: Like that of `elbo`.
+            cond: A condition with one row for each sample.
+            probes: Random vectors for an unbiased estimate of each trace; None computes it exactly, with as many
+                backward passes as a sample has dimensions.
+            tolerance: Error of each step of the integration, in nats.
+            seed: Seed of the probes and of the positions within bins.
+            batch_size: Samples evaluated at a time.
+            progress: Show progress on stderr.
+
+        Example:
+
+            >>> model = bsi.Model.from_pretrained("digits")
+            >>> images = bsi.data.open_dataset("digits").test[:4]
+            >>> model.log_likelihood(images, tolerance=0.1).shape
+            torch.Size([4])
+        """
+        data = as_tensor(data)
+        self.check(data)
+        self.check_density(data)
+        check_condition(cond, len(data))
+        divergence = exact_divergence if probes is None else hutchinson(seed, self.shape, probes)
+        found = []
+        with shown(progress, "log-likelihood", len(data), "sample") as advance, self.evaluating():
+            for rows in torch.arange(len(data)).split(batch_size):
+                x, ids = self.values(data[rows.to(data.device)]).to(self.device), rows.to(self.device)
+                predict = self.denoiser.given(rows_of(cond, rows, self.device))
+                if self.bins is None:
+                    flow = flow_density(self.method, predict, x, divergence, ids, tolerance)
+                else:
+                    uniform = torch.special.ndtr(standard_normal(seed, ids, DEQUANTIZATION, self.shape, torch.float64))
+                    position, index = uniform.to(self.dtype), self.bins.indices(x)
+                    flow = binned_flow(self.method, predict, index, self.bins, position, divergence, ids, tolerance)
+                found.append(flow.log_density.double())
+                advance(len(rows))
+        n, per_dim = math.prod(self.shape), 0.0 if self.standardize is None else self.standardize.log_determinant
+        return torch.cat(found).cpu() - n * per_dim
 
     def fit_variance(
         self, data: Tensor | np.ndarray, kind: str = "dct", seed: int = 0, batch_size: int = 256
@@ -311,7 +323,7 @@ class Model(nn.Module):
             return self.values(samples).to(self.device)
 
         def predict(places: Integer[Tensor, " batch"]) -> Predictor:
-            return self.denoiser.given(_rows(cond, chosen[places.cpu()], self.device))
+            return self.denoiser.given(rows_of(cond, chosen[places.cpu()], self.device))
 
         return EvaluatedModel(
             method=self.method,
@@ -340,23 +352,6 @@ class Model(nn.Module):
 
     def bfloat16(self) -> Model:
         return self.to(torch.bfloat16)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Context manager that puts the model into evaluation mode."""
-        was_training = self.training
-        self.eval()
-        try:
-            yield
-        finally:
-            self.train(was_training)
-
-
-def _rows(cond: Condition | None, ids: Integer[Tensor, " batch"], device: torch.device) -> Condition | None:
-    """The condition's rows for these samples, moved to the device of the network."""
-    if isinstance(cond, dict):
-        return {name: value[ids.to(value.device)].to(device) for name, value in cond.items()}
-    return None if cond is None else cond[ids.to(cond.device)].to(device)
 
 
 def _levels(x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:

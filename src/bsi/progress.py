@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from io import StringIO
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, ClassVar, Protocol, cast, runtime_checkable
@@ -190,6 +191,20 @@ class Progress:
         with console.capture() as captured:
             console.print(row, end="", width=columns)
         return captured.get().strip("\n")
+
+
+# Whether to show progress, or a function that is called with each count.
+Shown = bool | Callable[[int], object]
+
+
+@contextlib.contextmanager
+def shown(progress: Shown, what: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
+    """A function to call with each count: the given one, that of a `Progress`, or one that does nothing."""
+    if callable(progress):
+        yield progress
+        return
+    with Progress(what, total, unit, stream=None if progress else StringIO()) as bar:
+        yield bar.advance
 
 
 def _console(stream: Stream) -> Console:

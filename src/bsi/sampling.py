@@ -32,6 +32,7 @@ __all__ = [
     "evaluations",
     "levels_of",
     "measurement",
+    "noise_of",
     "noisy_steps",
     "sample",
     "trajectory",
@@ -174,8 +175,15 @@ def drawing(
 ) -> Iterator[Step]:
     """The trajectories of the samples `ids` of a seed, on the device of `ids`. `predict` includes any guidance."""
     levels = levels_of(method, sampler)
-    noise = (BrownianPath if sampler.noise == "path" else SeededNoise)(seed, ids, shape, dtype)
+    noise = noise_of(sampler, seed, ids, shape, dtype)
     return trajectory(method, predict, noise, levels, sampler.solver_for(method))
+
+
+def noise_of(
+    sampler: Sampler, seed: int, ids: Int[Tensor, " batch"], shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Noise:
+    """The noise of the samples `ids` of a seed."""
+    return (BrownianPath if sampler.noise == "path" else SeededNoise)(seed, ids, shape, dtype)
 
 
 def noisy_steps(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bsi.cli.options import at_least_one
+from bsi.cli.options import Within
 from bsi.devices import Precision
 from bsi.errors import UsageError
 from bsi.progress import log, readable_bytes
@@ -31,9 +31,9 @@ class Bench:
     """What to time."""
     backbone: str = "dit-l/2"
     """The network, e.g. dit-s/2, dit-mini/2, dit-l/2, unet-128x32, unet-128-256-256x2."""
-    batch: int = 128
+    batch: Annotated[int, Within(1)] = 128
     """Images per batch."""
-    size: int = 32
+    size: Annotated[int, Within(1)] = 32
     """Height and width of the images, which have three channels."""
     precision: Precision = "auto"
     """Precision inside the network; fp8, 8-bit products for the DiT, is experimental."""
@@ -43,7 +43,7 @@ class Bench:
     """Recompute activations in the backward pass: a DiT or U-Net in bfloat16 on an NVIDIA GPU."""
     record: bool = True
     """With --no-record training steps are not recorded and replayed as a CUDA graph."""
-    repeats: int = 5
+    repeats: Annotated[int, Within(1)] = 5
     """Number of measurements."""
     check: bool = False
     """First compare with float32 in eager mode, on random inputs."""
@@ -58,7 +58,6 @@ def run(args: Bench) -> int:
 
     from bsi.backbones import compute_dtype, cost, resolve
 
-    at_least_one(args, "batch", "repeats", "size")
     backbone, shape = resolve(args.backbone), (3, args.size, args.size)
     cost(backbone, shape, 256)  # raises for a network that cannot be built, before torch allocates anything
 

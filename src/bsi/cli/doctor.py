@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from bsi.io import data_folder
 from bsi.progress import readable_bytes, supports_color, supports_unicode
 
 __all__ = ["Check", "Doctor", "examine", "run"]
@@ -26,7 +27,6 @@ MARKS: dict[State, str] = {"ok": "✓", "missing": "–", "broken": "✗"}
 ASCII_MARKS: dict[State, str] = {"ok": "+", "missing": "-", "broken": "x"}
 COLORS: dict[State, str] = {"ok": "32", "missing": "33", "broken": "31"}
 ENOUGH_DISK = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a few checkpoints
-SLOW_CORE = 5.0  # GFLOP/s for one core
 
 EXTRAS = {
     "view": "`bsi view`",
@@ -75,7 +75,7 @@ def run(args: Doctor) -> int:
 
 def examine() -> Iterator[Check]:
     """All checks. An error in one of them is reported as its result and does not affect the others."""
-    for check in (_packages, _torch, _speed, _data):
+    for check in (_packages, _torch, _data):
         try:
             yield from check()
         except Exception as error:  # a broken installation may raise anything, which is reported
@@ -106,15 +106,12 @@ def _packages() -> Iterator[Check]:
 
 
 def _torch() -> Iterator[Check]:
-    """The devices that torch computes on, and what it can do there."""
+    """The GPUs that torch computes on."""
     import torch
-    import torch.distributed as dist
 
     if torch.cuda.is_available():
         names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
         yield Check("gpu", "ok", f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {torch.version.cuda}")
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        yield Check("bf16", "ok" if bf16 else "missing", "supported" if bf16 else "not on this GPU: float16 is used")
         triton = _version("triton")
         found = triton or "not installed: networks run without fused kernels"
         yield Check("triton", "ok" if triton else "missing", found, "pip install triton")
@@ -125,58 +122,25 @@ def _torch() -> Iterator[Check]:
         built = f": torch was built for CUDA {torch.version.cuda}" if torch.version.cuda else ""
         fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if built else ""
         yield Check("gpu", "missing", f"none found{built}. Small models train on the CPU.", fix)
-    backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
-    usable = ", ".join(name for name, available in backends.items() if available())
-    yield Check("distributed", "ok" if usable else "missing", usable or "neither gloo nor NCCL: one process only")
-
-
-def _speed() -> Iterator[Check]:
-    """The speed of matrix products with all threads and with one. On a busy machine, threads wait for each other."""
-    import torch
-
-    from bsi.devices import seconds_by_threads
-
-    threads, x = torch.get_num_threads(), torch.ones(512, 512)
-    seconds = seconds_by_threads(lambda: x @ x, repeats=4)
-    one, all_threads = (2e-9 * 512**3 / seconds[count] for count in (1, threads))
-    found = f"{threads} threads, {all_threads:.0f} GFLOP/s ({one:.0f} with one)"
-    if threads > 1 and one > 1.2 * all_threads:
-        yield Check("cpu", "missing", f"{found}: slower than one thread", "set OMP_NUM_THREADS=1; the machine is busy")
-    elif one < SLOW_CORE:
-        yield Check("cpu", "missing", f"{found}: slow", "stop other work on this machine, or train on another")
-    else:
-        yield Check("cpu", "ok", found)
 
 
 def _data() -> Iterator[Check]:
-    """Datasets, the Inception weights, the bundled networks, and free disk space."""
-    from bsi import pretrained
+    """The prepared datasets, and the disk they are on."""
     from bsi.data.store import prepared
-    from bsi.io import data_folder
 
     root = data_folder()
     names = ["digits (in the package)", *sorted(path.name for path in prepared(root))]
     yield Check("datasets", "ok", f"{', '.join(names)}; in {_short(root)}")
-    weights = root / "inception-2015-12-05.safetensors"
-    if weights.is_file():
-        yield Check("inception", "ok", readable_bytes(weights.stat().st_size))
-    else:
-        fix = f"without internet, copy the weights of pytorch-fid into {_short(root)}"
-        yield Check("inception", "missing", "not downloaded yet: `bsi fid` does it", fix)
-    lost = [name for name in pretrained.BUNDLED if not pretrained.find(name).is_file()]
-    found = f"missing: {', '.join(lost)}" if lost else ", ".join(pretrained.BUNDLED)
-    yield Check("networks", "broken" if lost else "ok", found, "pip install --force-reinstall bsi")
-    for name, place in {"disk here": Path.cwd(), "disk of data": root}.items():
-        there = next(path for path in (place, *place.parents) if path.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK)):
-            problem = "is read-only" if there.is_dir() else "is not a folder"
-            fix = "set BSI_DATA and --out to a folder that you can write to"
-            yield Check(name, "missing", f"{_short(there)} {problem}", fix)
-            continue
-        free = shutil.disk_usage(there).free
-        fix = "free some space, or set BSI_DATA and --out to another disk"
-        state: State = "ok" if free > ENOUGH_DISK else "missing"
-        yield Check(name, state, f"{readable_bytes(free)} free in {_short(there)}", fix)
+    there = next(path for path in (root, *root.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        problem = "is read-only" if there.is_dir() else "is not a folder"
+        yield Check("disk", "missing", f"{_short(there)} {problem}", "set BSI_DATA to a folder that you can write to")
+        return
+    free = shutil.disk_usage(there).free
+    fix = "free some space, or set BSI_DATA to another disk"
+    yield Check(
+        "disk", "ok" if free > ENOUGH_DISK else "missing", f"{readable_bytes(free)} free in {_short(there)}", fix
+    )
 
 
 def _version(package: str) -> str | None:

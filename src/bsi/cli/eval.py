@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from bsi.cli.fid import logged_warnings
-from bsi.cli.options import at_least_one
+from bsi.cli.options import Within
 from bsi.cli.sample import all_labels
 from bsi.errors import BsiError, UsageError
 from bsi.io import check_writable
@@ -57,11 +57,11 @@ class Eval:
     """Evaluate the difference in bits per dimension of two runs, with common random numbers."""
     split: Literal["test", "train"] = "test"
     """The samples to evaluate the bound of."""
-    measure: int = 5
+    measure: Annotated[int, Within(1, 1_000_000)] = 5
     """Levels per sample and round."""
-    recon: int = 2
+    recon: Annotated[int, Within(1, 1_000_000)] = 2
     """Reconstructions per sample and round."""
-    finite_k: int | None = None
+    finite_k: Annotated[int | None, Within(1, 1_000_000)] = None
     """The bound for this many measurement rounds instead of infinitely many."""
     variance: Literal["none", "level", "pixels", "dct", "pca"] = "none"
     """With --finite-k, the predictive variance in each transition, fitted to training samples; the paper has none."""
@@ -73,13 +73,13 @@ class Eval:
     """Evaluate more rounds until the Monte Carlo standard error is below this value, in bits per dimension."""
     per_sample: Path | None = None
     """Write the bound of every sample to this .npz file."""
-    limit: int | None = None
+    limit: Annotated[int | None, Within(1)] = None
     """Evaluate only this many random samples, the same ones every time."""
-    num: int = 50_000
+    num: Annotated[int, Within(1)] = 50_000
     """Number of samples for --fid."""
     reference: Literal["test", "train"] = "test"
     """The samples that --fid compares with; the paper uses the test set."""
-    steps: int = Sampler.steps
+    steps: Annotated[int, Within(1, 1_000_000)] = Sampler.steps
     """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
     solver: str | None = None
     """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI, sde2 with BFN and VDM."""
@@ -99,7 +99,7 @@ class Eval:
     """Evaluate on this prepared dataset, by name or folder, instead of the one of the run."""
     seed: int = 0
     """Seed of the noise and the levels, or of the samples."""
-    batch_size: int = 256
+    batch_size: Annotated[int, Within(1)] = 256
     """Samples per batch."""
     step: int | None = None
     """An earlier checkpoint, by its step."""
@@ -188,8 +188,6 @@ def check(args: Eval) -> None:
     if args.guidance != (1.0,) and not args.labels:
         values = " ".join(f"{each:g}" for each in args.guidance)
         raise UsageError(f"--guidance {values} needs --labels: add it")
-    at_least_one(args, "num", "batch_size", "limit")
-    at_least_one(args, "measure", "recon", "steps", "finite_k", most=1_000_000)
     if args.target_se is not None and not args.target_se > 0:
         raise UsageError(f"--target-se must be positive, got {args.target_se}.")
     if args.per_sample is not None:

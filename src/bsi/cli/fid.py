@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bsi.cli.options import at_least_one
+from bsi.cli.options import Within
 from bsi.errors import DataError
 from bsi.progress import Progress, log
 
@@ -40,7 +40,7 @@ class Fid:
     """The images to evaluate."""
     b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
     """The images to compare with."""
-    num: int | None = None
+    num: Annotated[int | None, Within(1)] = None
     """Take the first this many images of each, instead of all."""
     kid: bool = False
     """Also the kernel inception distance, with its standard error."""
@@ -52,7 +52,7 @@ class Fid:
     """By default a GPU if there is one."""
     precision: Literal["float32", "tf32", "float16"] | None = None
     """The precision of convolutions: by default tf32 on a GPU, float32 on the CPU."""
-    batch: int = 64
+    batch: Annotated[int, Within(1)] = 64
     """Images at a time."""
     json: bool = False
     """Print the record as one JSON object."""
@@ -70,7 +70,6 @@ class Images:
 
 
 def run(args: Fid) -> int:
-    at_least_one(args, "num", "batch")
     with logged_warnings("bsi fid"):
         quality = measure(args)
     print(json.dumps({"samples": args.a, **quality.record()}) if args.json else text(args.a, quality))

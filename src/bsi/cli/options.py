@@ -15,7 +15,7 @@ import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from io import StringIO
 from typing import Annotated, Any, TypeVar
 
@@ -24,7 +24,7 @@ import tyro
 from bsi.errors import UsageError
 from bsi.progress import supports_unicode
 
-__all__ = ["at_least_one", "check_numbers", "completion", "fill", "parse", "show_set_defaults"]
+__all__ = ["Within", "check_numbers", "completion", "fill", "parse", "show_set_defaults"]
 
 T = TypeVar("T")
 
@@ -32,6 +32,14 @@ EMPTY = ("None", "False", "")  # defaults as tyro shows them
 ONLY_IF_SET = tyro.conf.arg(help_behavior_hint=lambda shown: "" if shown in EMPTY else f"(default: {shown})")
 SHELLS = ("bash", "zsh")
 INTEGERS = 2**63  # larger ones do not fit in a tensor
+
+
+@dataclass(frozen=True)
+class Within:
+    """The limits of an option, in its annotation: `num: Annotated[int, Within(1, 100)]`. None is valid."""
+
+    low: float
+    high: float = INTEGERS - 1
 
 
 def parse(options: type[T], words: Sequence[str], prog: str) -> T:
@@ -75,26 +83,21 @@ def _hints(options: type) -> Iterator[tuple[Any, Any]]:
 
 
 def check_numbers(options: object, prefix: str = "--") -> None:
-    """Reject integers of more than 64 bits, and NaN, which are valid for no option."""
-    for field in fields(typing.cast(Any, options)):
+    """Reject values outside the limits of their option, integers of more than 64 bits, and NaN."""
+    for field, hint in _hints(type(options)):
         value = getattr(options, field.name)
         name = field.name.rstrip("_").replace("_", "-")
         if is_dataclass(value):
             check_numbers(value, prefix if field.name in ("recipe", "options", "sampler") else f"{prefix}{name}.")
+        for limit in (found for found in getattr(hint, "__metadata__", ()) if isinstance(found, Within)):
+            if value is not None and not limit.low <= value <= limit.high:
+                wanted = f"at least {limit.low}" if value < limit.low else f"at most {limit.high}"
+                raise UsageError(f"{prefix}{name} must be {wanted}, got {value}.")
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, int) and abs(each) >= INTEGERS:
                 raise UsageError(f"{prefix}{name} must be smaller than 2^63, got a number of {len(str(each))} digits.")
             if isinstance(each, float) and math.isnan(each):
                 raise UsageError(f"{prefix}{name} must be a number, got nan.")
-
-
-def at_least_one(options: object, *names: str, most: int = INTEGERS) -> None:
-    """Reject values below 1 or above `most` of the options with these names; None is valid."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not 1 <= value <= most:
-            limit = "at least 1" if value < 1 else f"at most {most}"
-            raise UsageError(f"--{name.replace('_', '-')} must be {limit}, got {value}.")
 
 
 def fill(text: str, indent: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bsi.cli.options import at_least_one
+from bsi.cli.options import Within
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable
 from bsi.progress import Progress, log, readable_bytes
@@ -46,7 +46,7 @@ class Sample:
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run folder, a file that `bsi export` wrote, or the name of a bundled network: digits."""
-    num: int = 64
+    num: Annotated[int, Within(1, 10**9)] = 64
     """Number of samples."""
     sampler: Annotated[Sampler, tyro.conf.arg(name="")] = field(default_factory=Sampler)
     seed: int = 0
@@ -58,13 +58,13 @@ class Sample:
     out: Path | None = None
     """A .png of the first 400 samples, or, for 16-bit sound, a .wav of all samples. By default samples.png or
     samples.wav, unless --npz or --animate is given."""
-    rate: int | None = None
+    rate: Annotated[int | None, Within(1, 10**6)] = None
     """Sound samples per second in the .wav. By default the rate of the dataset."""
     npz: Path | None = None
     """Write all samples as one array, arr_0: bin indices (uint8 for 8-bit images) or values. Classes are in labels."""
     animate: Path | None = None
     """A .gif or .webp of the first 16 samples: belief mean, prediction, measurement and precision at every step."""
-    batch_size: int = 256
+    batch_size: Annotated[int, Within(1)] = 256
     """Samples per batch."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """By default a GPU if there is one."""
@@ -77,7 +77,6 @@ class Sample:
 
 
 def run(args: Sample) -> int:
-    at_least_one(args, "num", "batch_size", "rate")
     from bsi.runtime.distributed import join
     from bsi.runtime.export import model_of, read_trained
     from bsi.runtime.out_of_memory import enough_for_batch

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from bsi.cli.options import at_least_one
+from bsi.cli.options import Within
 from bsi.errors import UsageError
 from bsi.io import make_folder
 from bsi.progress import log
@@ -34,7 +34,7 @@ class StudyOptions:
     scale: Literal["smoke", "mini", "medium", "paper"] = "smoke"
     """smoke: digits on a CPU in minutes; mini: CIFAR-10 on one GPU; medium: the two comparisons with ten GPU minutes
     for each network; paper: the paper's settings."""
-    seeds: int | None = None
+    seeds: Annotated[int | None, Within(1, 1000)] = None
     """Number of seeds for the networks of comparison, architecture, disentangle, initial-precision, weighting and
     finite-k, instead of the scale's own one to three. Finished networks are kept."""
     out: Path = Path("runs/studies")
@@ -66,7 +66,6 @@ def run(args: StudyOptions) -> int:
         return 0
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes must be positive, got {args.minutes}.")
-    at_least_one(args, "seeds", most=1000)
     scale = SCALES[args.scale]
     studies = named_studies(args.name, scale)
     if args.seeds is not None:

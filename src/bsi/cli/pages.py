@@ -1,4 +1,4 @@
-"""`bsi view RUN`: a page on this machine that shows a belief sharpening, denoises and inpaints."""
+"""Models in a browser: `bsi view RUN`, a page on this machine, and `bsi report RUN`, one HTML file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tyro
 from bsi.errors import extra
 from bsi.progress import log
 
-__all__ = ["View", "run"]
+__all__ = ["ReportOptions", "View", "run"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class View:
     """Print the address as JSON on stdout."""
 
 
-def run(args: View) -> int:
+def _view(args: View) -> int:
     import secrets
     import webbrowser
 
@@ -59,3 +59,35 @@ def run(args: View) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             server_of(create_app(bench, token)).run(sockets=[listener])
     return 0
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Write a run and its results as one HTML file: recipe, curves, samples, likelihood, hashes.
+
+    The model is evaluated for a few seconds: a belief that sharpens, its bound on the test set, and how the bits are
+    distributed. The file loads nothing when it is opened.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The run folder."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
+    """The file, by default report.html in the run folder."""
+    model: bool = True
+    """With --no-model only files are read, and the model is not evaluated."""
+    device: Literal["cuda", "cpu"] | None = None
+    """By default a GPU if there is one."""
+    json: bool = False
+    """Print the result as JSON on stdout."""
+
+
+def _report(args: ReportOptions) -> int:
+    from bsi.report import write_report
+
+    path = write_report(args.run, args.out, device=args.device, ask_model=args.model)
+    print(json.dumps({"report": str(path), "bytes": path.stat().st_size}) if args.json else path)
+    return 0
+
+
+def run(args: View | ReportOptions) -> int:
+    return _view(args) if isinstance(args, View) else _report(args)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brute_force import mean_and_variance, source
-from bsi.denoiser import Denoiser, edm, epsilon
+from bsi.denoiser import COEFFICIENTS, REACH, Denoiser, blend, edm, epsilon
 from bsi.grids import paper_grid
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.oracle import Mixture
@@ -85,6 +85,18 @@ def test_epsilon_parametrization_solves_for_the_sample(method):
     assert (coefficients.c_in == 1).all()
 
 
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_blend_is_noise_prediction_where_there_is_signal_and_bounded_where_there_is_none(method):
+    t = torch.tensor([0.0, 1e-9, 0.1, 0.5, 1.0], dtype=torch.float64)
+    encoder = method.encoder(method.levels.icdf(t))
+    ours, noise = blend(encoder, 0.5), epsilon(encoder)
+    assert (ours.c_out <= REACH * 0.5).all()
+    for mine, theirs in ((ours.c_skip, noise.c_skip), (ours.c_out, -noise.c_out)):
+        torch.testing.assert_close(mine[-1], theirs[-1], rtol=1e-4, atol=0)
+    torch.testing.assert_close(ours.c_in, edm(encoder, 0.5).c_in)
+    assert torch.isfinite(ours.c_skip).all()
+
+
 @pytest.mark.parametrize("sigma_data", [1.0, 0.4])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_edm_with_a_zero_network_is_the_posterior_mean_of_gaussian_data(method, sigma_data):
@@ -108,13 +120,12 @@ def test_network_is_given_the_scaled_latent_and_t(method):
     torch.testing.assert_close(seen, edm(method.encoder(level)).c_in[:, None, None] * latent)
 
 
-@pytest.mark.parametrize("parametrization", ["edm", "epsilon"])
+@pytest.mark.parametrize("parametrization", COEFFICIENTS)
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_prediction_is_skip_plus_out_times_the_network(method, parametrization):
     level = inner_levels(method, 8)
     latent = torch.randn(len(level), 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    make = {"edm": edm, "epsilon": epsilon}[parametrization]
-    coefficients = make(method.encoder(level), 1.0)
+    coefficients = COEFFICIENTS[parametrization](method.encoder(level), 1.0)
     expected = coefficients.c_skip[:, None] * latent + coefficients.c_out[:, None] * 0.7
     torch.testing.assert_close(Denoiser(Constant(0.7), method, parametrization)(latent, level), expected)
 
@@ -137,7 +148,7 @@ def test_bfns_first_prediction_is_finite_in_value_and_gradient(parametrization):
     assert BFN().parametrization == "epsilon"
 
 
-@pytest.mark.parametrize("parametrization", ["edm", "epsilon"])
+@pytest.mark.parametrize("parametrization", COEFFICIENTS)
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_float32_predictions_follow_float64_ones_also_next_to_the_start(method, parametrization):
     """Coefficients are computed in float64: only the latent's own rounding is left, amplified by c_skip and c_out."""
@@ -148,8 +159,7 @@ def test_float32_predictions_follow_float64_ones_also_next_to_the_start(method, 
     latent = method.encoder(level).encode(x, eps).float()
     exact = Denoiser(Constant(0.5), method, parametrization)(latent.double(), level)
     ours = Denoiser(Constant(0.5), method, parametrization)(latent, level)
-    make = {"edm": edm, "epsilon": epsilon}[parametrization]
-    coefficients = make(method.encoder(level), 1.0)
+    coefficients = COEFFICIENTS[parametrization](method.encoder(level), 1.0)
     size = coefficients.c_skip[:, None].abs() * latent.abs() + 0.5 * coefficients.c_out[:, None].abs()
     assert ours.dtype == torch.float32
     assert torch.isfinite(ours).all()

@@ -67,6 +67,21 @@ def test_uniform_bins_cost_their_entropy_whatever_is_predicted(name: str, count:
         assert bound.bits_per_dim > math.log2(count) - 4 * bound.monte_carlo_error
 
 
+@pytest.mark.parametrize("parametrization", ["edm", "epsilon", "blend"])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_clipping_lowers_the_bound_and_never_below_the_entropy(name: str, parametrization: str) -> None:
+    index = torch.randint(17, (256, 4), generator=torch.Generator().manual_seed(1))
+    free, clipped = (
+        bsi.Model(
+            Zero(), replace(PRECISIONS[name](1e4), clips=clips), (4,), bsi.Bins(-1.0, 1.0, 17), None, parametrization
+        ).elbo(index, measure=16)
+        for clips in (False, True)
+    )
+    assert (clipped.nats <= free.nats + 1e-6).all()
+    assert clipped.bits_per_dim < free.bits_per_dim
+    assert clipped.bits_per_dim > math.log2(17) - 4 * clipped.monte_carlo_error
+
+
 @pytest.mark.filterwarnings("ignore:.*repeated")
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_data_coarser_than_the_last_noise_is_rejected(name: str) -> None:

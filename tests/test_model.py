@@ -1,6 +1,7 @@
 """`bsi.Model`: what most users write, with a three-line network."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -213,11 +214,12 @@ def test_a_bf16_network_trains_and_is_evaluated_finitely_on_extreme_bins(method)
 
 @pytest.mark.parametrize("steps", [1, 2, 17])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_bfn_clips_to_the_datas_range_unless_told_otherwise(method, steps):
+def test_a_method_clips_to_the_range_of_the_bins_if_asked(method, steps):
     bins = bsi.Bins(-1.0, 1.0, 17)
-    assert bsi.Model(Elementwise(), method, (3,), bins).denoiser.clip == ((-1.0, 1.0) if method.clips else None)
-    assert bsi.Model(Elementwise(), bsi.BFN(clips=False), (3,), bins).denoiser.clip is None
-    assert bsi.Model(Elementwise(), method, (3,)).denoiser.clip is None
+    for clips in (False, True):
+        chosen = replace(method, clips=clips)
+        assert bsi.Model(Elementwise(), chosen, (3,), bins).denoiser.clip == ((-1.0, 1.0) if clips else None)
+        assert bsi.Model(Elementwise(), chosen, (3,)).denoiser.clip is None
     values = bsi.Model(Elementwise(), method, (3,), bins).sample(4, steps=steps)
     assert values.max() <= 16
 

@@ -34,6 +34,7 @@ __all__ = [
     "Coefficients",
     "Condition",
     "Denoiser",
+    "blend",
     "check_condition",
     "check_labels",
     "edm",
@@ -84,7 +85,24 @@ def epsilon(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
     )
 
 
-COEFFICIENTS: dict[Parametrization, Callable[[Encoder, float], Coefficients]] = {"edm": edm, "epsilon": epsilon}
+REACH = 3.0  # c_out of `blend` is at most REACH sigma_data
+
+
+def blend(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
+    """Noise prediction where there is signal, bounded where there is none.
+
+    c_skip and c_out are EDM's for data REACH times as broad: for rho >> 1 / REACH those of `epsilon` up to the sign of
+    c_out, for rho -> 0 they tend to 0 and REACH sigma_data. c_in is EDM's. The bound is finite without clipping.
+    """
+    broad = edm(encoder, REACH * sigma_data)
+    return Coefficients(broad.c_skip, broad.c_out, edm(encoder, sigma_data).c_in)
+
+
+COEFFICIENTS: dict[Parametrization, Callable[[Encoder, float], Coefficients]] = {
+    "edm": edm,
+    "epsilon": epsilon,
+    "blend": blend,
+}
 
 
 class Denoiser(nn.Module):

@@ -17,6 +17,7 @@ from bsi.data.order import SHARDS, check_batch
 from bsi.devices import Precision
 from bsi.errors import UsageError
 from bsi.methods import Method
+from bsi.methods.base import Parametrization
 from bsi.sampler import Sampler
 
 __all__ = [
@@ -261,7 +262,7 @@ class Recipe:
     """On a GPU, use the fastest form of the network: fused if it has one, else compiled. Ignored on a CPU."""
     lean: bool = False
     """A fused form that stores less: up to a tenth slower, with 3/4 of a DiT's memory or half of a U-Net's."""
-    parametrization: Literal["edm", "epsilon"] | None = None
+    parametrization: Parametrization | None = None
     """What the network predicts; by default that of the method."""
     sigma_data: float = 1.0
     """Standard deviation of the data in the preconditioning (paper: 1)."""

@@ -35,8 +35,8 @@ __all__ = ["Decoder", "Encoder", "LogUniform", "Method", "Parametrization", "Pre
 # f_theta(latent, level): a Denoiser, its DDP or compiled form, the EMA, or an oracle.
 Predictor = Callable[[Float[Tensor, "batch *data"], Float[Tensor, " batch"]], Float[Tensor, "batch *data"]]
 
-# How a network's output becomes x_hat: EDM's preconditioning, or the prediction of the latent's noise.
-Parametrization = Literal["edm", "epsilon"]
+# How a network's output becomes x_hat: EDM's preconditioning, the prediction of the latent's noise, or between the two.
+Parametrization = Literal["edm", "epsilon", "blend"]
 
 # How binned data is decoded from x_hat: the mass of a Normal on a bin, or a softmax over the bins' centers.
 Decoder = Literal["cdf", "softmax"]
@@ -76,7 +76,7 @@ class Method(Protocol):
 
     @property
     def clips(self) -> bool:
-        """Whether x_hat is clipped to the data's range."""
+        """Whether x_hat is clipped to the range of the bins."""
         ...
 
     def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:

@@ -32,10 +32,11 @@ class BSI:
     gamma_0: float | None = None
     alpha_M: float = 1e6
     alpha_R: float | None = None
+    clips: bool = False
+    """Clip x_hat to the range of the bins, as BFN does; continuous data has no range."""
 
     parametrization: ClassVar[Parametrization] = "edm"
     decoder: ClassVar[Decoder] = "cdf"
-    clips: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, value in (("lambda_0", self.lambda_0), ("alpha_M", self.alpha_M), ("alpha_R", self.alpha_R)):

@@ -32,10 +32,11 @@ class VDM:
     nu_min: float = math.exp(-5)
     nu_max: float = math.exp(13.3)
     decoder: Decoder = "softmax"
+    clips: bool = False
+    """Clip x_hat to the range of the bins, as BFN does; continuous data has no range."""
 
     c: ClassVar[float] = 0.0
     parametrization: ClassVar[Parametrization] = "epsilon"
-    clips: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.nu_min < self.nu_max < math.inf:

@@ -19,7 +19,7 @@ from bsi.model import Model
 from bsi.objective import edm_weight, expected_levels, training_loss
 from bsi.sampling import advance
 from bsi.solvers import sde2
-from bsi.values import Bins
+from bsi.values import CONTINUOUS, Bins
 
 
 class Net(torch.nn.Module):
@@ -37,7 +37,7 @@ def functions(method: Method) -> dict[str, Callable[[Tensor, Tensor, Tensor], Te
     proposal = ExpectedError(method.levels.low, method.levels.high, offset=0.1)
     weight = edm_weight(method)
     drawn = expected_levels(method, weight)
-    model = Model(Net(), method, shape=(6,), bins=bins)
+    model = Model(Net(), method, shape=(6,), data=bins)
     table = sde2(method, grid)
     row = torch.stack([table.latent, table.x_hat, table.previous, table.eps], dim=1)[2].float()
 
@@ -53,7 +53,7 @@ def functions(method: Method) -> dict[str, Callable[[Tensor, Tensor, Tensor], Te
             method, denoiser, x, grid, (t * 4).long(), eps
         ),
         "reconstruction_loss": lambda x, t, eps: reconstruction_loss(method, denoiser, x, eps, bins),
-        "continuous_reconstruction_loss": lambda x, t, eps: reconstruction_loss(method, denoiser, x, eps, None),
+        "continuous_reconstruction_loss": lambda x, t, eps: reconstruction_loss(method, denoiser, x, eps, CONTINUOUS),
         "step": step,
         "model": lambda x, t, eps: model(x),
     }

@@ -24,6 +24,7 @@ from bsi.objective import training_loss
 from bsi.oracle import Mixture
 from bsi.sampling import sample
 from bsi.solvers import churn, named_solver
+from bsi.values import CONTINUOUS
 
 METHODS = [bsi.BSI(), bsi.BFN(), bsi.VDM()]
 NAN, INF = math.nan, math.inf
@@ -191,11 +192,11 @@ def test_mismatched_shapes_are_refused_and_never_broadcast(method):
     refused(lambda: training_loss(method, predict, x, at(0.1, 0.2, 0.3), eps), "levels (3,)")
     refused(lambda: finite_measurement_loss(method, predict, x, grid, i[:1], eps), "levels (1,)")
     refused(lambda: finite_measurement_loss(method, predict, x, grid, i, zeros(1, 3)), "(1, 3)")
-    refused(lambda: reconstruction_loss(method, predict, x, zeros(2, 1), None), "(2, 1)")
+    refused(lambda: reconstruction_loss(method, predict, x, zeros(2, 1), CONTINUOUS), "(2, 1)")
     narrow = lambda latent, level: latent[:, :1]  # noqa: E731
     refused(lambda: training_loss(method, narrow, x, t, eps), "prediction", "(2, 1)", "(2, 3)")
     if not isinstance(method, bsi.VDM):
-        refused(lambda: reconstruction_loss(method, narrow, x, eps, None), "prediction", "(2, 1)")
+        refused(lambda: reconstruction_loss(method, narrow, x, eps, CONTINUOUS), "prediction", "(2, 1)")
 
 
 def test_a_network_that_changes_the_shape_is_refused():
@@ -286,8 +287,7 @@ def test_impossible_units_are_refused():
     for mean, std in ((0.0, 0.0), (0.0, -1.0), (NAN, 1.0), (0.0, INF)):
         refused(lambda mean=mean, std=std: bsi.Standardize(mean, std), f"std={std}", f"mean={mean}")
     refused(lambda: bsi.Standardize.fit(torch.full((4, 2), 3.0)), "constant")
-    units = bsi.Standardize(0.0, 1.0)
-    refused(lambda: bsi.Model(Identity(), bsi.BSI(), (2,), bsi.Bins.uint8(), units), "either", "not both")
+    refused(lambda: bsi.Model(Identity(), bsi.BSI(), (2,), bsi.Bins), "bsi.Symbols")
 
 
 @pytest.mark.parametrize("decoder", [discretized_normal, categorical_normal])

@@ -358,7 +358,7 @@ def test_progress_is_shown_when_asked_for(capsys):
 def test_continuous_data_is_evaluated_in_its_own_units():
     network, x = Small(), torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(2))
     plain = bsi.Model(network, bsi.BSI(), (1, 4, 4)).elbo(x)
-    wide = bsi.Model(network, bsi.BSI(), (1, 4, 4), standardize=bsi.Standardize(1.0, 10.0)).elbo(1 + 10 * x)
+    wide = bsi.Model(network, bsi.BSI(), (1, 4, 4), data=bsi.Standardize(1.0, 10.0)).elbo(1 + 10 * x)
     assert wide.nats_per_dim - plain.nats_per_dim == pytest.approx(math.log(10), abs=1e-3)
     assert "nats/dim" in str(wide)
 

@@ -29,7 +29,7 @@ class Shrink(nn.Module):
 
 
 def model(method: object = None, bins: Bins | None = BINS) -> bsi.Model:
-    return bsi.Model(Shrink(), method or BSI(alpha_M=1e3), SHAPE, bins=bins).eval()
+    return bsi.Model(Shrink(), method or BSI(alpha_M=1e3), SHAPE, data=bins).eval()
 
 
 def data(count: int = 40) -> Tensor:
@@ -64,7 +64,7 @@ def test_few_samples_are_stored_plainly(count: int) -> None:
 
 
 def test_more_bins_than_a_byte() -> None:
-    ours = bsi.Model(Shrink(), BSI(alpha_M=1e6), SHAPE, bins=Bins.int16()).eval()
+    ours = bsi.Model(Shrink(), BSI(alpha_M=1e6), SHAPE, data=Bins.int16()).eval()
     x = torch.randint(0, 65536, (12, *SHAPE), dtype=torch.int32)
     assert torch.equal(decompress(ours, compress(ours, x, steps=3).blob), x)
 

@@ -33,7 +33,7 @@ from bsi.likelihood import categorical_normal, discretized_normal, normal
 from bsi.methods import BFN, BSI, VDM, Method, Predictor
 from bsi.oracle import Mixture
 from bsi.solvers import posterior
-from bsi.values import Bins
+from bsi.values import CONTINUOUS, Bins
 from repetitions import repeat, unchecked
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "measurement.json").read_text())
@@ -158,7 +158,7 @@ def test_bound_is_never_below_the_exact_negative_log_likelihood(method, k):
     x = torch.tensor(values, dtype=torch.float64)[:, None]
     steps = [torch.full((4,), i) for i in range(k)]
     measured = torch.stack([finite_measurement_loss(method, predict, x, grid, i, e) for i in steps for e in signs])
-    decoded = torch.stack([reconstruction_loss(method, predict, x, eps, None) for eps in signs])
+    decoded = torch.stack([reconstruction_loss(method, predict, x, eps, CONTINUOUS) for eps in signs])
     divergence, bound = measured.mean(0) + method.prior_kl(x), decoded.mean(0) + measured.mean(0) + method.prior_kl(x)
 
     generated = chain(source(0, k + 1, 0.0, method.prior(one).item()), None)
@@ -353,20 +353,20 @@ def test_finite_loss_is_half_k_alpha_times_the_squared_error_for_any_schedule(me
 
 # At alpha_M = 100 a bin is as wide as the decoder's Normal, so that its probability depends on the precision.
 @pytest.mark.parametrize("method", [*METHODS, VDM(decoder="cdf"), BSI(alpha_M=100.0), BFN(sigma_1=0.1)], ids=repr)
-@pytest.mark.parametrize("bins", [Bins(-1.0, 1.0, 17), None], ids=repr)
-def test_reconstruction_decodes_the_sharpest_latent(method, bins):
+@pytest.mark.parametrize("kind", [Bins(-1.0, 1.0, 17), CONTINUOUS], ids=repr)
+def test_reconstruction_decodes_the_sharpest_latent(method, kind):
     index = torch.tensor([[0, 5, 16], [3, 8, 8]])
     x, eps = Bins(-1.0, 1.0, 17).values(index, torch.float64), draws(18, 2, 3)
     level = torch.full((2,), method.levels.high, dtype=torch.float64)
     encoder = method.encoder(level)
     psi = encoder.signal[:, None] * x + encoder.noise[:, None] * eps
     x_hat = psi / encoder.signal[:, None] if isinstance(method, VDM) else 0.999 * psi
-    loss = reconstruction_loss(method, lambda latent, _: 0.999 * latent, x, eps, bins)
-    if bins is None:
+    loss = reconstruction_loss(method, lambda latent, _: 0.999 * latent, x, eps, kind)
+    if kind is CONTINUOUS:
         expected = normal(x, x_hat, method.density_precision)
     else:
         decoder = categorical_normal if method.decoder == "softmax" else discretized_normal
-        expected = decoder(bins, index, x_hat, method.recon_precision)
+        expected = decoder(kind, index, x_hat, method.recon_precision)
     torch.testing.assert_close(loss, -expected, rtol=1e-9, atol=1e-12)
 
 

@@ -86,14 +86,14 @@ def test_clipping_lowers_the_bound_and_never_below_the_entropy(name: str, parame
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_data_coarser_than_the_last_noise_is_rejected(name: str) -> None:
     method = PRECISIONS[name](1e6)
-    for data, standardize in (
+    for data, kind in (
         (1000 + 1e-2 * normal(64, 4), bsi.Standardize(1000.0, 1e-2)),  # few digits are left of a small deviation
         (normal(64, 4).half(), None),
         (normal(64, 4).bfloat16(), None),
         (1e5 * normal(64, 4), None),
     ):
         with pytest.raises(UsageError, match="resolution"):
-            continuous(method, standardize=standardize).elbo(data)
+            continuous(method, data=kind).elbo(data)
     continuous(PRECISIONS[name](1e4)).elbo(normal(64, 4).half())
     continuous(method).double().elbo(1e5 * normal(64, 4).double())
 
@@ -158,6 +158,6 @@ def test_a_last_precision_too_small_for_the_bins_is_rejected_with_one_that_is_no
     for name, few, more in (("bsi", "alpha_M", 6.7e10), ("bfn", "sigma_1", 3.8e-6), ("vdm", "nu_max", 6.7e10)):
         recipe = replace(bsi.recipes.arrays(name), steps=1, batch=64, every=Every(checkpoint=1))
         with pytest.raises(UsageError, match=f"65536 bins.*{few} [<>]= {more:.1e}".replace("+", r"\+")):
-            bsi.train(recipe, data=data, bins=bsi.Bins.int16(), out=tmp_path / name)
+            bsi.train(recipe, data=data, kind=bsi.Bins.int16(), out=tmp_path / name)
         method = replace(recipe.method, **{few: more})
-        bsi.train(replace(recipe, method=method), data=data, bins=bsi.Bins.int16(), out=tmp_path / name, device="cpu")
+        bsi.train(replace(recipe, method=method), data=data, kind=bsi.Bins.int16(), out=tmp_path / name, device="cpu")

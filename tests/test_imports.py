@@ -14,7 +14,7 @@ FLOOR = {"devices", "download", "errors", "io", "progress", "rng", "values"}
 
 # From the mathematics up to the faces. A module may import its own layer and those below.
 LAYERS = [
-    {"brownian", "gaussian", "levels", "likelihood"},
+    {"brownian", "gaussian", "levels", "likelihood", "symbols"},
     {"methods"},
     {
         "adapters",

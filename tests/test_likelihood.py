@@ -191,9 +191,9 @@ def test_eight_bits_are_what_a_uniform_guess_over_a_byte_costs():
 def test_standardize_fits_applies_and_undoes():
     data = 40 + 7 * torch.randn(1000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     standardize = Standardize.fit(data)
-    x = standardize.apply(data)
+    x = standardize.values(data)
     assert (x.mean().item(), x.std(correction=0).item()) == pytest.approx((0, 1), abs=1e-12)
-    torch.testing.assert_close(standardize.undo(x), data)
+    torch.testing.assert_close(standardize.data(x), data)
     density = (
         torch.distributions.Normal(torch.tensor(standardize.mean), torch.tensor(standardize.std)).log_prob(data).mean()
     )
@@ -210,7 +210,7 @@ class Shrink(torch.nn.Module):
 def test_rescaling_the_data_by_ten_shifts_nats_per_dimension_by_ln_ten(method):
     data = 5 + 2 * torch.randn(16, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     bounds = [
-        bsi.Model(Shrink(), method, shape=(4,), standardize=Standardize.fit(scaled)).elbo(scaled, seed=3).nats_per_dim
+        bsi.Model(Shrink(), method, shape=(4,), data=Standardize.fit(scaled)).elbo(scaled, seed=3).nats_per_dim
         for scaled in (data, 10 * data)
     ]
     assert bounds[1] - bounds[0] == pytest.approx(math.log(10), abs=1e-9)

@@ -40,7 +40,7 @@ def test_what_most_users_write(method):
     """The snippet of the README: train on bytes, sample bytes, print the bound with its two errors."""
     torch.manual_seed(0)
     train = torch.randint(100, 156, (64, 3, 8, 8), dtype=torch.uint8)
-    model = bsi.Model(MyNet(), method, shape=(3, 8, 8), bins=bsi.Bins.uint8())
+    model = bsi.Model(MyNet(), method, shape=(3, 8, 8), data=bsi.Bins.uint8())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(40):
@@ -146,7 +146,7 @@ def test_a_sample_may_be_a_number_a_vector_or_have_any_number_of_axes(method, sh
 
 
 def test_integers_are_bins_and_floats_are_values():
-    model = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,), bins=bsi.Bins(-1.0, 1.0, 17))
+    model = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,), data=bsi.Bins(-1.0, 1.0, 17))
     index = torch.tensor([[0, 8, 16]])
     assert model.values(index).tolist() == [[-1.0, 0.0, 1.0]]
     assert model.values(torch.tensor([[0.25, 0.0, -1.0]])).tolist() == [[0.25, 0.0, -1.0]]
@@ -157,7 +157,7 @@ def test_integers_are_bins_and_floats_are_values():
 
 def test_standardized_samples_come_back_in_the_units_of_the_data():
     standardize = bsi.Standardize(mean=50.0, std=4.0)
-    model = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,), standardize=standardize)
+    model = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,), data=standardize)
     plain = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,)).sample(4, steps=3)
     torch.testing.assert_close(model.sample(4, steps=3), 4 * plain + 50)
 
@@ -202,7 +202,7 @@ def test_a_bf16_network_trains_and_is_evaluated_finitely_on_extreme_bins(method)
             return self.layer(mu.to(torch.bfloat16))
 
     torch.manual_seed(3)
-    model = bsi.Model(Half(), method, shape=(4,), bins=bsi.Bins.uint8())
+    model = bsi.Model(Half(), method, shape=(4,), data=bsi.Bins.uint8())
     edges = torch.tensor([[0, 255, 0, 255], [255, 255, 255, 255], [0, 0, 0, 0]], dtype=torch.uint8)
     loss = model(edges)
     loss.sum().backward()
@@ -305,7 +305,7 @@ def test_an_untrained_model_never_beats_the_entropy_of_its_data():
     """Uniform bytes cost 8 bits: an upper bound on the negative log-likelihood may not promise less."""
     data = torch.randint(256, (64, 8), generator=torch.Generator().manual_seed(9), dtype=torch.uint8)
     for method in METHODS:
-        bound = bsi.Model(Elementwise(), method, shape=(8,), bins=bsi.Bins.uint8(), parametrization="edm").elbo(data)
+        bound = bsi.Model(Elementwise(), method, shape=(8,), data=bsi.Bins.uint8(), parametrization="edm").elbo(data)
         assert bound.bits_per_dim > 8 - 4 * bound.monte_carlo_error
 
 

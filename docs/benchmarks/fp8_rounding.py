@@ -78,7 +78,7 @@ def train(how: Rounding | None, seed: int, steps: int) -> tuple[float, float]:
     """The mean loss of the last fifth, and that of the weights without rounding."""
     torch.manual_seed(seed)
     network = build(DiTConfig(width=64, depth=6, heads=4, patch=2, dropout=0.0), (1, 8, 8), 17)
-    model = bsi.Model(network, bsi.BSI(), shape=(1, 8, 8), bins=bsi.Bins(-1.0, 1.0, 17))
+    model = bsi.Model(network, bsi.BSI(), shape=(1, 8, 8), data=bsi.Bins(-1.0, 1.0, 17))
     layers = [
         (layer, SCALES[name])
         for block in network.modules()

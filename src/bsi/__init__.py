@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bsi.training.train import train as train
     from bsi.values import Bins as Bins
     from bsi.values import Standardize as Standardize
+    from bsi.values import Symbols as Symbols
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOME = {
     "VDM": "bsi.methods",
     "Bins": "bsi.values",
     "Standardize": "bsi.values",
+    "Symbols": "bsi.values",
     "Model": "bsi.model",
     "Recipe": "bsi.recipe",
     "Sampler": "bsi.sampler",

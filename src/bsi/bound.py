@@ -49,7 +49,7 @@ from bsi.methods.base import Method, Predictor
 from bsi.progress import Progress
 from bsi.rng import standard_normal, uniform
 from bsi.sampling import evaluations
-from bsi.values import Bins
+from bsi.values import CONTINUOUS, DataKind, Standardize, Symbols
 from bsi.variance import Variance, transition_kl
 
 __all__ = [
@@ -114,7 +114,8 @@ class Samples(Protocol):
 class EvaluatedModel:
     """A method and its predictor on a set of samples.
 
-    `predict(ids)` is the predictor for those samples, with their condition bound into it; `x(ids)` are their values.
+    `predict(ids)` is the predictor for those samples, with their condition bound into it; `x(ids)` are their values, of
+    this `shape`.
     """
 
     method: Method
@@ -122,17 +123,16 @@ class EvaluatedModel:
     x: Callable[[Int[Tensor, " batch"]], Float[Tensor, "batch *data"]]
     count: int
     shape: tuple[int, ...]
-    bins: Bins | None
+    kind: DataKind
     device: torch.device
-    log_determinant: float = 0.0
     variance: Variance | None = None  # of the transitions of the bound for finitely many measurements
 
     @classmethod
     def of(
-        cls, method: Method, predict: Predictor, x: Float[Tensor, "samples *data"], bins: Bins | None = None
+        cls, method: Method, predict: Predictor, x: Float[Tensor, "samples *data"], kind: DataKind = CONTINUOUS
     ) -> EvaluatedModel:
         """An unconditional predictor on values in one tensor."""
-        return cls(method, lambda ids: predict, lambda ids: x[ids], len(x), tuple(x.shape[1:]), bins, x.device)
+        return cls(method, lambda ids: predict, lambda ids: x[ids], len(x), tuple(x.shape[1:]), kind, x.device)
 
     def batches(self, count: int, size: int, ranks: Ranks) -> Iterator[Int[Tensor, " batch"]]:
         """This rank's batches of the indices 0 .. count - 1; the batches do not depend on the number of ranks."""
@@ -329,7 +329,7 @@ def make_plan(
 
 def describe(model: EvaluatedModel) -> Basis:
     """Fit the basis functions of a control variate to this set."""
-    return Basis.fit(model.method, model.spread_out(DESCRIBED), model.bins)
+    return Basis.fit(model.method, model.spread_out(DESCRIBED), model.kind)
 
 
 def expected_error(method: Method) -> ExpectedError:
@@ -480,7 +480,7 @@ class Rounds:
                 x, predict = model.x(ids), model.predict(ids)
                 for row in range(recon):
                     eps = noise(self.design.seed, ids, "recon", round_ * recon + row, model.shape, x.dtype)
-                    table[row, ids] = reconstruction_loss(model.method, predict, x, eps, model.bins).double()
+                    table[row, ids] = reconstruction_loss(model.method, predict, x, eps, model.kind).double()
                     bar.advance(len(ids))
 
         with self._progress("reconstructions", [model.count], recon, round_) as bar:
@@ -538,7 +538,7 @@ def estimate(
     costs = {"measurements": estimator.measure, "reconstructions": estimator.recon * evaluations(model.method, 0)}
     found = {name: one_round() for name, one_round in rounds.items()}
     made = dict.fromkeys(rounds, 1)
-    n = math.prod(model.shape)
+    n = math.prod(model.shape) // model.kind.channels
     while estimator.target_error is not None:
         variance = {name: found[name].sum_variance for name in rounds}
         if math.sqrt(sum(variance.values())) / (model.count * n * math.log(2)) <= estimator.target_error:
@@ -552,8 +552,9 @@ def estimate(
         **found,
         prior=run.prior(),
         n=n,
-        log_determinant=model.log_determinant,
-        binned=model.bins is not None,
+        log_determinant=model.kind.log_determinant,
+        binned=not isinstance(model.kind, Standardize),
+        element=model.kind.element,
         estimator=estimator,
         rounds=made["measurements"],
         evaluations=run.plan.pilot + model.count * sum(made[name] * costs[name] for name in rounds),

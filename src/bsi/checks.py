@@ -14,11 +14,13 @@ from torch import Tensor
 from bsi.errors import DataError, UsageError
 from bsi.methods import BFN, BSI, VDM
 from bsi.methods.base import Method, level_at, rho_at
-from bsi.values import Bins
+from bsi.values import Bins, DataKind, Symbols
 
-__all__ = ["as_tensor", "check_bins", "check_finite", "check_method", "check_repeated", "check_resolution"]
+__all__ = ["as_tensor", "check_finite", "check_last_level", "check_method", "check_repeated", "check_resolution"]
 
 SOME = 4096  # number of values that are searched for repetitions
+SYMBOL_NOISE = 20**-0.5  # the distance of two symbols is then 12.6 standard deviations
+LEAST_SYMBOL_NOISE = 0.03
 PAPERS_RATIO = 1e-3 / (2 / 255)  # noise of the last level / width of a bin, for 8-bit images and alpha_M = 1e6
 
 
@@ -45,7 +47,7 @@ def check_repeated(data: Float[Tensor, "batch *data"]) -> None:
     if repeated > max(2, 0.01 * len(some)):
         warnings.warn(
             f"{repeated / len(some):.0%} of the values are repeated, so the data has no density, and a bound in nats "
-            f"can fall without limit. Describe discrete data with bsi.Bins, or add noise to it.",
+            f"can fall without limit. Describe discrete data with bsi.Bins or bsi.Symbols, or add noise to it.",
             stacklevel=4,
         )
 
@@ -64,17 +66,25 @@ def check_resolution(method: Method, resolution: float) -> None:
         )
 
 
-def check_bins(method: Method, bins: Bins) -> None:
-    """Raise if the noise of the last level is above the width of a bin: most of the bound would be reconstruction.
+def check_last_level(method: Method, kind: DataKind) -> None:
+    """Raise if the last level does not suit the data.
 
-    The value that the message proposes has the paper's ratio of the two: that of alpha_M = 1e6 for 8-bit images.
+    If its noise is above the width of a bin, most of the bound would be reconstruction; the value that the message
+    proposes has the paper's ratio of the two, that of alpha_M = 1e6 for 8-bit images. If its noise is far below that at
+    which symbols are certain, most levels would be wasted.
     """
     last = 1 / float(rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64)))
-    if last > bins.width:
-        fix = _setting(method, PAPERS_RATIO * bins.width, at_most=False)
+    if isinstance(kind, Bins) and last > kind.width:
+        fix = _setting(method, PAPERS_RATIO * kind.width, at_most=False)
         raise UsageError(
-            f"the noise of the last level is {last:.2g}, above the width of the {bins.count} bins, {bins.width:.2g}: "
+            f"the noise of the last level is {last:.2g}, above the width of the {kind.count} bins, {kind.width:.2g}: "
             f"the bound would be mostly reconstruction. Got {method}. Use {fix}."
+        )
+    if isinstance(kind, Symbols) and last < LEAST_SYMBOL_NOISE:
+        fix = _setting(method, SYMBOL_NOISE, at_most=True)
+        raise UsageError(
+            f"the noise of the last level is {last:.2g}, and symbols are certain long before it: most levels would be "
+            f"wasted. Got {method}. Use {fix}."
         )
 
 

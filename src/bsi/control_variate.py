@@ -41,7 +41,7 @@ from torch import Tensor
 
 from bsi.levels import Fitted, LogUniform
 from bsi.methods.base import Method
-from bsi.values import Bins
+from bsi.values import Bins, DataKind
 
 __all__ = [
     "Basis",
@@ -263,13 +263,13 @@ class Basis:
     center: Float64[Tensor, "knots references"]
 
     @classmethod
-    def fit(cls, method: Method, x: Float[Tensor, "batch *data"], bins: Bins | None) -> Basis:
+    def fit(cls, method: Method, x: Float[Tensor, "batch *data"], kind: DataKind) -> Basis:
         """For data like x."""
         at = knots(method.levels).to(x.device)
         wiener = Wiener.fit(method, torch.exp(at), x)
         references: tuple[Reference, ...] = (wiener,)
-        if bins is not None and bins.count <= MAX_BINS:
-            references += (Valuewise.fit(wiener, x, bins),)
+        if isinstance(kind, Bins) and kind.count <= MAX_BINS:
+            references += (Valuewise.fit(wiener, x, kind),)
         return cls(at, references, torch.stack([reference.expected(x).mean(0) for reference in references], 1))
 
     @property

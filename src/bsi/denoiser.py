@@ -15,6 +15,7 @@ psi = signal x + noise eps for x.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -28,6 +29,8 @@ from bsi.errors import UsageError
 from bsi.gaussian import Encoder, over
 from bsi.methods.base import Method, Parametrization, Predictor
 from bsi.sampler import check_guidance
+from bsi.symbols import SymbolPredictor, expected, log_posterior
+from bsi.values import Symbols
 
 __all__ = [
     "COEFFICIENTS",
@@ -109,7 +112,8 @@ class Denoiser(nn.Module):
     """f_theta: a backbone with its preconditioning. Called as `denoiser(latent, level)`, it is a Predictor.
 
     `backbone(input, t)` or, given a condition, `backbone(input, t, cond)` returns something of the input's shape.
-    `clip` is the range that x_hat is clipped to, or None.
+    `clip` is the range that x_hat is clipped to, or None. With `symbols` the input are the probabilities of the symbols
+    given each element's own latent, and the output is added to their logarithms: see `bsi.symbols`.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Denoiser(nn.Module):
         parametrization: Parametrization | None = None,
         sigma_data: float = 1.0,
         clip: tuple[float, float] | None = None,
+        symbols: Symbols | None = None,
     ) -> None:
         super().__init__()
         _check_backbone(backbone)
@@ -129,32 +134,62 @@ class Denoiser(nn.Module):
             raise UsageError(f"unknown parametrization {self.parametrization!r}. Use one of {', '.join(COEFFICIENTS)}.")
         if not sigma_data > 0:
             raise UsageError(f"sigma_data must be a positive standard deviation, got {sigma_data}")
-        self.sigma_data, self.clip = sigma_data, clip
+        self.sigma_data, self.clip, self.symbols = sigma_data, clip, symbols
 
     def forward(
         self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], cond: Condition | None = None
     ) -> Float[Tensor, "batch *data"]:
+        if self.symbols is not None:
+            return expected(self.symbols, self.logits(latent, level, cond))
         coefficients = COEFFICIENTS[self.parametrization](self.method.encoder(level), self.sigma_data)
-        t = self.method.levels.cdf(level).to(latent.dtype)
-        scaled = over(coefficients.c_in, latent) * latent
-        output = self.backbone(scaled, t) if cond is None else self.backbone(scaled, t, cond)
-        if output.shape != latent.shape:
-            raise UsageError(
-                f"the backbone must return the shape of its input, got {tuple(output.shape)} for an input of "
-                f"{tuple(latent.shape)}. Its forward(input, t) predicts one value per input value."
-            )
-        x_hat = over(coefficients.c_skip, latent) * latent + over(coefficients.c_out, latent) * output.to(latent.dtype)
+        output = self._output(over(coefficients.c_in, latent) * latent, level, cond)
+        x_hat = over(coefficients.c_skip, latent) * latent + over(coefficients.c_out, latent) * output
         return x_hat if self.clip is None else x_hat.clamp(*self.clip)
 
-    def given(self, cond: Condition | None, guidance: float = 1.0) -> Predictor:
+    def _output(self, scaled: Tensor, level: Float[Tensor, " batch"], cond: Condition | None) -> Tensor:
+        t = self.method.levels.cdf(level).to(scaled.dtype)
+        output = self.backbone(scaled, t) if cond is None else self.backbone(scaled, t, cond)
+        if output.shape != scaled.shape:
+            raise UsageError(
+                f"the backbone must return the shape of its input, got {tuple(output.shape)} for an input of "
+                f"{tuple(scaled.shape)}. Its forward(input, t) predicts one value per input value."
+            )
+        return output.to(scaled.dtype)
+
+    def logits(
+        self,
+        latent: Float[Tensor, "batch *latent"],
+        level: Float[Tensor, " batch"],
+        cond: Condition | None = None,
+        known: Float[Tensor, "batch *latent"] | None = None,
+    ) -> Float[Tensor, "batch *latent"]:
+        """The logarithms of the predicted probabilities of symbols, up to a constant for each element.
+
+        `known` are embedded symbols that are known exactly, and NaN elsewhere.
+        """
+        assert self.symbols is not None
+        log_p = log_posterior(self.symbols, self.method.encoder(level), latent)
+        if known is not None:
+            certain = torch.where(known > 0, 0.0, -math.inf)
+            log_p = torch.where(known.isnan(), log_p, certain)
+        # Unit variance if a symbol is certain and all are equally frequent.
+        scaled = (self.symbols.count * log_p.exp() - 1) / math.sqrt(self.symbols.count - 1)
+        return log_p + self._output(scaled, level, cond)
+
+    def given(
+        self, cond: Condition | None, guidance: float = 1.0, known: Float[Tensor, "batch *latent"] | None = None
+    ) -> Predictor:
         """This denoiser as a predictor with a fixed condition, for losses, the ELBO and solvers.
 
-        A `guidance` other than 1 scales the change that the condition makes, and takes twice the evaluations.
+        A `guidance` other than 1 scales the change that the condition makes, and takes twice the evaluations. `known`
+        are symbols that are known exactly, see `logits`.
         """
         check_guidance(guidance)
+        if cond is None and guidance != 1:
+            raise UsageError(f"guidance needs a condition to follow, such as a label, got guidance={guidance:g}.")
+        if self.symbols is not None:
+            return SymbolPredictor(self.symbols, self._given_logits(cond, guidance, known))
         if cond is None:
-            if guidance != 1:
-                raise UsageError(f"guidance needs a condition to follow, such as a label, got guidance={guidance:g}.")
             return cast(Predictor, self)
 
         def conditional(
@@ -163,6 +198,23 @@ class Denoiser(nn.Module):
             return self(latent, level, cond)
 
         return conditional if guidance == 1 else guided(conditional, cast(Predictor, self), guidance)
+
+    def _given_logits(
+        self, cond: Condition | None, guidance: float, known: Float[Tensor, "batch *latent"] | None
+    ) -> Predictor:
+        """`logits` with a fixed condition. Guidance scales the change of the logits."""
+
+        def conditional(
+            latent: Float[Tensor, "batch *latent"], level: Float[Tensor, " batch"]
+        ) -> Float[Tensor, "batch *latent"]:
+            return self.logits(latent, level, cond, known)
+
+        def unconditional(
+            latent: Float[Tensor, "batch *latent"], level: Float[Tensor, " batch"]
+        ) -> Float[Tensor, "batch *latent"]:
+            return self.logits(latent, level, None, known)
+
+        return conditional if guidance == 1 else guided(conditional, unconditional, guidance)
 
 
 def _check_backbone(backbone: object) -> None:

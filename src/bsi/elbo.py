@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from jaxtyping import Float, Float64, Int, Integer
@@ -36,7 +36,8 @@ from bsi.grids import check_grid
 from bsi.levels import Proposal
 from bsi.likelihood import categorical_normal, discretized_normal, normal
 from bsi.methods.base import Method, Predictor
-from bsi.values import Bins
+from bsi.symbols import SymbolPredictor, log_prob
+from bsi.values import DataKind, Standardize, Symbols
 
 __all__ = [
     "Elbo",
@@ -133,14 +134,17 @@ def _check_schedule(method: Method, grid: Float[Tensor, " levels"]) -> None:
         )
 
 
-def reconstruction_loss(method: Method, predict: Predictor, x: Data, eps: Data, bins: Bins | None) -> PerSample:
-    """L_R: -ln p(x | x_hat) at the last level. With bins the probability of x's bin, else a density."""
+def reconstruction_loss(method: Method, predict: Predictor, x: Data, eps: Data, kind: DataKind) -> PerSample:
+    """L_R: -ln p(x | x_hat) at the last level: the probability of a bin or a symbol, or a density."""
     level = torch.full((len(x),), method.levels.high, dtype=torch.float64, device=x.device)
+    if isinstance(kind, Symbols):
+        logits = cast(SymbolPredictor, predict).logits(_encode(method, x, level, eps), level)
+        return -log_prob(kind, kind.data(x), logits)
     x_hat = _check_prediction(method.decode(_encode(method, x, level, eps), level, predict), x)
-    if bins is None:
+    if isinstance(kind, Standardize):
         return -normal(x, x_hat, method.density_precision)
     decoder = discretized_normal if method.decoder == "cdf" else categorical_normal
-    return -decoder(bins, bins.indices(x), x_hat, method.recon_precision)
+    return -decoder(kind, kind.indices(x), x_hat, method.recon_precision)
 
 
 @dataclass(frozen=True)
@@ -257,6 +261,8 @@ class Elbo:
     log_determinant: float = 0.0
     """Log determinant of the standardization of continuous data, in nats per dimension."""
     binned: bool = True
+    element: str = "dim"
+    """What the bound is printed per: dim, symbol or char."""
     estimator: Estimator | None = None
     rounds: int = 1
     evaluations: int = 0
@@ -385,6 +391,6 @@ class Elbo:
         at_most = "" if self.data_resolved or len(self.nats) < 2 else "at most "
         bits = "" if self.binned else f"; {self.bits_per_dim:.4f} bits/dim"
         return (
-            f"{scale * self.bits_per_dim:.4f} {unit}/dim ± {scale * self.monte_carlo_error:.4f} (Monte Carlo) ± "
+            f"{scale * self.bits_per_dim:.4f} {unit}/{self.element} ± {scale * self.monte_carlo_error:.4f} (Monte Carlo) ± "
             f"{at_most}{scale * self.data_error:.4f} (data set of {len(self.nats)}){bits}"
         )

@@ -28,7 +28,7 @@ from bsi.progress import Shown, shown
 from bsi.rng import Noise
 from bsi.sampler import NOISY_SOLVER, Sampler
 from bsi.sampling import Step, drawing, levels_of, noise_of, trajectory
-from bsi.values import Bins, Standardize
+from bsi.values import Bins, DataKind, Standardize, Symbols
 
 __all__ = ["Generation", "rows_of"]
 
@@ -39,8 +39,18 @@ class Generation(nn.Module):
     method: Method
     denoiser: Denoiser
     shape: tuple[int, ...]
-    bins: Bins | None
-    standardize: Standardize | None
+    kind: DataKind
+    latent_shape: tuple[int, ...]
+
+    @property
+    def bins(self) -> Bins | None:
+        """The bins of binned data, else None."""
+        return self.kind if isinstance(self.kind, Bins) else None
+
+    @property
+    def symbols(self) -> Symbols | None:
+        """The symbols of discrete data, else None."""
+        return self.kind if isinstance(self.kind, Symbols) else None
 
     @property
     def device(self) -> torch.device:
@@ -58,26 +68,23 @@ class Generation(nn.Module):
         return getattr(self.denoiser.backbone, "num_classes", None)
 
     def values(self, data: Tensor | np.ndarray) -> Float[Tensor, "batch *data"]:
-        """Convert data to the values that the method works with: bin centers, or standardized continuous data."""
+        """Convert data to the values that the method works with, of shape `latent_shape`.
+
+        They are bin centers, embedded symbols or standardized continuous data.
+        """
         data = as_tensor(data)
         if data.shape[1:] != self.shape:
             raise UsageError(
                 f"data must have the shape (batch, {', '.join(map(str, self.shape))}), got {tuple(data.shape)}"
             )
-        if data.is_floating_point():
-            data = data.to(torch.promote_types(data.dtype, self.dtype))
-            x = data if self.standardize is None else self.standardize.apply(data)
-            return x.to(self.dtype) if any(p.is_floating_point() for p in self.parameters()) else x
-        if self.bins is None:
-            raise UsageError(
-                f"integer data needs bins, got {data.dtype}. Pass bins=bsi.Bins.uint8() for 8-bit images, or convert "
-                f"continuous data to floats."
-            )
-        return self.bins.values(data, self.dtype)
+        if not data.is_floating_point():
+            return self.kind.values(data, self.dtype)
+        x = self.kind.values(data, torch.promote_types(data.dtype, self.dtype))
+        return x.to(self.dtype) if any(p.is_floating_point() for p in self.parameters()) else x
 
     def data(self, x: Float[Tensor, "batch *data"]) -> Tensor:
-        """Convert values back to data: bin indices by rounding, or the original units by undoing `standardize`."""
-        return self._in_units(x) if self.bins is None else self.bins.indices(x)
+        """Convert values back to data: the nearest bin or symbol, or the original units of continuous data."""
+        return self.kind.data(x).reshape(len(x), *self.shape)
 
     def labels(self, ids: range, label: int | Sequence[int] | None) -> Int[Tensor, " batch"] | None:
         """The label of each of these samples: one for all, or sample i's from the sequence in turn."""
@@ -100,7 +107,7 @@ class Generation(nn.Module):
         progress: Shown = False,
         **changes: Any,
     ) -> Tensor:
-        """Draw samples: bin indices (uint8 for 8-bit images) or values. Sample i depends on (seed, i) alone.
+        """Draw samples: bin indices (uint8 for 8-bit images), symbols, or values. Sample i depends on (seed, i) alone.
 
         Args:
             num: How many samples, or a range of their numbers i.
@@ -158,7 +165,8 @@ class Generation(nn.Module):
         """
         ids, sampler = self._ids(num), replace(sampler or Sampler(), **changes)
         predict = self.denoiser.given(self._condition(ids, label, cond), sampler.guidance)
-        return self._evaluated(drawing(self.method, predict, sampler, self._numbers(ids), self.shape, seed, self.dtype))
+        steps = drawing(self.method, predict, sampler, self._numbers(ids), self.latent_shape, seed, self.dtype)
+        return self._evaluated(steps)
 
     def denoise(
         self,
@@ -194,7 +202,7 @@ class Generation(nn.Module):
             >>> model.denoise(y, precision=1 / 0.4**2).shape
             torch.Size([2, 1, 8, 8])
         """
-        std = 1.0 if self.standardize is None else self.standardize.std
+        std = self.kind.std if isinstance(self.kind, Standardize) else 1.0
         if isinstance(std, tuple):
             raise UsageError(
                 "this data is standardized with another std for each element or channel, so that the noise of one "
@@ -288,7 +296,7 @@ class Generation(nn.Module):
             torch.Size([2, 1, 8, 8])
         """
         given, sampler = as_tensor(y), replace(sampler or Sampler(solver=NOISY_SOLVER), **changes)
-        y, nothing = given.to(self.device), torch.zeros(len(given), *self.shape, device=self.device, dtype=self.dtype)
+        y, nothing = given.to(self.device), torch.zeros(len(given), *self.latent_shape, device=self.device, dtype=self.dtype)
         offset = operator(self._in_units(nothing))  # of an affine map, and of the mean of standardized data
 
         def linear(x: Tensor) -> Tensor:
@@ -411,7 +419,7 @@ class Generation(nn.Module):
 
         def started(rows: Integer[Tensor, " batch"], batch: range) -> Iterator[Step]:
             predict = self.denoiser.given(rows_of(cond, rows, self.device), sampler.guidance)
-            noise = noise_of(sampler, seed, self._numbers(batch), self.shape, self.dtype)
+            noise = noise_of(sampler, seed, self._numbers(batch), self.latent_shape, self.dtype)
             return self._evaluated(begin(predict, noise, rows))
 
         return self._drawn(started, ids, sampler.steps, batch_size, progress)
@@ -438,7 +446,7 @@ class Generation(nn.Module):
 
     def _in_units(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
         """Values in the units of the data, without rounding to bins."""
-        return x if self.standardize is None else self.standardize.undo(x)
+        return self.kind.data(x) if isinstance(self.kind, Standardize) else x
 
     def _evaluated(self, steps: Iterator[Step]) -> Iterator[Step]:
         """The steps of a trajectory in evaluation mode, and the one check that samples are finite."""

@@ -1,11 +1,12 @@
 """`Model`: the main user interface. It draws the noise and calls the functions that take (method, predict, ...).
 
-    model = bsi.Model(MyNet(), bsi.BSI(), shape=(3, 32, 32), bins=bsi.Bins.uint8())
+    model = bsi.Model(MyNet(), bsi.BSI(), shape=(3, 32, 32), data=bsi.Bins.uint8())
     model(x).mean().backward()                  # 2 L_M / n per sample; DDP and torch.compile can wrap the model
     images = model.sample(16, seed=0)
     print(model.bits_per_dim(test))             # the bound, with its two errors
 
-Integer tensors are bin indices, floats are values. Everything outside the network is computed in float32 or wider.
+Integer tensors are bin indices or symbols, floats are values. Everything outside the network is computed in float32 or
+wider.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from bsi.methods.base import Method, Parametrization, Predictor
 from bsi.objective import Weight, training_loss
 from bsi.progress import shown
 from bsi.rng import standard_normal
-from bsi.values import Bins, Standardize
+from bsi.values import CONTINUOUS, Bins, DataKind, Standardize
 from bsi.variance import Variance, named_variance
 
 __all__ = ["Model"]
@@ -54,8 +55,9 @@ class Model(Generation):
             (scaled to unit variance with the `edm` parametrization, BSI's), t is in [0, 1], 0 at the noisy end.
         method: `bsi.BSI()`, `bsi.BFN()`, `bsi.VDM()` or your own.
         shape: of one sample.
-        bins: describes data that is stored as integers; without it data is continuous.
-        standardize: the units of continuous data.
+        data: the kind of the data: `bsi.Bins` for integers that are numbers, such as 8-bit images, `bsi.Symbols` for
+            integers without an order, such as text, or `bsi.Standardize` for continuous data. By default the data is
+            continuous, in its own units.
         parametrization: what the network predicts; by default what the method's networks do.
         sigma_data: the standard deviation of the data, for preconditioning.
         class_names: names of the labels 0, 1, ...
@@ -66,20 +68,22 @@ class Model(Generation):
         backbone: nn.Module,
         method: Method,
         shape: tuple[int, ...],
-        bins: Bins | None = None,
-        standardize: Standardize | None = None,
+        data: DataKind | None = None,
         parametrization: Parametrization | None = None,
         sigma_data: float = 1.0,
         class_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         check_method(method)
-        if bins is not None and standardize is not None:
-            raise UsageError("data is either binned or standardized, not both. Drop bins or standardize.")
-        self.method, self.shape, self.bins, self.standardize = method, tuple(shape), bins, standardize
-        check_resolution(method, torch.finfo(torch.float32).eps * (1.0 if bins is None else max(-bins.low, bins.high)))
-        clip = (bins.low, bins.high) if method.clips and bins is not None else None
-        self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip)
+        kind = CONTINUOUS if data is None else data
+        if not isinstance(kind, DataKind):
+            raise UsageError(f"data must be bsi.Bins, bsi.Symbols or bsi.Standardize, got {kind!r:.80}.")
+        self.method, self.shape, self.kind = method, tuple(shape), kind
+        self.latent_shape = kind.latent_shape(self.shape)
+        largest = max(-kind.low, kind.high) if isinstance(kind, Bins) else 1.0
+        check_resolution(method, torch.finfo(torch.float32).eps * largest)
+        clip = (kind.low, kind.high) if method.clips and isinstance(kind, Bins) else None
+        self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip, self.symbols)
         self.class_names = class_names
         if class_names and self.classes not in (None, len(class_names)):
             raise UsageError(f"each label needs one name, got {len(class_names)} names for {self.classes} labels")
@@ -102,24 +106,20 @@ class Model(Generation):
         return load(source, backbone=backbone)
 
     def check(self, data: Tensor | np.ndarray) -> None:
-        """Raise if data is not finite or lies outside its bins. Reads the data: `forward` does so on the CPU only."""
+        """Raise if data is not finite or not of its kind. Reads the data: `forward` does so on the CPU only."""
         data = as_tensor(data)
         if len(data) < 1:
             raise UsageError("a loss and a bound need at least one sample, got an empty batch")
-        if not data.is_floating_point():
-            if self.bins is not None:
-                self.bins.check(data)
-            return
-        check_finite(data)
-        if self.bins is not None:
-            self.bins.check_values(data)
+        if data.is_floating_point():
+            check_finite(data)
+        self.kind.check(data)
 
     def check_density(self, data: Tensor) -> None:
         """Raise if continuous data is too coarse for a density, or warn: see `bsi.checks.check_resolution`.
 
         Repeated values have a probability, not a density: a model that learns them can reach any density.
         """
-        if self.bins is not None or not data.is_floating_point():
+        if not isinstance(self.kind, Standardize) or not data.is_floating_point():
             return
         # The distance between neighboring numbers in the type of the data, and in the type that it is computed in.
         x, coarse = self.values(data), torch.finfo(data.dtype).eps * data.abs().amax(0, keepdim=True).double()
@@ -258,6 +258,8 @@ class Model(Generation):
             >>> model.log_likelihood(images, tolerance=0.1).shape
             torch.Size([4])
         """
+        if self.symbols is not None:
+            raise UsageError("symbols have no density, so the flow has no likelihood of them. Use model.elbo(data).")
         data = as_tensor(data)
         self.check(data)
         self.check_density(data)
@@ -276,8 +278,7 @@ class Model(Generation):
                     flow = binned_flow(self.method, predict, index, self.bins, position, divergence, ids, tolerance)
                 found.append(flow.log_density.double())
                 advance(len(rows))
-        n, per_dim = math.prod(self.shape), 0.0 if self.standardize is None else self.standardize.log_determinant
-        return torch.cat(found).cpu() - n * per_dim
+        return torch.cat(found).cpu() - math.prod(self.shape) * self.kind.log_determinant
 
     def fit_variance(
         self, data: Tensor | np.ndarray, kind: str = "dct", seed: int = 0, batch_size: int = 256
@@ -288,6 +289,8 @@ class Model(Generation):
             data: Training samples; a few thousand are enough. Test samples would make the bound too good.
             kind: `level`, `pixels`, `dct` or `pca`: see `bsi.variance.named_variance`.
         """
+        if self.symbols is not None:
+            raise UsageError("a variance is for numbers; the transitions of symbols are mixtures. Leave variance out.")
         self.check(data)
         x = self.values(data).to(self.device)
         with self.evaluating():
@@ -331,10 +334,9 @@ class Model(Generation):
             predict=predict,
             x=x,
             count=len(chosen),
-            shape=self.shape,
-            bins=self.bins,
+            shape=self.latent_shape,
+            kind=self.kind,
             device=self.device,
-            log_determinant=0.0 if self.standardize is None else self.standardize.log_determinant,
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Model:

@@ -1,23 +1,33 @@
-"""The values of stored data: `Bins` for integers, `Standardize` for continuous data of any scale. Imports no torch.
+"""The three kinds of data: `Bins`, `Symbols` and, for continuous data, `Standardize`. Imports no torch.
 
-A model sees values. Integers 0 .. count - 1 (8-bit images, 16-bit audio, 17 gray levels) are the indices of bins whose
-centers are equally spaced from low to high, both included:
+A model sees values x. Integers 0 .. count - 1 that are numbers (8-bit images, 16-bit audio, 17 gray levels) are the
+indices of bins whose centers are equally spaced from low to high, both included:
 
     value = low + index width,    index = floor((value - low) / width + 1/2),    width = (high - low) / (count - 1).
 
-Continuous data is shifted and scaled, x = (data - mean) / std, per element or per channel. Datasets, recipes, models
-and metrics use these records. Their methods take tensors or, for preparing datasets, NumPy arrays.
+Integers without an order (characters, bytes, black and white) are symbols. Symbol k of K is embedded as the vector
+
+    e_k = 2 (one-hot(k) - 1 / K)
+
+so that any two symbols have the same squared distance 8, and K = 2 gives (1, -1) and (-1, 1). The K numbers of a symbol
+are channels: text of shape (length,) becomes (K, length), an image of shape (channels, *space) becomes
+(channels K, *space). Continuous data is shifted and scaled, x = (data - mean) / std, per element or per channel.
+
+All kinds have `values(data)`, its inverse `data(x)`, `check(data)`, `channels`, the numbers of x for each element of
+the data, `latent_shape(shape)`, the shape of x for data of a shape, and `log_determinant`. Datasets, recipes, models and metrics use these records. The methods of `Bins` take
+tensors or, for preparing datasets, NumPy arrays.
 """
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
-from jaxtyping import Float, Integer, UInt8
+from jaxtyping import Float, Integer, Num, UInt8
 
 from bsi.errors import DataError, UsageError
 
@@ -27,7 +37,11 @@ if TYPE_CHECKING:
 else:
     Tensor = Any
 
-__all__ = ["Bins", "Standardize", "to_uint8"]
+__all__ = ["CONTINUOUS", "Bins", "DataKind", "Standardize", "Symbols", "to_uint8"]
+
+EMBEDDING = 2.0  # scale of the embedding of symbols
+MOST_SYMBOLS = 1 << 16
+LARGEST_EMBEDDED = 1 << 24  # numbers in an embedded sample
 
 # Float32 keeps seven digits: beyond this ratio of mean to std, fewer than two of them are left for the data.
 MAX_OFFSET = 1e5
@@ -67,16 +81,28 @@ class Bins:
         """The smallest unsigned integer type that holds every index."""
         return np.dtype("uint8" if self.count <= 256 else "<u2")
 
+    channels: ClassVar[int] = 1
+    element: ClassVar[str] = "dim"
+    log_determinant: ClassVar[float] = 0.0
+
+    def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
     @overload
     def values(self, index: Integer[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]: ...
     @overload
-    def values(self, index: Integer[Tensor, "*shape"], dtype: torch.dtype | None = None) -> Float[Tensor, "*shape"]: ...
+    def values(self, index: Num[Tensor, "*shape"], dtype: torch.dtype | None = None) -> Float[Tensor, "*shape"]: ...
     def values(self, index: Any, dtype: torch.dtype | None = None) -> Any:
-        """The centers of the bins `index`: arrays in float64, tensors in float32 unless another dtype is given."""
+        """The centers of the bins `index`: arrays in float64, tensors in float32 unless another dtype is given.
+
+        Floating-point tensors are values already.
+        """
         if isinstance(index, np.ndarray):
             return self.low + index.astype(np.float64) * self.width
         import torch
 
+        if index.is_floating_point():
+            return index if dtype is None else index.to(dtype)
         return (self.low + index.double() * self.width).to(torch.float32 if dtype is None else dtype)
 
     @overload
@@ -96,6 +122,10 @@ class Bins:
         rounded = torch.floor((x.double() - self.low) / self.width + 0.5).clamp(0, self.count - 1)
         return rounded.to(torch.uint8 if self.count <= 256 else torch.int32)
 
+    def data(self, x: Float[Tensor, "*shape"]) -> Integer[Tensor, "*shape"]:
+        """The bin nearest to each value: `indices`."""
+        return self.indices(x)
+
     def __call__(
         self, x: Float[Tensor, "*shape"], range: tuple[float, float] = (0.0, 1.0)
     ) -> Integer[Tensor, "*shape"]:
@@ -103,16 +133,25 @@ class Bins:
         low, high = range
         return self.indices(self.low + (x.double() - low) * ((self.high - self.low) / (high - low)))
 
-    def check_values(self, x: Float[Tensor, "*shape"]) -> None:
-        """Raise if values lie outside the bins, or lie in [0, 1] but not on the centers of bins with low < 0."""
-        low, high = float(x.min()), float(x.max())
+    def check(self, data: Num[Tensor, "*shape"]) -> None:
+        """Raise if an index is outside 0 .. count - 1, or a value outside the bins.
+
+        Values in [0, 1] that are not on the centers of bins with low < 0 raise too. This reads the data, so avoid it in
+        inner loops on a GPU.
+        """
+        if not data.numel():
+            return
+        if not data.is_floating_point():
+            _check_range("data outside its bins: found indices", data, self.count, "bsi.Bins(low, high, count)")
+            return
+        low, high = float(data.min()), float(data.max())
         if low < self.low or high > self.high:
             raise DataError(
                 f"data lies outside its bins: found values {low:g} to {high:g}, expected {self.low:g} to "
                 f"{self.high:g}. Integer tensors are bin indices, floats are values."
             )
         if self.low < 0 <= low and high <= 1:
-            off = ((x.double() - self.low) / self.width + 0.25) % 1 >= 0.5
+            off = ((data.double() - self.low) / self.width + 0.25) % 1 >= 0.5
             if bool(off.any()):
                 raise DataError(
                     f"data lies between 0 and 1 and not on the centers of its bins, which span {self.low:g} to "
@@ -120,13 +159,143 @@ class Bins:
                     f"of torchvision's ToTensor."
                 )
 
-    def check(self, index: Integer[Tensor, "*shape"]) -> None:
-        """Raise if an index is outside 0 .. count - 1. This reads the data, so avoid it in inner loops on a GPU."""
-        if index.numel() and (int(index.min()) < 0 or int(index.max()) >= self.count):
-            raise DataError(
-                f"data outside its bins: found indices {int(index.min())} to {int(index.max())}, "
-                f"expected 0 to {self.count - 1}. Describe the data with bsi.Bins(low, high, count)."
+
+def _check_range(what: str, index: Integer[Tensor, "*shape"], count: int, instead: str) -> None:
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= count:
+        raise DataError(f"{what} {low} to {high}, expected 0 to {count - 1}. Describe the data with {instead}.")
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """`count` symbols without an order, such as the characters of a text.
+
+    Args:
+        count: The number K of symbols; data are integers 0 .. K - 1.
+        names: The text of each symbol, for printing. Without names, 256 symbols are the bytes of UTF-8.
+        prior: The frequency of each symbol, which `fit` measures; by default all are equal. It is part of the network's
+            first guess, and a good one is learned faster.
+
+    Example:
+        >>> letters = bsi.Symbols(3, names=("a", "b", "c"))
+        >>> letters.text(letters.index("cab"))
+        'cab'
+    """
+
+    count: int
+    names: tuple[str, ...] = ()
+    prior: tuple[float, ...] | None = None
+
+    log_determinant: ClassVar[float] = 0.0
+
+    @property
+    def channels(self) -> int:
+        return self.count
+
+    @property
+    def element(self) -> str:
+        """What bounds are printed per: char for text, else symbol."""
+        return "char" if self.names else "symbol"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
+        if not 2 <= self.count <= MOST_SYMBOLS:
+            raise UsageError(
+                f"symbols need a count of 2 to {MOST_SYMBOLS}, got {self.count}. One symbol carries no information; "
+                f"write each of more symbols as several bytes, bsi.Symbols.bytes()."
             )
+        if self.names and not (len(self.names) == len(set(self.names)) == self.count):
+            raise UsageError(
+                f"symbols need one name each, all different: got {len(set(self.names))} different names for "
+                f"{self.count} symbols. Leave names out, or list all of them."
+            )
+        if self.prior is not None:
+            prior = tuple(map(float, self.prior))
+            if len(prior) != self.count or not all(0 < p <= 1 for p in prior) or abs(math.fsum(prior) - 1) > 1e-6:
+                raise UsageError(
+                    f"the prior of symbols has one positive probability each, with the sum 1: got {len(prior)} numbers "
+                    f"with the sum {math.fsum(prior):g} for {self.count} symbols. Use bsi.Symbols.fit(train, count)."
+                )
+            object.__setattr__(self, "prior", prior)
+
+    @classmethod
+    def bytes(cls) -> Symbols:
+        """The 256 bytes, as of text in UTF-8."""
+        return cls(256)
+
+    @classmethod
+    def fit(cls, data: Integer[Any, "..."], count: int, names: Sequence[str] = ()) -> Symbols:
+        """Symbols with the frequencies of the training data, a tensor or an array, as their prior.
+
+        One is added to each count, so that symbols that do not occur have a positive probability.
+        """
+        return cls(count, tuple(names)).fitted(np.asarray(data))
+
+    def fitted(self, data: Integer[np.ndarray, "..."]) -> Symbols:
+        """The same symbols with the frequencies of this data as their prior."""
+        counts = np.bincount(np.asarray(data).reshape(-1), minlength=self.count) + 1.0
+        if len(counts) > self.count:
+            raise DataError(f"data holds the symbol {len(counts) - 1}, expected 0 to {self.count - 1}.")
+        return Symbols(self.count, self.names, tuple((counts / counts.sum()).tolist()))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned integer type that holds every symbol."""
+        return np.dtype("uint8" if self.count <= 256 else "<u2")
+
+    def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(K, length) for data of shape (length,), and (channels K, *space) for (channels, *space)."""
+        if not shape:
+            raise UsageError("symbols need at least one axis, got samples of shape (). Use data[:, None].")
+        channels, *space = shape if len(shape) > 1 else (1, *shape)
+        if channels * self.count * math.prod(space) > LARGEST_EMBEDDED:
+            raise UsageError(
+                f"a sample of {math.prod(shape)} symbols of {self.count} kinds has {math.prod(shape) * self.count} "
+                f"numbers when it is embedded, more than {LARGEST_EMBEDDED}. Use shorter samples, or fewer symbols: "
+                f"write each as several bytes, bsi.Symbols.bytes()."
+            )
+        return (channels * self.count, *space)
+
+    def values(self, index: Integer[Tensor, "batch *data"], dtype: torch.dtype | None = None) -> Float[Tensor, "..."]:
+        """The embedding of symbols, in float32 unless another dtype is given."""
+        import torch
+
+        if index.is_floating_point():
+            raise UsageError(f"symbols are integers 0 to {self.count - 1}, got {index.dtype}. Convert them: data.long().")
+        grouped = index[:, None] if index.ndim < 3 else index
+        kinds = torch.arange(self.count, device=index.device).view(-1, *[1] * (grouped.ndim - 2))
+        one_hot = (grouped[:, :, None] == kinds).flatten(1, 2)
+        return (one_hot.to(torch.float32 if dtype is None else dtype) - 1 / self.count) * EMBEDDING
+
+    def data(self, x: Float[Tensor, "batch *latent"]) -> Integer[Tensor, "batch channels *space"]:
+        """The symbol whose embedding is nearest to x; for predictions the most probable one."""
+        import torch
+
+        nearest = x.unflatten(1, (-1, self.count)).argmax(2)
+        return nearest.to(torch.uint8 if self.count <= 256 else torch.int32)
+
+    def check(self, data: Integer[Tensor, "*shape"]) -> None:
+        """Raise unless the data are integers 0 .. count - 1. This reads the data."""
+        if data.is_floating_point():
+            raise UsageError(f"symbols are integers 0 to {self.count - 1}, got {data.dtype}. Convert them: data.long().")
+        if data.numel():
+            _check_range("data holds other symbols: found", data, self.count, "bsi.Symbols(count)")
+
+    def text(self, index: Integer[Any, " length"]) -> str:
+        """The text of one sample, or its numbers if the symbols have no names."""
+        numbers = np.asarray(index).reshape(-1).tolist()
+        if self.names:
+            return "".join(self.names[i] for i in numbers)
+        return builtins.bytes(numbers).decode("utf-8", "replace") if self.count == 256 else " ".join(map(str, numbers))
+
+    def index(self, text: str) -> Integer[np.ndarray, " length"]:
+        """The symbols of a text: the inverse of `text`, for names of one character and for bytes."""
+        if not self.names and self.count == 256:
+            return np.frombuffer(text.encode(), np.uint8)
+        number = {name: i for i, name in enumerate(self.names)}
+        if unknown := sorted(set(text) - set(number)):
+            raise DataError(f"the text has characters that are not among the symbols: {unknown!r:.80}. Remove them.")
+        return np.array([number[letter] for letter in text], self.dtype)
 
 
 def to_uint8(values: Float[np.ndarray, "*shape"], low: float = -1.0, high: float = 1.0) -> UInt8[np.ndarray, "*shape"]:
@@ -145,6 +314,9 @@ class Standardize:
 
     mean: float | tuple[float, ...]
     std: float | tuple[float, ...]
+
+    channels: ClassVar[int] = 1
+    element: ClassVar[str] = "dim"
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):
@@ -178,13 +350,27 @@ class Standardize:
                 )
         return cls(tuple(mean), tuple(std)) if len(mean) > 1 else cls(mean[0], std[0])
 
-    def apply(self, data: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def values(self, data: Num[Tensor, "*shape"], dtype: torch.dtype | None = None) -> Float[Tensor, "*shape"]:
+        """Standardized data."""
+        if not data.is_floating_point():
+            raise UsageError(
+                f"integer data needs bins or symbols, got {data.dtype}. Pass data=bsi.Bins.uint8() for 8-bit images, "
+                f"data=bsi.Symbols(count) for symbols, or convert continuous data to floats."
+            )
+        data = data if dtype is None else data.to(dtype)
         mean, std = self._like(data)
         return (data - mean) / std
 
-    def undo(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def data(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """The inverse of `values`."""
         mean, std = self._like(x)
         return x * std + mean
+
+    def check(self, data: Num[Tensor, "*shape"]) -> None:
+        """Nothing to check: all floats are values."""
 
     def _like(self, x: Float[Tensor, "*shape"]) -> tuple[Any, Any]:
         """Mean and std, shaped to broadcast over a batch. Tensors are cached, since copying them would synchronize."""
@@ -211,3 +397,8 @@ class Standardize:
 
 def _numbers(given: float | tuple[float, ...]) -> tuple[float, ...]:
     return given if isinstance(given, tuple) else (given,)
+
+
+DataKind = Bins | Symbols | Standardize
+
+CONTINUOUS = Standardize(0.0, 1.0)  # continuous data in its own units

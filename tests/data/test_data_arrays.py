@@ -30,11 +30,11 @@ def test_continuous_data_keeps_its_units_and_is_standardized_per_column(tmp_path
     assert len(dataset.train) + len(dataset.test) == 3000
     assert abs(len(dataset.test) - 300) < 4 * np.sqrt(3000 * 0.1 * 0.9)
     train = np.array(dataset.train, np.float64)
-    assert dataset.standardize.mean == pytest.approx(train.mean(0), rel=1e-12)
-    assert dataset.standardize.std == pytest.approx(train.std(0), rel=1e-12)
+    assert dataset.kind.mean == pytest.approx(train.mean(0), rel=1e-12)
+    assert dataset.kind.std == pytest.approx(train.std(0), rel=1e-12)
     stored = {row.tobytes() for row in data.astype(np.float32)}
     assert all(row.tobytes() in stored for row in (*dataset.train, *dataset.test))
-    assert open_dataset(tmp_path / "out").standardize == dataset.standardize
+    assert open_dataset(tmp_path / "out").kind == dataset.kind
 
 
 @pytest.mark.parametrize("shape", [(997,), (120000, 9), (30000, 3, 40)])
@@ -44,8 +44,8 @@ def test_moments_over_many_blocks_are_those_of_numpy(shape: tuple[int, ...], tmp
     dataset = prepare(Arrays(saved(tmp_path / "x.npy", data), test_fraction=0.0).plan(), tmp_path / "out")
     axes = tuple(axis for axis in range(len(shape)) if axis != 1)
     exact = data.astype(np.float64)
-    assert dataset.standardize.mean == pytest.approx(exact.mean(axes), rel=1e-11)
-    assert dataset.standardize.std == pytest.approx(exact.std(axes), rel=1e-9)
+    assert dataset.kind.mean == pytest.approx(exact.mean(axes), rel=1e-11)
+    assert dataset.kind.std == pytest.approx(exact.std(axes), rel=1e-9)
 
 
 def test_a_manifest_of_version_010_keeps_its_single_standardization(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_manifest_of_version_010_keeps_its_single_standardization(tmp_path: Pa
     record["standardisation"] = {"mean": 5.0, "std": 2.0}
     del record["standardize"], record["notes"]
     path.write_text(json.dumps(record))
-    assert open_dataset(folder).standardize == Standardize(5.0, 2.0)
+    assert open_dataset(folder).kind == Standardize(5.0, 2.0)
 
 
 def test_integers_are_bin_indices_and_floats_are_values(tmp_path: Path) -> None:

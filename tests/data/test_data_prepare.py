@@ -37,7 +37,7 @@ def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
         name=name,
         source="noise",
         shape=(1, 4, 4),
-        bins=Bins.uint8(),
+        kind=Bins.uint8(),
         options={"size": 4},
         input="seeds",
         total=total,
@@ -211,7 +211,7 @@ def test_row_22_the_version_names_the_content_and_its_meaning(whole: Dataset, tm
     versions = {
         whole.version,
         prepare(plan(blocks=changed), tmp_path / "changed").version,
-        prepare(plan(bins=replace(Bins.uint8(), low=0.0)), tmp_path / "bins").version,
+        prepare(plan(kind=replace(Bins.uint8(), low=0.0)), tmp_path / "bins").version,
         prepare(plan(label_dtype=None), tmp_path / "unlabeled").version,
     }
     assert len(versions) == 4
@@ -273,7 +273,7 @@ def test_a_dataset_has_the_name_of_its_folder_and_is_found_by_its_content(
     (tmp_path / "photos28").rename(tmp_path / "renamed")
     found = open_dataset("photos28", version=whole.version)
     assert (found.name, len(found.train)) == ("renamed", 80)
-    other = prepare(plan(bins=replace(Bins.uint8(), low=0.0)), tmp_path / "photos28")
+    other = prepare(plan(kind=replace(Bins.uint8(), low=0.0)), tmp_path / "photos28")
     assert open_dataset("photos28", version=whole.version).name == "renamed", "the name holds other content"
     assert open_dataset("photos28", version=other.version).name == "photos28"
     assert open_dataset("photos28", version="0" * 64).name == "photos28"

@@ -290,7 +290,7 @@ def test_the_record_counts_the_evaluations_of_guidance_too(guidance, tmp_path, m
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     run = open_run(Path("digits"), ALONE)
     network = build("mlp-16x1", shape=(1, 8, 8), num_classes=10)
-    labeled = bsi.Model(network, run.model.method, shape=(1, 8, 8), bins=run.model.bins).eval()
+    labeled = bsi.Model(network, run.model.method, shape=(1, 8, 8), data=run.model.bins).eval()
     seen: list[int] = []
     network.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     how = Sampler(steps=3, guidance=guidance)
@@ -379,6 +379,6 @@ def test_a_distance_of_what_is_no_image_is_refused_before_weights_are_fetched(tm
     ("shape", "bins"), [((3,), bsi.Bins.uint8()), ((2, 8, 8), bsi.Bins.uint8()), ((1, 8, 8), None)]
 )
 def test_what_is_no_binned_image_has_no_features(shape, bins):
-    model = bsi.Model(build("mlp-16x1", shape=shape), bsi.BSI(), shape=shape, bins=bins)
+    model = bsi.Model(build("mlp-16x1", shape=shape), bsi.BSI(), shape=shape, data=bins)
     with pytest.raises(UsageError, match="only binned images with 1 or 3 channels have features"):
         check_images(model)

@@ -81,7 +81,7 @@ from bsi.training.stream import Stream, pieces  # noqa: E402
 
 def standardized(mean: float, std: float) -> dict[str, Any]:
     """The argument of `bsi.Model` for continuous data."""
-    return {"standardize": bsi.Standardize(mean, std)}
+    return {"data": bsi.Standardize(mean, std)}
 
 
 def with_optimizer(recipe: Recipe, **settings: Any) -> Recipe:
@@ -185,8 +185,8 @@ def digits_model(method: str, bins: bsi.Bins | None = DIGITS_BINS) -> bsi.Model:
     """The bundled network for BSI, seeded ones for the others; without bins, samples are values."""
     if method == "bsi":
         bundled = bsi.load("digits")
-        return bsi.Model(network_of(bundled), bundled.method, (1, 8, 8), bins=bins).eval()
-    return bsi.Model(network(DIT), METHODS[method], (1, 8, 8), bins=bins).eval()
+        return bsi.Model(network_of(bundled), bundled.method, (1, 8, 8), data=bins).eval()
+    return bsi.Model(network(DIT), METHODS[method], (1, 8, 8), data=bins).eval()
 
 
 def test_digits(count: int) -> torch.Tensor:

@@ -167,7 +167,7 @@ def test_a_step_on_a_cpu_takes_what_the_account_says_within_its_margins(name: st
     assert LEAST * needed < int(done.stdout.splitlines()[-1]) < MOST * needed + apart
 
 
-CIFAR = DataSpec("cifar10", "v", 50000, (3, 32, 32), Bins(-1.0, 1.0, 256), None)
+CIFAR = DataSpec("cifar10", "v", 50000, (3, 32, 32), Bins(-1.0, 1.0, 256))
 
 
 def has(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:

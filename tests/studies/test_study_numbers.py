@@ -422,7 +422,7 @@ class TestMeasurements:
             method = replace(model.method, alpha_R=factor * model.method.alpha_M)
             noise = [standard_normal(1, ids, draw, model.shape) for draw in (0, 1)]
             with torch.no_grad():
-                nats = [reconstruction_loss(method, model.denoiser, x, eps, model.bins).mean() for eps in noise]
+                nats = [reconstruction_loss(method, model.denoiser, x, eps, model.kind).mean() for eps in noise]
             assert bits == pytest.approx(float(sum(nats)) / 2 / (64 * math.log(2)), rel=1e-4)
 
     def test_a_profile_has_the_relative_distance_of_predictions_from_their_latents(self, laboratory):

@@ -28,6 +28,7 @@ from bsi.runtime.export import export
 from bsi.sampler import Sampler
 from bsi.sampling import drawing
 from bsi.training.stream import Stream
+from bsi.values import CONTINUOUS
 
 CPU = World(Place(), torch.device("cpu"))
 LABELS = torch.arange(600) % 3
@@ -182,7 +183,7 @@ def test_names_that_do_not_fit_their_labels_are_refused(tmp_path: Path, monkeypa
     with pytest.raises(UsageError, match="got 2 names for 3 labels"):
         bsi.Model(build(MLPConfig(8, 1), (2,), None, 3), bsi.BSI(), (2,), class_names=("cat", "dog"))
     with pytest.raises(DataError, match=r"a class has the name 'b\\x1b'"):
-        DataSpec("x", "0", 1, (2,), None, None, 2, ("a", "b\x1b"))
+        DataSpec("x", "0", 1, (2,), CONTINUOUS, 2, ("a", "b\x1b"))
     np.savez(tmp_path / "x.npz", x=np.arange(50.0), y=np.arange(50) % 3)
     manifest = prepare(Arrays(tmp_path / "x.npz").plan(), tmp_path / "x").folder / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "classes": ["a", "b"]}))

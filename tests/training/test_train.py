@@ -261,12 +261,12 @@ def test_progress_names_the_term_that_continuous_data_is_trained_on(tmp_path: Pa
 def test_uint8_data_of_few_levels_is_not_silently_taken_as_8_bit_images(kind, tmp_path: Path, capsys) -> None:
     """Refused where it is hardly 8-bit images, told where it may not be, taken where it has all their values."""
     few, most, all_levels = IMAGES % 17, IMAGES.clamp(max=200), IMAGES
-    with pytest.raises(UsageError, match=r"maximum of 16\. Pass bins=bsi.Bins\(-1.0, 1.0, 17\)"):
+    with pytest.raises(UsageError, match=r"maximum of 16\. Pass kind=bsi.Bins\(-1.0, 1.0, 17\)"):
         bsi.train(recipe(steps=1), data=kind(few), backbone=MyNet(), out=tmp_path / "few")
-    bsi.train(recipe(steps=1), data=kind(few), bins=bsi.Bins(-1.0, 1.0, 17), backbone=MyNet(), out=tmp_path / "said")
+    bsi.train(recipe(steps=1), data=kind(few), kind=bsi.Bins(-1.0, 1.0, 17), backbone=MyNet(), out=tmp_path / "said")
     assert "8-bit" not in capsys.readouterr().err
     bsi.train(recipe(steps=1), data=kind(most), backbone=MyNet(), out=tmp_path / "most")
-    assert "largest value of the data is 200. Pass bins=" in capsys.readouterr().err
+    assert "largest value of the data is 200. Pass kind=" in capsys.readouterr().err
     bsi.train(recipe(steps=1), data=kind(all_levels), backbone=MyNet(), out=tmp_path / "all")
     assert "8-bit" not in capsys.readouterr().err
 
@@ -515,8 +515,8 @@ def test_continuous_data_is_standardized_and_keeps_its_units(tmp_path: Path) -> 
     flat = recipe(steps=4, backbone=recipes.arrays().backbone)
     run = bsi.train(flat, data=data, test=data[:20], out=tmp_path / "run")
     model = bsi.load(run)
-    assert model.standardize is not None
-    assert model.standardize.mean == pytest.approx([50] * 6, abs=0.5)
+    assert isinstance(model.kind, bsi.Standardize)
+    assert model.kind.mean == pytest.approx([50] * 6, abs=0.5)
     drawn = model.sample(64, steps=4)
     assert 30 < float(drawn.mean()) < 70
     assert list((run / "samples").glob("*.npy")), "no picture can be made of these"

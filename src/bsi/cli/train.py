@@ -212,7 +212,7 @@ class Size:
         bins, count = None if dataset.bins is None else dataset.bins.count, len(dataset.split("train"))
         assert recipe.backbone is not None  # a recipe on the command line names one
         classes = dataset.labels.classes if recipe.data.labels and dataset.labels is not None else 0
-        found = cost(recipe.backbone, dataset.shape, bins, classes)
+        found = cost(recipe.backbone, dataset.kind.latent_shape(dataset.shape), bins, classes)
         epochs, flops = recipe.steps * recipe.batch / count, 3 * found.flops * recipe.batch
         return cls(dataset.name, count, dataset.shape, epochs, found.parameters, 1e-12 * flops)
 

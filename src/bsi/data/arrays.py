@@ -58,7 +58,7 @@ class Arrays:
             name=path.stem,
             source=f"arrays of {path.name}",
             shape=first.shape[1:],
-            bins=bins,
+            kind=bins,
             options={
                 "split": "by name" if "test" in data else f"row i is for testing if hash(i) < {self.test_fraction}",
                 "bins": asdict(bins) if bins else None,

@@ -60,7 +60,7 @@ class HuggingFace(ImageOptions):
             name=self.path.rsplit("/", 1)[-1],
             source=f"Hugging Face dataset {self.path}, column {self.column!r}, cropped to the largest centered square",
             shape=(form.channels, form.size, form.size),
-            bins=Bins.uint8(),
+            kind=Bins.uint8(),
             options={
                 "revision": self.revision,
                 "size": form.size,

@@ -206,7 +206,7 @@ class Folder(ImageOptions):
             name=path.resolve().name,
             source=f"the images of a folder {path.resolve().name!r}, cropped to their largest centered square",
             shape=(form.channels, form.size, form.size),
-            bins=Bins.uint8(),
+            kind=Bins.uint8(),
             options={
                 "size": form.size,
                 "channels": form.channels,

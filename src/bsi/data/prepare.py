@@ -29,7 +29,7 @@ from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import FULL, cannot_write, digest_file, fingerprint, make_folder, sync_folder, write_text
 from bsi.progress import Progress, readable_bytes
 from bsi.rng import uniforms
-from bsi.values import Bins, Standardize
+from bsi.values import Bins, Standardize, Symbols
 
 __all__ = ["MAX_CLASSES", "Block", "Plan", "Source", "check_fraction", "prepare", "rows_for_testing"]
 
@@ -66,7 +66,7 @@ class Plan:
     """A description of the data that a source will write.
 
     Attributes:
-        bins: The values of stored integers; None for continuous data, stored as float32.
+        kind: What stored integers are; None for continuous data, stored as float32.
         options: The options of the source, for the manifest.
         input: A hash of the input.
         total: Number of input items, and an upper bound on the number of rows.
@@ -80,7 +80,7 @@ class Plan:
     name: str
     source: str
     shape: tuple[int, ...]
-    bins: Bins | None
+    kind: Bins | Symbols | None
     options: Mapping[str, Any]
     input: str
     total: int
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def dtype(self) -> np.dtype:
-        return self.bins.dtype if self.bins else np.dtype("<f4")
+        return self.kind.dtype if self.kind else np.dtype("<f4")
 
     @property
     def identity(self) -> str:
@@ -300,8 +300,7 @@ class _Staging:
             counts={split: counts[split] for split in ("train", "test")},
             shape=plan.shape,
             dtype=plan.dtype.name,
-            bins=plan.bins,
-            standardize=None if plan.bins else _standardize(self.path / "train.npy"),
+            kind=plan.kind or _standardize(self.path / "train.npy"),
             files={path.name: FileRecord(path.stat().st_size, digest_file(path)) for path in paths},
             options=plan.options,
             input=plan.input,

@@ -29,7 +29,7 @@ from jaxtyping import Integer, Shaped
 from bsi.data.files import ArrayFile
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import data_folder, digest_file, fingerprint, read_json
-from bsi.values import Bins, Standardize
+from bsi.values import Bins, DataKind, Standardize, Symbols
 
 __all__ = [
     "DIGITS",
@@ -49,6 +49,11 @@ __all__ = [
 DIGITS = Path(str(resources.files("bsi.data"))) / "digits"  # part of the package; ORIGIN.txt names its authors
 FORMAT = 1
 MANIFEST = "manifest.json"
+KINDS: dict[str, type[Bins] | type[Symbols] | type[Standardize]] = {
+    "bins": Bins,
+    "symbols": Symbols,
+    "standardize": Standardize,
+}
 FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy")
 OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER"}  # sources of one's own data, and what they are made from
 
@@ -68,7 +73,7 @@ class Manifest:
     Attributes:
         counts: Number of samples of each split.
         shape, dtype: Of one sample.
-        bins: The values of stored integers; None for continuous data, which has `standardize` instead.
+        kind: What the stored numbers are: bins, symbols or, for continuous data, their standardization.
         options: The options of the source.
         input: A hash or name of the files that the dataset was made from.
         skipped: The input files that could not be read, with the reason.
@@ -81,8 +86,7 @@ class Manifest:
     counts: Mapping[str, int]
     shape: tuple[int, ...]
     dtype: str
-    bins: Bins | None
-    standardize: Standardize | None
+    kind: DataKind
     files: Mapping[str, FileRecord]
     options: Mapping[str, Any]
     input: str
@@ -91,16 +95,26 @@ class Manifest:
     notes: tuple[str, ...] = ()
 
     @property
+    def bins(self) -> Bins | None:
+        """The values of binned data, else None."""
+        return self.kind if isinstance(self.kind, Bins) else None
+
+    @property
     def version(self) -> str:
         content = {
             "files": {name: record.sha256 for name, record in sorted(self.files.items())},
             "shape": list(self.shape),
             "bins": asdict(self.bins) if self.bins else None,
         }
+        if isinstance(self.kind, Symbols):
+            content["symbols"] = asdict(self.kind)
         return fingerprint(content)
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "version": self.version, **asdict(self)}, indent=2) + "\n"
+        fields = asdict(self)
+        described = {key: fields["kind"] if isinstance(self.kind, cls) else None for key, cls in KINDS.items()}
+        del fields["kind"]
+        return json.dumps({"format": FORMAT, "version": self.version, **fields, **described}, indent=2) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -113,16 +127,20 @@ class Manifest:
             if not {"train.npy", "test.npy"} <= set(given["files"]) <= set(FILES):
                 raise ValueError(f"files {sorted(given['files'])}, expected some of {', '.join(FILES)}")
             # Version 0.1.0 wrote the standardization under another key.
-            units = given["standardisation"] if "standardisation" in given else given["standardize"]
-            moments = {key: tuple(v) if isinstance(v, list) else v for key, v in units.items()} if units else None
+            described = {key: given.get(key) for key in KINDS} | {
+                "standardize": given["standardisation"] if "standardisation" in given else given["standardize"]
+            }
+            (key, fields), *others = [(key, value) for key, value in described.items() if value]
+            if others:
+                raise ValueError(f"the data is described as {key} and as {others[0][0]}")
+            kind = KINDS[key](**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
             manifest = cls(
                 name=str(given["name"]),
                 source=str(given["source"]),
                 counts={split: int(given["counts"][split]) for split in ("train", "test")},
                 shape=tuple(int(d) for d in given["shape"]),
                 dtype=str(np.dtype(given["dtype"])),
-                bins=Bins(**given["bins"]) if given["bins"] else None,
-                standardize=Standardize(**moments) if moments else None,
+                kind=kind,
                 files={name: FileRecord(**record) for name, record in given["files"].items()},
                 options=dict(given["options"]),
                 input=str(given["input"]),
@@ -179,13 +197,13 @@ class Dataset:
 
     @property
     def bins(self) -> Bins | None:
-        """The values of the stored integers; None for continuous data."""
+        """The values of binned data, else None."""
         return self.manifest.bins
 
     @property
-    def standardize(self) -> Standardize | None:
-        """Mean and standard deviation of the training split of continuous data; None for binned data."""
-        return self.manifest.standardize
+    def kind(self) -> DataKind:
+        """Bins, symbols or, for continuous data, the standardization that was fitted on the training split."""
+        return self.manifest.kind
 
     def split(self, name: str) -> Shaped[np.ndarray, "n *shape"]:
         """`train` or `test`. Raises an error if it is empty."""

@@ -66,7 +66,7 @@ class Wav:
             name=path.resolve().name,
             source=f"the WAV files of a folder {path.resolve().name!r}",
             shape=(channels, self.length),
-            bins=Bins.int16(),
+            kind=Bins.int16(),
             options={
                 "length": self.length,
                 "rate": rate,

@@ -36,6 +36,7 @@ from bsi.runtime.baselines import baselines
 from bsi.runtime.data_spec import build_model
 from bsi.runtime.distributed import FailedTogether, World
 from bsi.runtime.export import read_trained, set_weights
+from bsi.values import Bins, DataKind, Symbols
 from bsi.variance import Variance
 
 __all__ = [
@@ -163,9 +164,18 @@ def open_split(run: Run, split: str, other: str | None = None) -> Split:
         raise DataError(
             f"{run.path.name} models data of shape {run.model.shape}, got {dataset.name!r} of shape {dataset.shape}"
         )
-    if (dataset.bins and dataset.bins.count) != (run.model.bins and run.model.bins.count):
-        raise DataError(f"{run.path.name} models {run.model.bins}, got {dataset.name!r} with {dataset.bins}")
+    ours, theirs = run.model.kind, dataset.kind
+    if (type(ours), _counted(ours)) != (type(theirs), _counted(theirs)):
+        raise DataError(
+            f"{run.path.name} models {str(ours):.200}, got {dataset.name!r} with {str(theirs):.200}. Evaluate it on "
+            f"data of the same kind."
+        )
     return Split(dataset, split)
+
+
+def _counted(kind: DataKind) -> object:
+    """What data of this kind must have in common to be evaluated by one model."""
+    return (kind.count, kind.names) if isinstance(kind, Symbols) else kind.count if isinstance(kind, Bins) else None
 
 
 def evaluated(run: Run, split: Split, limit: int | None = None) -> EvaluatedModel:

@@ -241,7 +241,7 @@ def _train(case: Case) -> Iterator[Running]:
         model = build_model(recipe, data.spec, None)
     model = _fast(model.to(case.device).train(), case)
     engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device), case.record)
-    stream = Stream(recipe, data.train, data.spec.shape, world, 0)
+    stream = Stream(recipe, data.train, data.spec.latent_shape, world, 0)
     with watching(world.place, limit_s=600.0) as watchdog, contextlib.closing(stream):
         prepare, recorded = (lambda: stream.first(0)), (lambda: engine.recorded)
         yield Running(lambda: engine.step(stream, watchdog), 1, prepare, recorded)

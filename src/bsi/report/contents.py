@@ -255,7 +255,7 @@ def _affordable_evaluations(recipe: Recipe, model: Model) -> float:
     operations = OPERATIONS[model.device.type]
     if recipe.backbone is None:  # the user's own network: about two operations per parameter and position
         return operations / (2 * sum(p.numel() for p in model.parameters()) * math.prod(model.shape[1:]))
-    return operations / cost(recipe.backbone, model.shape, None if model.bins is None else model.bins.count).flops
+    return operations / cost(recipe.backbone, model.latent_shape, None if model.bins is None else model.bins.count).flops
 
 
 def _too_slow(what: str) -> str:
@@ -278,7 +278,7 @@ def bits_by_level(model: Model, data: Tensor) -> list[Point]:
     points = []
     for i in range(LEVELS):
         t = torch.full((len(x),), (i + 0.5) / LEVELS, dtype=torch.float64, device=x.device)
-        eps = standard_normal(0, torch.arange(len(x), device=x.device), i, model.shape)
+        eps = standard_normal(0, torch.arange(len(x), device=x.device), i, model.latent_shape)
         nats = measurement_loss(model.method, model.denoiser, x, t, eps).double()
         bits = nats / (x[0].numel() * math.log(2) * decades)
         error = float(bits.std()) / math.sqrt(len(bits)) if len(bits) > 1 else 0.0

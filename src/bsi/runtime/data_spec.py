@@ -22,7 +22,7 @@ from bsi.data.store import check_classes
 from bsi.errors import UsageError
 from bsi.model import Model
 from bsi.recipe import Recipe
-from bsi.values import Bins, Standardize
+from bsi.values import Bins, DataKind
 
 __all__ = ["DataSpec", "build_model", "config_of"]
 
@@ -35,8 +35,7 @@ class DataSpec:
     version: str
     count: int
     shape: tuple[int, ...]
-    bins: Bins | None
-    standardize: Standardize | None
+    kind: DataKind
     classes: int = 0
     """The number of classes, with labels 0 .. classes - 1; 0 without labels."""
     class_names: tuple[str, ...] = ()
@@ -45,24 +44,37 @@ class DataSpec:
     def __post_init__(self) -> None:
         check_classes(self.class_names)  # they may come from a file
 
+    @property
+    def bins(self) -> Bins | None:
+        """The values of binned data, else None."""
+        return self.kind if isinstance(self.kind, Bins) else None
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """The shape of a sample's values, which networks are built for."""
+        return self.kind.latent_shape(self.shape)
+
+    def build(self, config: BackboneConfig) -> Backbone:
+        """A network for this data."""
+        return build(config, self.latent_shape, None if self.bins is None else self.bins.count, self.classes)
+
 
 def build_model(recipe: Recipe, data: DataSpec, backbone: nn.Module | None = None) -> Model:
     """Build the model of a recipe for the described data; `backbone` is the caller's own network."""
     if backbone is None:
         if recipe.backbone is None:
             raise UsageError("this recipe has no network of its own. Pass backbone=...")
-        backbone = build(recipe.backbone, data.shape, None if data.bins is None else data.bins.count, data.classes)
-    elif isinstance(backbone, Backbone) and backbone.shape != data.shape:
+        backbone = data.build(recipe.backbone)
+    elif isinstance(backbone, Backbone) and backbone.shape != data.latent_shape:
         raise UsageError(
-            f"the network and the data have different shapes, got {backbone.shape} and {data.shape}. Build the network "
-            f"for the shape of the data."
+            f"the network and the data have different shapes, got {backbone.shape} and {data.latent_shape}. Build the "
+            f"network for the shape of the data."
         )
     return Model(
         backbone,
         recipe.method,
         data.shape,
-        bins=data.bins,
-        standardize=data.standardize,
+        data=data.kind,
         parametrization=recipe.parametrization,
         sigma_data=recipe.sigma_data,
         class_names=data.class_names,
@@ -75,10 +87,10 @@ def config_of(backbone: nn.Module, data: DataSpec) -> BackboneConfig | None:
         return None
     ours = cast(DiT | UNet | MLP, backbone)
     with torch.device("meta"):
-        again = build(ours.config, ours.shape, None if data.bins is None else data.bins.count, data.classes)
+        again = data.build(ours.config)
 
     def layout(network: nn.Module) -> tuple[str, dict[str, torch.Size]]:
         return repr(network), {name: tensor.shape for name, tensor in network.state_dict().items()}
 
-    same = ours.shape == data.shape and again.fourier.exponents == ours.fourier.exponents
+    same = ours.shape == data.latent_shape and again.fourier.exponents == ours.fourier.exponents
     return ours.config if same and layout(again) == layout(ours) else None

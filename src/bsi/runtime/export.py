@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from bsi import pretrained
-from bsi.backbones import build
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
 from bsi.io import atomic, check_writable, share
 from bsi.model import Model
@@ -98,7 +97,7 @@ def _check_shapes(trained: Trained, where: str) -> None:
     if deep > len(trained.weights) or math.prod(data.shape) > LARGEST_SAMPLE:
         raise CorruptCheckpoint(f"{where} is damaged: its weights are not those of {config} for shape {data.shape}.")
     with torch.device("meta"):
-        network = build(config, data.shape, None if data.bins is None else data.bins.count, data.classes)
+        network = data.build(config)
     _check_same(trained, network.state_dict(), where)
 
 

@@ -228,4 +228,4 @@ def _estimate(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
     form = form_of(config, half, world.device, recipe.lean) if recipe.compile and not recipe.audit else "plain"
     bins_count = None if data.bins is None else data.bins.count
     averages, kind = 1 + len(recipe.ema.powers), recipe.optimizer.kind
-    return training_memory(config, data.shape, bins_count, data.classes, form, half is not None, averages, kind)
+    return training_memory(config, data.latent_shape, bins_count, data.classes, form, half is not None, averages, kind)

@@ -18,10 +18,13 @@ from typing import Any, Literal, TypeVar, Union
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
 from bsi.errors import UsageError
 from bsi.methods import METHODS, Method
+from bsi.values import CONTINUOUS, Bins, Standardize, Symbols
 
 __all__ = ["Change", "changes", "flat", "from_plain", "kinds", "to_plain"]
 
 NETWORKS: dict[str, type] = {"dit": DiTConfig, "unet": UNetConfig, "mlp": MLPConfig}
+
+DATA_KINDS: dict[str, type] = {"bins": Bins, "symbols": Symbols, "standardize": Standardize}
 
 # Fields that version 0.1.0 wrote under other names.
 FORMER = {
@@ -36,8 +39,8 @@ FORMER_SAMPLER = ("steps", "solver", "grid")
 
 
 def kinds() -> dict[str, type]:
-    """The registered methods and the networks, by the name that a file may give them."""
-    return {**METHODS, **NETWORKS}
+    """The registered methods, the networks and the kinds of data, by the name that a file may give them."""
+    return {**METHODS, **NETWORKS, **DATA_KINDS}
 
 
 Record = TypeVar("Record")
@@ -68,6 +71,9 @@ def from_plain(cls: type[Record], data: object, where: str = "") -> Record:
     given = {
         FORMER.get(str(name), str(name)): value for name, value in data.items() if name != "kind" or "kind" in fields
     }
+    if "kind" in fields and "bins" in given:  # as version 0.1.0 wrote it
+        former = {name: given.pop(name, None) for name in ("bins", "standardize")}
+        given["kind"] = next(({"kind": name, **value} for name, value in former.items() if value), to_plain(CONTINUOUS))
     unknown = sorted(set(given) - set(fields))
     missing = [
         name for name, f in fields.items()

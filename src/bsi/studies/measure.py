@@ -130,7 +130,7 @@ class Laboratory:
                 eps = standard_normal(1, ids, number, subject.shape)
                 for row, factor in enumerate(job.factors):
                     decoder = replace(method, alpha_R=factor * method.alpha_M)
-                    loss = reconstruction_loss(decoder, predict, x, eps, subject.bins)
+                    loss = reconstruction_loss(decoder, predict, x, eps, subject.kind)
                     nats[row, ids.cpu()] += loss.double().cpu() / job.recon
         bits = nats / (math.prod(subject.shape) * math.log(2))
         return Result({"factors": list(job.factors), "reconstruction": bits.mean(1).tolist()}, {"bits": bits.numpy()})

@@ -21,7 +21,7 @@ from bsi.io import digest, fingerprint
 from bsi.recipe import Recipe
 from bsi.rng import subset
 from bsi.runtime.data_spec import DataSpec
-from bsi.values import Bins, Standardize
+from bsi.values import Bins, DataKind, Standardize, Symbols
 
 __all__ = ["TrainingData", "open_training_data"]
 
@@ -62,12 +62,12 @@ def open_training_data(
     device: torch.device,
     data: object = None,
     test: object = None,
-    bins: Bins | None = None,
+    kind: DataKind | None = None,
     labels: object = None,
 ) -> TrainingData:
     """Open the recipe's prepared dataset, or the data passed by the caller with its `labels`."""
     if data is None:
-        for name, given in (("test", test), ("bins", bins), ("labels", labels)):
+        for name, given in (("test", test), ("kind", kind), ("labels", labels)):
             if given is not None:
                 raise UsageError(f"{name} was given without data. Pass data of your own with it, or leave {name} out.")
         return _prepared(recipe, device)
@@ -76,17 +76,18 @@ def open_training_data(
     train = as_source(data, device, recipe.data.workers)
     first = train.take(np.zeros(1, np.int64))
     shape = tuple(first.shape[1:])
-    standard, note = None, ""
-    if first.is_floating_point():
-        standard = None if bins is not None else _fit(data, train)
-    elif bins is None:
+    note = ""
+    if kind is None and not first.is_floating_point():
         if first.dtype != torch.uint8:
             raise UsageError(
-                f"integer data other than uint8 needs bins, got {first.dtype}. Pass bins=bsi.Bins(low, high, count), "
-                f"or convert continuous data to floats."
+                f"integer data other than uint8 needs a kind, got {first.dtype}. Pass kind=bsi.Bins(low, high, count) "
+                f"or kind=bsi.Symbols(count), or convert continuous data to floats."
             )
         note = _as_images(_largest(data, train))
-        bins = Bins.uint8()
+        kind = Bins.uint8()
+    if isinstance(kind, Symbols) and kind.prior is None:
+        kind = _with_prior(kind, data, train)
+    kind = _fit(data, train) if kind is None else kind
     known = _labels(labels, len(train), "the data") if recipe.data.labels else None
     version = _version(data, train)
     spec = DataSpec(
@@ -94,8 +95,7 @@ def open_training_data(
         version=version if known is None else fingerprint([version, digest([known.tobytes()])]),
         count=len(train),
         shape=shape,
-        bins=bins,
-        standardize=standard,
+        kind=kind,
         classes=_classes(known),
     )
     tested = None if test is None else as_source(test, device, recipe.data.workers)
@@ -103,7 +103,7 @@ def open_training_data(
         train = InFloat32(train)
     if tested is not None:
         example = tested.take(np.zeros(1, np.int64))
-        if tuple(example.shape[1:]) != shape or (bins is None and not example.is_floating_point()):
+        if tuple(example.shape[1:]) != shape or first.is_floating_point() > example.is_floating_point():
             raise UsageError(
                 f"test samples must be like training samples, of shape {shape} and {first.dtype}, got "
                 f"{tuple(example.shape[1:])} and {example.dtype}. Pass test=None to train without."
@@ -115,7 +115,6 @@ def open_training_data(
 
 def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
     dataset = open_dataset(recipe.data.name)
-    bins, standard = dataset.bins, dataset.standardize
     given = None if dataset.labels is None else dataset.labels.train
     known = _labels(given, len(dataset.train), dataset.name) if recipe.data.labels else None
     names = () if known is None or dataset.labels is None else dataset.labels.names
@@ -126,8 +125,7 @@ def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
         version=dataset.version,
         count=len(dataset.train),
         shape=dataset.shape,
-        bins=bins,
-        standardize=standard,
+        kind=dataset.kind,
         classes=len(names) or _classes(known),
         class_names=names,
     )
@@ -162,6 +160,13 @@ def _fit(data: object, source: BatchSource) -> Standardize:
     return Standardize.fit(x)
 
 
+def _with_prior(symbols: Symbols, data: object, source: BatchSource) -> Symbols:
+    """The symbols with the frequencies of a whole tensor or array, or of a subset of the samples of other data."""
+    rows = data if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES))
+    symbols.check(rows)
+    return symbols.fitted(rows.cpu().numpy())
+
+
 def _largest(data: object, source: BatchSource) -> int:
     """The largest value of a whole tensor or array, or of a subset of the samples of other data."""
     values = data if isinstance(data, Tensor | np.ndarray) else source.take(_spread(source, FIT_SAMPLES))
@@ -169,18 +174,18 @@ def _largest(data: object, source: BatchSource) -> int:
 
 
 def _as_images(largest: int) -> str:
-    """A note on uint8 data without bins that does not use all 256 levels; raises if it cannot be 8-bit images."""
+    """A note on uint8 data without a kind that does not use all 256 levels; raises if it cannot be 8-bit images."""
     if largest < DARKEST:
         raise UsageError(
-            f"uint8 data without bins must be 8-bit images, 0 to 255, got a maximum of {largest}. Pass "
-            f"bins=bsi.Bins(-1.0, 1.0, {max(largest, 1) + 1}) for values 0 to {max(largest, 1)}, or "
-            f"bins=bsi.Bins.uint8() for 8-bit images."
+            f"uint8 data without a kind must be 8-bit images, 0 to 255, got a maximum of {largest}. Pass "
+            f"kind=bsi.Bins(-1.0, 1.0, {max(largest, 1) + 1}) for values 0 to {max(largest, 1)}, "
+            f"kind=bsi.Symbols({max(largest, 1) + 1}) for symbols, or kind=bsi.Bins.uint8() for 8-bit images."
         )
     if largest == 255:
         return ""
     return (
         f"assuming 8-bit images with 256 levels; the largest value of the data is {largest}. Pass "
-        f"bins=bsi.Bins(low, high, count) if it has fewer levels, bins=bsi.Bins.uint8() if not."
+        f"kind=bsi.Bins(low, high, count) if it has fewer levels, kind=bsi.Bins.uint8() if not."
     )
 
 

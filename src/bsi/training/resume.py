@@ -69,10 +69,10 @@ def find_checkpoint(
 
 def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> DataSpec:
     """The description of the data with the checkpoint's standardization, which in version 0.1.0 is a single number."""
-    if data.standardize is None:
+    now = data.kind
+    if not isinstance(now, Standardize):
         return data
-    now = data.standardize
-    before = None if found is None else from_plain(DataSpec, found.state["data"]).standardize
+    before = None if found is None else from_plain(DataSpec, found.state["data"]).kind
     numbers = len(now.mean) if isinstance(now.mean, tuple) else 1
     moments = torch.empty(2, numbers, dtype=torch.float64, device=world.device)
     for row, moment in zip(moments, ("mean", "std"), strict=True):
@@ -80,8 +80,8 @@ def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> Data
     world.broadcast(moments)
     mean, std = moments.tolist()
     if len(set(mean)) == len(set(std)) == 1:
-        return replace(data, standardize=Standardize(mean[0], std[0]))
-    return replace(data, standardize=Standardize(tuple(mean), tuple(std)))
+        return replace(data, kind=Standardize(mean[0], std[0]))
+    return replace(data, kind=Standardize(tuple(mean), tuple(std)))
 
 
 def _compare(

@@ -19,7 +19,7 @@ from torch import nn
 
 from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.layers import Backbone
-from bsi.checks import check_bins
+from bsi.checks import check_last_level
 from bsi.devices import compiles, compute_dtype, seconds_by_threads
 from bsi.errors import BsiError, Preempted, UsageError
 from bsi.model import Model
@@ -41,7 +41,7 @@ from bsi.training.loop import Job, listening, log, run
 from bsi.training.resume import find_checkpoint, restore
 from bsi.training.step import Engine
 from bsi.training.stream import Stream
-from bsi.values import Bins
+from bsi.values import DataKind
 
 __all__ = ["train"]
 
@@ -57,7 +57,7 @@ def train(
     out: str | Path | None = None,
     *,
     test: object = None,
-    bins: Bins | None = None,
+    kind: DataKind | None = None,
     labels: object = None,
     init_from: str | Path | None = None,
     allow: Sequence[str] = (),
@@ -71,12 +71,12 @@ def train(
 
     Args:
         recipe: What to train, e.g. `bsi.recipes.digits()`.
-        data: A tensor, array or map-style Dataset of uint8, of integers with `bins`, or of floats. By default the
+        data: A tensor, array or map-style Dataset of uint8, of integers with a `kind`, or of floats. By default the
             recipe's prepared dataset.
         backbone: Your own network. By default the recipe's.
         out: The run folder, by default `runs/NAME`. The same folder resumes.
         test: Test data like `data`, for the bound during training.
-        bins: The values of integer data.
+        kind: What the integers of `data` are: `bsi.Bins`, or `bsi.Symbols`, whose prior is then fitted.
         labels: The labels of `data`, for a recipe with `data.labels`.
         init_from: A run or an export whose weights are the initialization.
         allow: Names of settings that may differ from the interrupted run's.
@@ -103,7 +103,7 @@ def train(
         watching(world.place, hang_after_s, world.meeting) as watchdog,
     ):
         log_once: Callable[[str], None] = log if world.first else _silent
-        training_data = open_training_data(recipe, world.device, data, test, bins, labels)
+        training_data = open_training_data(recipe, world.device, data, test, kind, labels)
         if training_data.note:
             log_once(training_data.note)
         if backbone is not None:
@@ -128,7 +128,7 @@ def train(
         restore(engine, resumed.checkpoint, world, log)
         engine.share()
         spec, done = training_data.spec, engine.steps_done
-        stream = Stream(recipe, training_data.train, spec.shape, world, done, training_data.labels, spec.classes)
+        stream = Stream(recipe, training_data.train, spec.latent_shape, world, done, training_data.labels, spec.classes)
         saver = Saver(folder.checkpoints, recipe.keep, folder.check)
         journal: list[Sink] = []
         if world.first:
@@ -204,11 +204,10 @@ def _model(
                 f"training needs weights in float32, got {parameter.dtype} for {name}. Pass backbone.float(); "
                 f"--precision sets the type of the computation."
             )
-    if model.bins is not None:
-        check_bins(model.method, model.bins)
+    check_last_level(model.method, model.kind)
     levels_of(model.method, recipe.samples.sampler)  # raises now if the sampler is invalid, not at the first samples
     if recipe.precision == "fp8":
-        check_fp8(recipe.backbone, data.spec.shape)
+        check_fp8(recipe.backbone, data.spec.latent_shape)
     if init_from is not None:
         set_weights(model, read_trained(Path(init_from)), str(init_from))
     model = model.to(world.device).train()

@@ -1,0 +1,119 @@
+"""Predictions and likelihoods of symbols: a categorical distribution for each element of a sample.
+
+Symbol k of K is embedded as e_k (see `bsi.Symbols`), and the encoder, the belief, the levels and the solvers act on the
+embedded sample. Under the frequencies pi of the symbols, the posterior of an element given its own latent psi alone is
+
+    p(k | psi, level) ~ pi_k N(psi; signal e_k, noise^2) ~ pi_k exp(signal / noise^2 <psi, e_k>).
+
+The network reads these probabilities, and its output is added to their logarithms:
+
+    logits = ln p(k | psi, level) + network,        x_hat = sum_k softmax(logits)_k e_k.
+
+A network that returns 0, as ours do before training, is the best predictor for independent elements. Since the latent
+enters through the posterior only, a symbol that is known exactly is one whose posterior is certain, which is how
+`Model.inpaint` conditions on it.
+
+The decoder is the network's distribution at the last level: L_R = -ln p(x | psi). For finitely many steps the transition
+is the mixture over symbols, p(s' | s) = sum_k p_k N(s + D e_k, D) for each element, as in Bayesian Flow Networks. Its
+divergence from the posterior N(s + D e_x, D) is estimated from one draw eps of the noise of the step, with d_k = e_x -
+e_k:
+
+    KL = E -ln sum_k p_k exp( -sqrt(D) <d_k, eps> - D |d_k|^2 / 2 ).
+
+For D -> 0 it is D |e_x - x_hat|^2 / 2, the term of all methods, and it never exceeds -ln p_x.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from bsi.gaussian import Encoder, over, sum_over_data
+from bsi.rng import Noise
+from bsi.values import EMBEDDING, Symbols
+
+__all__ = ["SymbolPredictor", "drawn", "expected", "log_posterior", "log_prob", "mixture_kl", "probabilities"]
+
+Data = Float[Tensor, "batch *latent"]
+PerSample = Float[Tensor, " batch"]
+
+
+def grouped(symbols: Symbols, x: Data) -> Float[Tensor, "batch channels symbols *space"]:
+    """The K numbers of each element along an axis of their own."""
+    return x.unflatten(1, (-1, symbols.count))
+
+
+@functools.lru_cache(maxsize=64)
+def _log_prior(symbols: Symbols, axes: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    prior = symbols.prior or (1 / symbols.count,) * symbols.count
+    return torch.tensor(prior, dtype=torch.float64).log().to(device, dtype).view(-1, *[1] * axes)
+
+
+def log_posterior(symbols: Symbols, encoder: Encoder, latent: Data) -> Data:
+    """ln p(k | psi, level) of each element given its own latent."""
+    known = encoder.noise > 0
+    gain = torch.where(known, encoder.signal / torch.where(known, encoder.noise, 1.0).square(), 0.0)
+    evidence = grouped(symbols, over(EMBEDDING * gain, latent) * latent)  # <psi, e_k> up to what all k share
+    prior = _log_prior(symbols, latent.ndim - 2, latent.device, latent.dtype)
+    return torch.log_softmax(evidence + prior, 2).flatten(1, 2)
+
+
+def probabilities(symbols: Symbols, logits: Data) -> Data:
+    """The softmax over the symbols of each element."""
+    return torch.softmax(grouped(symbols, logits), 2).flatten(1, 2)
+
+
+def expected(symbols: Symbols, logits: Data) -> Data:
+    """x_hat = sum_k p_k e_k."""
+    return EMBEDDING * (probabilities(symbols, logits) - 1 / symbols.count)
+
+
+def log_prob(symbols: Symbols, index: Integer[Tensor, "batch *data"], logits: Data) -> PerSample:
+    """ln p(x) of each sample under a categorical distribution for each element, in float64."""
+    log_p = torch.log_softmax(grouped(symbols, logits.double()), 2)
+    return sum_over_data(log_p.gather(2, index.long().reshape(log_p[:, :, :1].shape)))
+
+
+def mixture_kl(symbols: Symbols, x: Data, logits: Data, gained: PerSample, eps: Data) -> PerSample:
+    """An unbiased estimate of KL( q(s' | s, x) || sum_k p_k N(s + D e_k, D) ) from one draw of noise, in nats."""
+    log_p = torch.log_softmax(grouped(symbols, logits.double()), 2)
+    d = over(gained.double(), log_p)
+    eps, own = grouped(symbols, eps.double()), grouped(symbols, x).double() > 0  # a symbol's own number is positive
+    along = EMBEDDING * ((eps * own).sum(2, keepdim=True) - eps)  # <e_x - e_k, eps>
+    distance = torch.where(own, 0.0, 2 * EMBEDDING**2)
+    return -sum_over_data(torch.logsumexp(log_p - d.sqrt() * along - 0.5 * d * distance, 2))
+
+
+@dataclass(frozen=True)
+class SymbolPredictor:
+    """A predictor from a function (latent, level) -> logits."""
+
+    symbols: Symbols
+    logits: Callable[[Data, PerSample], Data]
+
+    def __call__(self, latent: Data, level: PerSample) -> Data:
+        return expected(self.symbols, self.logits(latent, level))
+
+
+def drawn(predict: SymbolPredictor, noise: Noise) -> SymbolPredictor:
+    """A predictor that draws each symbol from its predicted distribution instead of averaging over it.
+
+    With the solver `posterior` its samples follow the mixture transition, as in Bayesian Flow Networks.
+    """
+    calls = 0
+
+    def logits(latent: Data, level: PerSample) -> Data:
+        nonlocal calls
+        calls += 1
+        gumbel = -torch.log(-torch.special.log_ndtr(noise(float(calls - 1), float(calls))))
+        best = grouped(predict.symbols, predict.logits(latent, level) + gumbel)
+        one_hot = torch.zeros_like(best).scatter(2, best.argmax(2, keepdim=True), 1.0)
+        return torch.where(one_hot > 0, 0.0, -math.inf).flatten(1, 2)
+
+    return SymbolPredictor(predict.symbols, logits)

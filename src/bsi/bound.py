@@ -49,7 +49,7 @@ from bsi.methods.base import Method, Predictor
 from bsi.progress import Progress
 from bsi.rng import standard_normal, uniform
 from bsi.sampling import evaluations
-from bsi.values import CONTINUOUS, DataKind, Standardize, Symbols
+from bsi.values import CONTINUOUS, DataKind, Standardize
 from bsi.variance import Variance, transition_kl
 
 __all__ = [

@@ -391,6 +391,6 @@ class Elbo:
         at_most = "" if self.data_resolved or len(self.nats) < 2 else "at most "
         bits = "" if self.binned else f"; {self.bits_per_dim:.4f} bits/dim"
         return (
-            f"{scale * self.bits_per_dim:.4f} {unit}/{self.element} ± {scale * self.monte_carlo_error:.4f} (Monte Carlo) ± "
-            f"{at_most}{scale * self.data_error:.4f} (data set of {len(self.nats)}){bits}"
+            f"{scale * self.bits_per_dim:.4f} {unit}/{self.element} ± {scale * self.monte_carlo_error:.4f} "
+            f"(Monte Carlo) ± {at_most}{scale * self.data_error:.4f} (data set of {len(self.nats)}){bits}"
         )

@@ -296,7 +296,10 @@ class Generation(nn.Module):
             torch.Size([2, 1, 8, 8])
         """
         given, sampler = as_tensor(y), replace(sampler or Sampler(solver=NOISY_SOLVER), **changes)
-        y, nothing = given.to(self.device), torch.zeros(len(given), *self.latent_shape, device=self.device, dtype=self.dtype)
+        y, nothing = (
+            given.to(self.device),
+            torch.zeros(len(given), *self.latent_shape, device=self.device, dtype=self.dtype),
+        )
         offset = operator(self._in_units(nothing))  # of an affine map, and of the mean of standardized data
 
         def linear(x: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ A network that returns 0, as ours do before training, is the best predictor for 
 enters through the posterior only, a symbol that is known exactly is one whose posterior is certain, which is how
 `Model.inpaint` conditions on it.
 
-The decoder is the network's distribution at the last level: L_R = -ln p(x | psi). For finitely many steps the transition
-is the mixture over symbols, p(s' | s) = sum_k p_k N(s + D e_k, D) for each element, as in Bayesian Flow Networks. Its
-divergence from the posterior N(s + D e_x, D) is estimated from one draw eps of the noise of the step, with d_k = e_x -
-e_k:
+The decoder is the network's distribution at the last level: L_R = -ln p(x | psi). For finitely many steps the
+transition is the mixture over symbols, p(s' | s) = sum_k p_k N(s + D e_k, D) for each element, as in Bayesian Flow
+Networks. Its divergence from the posterior N(s + D e_x, D) is estimated from one draw eps of the noise of the step,
+with d_k = e_x - e_k:
 
     KL = E -ln sum_k p_k exp( -sqrt(D) <d_k, eps> - D |d_k|^2 / 2 ).
 

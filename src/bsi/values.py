@@ -14,8 +14,8 @@ are channels: text of shape (length,) becomes (K, length), an image of shape (ch
 (channels K, *space). Continuous data is shifted and scaled, x = (data - mean) / std, per element or per channel.
 
 All kinds have `values(data)`, its inverse `data(x)`, `check(data)`, `channels`, the numbers of x for each element of
-the data, `latent_shape(shape)`, the shape of x for data of a shape, and `log_determinant`. Datasets, recipes, models and metrics use these records. The methods of `Bins` take
-tensors or, for preparing datasets, NumPy arrays.
+the data, `latent_shape(shape)`, the shape of x for data of a shape, and `log_determinant`. Datasets, recipes, models
+and metrics use these records. The methods of `Bins` take tensors or, for preparing datasets, NumPy arrays.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class Symbols:
         import torch
 
         if index.is_floating_point():
-            raise UsageError(f"symbols are integers 0 to {self.count - 1}, got {index.dtype}. Convert them: data.long().")
+            raise UsageError(self._no_symbols(index))
         grouped = index[:, None] if index.ndim < 3 else index
         kinds = torch.arange(self.count, device=index.device).view(-1, *[1] * (grouped.ndim - 2))
         one_hot = (grouped[:, :, None] == kinds).flatten(1, 2)
@@ -277,9 +277,12 @@ class Symbols:
     def check(self, data: Integer[Tensor, "*shape"]) -> None:
         """Raise unless the data are integers 0 .. count - 1. This reads the data."""
         if data.is_floating_point():
-            raise UsageError(f"symbols are integers 0 to {self.count - 1}, got {data.dtype}. Convert them: data.long().")
+            raise UsageError(self._no_symbols(data))
         if data.numel():
             _check_range("data holds other symbols: found", data, self.count, "bsi.Symbols(count)")
+
+    def _no_symbols(self, data: Float[Tensor, "*shape"]) -> str:
+        return f"symbols are integers 0 to {self.count - 1}, got {data.dtype}. Convert them with data.long()."
 
     def text(self, index: Integer[Any, " length"]) -> str:
         """The text of one sample, or its numbers if the symbols have no names."""

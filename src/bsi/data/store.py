@@ -133,7 +133,8 @@ class Manifest:
             (key, fields), *others = [(key, value) for key, value in described.items() if value]
             if others:
                 raise ValueError(f"the data is described as {key} and as {others[0][0]}")
-            kind = KINDS[key](**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+            read: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+            kind = KINDS[key](**read)
             manifest = cls(
                 name=str(given["name"]),
                 source=str(given["source"]),

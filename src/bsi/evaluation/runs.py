@@ -167,7 +167,7 @@ def open_split(run: Run, split: str, other: str | None = None) -> Split:
     ours, theirs = run.model.kind, dataset.kind
     if (type(ours), _counted(ours)) != (type(theirs), _counted(theirs)):
         raise DataError(
-            f"{run.path.name} models {str(ours):.200}, got {dataset.name!r} with {str(theirs):.200}. Evaluate it on "
+            f"{run.path.name} models {ours!s:.200}, got {dataset.name!r} with {theirs!s:.200}. Evaluate it on "
             f"data of the same kind."
         )
     return Split(dataset, split)

@@ -255,7 +255,9 @@ def _affordable_evaluations(recipe: Recipe, model: Model) -> float:
     operations = OPERATIONS[model.device.type]
     if recipe.backbone is None:  # the user's own network: about two operations per parameter and position
         return operations / (2 * sum(p.numel() for p in model.parameters()) * math.prod(model.shape[1:]))
-    return operations / cost(recipe.backbone, model.latent_shape, None if model.bins is None else model.bins.count).flops
+    return (
+        operations / cost(recipe.backbone, model.latent_shape, None if model.bins is None else model.bins.count).flops
+    )
 
 
 def _too_slow(what: str) -> str:

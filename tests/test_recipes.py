@@ -12,7 +12,7 @@ import pytest
 import bsi
 from bsi import recipes
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
-from bsi.checks import check_bins
+from bsi.checks import check_last_level
 from bsi.errors import UsageError
 from bsi.methods import BFN, BSI, METHODS, VDM
 from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
@@ -222,6 +222,6 @@ def test_any_batch_is_divided_into_shards_that_fit(batch: int, shards: int) -> N
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_recipe_for_sound_resolves_its_bins(method: str) -> None:
-    check_bins(named_recipe("audio-mini", method).method, bsi.Bins(-1.0, 1.0, 65536))
+    check_last_level(named_recipe("audio-mini", method).method, bsi.Bins(-1.0, 1.0, 65536))
     with pytest.raises(UsageError, match="bins"):
-        check_bins(named_recipe("arrays", method).method, bsi.Bins(-1.0, 1.0, 65536))
+        check_last_level(named_recipe("arrays", method).method, bsi.Bins(-1.0, 1.0, 65536))

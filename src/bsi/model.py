@@ -12,6 +12,8 @@ wider.
 from __future__ import annotations
 
 import math
+import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -85,25 +87,63 @@ class Model(Generation):
         clip = (kind.low, kind.high) if method.clips and isinstance(kind, Bins) else None
         self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip, self.symbols)
         self.class_names = class_names
+        self.origin: object = None  # the description of the file that the model was loaded from
         if class_names and self.classes not in (None, len(class_names)):
             raise UsageError(f"each label needs one name, got {len(class_names)} names for {self.classes} labels")
 
     @classmethod
-    def from_pretrained(cls, source: str | Path, backbone: nn.Module | None = None) -> Model:
-        """Load a model onto the CPU, in evaluation mode.
+    def from_pretrained(
+        cls, source: str | Path, backbone: nn.Module | None = None, revision: str | None = None
+    ) -> Model:
+        """Load a model onto the CPU, in evaluation mode. Files hold weights and a description, and no code.
 
         Args:
-            source: The name of a bundled network (`digits`), a run folder, or an exported file.
-            backbone: Your own network, if the model has one: files hold its weights and no code.
+            source: The name of a bundled network (`digits`), a folder of `save_pretrained`, a run folder, an exported
+                file, or a repository of the Hugging Face hub, `USER/NAME`, that `push_to_hub` made.
+            backbone: Your own network, if the model has one.
+            revision: A branch, tag or commit of a hub repository.
 
         Example:
 
             >>> bsi.Model.from_pretrained("digits").sample(4, steps=8).shape
             torch.Size([4, 1, 8, 8])
         """
-        from bsi.runtime.export import load
+        from bsi.runtime import export, hub
 
-        return load(source, backbone=backbone)
+        if hub.is_repository(source):
+            source = hub.download(str(source), revision)
+        return export.load(source, backbone=backbone)
+
+    def save_pretrained(self, folder: str | Path, name: str | None = None) -> Path:
+        """Write the model as a folder: model.safetensors, config.json and a model card. No run folder is needed.
+
+        A network of `bsi.backbones` is rebuilt by `from_pretrained`; your own is passed again.
+
+        Args:
+            folder: Is made if it does not exist; files in it are replaced.
+            name: The name in the model card, by default that of the folder.
+
+        Example:
+
+            >>> model = bsi.Model(torch.nn.Identity(), bsi.BSI(), shape=(2,))  # doctest: +SKIP
+            >>> model.save_pretrained("my-model")  # doctest: +SKIP
+            >>> again = bsi.Model.from_pretrained("my-model", backbone=torch.nn.Identity())  # doctest: +SKIP
+        """
+        from bsi.runtime import export, hub
+
+        name = name or re.sub(r"\W+", "-", Path(folder).resolve().name).strip("-") or "model"
+        return hub.write_model_folder(export.described(self, name), Path(folder))
+
+    def push_to_hub(self, repository: str, private: bool = True) -> str:
+        """Upload the model to the Hugging Face hub as `USER/NAME`, with the token of `hf auth login`.
+
+        Returns:
+            The address of the repository.
+        """
+        from bsi.runtime import hub
+
+        with tempfile.TemporaryDirectory() as folder:
+            return hub.upload(self.save_pretrained(folder, repository.rpartition("/")[2]), repository, private)
 
     def check(self, data: Tensor | np.ndarray) -> None:
         """Raise if data is not finite or not of its kind. Reads the data: `forward` does so on the CPU only."""

@@ -32,6 +32,7 @@ __all__ = [
     "Precision",
     "Recipe",
     "Samples",
+    "check_name",
 ]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -277,11 +278,7 @@ class Recipe:
     keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):  # it may come from a file, and names the run folder and exports
-            raise UsageError(
-                f"name must have 1 to 100 letters, digits, '-', '_' or '.', the first a letter or digit, got "
-                f"{self.name!r:.120}. Choose another."
-            )
+        check_name(self.name)
         if isinstance(self.backbone, str):
             raise UsageError(
                 f"backbone must be a config, got {self.backbone!r}. Use bsi.backbones.resolve({self.backbone!r})."
@@ -325,6 +322,15 @@ class Recipe:
 
     def rate(self, step: int) -> float:
         return self.optimizer.rate(step, self.steps)
+
+
+def check_name(name: str) -> None:
+    """Raise for a name, which may come from a file, that could not name a run folder or an export."""
+    if not NAME.fullmatch(name):
+        raise UsageError(
+            f"name must have 1 to 100 letters, digits, '-', '_' or '.', the first a letter or digit, got "
+            f"{name!r:.120}. Choose another."
+        )
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -412,7 +412,7 @@ def test_values_that_are_not_finite_are_not_drawn(tmp_path):
     network = model()
     torch.nn.init.constant_(next(network.denoiser.backbone.parameters()), float("nan"))
     for changed in ({}, {"npz": None, "animate": tmp_path / "belief.gif"}):
-        with pytest.raises(NonFinite, match="samples 0 to 9 hold NaN"):
+        with pytest.raises(NonFinite, match="10 samples drawn together hold NaN"):
             write_samples(network, arguments(tmp_path, **changed))
     assert not list(tmp_path.glob("*.gif"))
 

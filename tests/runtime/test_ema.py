@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import replace
@@ -22,7 +21,6 @@ from bsi.recipe import Ema, Every
 from bsi.runtime import ema as module
 from bsi.runtime.ema import EmaModel, PowerAverages, Profile, coefficients, exponent, lerp_, reconstruct
 from bsi.runtime.export import read_trained
-from bsi.runtime.hub import download, write_hub_folder
 from bsi.training import loop
 
 IMAGES = torch.randint(0, 256, (64, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -141,31 +139,6 @@ def test_a_run_without_averages_says_how_to_keep_some(tmp_path: Path) -> None:
         reconstruct(tmp_path, 0.1)
     with pytest.raises(UsageError, match=r"Use 0\.05 0\.1"):
         Ema(powers=(0.5,))
-
-
-def test_a_hub_folder_holds_one_model_and_says_what_it_is(run: Path, tmp_path: Path) -> None:
-    folder = write_hub_folder(run, tmp_path / "hub")
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "model.safetensors", "recipe.json"]
-    assert json.loads((folder / "recipe.json").read_text())["name"] == "mine"
-    card = (folder / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: bsi")
-    assert "BSI trained on digits (1 x 4 x 4) for 30 steps" in card
-    assert torch.equal(bsi.load(folder).sample(2, steps=2), bsi.load(run).sample(2, steps=2))
-
-
-def test_the_command_writes_the_hub_folder_and_refuses_half_an_upload(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", str(run), "--hub-folder", str(tmp_path / "hub"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["folder"] == str(tmp_path / "hub")
-    assert main(["export", str(run), "--upload", "me/mine"]) == 2
-    assert "--hub-folder" in capsys.readouterr().err
-
-
-def test_without_its_package_the_hub_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(UsageError, match="hub"):
-        download("me/mine")
 
 
 @pytest.mark.parametrize("large", [1, 4, 2**20])  # all of them one by one, some, none

@@ -189,7 +189,7 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         classes=model.class_names or tuple(map(str, range(model.classes or 0))),
     )
     _warm_up(model)
-    return Workbench(model, about, _test_images(model, trained.recipe.data.name, trained.data.version))
+    return Workbench(model, about, _test_images(model, trained.dataset, trained.data.version))
 
 
 def _test_images(model: Model, dataset: str, version: str) -> Float32[np.ndarray, "count channels height width"]:

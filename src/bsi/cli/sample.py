@@ -83,8 +83,8 @@ def run(args: Sample) -> int:
 
     with join(None if args.device == "auto" else args.device, TIMEOUT_S) as world:
         trained = read_trained(args.run, not args.weights)
-        if world.first and trained.step < trained.recipe.steps:
-            log(f"bsi sample: training of {args.run} is unfinished: step {trained.step} of {trained.recipe.steps}")
+        if world.first and trained.unfinished:
+            log(f"bsi sample: training of {args.run} is unfinished: {trained.unfinished}")
         model = prepared(model_of(trained, str(args.run)).to(world.device), args)
         if args.rate is None and is_sound(model):
             args = replace(args, rate=dataset_rate(trained.data.name, trained.data.version))

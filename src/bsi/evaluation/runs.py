@@ -106,7 +106,7 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
         model=model,
         recipe=trained.recipe.name,
         step=trained.step,
-        dataset=trained.recipe.data.name,
+        dataset=trained.dataset,
         dataset_version=trained.data.version,
         weights=found,
         ema=ema,

@@ -1,4 +1,4 @@
-"""The description of a dataset, and building a recipe's model for it.
+"""The description of a dataset and of a model, and building the model.
 
 The description is part of every checkpoint and export: a model can be built from it without the data. A resumed run
 compares its `version`, a hash of the content.
@@ -20,11 +20,13 @@ from bsi.backbones.mlp import MLP
 from bsi.backbones.unet import UNet
 from bsi.data.store import check_classes
 from bsi.errors import UsageError
+from bsi.methods import Method
+from bsi.methods.base import Parametrization
 from bsi.model import Model
-from bsi.recipe import Recipe
+from bsi.recipe import Recipe, check_name
 from bsi.values import Bins, DataKind
 
-__all__ = ["DataSpec", "build_model", "config_of"]
+__all__ = ["DataSpec", "ModelSpec", "build_model", "config_of"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,21 @@ class DataSpec:
         return build(config, self.latent_shape, None if self.bins is None else self.bins.count, self.classes)
 
 
-def build_model(recipe: Recipe, data: DataSpec, backbone: nn.Module | None = None) -> Model:
+@dataclass(frozen=True)
+class ModelSpec:
+    """What `build_model` needs of a `Recipe`: the description of a model that was not trained by one."""
+
+    name: str
+    method: Method
+    backbone: BackboneConfig | None
+    parametrization: Parametrization | None = None
+    sigma_data: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+
+
+def build_model(recipe: Recipe | ModelSpec, data: DataSpec, backbone: nn.Module | None = None) -> Model:
     """Build the model of a recipe for the described data; `backbone` is the caller's own network."""
     if backbone is None:
         if recipe.backbone is None:

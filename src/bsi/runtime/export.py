@@ -1,9 +1,10 @@
-"""Trained models: loading them from a run folder or an exported file, and exporting a run as one file.
+"""Models as files: loading them from a run folder or an exported file, and writing a run or any model as one file.
 
     model = bsi.load("runs/digits")                 # the EMA of the latest checkpoint, verified
     images = model.sample(16)
 
-An export is a safetensors file: the weights, and in its metadata the recipe and the description of the data as JSON.
+An export is a safetensors file: the weights, and in its metadata the recipe and the description of the data as JSON. A
+model that no recipe trained has a `ModelSpec` in place of the recipe.
 Neither can contain code. A network passed by the caller is never imported by name and must be passed again:
 `bsi.load(run, backbone=MyNet())`. Before a network is built, its shapes are compared with those of the weights, so that
 a small file cannot make the loader allocate a large network.
@@ -24,19 +25,20 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from bsi import pretrained
+from bsi import __version__, pretrained
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
 from bsi.io import atomic, check_writable, share
+from bsi.methods import METHODS
 from bsi.model import Model
 from bsi.progress import log
 from bsi.recipe import Recipe
 from bsi.runtime import checkpoint
-from bsi.runtime.data_spec import DataSpec, build_model
+from bsi.runtime.data_spec import DataSpec, ModelSpec, build_model, config_of
 from bsi.runtime.ema import reconstruct
 from bsi.runtime.run_folder import RunFolder
 from bsi.runtime.serialization import from_plain, to_plain
 
-__all__ = ["Trained", "class_name", "export", "load", "model_of", "read_trained"]
+__all__ = ["Trained", "class_name", "described", "export", "load", "model_of", "read_trained", "write_export"]
 
 EXPORT_FORMAT = 1
 MODEL_FILE = "model.safetensors"  # the file name in a folder for the Hugging Face hub
@@ -47,13 +49,61 @@ MOST_SHOWN = 3  # largest number of suggestions in a message
 
 @dataclass(frozen=True)
 class Trained:
-    """Weights by name, with their recipe and the description of the data."""
+    """Weights by name, with the description of the model and of the data."""
 
-    recipe: Recipe
+    recipe: Recipe | ModelSpec
     data: DataSpec
     network: str
     step: int
     weights: Mapping[str, Tensor]
+
+    @property
+    def dataset(self) -> str:
+        """The name of the dataset, or the path of its folder."""
+        return self.recipe.data.name if isinstance(self.recipe, Recipe) else self.data.name
+
+    @property
+    def unfinished(self) -> str:
+        """The step reached of how many, if training has not ended."""
+        steps = self.recipe.steps if isinstance(self.recipe, Recipe) else 0
+        return f"step {self.step} of {steps}" if self.step < steps else ""
+
+    def about(self, ema: bool, sigma_rel: float | None = None) -> dict[str, Any]:
+        """The JSON in the metadata of an export."""
+        kind = "recipe" if isinstance(self.recipe, Recipe) else "model"
+        return {
+            "format": EXPORT_FORMAT,
+            "bsi": __version__,
+            kind: to_plain(self.recipe),
+            "data": to_plain(self.data),
+            "network": self.network,
+            "step": self.step,
+            "ema": ema,
+            "sigma_rel": sigma_rel,
+        }
+
+
+def described(model: Model, name: str) -> Trained:
+    """A model as what `read_trained` would read from its file.
+
+    A model that was loaded keeps its recipe, its step and the description of its data, if it has not been changed.
+    """
+    network = getattr(model.denoiser.backbone, "_orig_mod", model.denoiser.backbone)  # of a compiled network
+    if type(model.method) not in METHODS.values():
+        raise UsageError(
+            f"the method {model.method!r} could not be loaded again by its name. Register it first: "
+            f"bsi.methods.register(name, {type(model.method).__name__})."
+        )
+    data = DataSpec("", "", 0, model.shape, model.kind, model.classes or 0, model.class_names)
+    config = config_of(network, data)
+    recipe: Recipe | ModelSpec = ModelSpec(
+        name, model.method, config, model.denoiser.parametrization, model.denoiser.sigma_data
+    )
+    known, step = model.origin, 0
+    if isinstance(known, Trained) and (known.recipe.method, known.recipe.backbone) == (model.method, config):
+        recipe, data, step = known.recipe, known.data, known.step
+    weights = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in network.state_dict().items()}
+    return Trained(recipe, data, "" if config is not None else class_name(network), step, weights)
 
 
 def class_name(network: nn.Module) -> str:
@@ -85,6 +135,7 @@ def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) ->
     _check_shapes(trained, where)
     model = build_model(trained.recipe, trained.data, backbone)
     set_weights(model, trained, where)
+    model.origin = replace(trained, weights={})
     return model.eval()
 
 
@@ -142,6 +193,7 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
 def _instead(path: Path) -> str:
     """A suggestion: the runs and exports in the folder, or one of a similar name next to it."""
     others = {found.name: found for found in _trained_in(path.parent)}
+    others |= {name: Path(name) for name in pretrained.BUNDLED if path.name == str(path)}
     near = [others[name] for name in difflib.get_close_matches(path.name, others, n=1)]
     meant = _trained_in(path)[:MOST_SHOWN] or near
     return f"Did you mean {' or '.join(map(str, meant))}? " if meant else ""
@@ -157,7 +209,12 @@ def _trained_in(folder: Path) -> list[Path]:
 
 def _described(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Trained:
     """The weights with their description; raises KeyError or TypeError if it is incomplete."""
-    recipe, data = from_plain(Recipe, given["recipe"], "recipe"), from_plain(DataSpec, given["data"], "data")
+    recipe: Recipe | ModelSpec
+    if "model" in given:
+        recipe = from_plain(ModelSpec, given["model"], "model")
+    else:
+        recipe = from_plain(Recipe, given["recipe"], "recipe")
+    data = from_plain(DataSpec, given["data"], "data")
     return Trained(recipe, data, str(given["network"]), int(given["step"]), weights)
 
 
@@ -183,13 +240,18 @@ def _read_export(path: Path, step: int | None) -> Trained:
             f"{path} is not a safetensors file ({error}). Pickles (.pt, .pth, .ckpt) can run code when they are "
             f"loaded; bsi never loads them."
         ) from error
+    given: dict[str, Any] = {}
     try:
         given = json.loads(metadata[METADATA])
         if given["format"] != EXPORT_FORMAT:
             raise UsageError(f"{path} has export format {given['format']!r}, and this version reads {EXPORT_FORMAT}.")
         return _described(given, weights)
-    except BsiError:
-        raise
+    except BsiError as error:
+        if (written := given.get("bsi", __version__)) == __version__:
+            raise
+        raise UsageError(
+            f"{error} It was written by bsi {written!s:.20}, and this is {__version__}: pip install --upgrade bsi"
+        ) from error
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path} does not describe its model: it was not written by `bsi export`.") from error
 
@@ -219,16 +281,12 @@ def export(
     folder = Path(run) if Path(run).is_dir() else Path()
     target = folder / name if out is None else Path(out)
     check_writable(target, "--out")
-    about = {
-        "format": EXPORT_FORMAT,
-        "recipe": to_plain(trained.recipe),
-        "data": to_plain(trained.data),
-        "network": trained.network,
-        "step": trained.step,
-        "ema": ema,
-        "sigma_rel": sigma_rel,
-    }
-    with atomic(target, "--out") as temporary:
+    return write_export(target, trained, trained.about(ema, sigma_rel))
+
+
+def write_export(path: Path, trained: Trained, about: Mapping[str, Any]) -> Path:
+    """Write the file, atomically."""
+    with atomic(path, "--out") as temporary:
         safetensors.torch.save_file(dict(trained.weights), temporary, {METADATA: json.dumps(about)})
         share(temporary)
-    return target
+    return path

@@ -1,24 +1,28 @@
-"""The Hugging Face hub: a folder with an exported model and its description.
+"""A model as a folder, which the Hugging Face hub can hold.
 
-    model.safetensors     written by `bsi export`: the weights, with the recipe in the metadata
-    recipe.json           the same recipe, for people and search
-    README.md             a model card: the method, the data, the command, and how to load it
+    model.safetensors     an export: the weights, with the description of the model in the metadata
+    config.json           the same description, for people and search
+    README.md             a model card: the method, the data, and how to load it
 
-`bsi.load` opens such a folder like a run. `upload` and `download` call huggingface_hub (extra `hub`); the tests, which
-run offline, cover the folder but not the transfers.
+`bsi.load` opens such a folder like a run. `upload` and `download` call huggingface_hub (extra `hub`).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bsi.errors import extra
-from bsi.io import write_json, write_text
-from bsi.runtime.export import MODEL_FILE, Trained, export, read_trained
-from bsi.runtime.serialization import to_plain
+from bsi.errors import UsageError, extra
+from bsi.io import make_folder, write_json, write_text
+from bsi.recipe import Recipe
+from bsi.runtime.export import MODEL_FILE, Trained, read_trained, write_export
 
-__all__ = ["download", "upload", "write_hub_folder"]
+__all__ = ["download", "is_repository", "upload", "write_hub_folder", "write_model_folder"]
+
+REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 
 CARD = """---
 library_name: bsi
@@ -27,57 +31,81 @@ tags: [generative, {kind}]
 
 # {name}
 
-{kind_name} trained on {data} ({shape}) for {step} steps with `bsi train {name}`.
+{kind_name} for data of shape {shape}{training}.
 
 ```python
 import bsi
 
-model = bsi.load("PATH")  # this folder
-images = model.sample(16)
+model = bsi.Model.from_pretrained("PATH"{backbone})  # this folder, or the name of this repository
+samples = model.sample(16)
 ```
 
-`recipe.json` has every setting. The weights are {weights}.
+`config.json` describes the model. The weights are {weights}.
 """
 
 
 def write_hub_folder(run: str | Path, folder: str | Path, ema: bool = True, step: int | None = None) -> Path:
-    """Write a folder with the content of a hub repository."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    trained = read_trained(Path(run), ema, step)
-    export(run, folder / MODEL_FILE, ema, step)
-    write_json(folder / "recipe.json", to_plain(trained.recipe))
-    write_text(folder / "README.md", _card(trained, ema))
+    """Write the model of a run as a folder."""
+    return write_model_folder(read_trained(Path(run), ema, step), Path(folder), ema)
+
+
+def write_model_folder(trained: Trained, folder: Path, ema: bool = False) -> Path:
+    """Write a model as a folder with the content of a hub repository."""
+    make_folder(folder, "the folder")
+    about = trained.about(ema)
+    write_export(folder / MODEL_FILE, trained, about)
+    write_json(folder / "config.json", about)
+    write_text(folder / "README.md", _card(trained, about))
     return folder
 
 
-def _card(trained: Trained, ema: bool) -> str:
-    kind = str(to_plain(trained.recipe)["method"]["kind"])
+def _card(trained: Trained, about: dict[str, Any]) -> str:
+    name, recipe = trained.recipe.name, trained.recipe
+    kind = str(about["recipe" if isinstance(recipe, Recipe) else "model"]["method"]["kind"])
+    data = trained.data.name or "your data"
     return CARD.format(
-        name=trained.recipe.name,
+        name=name,
         kind=kind,
         kind_name=kind.upper(),
-        data=trained.data.name,
         shape=" x ".join(map(str, trained.data.shape)),
-        step=trained.step,
-        weights="the exponential moving average" if ema else "those of the last step",
+        training=f", trained on {data} with `bsi train {name}`, step {trained.step}"
+        if isinstance(recipe, Recipe)
+        else "",
+        backbone="" if recipe.backbone is not None else f", backbone={trained.network.rpartition('.')[2]}(...)",
+        weights="an exponential moving average" if about["ema"] else "those that the model had",
     )
+
+
+def is_repository(source: str | Path) -> bool:
+    """Whether this is the name of a repository, USER/NAME, rather than a path in a folder that exists here."""
+    return REPOSITORY.fullmatch(str(source)) is not None and not Path(source).parent.exists()
 
 
 def upload(folder: str | Path, repository: str, private: bool = True) -> str:
     """Upload a folder with the token of `hf auth login`; returns its address."""
-    api = _hub().HfApi()
-    api.create_repo(repository, private=private, exist_ok=True)
-    return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
+    with _hub(f"upload to {repository}") as hub:
+        api = hub.HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
 
 
 def download(repository: str, revision: str | None = None) -> Path:
-    """Download a hub repository; returns the folder, for `bsi.load`."""
-    wanted = [MODEL_FILE, "recipe.json", "README.md"]  # no code
-    return Path(_hub().snapshot_download(repository, revision=revision, allow_patterns=wanted))
+    """Download a hub repository, or find it in the cache; returns the folder, for `bsi.load`."""
+    wanted = [MODEL_FILE, "config.json", "README.md"]  # no code
+    with _hub(f"download {repository}") as hub:
+        return Path(hub.snapshot_download(repository, revision=revision, allow_patterns=wanted))
 
 
-def _hub() -> Any:
+@contextmanager
+def _hub(purpose: str) -> Iterator[Any]:
+    """huggingface_hub; what it raises (no connection, no such repository, no token) becomes one message."""
     with extra("hub", "the Hugging Face hub"):
         import huggingface_hub  # type: ignore[import-not-found, unused-ignore]
-    return huggingface_hub
+    try:
+        yield huggingface_hub
+    except (OSError, ValueError) as error:  # its errors of HTTP and of missing files are of these kinds
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise UsageError(
+            f"cannot {purpose} with the Hugging Face hub: {reason}. Check the name, the connection and `hf auth "
+            f"whoami`; a folder that is on this machine is loaded by its path."
+        ) from error

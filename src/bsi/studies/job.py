@@ -149,7 +149,7 @@ def network_name(recipe: Recipe) -> str:
     return _hash(_changed_settings(recipe, ""))
 
 
-def same_network(a: Recipe, b: Recipe) -> bool:
+def same_network(a: object, b: object) -> bool:
     """Whether two recipes agree in every setting that decides the weights."""
     return all(_keeps_weights(change.name) for change in changes(a, b))
 

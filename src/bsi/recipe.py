@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bsi.backbones.config import BackboneConfig
-from bsi.data.order import SHARDS, check_batch
 from bsi.devices import Precision
 from bsi.errors import UsageError
 from bsi.methods import Method
@@ -35,6 +34,7 @@ __all__ = [
     "check_name",
 ]
 
+SHARDS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST = 10**12  # steps, samples in a batch: larger numbers are mistakes
 FIRST_RATE = 1e-8  # the paper's warm-up starts here
@@ -255,7 +255,8 @@ class Recipe:
     accumulation: int = 1
     """Number of pieces in which a rank computes its part of a batch."""
     virtual_shards: int = SHARDS
-    """The largest number of shards that a batch is divided into, whatever the number of ranks; see `shards`."""
+    """The largest number of shards that a batch is divided into: ranks take whole shards, so that what is drawn for a
+    shard does not depend on the number of ranks. See `shards`."""
     ema: Ema = field(default_factory=Ema)
     precision: Precision = "auto"
     """Precision inside the network; auto is bf16 on a GPU, float16 on a GPU without bf16, and float32 on a CPU."""
@@ -302,9 +303,9 @@ class Recipe:
         if self.audit and self.precision not in ("auto", "float32"):
             raise UsageError(f"the audit mode computes in float32: got precision={self.precision}")
         if self.precision == "fp8" and self.lean:
-            raise UsageError("fp8 keeps little already: leave lean out")
+            raise UsageError("precision fp8 has no lean form: it already stores few activations. Leave lean out.")
         if self.precision == "fp8" and not self.compile:
-            raise UsageError("fp8 is one of the fast forms that compile=False turns off: leave compile on")
+            raise UsageError("precision fp8 needs compile, got compile=False. Leave compile on.")
 
     @property
     def shards(self) -> int:
@@ -318,9 +319,31 @@ class Recipe:
 
     def check(self, world: int) -> None:
         """Raise if `world` ranks cannot share a batch evenly."""
-        check_batch(self.batch, world, self.accumulation, self.shards)
+        for what, count, shared in (
+            ("ranks", world, self.shards),
+            ("accumulation steps", self.accumulation, self.shards // world),
+        ):
+            if shared % count:
+                fit = ", ".join(str(n) for n in range(1, shared + 1) if shared % n == 0)
+                raise UsageError(
+                    f"a batch of {self.batch} is divided into {self.shards} virtual shards, and {count} {what} cannot "
+                    f"share {shared} of them evenly. Use {fit} {what}, or another --batch."
+                )
+
+    def shortened(self, steps: int) -> Recipe:
+        """The recipe with its warm-up and moving average scaled to fewer steps, as `--steps` does; `steps` is unchanged.
+
+        A constant schedule can be extended later, so its settings do not depend on the number of steps.
+        """
+        share = steps / self.steps
+        if share >= 1 or steps < 1 or self.optimizer.schedule == "constant":
+            return self
+        warmup, start = round(share * self.optimizer.warmup), round(share * self.ema.start)
+        ema = replace(self.ema, start=start, beta=max(0.0, 1 - (1 - self.ema.beta) / share))
+        return replace(self, optimizer=replace(self.optimizer, warmup=warmup), ema=ema)
 
     def rate(self, step: int) -> float:
+        """The learning rate of the next update after `step` completed updates."""
         return self.optimizer.rate(step, self.steps)
 
 

@@ -1,6 +1,7 @@
 """The order of samples is a pure function of the seed and the count, and a fair one; batches fall into whole shards."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bsi.data.order import check_batch, shards_of
 from bsi.errors import UsageError
+from bsi.recipes import digits
 from bsi.rng import coins, sample_ids
+from bsi.training.stream import shards_of
 
 seeds = st.integers(0, 2**64 - 1)
 
@@ -91,43 +93,18 @@ def test_impossible_positions_are_refused(n: int, start: int, count: int) -> Non
         sample_ids(0, n, start, count)
 
 
-@settings(max_examples=50, deadline=None)
-@given(each=st.integers(1, 8), world=st.integers(1, 16))
-def test_ranks_take_whole_shards_that_together_are_all(each: int, world: int) -> None:
-    shards = each * world
-    assert [s for rank in range(world) for s in shards_of(rank, world, shards)] == list(range(shards))
-
-
-def test_a_world_that_does_not_fit_is_refused_with_those_that_do() -> None:
-    with pytest.raises(UsageError, match="use a world size of 1, 2, 4, 8, 16, 32, 64"):
-        shards_of(0, 6)
-    with pytest.raises(UsageError, match=r"rank must be in 0 \.\. 3"):
-        shards_of(4, 4)
-
-
-def test_a_batch_that_cannot_be_shared_is_refused_with_values_that_would_do() -> None:
-    check_batch(128, world=8, accumulation=8)
-    with pytest.raises(UsageError, match=r"use a batch of 64 or 128, or 50 shards"):
-        check_batch(100, world=2)
-    with pytest.raises(UsageError, match=r"use a batch of 64, or 32 shards"):
-        check_batch(32, world=4, accumulation=2)
-    with pytest.raises(UsageError, match=r"use accumulation 1, 2, 4, 8"):
-        check_batch(128, world=8, accumulation=3)
-    with pytest.raises(UsageError, match=r"world size of 1, 2, 4"):
-        check_batch(128, world=3)
-    with pytest.raises(UsageError, match="at least 1"):
-        check_batch(0)
-
-
 @settings(max_examples=60, deadline=None)
-@given(batch=st.integers(1, 600), world=st.integers(1, 9), accumulation=st.integers(1, 5), shards=st.integers(1, 70))
-def test_a_batch_is_accepted_exactly_when_every_rank_and_step_gets_whole_shards(
-    batch: int, world: int, accumulation: int, shards: int
+@given(batch=st.integers(1, 600), world=st.integers(1, 9), accumulation=st.integers(1, 5), most=st.integers(1, 70))
+def test_a_batch_is_accepted_exactly_when_every_rank_and_piece_gets_whole_shards(
+    batch: int, world: int, accumulation: int, most: int
 ) -> None:
-    fits = batch % shards == 0 and shards % (world * accumulation) == 0
+    recipe = replace(digits(), batch=batch, accumulation=accumulation, virtual_shards=most)
+    shards = recipe.shards
+    assert batch % shards == 0
     try:
-        check_batch(batch, world, accumulation, shards)
-    except UsageError:
-        assert not fits
+        recipe.check(world)
+    except UsageError as error:
+        assert shards % (world * accumulation)
+        assert "Use 1" in str(error)
     else:
-        assert fits
+        assert [s for rank in range(world) for s in shards_of(rank, world, shards)] == list(range(shards))

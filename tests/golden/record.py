@@ -49,7 +49,6 @@ from bsi.brownian import BrownianPath  # noqa: E402
 from bsi.cli import main as command_line  # noqa: E402
 from bsi.data import open_dataset  # noqa: E402
 from bsi.data.batches import as_source  # noqa: E402
-from bsi.data.order import shards_of  # noqa: E402
 from bsi.elbo import finite_measurement_loss  # noqa: E402
 from bsi.flow import binned_flow, exact_divergence, flow_density, hutchinson  # noqa: E402
 from bsi.grids import GRIDS, named_grid  # noqa: E402
@@ -76,7 +75,7 @@ from bsi.sampler import Sampler  # noqa: E402
 from bsi.sampling import levels_of  # noqa: E402
 from bsi.solvers import SOLVERS  # noqa: E402
 from bsi.studies.digits_features import DigitsFeatures  # noqa: E402
-from bsi.training.stream import Stream, pieces  # noqa: E402
+from bsi.training.stream import Stream, pieces, shards_of  # noqa: E402
 
 
 def standardized(mean: float, std: float) -> dict[str, Any]:

@@ -275,7 +275,7 @@ def test_a_constant_schedule_may_be_extended(base: Path, chains: Chains) -> None
 def test_a_batch_that_cannot_be_shared_is_refused_before_anything_is_made(base: Path, chains: Chains) -> None:
     """Row 11."""
     assert codes(chains["uneven"]) == [2]
-    assert "use accumulation 1, 5" in chains["uneven"][0].stderr
+    assert "Use 1, 5 accumulation steps" in chains["uneven"][0].stderr
     assert not (base / "uneven").exists()
 
 

@@ -21,7 +21,7 @@ from bsi.recipe import Ema, Optimizer, Recipe
 from bsi.rng import derive
 from bsi.runtime.distributed import Place, Watchdog, World, watching
 from bsi.runtime.ema import exponent
-from bsi.training.audit import TreeSum
+from bsi.training.parallel import TreeSum
 from bsi.training.step import Engine
 from bsi.training.stream import Batch, Piece, Stream, piece_ids, piece_levels, pieces
 

@@ -93,13 +93,13 @@ def run(words: Sequence[str]) -> int:
     if args.options.dry_run:
         return _dry_run(args, named)
     recipe, options = args.recipe, args.options
-    dataset = opened(recipe)  # before torch is imported: a missing dataset is the most frequent mistake
+    out = options.out or Path("runs") / recipe.name
+    dataset = opened(recipe, out)  # before torch is imported: a missing dataset is the most frequent mistake
     from bsi.pictures import is_image
     from bsi.runtime.distributed import find_place, pick_device
     from bsi.runtime.run_folder import Sink, tensorboard
     from bsi.training.train import train
 
-    out = options.out or Path("runs") / recipe.name
     place = find_place(os.environ)
     recipe.check(place.size)
     device, first = pick_device(options.device, place.local_rank), place.rank == 0
@@ -132,6 +132,9 @@ def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
     method, rest = _take(rest, "--method")
     backbone, rest = _take(rest, "--backbone")
     default = default_of(name, method, backbone)
+    steps, _ = _take(rest, "--steps")
+    if steps is not None and steps.isascii() and steps.isdigit():
+        default = replace(default, recipe=default.recipe.shortened(int(steps)))
     with method_options(default), readable_width():
         args = tyro.cli(
             tyro.conf.AvoidSubcommands[Train],
@@ -183,12 +186,12 @@ def _take(words: list[str], option: str) -> tuple[str | None, list[str]]:
     return value, rest
 
 
-def opened(recipe: Recipe) -> Dataset:
-    """The dataset of a recipe. If it is missing, the error lists the prepared ones."""
-    from bsi.data.store import open_dataset, prepared
+def opened(recipe: Recipe, out: Path) -> Dataset:
+    """The dataset of a recipe that is trained into `out`. If it is missing, the error lists the prepared ones."""
+    from bsi.data.store import open_for_run, prepared
 
     try:
-        return open_dataset(recipe.data.name)
+        return open_for_run(recipe.data.name, out)
     except DataError as error:
         names = ", ".join(repr(name) for name in ("digits", *(folder.name for folder in prepared())))
         raise DataError(f"{error} --data.name NAME trains on another: {names}.") from error
@@ -269,7 +272,7 @@ def _dry_run(args: Train, named: Recipe) -> int:
     recipe.check(world=1)
     size: dict[str, Any] = {"images": recipe.steps * recipe.batch}
     try:
-        size |= asdict(Size.of(recipe, opened(recipe)))
+        size |= asdict(Size.of(recipe, opened(recipe, args.options.out or Path("runs") / recipe.name)))
     except DataError as error:
         log(f"bsi train: {error}")
     changed = [str(change) for change in changes(named, recipe)]

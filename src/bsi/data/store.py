@@ -244,6 +244,20 @@ def open_dataset(
     return found
 
 
+def open_for_run(name: str, run: Path | None) -> Dataset:
+    """The dataset of that name; if there is none, the one that the run was trained on, which may have been renamed."""
+    try:
+        return open_dataset(name)
+    except DataError:
+        if run is None:
+            raise
+        try:
+            version = str(read_json(run / "run.json")["data_version"])
+        except (DataError, KeyError, TypeError):
+            version = None
+        return open_dataset(name, version=version)
+
+
 def find_dataset(name: str, version: str) -> Dataset | None:
     """A run's data, for its test samples. None if it has none, or if this content is not on this machine."""
     try:

@@ -34,6 +34,7 @@ from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
 __all__ = ["HUNG", "FailedTogether", "Phase", "Place", "Watchdog", "World", "find_place", "join", "watching"]
 
 POLL_S = 0.02
+ELSEWHERE = "this rank stops because another one has failed. The error is printed by that rank."
 HUNG = 1  # exit code of a rank that the watchdog ends
 
 Phase = Literal["start", "data", "compute", "update", "journal", "evaluate", "save"]
@@ -173,9 +174,9 @@ class World:
             raise error
         for known in (UsageError, DataError, CorruptCheckpoint):
             if int(code) == known.code:
-                raise known("another rank failed: its message says why")
+                raise known(ELSEWHERE)
         if int(code):
-            raise BsiError("another rank failed: its message says why")
+            raise BsiError(ELSEWHERE)
 
     def fail_together(self, error: Exception | None) -> None:
         """Raise FailedTogether on all ranks if one has an error, before they combine their results.
@@ -183,7 +184,7 @@ class World:
         Otherwise the other ranks would wait for the failed one: with NCCL, until the launcher kills them.
         """
         if self.any(error is not None):
-            raise FailedTogether(error or BsiError("another rank failed: its message says why"))
+            raise FailedTogether(error or BsiError(ELSEWHERE))
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -1,23 +1,19 @@
 """Out-of-memory errors: the available memory, and errors that name the option that makes the work fit.
 
-A batch can be computed in more and smaller pieces (`--accumulation`), which changes only rounding and dropout masks. So
-the advice keeps the batch and computes it in smaller pieces. The number of images that fit is estimated by
-`bsi.backbones.memory`; for a network passed by the caller half as many are suggested.
+A batch can be computed in more and smaller pieces (`--accumulation`), which changes only rounding and dropout masks. The
+number of images that fit is estimated by `bsi.backbones.memory`; for a network passed by the caller half as many are
+suggested.
 
 A GPU reports that its memory is full. Linux does not: an allocation succeeds, and the kernel kills the process when it
 writes to memory that is not available. On a CPU the estimate is therefore compared with the available memory before
-the first step.
-Measured steps took 0.85 times the estimate if tensors are large, and up to 1.6 times if they are smaller than 32 MiB,
-which the C library keeps on a fragmented heap (DiT-mini/2, DiT-S/2, U-Net-32x2 and U-Net-64x4 at 8 to 128 images). So a
-step raises an error if it does not fit by the smaller figure, and prints a warning if it may not by the larger one.
+the first step. Measured steps took 0.85 to 1.6 times the estimate (DiT and U-Net at 8 to 128 images).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,13 +30,9 @@ from bsi.runtime.distributed import Watchdog, World
 
 __all__ = ["LEAST", "MOST", "available", "check_host", "enough_for_batch", "enough_to_train", "host_memory"]
 
-LEAST, MOST = 0.85, 1.6  # smallest and largest measured ratio to the estimate, on a CPU
+LEAST, MOST = 0.85, 1.6  # measured ratios to the estimate, on a CPU
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-
-# Control groups of version 2 and 1: the limit, the usage, and the lines of memory.stat that count cached files.
-V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 
 
 # ---- Available memory ------------------------------------------------------------------------------------------------
@@ -57,8 +49,8 @@ def host_memory(sharing: int = 1, proc: Path = PROC, cgroups: Path = CGROUPS) ->
     """Bytes that this process has or could allocate on its host.
 
     This is the memory that it has, plus its share of the free memory: `MemAvailable` and free swap, within the limits
-    of the control groups (version 1 or 2) of containers and Slurm jobs. Cached files count as free. On a system without
-    these files all memory is assumed to be free.
+    of the control groups of containers and Slurm jobs. Cached files count as free. On a system without these files all
+    memory is assumed to be free.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     try:
@@ -71,25 +63,21 @@ def host_memory(sharing: int = 1, proc: Path = PROC, cgroups: Path = CGROUPS) ->
 
 
 def _free_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """The free bytes of each control group, from this process's own up to the root."""
+    """The free bytes of each control group (version 2), from this process's own up to the root."""
     try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
+        path = next(line[3:] for line in (proc / "self" / "cgroup").read_text().splitlines() if line[:3] == "0::")
+    except (OSError, StopIteration):
         return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+    group = cgroups / path.lstrip("/")
+    for folder in (group, *group.parents):
+        try:
+            most = (folder / "memory.max").read_text().strip() if folder.is_relative_to(cgroups) else "max"
+            if most != "max":
+                stat = _numbers(folder / "memory.stat")
+                cached = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+                yield int(most) - int((folder / "memory.current").read_text()) + cached
+        except OSError:  # not visible from here, or without limits
             continue
-        root, (limit, used, cached) = (cgroups / "memory", V1) if controllers else (cgroups, V2)
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            try:
-                most = (folder / limit).read_text().strip() if folder.is_relative_to(root) else "max"
-                if most != "max":
-                    stat = _numbers(folder / "memory.stat")
-                    yield int(most) - int((folder / used).read_text()) + sum(stat.get(name, 0) for name in cached)
-            except OSError:  # not visible from here, or without limits
-                continue
 
 
 def _numbers(path: Path) -> dict[str, int]:
@@ -101,22 +89,18 @@ def _numbers(path: Path) -> dict[str, int]:
 # ---- Checks and advice -----------------------------------------------------------------------------------------------
 
 
-def check_host(recipe: Recipe, data: DataSpec, world: World, warn: Callable[[str], None]) -> None:
+def check_host(recipe: Recipe, data: DataSpec, world: World) -> None:
     """On a CPU, raise if the first step would run out of memory. Every rank must call it, and all raise together."""
     memory = _estimate(recipe, data, world)
     if world.device.type != "cpu" or memory is None:
         return
-    needed = memory.bytes(_at_a_time(recipe, world), world.size) - CONTEXT
+    needed = round(LEAST * (memory.bytes(_at_a_time(recipe, world), world.size) - CONTEXT))
     there = available(world.device, world.place.local_size)
-    least, most, has = (readable_bytes(round(count)) for count in (LEAST * needed, MOST * needed, there))
-    error = None
-    if LEAST * needed > there:
-        what = f"not enough memory: a step takes at least {least}, and this process can have {has}"
-        error = UsageError(_advice(recipe, data, world, what))
-    elif MOST * needed > there:
-        what = f"this may run out of memory, and be killed: a step can take {most}, and this process can have {has}"
-        warn(_advice(recipe, data, world, what))
-    world.agree(error)
+    what = (
+        f"not enough memory: a step takes at least {readable_bytes(needed)}, and this process can have "
+        f"{readable_bytes(there)}"
+    )
+    world.agree(UsageError(_advice(recipe, data, world, what)) if needed > there else None)
 
 
 @contextmanager
@@ -181,42 +165,30 @@ def _at_a_time(recipe: Recipe, world: World) -> int:
 
 
 def _advice(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
-    """An error message: what is wrong, the number of samples at a time, and the option that reduces it."""
+    """An error message: what is wrong, the number of samples at a time, and the options that reduce it."""
     pieces, had = _pieces(recipe, world), _at_a_time(recipe, world)
-    memory = _estimate(recipe, data, world)
     there = available(world.device, world.place.local_size)
     if world.device.type == "cpu":
         there = CONTEXT + round(there / MOST)  # a CPU has no driver memory, but a fragmented heap
-    fits = _fitting(memory, had, there, world.size)
+    fits = _fitting(_estimate(recipe, data, world), had, there, world.size)
     given = (
         f"{what}, with {had} samples at a time: --batch {recipe.batch} on {world.size} "
-        f"rank{'s' if world.size > 1 else ''}, --accumulation {recipe.accumulation}. "
-        + ("Half of that may fit" if memory is None else f"By the account of bsi.backbones.memory {fits} fit")
+        f"rank{'s' if world.size > 1 else ''}, --accumulation {recipe.accumulation}. About {fits} fit"
     )
+    config = recipe.backbone
+    recompute = config is not None and not isinstance(config, MLPConfig) and not config.checkpoint
+    again = ", or --backbone.checkpoint, which stores less and computes it again" if recompute else ""
     shards = recipe.shards // world.size
     finer = [d for d in range(pieces + 1, shards + 1) if shards % d == 0 and recipe.batch // (world.size * d) <= fits]
     if finer and not recipe.audit:
-        lean = "add --lean, which keeps less and computes it again, or " if _lean_fits(recipe, data, world, had) else ""
         return (
-            f"{given}: {lean}add --accumulation {finer[0]}, which computes the same batch of {recipe.batch} with "
-            f"{recipe.batch // (world.size * finer[0])} at a time, and use the same --out."
+            f"{given}: add --accumulation {finer[0]}, which computes the same batch of {recipe.batch} with "
+            f"{recipe.batch // (world.size * finer[0])} at a time{again}, and use the same --out."
         )
     least = recipe.batch // recipe.shards
     batch = max(0, min(fits, least - 1)) * recipe.shards
     smaller = f"--batch {batch} --accumulation {shards}" if batch else "a smaller network (--backbone)"
-    recompute = ""
-    if recipe.backbone is not None and not isinstance(recipe.backbone, MLPConfig) and not recipe.backbone.checkpoint:
-        recompute = ", or --backbone.checkpoint, which keeps less and computes it again"
-    return f"{given}, which is less than a virtual shard of {least}: use {smaller}{recompute}."
-
-
-def _lean_fits(recipe: Recipe, data: DataSpec, world: World, had: int) -> bool:
-    """Whether the lean form of the network needs less memory and would fit."""
-    if recipe.lean or recipe.precision == "fp8":
-        return False
-    usual, lean = (_estimate(replace(recipe, lean=lean), data, world) for lean in (False, True))
-    there = available(world.device, world.place.local_size)
-    return usual is not None and lean is not None and lean != usual and lean.largest(there, world.size) >= had
+    return f"{given}, which is less than a virtual shard of {least}: use {smaller}{again}."
 
 
 def _estimate(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:

@@ -109,7 +109,7 @@ class RunFolder:
         write_json(self.path / name, content)
         return self.path / name
 
-    def write_record(self, record: RunRecord, named: Recipe | None, world: World) -> None:
+    def write_record(self, record: RunRecord, named: Recipe | None, data_version: str, world: World) -> None:
         self.write(
             "run.json",
             {
@@ -117,6 +117,7 @@ class RunFolder:
                 "recipe": to_plain(record.recipe),
                 "changed": [] if named is None else [str(change) for change in changes(named, record.recipe)],
                 "network": record.network,
+                "data_version": data_version,
                 "command": _without_home([Path(sys.argv[0]).name, *sys.argv[1:]]),
                 "environment": _environment(world),
             },

@@ -7,6 +7,7 @@ its length and 64 samples.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from bsi.checks import check_finite
 from bsi.data.batches import BatchSource, as_source
-from bsi.data.store import open_dataset
+from bsi.data.store import open_for_run
 from bsi.errors import DataError, UsageError
 from bsi.io import digest, fingerprint
 from bsi.recipe import Recipe
@@ -64,13 +65,17 @@ def open_training_data(
     test: object = None,
     kind: DataKind | None = None,
     labels: object = None,
+    run: Path | None = None,
 ) -> TrainingData:
-    """Open the recipe's prepared dataset, or the data passed by the caller with its `labels`."""
+    """Open the recipe's prepared dataset, or the data passed by the caller with its `labels`.
+
+    `run` is the folder of an interrupted run, by which a dataset that was renamed is found.
+    """
     if data is None:
         for name, given in (("test", test), ("kind", kind), ("labels", labels)):
             if given is not None:
                 raise UsageError(f"{name} was given without data. Pass data of your own with it, or leave {name} out.")
-        return _prepared(recipe, device)
+        return _prepared(recipe, device, run)
     if labels is not None and not recipe.data.labels:
         raise UsageError("labels were given, and the recipe learns none. Set data.labels=True in it.")
     train = as_source(data, device, recipe.data.workers)
@@ -113,8 +118,8 @@ def open_training_data(
     return TrainingData(train, tested, spec, known, note)
 
 
-def _prepared(recipe: Recipe, device: torch.device) -> TrainingData:
-    dataset = open_dataset(recipe.data.name)
+def _prepared(recipe: Recipe, device: torch.device, run: Path | None) -> TrainingData:
+    dataset = open_for_run(recipe.data.name, run)
     given = None if dataset.labels is None else dataset.labels.train
     known = _labels(given, len(dataset.train), dataset.name) if recipe.data.labels else None
     names = () if known is None or dataset.labels is None else dataset.labels.names

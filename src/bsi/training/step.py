@@ -34,7 +34,7 @@ from bsi.recipe import Objective, Recipe
 from bsi.runtime.checkpoint import differences
 from bsi.runtime.distributed import Watchdog, World
 from bsi.runtime.ema import EmaModel, PowerAverages, Profile
-from bsi.training.audit import TreeSum, flatten_gradients, set_gradients
+from bsi.training.parallel import TreeSum, flatten_gradients, set_gradients
 from bsi.training.optimizers import Optimizers
 from bsi.training.replay import Replay
 from bsi.training.stream import Batch, Stream

@@ -25,13 +25,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from bsi.data.batches import BatchSource, ahead, flip
-from bsi.data.order import shards_of
 from bsi.levels import low_discrepancy
 from bsi.recipe import Recipe
 from bsi.rng import derive, sample_ids, seed_words, standard_normal, uniforms
 from bsi.runtime.distributed import World
 
-__all__ = ["Batch", "Piece", "Stream", "piece_ids", "piece_levels", "pieces"]
+__all__ = ["Batch", "Piece", "Stream", "piece_ids", "piece_levels", "pieces", "shards_of"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,12 @@ class Piece:
     shard: int
     offset: int
     count: int
+
+
+def shards_of(rank: int, world: int, shards: int) -> range:
+    """The virtual shards of a rank: consecutive, and the same number for each rank."""
+    each = shards // world
+    return range(rank * each, (rank + 1) * each)
 
 
 def pieces(recipe: Recipe, step: int, rank: int, world: int) -> list[Piece]:

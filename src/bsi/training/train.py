@@ -34,7 +34,7 @@ from bsi.runtime.out_of_memory import check_host, enough_to_train
 from bsi.runtime.run_folder import JsonLines, RunFolder, RunRecord, Sink, State
 from bsi.runtime.serialization import to_plain
 from bsi.sampling import levels_of
-from bsi.training.audit import numerics
+from bsi.training.parallel import numerics
 from bsi.training.dataset import TrainingData, open_training_data
 from bsi.training.lock import hold
 from bsi.training.loop import Job, listening, log, run
@@ -103,7 +103,7 @@ def train(
         watching(world.place, hang_after_s, world.meeting) as watchdog,
     ):
         log_once: Callable[[str], None] = log if world.first else _silent
-        training_data = open_training_data(recipe, world.device, data, test, kind, labels)
+        training_data = open_training_data(recipe, world.device, data, test, kind, labels, folder.path)
         if training_data.note:
             log_once(training_data.note)
         if backbone is not None:
@@ -117,7 +117,7 @@ def train(
             if world.first and folder.read_status().get("state") != "finished":  # killed after its last save
                 folder.write_status("finished", recipe.steps)
             return folder.path
-        check_host(recipe, training_data.spec, world, log_once)
+        check_host(recipe, training_data.spec, world)
         with enough_to_train(recipe, training_data.spec, world, watchdog):
             model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
             engine = Engine(recipe, model, world, _half(recipe, world))
@@ -132,7 +132,7 @@ def train(
         saver = Saver(folder.checkpoints, recipe.keep, folder.check)
         journal: list[Sink] = []
         if world.first:
-            folder.write_record(record, named, world)
+            folder.write_record(record, named, spec.version, world)
             due = recipe.every.due(done, recipe.steps)
             repeated = ["evaluate"] * (due.evaluate and training_data.test is not None) + ["sample"] * due.sample
             journal.append(JsonLines(folder, done, repeated if resumed.evaluation_pending else []))

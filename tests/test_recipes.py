@@ -13,6 +13,8 @@ import bsi
 from bsi import recipes
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
 from bsi.checks import check_last_level
+from bsi.checks import check_bins
+from bsi.cli.train import parse
 from bsi.errors import UsageError
 from bsi.methods import BFN, BSI, METHODS, VDM
 from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
@@ -225,3 +227,14 @@ def test_the_recipe_for_sound_resolves_its_bins(method: str) -> None:
     check_last_level(named_recipe("audio-mini", method).method, bsi.Bins(-1.0, 1.0, 65536))
     with pytest.raises(UsageError, match="bins"):
         check_last_level(named_recipe("arrays", method).method, bsi.Bins(-1.0, 1.0, 65536))
+        check_bins(named_recipe("arrays", method).method, bsi.Bins(-1.0, 1.0, 65536))
+
+
+def test_a_shorter_run_scales_its_warm_up_and_average() -> None:
+    short = recipes.digits().shortened(400)
+    assert (short.steps, short.optimizer.warmup, short.ema.start, short.ema.beta) == (4000, 10, 10, 0.95)
+    assert recipes.digits().shortened(8000) == recipes.digits()
+    constant = replace(recipes.digits(), optimizer=replace(recipes.digits().optimizer, schedule="constant"))
+    assert constant.shortened(400) == constant, "such a run can be extended"
+    parsed = parse(["digits", "--steps", "400", "--ema.start", "7"])[0].recipe
+    assert parsed == replace(short, steps=400, ema=replace(short.ema, start=7))

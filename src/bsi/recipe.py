@@ -331,7 +331,7 @@ class Recipe:
                 )
 
     def shortened(self, steps: int) -> Recipe:
-        """The recipe with its warm-up and moving average scaled to fewer steps, as `--steps` does; `steps` is unchanged.
+        """The recipe with its warm-up and moving average scaled to fewer steps, as for `--steps`; `steps` is unchanged.
 
         A constant schedule can be extended later, so its settings do not depend on the number of steps.
         """

@@ -169,3 +169,5 @@ def test_a_dataset_has_one_name_and_a_run_finds_it_by_its_content(
     capsys.readouterr()
     assert main(["eval", str(run), "--bpd", "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["dataset"] == "renamed"
+    assert main(["train", "arrays", "--data.name", "moons2", "--out", str(run), *small]) == 0
+    assert "is finished: 2 steps" in capsys.readouterr().err

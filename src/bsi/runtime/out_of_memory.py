@@ -1,8 +1,8 @@
 """Out-of-memory errors: the available memory, and errors that name the option that makes the work fit.
 
-A batch can be computed in more and smaller pieces (`--accumulation`), which changes only rounding and dropout masks. The
-number of images that fit is estimated by `bsi.backbones.memory`; for a network passed by the caller half as many are
-suggested.
+A batch can be computed in more and smaller pieces (`--accumulation`), which changes only rounding and dropout masks.
+The number of images that fit is estimated by `bsi.backbones.memory`; for a network passed by the caller half as many
+are suggested.
 
 A GPU reports that its memory is full. Linux does not: an allocation succeeds, and the kernel kills the process when it
 writes to memory that is not available. On a CPU the estimate is therefore compared with the available memory before

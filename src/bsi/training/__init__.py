@@ -2,7 +2,7 @@
 
 train.py      `bsi.train`
 loop.py       the training loop: steps, journal, evaluation, checkpoints and signals
-step.py       gradients and update; audit.py the fixed order of sums, replay.py CUDA graphs
+step.py       gradients and update; parallel.py sums over ranks, replay.py CUDA graphs
 optimizers.py AdamW and Muon
 dataset.py    the training data; stream.py its batches, a function of the seed and the step
 resume.py     which checkpoint a run resumes from, and which settings may differ

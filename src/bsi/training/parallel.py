@@ -1,9 +1,10 @@
 """How gradients are summed over ranks.
 
-In the audit mode the sum has the same bits for any number of ranks. Floating-point sums depend on their order. In this mode each virtual shard is computed separately, with its own dropout,
-and the gradients are added in a binary tree over shard numbers: ((g_0 + g_1) + (g_2 + g_3)) + ... A rank holds a power
-of two of consecutive shards, which is a subtree; the ranks exchange the sums of their subtrees and all add the rest of
-the tree in the same order. Everything is computed in float32 on one thread, with deterministic kernels and no compiler.
+In the audit mode the sum has the same bits for any number of ranks. Floating-point sums depend on their order. So each
+virtual shard is computed separately, with its own dropout, and the gradients are added in a binary tree over shard
+numbers: ((g_0 + g_1) + (g_2 + g_3)) + ... A rank holds a power of two of consecutive shards, which is a subtree; the
+ranks exchange the sums of their subtrees and all add the rest of the tree in the same order. Everything is computed in
+float32 on one thread, with deterministic kernels and no compiler.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ from bsi.recipe import Objective, Recipe
 from bsi.runtime.checkpoint import differences
 from bsi.runtime.distributed import Watchdog, World
 from bsi.runtime.ema import EmaModel, PowerAverages, Profile
-from bsi.training.parallel import TreeSum, flatten_gradients, set_gradients
 from bsi.training.optimizers import Optimizers
+from bsi.training.parallel import TreeSum, flatten_gradients, set_gradients
 from bsi.training.replay import Replay
 from bsi.training.stream import Batch, Stream
 

@@ -34,10 +34,10 @@ from bsi.runtime.out_of_memory import check_host, enough_to_train
 from bsi.runtime.run_folder import JsonLines, RunFolder, RunRecord, Sink, State
 from bsi.runtime.serialization import to_plain
 from bsi.sampling import levels_of
-from bsi.training.parallel import numerics
 from bsi.training.dataset import TrainingData, open_training_data
 from bsi.training.lock import hold
 from bsi.training.loop import Job, listening, log, run
+from bsi.training.parallel import numerics
 from bsi.training.resume import find_checkpoint, restore
 from bsi.training.step import Engine
 from bsi.training.stream import Stream

@@ -13,7 +13,6 @@ import bsi
 from bsi import recipes
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
 from bsi.checks import check_last_level
-from bsi.checks import check_bins
 from bsi.cli.train import parse
 from bsi.errors import UsageError
 from bsi.methods import BFN, BSI, METHODS, VDM
@@ -227,7 +226,6 @@ def test_the_recipe_for_sound_resolves_its_bins(method: str) -> None:
     check_last_level(named_recipe("audio-mini", method).method, bsi.Bins(-1.0, 1.0, 65536))
     with pytest.raises(UsageError, match="bins"):
         check_last_level(named_recipe("arrays", method).method, bsi.Bins(-1.0, 1.0, 65536))
-        check_bins(named_recipe("arrays", method).method, bsi.Bins(-1.0, 1.0, 65536))
 
 
 def test_a_shorter_run_scales_its_warm_up_and_average() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -73,7 +74,7 @@ def test_clipping_lowers_the_bound_and_never_below_the_entropy(name: str, parame
     index = torch.randint(17, (256, 4), generator=torch.Generator().manual_seed(1))
     free, clipped = (
         bsi.Model(
-            Zero(), replace(PRECISIONS[name](1e4), clips=clips), (4,), bsi.Bins(-1.0, 1.0, 17), None, parametrization
+            Zero(), replace(PRECISIONS[name](1e4), clips=clips), (4,), bsi.Bins(-1.0, 1.0, 17), parametrization
         ).elbo(index, measure=16)
         for clips in (False, True)
     )
@@ -103,7 +104,17 @@ def test_repeated_values_declared_continuous_are_said_to_have_no_density() -> No
     for data in ((10 * x).round() / 10, x.clamp(min=0), x.where(torch.arange(4) > 0, 1.0)):
         with pytest.warns(UserWarning, match="repeated"):
             model.elbo(data)
-    model.elbo(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.elbo(x)
+
+
+def test_one_column_of_integers_among_many_is_named() -> None:
+    x = normal(512, 200)
+    x[:, 17] = x[:, 17].round()
+    model = bsi.Model(Zero(), bsi.BSI(), (200,), parametrization="edm")
+    with pytest.warns(UserWarning, match="in column 17 are repeated"):
+        model.elbo(x)
 
 
 def test_the_command_line_rejects_it_too(tmp_path, capsys) -> None:

@@ -19,6 +19,7 @@ from bsi.values import Bins, DataKind, Symbols
 __all__ = ["as_tensor", "check_finite", "check_last_level", "check_method", "check_repeated", "check_resolution"]
 
 SOME = 4096  # number of values that are searched for repetitions
+ROWS = 1024  # the same of each column of a table
 SYMBOL_NOISE = 20**-0.5  # the distance of two symbols is then 12.6 standard deviations
 LEAST_SYMBOL_NOISE = 0.03
 PAPERS_RATIO = 1e-3 / (2 / 255)  # noise of the last level / width of a bin, for 8-bit images and alpha_M = 1e6
@@ -41,13 +42,17 @@ def check_finite(data: Float[Tensor, "batch *data"]) -> None:
 
 
 def check_repeated(data: Float[Tensor, "batch *data"]) -> None:
-    """Warn if values of continuous data are repeated."""
-    some = data.flatten()[:: max(1, data.numel() // SOME)]
-    repeated = len(some) - len(some.unique())
-    if repeated > max(2, 0.01 * len(some)):
+    """Warn if values of continuous data are repeated: in one column of a table, or anywhere in other data."""
+    table = data.ndim == 2
+    some = data[:: max(1, len(data) // ROWS)] if table else data.flatten()[:: max(1, data.numel() // SOME), None]
+    repeated = (some.sort(dim=0).values.diff(dim=0) == 0).sum(dim=0)
+    bad = (repeated > max(2, 0.01 * len(some))).nonzero()[:, 0].tolist()
+    if bad:
+        where = f" in {'column' if len(bad) == 1 else 'columns'} {', '.join(map(str, bad[:10]))}" if table else ""
         warnings.warn(
-            f"{repeated / len(some):.0%} of the values are repeated, so the data has no density, and a bound in nats "
-            f"can fall without limit. Describe discrete data with bsi.Bins or bsi.Symbols, or add noise to it.",
+            f"{int(repeated.max()) / len(some):.0%} of the values{where} are repeated, so the data has no density, and "
+            f"a bound in nats can fall without limit. Describe discrete data with bsi.Bins or bsi.Symbols, leave such columns out, or "
+            f"add noise of the width of one unit.",
             stacklevel=4,
         )
 

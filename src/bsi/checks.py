@@ -51,8 +51,8 @@ def check_repeated(data: Float[Tensor, "batch *data"]) -> None:
         where = f" in {'column' if len(bad) == 1 else 'columns'} {', '.join(map(str, bad[:10]))}" if table else ""
         warnings.warn(
             f"{int(repeated.max()) / len(some):.0%} of the values{where} are repeated, so the data has no density, and "
-            f"a bound in nats can fall without limit. Describe discrete data with bsi.Bins or bsi.Symbols, leave such columns out, or "
-            f"add noise of the width of one unit.",
+            f"a bound in nats can fall without limit. Describe discrete data with bsi.Bins or bsi.Symbols, leave such "
+            f"columns out, or add noise of the width of one unit.",
             stacklevel=4,
         )
 

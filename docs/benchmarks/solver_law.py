@@ -10,11 +10,9 @@ flow.
 """
 
 import math
-import os
-from pathlib import Path
 
-import numpy as np
 import torch
+from cifar10_images import cifar10
 from torch import Tensor
 
 from bsi.grids import GRIDS
@@ -26,10 +24,7 @@ STEPS = (4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024)
 
 def spectrum() -> Tensor:
     """Eigenvalues of the covariance of CIFAR-10's training images in [-1, 1]."""
-    folder = Path(os.environ.get("BSI_DATA", "~/.cache/bsi-data")).expanduser() / "cifar-10-batches-bin"
-    names = [folder / f"data_batch_{i}.bin" for i in range(1, 6)]
-    images = np.concatenate([np.fromfile(name, np.uint8).reshape(-1, 3073)[:, 1:] for name in names])
-    x = torch.from_numpy(images).float() / 127.5 - 1
+    x = cifar10("train").flatten(1).float() / 127.5 - 1
     return torch.linalg.eigvalsh(torch.cov(x.T).double()).clamp(min=1e-6)
 
 

@@ -1,6 +1,5 @@
 """A scale far below `smoke` for the tests of the studies: two training steps, a handful of samples."""
 
-import math
 from dataclasses import replace
 
 from bsi.backbones.config import DiTConfig, UNetConfig
@@ -25,14 +24,13 @@ TINY = replace(
     SMOKE,
     comparisons=(Comparison(tiny, seeds=(0, 1)),),
     architecture=Comparison(tiny_unet, seeds=(0,)),
-    convergence=Comparison(tiny, seeds=(0,)),
-    profiled=tiny,
     parameters=Comparison(tiny, seeds=(0,)),
+    convergence=tiny,
+    profiled=tiny,
     samples=40,
     sample_batch=40,
     references=("test", "train"),
     steps=(2, 4),
-    long=6,
     convergence_steps=(2, 4, 16),
     levels=4,
     recon=2,
@@ -42,8 +40,6 @@ TINY = replace(
     profile_images=8,
     lambda_0=(1e-2, 1.0),
     lambda_0_steps=(2, 4),
-    gamma_0=(1e-2, 1.0, math.inf),
     trained_k=(4,),
     evaluated_k=(2, 4),
-    bias=(2.0,),
 )

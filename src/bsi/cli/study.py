@@ -25,8 +25,7 @@ class StudyOptions:
 
     The studies are comparison, architecture, fid-convergence, elbo-convergence, importance-sampling, proposal,
     initial-precision, finite-k, noise-levels, illustration, samples, disentangle and weighting; `all` is all of them.
-    Studies share networks and measurements. The same command resumes an interrupted study, and waits for jobs that
-    another process is running in the same folder.
+    Studies share networks and measurements. The same command resumes an interrupted study.
     """
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
@@ -55,7 +54,7 @@ def run(args: StudyOptions) -> int:
     from bsi.studies.job import Store
     from bsi.studies.publish import publish
     from bsi.studies.registry import STUDIES, named_studies
-    from bsi.studies.runner import plan, plan_json, plan_text
+    from bsi.studies.runner import plan, plan_text
     from bsi.studies.runner import run as run_studies
     from bsi.studies.scale import SCALES
 
@@ -76,7 +75,7 @@ def run(args: StudyOptions) -> int:
     if args.plan:
         store = Store(args.out)
         planned = plan(studies, scale, store)
-        print(json.dumps(plan_json(planned, store)) if args.json else plan_text(planned, scale, store))
+        print(json.dumps([p.record(store) for p in planned]) if args.json else plan_text(planned, scale, store))
         return 0
     make_folder(args.out, "--out")
     if args.publish is not None:

@@ -1,6 +1,6 @@
 """The paper's tables and figures, each by one command: `bsi study NAME --scale smoke|mini|medium|paper --out FOLDER`.
 
-A study is a list of measurements of trained networks, and a report made from their results: tables, a figure, and a
+A study is a list of measurements of trained networks, and an outcome made from their results: tables, a figure, and a
 verdict on each claim. Jobs are plain records; the file that keeps a job's result is named by a hash of the record. So
 studies share networks and measurements, and an interrupted study resumes when the same command is run again.
 
@@ -8,8 +8,8 @@ studies share networks and measurements, and an interrupted study resumes when t
     job.py        the kinds of jobs, their names and estimated times, and the store of their results
     measure.py    bits per dimension, sample quality, errors over the levels
     runner.py     the plan, training, resuming, and time limits
-    report.py     estimates with errors, tables, claims, and the files of a study
+    outcome.py    estimates with errors, tables, claims
     figures.py    the style of the figures
-    publish.py    docs/results.md
-    registry.py   the studies by name; each is one file
+    publish.py    the files of a study, and docs/results.md
+    registry.py   the studies by name, which are in illustration, comparison, convergence, proposals and ablations
 """

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bsi.errors import extra
-from bsi.studies.report import Estimate
+from bsi.studies.outcome import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "FAINT", "GREY", "MARKS", "NAMES", "PALETTE", "SHADES", "label", "line", "panels", "save", "style"]
+__all__ = ["COLORS", "FAINT", "GREY", "MARKS", "NAMES", "PALETTE", "SHADES", "label", "line", "panels", "style"]
 
 Number = float | int
 
@@ -36,31 +35,16 @@ STYLE: dict[Any, Any] = {
     "axes.titlesize": 9.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    "axes.labelcolor": INK,
     "axes.edgecolor": GREY,
-    "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": FAINT,
-    "grid.linewidth": 0.7,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "lines.linewidth": 1.6,
     "lines.markersize": 4.5,
     "legend.frameon": False,
     "legend.fontsize": 8,
     "text.color": INK,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "bsi",
 }
 
 
@@ -102,9 +86,3 @@ def log_axis(axes: Axes, ticks: Sequence[Number], base: int = 2) -> None:
     axes.set_xscale("log", base=base)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-
-
-def save(figure: Figure, folder: Path) -> None:
-    """The figure as PNG and SVG; the files depend on its content alone."""
-    figure.savefig(folder / "figure.png", dpi=150, metadata={"Software": None})
-    figure.savefig(folder / "figure.svg", metadata={"Date": None, "Creator": None})

@@ -1,9 +1,11 @@
-"""Figure "illustration": generation as inference in five pictures, for data whose best prediction is known.
+"""What needs no training: Figures "illustration" and "noise-levels".
 
-1 a belief so broad that it covers all data, 2 a guess which sample it is about, 3 a noisy measurement of the guess,
-4 the posterior, 5 the same again until one sample is left. The data is a mixture of Gaussians on a spiral and f is its
-exact posterior mean (oracle.py), so nothing is trained. The table lists the beliefs, and Lemma "Posterior Update" holds
-at each step.
+"illustration" is generation as inference in five pictures: 1 a belief so broad that it covers all data, 2 a guess which
+sample it is about, 3 a noisy measurement of the guess, 4 the posterior, 5 the same again until one sample is left. The
+data is a mixture of Gaussians on a spiral and f is its exact posterior mean (oracle.py).
+
+"noise-levels" shows an image under the encoders of the three methods, from t = 0 to t = 1: the top half of each picture
+is the encoder's mean, the bottom half a sample. Its claims are the numbers of Section "Discussion".
 """
 
 from __future__ import annotations
@@ -12,34 +14,32 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bsi.gaussian import Belief
-from bsi.methods import BSI
+from bsi.data.store import open_dataset
+from bsi.gaussian import Belief, Encoder
+from bsi.methods import BSI, METHODS
 from bsi.oracle import Mixture
-from bsi.rng import SeededNoise
+from bsi.pictures import grid
+from bsi.rng import SeededNoise, standard_normal
 from bsi.sampling import Step, measurement, trajectory
 from bsi.studies import figures
-from bsi.studies.job import Measure
-from bsi.studies.report import Claim, Report, Results, Study, Table
-from bsi.studies.scale import Scale
+from bsi.studies.outcome import Claim, Outcome, Results, ResultTable, Verdict
+from bsi.studies.scale import METHOD_NAMES, Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["STUDY", "spiral", "steps"]
+__all__ = ["encoder", "report_illustration", "report_noise_levels", "spiral", "steps"]
 
 METHOD = BSI(lambda_0=0.3, alpha_M=1e3)
 GRID = (0.3, 1.2, 4.0, 16.0, 80.0, METHOD.levels.high)
 SEED = 32
 BELIEF, GUESS, MEASURED = figures.PALETTE[0], figures.PALETTE[4], figures.PALETTE[1]
-
-
-def measures(scale: Scale) -> list[Measure]:
-    return []
 
 
 def spiral(arms: int = 60) -> Mixture:
@@ -53,8 +53,7 @@ def spiral(arms: int = 60) -> Mixture:
 def steps() -> list[Step]:
     """The trajectory of one sample."""
     noise = SeededNoise(SEED, torch.zeros(1, dtype=torch.long), (2,), torch.float64)
-    grid = torch.tensor(GRID, dtype=torch.float64)
-    return list(trajectory(METHOD, spiral().predictor(METHOD), noise, grid))
+    return list(trajectory(METHOD, spiral().predictor(METHOD), noise, torch.tensor(GRID, dtype=torch.float64)))
 
 
 def _circle(axes: Axes, center: Float[Tensor, " 2"], precision: float) -> None:
@@ -78,7 +77,6 @@ def _draw(found: list[Step]) -> Figure:
     for panel, title in zip(axes, titles, strict=True):
         panel.plot(points[:, 0], points[:, 1], ".", color="#A9A9B4", markersize=1.1, zorder=0)
         panel.set(xlim=(-3.1, 3.1), ylim=(-3.1, 3.1), aspect="equal", xticks=[], yticks=[], title=title)
-        panel.grid(False)
     for panel in axes[:3]:
         _circle(panel, first.latent[0], GRID[0])
     for panel in axes[1:3]:
@@ -93,44 +91,83 @@ def _draw(found: list[Step]) -> Figure:
         _circle(axes[4], step.latent[0], float(step.level))
     axes[4].plot(*torch.cat([step.latent for step in found[1:]]).T, "-", color=BELIEF, linewidth=1)
     axes[4].plot(*last.x_hat[0].tolist(), "*", color=GUESS, markersize=12, markeredgecolor="white", zorder=4)
-    axes[0].set_xlabel(rf"$\lambda_0 = {GRID[0]:g}$")
-    axes[3].set_xlabel(rf"$\lambda_1 = {GRID[1]:g}$")
-    axes[4].set_xlabel(rf"$\lambda_k = {METHOD.levels.high:.4g}$")
+    for panel, number, level in ((axes[0], "0", GRID[0]), (axes[3], "1", GRID[1]), (axes[4], "k", GRID[-1])):
+        panel.set_xlabel(rf"$\lambda_{number} = {level:.4g}$")
     return figure
 
 
-def _update_error(found: list[Step]) -> float:
-    """The largest deviation of a belief from Lemma "Posterior Update" with the measurement before it."""
-    worst = 0.0
+def report_illustration(results: Results) -> Outcome:
+    """Lemma "Posterior Update" holds at each step."""
+    found, error = steps(), 0.0
     for a, b in itertools.pairwise(found):
         belief = Belief(a.latent, a.level[None]).update(measurement(METHOD, a, b), (b.level - a.level)[None])
-        worst = max(worst, float((belief.mean - b.latent).abs().max()))
-    return worst
-
-
-def report(results: Results) -> Report:
-    found = steps()
-    rows = tuple(
-        (i, float(step.level), *step.latent[0].tolist(), *step.x_hat[0].tolist()) for i, step in enumerate(found)
-    )
-    error = _update_error(found)
-    claim = Claim(
-        "Each belief is the posterior of the one before",
-        "held" if error < 1e-9 else "not held",
-        f"largest difference {error:.1e}",
-    )
-    return Report(
-        tables=(Table("belief", ("i", "lambda", "mu_1", "mu_2", "x_hat_1", "x_hat_2"), rows),),
-        claims=(claim,),
+        error = max(error, float((belief.mean - b.latent).abs().max()))
+    rows = [(i, float(step.level), *step.latent[0].tolist(), *step.x_hat[0].tolist()) for i, step in enumerate(found)]
+    verdict: Verdict = "held" if error < 1e-9 else "not held"
+    return Outcome(
+        tables=(ResultTable("belief", ("i", "lambda", "mu_1", "mu_2", "x_hat_1", "x_hat_2"), tuple(rows)),),
+        claims=(Claim("Each belief is the posterior of the one before", verdict, f"largest difference {error:.1e}"),),
         figure=_draw(found),
         notes=("Exact predictions for a mixture of 60 Gaussians on a spiral; the same at every scale.",),
     )
 
 
-STUDY = Study(
-    name="illustration",
-    paper='Figure "illustration"',
-    shows="the five-step picture",
-    measures=measures,
-    report=report,
-)
+TIMES = tuple(i / 10 for i in range(11))
+IMAGES = {"digits": 3, "cifar10": 7, "imagenet32": 0}  # a test image with a clear motif
+
+
+def encoder(method: str, t: float) -> Encoder:
+    """q(psi | x, F^-1(t)) at the paper's parameters."""
+    built = METHODS[method]()
+    return built.encoder(built.levels.icdf(torch.tensor(t, dtype=torch.float64)))
+
+
+def _image(scale: Scale) -> Float[Tensor, "channels height width"]:
+    dataset = open_dataset(scale.comparisons[0].recipe("bsi").data.name)
+    assert dataset.bins is not None
+    return torch.from_numpy(dataset.bins.values(np.asarray(dataset.split("test")[IMAGES[dataset.name]]))).float()
+
+
+def _rounds_to(statement: str, value: float, printed: float, places: int) -> Claim:
+    """The claim that an exact value rounds to the printed one."""
+    verdict: Verdict = "held" if round(value, places) == printed else "not held"
+    return Claim(statement, verdict, f"{value:.4f}, printed {printed:g}")
+
+
+def report_noise_levels(results: Results) -> Outcome:
+    encoders = {(method, t): encoder(method, t) for method in METHOD_NAMES for t in TIMES}
+    columns = [f"{figures.NAMES[method]} {part}" for method in METHOD_NAMES for part in ("signal", "variance")]
+    rows = []
+    for t in TIMES:
+        seen = [encoders[method, t] for method in METHOD_NAMES]
+        rows.append((t, *(float(value) for e in seen for value in (e.signal, e.noise**2))))
+    variance = {key: float(e.noise) ** 2 for key, e in encoders.items()}
+    largest = max(float(encoder("bfn", t / 1000).noise) ** 2 for t in range(1001))
+
+    x = _image(results.scale)
+    eps = standard_normal(0, torch.zeros(1, dtype=torch.long), 0, tuple(x.shape))[0]
+    half, pictures = x.shape[1] // 2, []
+    for e in encoders.values():
+        mean = float(e.signal) * x
+        sample = mean + float(e.noise) * eps
+        pictures.append(torch.cat([mean[:, :half], sample[:, half:]], dim=1).numpy())
+    figure, (axes,) = figures.panels(1, width=7.4, height=2.4)
+    image = np.asarray(grid(np.stack(pictures), len(TIMES)))
+    width, height = image.shape[1] / len(TIMES), image.shape[0] / len(METHOD_NAMES)
+    axes.imshow(image, interpolation="nearest")
+    axes.set_xticks([(i + 0.5) * width for i in range(len(TIMES))], [f"{t:g}" for t in TIMES])
+    axes.set_yticks([(i + 0.5) * height for i in range(len(METHOD_NAMES))], [figures.NAMES[m] for m in METHOD_NAMES])
+    axes.set_xlabel("t: noise at 0, data at 1 (top the mean, bottom a sample)")
+    axes.grid(False)
+    return Outcome(
+        tables=(ResultTable("encoders", ("t", *columns), tuple(rows)),),
+        claims=(
+            _rounds_to("BSI's variance at t = 0.1", variance["bsi", 0.1], 15.85, 2),
+            _rounds_to("VDM's variance at t = 0.1", variance["vdm", 0.1], 0.96, 2),
+            _rounds_to("VDM's share of the image at t = 0", float(encoders["vdm", 0.0].signal), 0.08, 2),
+            _rounds_to("BFN is deterministic at t = 0: its variance", variance["bfn", 0.0], 0.0, 12),
+            _rounds_to("BSI's share of the image at t = 0", float(encoders["bsi", 0.0].signal), 0.0, 12),
+        ),
+        figure=figure,
+        notes=(f"BFN's variance is at most {largest:.4g}, at any t.",),
+    )

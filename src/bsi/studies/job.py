@@ -1,9 +1,9 @@
 """Jobs, and the store that keeps their results.
 
-    Train            train a network by its recipe
+    Training         train a network by its recipe
     Bound            bits per dimension of the test set, with L_M^inf or L_M^k
     Reconstruction   L_R for several precisions alpha_R of the decoder
-    Profile          errors of the predictions at levels from the first to the last
+    LevelErrors      errors of the predictions at levels from the first to the last
     Quality          the Fréchet distance of samples to the test set, or to the training set too
 
 A job is a record, and its name is a hash of the record. Results are files under that name, written atomically:
@@ -11,7 +11,7 @@ A job is a record, and its name is a hash of the record. Results are files under
     FOLDER/networks/HASH/network.safetensors     the moving average, next to the run's journal
     FOLDER/measurements/KIND-HASH.json           the job, the values, and how they were measured
     FOLDER/measurements/KIND-HASH.npz            arrays, if there are any
-    FOLDER/NAME-SCALE/                           a finished study: figure.png, figure.svg, numbers.json, numbers.csv
+    FOLDER/NAME-SCALE/                           a finished study: figure.png and numbers.json
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ import numpy as np
 from bsi.backbones.config import DiTConfig, UNetConfig, cost
 from bsi.errors import DataError
 from bsi.io import atomic, canonical_json, write_json
-from bsi.methods import BSI
-from bsi.recipe import Recipe
+from bsi.recipe import Objective, Recipe
 from bsi.runtime.serialization import changes, from_plain, to_plain
 from bsi.sampler import Sampler
 from bsi.studies.scale import DATASETS, MetricName, Scale
@@ -41,14 +40,15 @@ __all__ = [
     "OURS_NAME",
     "Bound",
     "Job",
+    "LevelErrors",
     "Measure",
-    "Profile",
     "Quality",
     "Reconstruction",
     "Result",
     "Store",
-    "Train",
+    "Training",
     "bound",
+    "check_network",
     "describe",
     "estimate_s",
     "measures_of",
@@ -56,12 +56,8 @@ __all__ = [
     "network_name",
     "paper_sampler",
     "quality",
-    "same_network",
     "title",
 ]
-
-DIGITS = 12  # of a hash, in names
-
 
 OURS = Sampler()
 OURS_NAME = f"our solver on {OURS.grid} in {OURS.steps}"  # in tables
@@ -72,7 +68,7 @@ def paper_sampler(steps: int) -> Sampler:
 
 
 @dataclass(frozen=True)
-class Train:
+class Training:
     """Train a network and keep its moving average."""
 
     network: Recipe
@@ -98,7 +94,7 @@ class Reconstruction:
 
 
 @dataclass(frozen=True)
-class Profile:
+class LevelErrors:
     """|x - x_hat|^2 and |psi - x_hat| / |psi| of `images` test images at `levels` levels, evenly spaced in t."""
 
     network: Recipe
@@ -118,8 +114,8 @@ class Quality:
     seed: int = 0
 
 
-Measure = Bound | Reconstruction | Profile | Quality
-Job = Train | Measure
+Measure = Bound | Reconstruction | LevelErrors | Quality
+Job = Training | Measure
 
 
 def bound(scale: Scale, network: Recipe, finite_k: int | None = None) -> Bound:
@@ -144,14 +140,15 @@ def network_name(recipe: Recipe) -> str:
     """A hash of the settings that decide the weights.
 
     Settings at their defaults are left out, so that a setting added in a later version changes no name. If a default
-    changes instead, `same_network` detects it in the recipe that is stored with each result.
+    changes instead, the recipe that is stored with each result shows it (`check_network`).
     """
     return _hash(_changed_settings(recipe, ""))
 
 
-def same_network(a: object, b: object) -> bool:
-    """Whether two recipes agree in every setting that decides the weights."""
-    return all(_keeps_weights(change.name) for change in changes(a, b))
+def check_network(stored: object, wanted: Recipe, path: Path) -> None:
+    """Raise if two recipes with one name differ in a setting that decides the weights."""
+    if not all(_keeps_weights(change.name) for change in changes(stored, wanted)):
+        raise DataError(f"{path} is of a network trained with other defaults. Delete it and run the study again.")
 
 
 def _keeps_weights(name: str) -> bool:
@@ -173,7 +170,7 @@ def _changed_settings(record: Any, prefix: str) -> dict[str, Any]:
 def name_of(job: Job) -> str:
     """The name of a job's result, unique to its settings."""
     network = network_name(job.network)
-    if isinstance(job, Train):
+    if isinstance(job, Training):
         return network
     return f"{type(job).__name__.lower()}-{_hash({'network': network, **_settings(job)})}"
 
@@ -183,36 +180,36 @@ def _settings(job: Measure) -> dict[str, Any]:
 
 
 def _hash(plain: dict[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(plain).encode()).hexdigest()[:DIGITS]
+    return hashlib.sha256(canonical_json(plain).encode()).hexdigest()[:12]
 
 
 def describe(recipe: Recipe) -> str:
     """A network in a few words: its method, the settings that studies vary, and its seed."""
     method, objective = recipe.method, recipe.objective
     words = [type(method).__name__]
-    if isinstance(method, BSI):
-        words += [f"lambda_0={method.lambda_0:g}"] if method.lambda_0 != BSI().lambda_0 else []
-        words += [f"gamma_0={method.gamma_0:g}"] if method.gamma_0 is not None else []
+    words += _differing(method, type(method)(), ("lambda_0", "gamma_0", "clips"))
     words += ["U-Net"] if isinstance(recipe.backbone, UNetConfig) else []
     words += [recipe.parametrization] if recipe.parametrization is not None else []
-    words += [f"trained on k={objective.finite_k}"] if objective.finite_k is not None else []
-    words += [f"weight {objective.weight}"] if objective.weight != "elbo" else []
-    words += [f"bias {objective.bias:g}"] if objective.weight == "sigmoid" else []
-    words += [f"{objective.levels} levels"] if objective.levels is not None else []
+    words += _differing(objective, Objective(), tuple(f.name for f in fields(objective)))
     return f"{' '.join(words)}, seed {recipe.seed}"
+
+
+def _differing(record: object, default: object, names: Sequence[str]) -> list[str]:
+    values = {name: (getattr(record, name, None), getattr(default, name, None)) for name in names}
+    return [f"{name}={value}" for name, (value, usual) in values.items() if value != usual]
 
 
 def title(job: Job) -> str:
     """A job in a few words."""
     network = describe(job.network)
     match job:
-        case Train(network=recipe):
+        case Training(network=recipe):
             return f"train {network}: {recipe.steps} steps of {recipe.batch}"
         case Bound(finite_k=k, levels=levels):
             return f"bits/dim of {network}{'' if k is None else f' at k={k}'}: {levels} levels"
         case Reconstruction(factors=factors):
             return f"L_R of {network} for {len(factors)} values of alpha_R"
-        case Profile(levels=levels, images=images):
+        case LevelErrors(levels=levels, images=images):
             return f"errors of {network}: {images} images at {levels} levels"
         case Quality(metric=metric, num=num, sampler=how):
             return f"{metric} of {network}: {num} samples, {how.steps} steps of {how.solver} on {how.grid}"
@@ -220,18 +217,19 @@ def title(job: Job) -> str:
 
 def estimate_s(job: Job, scale: Scale) -> float:
     """The estimated seconds of a job, from its floating-point operations and the speed of the scale's hardware."""
-    backbone, speed, data = job.network.backbone, scale.speed, DATASETS[job.network.data.name]
+    backbone, speed, data = job.network.backbone, scale.throughput, DATASETS[job.network.data.name]
     assert backbone is not None
     flops = cost(backbone, data.shape, data.bins).flops / (1.0 if isinstance(backbone, DiTConfig) else speed.unet)
+    images = 0
     match job:
-        case Train(network=recipe):
+        case Training(network=recipe):
             return speed.startup_s + 3 * flops * recipe.batch * recipe.steps / speed.training
         case Bound(levels=levels, recon=recon):
-            evaluations, images = data.test_images * (levels + recon), 0
+            evaluations = data.test_images * (levels + recon)
         case Reconstruction(factors=factors, recon=recon):
-            evaluations, images = data.test_images * recon * len(factors), 0
-        case Profile(levels=levels, images=images):
-            evaluations, images = levels * images, 0
+            evaluations = data.test_images * recon * len(factors)
+        case LevelErrors(levels=levels, images=shown):
+            evaluations = levels * shown
         case Quality(num=num, sampler=how):
             evaluations, images = num * (how.steps + 1), num
     return 0.2 * speed.startup_s + flops * evaluations / speed.evaluation + images / speed.metric
@@ -245,6 +243,10 @@ class Result:
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     """The time, the machine and the commit of the measurement."""
+
+    def __str__(self) -> str:
+        shown = (f"{name} {value:.5g}" for name, value in self.values.items() if isinstance(value, float))
+        return ", ".join(shown) or f"{len(self.arrays)} arrays"
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,7 @@ class Store:
         return self.folder / f"{study}-{scale.name}"
 
     def done(self, job: Job) -> bool:
-        return (self.weights(job.network) if isinstance(job, Train) else self.record(job)).is_file()
+        return (self.weights(job.network) if isinstance(job, Training) else self.record(job)).is_file()
 
     def write(self, job: Measure, result: Result) -> None:
         """Write a result, its arrays first: a record that exists is complete."""
@@ -282,11 +284,7 @@ class Store:
         write_json(path, {**found, "about": dict(result.about)})
 
     def read(self, job: Measure) -> Result:
-        """Read a result.
-
-        Raises:
-            DataError: The files are missing, damaged, or belong to another network.
-        """
+        """Read a result. Raises a DataError if files are missing, damaged, or belong to another network."""
         path = self.record(job)
         try:
             found = json.loads(path.read_text("utf-8"))
@@ -295,13 +293,9 @@ class Store:
             if found["arrays"]:
                 with np.load(path.with_suffix(".npz"), allow_pickle=False) as stored:
                     arrays = {name: stored[name] for name in found["arrays"]}
-            result = Result(found["values"], arrays, found["about"])
         except (OSError, ValueError, KeyError, BadZipFile) as error:
             raise DataError(
                 f"{path} or its .npz is missing or damaged ({error}). Delete both and run the study again."
             ) from error
-        if not same_network(recipe, job.network):
-            raise DataError(
-                f"{path} belongs to another network, trained with other defaults. Delete it and run the study again."
-            )
-        return result
+        check_network(recipe, job.network, path)
+        return Result(found["values"], arrays, found["about"])

@@ -36,7 +36,7 @@ from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.rng import standard_normal
 from bsi.studies.digits_features import DigitsFeatures
-from bsi.studies.job import Bound, Measure, Profile, Quality, Reconstruction, Result, name_of
+from bsi.studies.job import Bound, LevelErrors, Measure, Quality, Reconstruction, Result, name_of
 from bsi.studies.scale import MetricName, Scale
 from bsi.values import to_uint8
 
@@ -97,8 +97,8 @@ class Laboratory:
                 return self._bound(job)
             case Reconstruction():
                 return self._reconstruction(job)
-            case Profile():
-                return self._profile(job)
+            case LevelErrors():
+                return self._level_errors(job)
             case Quality():
                 return self._quality(job)
 
@@ -135,7 +135,7 @@ class Laboratory:
         bits = nats / (math.prod(subject.shape) * math.log(2))
         return Result({"factors": list(job.factors), "reconstruction": bits.mean(1).tolist()}, {"bits": bits.numpy()})
 
-    def _profile(self, job: Profile) -> Result:
+    def _level_errors(self, job: LevelErrors) -> Result:
         """For each level, |x - x_hat|^2 and |psi - x_hat| / |psi| of the same images with the same noise."""
         subject, method, device = self._test(), self.model.method, self.model.device
         count = min(job.images, subject.count)

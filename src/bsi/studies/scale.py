@@ -1,6 +1,6 @@
 """The scales: all settings that determine the size of a study, one record per scale. Imports no torch.
 
-smoke   8x8 digits on a CPU, to test that all studies run. Networks train for at most half a minute; no evidence.
+smoke   8x8 digits on a CPU, to test that all studies run. Networks train for seconds; no evidence.
 mini    CIFAR-10 on one GPU, networks of 2M to 10M parameters that train for one or two minutes.
 medium  CIFAR-10 on one GPU, for the two comparisons: networks that train for ten minutes. Not yet run.
 paper   the paper's datasets, networks, budgets and seeds. Not yet run.
@@ -8,13 +8,11 @@ paper   the paper's datasets, networks, budgets and seeds. Not yet run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from bsi.backbones.config import DiTConfig, UNetConfig
-from bsi.methods import BSI
 from bsi.recipe import Ema, Every, Keep, Optimizer, Recipe
 from bsi.recipes import (
     cifar10_20min_bpd,
@@ -27,10 +25,13 @@ from bsi.recipes import (
     imagenet64_dit_l4,
 )
 
-__all__ = ["DATASETS", "METHOD_NAMES", "SCALES", "Comparison", "DatasetSize", "MetricName", "Scale", "Speed"]
+__all__ = ["DATASETS", "METHOD_NAMES", "SCALES", "Comparison", "DatasetSize", "MetricName", "Scale", "Throughput"]
 
 MetricName = Literal["fd-digits", "FID"]
 METHOD_NAMES = ("bfn", "vdm", "bsi")  # in the order of the paper's tables
+
+RecipeOf = Callable[[str], Recipe]
+"""The recipe for a method."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ DATASETS: dict[str, DatasetSize] = {
 
 
 @dataclass(frozen=True)
-class Speed:
+class Throughput:
     """The speed of a scale's hardware, for time estimates."""
 
     training: float
@@ -71,15 +72,17 @@ class Speed:
 class Comparison:
     """Networks of one backbone, dataset and budget, for several methods and seeds."""
 
-    recipe: Callable[[str], Recipe]
+    recipe: RecipeOf
     seeds: tuple[int, ...]
     methods: tuple[str, ...] = METHOD_NAMES
     samples: bool = True
     """Whether sample quality is compared too, or the likelihood alone."""
 
-    def networks(self, method: str) -> list[Recipe]:
-        """The networks of one method, one for each seed of weights, data order, levels and noise."""
-        return [replace(self.recipe(method), seed=seed) for seed in self.seeds]
+    def networks(self, method: str, **parameters: Any) -> list[Recipe]:
+        """The networks of one method with these parameters, one for each seed of weights, data, levels and noise."""
+        recipe = self.recipe(method)
+        changed = type(recipe.method)(**{**vars(recipe.method), **parameters})
+        return [replace(recipe, seed=seed, method=changed) for seed in self.seeds]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +97,13 @@ class Scale:
     comparisons: tuple[Comparison, ...]
     """The first one is shown in figures."""
     architecture: Comparison
-    """The comparison with the U-Net."""
-    convergence: Comparison
-    """The networks whose samples are drawn in few and many steps; the paper takes ImageNet64."""
-    profiled: Callable[[str], Recipe]
-    """The network whose range of h / p is measured; the paper takes CIFAR-10."""
+    """The comparison with the other backbone."""
     parameters: Comparison
     """The networks of the parameter studies; the paper trains them for fewer steps."""
+    convergence: RecipeOf
+    """The networks whose samples are drawn in few and many steps; the paper takes ImageNet64."""
+    profiled: RecipeOf
+    """The network whose range of h / p is measured; the paper takes CIFAR-10."""
 
     metric: MetricName
     samples: int
@@ -110,8 +113,6 @@ class Scale:
     sample_batch: int
     steps: tuple[int, ...]
     """Steps of the paper's sampler for each network of a comparison."""
-    long: int
-    """More steps, for one seed of each method."""
     convergence_steps: tuple[int, ...]
     """Steps along the curves of Figure "fid-convergence"."""
 
@@ -119,8 +120,8 @@ class Scale:
     """Evaluations of each image for L_M^inf; the paper takes 5."""
     recon: int
     """Evaluations of each image for L_R; the paper takes 2."""
-    finite_levels: int
-    """Evaluations of each image for L_M^k - L_M^inf; the paper takes 100."""
+    finite_levels: int = 100
+    """Evaluations of each image for L_M^k - L_M^inf, as in the paper."""
     ks: tuple[int, ...]
     profile_levels: int
     profile_images: int
@@ -130,14 +131,13 @@ class Scale:
     lambda_0_steps: tuple[int, ...]
     """Steps of the paper's sampler for each lambda_0, from few to many."""
     gamma_0: tuple[float, ...]
+    """Values between lambda_0, which is BSI, and infinity, which is its BFN."""
     trained_k: tuple[int, ...]
     evaluated_k: tuple[int, ...]
     bias: tuple[float, ...]
     """The values of ln SNR at which a sigmoid weight is one half."""
 
-    speed: Speed
-    kept: Literal["float32", "bfloat16"]
-    """The type of the weights that are kept."""
+    throughput: Throughput
     studies: tuple[str, ...] | None = None
     """The studies that this scale is for; None for all of them."""
     asked_seeds: int | None = None
@@ -147,14 +147,6 @@ class Scale:
     def most_steps(self) -> int:
         """The number of steps of the paper's sampler at which methods are compared."""
         return max(self.steps)
-
-    def bsi_networks(self, **parameters: Any) -> list[Recipe]:
-        """The networks of the parameter studies, with these parameters of BSI."""
-        found = []
-        for recipe in self.parameters.networks("bsi"):
-            assert isinstance(recipe.method, BSI)
-            found.append(replace(recipe, method=replace(recipe.method, **parameters)))
-        return found
 
     def with_seeds(self, number: int) -> Scale:
         """The same with this many seeds for all networks that are compared with each other."""
@@ -175,20 +167,18 @@ def _short(recipe: Recipe, steps: int, checkpoint: int = 1000) -> Recipe:
 
 
 def _smoke(method: str) -> Recipe:
-    """750 steps of a DiT with 95k parameters: about 25 s on two cores."""
+    """300 steps of a DiT with 22k parameters: about 5 s on one core."""
     return replace(
-        _short(digits(method), steps=750, checkpoint=250),
-        backbone=DiTConfig(width=48, depth=2, heads=4, patch=2, dropout=0.0),
-        optimizer=Optimizer(lr=4e-3, beta_2=0.99, weight_decay=1e-2, warmup=50, schedule="cosine", final_lr=1e-5),
-        ema=Ema(beta=0.98, start=50),
+        _short(digits(method), steps=300),
+        backbone=DiTConfig(width=32, depth=1, heads=2, patch=2, dropout=0.0),
+        optimizer=Optimizer(lr=1e-2, beta_2=0.99, weight_decay=1e-2, warmup=30, schedule="cosine", final_lr=1e-5),
+        ema=Ema(beta=0.97, start=30),
     )
 
 
 def _smoke_unet(method: str) -> Recipe:
-    """400 steps of a U-Net with 57k parameters: about 15 s on two cores."""
-    return replace(
-        _smoke(method), backbone=UNetConfig(width=16, levels=2, dropout=0.0), steps=400, batch=32, virtual_shards=8
-    )
+    """The same with a U-Net."""
+    return replace(_smoke(method), backbone=UNetConfig(width=16, levels=1, dropout=0.0), batch=32)
 
 
 def _mini(method: str) -> Recipe:
@@ -229,56 +219,22 @@ def _paper_parameter(method: str) -> Recipe:
     return replace(recipe, steps=100_000, optimizer=optimizer, keep=Keep(last=2, every=20_000))
 
 
-SMOKE = Scale(
-    name="smoke",
-    summary="8x8 digits, a CPU with two cores; networks train for seconds",
-    evidence="that everything runs; the numbers are no evidence for any claim",
-    comparisons=(Comparison(_smoke, seeds=(0, 1)),),
-    architecture=Comparison(_smoke_unet, seeds=(0,)),
-    convergence=Comparison(_smoke, seeds=(0,)),
-    profiled=_smoke,
-    parameters=Comparison(_smoke, seeds=(0,)),
-    metric="fd-digits",
-    samples=512,
-    sample_batch=256,
-    steps=(8, 32),
-    long=64,
-    convergence_steps=(4, 8, 16, 32),
-    levels=16,
-    recon=4,
-    finite_levels=100,
-    ks=(8, 32, 128, 512),
-    profile_levels=33,
-    profile_images=64,
-    batch=299,
-    lambda_0=(1e-4, 1e-2, 1.0),
-    lambda_0_steps=(8, 32),
-    gamma_0=(1e-2, 1.0, math.inf),
-    trained_k=(16, 256),
-    evaluated_k=(8, 32, 128),
-    bias=(2.0,),
-    speed=Speed(training=18e9, evaluation=20e9, unet=0.8, metric=20_000.0, startup_s=1.0),
-    kept="float32",
-)
-
 MINI = Scale(
     name="mini",
     summary="CIFAR-10, one H200; DiTs of 10M parameters and U-Nets of 2M train for one or two minutes",
     evidence="whether a claim shows at small scale",
     comparisons=(Comparison(_mini, seeds=(0, 1)),),
     architecture=Comparison(_mini_unet, seeds=(0,)),
-    convergence=Comparison(_mini, seeds=(0,)),
-    profiled=_mini,
     parameters=Comparison(_mini_parameter, seeds=(0, 1, 2)),
+    convergence=_mini,
+    profiled=_mini,
     metric="FID",
     samples=10_000,
     sample_batch=1024,
     steps=(16, 64, 256),
-    long=1024,
     convergence_steps=(8, 16, 32, 64, 128, 256),
     levels=20,
     recon=4,
-    finite_levels=100,
     ks=(8, 16, 32, 64, 128, 256, 512, 1024),
     profile_levels=129,
     profile_images=1000,
@@ -286,13 +242,39 @@ MINI = Scale(
     # Few values, and three seeds each: one seed leaves most verdicts open.
     lambda_0=(1e-4, 1e-2, 1.0),
     lambda_0_steps=(16, 256),
-    gamma_0=(1e-2, 1.0, math.inf),
+    gamma_0=(1.0,),
     trained_k=(16, 64),
     evaluated_k=(16, 64, 256),
     bias=(2.0,),
     # Measured: 21,600 images/s in training, 34 s for 256 steps of 10,000 samples, 5250 images/s for the FID features.
-    speed=Speed(training=245e12, evaluation=300e12, unet=0.6, metric=5000.0, startup_s=4.0),
-    kept="bfloat16",
+    throughput=Throughput(training=245e12, evaluation=300e12, unet=0.6, metric=5000.0, startup_s=4.0),
+)
+
+SMOKE = replace(
+    MINI,
+    name="smoke",
+    summary="8x8 digits, a CPU with two cores; networks train for seconds",
+    evidence="that everything runs; the numbers are no evidence for any claim",
+    comparisons=(Comparison(_smoke, seeds=(0,)),),
+    architecture=Comparison(_smoke_unet, seeds=(0,)),
+    parameters=Comparison(_smoke, seeds=(0,)),
+    convergence=_smoke,
+    profiled=_smoke,
+    metric="fd-digits",
+    samples=512,
+    sample_batch=256,
+    steps=(8, 32),
+    convergence_steps=(4, 16, 32),
+    levels=8,
+    finite_levels=20,
+    ks=(8, 32, 128),
+    profile_levels=33,
+    profile_images=64,
+    batch=299,
+    lambda_0_steps=(8, 32),
+    trained_k=(16,),
+    evaluated_k=(8, 32),
+    throughput=Throughput(training=9e9, evaluation=10e9, unet=0.8, metric=10_000.0, startup_s=1.0),
 )
 
 MEDIUM = replace(
@@ -304,10 +286,11 @@ MEDIUM = replace(
     architecture=Comparison(_medium_dit, seeds=(0, 1, 2)),
     samples=50_000,
     references=("test", "train"),
+    steps=(16, 64, 256, 1024),
     batch=1000,
     studies=("comparison", "architecture"),
     # From 50.9 steps/s of the U-Net and 8956 images/s of DiT-S/2 in training; the rest is estimated.
-    speed=Speed(training=325e12, evaluation=400e12, unet=0.94, metric=5000.0, startup_s=4.0),
+    throughput=Throughput(training=325e12, evaluation=400e12, unet=0.94, metric=5000.0, startup_s=4.0),
 )
 
 PAPER = replace(
@@ -322,9 +305,9 @@ PAPER = replace(
         Comparison(cifar10_unet, seeds=(0,), methods=("bsi",), samples=False),
     ),
     architecture=Comparison(imagenet32_unet, seeds=(0, 1, 2)),
-    convergence=Comparison(imagenet64_dit_l4, seeds=(0,)),
-    profiled=cifar10_unet,
     parameters=Comparison(_paper_parameter, seeds=(0,)),
+    convergence=imagenet64_dit_l4,
+    profiled=cifar10_unet,
     samples=50_000,
     sample_batch=1000,
     steps=(1024,),
@@ -336,12 +319,11 @@ PAPER = replace(
     batch=500,
     lambda_0=(1e-4, 1e-3, 1e-2, 1e-1, 1.0),
     lambda_0_steps=(16, 64, 256, 1024),
-    gamma_0=(1e-2, 1e-1, 1.0, math.inf),
+    gamma_0=(1e-1, 1.0),
     trained_k=(16, 64, 256, 1024),
     evaluated_k=(16, 64, 256, 1024),
     bias=(2.0, 6.0),
-    speed=Speed(training=4 * 105e12, evaluation=300e12, unet=0.9, metric=2500.0, startup_s=60.0),
-    kept="float32",
+    throughput=Throughput(training=4 * 105e12, evaluation=300e12, unet=0.9, metric=2500.0, startup_s=60.0),
 )
 
 SCALES: dict[str, Scale] = {scale.name: scale for scale in (SMOKE, MINI, MEDIUM, PAPER)}

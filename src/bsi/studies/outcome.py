@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,10 +43,10 @@ __all__ = [
     "Claim",
     "Difference",
     "Estimate",
-    "Report",
+    "Outcome",
+    "ResultTable",
     "Results",
     "Study",
-    "Table",
     "Verdict",
     "all_of",
     "equal",
@@ -159,7 +159,15 @@ class Results:
 
     def image_bits(self, networks: Sequence[Recipe], finite_k: int | None = None) -> PerImage:
         """The bound of every image in bits per dimension, for each seed."""
-        return np.stack([_image_bits(self.read(bound(self.scale, network, finite_k))) for network in networks])
+        rows = []
+        for network in networks:
+            found = self.read(bound(self.scale, network, finite_k))
+            nats = found.arrays["prior"] + sum(
+                np.average(found.arrays[term], axis=0, weights=found.arrays[f"{term}_sizes"])
+                for term in ("measurement", "reconstruction")
+            )
+            rows.append(nats / (found.values["dimensions"] * math.log(2)))
+        return np.stack(rows)
 
     def bits_difference(self, a: Sequence[Recipe], b: Sequence[Recipe], finite_k: int | None = None) -> Difference:
         """a - b in bits per dimension, paired by image and by seed."""
@@ -189,20 +197,26 @@ class Results:
         found = self.read(quality(self.scale, network, sampler)).values
         return Estimate(found[f"distance_{part}"], found[f"error_{part}"])
 
-
-def _image_bits(result: Result) -> Float64[np.ndarray, " images"]:
-    arrays = result.arrays
-    terms = [
-        np.average(arrays[term], axis=0, weights=arrays[f"{term}_sizes"]) for term in ("measurement", "reconstruction")
-    ]
-    return (terms[0] + terms[1] + arrays["prior"]) / (result.values["dimensions"] * math.log(2))
+    def table(
+        self,
+        name: str,
+        first: str,
+        rows: Mapping[str, Sequence[Recipe]] | Mapping[float, Sequence[Recipe]],
+        samplers: Mapping[str, Sampler],
+    ) -> ResultTable:
+        """Bits per dimension, and the distance by each sampler, of networks by name."""
+        cells = [
+            (label, self.bits(networks), *(self.distance(networks, how) for how in samplers.values()))
+            for label, networks in rows.items()
+        ]
+        return ResultTable(name, (first, "bits/dim", *samplers), tuple(cells))
 
 
 Cell = str | int | float | Estimate | None
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     """Rows of cells under named columns."""
 
     name: str
@@ -211,6 +225,12 @@ class Table:
 
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows), self.name
+
+    def with_columns(self, where: int, columns: Mapping[str, Sequence[Cell]]) -> ResultTable:
+        """The same with more columns in front of column `where`."""
+        added = zip(*columns.values(), strict=True)
+        rows = tuple((*row[:where], *new, *row[where:]) for row, new in zip(self.rows, added, strict=True))
+        return ResultTable(self.name, (*self.columns[:where], *columns, *self.columns[where:]), rows)
 
     def records(self) -> list[dict[str, Any]]:
         """One dictionary for each row; an estimate has two entries, its value and its error."""
@@ -226,13 +246,8 @@ class Table:
         return found
 
     def markdown(self) -> str:
-        lines = [_markdown_row(self.columns), "|" + "---|" * len(self.columns)]
-        lines += [_markdown_row([_text(cell) for cell in row]) for row in self.rows]
-        return "\n".join(lines)
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+        lines = [self.columns, ["---"] * len(self.columns), *([_text(cell) for cell in row] for row in self.rows)]
+        return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |" for cells in lines)
 
 
 def _text(cell: Cell) -> str:
@@ -285,10 +300,11 @@ def _all(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Report:
+class Outcome:
     """The outcome of a study at one scale."""
 
-    tables: tuple[Table, ...]
+    tables: tuple[ResultTable, ...]
+    """The first one is published on the page of results, all of them as JSON."""
     claims: tuple[Claim, ...]
     figure: Figure
     notes: tuple[str, ...] = ()
@@ -298,14 +314,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Study:
-    """One table or figure: what is measured for it, and the report."""
+    """One table or figure: what is measured for it, and the outcome."""
 
     name: str
     paper: str
     """The paper's tables and figures by name, or "new"."""
     shows: str
     measures: Callable[[Scale], list[Measure]]
-    report: Callable[[Results], Report]
+    report: Callable[[Results], Outcome]
 
     def runs_at(self, scale: Scale) -> bool:
         return scale.studies is None or self.name in scale.studies

@@ -1,0 +1,398 @@
+"""The numbers of the studies: estimates and their errors, claims, names of jobs, and the formulas of each study."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import bsi
+from bsi.cli.train import parse
+from bsi.data.store import open_dataset
+from bsi.denoiser import COEFFICIENTS
+from bsi.elbo import reconstruction_loss
+from bsi.errors import UsageError
+from bsi.levels import LogUniform
+from bsi.methods import BSI
+from bsi.recipe import Objective
+from bsi.rng import standard_normal
+from bsi.studies import comparison, illustration
+from bsi.studies.ablations import FACTORS, advantage, intermediate_is_best, parameters
+from bsi.studies.convergence import converges
+from bsi.studies.job import (
+    OURS,
+    Bound,
+    LevelErrors,
+    Reconstruction,
+    Result,
+    Store,
+    Training,
+    bound,
+    name_of,
+    network_name,
+    paper_sampler,
+    quality,
+    title,
+)
+from bsi.studies.measure import Deadline, Laboratory
+from bsi.studies.outcome import (
+    Claim,
+    Difference,
+    Estimate,
+    Results,
+    ResultTable,
+    all_of,
+    equal,
+    less,
+    mean_of_images,
+    mean_of_seeds,
+    median_of_images,
+)
+from bsi.studies.proposals import estimate, proposals, relative_spread, resampled
+from bsi.studies.registry import STUDIES, named_studies
+from bsi.studies.runner import plan, plan_text, train_command
+from bsi.studies.scale import SCALES
+
+SMOKE, MINI, MEDIUM, PAPER = (SCALES[name] for name in ("smoke", "mini", "medium", "paper"))
+DIGITS = bsi.recipes.digits()
+UNIT = 2 * math.log(2)  # nats per bit per dimension of two
+
+
+# Estimates
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (Estimate(3.44812, 0.0051), "3.4481 ± 0.0051"),
+        (Estimate(123.4, 25.0), "123 ± 25"),
+        (Estimate(0.08178, 0.0), "0.08178"),
+        (Estimate(-5.036e-10, 7.6e-12), "(-5.036 ± 0.076)e-10"),
+        (Estimate(math.inf, 1e-9), "inf"),
+    ],
+)
+def test_an_estimate_shows_two_digits_of_its_error(found, text):
+    assert str(found) == text
+
+
+def test_errors_have_the_spread_over_seeds_and_images():
+    found = mean_of_seeds([Estimate(1.0, 0.001), Estimate(2.0, 0.001)])
+    assert (found.value, found.error) == pytest.approx((1.5, 0.5))
+    assert mean_of_seeds([Estimate(1.0, 0.2), Estimate(1.0, 0.2)]).error == pytest.approx(0.2 / math.sqrt(2))
+    assert mean_of_seeds([Estimate(4.0, 0.3)]) == Estimate(4.0, 0.3)
+    assert mean_of_images(np.array([[0.5, 0.7, 0.5, 0.7]])).error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2)
+    found = mean_of_images(np.array([[0.5] * 4, [0.9] * 4]))
+    assert (found.value, found.error) == pytest.approx((0.7, 0.2))
+
+
+def test_the_error_of_a_median_is_that_of_normal_images():
+    """sqrt(pi / 2n) for a unit Normal. Seeds that see the same images share their error."""
+    data = np.random.default_rng(0).standard_normal((1000, 400))
+    found, wanted = [median_of_images(row[None]) for row in data], math.sqrt(math.pi / 800)
+    assert np.std([e.value for e in found]) == pytest.approx(wanted, rel=0.1)
+    assert np.mean([e.error for e in found]) == pytest.approx(wanted, rel=0.05)
+    assert median_of_images(data[:1]) == median_of_images(np.stack([data[0], data[0]]))
+
+
+def stored(tmp_path, jobs, nats, sizes=(1, 1)) -> Results:
+    """Bounds of four images in two replicates, n = 2."""
+    store = Store(tmp_path)
+    for job, values in zip(jobs, nats, strict=True):
+        arrays = {
+            "measurement": np.array(values, dtype=np.float64),
+            "measurement_sizes": np.array(sizes),
+            "reconstruction": np.zeros((2, 4)),
+            "reconstruction_sizes": np.array([1, 1]),
+            "block": np.zeros(4, dtype=np.int64),
+            "prior": np.zeros(4),
+        }
+        store.write(job, Result({"dimensions": 2, "bits_per_dim": 1.0, "monte_carlo_error": 0.0}, arrays))
+    return Results(SMOKE, store)
+
+
+def test_differences_of_bits_are_paired_by_image(tmp_path):
+    """Images differ much, the two networks by 0.5 and 0.7 nats alternately: the error has only the latter."""
+    base = np.array([[1.0, 20.0, 300.0, 4000.0]] * 2)
+    networks = [replace(DIGITS, seed=seed) for seed in (0, 1)]
+    jobs = [bound(SMOKE, network) for network in networks]
+    found = stored(tmp_path, jobs, [base + np.array([0.5, 0.7, 0.5, 0.7]), base]).bits_difference(
+        networks[:1], networks[1:]
+    )
+    assert (found.value, found.size) == (pytest.approx(0.6 / UNIT), 0.001)
+    assert found.error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2 / UNIT)
+    results = stored(tmp_path, jobs[:1], [np.array([[1.0] * 4, [6.0] * 4])], sizes=(3, 2))
+    assert results.image_bits(networks[:1]) == pytest.approx(np.full((1, 4), 3.0 / UNIT)), "weighted by size"
+
+
+def test_the_noise_floor_is_that_of_the_difference(tmp_path):
+    noise = np.array([[3.0, -1.0, 2.0, 0.0], [-2.0, 4.0, 1.0, -3.0]])
+    jobs = [Bound(DIGITS, 4, 2, k) for k in (8, None)]
+    found = stored(tmp_path, jobs, [noise + np.array([[0.25], [0.35]]), noise]).finite_gap(*jobs)
+    assert (found.value, found.error) == pytest.approx((0.3 / UNIT, 0.05 / UNIT))
+
+
+def test_differences_of_distances_are_paired_by_seed(tmp_path):
+    """One seed is worse than the other by far more than the networks differ."""
+    results = Results(SMOKE, Store(tmp_path))
+    a, b = ([replace(DIGITS, steps=steps, seed=seed) for seed in (0, 1)] for steps in (10, 20))
+    for networks, offset in ((a, 0.0), (b, 3.0)):
+        for network in networks:
+            value = Result({"distance_test": 50.0 * network.seed + offset, "error_test": 0.1})
+            results.store.write(quality(SMOKE, network), value)
+    found = results.distance_difference(a, b)
+    assert (found.value, found.error, found.size) == pytest.approx((-3.0, 0.1, 0.28))
+
+
+# Claims
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "size", "verdict"),
+    [
+        (-0.21, 0.1, 0.0, "held"),
+        (-0.19, 0.1, 0.0, "undecided"),
+        (0.19, 0.1, 0.0, "undecided"),
+        (0.21, 0.1, 0.0, "not held"),
+        (-5e-10, 1e-12, 0.001, "not held"),  # certain, and of no practical size
+        (-0.003, 0.0005, 0.001, "held"),
+        (-0.0009, 0.0003, 0.001, "undecided"),
+        (0.0, 0.0001, 0.001, "not held"),
+    ],
+)
+def test_a_claim_holds_beyond_two_standard_errors_and_its_practical_size(value, error, size, verdict):
+    exact = Estimate(3.0, 0.0)
+    assert less("a < b", exact, exact, Difference(value, error, size)).verdict == verdict
+
+
+def test_independent_errors_add_in_squares_and_one_percent_of_a_distance_matters():
+    assert less("a < b", Estimate(1.0, 0.3), Estimate(2.1, 0.4)).verdict == "held"
+    assert less("a < b", Estimate(1.0, 0.3), Estimate(1.9, 0.4)).verdict == "undecided"
+    assert (Estimate(50.0, 0.1) - Estimate(40.0, 0.1)).size == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "verdict"),
+    [(0.001, 0.004, "held"), (0.001, 0.005, "undecided"), (-0.03, 0.005, "not held"), (0.015, 0.005, "undecided")],
+)
+def test_equality_needs_evidence_too(value, error, verdict):
+    gaps = [("a - b", Estimate(value, error)), ("a - c", Estimate(0.0, 0.001))]
+    assert equal("a = b = c", gaps, 0.01).verdict == verdict
+
+
+def test_all_of_many_hold_or_not():
+    held, unsure, broken = (Claim("", verdict, "") for verdict in ("held", "undecided", "not held"))
+    assert [all_of("x", c).verdict for c in ([held, held], [held, unsure], [held, unsure, broken])] == [
+        "held", "undecided", "not held"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gaps", "verdict"),
+    [
+        ((4.0, 1.0, 0.3), "held"),
+        ((4.0, 0.0, 0.05), "held"),  # the noise floor is reached
+        ((1.0, 1.0, 1.0), "undecided"),  # above, but not converging
+        ((4.0, 1.0, -0.5), "not held"),
+        ((1.0, 4.0, 0.3), "not held"),
+    ],
+)
+def test_a_bound_converges_only_if_it_is_above_and_falls(gaps, verdict):
+    steps = [Difference(b - a, 0.1, 0.0) for a, b in itertools.pairwise(gaps)]
+    total = Difference(gaps[-1] - gaps[0], 0.1, 0.0)
+    assert converges([Difference(gap, 0.1, 0.0) for gap in gaps], steps, total).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("distances", "bits", "verdict"),
+    [
+        ((-1.0, -1.0), (1.0, 1.0), "not held"),  # better at every k'
+        ((-1.0, 1.0), (1.0, 0.0), "held"),
+        ((-1.0, 0.0), (1.0, 1.0), "undecided"),  # worse in bits, which says nothing about samples
+    ],
+)
+def test_an_advantage_is_refuted_for_each_quantity_alone(distances, bits, verdict):
+    found = {"FID": distances, "bits/dim": bits}
+    gaps = {name: [Difference(value, 0.1, 0.0) for value in values] for name, values in found.items()}
+    assert advantage(gaps).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("distances", "verdict"),
+    [((5.0, 1.0, 4.0), "held"), ((5.0, 3.9, 4.0), "undecided"), ((1.0, 4.0, 5.0), "not held")],
+)
+def test_an_intermediate_value_is_best_or_not_beyond_two_standard_errors(distances, verdict):
+    found = dict(enumerate(distances))
+    assert intermediate_is_best([0.0, 1.0, 2.0], lambda a, b: Difference(found[a] - found[b], 0.1, 0.0)) == verdict
+
+
+def test_tables_are_the_same_as_records_and_as_markdown():
+    table = ResultTable("t", ("|name|", "value"), (("a", Estimate(1.0, 0.1)), ("b|c", None)))
+    assert table.records()[0] == {"|name|": "a", "value": 1.0, "value error": 0.1}
+    assert table.markdown() == "| \\|name\\| | value |\n| --- | --- |\n| a | 1.00 ± 0.10 |\n| b\\|c | – |"
+
+
+# Jobs and scales
+
+
+def test_jobs_are_named_by_what_decides_their_results():
+    same = replace(DIGITS, name="other", every=replace(DIGITS.every, journal=7), keep=replace(DIGITS.keep, last=9))
+    assert network_name(same) == network_name(DIGITS)
+    networks = [
+        DIGITS,
+        replace(DIGITS, seed=1),
+        replace(DIGITS, steps=DIGITS.steps + 1),
+        replace(DIGITS, parametrization="epsilon"),
+        replace(DIGITS, method=replace(DIGITS.method, clips=True)),
+        *(replace(DIGITS, objective=Objective(weight=w, bias=b)) for w, b in (("edm", 2.0), ("sigmoid", 1.0))),
+        replace(DIGITS, objective=Objective(levels="expected")),
+    ]
+    assert len({network_name(each) for each in networks}) == len(networks)
+    assert len({title(Training(each)) for each in networks}) == len(networks)
+    jobs = [Training(DIGITS), Bound(DIGITS, 4, 2), Bound(DIGITS, 4, 2, 16), quality(SMOKE, DIGITS)]
+    jobs += [quality(SMOKE, DIGITS, paper_sampler(4)), replace(jobs[-1], seed=1), quality(SMOKE, networks[1])]
+    assert len({name_of(job) for job in jobs}) == len(jobs)
+
+
+def test_jobs_fit_into_the_time_of_their_scale(tmp_path):
+    everything, store = list(STUDIES.values()), Store(tmp_path)
+    assert max(p.seconds for p in plan(everything, MINI, store)) < 9 * 60
+    assert sum(p.seconds for p in plan(everything, SMOKE, store)) < 10 * 60
+    for study in named_studies("all", MEDIUM):
+        minutes = [p.seconds / 60 for p in plan([study], MEDIUM, store) if isinstance(p.job, Training)]
+        assert len(minutes) == 9
+        assert all(9 < each < 11 for each in minutes)
+    with pytest.raises(UsageError, match="medium"):
+        named_studies("weighting", MEDIUM)
+
+
+def test_studies_whose_verdicts_depend_on_training_have_three_seeds_at_mini():
+    for name in ("finite-k", "initial-precision", "disentangle", "weighting"):
+        assert {job.network.seed for job in STUDIES[name].measures(MINI)} == {0, 1, 2}
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_paper_train_its_networks(tmp_path):
+    store = Store(tmp_path)
+    planned = plan(list(STUDIES.values()), PAPER, store)
+    assert "torchrun --nproc-per-node 4 -m bsi train imagenet32-dit-l2" in plan_text(planned, PAPER, store)
+    for p in planned:
+        if isinstance(p.job, Training):
+            words = train_command(p.job.network, store).split()
+            args, _ = parse(words[words.index("train") + 1 :])
+            assert network_name(args.recipe) == network_name(p.job.network)
+            assert args.options.out == store.network(p.job.network)
+
+
+def test_the_scale_paper_has_its_datasets_seeds_and_budgets():
+    def data(name):
+        return {job.network.data.name for job in STUDIES[name].measures(PAPER)}
+
+    assert data("fid-convergence") == {"imagenet64"}
+    assert data("importance-sampling") == {"cifar10"}
+    assert data("elbo-convergence") == data("proposal") == data("initial-precision") == {"imagenet32"}
+    trained = {job.network for job in STUDIES["comparison"].measures(PAPER)}
+    assert sorted(r.seed for r in trained if r.data.name == "imagenet64") == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert {r.steps for r in trained if r.data.name == "cifar10"} == {5_000_000, 10_000_000}
+
+
+def test_published_values_of_other_authors_are_in_the_table(tmp_path):
+    """CIFAR-10 at 10M steps: VDM's value is its authors', BSI's is measured."""
+    results, group = Results(PAPER, Store(tmp_path)), PAPER.comparisons[2]
+    value = Result({"bits_per_dim": 2.641, "monte_carlo_error": 0.001})
+    results.store.write(bound(PAPER, group.networks("bsi")[0]), value)
+    table = comparison.comparison_table(results, group, comparison.CIFAR10[10_000_000], {"ours": OURS})
+    assert table.rows == (("VDM", None, "2.65"), ("BSI", Estimate(2.641, 0.001), "2.64"))
+
+
+# Formulas
+
+
+def test_two_proposals_are_judged_on_the_same_resampled_images():
+    """Spreads that rise and fall together leave a difference without an error."""
+    generator, level = np.random.default_rng(0), np.geomspace(1e-2, 1e6, 33)
+    errors, both = generator.uniform(0.5, 1.5, (33, 50)) / level[:, None], LogUniform(1e-2, 1e6)
+    a = resampled(relative_spread, level, errors, both)
+    b = resampled(lambda *given: relative_spread(*given) + 1.0, level, errors, both)
+    assert estimate(a).error > 0
+    assert estimate(b - a).value == pytest.approx(1.0)
+    assert estimate(b - a).error < 1e-12
+
+
+def test_proposals_that_follow_the_errors_leave_no_spread_and_the_fitted_one_has_the_least():
+    level = LogUniform(1e-2, 1e6).icdf(torch.linspace(0, 1, 401, dtype=torch.float64)).numpy()
+
+    def spreads(errors):
+        return {name: relative_spread(level, errors, p) for name, p in proposals(level, errors).items()}
+
+    flat = spreads(np.repeat(1 / level[:, None], 4, axis=1))
+    assert flat["log-uniform"] == pytest.approx(0, abs=1e-3)
+    assert flat["fitted"] == pytest.approx(0, abs=1e-3)
+    assert flat["uniform"] > 100
+    shape = np.exp(-0.5 * ((np.log(level) - 4) / 3) ** 2) + 0.1
+    noisy = spreads((shape / level)[:, None] * np.random.default_rng(0).uniform(0.5, 1.5, (401, 200)))
+    assert min(noisy, key=noisy.__getitem__) == "fitted"
+
+
+def test_each_factor_changes_one_thing_and_all_three_make_bfn():
+    for undone in itertools.chain.from_iterable(itertools.combinations(FACTORS, n) for n in range(4)):
+        method = BSI(**parameters(undone))
+        assert method.c == pytest.approx(0.0 if "hyper-prior" in undone else 1e-2)
+        assert method.levels.low == (1.0 if "offset" in undone else 1e-2)
+    first, last = (BSI(**parameters(undone)) for undone in ((), FACTORS))
+    assert first == BSI()
+    level = torch.logspace(0, 5, 20, dtype=torch.float64)
+    for ours, theirs in zip(vars(last.encoder(level)).values(), vars(bsi.BFN().encoder(level)).values(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-12)
+    assert last.prior(torch.ones(1, 1)).item() == 0
+
+
+def test_an_error_of_the_noise_has_no_finite_mean_square_over_levels():
+    """Near t = 0 the sample's squared error grows like t^-1, with a hyper-prior like t^-2; others are bounded."""
+    t = torch.tensor([1e-12, 1e-11], dtype=torch.float64)
+    for name, undone in itertools.product(COEFFICIENTS, ((), ("hyper-prior",))):
+        method = BSI(**parameters(undone))
+        c_out = COEFFICIENTS[name](method.encoder(method.levels.icdf(t)), 1.0).c_out
+        small, large = c_out.square().log10().tolist()
+        power = (-1 if undone else -2) if name == "epsilon" else 0
+        assert large - small == pytest.approx(power, abs=1e-3)
+
+
+@pytest.mark.parametrize("report", [illustration.report_noise_levels, illustration.report_illustration])
+def test_claims_that_need_no_training_hold(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    claims = report(Results(SMOKE, Store(tmp_path))).claims
+    assert {claim.verdict for claim in claims} == {"held"}
+
+
+# Measurements
+
+
+@pytest.fixture
+def laboratory(tmp_path):
+    return Laboratory.of(bsi.load("digits"), DIGITS, SMOKE, tmp_path, Deadline())
+
+
+def test_the_decoders_precision_is_a_multiple_of_alpha_m_and_draws_are_averaged(laboratory):
+    model, test = laboratory.model, open_dataset("digits").split("test")
+    job = Reconstruction(DIGITS, recon=2, factors=(0.01, 2.0))
+    found = laboratory.measure(job).values["reconstruction"]
+    x, ids = model.values(torch.as_tensor(test[:])), torch.arange(len(test))
+    for factor, bits in zip(job.factors, found, strict=True):
+        method = replace(model.method, alpha_R=factor * model.method.alpha_M)
+        noise = [standard_normal(1, ids, draw, model.shape) for draw in (0, 1)]
+        with torch.no_grad():
+            nats = [reconstruction_loss(method, model.denoiser, x, eps, model.kind).mean() for eps in noise]
+        assert bits == pytest.approx(float(sum(nats)) / 2 / (64 * math.log(2)), rel=1e-4)
+
+
+def test_level_errors_have_the_relative_distance_of_predictions_from_their_latents(laboratory):
+    model, test = laboratory.model, open_dataset("digits").split("test")
+    found = laboratory.measure(LevelErrors(DIGITS, levels=3, images=2)).arrays
+    ids, level = torch.tensor([0, len(test) // 2]), torch.from_numpy(found["level"])[1].expand(2)
+    x = model.values(torch.as_tensor(test[ids.numpy()]))
+    psi = model.method.encoder(level).encode(x, standard_normal(2, ids, 0, model.shape))
+    with torch.no_grad():
+        apart = (psi - model.denoiser(psi, level)).flatten(1).norm(dim=1) / psi.flatten(1).norm(dim=1)
+    assert found["distance"][1].tolist() == pytest.approx(apart.tolist(), rel=1e-4)

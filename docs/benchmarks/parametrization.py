@@ -24,7 +24,7 @@ from cifar10_images import cifar10
 import bsi
 from bsi.backbones.config import DiTConfig
 from bsi.bound import estimate
-from bsi.data.digits import embedded_digits
+from bsi.data.store import open_dataset
 from bsi.elbo import Estimator
 from bsi.methods import Method, Parametrization
 from bsi.recipe import Ema, Every, Optimizer, Recipe
@@ -105,8 +105,12 @@ def main() -> None:
     if args.data == "crops":
         train, test, bins, methods = crops("train"), crops("test"), bsi.Bins.uint8(), CROPPED
     else:
-        digits = embedded_digits()
-        train, test, bins = torch.from_numpy(digits.train.copy()), torch.from_numpy(digits.test.copy()), digits.bins
+        digits = open_dataset("digits")
+        train, test, bins = (
+            torch.from_numpy(digits.train[:].copy()),
+            torch.from_numpy(digits.test[:].copy()),
+            digits.bins,
+        )
         methods = {name: bsi.recipes.digits(name).method for name in CROPPED}
     found: dict[str, dict[str, list[np.ndarray]]] = {}
     for seed in args.seeds:

@@ -29,10 +29,11 @@ def cifar10_unet(method: str = "bsi") -> Recipe:
         batch=128,
         optimizer=Optimizer(
             lr=2e-4,
+            beta_2=0.99,  # the authors' code
             weight_decay=1e-2,
             schedule="constant",
             warmup=0,  # "LR Scheduler: None"
-            clip=1.0,  # ours
+            clip=1.0,  # the authors' code
         ),
         ema=Ema(beta=0.9999, start=1000),
         # Ours; they do not change the result:

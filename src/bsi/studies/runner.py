@@ -7,6 +7,7 @@ time works in a folder.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -94,7 +95,7 @@ def plan_text(planned: Sequence[Planned], scale: Scale, store: Store) -> str:
         if scale.name == "paper" and isinstance(p.job, Training) and not p.done:
             lines.append(f"{'':34}{train_command(p.job.network, store)}")
     left = [p for p in planned if not p.done]
-    networks, duration = sum(isinstance(p.job, Training) for p in left), _duration(sum(p.seconds for p in left))
+    networks, duration = sum(isinstance(p.job, Training) for p in left), _duration(math.fsum(p.seconds for p in left))
     return "\n".join([*lines, f"{len(left)} of {len(planned)} jobs left, {networks} networks to train: {duration}"])
 
 

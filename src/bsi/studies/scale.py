@@ -214,9 +214,7 @@ def _paper_cifar10(method: str) -> Recipe:
 
 def _paper_parameter(method: str) -> Recipe:
     """ "We reduced the training steps to 100k for our parameter studies." """
-    recipe = imagenet32_dit_l2(method)
-    optimizer = replace(recipe.optimizer, warmup=2000)  # ours
-    return replace(recipe, steps=100_000, optimizer=optimizer, keep=Keep(last=2, every=20_000))
+    return replace(imagenet32_dit_l2(method), steps=100_000, keep=Keep(last=2, every=20_000))
 
 
 MINI = Scale(

@@ -38,8 +38,8 @@ INTEGERS = 2**63  # larger ones do not fit in a tensor
 class Within:
     """The limits of an option, in its annotation: `num: Annotated[int, Within(1, 100)]`. None is valid."""
 
-    low: float
-    high: float = INTEGERS - 1
+    low: int | float
+    high: int | float = INTEGERS - 1
 
 
 def parse(options: type[T], words: Sequence[str], prog: str) -> T:

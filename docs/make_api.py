@@ -22,7 +22,7 @@ SECTIONS = {
         "bsi.conditioning", "bsi.flow", "bsi.rng", "bsi.brownian",
     ],
     "Exact predictors and other formulations": ["bsi.adapters", "bsi.oracle", "bsi.noising", "bsi.interpolant"],
-    "Trainer": ["bsi.recipe", "bsi.training.train", "bsi.runtime.export"],
+    "Trainer": ["bsi.recipe", "bsi.training.run", "bsi.runtime.export"],
     "Recipes": ["bsi.recipes.digits", "bsi.recipes.cifar10", "bsi.recipes.imagenet", "bsi.recipes.own"],
     "Backbones": ["bsi.backbones"],
     "Data and metrics": ["bsi.data.store", "bsi.metrics.quality", "bsi.metrics.frechet"],

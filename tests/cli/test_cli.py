@@ -527,7 +527,7 @@ def test_a_network_too_large_for_a_cpu_is_cautioned_about(
         begin()
         pytest.fail("here training would begin")
 
-    monkeypatch.setattr("bsi.training.train.train", begins)
+    monkeypatch.setattr("bsi.training.train.run_training", begins)
     with pytest.raises(pytest.fail.Exception, match="would begin"):
         call("train", "digits", "--device", "cpu", "--backbone", "dit-l/2")
     err = capsys.readouterr().err
@@ -549,7 +549,7 @@ def test_a_network_too_large_for_a_cpu_is_cautioned_about(
     ("package", "words", "extra"),
     [
         ("fastapi", "view digits", "view"),
-        ("torch.utils.tensorboard", "train digits --tensorboard --steps 1 --device cpu", "track"),
+        ("torch.utils.tensorboard", "train digits --track tensorboard --steps 1 --device cpu", "tensorboard"),
         ("huggingface_hub", "export digits --hub-folder hub --upload user/name", "hub"),
         ("datasets", "data huggingface --from mnist", "hub"),
     ],

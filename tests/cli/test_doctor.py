@@ -52,8 +52,8 @@ def test_the_exit_code_is_0_if_everything_required_works(
     without(monkeypatch, "tensorboard")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "– track" in out
-    assert "→ pip install 'bsi[track]'" in out
+    assert "– tensorboard" in out
+    assert "→ pip install 'bsi[tensorboard]'" in out
     assert "\x1b" not in out
     without(monkeypatch, "einops")
     assert main(["doctor", "--json"]) == 1

@@ -129,7 +129,7 @@ def test_a_run_resumes_with_the_units_it_was_trained_in(tmp_path: Path, monkeypa
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, schedule="constant"))
 
     def train(steps: int, out: str) -> bsi.Model:
-        path = bsi.train(replace(recipe, steps=steps), data=data, out=tmp_path / out, device="cpu")
+        path = bsi.train(replace(recipe, steps=steps), data=data, out=tmp_path / out, device="cpu").path
         return bsi.load(path, ema=False)
 
     with monkeypatch.context() as former:

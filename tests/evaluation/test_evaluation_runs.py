@@ -370,7 +370,7 @@ def test_weights_of_another_shape_name_the_network_that_they_belong_to(tmp_path)
 def test_a_distance_of_what_is_no_image_is_refused_before_weights_are_fetched(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("bsi.metrics.Inception", lambda *args: pytest.fail("fetched"))
     recipe = replace(bsi.recipes.arrays(), backbone=MLPConfig(width=16, depth=1), steps=1, batch=64)
-    run = bsi.train(recipe, data=torch.randn(64, 2), out=tmp_path / "run", device="cpu")
+    run = bsi.train(recipe, data=torch.randn(64, 2), out=tmp_path / "run", device="cpu").path
     assert main(["eval", str(run), "--fid", "--device", "cpu"]) == 2
     assert "only binned images" in capsys.readouterr().err
 

@@ -54,7 +54,7 @@ WORD_OPTIONS = """--solver --grid --noise --label --precision --device --split -
 PATH_OPTIONS = """--out --npz --animate --per-sample --inception --weights --init-from --hub-folder --from --to
     --publish"""
 FLAGS = """--labels --json --bpd --fid --paired --kid --no-model --verify --list --plan --help --version --no-control
-    --dry-run --tensorboard --lean --audit"""
+    --dry-run --lean --audit"""
 ON_A_RUN = [
     "sample {} --num 2 --steps 2 --device cpu",
     "sample {} --num 2 --steps 2 --device cpu --npz new.npz",

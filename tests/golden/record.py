@@ -232,7 +232,7 @@ def recipes() -> dict[str, Recipe]:
 
 def train(recipe: Recipe, out: Path) -> Path:
     with contextlib.redirect_stderr(io.StringIO()):
-        return bsi.train(recipe, out=out, device="cpu")
+        return bsi.train(recipe, out=out, device="cpu").path
 
 
 def journal_items(name: str, run: Path, after: int = 0) -> Iterator[Item]:

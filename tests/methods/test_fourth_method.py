@@ -89,8 +89,8 @@ def registered():
 @pytest.mark.usefixtures("registered")
 def test_a_registered_method_trains_samples_is_evaluated_stored_and_loaded(tmp_path: Path, capsys) -> None:
     assert isinstance(Exploding(), Method)
-    run = bsi.train(replace(RECIPE, steps=30, every=Every(checkpoint=30)), out=tmp_path / "run", device="cpu")
-    run = bsi.train(RECIPE, out=tmp_path / "run", allow=("steps",), device="cpu")
+    run = bsi.train(replace(RECIPE, steps=30, every=Every(checkpoint=30)), out=tmp_path / "run", device="cpu").path
+    run = bsi.train(RECIPE, out=tmp_path / "run", allow=("steps",), device="cpu").path
     model = bsi.load(run)
     assert model.method == Exploding()
     drawn = model.sample(3, steps=4)
@@ -104,7 +104,7 @@ def test_a_registered_method_trains_samples_is_evaluated_stored_and_loaded(tmp_p
 def test_an_unknown_method_in_a_file_names_the_known_ones(tmp_path: Path) -> None:
     register("exploding", Exploding)
     try:
-        run = bsi.train(replace(RECIPE, steps=1, every=Every(), threads=1), out=tmp_path / "run", device="cpu")
+        run = bsi.train(replace(RECIPE, steps=1, every=Every(), threads=1), out=tmp_path / "run", device="cpu").path
     finally:
         del METHODS["exploding"]
     with pytest.raises((UsageError, ValueError), match="bsi, bfn, vdm"):

@@ -26,6 +26,7 @@ from bsi.report import write_report
 from bsi.report.charts import Axis, Point, Series, chart, label, log_ticks, nice_ticks
 from bsi.report.contents import belief_animation, bits_by_level
 from bsi.sampler import Sampler
+from bsi.training.train import run_training
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluation=Evaluation(images=8, measure=2, recon=2),
         samples=Samples(4, Sampler(steps=2)),
     )
-    return bsi.train(recipe, out=tmp_path_factory.mktemp("runs") / "tiny", device="cpu", named=named)
+    return run_training(recipe, out=tmp_path_factory.mktemp("runs") / "tiny", device="cpu", named=named)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ def test_a_run_of_ones_own_network_is_asked_when_it_is_passed(tmp_path: Path) ->
 
     recipe = replace(bsi.recipes.digits(), method=bsi.BSI(), steps=2, every=Every(journal=1, checkpoint=2))
     images = torch.randint(0, 256, (128, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    folder = bsi.train(recipe, images, Net(), tmp_path / "own", device="cpu")
+    folder = bsi.train(recipe, images, Net(), tmp_path / "own", device="cpu").path
     assert "was not loaded" in write_report(folder, device="cpu").read_text()
     text = write_report(folder, backbone=Net(), device="cpu").read_text()
     read(text)
@@ -264,7 +265,9 @@ def continuous(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluation=Evaluation(images=8, measure=2, recon=2),
     )
     data = 5 + 20 * torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
-    return bsi.train(recipe, data=data, test=data[:8], out=tmp_path_factory.mktemp("runs") / "vectors", device="cpu")
+    return bsi.train(
+        recipe, data=data, test=data[:8], out=tmp_path_factory.mktemp("runs") / "vectors", device="cpu"
+    ).path
 
 
 @pytest.mark.parametrize("written", ["journal", "by bsi eval", "by bsi eval, before units were stored"])

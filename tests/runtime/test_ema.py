@@ -95,7 +95,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ema=Ema(beta=0.9, start=2, powers=(0.05, 0.1), snapshot=5),
         every=Every(journal=10, checkpoint=10),
     )
-    return bsi.train(recipe, data=IMAGES, out=tmp_path_factory.mktemp("power") / "run")
+    return bsi.train(recipe, data=IMAGES, out=tmp_path_factory.mktemp("power") / "run").path
 
 
 def test_a_run_keeps_its_averages_and_one_of_them_comes_back_as_it_was(run: Path) -> None:

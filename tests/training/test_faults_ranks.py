@@ -202,6 +202,12 @@ class Writer:
     def flush(self):
         self.file.flush()
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
 sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=Writer)
 from bsi.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -213,7 +219,7 @@ def test_of_many_ranks_the_first_alone_writes_for_tensorboard(base: Path) -> Non
     """With a stand-in for its writer, which makes its file as soon as it is made itself."""
     launch = base / "with_tensorboard.py"
     launch.write_text(WITH_TENSORBOARD)
-    ended = torchrun(Entry(base / "board", ["--tensorboard"], ranks=2), base / "board-marks", launch=launch)
+    ended = torchrun(Entry(base / "board", ["--track", "tensorboard"], ranks=2), base / "board-marks", launch=launch)
     assert ended.codes == [0], ended.stderr
     assert [path.name for path in (base / "board" / "tensorboard").iterdir()] == ["rank-0"]
     lines = (base / "board" / "tensorboard" / "rank-0").read_text().splitlines()

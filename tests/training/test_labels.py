@@ -80,7 +80,7 @@ def test_the_stated_share_of_samples_is_seen_without_label_and_the_rest_with_its
 
 
 def test_a_network_trained_with_labels_draws_what_it_is_asked_for_and_all_of_it_when_not_asked(tmp_path: Path) -> None:
-    run = bsi.train(_recipe(), data=_points(), labels=LABELS, out=tmp_path / "run")
+    run = bsi.train(_recipe(), data=_points(), labels=LABELS, out=tmp_path / "run").path
     model = bsi.load(run)
     assert model.classes == 3
     for label in range(3):
@@ -98,7 +98,9 @@ def test_a_network_trained_with_labels_draws_what_it_is_asked_for_and_all_of_it_
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_network_with_labels_is_looked_at_on_the_way_on_a_gpu_too(tmp_path: Path) -> None:
     every = Every(journal=2, evaluate=2, sample=2, checkpoint=4)
-    run = bsi.train(_recipe(steps=4, every=every), data=_points(), labels=LABELS, out=tmp_path / "run", device="cuda")
+    run = bsi.train(
+        _recipe(steps=4, every=every), data=_points(), labels=LABELS, out=tmp_path / "run", device="cuda"
+    ).path
     assert (run / "samples").is_dir()
 
 
@@ -165,7 +167,7 @@ def test_names_of_classes_go_from_a_folder_into_run_export_and_samples(
     recipe = _recipe(
         method=BSI(), data=Data("pets", labels=True), steps=2, optimizer=Optimizer(lr=1e-3), every=Every(evaluate=0)
     )
-    run = bsi.train(recipe, out=tmp_path / "run")
+    run = bsi.train(recipe, out=tmp_path / "run").path
     for model in (bsi.load(run), bsi.load(export(run))):
         assert (model.classes, model.class_names) == (3, ("cat", "dog", "owl"))
     capsys.readouterr()
@@ -175,7 +177,7 @@ def test_names_of_classes_go_from_a_folder_into_run_export_and_samples(
     assert (record["label"], record["class"]) == (1, "dog")
     assert main(["sample", str(run), "--label", "owls", *wanted]) == 2
     assert "did you mean 'owl'?" in capsys.readouterr().err
-    plain = bsi.train(replace(recipe, data=Data("pets")), out=tmp_path / "plain")
+    plain = bsi.train(replace(recipe, data=Data("pets")), out=tmp_path / "plain").path
     assert (bsi.load(plain).classes, bsi.load(plain).class_names) == (0, ())
 
 

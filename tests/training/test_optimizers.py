@@ -151,9 +151,9 @@ def _recipe(steps: int) -> Recipe:
 
 def test_a_run_with_muon_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     data = _normal(64, 3)
-    whole = bsi.train(_recipe(8), data=data, out=tmp_path / "whole")
+    whole = bsi.train(_recipe(8), data=data, out=tmp_path / "whole").path
     bsi.train(_recipe(3), data=data, out=tmp_path / "parts")
-    parts = bsi.train(_recipe(8), data=data, out=tmp_path / "parts")
+    parts = bsi.train(_recipe(8), data=data, out=tmp_path / "parts").path
     a, b = bsi.load(whole).state_dict(), bsi.load(parts).state_dict()
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)

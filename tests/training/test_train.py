@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import types
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +27,13 @@ from bsi.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe, Samples
 from bsi.runtime.data_spec import config_of
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import export, read_trained
-from bsi.runtime.run_folder import Value, read_journal, tensorboard
+from bsi.runtime.run_folder import Value, read_journal
 from bsi.sampler import Sampler
 from bsi.training.dataset import open_training_data
 from bsi.training.loop import StopFlag, bound
 from bsi.training.resume import check_changes
 from bsi.training.stream import Piece, piece_ids
+from bsi.training.train import run_training
 
 IMAGES = torch.randint(0, 256, (200, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
 
@@ -105,7 +105,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run from a tensor, never interrupted."""
     return bsi.train(
         recipe(), data=IMAGES, test=IMAGES[:20], backbone=network(), out=tmp_path_factory.mktemp("w") / "run"
-    )
+    ).path
 
 
 def test_a_dataset_and_a_tensor_of_the_same_samples_give_the_same_run_whatever_the_workers(
@@ -187,7 +187,7 @@ def test_a_network_of_ours_that_was_passed_is_built_again_by_load(name: str, tmp
     if isinstance(config, DiTConfig):
         config = replace(config, width=8, depth=1, heads=2)
     passed = build(config, (1, 4, 4), 256)
-    run = bsi.train(recipe(steps=1), data=IMAGES, backbone=passed, out=tmp_path / "run")
+    run = bsi.train(recipe(steps=1), data=IMAGES, backbone=passed, out=tmp_path / "run").path
     model = bsi.load(run, ema=False)
     assert model.denoiser.backbone.config == config
     theirs = passed.state_dict()
@@ -456,7 +456,7 @@ def test_three_lines_load_what_export_wrote(whole: Path, tmp_path: Path) -> None
 
 
 def test_our_own_networks_need_no_backbone(tmp_path: Path) -> None:
-    run = bsi.train(recipe(steps=3, backbone=recipes.arrays().backbone), data=IMAGES, out=tmp_path / "run")
+    run = bsi.train(recipe(steps=3, backbone=recipes.arrays().backbone), data=IMAGES, out=tmp_path / "run").path
     file = export(run, ema=False)
     assert file == tmp_path / "run" / "mine-3-weights.safetensors"
     assert bsi.load(file).sample(1, steps=1).dtype == torch.uint8
@@ -473,7 +473,7 @@ def test_a_network_for_other_data_is_refused_before_anything_is_recorded(tmp_pat
 
 def test_weights_alone_are_taken_from_another_run(whole: Path, tmp_path: Path) -> None:
     frozen = recipe(steps=1, optimizer=replace(recipe().optimizer, lr=1e-30, final_lr=0.0, weight_decay=0.0, warmup=0))
-    out = bsi.train(frozen, data=IMAGES, backbone=MyNet(), out=tmp_path / "run", init_from=whole)
+    out = bsi.train(frozen, data=IMAGES, backbone=MyNet(), out=tmp_path / "run", init_from=whole).path
     assert same(out, whole)
     assert json.loads((out / "status.json").read_text())["step"] == 1
     with pytest.raises(UsageError, match="those of another network"):
@@ -482,7 +482,7 @@ def test_weights_alone_are_taken_from_another_run(whole: Path, tmp_path: Path) -
 
 def test_a_finished_run_is_returned_as_it_is(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = (whole / "checkpoints" / "latest").stat().st_mtime_ns
-    assert bsi.train(recipe(), data=IMAGES, test=IMAGES[:20], backbone=network(), out=whole) == whole
+    assert bsi.train(recipe(), data=IMAGES, test=IMAGES[:20], backbone=network(), out=whole).path == whole
     assert (whole / "checkpoints" / "latest").stat().st_mtime_ns == before
     told = capfd.readouterr().err
     assert "is finished: 12 steps" in told
@@ -494,7 +494,7 @@ def test_floats_of_any_size_train_as_float32(tmp_path: Path) -> None:
     flat = recipe(steps=3, backbone=recipes.arrays().backbone, every=Every(journal=1, evaluate=3))
     runs = {}
     for name, data in (("float32", exact.float()), ("float64", exact.double()), ("numpy", exact.double().numpy())):
-        runs[name] = bsi.train(flat, data=data, test=data[:20], out=tmp_path / name)
+        runs[name] = bsi.train(flat, data=data, test=data[:20], out=tmp_path / name).path
     for name in ("float64", "numpy"):
         found, wanted = bsi.load(runs[name]).state_dict(), bsi.load(runs["float32"]).state_dict()
         assert all(torch.allclose(found[key], wanted[key], atol=1e-6) for key in wanted)
@@ -513,7 +513,7 @@ def test_what_would_be_left_aside_is_refused(tmp_path: Path) -> None:
 def test_continuous_data_is_standardized_and_keeps_its_units(tmp_path: Path) -> None:
     data = 50 + 3 * torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
     flat = recipe(steps=4, backbone=recipes.arrays().backbone)
-    run = bsi.train(flat, data=data, test=data[:20], out=tmp_path / "run")
+    run = bsi.train(flat, data=data, test=data[:20], out=tmp_path / "run").path
     model = bsi.load(run)
     assert isinstance(model.kind, bsi.Standardize)
     assert model.kind.mean == pytest.approx([50] * 6, abs=0.5)
@@ -578,7 +578,7 @@ def test_a_run_folder_holds_no_secrets_and_no_home(
     monkeypatch.setenv("HOME", "/home/somebody")
     paths = ["/home/somebody/runs/x", "--data.name=/home/somebody", "/mnt/home/me/x", "/home/some", "/home/somebodys/x"]
     monkeypatch.setattr("sys.argv", ["/home/somebody/bin/bsi", "train", "--out", *paths])
-    run = bsi.train(recipe(steps=1), data=IMAGES, backbone=MyNet(), out=tmp_path / "run", named=recipe())
+    run = run_training(recipe(steps=1), data=IMAGES, backbone=MyNet(), out=tmp_path / "run", named=recipe())
     text = (run / "run.json").read_text()
     assert "hf_secret" not in text
     assert not re.search(r"somebody\b", text)
@@ -590,7 +590,7 @@ def test_a_run_folder_holds_no_secrets_and_no_home(
 
 def test_keep_decides_which_checkpoints_stay(tmp_path: Path) -> None:
     kept = recipe(keep=Keep(last=1, every=4, background=False), every=Every(journal=3, checkpoint=2))
-    run = bsi.train(kept, data=IMAGES, backbone=MyNet(), out=tmp_path / "run")
+    run = bsi.train(kept, data=IMAGES, backbone=MyNet(), out=tmp_path / "run").path
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == [
         f"step-{step:08d}" for step in (4, 8, 12)
     ]
@@ -608,31 +608,6 @@ def test_the_journal_has_its_lines_and_any_function_may_listen(whole: Path, tmp_
     assert {"loss", "bits_per_dim", "lr", "grad_norm", "images_per_s"} <= set(heard[0])
     assert heard[2]["error"] > 0
     assert heard[2]["data_error"] > 0
-
-
-def test_without_tensorboard_its_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match=r"bsi\[track\]"):
-        tensorboard(tmp_path)
-
-
-def test_tensorboard_gets_every_number_under_its_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for its writer: the package is an extra."""
-    written: list[tuple[str, float, int]] = []
-
-    class Writer:
-        def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path)
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            written.append((name, value, step))
-
-        def flush(self) -> None:
-            pass
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
-    tensorboard(tmp_path)({"event": "train", "step": 3, "loss": 0.5, "file": "x.png"})
-    assert written == [("train/loss", 0.5, 3)]
 
 
 def test_samples_of_images_are_a_picture(whole: Path) -> None:
@@ -654,7 +629,7 @@ def test_a_journal_that_cannot_be_written_is_reported_once(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("bsi.runtime.run_folder.append_line", full)
-    out = bsi.train(recipe(), data=IMAGES, test=IMAGES[:20], backbone=network(), out=tmp_path / "run")
+    out = bsi.train(recipe(), data=IMAGES, test=IMAGES[:20], backbone=network(), out=tmp_path / "run").path
     assert same(out, whole)
     assert capfd.readouterr().err.count("Training continues without it") == 1
 

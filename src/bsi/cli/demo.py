@@ -41,7 +41,7 @@ def run(args: Demo) -> int:
     if args.steps is not None:
         recipe = replace(recipe, steps=args.steps)
     log(f"bsi demo: {recipe.steps} steps on handwritten digits, then a bound, samples and a report")
-    folder = bsi.train(recipe, out=args.out, device="cpu")
+    folder = bsi.train(recipe, out=args.out, device="cpu").path
 
     # As `bsi eval` does, with the stored record, so that the report shows the same number.
     options = evaluation.Eval(runs=(folder,), bpd=True, measure=20, recon=4, device="cpu")

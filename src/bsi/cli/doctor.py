@@ -31,7 +31,10 @@ ENOUGH_DISK = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a
 EXTRAS = {
     "view": "`bsi view`",
     "figures": "the figures of `bsi study`",
-    "track": "`bsi train --tensorboard`",
+    "tensorboard": "`bsi train --track tensorboard`",
+    "wandb": "`bsi train --track wandb`",
+    "trackio": "`bsi train --track trackio`",
+    "mlflow": "`bsi train --track mlflow`",
     "hub": "`bsi export --upload` and `bsi data huggingface`",
 }
 

@@ -67,8 +67,8 @@ class Options:
     """By default a GPU if there is one."""
     hang_after_s: float = 600.0
     """End the run, naming the rank, if a rank makes no progress for this many seconds."""
-    tensorboard: bool = False
-    """Write the journal for TensorBoard as well."""
+    track: tuple[str, ...] = ()
+    """Send the journal to these as well: tensorboard, wandb, trackio, mlflow."""
     dry_run: bool = False
     """Print what would be trained, and stop."""
     json: bool = False
@@ -97,19 +97,17 @@ def run(words: Sequence[str]) -> int:
     dataset = opened(recipe, out)  # before torch is imported: a missing dataset is the most frequent mistake
     from bsi.pictures import is_image
     from bsi.runtime.distributed import find_place, pick_device
-    from bsi.runtime.run_folder import Sink, tensorboard
-    from bsi.training.train import train
+    from bsi.training.train import run_training
 
     place = find_place(os.environ)
     recipe.check(place.size)
     device, first = pick_device(options.device, place.local_rank), place.rank == 0
-    sinks: list[Sink] = [tensorboard(out / "tensorboard")] if options.tensorboard else []
-    train(
+    run_training(
         recipe,
         out=out,
         init_from=options.init_from,
         allow=options.allow,
-        sinks=sinks,
+        track=options.track,
         device=options.device,
         hang_after_s=options.hang_after_s,
         named=named,

@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,18 @@ def class_name(network: nn.Module) -> str:
     return f"{type(network).__module__}.{type(network).__qualname__}"
 
 
-def load(path: str | Path, ema: bool = True, backbone: nn.Module | None = None, step: int | None = None) -> Model:
+def load(
+    path: str | PathLike[str], ema: bool = True, backbone: nn.Module | None = None, step: int | None = None
+) -> Model:
     """Load a model onto the CPU, in evaluation mode.
 
     Args:
-        path: A run folder, an exported file, or the name of a bundled network (`digits`).
+        path: A run, its folder, an exported file, or the name of a bundled network (`digits`).
         ema: Load the moving average; otherwise the weights themselves.
         backbone: Your own network, if the run was trained with one.
         step: The step of the checkpoint. By default the latest.
     """
-    return model_of(read_trained(Path(path), ema, step), str(path), backbone)
+    return model_of(read_trained(Path(path), ema, step), fspath(path), backbone)
 
 
 def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) -> Model:

@@ -24,7 +24,6 @@ an "evaluate" line `bits_per_dim` is the complete bound, of test samples under t
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -41,14 +40,14 @@ from typing import Any, Literal
 import torch
 
 from bsi import __version__
-from bsi.errors import DataError, UsageError, extra
+from bsi.errors import DataError, UsageError
 from bsi.io import append_line, read_json, write_json, write_text
 from bsi.progress import log
 from bsi.recipe import Recipe
 from bsi.runtime.distributed import World
 from bsi.runtime.serialization import changes, from_plain, to_plain
 
-__all__ = ["FORMAT", "JsonLines", "RunFolder", "RunRecord", "Sink", "State", "Value", "read_journal", "tensorboard"]
+__all__ = ["FORMAT", "JsonLines", "RunFolder", "RunRecord", "Sink", "State", "Value", "read_journal"]
 
 FORMAT = 1
 State = Literal["running", "preempted", "finished", "failed"]
@@ -227,22 +226,3 @@ def read_journal(run: Path) -> list[dict[str, Value]]:
     if not path.is_file():
         raise UsageError(f"{run} has no journal. Give the folder of a run.")
     return _lines(path)
-
-
-def tensorboard(folder: Path) -> Sink:
-    """A sink that writes the records for TensorBoard.
-
-    Every rank can create one, so that all raise the same error if the package is missing. The files are created with
-    the first record, which only the first rank writes, after it has acquired the run folder's lock.
-    """
-    with extra("track", "--tensorboard"):
-        from torch.utils.tensorboard import SummaryWriter
-    writer = functools.cache(lambda: SummaryWriter(str(folder)))
-
-    def sink(record: Mapping[str, Value]) -> None:
-        for name, value in record.items():
-            if name not in ("step", "event") and isinstance(value, int | float):
-                writer().add_scalar(f"{record['event']}/{name}", value, int(record["step"]))
-        writer().flush()
-
-    return sink

@@ -48,7 +48,7 @@ from bsi.studies.outcome import Study
 from bsi.studies.publish import write_outcome
 from bsi.studies.scale import Scale
 from bsi.training.lock import hold
-from bsi.training.train import train
+from bsi.training.train import run_training
 
 __all__ = ["Planned", "Worker", "plan", "plan_text", "run", "train_command"]
 
@@ -170,7 +170,7 @@ class Worker:
         `bsi train --out` into the same folder gives the same result, on any number of GPUs.
         """
         sinks = [_stop_at(self.deadline)]
-        folder = train(recipe, out=self.store.network(recipe), sinks=sinks, device=self.device.type)
+        folder = run_training(recipe, out=self.store.network(recipe), sinks=sinks, device=self.device.type)
         export(folder, self.store.weights(recipe))
         shutil.rmtree(RunFolder(folder).checkpoints)
         lines = [line for line in read_journal(folder) if line["event"] == "train"]

@@ -1,9 +1,6 @@
-"""`bsi.train`: train a recipe on any number of ranks, from the first step or from the latest checkpoint.
+"""Train a recipe on any number of ranks, from the first step or from the latest checkpoint.
 
-    run = bsi.train(bsi.recipes.digits(), out="runs/digits")                       # a prepared dataset, our network
-    run = bsi.train(recipe, data=tensor_or_dataset, backbone=MyNet(), out="runs/mine")
-
-A call with the same `out` resumes; for a finished run it returns at once. The command line calls this function.
+`bsi.train` (run.py) and the command `bsi train` call `run_training`.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from bsi.runtime.export import class_name, read_trained, set_weights
 from bsi.runtime.out_of_memory import check_host, enough_to_train
 from bsi.runtime.run_folder import JsonLines, RunFolder, RunRecord, Sink, State
 from bsi.runtime.serialization import to_plain
+from bsi.runtime.trackers import check_trackers, tracking
 from bsi.sampling import levels_of
 from bsi.training.dataset import TrainingData, open_training_data
 from bsi.training.lock import hold
@@ -43,14 +41,14 @@ from bsi.training.step import Engine
 from bsi.training.stream import Stream
 from bsi.values import DataKind
 
-__all__ = ["train"]
+__all__ = ["run_training"]
 
 LONGEST_S = 1e8  # three years: the longest wait for another rank
 MEASURED_IMAGES = 16  # batch size for comparing one thread with all threads
 WORTH_SAYING = 1.5  # speedup with one thread from which a message is logged
 
 
-def train(
+def run_training(
     recipe: Recipe,
     data: object = None,
     backbone: nn.Module | None = None,
@@ -61,28 +59,16 @@ def train(
     labels: object = None,
     init_from: str | Path | None = None,
     allow: Sequence[str] = (),
+    track: Sequence[str] = (),
     sinks: Sequence[Sink] = (),
     device: str | None = None,
     hang_after_s: float = 600.0,
     named: Recipe | None = None,
     begin: Callable[[], None] | None = None,
 ) -> Path:
-    """Train a recipe and return its run folder.
+    """Train a recipe and return its run folder. The arguments are those of `bsi.train`, and two of the command line:
 
     Args:
-        recipe: What to train, e.g. `bsi.recipes.digits()`.
-        data: A tensor, array or map-style Dataset of uint8, of integers with a `kind`, or of floats. By default the
-            recipe's prepared dataset.
-        backbone: Your own network. By default the recipe's.
-        out: The run folder, by default `runs/NAME`. The same folder resumes.
-        test: Test data like `data`, for the bound during training.
-        kind: What the integers of `data` are: `bsi.Bins`, or `bsi.Symbols`, whose prior is then fitted.
-        labels: The labels of `data`, for a recipe with `data.labels`.
-        init_from: A run or an export whose weights are the initialization.
-        allow: Names of settings that may differ from the interrupted run's.
-        sinks: Functions that are called with every record of the journal.
-        device: cuda or cpu. By default a GPU, if there is one.
-        hang_after_s: Seconds without progress after which the run ends, naming the rank that hangs.
         named: The recipe that this one was derived from; run.json lists the differences.
         begin: Called after all checks, if there is something to train.
     """
@@ -92,6 +78,7 @@ def train(
         raise UsageError(f"recipe must be a bsi.Recipe, got {recipe!r}. Pass bsi.recipes.{call}().")
     if not hang_after_s > 0:
         raise UsageError(f"hang_after_s must be positive, got {hang_after_s}. Use inf to wait for ever.")
+    check_trackers(track)
     recipe.check(find_place(os.environ).size)
     folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
     with (
@@ -142,6 +129,7 @@ def train(
             contextlib.closing(saver),  # inside the lock: nothing is written without it
             contextlib.closing(engine),
             contextlib.closing(stream),
+            tracking(track if world.first else (), folder.path, recipe) as trackers,
             enough_to_train(recipe, training_data.spec, world, watchdog),
         ):
             engine.begin(stream)
@@ -155,7 +143,7 @@ def train(
                     world=world,
                     folder=folder,
                     saver=saver,
-                    sinks=[*journal, *sinks],
+                    sinks=[*journal, *trackers, *sinks],
                     progress=progress,
                     watchdog=watchdog,
                     stop=stop,

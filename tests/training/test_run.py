@@ -1,0 +1,215 @@
+"""`bsi.train` as a function: the run that it returns, its messages, and the trackers of its journal."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import bsi
+from bsi.backbones.config import MLPConfig
+from bsi.errors import Preempted, UsageError
+from bsi.progress import wording
+from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
+from bsi.runtime.trackers import TRACKERS
+from bsi.training.run import in_python
+from bsi.training.train import run_training
+
+DATA = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+RECIPE = Recipe(
+    name="tiny", method=bsi.BSI(alpha_M=1e3), backbone=MLPConfig(8, 1), data=Data("normal"), steps=6, batch=16,
+    optimizer=Optimizer(lr=1e-3), ema=Ema(beta=0.9, start=0), every=Every(journal=2, evaluate=6, checkpoint=3),
+    compile=False, threads=1,
+)  # fmt: skip
+
+
+class MyNet(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, mu, t):
+        return self.layer(mu)
+
+
+def test_a_run_knows_its_folder_model_journal_and_bounds(tmp_path: Path) -> None:
+    run = bsi.train(RECIPE, data=DATA, test=DATA[:8], out=tmp_path / "run", device="cpu")
+    assert (run.path, os.fspath(run)) == (tmp_path / "run", str(tmp_path / "run"))
+    assert torch.equal(run.model().sample(2, steps=2), bsi.load(run).sample(2, steps=2))
+    assert not torch.equal(run.model().sample(2, steps=2), run.model(ema=False).sample(2, steps=2))
+    assert [record["step"] for record in run.journal() if record["event"] == "train"] == [2, 4, 6]
+    (bound,) = run.evaluations()
+    assert str(run).splitlines() == [
+        f"{tmp_path / 'run'}: finished, step 6",
+        f"  test samples: {bound['bits_per_dim']:.4f} bits/dim ± {bound['error']:.4f} (Monte Carlo) ± "
+        f"{bound['data_error']:.4f} (data set), step 6",
+    ]
+    assert bsi.Run(tmp_path / "run") == run
+    with pytest.raises(UsageError, match="neither a run"):
+        bsi.Run(tmp_path / "none").model()
+
+
+def test_a_run_of_a_network_of_ones_own_loads_it_again(tmp_path: Path) -> None:
+    own = bsi.train(replace(RECIPE, steps=1), data=DATA, backbone=MyNet(), out=tmp_path / "own", device="cpu")
+    assert own.model().sample(2, steps=2).shape == (2, 3)
+    assert own.evaluations() == []
+
+
+# Messages
+
+FROM_THE_COMMAND_LINE = {
+    "Use another --out": "Use another out",
+    "Use another --out with --init-from, or --allow steps to extend it": "Use another out with init_from, or "
+    "allow=['steps'] to extend it",
+    "or --allow optimizer.lr ema.beta.": "or allow=['optimizer.lr', 'ema.beta'].",
+    "--allow must name a setting": "allow must name a setting",
+    "Start with --threads 1.": "Start with threads=1.",
+    "Use --steps 100 or more.": "Use steps=100 or more.",
+    "use --device cpu.": 'use device="cpu".',
+    "Lower --optimizer.lr, or": "Lower optimizer.lr, or",
+    "Use --evaluation.batch 4 --samples.count 8 and": "Use evaluation.batch=4 samples.count=8 and",
+    "Run the same command to resume": "call bsi.train with the same arguments to resume",
+    "a - b, -1 and --": "a - b, -1 and --",
+}
+
+
+@pytest.mark.parametrize("text", FROM_THE_COMMAND_LINE)
+def test_a_message_names_arguments_where_the_command_names_options(text: str) -> None:
+    assert in_python(text) == FROM_THE_COMMAND_LINE[text]
+
+
+def test_errors_and_lines_are_in_the_words_of_their_caller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for call, words in ((bsi.train, "another out"), (run_training, "another --out")):
+        call(RECIPE, data=DATA, out=tmp_path / "run", device="cpu")
+        with pytest.raises(UsageError, match=words):
+            call(replace(RECIPE, optimizer=Optimizer(lr=2e-3)), data=DATA, out=tmp_path / "run", device="cpu")
+    capsys.readouterr()
+    bsi.train(RECIPE, data=DATA, out=tmp_path / "run", device="cpu")
+    assert "Use another out" in capsys.readouterr().err
+    assert wording.get()("--out") == "--out"
+
+
+def interrupted(**given: object) -> None:
+    def stop(record: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    bsi.train(RECIPE, data=DATA, device="cpu", sinks=[stop], **given)
+
+
+def test_ctrl_c_says_how_to_resume_and_leaves_an_interactive_session_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Preempted, match="with the same arguments"):
+        interrupted(out=tmp_path / "run")
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(KeyboardInterrupt, match=r"saved step \d of 6"):
+        interrupted(out=tmp_path / "run")
+    monkeypatch.undo()
+    assert bsi.train(RECIPE, data=DATA, out=tmp_path / "run", device="cpu").journal()[-1]["step"] == 6
+
+
+def test_ctrl_c_ends_a_program_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"from test_run import interrupted\ninterrupted(out={str(tmp_path / 'run')!r})\n"
+    )
+    ended = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 75
+    assert "Traceback" not in ended.stderr
+    assert "saved step 2 of 6; call bsi.train with the same arguments to resume" in ended.stderr
+
+
+# Trackers
+
+
+def test_an_unknown_tracker_and_a_missing_package_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, words in ((["wandbb"], "Did you mean 'wandb'"), ("wandb", r"track=\['wandb'\]")):
+        with pytest.raises(UsageError, match=words):
+            bsi.train(RECIPE, data=DATA, out=tmp_path / "run", track=wrong)
+    for name, (package, _) in TRACKERS.items():
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(UsageError, match=rf"bsi\[{name}\]"):
+            bsi.train(RECIPE, data=DATA, out=tmp_path / "run", track=[name])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_fails_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*given: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(TRACKERS, "broken", ("json", broken))
+    run = bsi.train(RECIPE, data=DATA, out=tmp_path / "run", device="cpu", track=["broken"])
+    assert run.journal()[-1]["step"] == 6
+    assert "broken failed, and training continues without this record: no route" in capsys.readouterr().err
+
+
+def tracked(name: str, out: Path) -> bsi.Run:
+    """A run with a tracker that is interrupted and resumed, with the real package and no network."""
+    with pytest.raises(Preempted):
+        interrupted(out=out, track=[name])
+    return bsi.train(RECIPE, data=DATA, test=DATA[:8], out=out, device="cpu", track=[name], allow=["data.version"])
+
+
+def losses(run: bsi.Run) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in run.journal() if record["event"] == "train"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="the extra")
+    run = tracked("tensorboard", tmp_path / "run")
+    seen = reader.EventAccumulator(str(run.path / "tensorboard")).Reload()
+    assert {event.step: event.value for event in seen.Scalars("train/loss")} == pytest.approx(losses(run))
+    assert [event.step for event in seen.Scalars("evaluate/bits_per_dim")] == [6]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_continues_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="the extra")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    run = tracked("mlflow", tmp_path / "run")
+    client = mlflow.MlflowClient()
+    known = json.loads((run.path / "trackers.json").read_text())["mlflow"]
+    assert {m.step: m.value for m in client.get_metric_history(known, "train/loss")} == pytest.approx(losses(run))
+    found = client.get_run(known)
+    assert (found.info.status, found.data.params["optimizer.lr"]) == ("FINISHED", "0.001")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_writes_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb", reason="the extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = tracked("wandb", tmp_path / "run")
+    written = list((run.path / "wandb").glob("offline-run-*/*.wandb"))
+    known = json.loads((run.path / "trackers.json").read_text())["wandb"]
+    assert len(written) == 2
+    assert all(known in path.name for path in written)
+    assert any(b"train/loss" in path.read_bytes() for path in written)
+    assert "failed" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_keeps_a_local_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="the extra")
+    run = tracked("trackio", tmp_path / "run")
+    assert run.journal()[-1]["step"] == 6
+    assert list((tmp_path / "trackio").glob("bsi*"))
+    assert not re.search("trackio failed", capfd.readouterr().err)

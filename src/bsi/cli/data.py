@@ -35,8 +35,8 @@ class DataOptions:
 
     The same command resumes an interrupted preparation; a dataset appears only when it is complete.
 
-    Sources: cifar10, imagenet32, imagenet64, folder (images), arrays (.npy, .npz), wav, huggingface. The handwritten
-    digits are part of the package.
+    Sources: cifar10, imagenet32, imagenet64, mnist, folder (images), binary (binary images), text, arrays (.npy, .npz),
+    wav, huggingface. The handwritten digits are part of the package.
     """
 
     name: tyro.conf.Positional[Annotated[str | None, _shown("NAME")]] = None
@@ -60,14 +60,22 @@ class DataOptions:
     resampling: Annotated[Literal["lanczos", "bicubic", "bilinear", "box"] | None, _shown("NAME")] = None
     """folder, huggingface: the filter for resizing: lanczos, bicubic, bilinear or box (lanczos)."""
     test_fraction: Annotated[float | None, _shown("FLOAT")] = None
-    """folder, arrays, wav, huggingface: the fraction used as test set, chosen by hash (0.1)."""
+    """folder, arrays, text, wav, huggingface: the fraction used as test set: chosen by hash, of text the end (0.1)."""
     skip: Annotated[int | None, _shown("INT")] = None
     """folder, huggingface: how many unreadable images to skip at most (0)."""
     bins: Annotated[tuple[float, float, int] | None, _shown("LOW HIGH COUNT")] = None
     """arrays: the values of the integers 0 to COUNT - 1, or the range and number of bins for floats; without it the
     data is continuous."""
+    symbols: Annotated[int | None, _shown("COUNT")] = None
+    """arrays: the integers are symbols 0 to COUNT - 1 without an order, such as categories."""
     length: Annotated[int | None, _shown("INT")] = None
-    """wav: audio samples per example (16384)."""
+    """text, wav: characters or bytes (256), or audio samples (16384), per example."""
+    vocabulary: Annotated[Literal["chars", "bytes"] | None, _shown("chars|bytes")] = None
+    """text: one symbol for each character that occurs, or the 256 bytes of UTF-8 (chars)."""
+    threshold: Annotated[float | None, _shown("FLOAT")] = None
+    """binary: the value between 0 and 1 above which a pixel is 1 (0.5)."""
+    stochastic: Annotated[bool | None, _shown("")] = None
+    """binary: a pixel is 1 with the probability of its value, drawn once."""
     column: Annotated[str | None, _shown("NAME")] = None
     """huggingface: the column of images (image)."""
     revision: Annotated[str | None, _shown("NAME")] = None
@@ -79,29 +87,38 @@ TRAINS = {
     "cifar10": "bsi train cifar10-dit-s",
     "imagenet32": "bsi train imagenet32-dit-l2",
     "imagenet64": "bsi train imagenet64-dit-l4",
+    "mnist": "bsi train folder-mini --data.name NAME",
+    "binary": "bsi train binary-digits --data.name NAME",
+    "text": "bsi train text-mini --data.name NAME",
     "folder": "bsi train folder --data.name NAME, or folder-mini on a CPU",
     "huggingface": "bsi train folder --data.name NAME, or folder-mini on a CPU",
     "arrays": "bsi train arrays --data.name NAME",
     "wav": "bsi train audio-mini --data.name NAME, or --backbone dit-s/4 on a GPU",
 }
 
-OPTIONS = ("labels", "size", "channels", "resampling", "test_fraction", "skip", "bins", "length", "column", "revision")
+OPTIONS = ("labels", "size", "channels", "resampling", "test_fraction", "skip", "bins", "symbols", "length", "vocabulary",
+    "threshold", "stochastic", "column", "revision")
 SHOWN = 10  # class names in a line
 
 
 def sources() -> dict[str, type[Source]]:
     """The sources by name. Only names in this table are valid: no module is imported by a name from outside."""
     from bsi.data.arrays import Arrays
+    from bsi.data.binary import Binary
     from bsi.data.huggingface import HuggingFace
     from bsi.data.image_folder import Folder
-    from bsi.data.published import Cifar10, ImageNet32, ImageNet64
+    from bsi.data.published import Cifar10, ImageNet32, ImageNet64, Mnist
+    from bsi.data.text import Text
     from bsi.data.wav import Wav
 
     return {
         "cifar10": Cifar10,
         "imagenet32": ImageNet32,
         "imagenet64": ImageNet64,
+        "mnist": Mnist,
         "folder": Folder,
+        "binary": Binary,
+        "text": Text,
         "arrays": Arrays,
         "wav": Wav,
         "huggingface": HuggingFace,
@@ -126,7 +143,7 @@ def make_source(name: str, path: str | None, options: Mapping[str, object]) -> S
         if known["path"].default is MISSING:
             raise UsageError(f"{name} needs the place of the data: bsi data {name} --from PATH")
         return kind(**options)
-    return kind(**{**options, "path": path if name == "huggingface" else Path(path)})
+    return kind(**{**options, "path": path if name in ("binary", "huggingface") else Path(path)})
 
 
 def _flag(option: str) -> str:

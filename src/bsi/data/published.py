@@ -1,4 +1,4 @@
-"""Published sets of images, from the official files: CIFAR-10 and downsampled ImageNet.
+"""Published sets of images, from the official files: CIFAR-10, downsampled ImageNet and MNIST.
 
 CIFAR-10 (Krizhevsky, 2009), the binary version: six files of 10,000 records, each of which is a label byte and 3072
 pixels, channel by channel. Every file is compared with its known SHA-256 before a record is used. The classes have the
@@ -9,12 +9,17 @@ Downsampled ImageNet (Chrabaszcz, Loshchilov and Hutter, 2017) at 32 or 64 pixel
 1000, stored here as 0 to 999. The files may be in a folder, unpacked or in the zip archives in which they are
 distributed (one for 32 pixels, two for 64, and one for validation).
 
+MNIST (LeCun, Cortes and Burges, 1998): four idx files, packed with gzip or not.
+
 Files are read in place as a stream. Pickled versions are never read, because loading a pickle can run code.
 """
 
 from __future__ import annotations
 
+import gzip
+import math
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +27,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import UInt16
+from jaxtyping import UInt8, UInt16
 
 from bsi.data.files import Member, NpzFile, members
 from bsi.data.prepare import Block, Plan
@@ -33,7 +38,7 @@ from bsi.io import data_folder, digest, fingerprint
 from bsi.progress import Progress
 from bsi.values import Bins
 
-__all__ = ["Cifar10", "ImageNet32", "ImageNet64"]
+__all__ = ["Cifar10", "ImageNet32", "ImageNet64", "Mnist"]
 
 CIFAR10 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
@@ -52,6 +57,14 @@ ROWS = 1000
 
 IMAGENET = "https://image-net.org/download-images.php (downsampled images, npz format; needs an account)"
 BATCHES = (*(f"train_data_batch_{i}.npz" for i in range(1, 11)), "val_data.npz")
+
+STEMS = {"train": "train", "test": "t10k"}
+IDX = {  # the names of the arrays, and those under which they are distributed
+    f"{stem}-{kind}": [f"{stem}-{kind.replace('-', between)}-ubyte{end}" for between in "-." for end in ("", ".gz")]
+    for stem in STEMS.values()
+    for kind in ("images-idx3", "labels-idx1")
+}
+IDX_FILES = [name for names in IDX.values() for name in names]
 
 MAX_BYTES = {"cifar10": 1 << 30, "imagenet": 64 << 30}  # unpacked
 
@@ -223,3 +236,74 @@ def _imagenet_blocks(path: Path, size: int, start: int) -> Iterator[Block]:
                             yield Block(len(rows), {split: images}, {split: labels[row : row + len(rows)]})
                             row += len(rows)
             first += count
+
+
+@dataclass(frozen=True)
+class Mnist:
+    """60,000 training and 10,000 test images of 28 x 28 gray pixels in ten classes."""
+
+    summary: ClassVar[str] = "MNIST, or another set in its format, from a folder with the four idx files, packed or not"
+
+    path: Path
+
+    def plan(self) -> Plan:
+        path = self.path.expanduser()
+        with members(path, IDX_FILES, MAX_BYTES["cifar10"]) as found:
+            images = {split: _idx(path, found, f"{stem}-images-idx3") for split, stem in STEMS.items()}
+            labels = {split: _idx(path, found, f"{stem}-labels-idx1") for split, stem in STEMS.items()}
+        for split, rows in images.items():
+            if rows.shape[1:] != images["train"].shape[1:] or labels[split].shape != (len(rows),):
+                raise DataError(
+                    f"{path}: {split} has images of shape {rows.shape} and labels of shape {labels[split].shape}, which "
+                    f"do not fit together. Download them again."
+                )
+        return Plan(
+            name="mnist",
+            source="MNIST (LeCun, Cortes and Burges, 1998)",
+            shape=(1, *images["train"].shape[1:]),
+            kind=Bins.uint8(),
+            options={},
+            input=fingerprint([digest([array.tobytes()]) for array in (*images.values(), *labels.values())]),
+            total=sum(map(len, images.values())),
+            unit="image",
+            blocks=lambda start: _mnist_blocks(images, labels, start),
+            label_dtype=np.dtype("uint8"),
+        )
+
+    @staticmethod
+    def found_in(folder: Path) -> bool:
+        """Whether a folder holds the images of a set in this format."""
+        return any((folder / name).is_file() for name in IDX_FILES)
+
+
+def _idx(path: Path, found: dict[str, Member], name: str) -> UInt8[np.ndarray, "..."]:
+    """An array of bytes in the idx format: two zeros, the type, the number of axes, the axes, the elements."""
+    given = next((found[known] for known in IDX[name] if known in found), None)
+    if given is None:
+        raise DataError(f"{path} holds no {name}-ubyte. Give the folder with MNIST's four idx files.")
+    axes = 3 if "idx3" in name else 1
+    try:
+        with given.open() as file:
+            stream = gzip.GzipFile(fileobj=file) if given.name.endswith(".gz") else file
+            header = stream.read(4 + 4 * axes)
+            shape = tuple(int.from_bytes(header[i : i + 4], "big") for i in range(4, 4 + 4 * axes, 4))
+            size = math.prod(shape)
+            if header[:4] != bytes([0, 0, 8, axes]) or size > MAX_BYTES["cifar10"]:
+                raise DataError(f"{path}: {name} is not an idx file of bytes with {axes} axes. Download it again.")
+            raw = stream.read(size + 1)
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{path}: {name} is damaged: {error}. Download it again.") from error
+    if len(raw) != size:
+        raise DataError(f"{path}: {name} is damaged: expected {size} bytes, found {len(raw)}. Download it again.")
+    return np.frombuffer(raw, np.uint8).reshape(shape)
+
+
+def _mnist_blocks(
+    images: dict[str, UInt8[np.ndarray, "n h w"]], labels: dict[str, UInt8[np.ndarray, " n"]], start: int
+) -> Iterator[Block]:
+    for split, rows in images.items():
+        skip = min(start, len(rows))
+        start -= skip
+        for first in range(skip, len(rows), ROWS):
+            block = rows[first : first + ROWS, None]
+            yield Block(len(block), {split: block}, {split: labels[split][first : first + ROWS]})

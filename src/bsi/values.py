@@ -233,9 +233,13 @@ class Symbols:
 
     def fitted(self, data: Integer[np.ndarray, "..."]) -> Symbols:
         """The same symbols with the frequencies of this data as their prior."""
-        counts = np.bincount(np.asarray(data).reshape(-1), minlength=self.count) + 1.0
+        return self.counted(np.bincount(np.asarray(data).reshape(-1), minlength=self.count))
+
+    def counted(self, counts: Integer[np.ndarray, " symbols"]) -> Symbols:
+        """The same symbols with these numbers of occurrences, plus one each, as their prior."""
         if len(counts) > self.count:
             raise DataError(f"data holds the symbol {len(counts) - 1}, expected 0 to {self.count - 1}.")
+        counts = counts + 1.0
         return Symbols(self.count, self.names, tuple((counts / counts.sum()).tolist()))
 
     @property

@@ -96,8 +96,10 @@ TRAINS = {
     "wav": "bsi train audio-mini --data.name NAME, or --backbone dit-s/4 on a GPU",
 }
 
-OPTIONS = ("labels", "size", "channels", "resampling", "test_fraction", "skip", "bins", "symbols", "length", "vocabulary",
-    "threshold", "stochastic", "column", "revision")
+OPTIONS = (
+    "labels", "size", "channels", "resampling", "test_fraction", "skip", "bins", "symbols", "length", "vocabulary",
+    "threshold", "stochastic", "column", "revision",
+)  # fmt: skip
 SHOWN = 10  # class names in a line
 
 
@@ -230,9 +232,12 @@ def _list(args: DataOptions) -> int:
 
 
 def _line(dataset: Dataset) -> str:
+    from bsi.values import Standardize
+
     manifest = dataset.manifest
     counts = f"{manifest.counts['train']} train, {manifest.counts['test']} test"
-    kind = f"{manifest.bins.count} bins" if manifest.bins else "continuous"
+    stored = dataset.kind
+    kind = "continuous" if isinstance(stored, Standardize) else f"{stored.count} {type(stored).__name__.lower()}"
     shape = " x ".join(map(str, manifest.shape)) or "scalar"
     skipped = f", {len(manifest.skipped)} skipped" if manifest.skipped else ""
     classes = _classes(dataset)

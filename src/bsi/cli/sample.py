@@ -46,7 +46,7 @@ class Sample:
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run folder, a file that `bsi export` wrote, or the name of a bundled network: digits."""
-    num: Annotated[int, Within(1, 10**9)] = 64
+    num: Annotated[int, Within(1)] = 64
     """Number of samples."""
     sampler: Annotated[Sampler, tyro.conf.arg(name="")] = field(default_factory=Sampler)
     seed: int = 0

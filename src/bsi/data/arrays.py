@@ -1,10 +1,10 @@
 """Arrays of any shape from a `.npy` or `.npz` file: the source for data that is not images.
 
-With bins, integers are bin indices, and floats are values that are stored as the index of the nearest bin. Without bins
-the data is continuous: it is stored as float32 in its own units, and the manifest has the mean and standard deviation
-of the training split, with which a model standardizes it. An archive with arrays named `train` and `test` keeps these
-splits; a single array is split by a hash of the row's number. Labels are arrays named `train_labels` and `test_labels`;
-those of a single array can also be named `labels` or `y`.
+With bins, integers are bin indices, and floats are values that are stored as the index of the nearest bin. With a
+number of symbols, integers are symbols. Otherwise the data is continuous: it is stored as float32 in its own units, and
+the manifest has the mean and standard deviation of the training split, with which a model standardizes it. An archive
+with arrays named `train` and `test` keeps these splits; a single array is split by a hash of the row's number. Labels
+are arrays named `train_labels` and `test_labels`; those of a single array can also be named `labels` or `y`.
 """
 
 from __future__ import annotations
@@ -22,51 +22,61 @@ from bsi.data.files import ArrayFile, NpzFile
 from bsi.data.prepare import MAX_CLASSES, Block, Plan, check_fraction, rows_for_testing
 from bsi.errors import DataError, UsageError
 from bsi.io import digest_file
-from bsi.values import Bins
+from bsi.values import Bins, Symbols
 
 __all__ = ["Arrays"]
 
+Kind = Bins | Symbols | None
 LABELS = ("labels", "y")  # names of the labels of a single array
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """The rows of an array; `bins` are the values of integers (LOW HIGH COUNT), None for continuous data."""
+    """The rows of an array; `bins` are the values of integers (LOW HIGH COUNT), `symbols` is the number of symbols.
+
+    With neither the data is continuous.
+    """
 
     summary: ClassVar[str] = (
-        "arrays of any shape from a .npy or .npz file; --bins LOW HIGH COUNT, or none for continuous data"
+        "arrays of any shape from a .npy or .npz file; --bins LOW HIGH COUNT, --symbols COUNT, or none if continuous"
     )
 
     path: Path
     bins: tuple[float, float, int] | None = None
+    symbols: int | None = None
     test_fraction: float = 0.1
 
     def plan(self) -> Plan:
         check_fraction(self.test_fraction)
         path = self.path.expanduser()
-        bins = Bins(*self.bins) if self.bins else None
+        if self.bins is not None and self.symbols is not None:
+            raise UsageError("--bins are for numbers and --symbols for integers without an order: leave one out.")
+        kind = Bins(*self.bins) if self.bins else Symbols(self.symbols) if self.symbols is not None else None
         with ExitStack() as stack:
             arrays = _opened(path, stack)
             data = {name: array for name, array in arrays.items() if not name.endswith("_labels")}
             first = next(iter(data.values()))
             for array in data.values():
-                _check(array, first, bins)
+                _check(array, first, kind)
             for split in data:
                 if f"{split}_labels" in arrays:
                     _labels(arrays[f"{split}_labels"], len(data[split]), split)
+        if isinstance(kind, Symbols):
+            kind.latent_shape(first.shape[1:])  # raises for samples that are too large when they are embedded
         return Plan(
             name=path.stem,
             source=f"arrays of {path.name}",
             shape=first.shape[1:],
-            kind=bins,
+            kind=kind,
             options={
                 "split": "by name" if "test" in data else f"row i is for testing if hash(i) < {self.test_fraction}",
-                "bins": asdict(bins) if bins else None,
+                "bins": asdict(kind) if isinstance(kind, Bins) else None,
+                **({"symbols": kind.count} if isinstance(kind, Symbols) else {}),
             },
             input=digest_file(path),
             total=sum(len(array) for array in data.values()),
             unit="row",
-            blocks=lambda start: _blocks(path, bins, self.test_fraction, start),
+            blocks=lambda start: _blocks(path, kind, self.test_fraction, start),
             label_dtype=np.dtype("<i4") if "train_labels" in arrays else None,
         )
 
@@ -103,7 +113,7 @@ def _names(path: Path, names: Sequence[str]) -> dict[str, str]:
     return {**known, **({"train_labels": labels[0]} if labels else {})}
 
 
-def _check(array: ArrayFile, first: ArrayFile, bins: Bins | None) -> None:
+def _check(array: ArrayFile, first: ArrayFile, kind: Kind) -> None:
     if array.shape[1:] != first.shape[1:]:
         raise DataError(
             f"{array.name} has samples of shape {array.shape[1:]}, {first.name} of {first.shape[1:]}. Give both one "
@@ -111,11 +121,13 @@ def _check(array: ArrayFile, first: ArrayFile, bins: Bins | None) -> None:
         )
     if not array.row_bytes:
         raise DataError(f"{array.name} has shape {array.shape}: its samples are empty.")
-    if bins is None and array.dtype.kind != "f":
+    if kind is None and array.dtype.kind != "f":
         raise UsageError(
             f"{array.name} holds {array.dtype}: give the values of the integers with --bins LOW HIGH COUNT (8-bit "
-            f"images: --bins -1 1 256), or convert continuous data to float."
+            f"images: --bins -1 1 256) or their number with --symbols COUNT, or convert continuous data to float."
         )
+    if isinstance(kind, Symbols) and array.dtype.kind == "f":
+        raise UsageError(f"{array.name} holds {array.dtype}, and symbols are integers. Convert them with .astype(int).")
 
 
 def _labels(array: ArrayFile, count: int, split: str) -> Integer[np.ndarray, " count"]:
@@ -131,7 +143,7 @@ def _labels(array: ArrayFile, count: int, split: str) -> Integer[np.ndarray, " c
     return labels
 
 
-def _blocks(path: Path, bins: Bins | None, test_fraction: float, start: int) -> Iterator[Block]:
+def _blocks(path: Path, kind: Kind, test_fraction: float, start: int) -> Iterator[Block]:
     with ExitStack() as stack:
         arrays = _opened(path, stack)
         first = 0  # the number of the first row of this array among all rows
@@ -141,7 +153,7 @@ def _blocks(path: Path, bins: Bins | None, test_fraction: float, start: int) -> 
             array, row = arrays[split], min(max(0, start - first), len(arrays[split]))
             labels = _labels(arrays[f"{split}_labels"], len(array), split) if f"{split}_labels" in arrays else None
             for rows in array.blocks(row):
-                stored = _stored(rows, bins, array.name, row)
+                stored = _stored(rows, kind, array.name, row)
                 is_test = np.full(len(rows), split == "test")
                 if "test" not in arrays:
                     is_test = rows_for_testing(row, len(rows), test_fraction)
@@ -157,10 +169,11 @@ def _blocks(path: Path, bins: Bins | None, test_fraction: float, start: int) -> 
 
 
 def _stored(
-    rows: Shaped[np.ndarray, "rows *shape"], bins: Bins | None, name: str, first: int
+    rows: Shaped[np.ndarray, "rows *shape"], kind: Kind, name: str, first: int
 ) -> Shaped[np.ndarray, "rows *shape"]:
     """Rows as they are stored. Errors name the first invalid row."""
     if rows.dtype.kind == "f":
+        bins = kind if isinstance(kind, Bins) else None
         with np.errstate(over="ignore"):
             values = rows.astype("<f4")
         low, high = (bins.low, bins.high) if bins else (-np.inf, np.inf)
@@ -168,12 +181,12 @@ def _stored(
         problem = f"values outside [{low}, {high}]" if bins else "values that are NaN, infinite or beyond float32"
         stored = values if bins is None else bins.indices(np.where(bad, low, rows).astype(np.float64))
     else:
-        assert bins is not None, "the plan rejects integers without bins"
-        bad = (rows < 0) | (rows >= bins.count) if rows.dtype.kind != "b" else np.zeros_like(rows)
-        problem = f"integers outside 0 .. {bins.count - 1}"
-        stored = rows.astype(bins.dtype)
+        assert kind is not None, "the plan rejects integers without bins or symbols"
+        bad = (rows < 0) | (rows >= kind.count) if rows.dtype.kind != "b" else np.zeros_like(rows)
+        problem = f"integers outside 0 .. {kind.count - 1}"
+        stored = rows.astype(kind.dtype)
     if bad.any():
         row = first + int(np.flatnonzero(bad.reshape(len(rows), -1).any(1))[0])
-        fix = "or describe the data with other --bins" if bins else "or repair them"
+        fix = f"or describe the data with other --{type(kind).__name__.lower()}" if kind else "or repair them"
         raise DataError(f"{name}: row {row} has {problem}. Remove such rows, {fix}.")
     return stored

@@ -33,8 +33,7 @@ class Binary:
     """The images of a prepared dataset, of a folder, or of MNIST's four files, as symbols 0 and 1."""
 
     summary: ClassVar[str] = (
-        "binary images: --from the name of a prepared dataset, a folder of images or MNIST's files; --threshold FLOAT "
-        "or --stochastic"
+        "binary images: --from a prepared dataset, a folder of images or MNIST's files; --threshold or --stochastic"
     )
 
     path: str
@@ -49,8 +48,8 @@ class Binary:
         images = self._images()
         if not isinstance(images.kind, Bins) or len(images.shape) != 3 or images.shape[0] != 1:
             raise UsageError(
-                f"{self.path} holds samples of shape {images.shape}, and binary images are made from gray ones of shape "
-                f"(1, height, width). Prepare the images with --channels 1."
+                f"{self.path} holds samples of shape {images.shape}. Binary images are made from gray ones, of "
+                f"shape (1, height, width): prepare them with --channels 1."
             )
         how = "at random" if self.stochastic else f"above {0.5 if self.threshold is None else self.threshold:g}"
         return replace(

@@ -29,7 +29,7 @@ from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import FULL, cannot_write, digest_file, fingerprint, make_folder, sync_folder, write_text
 from bsi.progress import Progress, readable_bytes
 from bsi.rng import uniforms
-from bsi.values import Bins, Standardize, Symbols
+from bsi.values import Bins, DataKind, Standardize, Symbols
 
 __all__ = ["MAX_CLASSES", "Block", "Plan", "Source", "check_fraction", "prepare", "rows_for_testing"]
 
@@ -300,7 +300,7 @@ class _Staging:
             counts={split: counts[split] for split in ("train", "test")},
             shape=plan.shape,
             dtype=plan.dtype.name,
-            kind=plan.kind or _standardize(self.path / "train.npy"),
+            kind=_fitted(plan.kind, self.path / "train.npy"),
             files={path.name: FileRecord(path.stat().st_size, digest_file(path)) for path in paths},
             options=plan.options,
             input=plan.input,
@@ -311,6 +311,17 @@ class _Staging:
         write_text(self.path / MANIFEST, manifest.to_json())
         (self.path / "state.json").unlink()
         sync_folder(self.path)
+
+
+def _fitted(kind: Bins | Symbols | None, path: Path) -> DataKind:
+    """The kind of the data with what is measured on the training samples: frequencies of symbols, or units."""
+    if isinstance(kind, Symbols):
+        with ArrayFile.at(path) as array:
+            counts = np.zeros(kind.count, np.int64)
+            for block in array.blocks():
+                counts += np.bincount(block.reshape(-1), minlength=kind.count)
+        return kind.counted(counts)
+    return kind or _standardize(path)
 
 
 def _standardize(path: Path) -> Standardize:

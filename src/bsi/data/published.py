@@ -254,8 +254,8 @@ class Mnist:
         for split, rows in images.items():
             if rows.shape[1:] != images["train"].shape[1:] or labels[split].shape != (len(rows),):
                 raise DataError(
-                    f"{path}: {split} has images of shape {rows.shape} and labels of shape {labels[split].shape}, which "
-                    f"do not fit together. Download them again."
+                    f"{path}: {split} has images of shape {rows.shape} and labels of shape {labels[split].shape}. "
+                    f"Download them again."
                 )
         return Plan(
             name="mnist",

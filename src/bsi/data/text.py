@@ -135,7 +135,9 @@ class _Part:
                         f"or use --vocabulary bytes."
                     ) from error
                 if "\0" in text:
-                    raise DataError(f"{self.name} is binary: it holds zero bytes. Give text, or use --vocabulary bytes.")
+                    raise DataError(
+                        f"{self.name} is binary: it holds zero bytes. Give text, or use --vocabulary bytes."
+                    )
                 yield np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
@@ -158,9 +160,8 @@ def _survey(path: Path, chars: bool, test_fraction: float) -> _Survey:
         file = path / name if name else path
         with open_untrusted(file) as opened:
             size = os.fstat(opened.fileno()).st_size
-            cut = _boundary(opened, size - round(test_fraction * size), size) if chars else size - round(
-                test_fraction * size
-            )
+            cut = size - round(test_fraction * size)
+            cut = _boundary(opened, cut, size) if chars else cut
         part = _Part(file, str(file), cut, size)
         contents.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
         for split in ("train", "test"):
@@ -185,7 +186,7 @@ def _symbols(path: Path, found: _Survey) -> Symbols:
     """One symbol for each character, in the order of their code points."""
     names = tuple(map(chr, np.flatnonzero(found.seen["train"] | found.seen["test"]).tolist()))
     if len(names) < 2:
-        raise DataError(f"{path} holds one character only, {names[0]!r}, which carries no information. Give other text.")
+        raise DataError(f"{path} holds one character only, {names[0]!r}, and no information. Give other text.")
     return Symbols(len(names), names)
 
 

@@ -79,7 +79,7 @@ def test_options_reach_their_source_and_others_are_refused(
     assert not root.exists()
     capsys.readouterr()
     for words, why in (
-        (["arrays", "--from", path, "--size", "3"], "arrays has no --size; it takes --bins, --symbols, --test-fraction"),
+        (["arrays", "--from", path, "--size", "3"], "no --size; it takes --bins, --symbols, --test-fraction"),
         (["arrays", "--from", path, "--to", to, "--bins", "0", "1", "4"], "already holds a dataset"),
         (["arrays"], "--from PATH"),
         (["digits", "--from", path], "part of the package"),

@@ -1,4 +1,4 @@
-"""`bsi sample RUN`: draw samples from a trained model, as a picture, sound, an array, an animation."""
+"""`bsi sample RUN`: draw samples from a trained model, as a picture, sound, text, an array, an animation."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Sample", "all_labels", "label_of", "run", "write_samples"]
 
 SHOWN = 400  # images in a picture at most
+ENDINGS = {"picture": ".png", "sound": ".wav", "text": ".txt"}  # of --out
+BETWEEN = "\n----\n"  # two samples of text
 SHOWN_NAMES = 12  # of classes, in a message
 RATE = 16_000  # of sound if its dataset is not on this machine
 ANIMATED = 16  # samples in an animation
@@ -56,8 +58,8 @@ class Sample:
     labels: bool = False
     """Draw samples of all classes in turn; with at most 20 classes, each has a column of the picture."""
     out: Path | None = None
-    """A .png of the first 400 samples, or, for 16-bit sound, a .wav of all samples. By default samples.png or
-    samples.wav, unless --npz or --animate is given."""
+    """A .png of the first 400 samples, for 16-bit sound a .wav and for text a .txt of all samples. By default samples
+    with this ending, unless --npz or --animate is given."""
     rate: Annotated[int | None, Within(1, 10**6)] = None
     """Sound samples per second in the .wav. By default the rate of the dataset."""
     npz: Path | None = None
@@ -86,12 +88,12 @@ def run(args: Sample) -> int:
         if world.first and trained.unfinished:
             log(f"bsi sample: training of {args.run} is unfinished: {trained.unfinished}")
         model = prepared(model_of(trained, str(args.run)).to(world.device), args)
-        if args.rate is None and is_sound(model):
+        if args.rate is None and form_of(model) == "sound":
             args = replace(args, rate=dataset_rate(trained.data.name, trained.data.version))
         with enough_for_batch(args.batch_size, "--batch-size", world.device):
             record = write_samples(model, args, world)
     if record is not None:
-        print(json.dumps(record) if args.json else text(record))
+        print(json.dumps(record) if args.json else summary(record))
     return 0
 
 
@@ -127,10 +129,10 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
         raise UsageError(f"--guidance {sampler.guidance} needs --label or --labels: add one of them")
     label = range(all_labels(model, args.run)) if args.labels else label_of(model, args.label)
     levels_of(model.method, sampler)  # raises for an invalid sampler
-    picture = args.out
-    if picture is None and args.npz is None and args.animate is None:
-        picture = Path("samples.wav" if is_sound(model) else "samples.png")
-    check_files(model, args, picture)
+    form, out = form_of(model), args.out
+    if out is None and args.npz is None and args.animate is None:
+        out = Path(f"samples{ENDINGS.get(form, '')}")
+    check_files(model, args, form, out)
     file = None if args.npz is None else SampleFile.of(model, sampler, args.seed, label, args.npz, args.num)
     missing = [] if file is None else file.missing()
     world.barrier()  # every rank has read what is missing before one of them writes
@@ -142,7 +144,7 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
     if file is not None:
         started, num, fresh = time.perf_counter(), args.num, sum(map(len, missing))
         samples = draw_into(file, missing, model, sampler, args.seed, label, args.batch_size, world)
-    elif picture is not None and world.first:
+    elif out is not None and world.first:
         started, num, fresh = time.perf_counter(), args.num, args.num
         with Progress("sample", num * (sampler.steps + 1), "step") as progress:
             samples = model.sample(
@@ -151,18 +153,11 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
     seconds = time.perf_counter() - started
     if not world.first:
         return None
-    if picture is not None and samples is not None and is_sound(model):
-        from bsi.data.wav import write_wav
-
-        write_wav(picture, joined(samples), args.rate or RATE, "--out")
-    elif picture is not None and samples is not None:
-        from bsi import pictures
-
-        low, high = picture_range(model, samples)
-        with atomic(picture, "--out") as temporary:
-            columns = pictures.class_columns(len(label) if isinstance(label, range) else 0)
-            pictures.grid(samples[:SHOWN], columns, low, high).save(temporary)
+    if out is not None and samples is not None:
+        write_form(form, out, model, samples, len(label) if isinstance(label, range) else 0, args.rate or RATE)
+    texts = [model.symbols.text(row) for row in samples] if samples is not None and model.symbols else []
     return {
+        **({"text": texts} if form == "text" else {}),
         "run": str(args.run),
         "num": num,
         "drawn": fresh,  # the others were in --npz already
@@ -170,13 +165,35 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
         **described(sampler, args.seed, label),
         "class": model.class_names[label] if isinstance(label, int) and model.class_names else None,
         "seconds": round(seconds, 3),
-        "files": [str(path) for path in (picture, args.npz, args.animate) if path is not None],
+        "files": [str(path) for path in (out, args.npz, args.animate) if path is not None],
     }
 
 
-def is_sound(model: Model) -> bool:
-    """Whether the samples are 16-bit sound, channels x time, as `bsi data wav` prepares it."""
-    return len(model.shape) == 2 and model.bins is not None and model.bins.count == 65536
+def form_of(model: Model) -> str:
+    """What the samples are shown as: a picture, sound (as `bsi data wav` prepares it), text, or "" for other data."""
+    from bsi.pictures import is_image
+
+    if is_image(model.shape):
+        return "picture"
+    if len(model.shape) == 2 and model.bins is not None and model.bins.count == 65536:
+        return "sound"
+    return "text" if len(model.shape) == 1 and model.symbols is not None else ""
+
+
+def write_form(form: str, out: Path, model: Model, samples: np.ndarray, classes: int, rate: int) -> None:
+    """Write samples as a picture, sound or text."""
+    if form == "sound":
+        from bsi.data.wav import write_wav
+
+        write_wav(out, joined(samples), rate, "--out")
+        return
+    with atomic(out, "--out") as temporary:
+        if model.symbols is not None and form == "text":
+            temporary.write_text(BETWEEN.join(map(model.symbols.text, samples)) + "\n", "utf-8")
+        else:
+            from bsi.pictures import class_columns, grid
+
+            grid(samples[:SHOWN], class_columns(classes), *picture_range(model, samples)).save(temporary)
 
 
 def dataset_rate(name: str, version: str) -> int:
@@ -198,7 +215,12 @@ def joined(samples: np.ndarray) -> np.ndarray:
     return np.concatenate(list(np.concatenate([samples, silence], axis=2)), axis=1)
 
 
-def text(record: dict[str, Any]) -> str:
+def printable(text: str) -> str:
+    """The text without characters that control a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def summary(record: dict[str, Any]) -> str:
     """The record as text for people."""
     num, fresh = record["num"], record["drawn"]
     kind = "" if record["label"] is None else f" of class {record['class'] or record['label']}"
@@ -209,31 +231,33 @@ def text(record: dict[str, Any]) -> str:
         f"{num} sample{'s' if num > 1 else ''}{kind}, {record['evaluations']} evaluations each "
         f"({record['solver']}, {record['grid']}), seed {record['seed']}: {took}"
     )
-    return "\n".join([first, *record["files"]])
+    texts = [printable(BETWEEN.join(record["text"]))] if "text" in record else []
+    return "\n".join([*texts, first, *record["files"]])
 
 
-def check_files(model: Model, args: Sample, picture: Path | None) -> None:
+def check_files(model: Model, args: Sample, form: str, out: Path | None) -> None:
     """Raise for output files that do not suit the data, cannot be written, or take too much memory."""
-    from bsi.pictures import ANIMATIONS, animation_bytes, is_image
+    from bsi.pictures import ANIMATIONS, animation_bytes
     from bsi.runtime.out_of_memory import host_memory
 
-    if not is_image(model.shape) and (args.animate or (picture and not is_sound(model))):
+    if (args.animate and form != "picture") or (out and not form):
         raise UsageError(f"data of shape {model.shape} has no picture: save it with --npz FILE")
-    if args.rate is not None and not is_sound(model):
+    if args.rate is not None and form != "sound":
         raise UsageError("--rate is for 16-bit sound: leave it out")
     for option, path, suffixes in (
-        ("--out", picture, (".wav",) if is_sound(model) else (".png",)),
+        ("--out", out, (ENDINGS.get(form, ""),)),
         ("--npz", args.npz, (".npz",)),
         ("--animate", args.animate, ANIMATIONS),
     ):
         if path is not None and path.suffix.lower() not in suffixes:
             raise UsageError(
-                f"{option} {path} should end in {' or '.join(suffixes)}: --out is a picture or sound, --npz an array, "
-                f"--animate an animation"
+                f"{option} {path} should end in {' or '.join(suffixes)}: --out is a picture, sound or text, --npz an "
+                f"array, --animate an animation"
             )
         if path is not None:
             check_writable(path, option)
-    available, narrow = host_memory(), model.bins is not None and model.bins.count <= 256
+    available, stored = host_memory(), model.bins or model.symbols
+    narrow = stored is not None and stored.count <= 256
     arrays = 2 * args.num * math.prod(model.shape) * (1 if narrow else 4)  # the parts and the array made of them
     frames = animation_bytes(model.shape, min(args.num, ANIMATED), args.sampler.steps + 1) if args.animate else 0
     for what, needed, fix in (
@@ -246,9 +270,9 @@ def check_files(model: Model, args: Sample, picture: Path | None) -> None:
 
 
 def picture_range(model: Model, samples: np.ndarray) -> tuple[float, float]:
-    """The values shown as black and white: the first and last bin, or the extremes of continuous samples."""
-    if model.bins is not None:
-        return 0.0, float(model.bins.count - 1)
+    """The values shown as black and white: the first and last bin or symbol, or the extremes of continuous samples."""
+    if (stored := model.bins or model.symbols) is not None:
+        return 0.0, float(stored.count - 1)
     low, high = float(samples.min()), float(samples.max())
     return low, high if high > low else low + 1
 

@@ -94,7 +94,7 @@ def _enlargement(height: int, width: int, columns: int, towards: int) -> int:
 
 @dataclass(frozen=True)
 class Moment:
-    """One step of a trajectory, as values in the range of the data; the last step has no measurement."""
+    """One step of a trajectory, as values in the range of the data; the last step, and symbols, have no measurement."""
 
     belief: Images
     prediction: Images
@@ -112,6 +112,8 @@ def belief_frames(moments: Sequence[Moment], low: Number = -1.0, high: Number = 
     for i, moment in enumerate(moments):
         measured = blank if moment.measurement is None else moment.measurement
         parts = {"belief mean": moment.belief, "prediction": moment.prediction, "measurement": measured}
+        if all(each.measurement is None for each in moments):
+            del parts["measurement"]
         panels = {name: grid(images, low=low, high=high, towards=PANEL) for name, images in parts.items()}
         reached = (logs[i] - logs[0]) / (logs[-1] - logs[0]) if logs[-1] > logs[0] else 1.0
         frames.append(_frame(panels, f"precision {moment.precision:.3g}, step {i} of {len(moments) - 1}", reached))

@@ -38,7 +38,17 @@ from bsi.gaussian import Encoder, over, sum_over_data
 from bsi.rng import Noise
 from bsi.values import EMBEDDING, Symbols
 
-__all__ = ["SymbolPredictor", "drawn", "expected", "log_posterior", "log_prob", "mixture_kl", "probabilities"]
+__all__ = [
+    "SymbolPredictor",
+    "beliefs",
+    "drawn",
+    "expected",
+    "log_posterior",
+    "log_prob",
+    "mixture_kl",
+    "probabilities",
+    "shades",
+]
 
 Data = Float[Tensor, "batch *latent"]
 PerSample = Float[Tensor, " batch"]
@@ -72,6 +82,19 @@ def probabilities(symbols: Symbols, logits: Data) -> Data:
 def expected(symbols: Symbols, logits: Data) -> Data:
     """x_hat = sum_k p_k e_k."""
     return EMBEDDING * (probabilities(symbols, logits) - 1 / symbols.count)
+
+
+def beliefs(symbols: Symbols, encoder: Encoder, latent: Data, x_hat: Data) -> tuple[Tensor, Tensor]:
+    """The probabilities of each element's symbols, along axis 2: given its own latent, and as the network predicts."""
+    own = log_posterior(symbols, encoder, latent).exp()
+    return grouped(symbols, own), grouped(symbols, x_hat / EMBEDDING + 1 / symbols.count)
+
+
+def shades(probabilities: Float[Tensor, "batch channels symbols *space"]) -> Float[Tensor, "batch channels *space"]:
+    """The expected symbol on a scale from 0 to 1: for two symbols, the probability of the second."""
+    count = probabilities.shape[2]
+    scale = torch.linspace(0, 1, count, device=probabilities.device, dtype=probabilities.dtype)
+    return (probabilities * scale.view(-1, *[1] * (probabilities.ndim - 3))).sum(2)
 
 
 def log_prob(symbols: Symbols, index: Integer[Tensor, "batch *data"], logits: Data) -> PerSample:

@@ -8,6 +8,7 @@ latent of a VDM is not a mean, so `sampling.belief` converts it. Noise is one Br
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +33,14 @@ from bsi.runtime.export import load, read_trained
 from bsi.sampler import NOISY_SOLVER, Sampler, default_solver
 from bsi.sampling import Step, belief, drawing, evaluations, measurement
 from bsi.solvers import SOLVERS
+from bsi.symbols import beliefs, shades
+from bsi.values import Symbols
 
 __all__ = ["About", "Frame", "Workbench", "open_workbench"]
 
 TEST_IMAGES = 96  # shown to choose from
 MEASUREMENT_DRAW = 1 << 20  # the index of the given measurement's noise: larger than that of any step
+COLUMNS = 32  # of text
 INPAINT_ITERATIONS = 2  # backward passes per prediction: as good as five on digits, and more than twice as fast
 
 
@@ -64,20 +68,29 @@ class About:
     grid: str
     evaluations: int
     limits: Limits
+    modes: tuple[str, ...] = ("draw", "denoise", "inpaint")
+    alphabet: tuple[str, ...] = ()
+    """How the symbols of a text are shown; empty for images."""
+    length: int = 0
+    """The number of symbols of a text."""
     classes: tuple[str, ...] = ()
     """Names, or else numbers, of the labels 0, 1, ...; empty for a network without labels."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One step of a request. `y` is the measurement that led to it; the first step from the prior has none."""
+    """One step of a request. `y` is the measurement that led to it; the first step from the prior has none.
+
+    Images of symbols have probabilities in place of mean and prediction, and text the most probable symbol of each
+    position and its probability. Symbols have no measurement.
+    """
 
     step: int
     last: int
     precision: float
-    mean: Float32[np.ndarray, "num channels height width"]
-    x_hat: Float32[np.ndarray, "num channels height width"]
-    y: Float32[np.ndarray, "num channels height width"] | None
+    mean: Float32[np.ndarray, "num *shape"]
+    x_hat: Float32[np.ndarray, "num *shape"]
+    y: Float32[np.ndarray, "num *shape"] | None
 
     def line(self) -> bytes:
         """The frame as one line of JSON."""
@@ -104,6 +117,8 @@ class Workbench:
         """The steps of a request. Invalid requests raise here, before the first evaluation of the network."""
         self.about.limits.check(request)
         model, method = self.model, self.model.method
+        if request.kind not in self.about.modes:
+            raise UsageError(f"{self.about.name} has symbols, and the page only draws them. Use the task draw.")
         k = request.evaluations - evaluations(method, 0)
         ids = torch.arange(request.num, device=model.device)
         predict = self._predictor(request)
@@ -119,7 +134,8 @@ class Workbench:
                 known = mask.to(model.device, x.dtype).expand_as(x)
                 predict = inpainted(method, predict, x, known, iterations=INPAINT_ITERATIONS)
         sampler = Sampler(k, request.solver, request.grid)
-        return _frames(method, drawing(method, predict, sampler, ids, model.shape, request.seed), k)
+        steps = drawing(method, predict, sampler, ids, model.latent_shape, request.seed)
+        return _frames(method, steps, k) if model.symbols is None else _symbol_frames(model, model.symbols, steps, k)
 
     def _predictor(self, request: Request) -> Predictor:
         """The network given the requested label and guidance."""
@@ -151,7 +167,22 @@ def _frames(
         before = step
 
 
-def _array(x: Float[Tensor, "num channels height width"]) -> Float32[np.ndarray, "num channels height width"]:
+def _symbol_frames(model: Model, symbols: Symbols, steps: Iterator[Step], last: int) -> Iterator[Frame]:
+    """Steps as probabilities: see `Frame`."""
+    for i, step in enumerate(steps):
+        known = beliefs(symbols, model.method.encoder(step.level[None]), step.latent, step.x_hat)
+        if not all(bool(torch.isfinite(p).all()) for p in known):
+            raise NonFinite(f"step {i} holds NaN or infinity: the predictions of the network are not finite.")
+        mean, x_hat = (_array(shades(p) if is_image(model.shape) else _most_probable(p)) for p in known)
+        yield Frame(i, last, float(step.level), mean, x_hat, None)
+
+
+def _most_probable(probabilities: Float[Tensor, "num 1 symbols length"]) -> Float[Tensor, "num 2 length"]:
+    best = probabilities[:, 0].max(1)
+    return torch.stack([best.indices.to(best.values), best.values], 1)
+
+
+def _array(x: Float[Tensor, "num *shape"]) -> Float32[np.ndarray, "num *shape"]:
     return np.asarray(x.float().cpu().numpy(), np.float32)
 
 
@@ -159,12 +190,15 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
     """Load a run folder, an exported file or a bundled network, and its test images if the dataset is available."""
     trained = read_trained(path)
     model = load(path).to(device)
-    if not is_image(model.shape):
+    bins, levels, symbols = model.bins, model.method.levels, model.symbols
+    text = symbols is not None and len(model.shape) == 1
+    if not (is_image(model.shape) or text):
         raise UsageError(
-            f"the page needs images of shape (1 or 3, height, width), but {name} models data of shape {model.shape}. "
-            f"`bsi sample` draws from it."
+            f"the page shows text and images of shape (1 or 3, height, width), but {name} models data of shape "
+            f"{model.shape}. `bsi sample` draws from it."
         )
-    bins, levels = model.bins, model.method.levels
+    columns = min(COLUMNS, math.prod(model.shape))
+    low, high = (-2.0, 2.0) if bins is None else (bins.low, bins.high)  # standardized data has unit variance
     about = About(
         name=name,
         data=trained.data.name,
@@ -172,9 +206,9 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         symbol="ν" if isinstance(model.method, VDM) else "λ",
         parameters=sum(p.numel() for p in model.parameters()),
         trained_steps=trained.step,
-        shape=model.shape,
-        low=-2.0 if bins is None else bins.low,  # standardized data has unit variance
-        high=2.0 if bins is None else bins.high,
+        shape=(1, -(-model.shape[0] // columns), columns) if text else model.shape,
+        low=low if symbols is None else 0.0,
+        high=high if symbols is None else 1.0,
         bins=None if bins is None else bins.count,
         lowest=levels.low,
         highest=levels.high,
@@ -186,10 +220,23 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         grid=Sampler.grid,
         evaluations=evaluations(model.method, Sampler.steps),
         limits=Limits.of(model.shape),
+        modes=About.modes if symbols is None else ("draw",),
+        alphabet=alphabet(symbols) if text and symbols is not None else (),
+        length=model.shape[0] if text else 0,
         classes=model.class_names or tuple(map(str, range(model.classes or 0))),
     )
     _warm_up(model)
-    return Workbench(model, about, _test_images(model, trained.dataset, trained.data.version))
+    none = np.empty((0, *about.shape), np.float32)
+    images = none if symbols else _test_images(model, trained.dataset, trained.data.version)
+    return Workbench(model, about, images)
+
+
+def alphabet(symbols: Symbols) -> tuple[str, ...]:
+    """One visible character, or a space, for each symbol."""
+    names = symbols.names or tuple(
+        map(chr, range(symbols.count)) if symbols.count == 256 else map(str, range(symbols.count))
+    )
+    return tuple("↵" if name == "\n" else name if name.isprintable() else "·" for name in names)
 
 
 def _test_images(model: Model, dataset: str, version: str) -> Float32[np.ndarray, "count channels height width"]:
@@ -204,6 +251,6 @@ def _test_images(model: Model, dataset: str, version: str) -> Float32[np.ndarray
 @torch.no_grad()
 def _warm_up(model: Model) -> None:
     """Evaluate once: the first evaluation reserves memory and selects kernels, which takes long."""
-    latent = torch.zeros(1, *model.shape, device=model.device)
+    latent = torch.zeros(1, *model.latent_shape, device=model.device)
     level = torch.full((1,), model.method.levels.high, dtype=torch.float64, device=model.device)
     model.denoiser(latent, level)

@@ -35,6 +35,7 @@ from bsi.progress import Progress
 from bsi.runtime.distributed import World
 from bsi.sampler import Sampler
 from bsi.sampling import Step, belief, measurement
+from bsi.symbols import beliefs, shades
 
 __all__ = ["PART", "Label", "SampleFile", "animate_beliefs", "described", "draw_into"]
 
@@ -193,6 +194,8 @@ def draw_into(
 def animate_beliefs(model: Model, sampler: Sampler, seed: int, label: Label, num: int, path: Path) -> None:
     """The first `num` samples as an animation: belief mean, prediction and measurement at every step, as values.
 
+    Of images of symbols, it shows the probability of symbol 1 given each pixel's own latent, and as predicted.
+
     A VDM's latent is not a belief mean; `belief` rescales it to the mean of the sample given its measurements.
     """
     steps = model.trajectory(range(num), sampler, seed=seed, cond=model.labels(range(num), label))
@@ -200,8 +203,8 @@ def animate_beliefs(model: Model, sampler: Sampler, seed: int, label: Label, num
     for step, after in itertools.pairwise(steps):  # one by one: a GPU holds two steps, not all
         moments.append(_moment(model, step, measurement(model.method, step, after)))
     moments.append(_moment(model, after, None))
-    if model.bins is not None:
-        low, high = model.bins.low, model.bins.high
+    if model.bins is not None or model.symbols is not None:
+        low, high = (model.bins.low, model.bins.high) if model.bins else (0.0, 1.0)
     else:
         low, high = float(moments[-1].prediction.min()), float(moments[-1].prediction.max())
     frames = belief_frames(moments, low, high if high > low else low + 1)
@@ -209,6 +212,9 @@ def animate_beliefs(model: Model, sampler: Sampler, seed: int, label: Label, num
 
 
 def _moment(model: Model, step: Step, y: Tensor | None) -> Moment:
+    if model.symbols is not None:
+        own, predicted = beliefs(model.symbols, model.method.encoder(step.level[None]), step.latent, step.x_hat)
+        return Moment(shades(own).cpu().numpy(), shades(predicted).cpu().numpy(), None, float(step.level))
     known = belief(model.method, step)
     mean, x_hat = known.mean.cpu().numpy(), step.x_hat.cpu().numpy()
     return Moment(mean, x_hat, None if y is None else y.cpu().numpy(), float(step.level))

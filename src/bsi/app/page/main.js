@@ -2,7 +2,7 @@
 import { Easel } from "./easel.js";
 import { History, decode, encode } from "./history.js";
 import { drawCurve, drawPast, drawTimeline, places, tidy } from "./pixel.js";
-import { Sheet } from "./sheets.js";
+import { Sheet, TextSheet } from "./sheets.js";
 
 const $ = selector => document.querySelector(selector);
 const TASKS = {
@@ -19,7 +19,9 @@ const PLAY_SECONDS = 4;
 
 const [about, images] = await Promise.all(["about", "images"].map(async name => (await fetch(name)).json()));
 const page = { history: null, position: 0, playing: false, pixel: null, kept: false, kind: "draw", started: 0, firstStep: null };
-const sheets = Object.fromEntries(NAMES.map(name => [name, new Sheet($(`#${name}`), about)]));
+const noun = about.length ? "text" : "image";
+const symbolic = !about.modes.includes("denoise"); // text or images of symbols
+const sheets = Object.fromEntries(NAMES.map(name => [name, new (about.length ? TextSheet : Sheet)($(`#${name}`), about)]));
 const easel = new Easel(about, decode(images.values), () => { if (page.history?.ask.kind === page.kind) go(); });
 
 // ---- The request ---------------------------------------------------------------------------------------------------------------
@@ -58,7 +60,7 @@ async function go() {
     if (page.history !== history) return;
     document.body.dataset.state = "done";
     $("#adopt").disabled = false;
-    say(`${history.num} ${history.num === 1 ? "image" : "images"}, ${history.ask.evaluations} evaluations each, in ${tidy((performance.now() - page.started) / 1000)} s`);
+    say(`${history.num} ${history.num === 1 ? noun : `${noun}s`}, ${history.ask.evaluations} evaluations each, in ${tidy((performance.now() - page.started) / 1000)} s`);
   } catch (error) {
     if (error.name === "AbortError" || page.history !== history) return;
     document.body.dataset.state = "failed";
@@ -140,8 +142,27 @@ function show() {
   showPixel();
 }
 
+// What a sample of text reads: its most probable symbols.
+function textOf(name, step, image) {
+  const start = 2 * about.length * image;
+  return Array.from(page.history.steps[step][name].slice(start, start + about.length), symbol => about.alphabet[symbol]).join("");
+}
+
+// The most probable symbol of the position of a text, or the probability of symbol 1 in an image, in words.
+function readSymbol(values, { image, row, column }) {
+  const position = row * about.shape[2] + column;
+  if (!about.length) return `${plain(values[places({ image, row, column }, about.shape)[0]])} for symbol 1`;
+  if (position >= about.length) return "–";
+  const at = 2 * about.length * image + position;
+  return `“${about.alphabet[values[at]]}” with ${plain(values[at + about.length])}`;
+}
+
 function showPixel() {
   const step = current(), { pixel, history } = page;
+  if (symbolic) {
+    for (const name of ["mean", "x_hat"]) $(`#pixel-${name}`).textContent = pixel && step ? readSymbol(step[name], pixel) : "–";
+    return;
+  }
   drawCurve($("#curve"), step, pixel, about);
   drawPast($("#past"), history, Math.floor(page.position), pixel, about);
   const read = name => step?.[name] ? places(pixel, about.shape).map(place => plain(step[name][place])).join("  ") : "–";
@@ -255,7 +276,7 @@ $("#adopt").addEventListener("click", adopt);
 
 const KEYS = {
   " ": play, ArrowLeft: () => moveTo(Math.floor(page.position) - 1), ArrowRight: () => moveTo(Math.floor(page.position) + 1),
-  Home: () => moveTo(0), End: () => moveTo(Infinity), n: reseed, 1: () => choose("draw"), 2: () => choose("denoise"), 3: () => choose("inpaint"), Enter: () => go(),
+  Home: () => moveTo(0), End: () => moveTo(Infinity), n: reseed, 1: () => choose("draw"), 2: () => symbolic || choose("denoise"), 3: () => symbolic || choose("inpaint"), Enter: () => go(),
 };
 document.addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in KEYS)) return;
@@ -273,12 +294,15 @@ for (const name of about.grids) $("#grid").add(new Option(`${name}: ${HINTS[name
 about.classes.forEach((name, number) => $("#label").add(new Option(name, number)));
 for (const element of document.querySelectorAll("[data-labeled]")) element.hidden = !about.classes.length;
 $(".settings").classList.toggle("labeled", about.classes.length > 0);
+for (const element of document.querySelectorAll("[data-numbers]")) element.hidden = symbolic;
+for (const element of document.querySelectorAll("[data-symbols]")) element.hidden = !symbolic;
+document.body.classList.toggle("symbolic", symbolic);
 for (const element of document.querySelectorAll("[data-symbol]")) element.textContent = about.symbol;
-Object.assign($("#num"), { max: Math.min(about.limits.num, 36), value: Math.min(about.limits.num, 9) });
+Object.assign($("#num"), { max: Math.min(about.limits.num, 36), value: Math.min(about.limits.num, about.length ? 4 : 9) });
 Object.assign($("#evaluations"), { max: about.limits.evaluations, value: about.evaluations });
 $("#span").textContent = tidy(about.high - about.low);
 const [channels, height, width] = about.shape;
-$("#what").textContent = `${about.name} · ${about.method} · ${about.parameters.toLocaleString("en")} parameters, ${about.trained_steps.toLocaleString("en")} steps · ${width} × ${height}${channels === 3 ? " in color" : ""}${about.bins ? `, ${about.bins} levels` : ""}`;
+$("#what").textContent = `${about.name} · ${about.method} · ${about.parameters.toLocaleString("en")} parameters, ${about.trained_steps.toLocaleString("en")} steps · ${about.length ? `text of ${about.length} symbols of ${about.alphabet.length}` : `${width} × ${height}`}${channels === 3 ? " in color" : ""}${about.bins ? `, ${about.bins} levels` : ""}`;
 document.title = `${about.name}: a belief sharpens`;
 labels();
 choose("draw");
@@ -295,6 +319,7 @@ window.bsi = {
     done: page.history?.done ?? false, pixel: page.pixel, firstStep: page.firstStep, hidden: [...easel.hidden], image: [...easel.values],
     seed: Number($("#seed").value), solver: $("#solver").value, asked: page.history?.ask ?? null,
   }),
+  text: textOf,
   values: (name, step) => [...(page.history.steps[step][name] ?? [])],
 };
 go();

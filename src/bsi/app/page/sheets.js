@@ -86,3 +86,44 @@ export class Sheet {
     return inside ? { image, row, column } : null;
   }
 }
+
+// Text: the most probable symbol of each position on a color for its probability. A sample has the indices of its symbols, then their probabilities.
+export class TextSheet extends Sheet {
+  constructor(canvas, about) {
+    super(canvas, about, 1);
+    this.size = 2 * about.length;
+  }
+
+  // One sample per row of samples; a character is twice as high as wide.
+  layout() {
+    const [, rows, columns] = this.about.shape, gap = Math.max(6, Math.round(this.canvas.width / 60)), wide = this.canvas.width;
+    return { columns: 1, gap, cell: wide + gap, wide, high: 2 * wide * rows / columns };
+  }
+
+  draw(values, mark = null) {
+    const context = this.grow(), { wide, high } = this.layout(), [, rows, columns] = this.about.shape, { length, alphabet } = this.about;
+    const unit = [wide / columns, high / rows];
+    context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    context.font = `${Math.round(1.3 * unit[0])}px ui-monospace, monospace`;
+    context.textAlign = "center"; context.textBaseline = "middle";
+    for (let i = 0; i < this.num; i++) {
+      const { left, top } = this.place(i);
+      for (let j = 0; j < length; j++) {
+        const x = left + (j % columns) * unit[0], y = top + Math.floor(j / columns) * unit[1];
+        const at = i * this.size + j;
+        context.fillStyle = values ? probabilityColor(values[at + length]) : color("wash");
+        context.fillRect(x, y, unit[0] + 0.5, unit[1] + 0.5);
+        if (!values) continue;
+        context.fillStyle = values[at + length] > 0.5 ? "#ffffff" : "#1d2733";
+        context.fillText(alphabet[values[at]], x + unit[0] / 2, y + unit[1] / 2);
+      }
+    }
+    if (mark && values) this.outline(context, mark.image, mark);
+  }
+}
+
+// From white at 0 to blue at 1.
+export function probabilityColor(p) {
+  const mix = [37, 102, 173].map(end => Math.round(255 + (end - 255) * Math.min(1, Math.max(0, p))));
+  return `rgb(${mix.join(", ")})`;
+}

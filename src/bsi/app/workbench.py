@@ -233,9 +233,7 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
 
 def alphabet(symbols: Symbols) -> tuple[str, ...]:
     """One visible character, or a space, for each symbol."""
-    names = symbols.names or tuple(
-        map(chr, range(symbols.count)) if symbols.count == 256 else map(str, range(symbols.count))
-    )
+    names = symbols.names or tuple(chr(i) if symbols.count == 256 else str(i) for i in range(symbols.count))
     return tuple("↵" if name == "\n" else name if name.isprintable() else "·" for name in names)
 
 

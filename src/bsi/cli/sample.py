@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sample", "all_labels", "label_of", "run", "write_samples"]
 
-SHOWN = 400  # images in a picture at most
+SHOWN, SHOWN_TEXTS = 400, 16  # images in a picture, and texts on the terminal, at most
 ENDINGS = {"picture": ".png", "sound": ".wav", "text": ".txt"}  # of --out
 BETWEEN = "\n----\n"  # two samples of text
 SHOWN_NAMES = 12  # of classes, in a message
@@ -155,9 +155,11 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
         return None
     if out is not None and samples is not None:
         write_form(form, out, model, samples, len(label) if isinstance(label, range) else 0, args.rate or RATE)
-    texts = [model.symbols.text(row) for row in samples] if samples is not None and model.symbols else []
+    texts = {}
+    if out is not None and samples is not None and form == "text" and model.symbols is not None:
+        texts = {"text": [model.symbols.text(row) for row in samples]}
     return {
-        **({"text": texts} if form == "text" else {}),
+        **texts,
         "run": str(args.run),
         "num": num,
         "drawn": fresh,  # the others were in --npz already
@@ -231,7 +233,7 @@ def summary(record: dict[str, Any]) -> str:
         f"{num} sample{'s' if num > 1 else ''}{kind}, {record['evaluations']} evaluations each "
         f"({record['solver']}, {record['grid']}), seed {record['seed']}: {took}"
     )
-    texts = [printable(BETWEEN.join(record["text"]))] if "text" in record else []
+    texts = [printable(BETWEEN.join(record["text"][:SHOWN_TEXTS])), ""] if "text" in record else []
     return "\n".join([*texts, first, *record["files"]])
 
 

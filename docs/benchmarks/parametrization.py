@@ -84,7 +84,7 @@ def crops(part: str) -> torch.Tensor:
 
 def bounds(model: bsi.Model, test: torch.Tensor) -> dict[str, np.ndarray]:
     """Bits per dimension of each image, as trained and with clipping at evaluation."""
-    found, bins = {}, model.bins
+    found, bins = {}, model.kind
     for name in ("as trained", "clipped at evaluation"):
         if name != "as trained":
             model.denoiser.clip = (bins.low, bins.high)
@@ -117,7 +117,7 @@ def main() -> None:
         for candidate in (c for c in CANDIDATES if c.name in args.only):
             run = args.out / f"{candidate.name.replace(', ', '-').replace(' ', '-')}-{seed}"
             if not (run / "bits.npz").exists():
-                bsi.train(candidate.recipe(methods[candidate.method], seed), data=train, bins=bins, out=run)
+                bsi.train(candidate.recipe(methods[candidate.method], seed), data=train, kind=bins, out=run)
                 np.savez(run / "bits.npz", **bounds(bsi.load(run).eval(), test))
             with np.load(run / "bits.npz") as stored:
                 bits = {name: stored[name] for name in stored}

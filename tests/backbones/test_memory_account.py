@@ -2,7 +2,6 @@
 
 import runpy
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import jaxtyping
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, compile_regions, resolve
-from bsi.backbones.memory import CONTEXT, Form, OptimizerKind, evaluation_memory, training_memory
+from bsi.backbones.memory import CONTEXT, Form, training_memory
 from bsi.recipe import Optimizer
 from bsi.training.optimizers import Optimizers
 
@@ -115,72 +113,26 @@ def test_the_account_meets_what_was_measured_on_an_h200(name: str, form: Form, b
 @pytest.mark.parametrize("name", ["dit-mini/2", "dit-l/2", "unet-128x32", "unet-128-256-256x2", "mlp-256x4"])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_the_largest_batch_is_the_largest(name: str, ranks: int):
-    for memory in (
-        training_memory(resolve(name), (3, 32, 32), 256),
-        evaluation_memory(resolve(name), (3, 32, 32), 256),
-    ):
-        for room in (8 * GIB, 24 * GIB, 80 * GIB):
-            images = memory.largest(room, ranks)
-            assert images == 0 or memory.bytes(images, ranks) <= room
-            assert memory.bytes(images + 1, ranks) > room - 2 * memory.per_image
+    memory = training_memory(resolve(name), (3, 32, 32), 256)
+    for available in (8 * GIB, 24 * GIB, 80 * GIB):
+        images = memory.largest(available, ranks)
+        assert images == 0 or memory.bytes(images, ranks) <= available
+        assert memory.bytes(images + 1, ranks) > available - 2 * memory.per_image
     assert training_memory(resolve("dit-xl/2"), (3, 32, 32), 256).largest(8 * GIB) == 0
 
 
-NETWORKS = [
-    DiTConfig(64, 2, 2), DiTConfig(48, 3, 2, mlp_ratio=3), MLPConfig(32, 3), MLPConfig(64, 2, mlp_ratio=1),
-    UNetConfig(32, 2), UNetConfig(16, 1, coarser=(32, 48)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("config", NETWORKS, ids=str)
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_account_has_every_byte_of_the_optimizers_moments(config: BackboneConfig, kind: OptimizerKind):
-    """AdamW has two, Muon one for the matrices inside the network. Step counts are not included."""
+@pytest.mark.parametrize(
+    "config", [DiTConfig(64, 2, 2), UNetConfig(16, 1, coarser=(32, 48)), MLPConfig(32, 3)], ids=str
+)
+def test_the_account_has_every_byte_of_the_optimizers_moments(config: BackboneConfig):
+    """AdamW has two of each weight, Muon fewer. Step counts are not included."""
     network = build(config, SHAPE, 256, num_classes=3)
-    state = Optimizers(network, Optimizer(lr=1e-3, kind=kind)).state()
-    found = sum(tensor.nbytes for name, tensor in state.items() if not name.startswith("step/"))
     weights_and_average = 2 * sum(p.nbytes for p in network.parameters())
-    account = training_memory(config, SHAPE, 256, 3, half=False, optimizer=kind)
-    assert account.state == weights_and_average + found
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that operations hold at once, in addition to the given tensors."""
-
-    def __init__(self, there: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.held = {tensor.untyped_storage()._cdata: 0 for tensor in there}
-        self.peak = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else [result]:
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.held:
-                self.held[storage._cdata] = storage.nbytes()
-                self.peak = max(self.peak, sum(self.held.values()))
-                weakref.finalize(storage, self.held.pop, storage._cdata, 0)
-        return result
-
-
-@pytest.mark.parametrize("config", NETWORKS, ids=str)
-@pytest.mark.parametrize("half", [False, True])
-def test_the_account_has_what_muon_takes_for_its_update(config: BackboneConfig, half: bool, monkeypatch):
-    """With 16 bits as on a GPU, where a step differs only in the type."""
-    if half:
-        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    network = build(config, SHAPE, 256)
-    muon = Optimizers(network, Optimizer(lr=1e-3, kind="muon")).muon
-    for matrix in muon.matrices:
-        matrix.grad = torch.randn_like(matrix)
-    one, there = torch.ones(()), [*muon.matrices, *muon.momenta, *(p.grad for p in muon.matrices if p.grad is not None)]
-    with Peak(there) as found:
-        muon.step(0.1 * one, one, one > 0)
-    account = training_memory(config, SHAPE, 256, half=half, optimizer="muon")
-    assert found.peak <= account.update + 64 < 1.3 * found.peak  # a few numbers on the way
-    few, none = account.bytes(1) - CONTEXT, training_memory(config, SHAPE, 256, half=half).update
-    assert few >= account.state + account.gradients + account.update
-    assert none == 0
+    for kind in ("adamw", "muon"):
+        state = Optimizers(network, Optimizer(lr=1e-3, kind=kind)).state()
+        found = weights_and_average + sum(t.nbytes for name, t in state.items() if not name.startswith("step/"))
+        account = training_memory(config, SHAPE, 256, 3, half=False, optimizer=kind).state
+        assert found == account if kind == "adamw" else 0.85 * account < found < 1.1 * account
 
 
 def test_the_documented_table_of_largest_batches_is_what_its_script_prints(monkeypatch, capsys):

@@ -44,7 +44,7 @@ CLOSE = 1e-5  # allowed on another machine or with another torch, relative and a
 
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, build, cost, resolve  # noqa: E402
 from bsi.backbones.config import KNOWN_NAMES  # noqa: E402
-from bsi.backbones.memory import evaluation_memory, training_memory  # noqa: E402
+from bsi.backbones.memory import training_memory  # noqa: E402
 from bsi.brownian import BrownianPath  # noqa: E402
 from bsi.cli import main as command_line  # noqa: E402
 from bsi.data import open_dataset  # noqa: E402
@@ -90,10 +90,6 @@ def with_optimizer(recipe: Recipe, **settings: Any) -> Recipe:
 
 def adamw(recipe: Recipe, **settings: Any) -> Recipe:
     return replace(recipe, optimizer=Optimizer(kind="adamw", **settings))
-
-
-def training_bytes(config: Any, shape: tuple[int, ...], bins: int, form: str, half: bool, kind: str) -> Any:
-    return training_memory(config, shape, bins, form=form, half=half, optimizer=kind)
 
 
 def predictor(model: bsi.Model) -> Callable:
@@ -448,14 +444,9 @@ def sizes(tmp: Path) -> Iterator[Item]:
         forms = ("plain", "compiled") if name.startswith("mlp") else ("plain", "compiled", "fused", "lean")
         for form in forms:
             for half in (False, True):
-                for kind in ("adamw", "muon"):
-                    m = training_bytes(config, shape, bins, form, half, kind)
-                    rows.append([m.state, m.gradients, m.update, m.per_image, m.bytes(128), m.bytes(128, 8)])
-                    rows[-1].append(m.largest(80 << 30))
-        for half in (False, True):
-            m = evaluation_memory(config, shape, bins, half=half)
-            rows.append([m.state, m.gradients, m.update, m.per_image, m.bytes(128), m.bytes(128, 8)])
-            rows[-1].append(m.largest(80 << 30))
+                m = training_memory(config, shape, bins, form=form, half=half)
+                rows.append([m.state, m.gradients, m.update, m.per_image, m.bytes(128), m.bytes(128, 8)])
+                rows[-1].append(m.largest(80 << 30))
         yield item(f"{name} memory", np.array(rows))
     for name, config in (("dit", DIT), ("unet", UNET), ("mlp", MLP)):
         made = network(config)

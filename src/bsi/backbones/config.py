@@ -14,7 +14,6 @@ number of bins (which sets the Fourier features) and the number of classes.
 
 import math
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
@@ -326,27 +325,6 @@ def cost(
                 _norm(width),
                 _convolution(width, outputs, kernel, pixels[0]),
             )
-
-
-def inner_matrices(config: BackboneConfig, shape: tuple[int, ...]) -> Counter[tuple[int, int]]:
-    """The number of matrices between hidden features (`Backbone.matrices`) for each shape (rows, columns).
-
-    The filters of a convolution are a matrix (outputs, inputs x window).
-    """
-    match config:
-        case DiTConfig(width=w, depth=depth, mlp_ratio=ratio):
-            return Counter(depth * [(3 * w, w), (w, w), (ratio * w, w), (w, ratio * w)])
-        case MLPConfig(width=w, depth=depth, mlp_ratio=ratio):
-            return Counter(depth * [(ratio * w, w), (w, ratio * w)])
-        case UNetConfig(widths=widths, levels=levels):
-            k, deepest = 3 ** (len(shape) - 1), widths[-1]
-            found = Counter(4 * [(deepest, k * deepest)] + [(3 * deepest, deepest), (deepest, deepest)])
-            for w in widths:
-                found.update(2 * levels * [(w, k * w)])
-                found.update((levels + 1) * [(w, 2 * k * w), (w, k * w), (w, 2 * w)])
-            for w, v in pairwise(widths):
-                found.update([(v, k * w), (w, k * v)] + (2 * levels + 1) * [(3 * v, v), (v, v)])
-            return found
 
 
 def _total(*parts: Cost) -> Cost:

@@ -116,26 +116,28 @@ def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memory(case: Case) -> Memory:
-    """The estimated memory of the timed step."""
+def _memory(case: Case) -> Memory | None:
+    """The estimated memory of a timed training step; None for other work."""
     from bsi.backbones import compute_dtype
     from bsi.backbones.acceleration import form_of
-    from bsi.backbones.memory import evaluation_memory, training_memory
+    from bsi.backbones.memory import training_memory
 
-    half = compute_dtype(case.precision, case.device)
     if case.work != "train":
-        return evaluation_memory(case.backbone, case.shape, 256, half=half is not None)
+        return None
+    half = compute_dtype(case.precision, case.device)
     form = form_of(case.backbone, half, case.device, case.lean)
     return training_memory(case.backbone, case.shape, 256, form=form, half=half is not None)
 
 
-def _check_host(case: Case, memory: Memory) -> None:
+def _check_host(case: Case, memory: Memory | None) -> None:
     """Reject a training step that exceeds the host memory, for which the operating system would kill the process."""
     from bsi.backbones.memory import CONTEXT
     from bsi.runtime.out_of_memory import LEAST, MOST, available
 
+    if memory is None or case.device.type != "cpu":
+        return
     needed, there = round(LEAST * (memory.bytes(case.batch) - CONTEXT)), available(case.device)
-    if case.work == "train" and case.device.type == "cpu" and needed > there:
+    if needed > there:
         fits = memory.largest(CONTEXT + round(there / MOST))
         raise UsageError(
             f"not enough memory: a training step with {case.batch} images at a time takes at least "

@@ -41,7 +41,7 @@ LAYERS = [
     {"recipe", "recipes"},
     {"runtime"},
     {"training"},
-    {"evaluation", "report", "studies", "cli", "app", "__main__"},
+    {"evaluation", "integrations", "report", "studies", "cli", "app", "__main__"},
 ]
 
 # Importable from above, and themselves importing nothing but the floor and themselves.

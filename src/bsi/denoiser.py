@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -148,13 +149,20 @@ class Denoiser(nn.Module):
 
     def _output(self, scaled: Tensor, level: Float[Tensor, " batch"], cond: Condition | None) -> Tensor:
         t = self.method.levels.cdf(level).to(scaled.dtype)
-        output = self.backbone(scaled, t) if cond is None else self.backbone(scaled, t, cond)
+        with self._inside(scaled.device.type):
+            output = self.backbone(scaled, t) if cond is None else self.backbone(scaled, t, cond)
         if output.shape != scaled.shape:
             raise UsageError(
                 f"the backbone must return the shape of its input, got {tuple(output.shape)} for an input of "
                 f"{tuple(scaled.shape)}. Its forward(input, t) predicts one value per input value."
             )
         return output.to(scaled.dtype)
+
+    def _inside(self, device: str) -> AbstractContextManager[object]:
+        """Autocast for a network whose weights were converted to 16 bits, as by `model.to(torch.bfloat16)`."""
+        weights = self.backbone.parameters() if isinstance(self.backbone, nn.Module) else ()
+        half = next((p.dtype for p in weights if p.dtype in (torch.float16, torch.bfloat16)), None)
+        return nullcontext() if half is None else torch.autocast(device, half)
 
     def logits(
         self,

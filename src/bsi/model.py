@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -378,23 +377,6 @@ class Model(Generation):
             kind=self.kind,
             device=self.device,
         )
-
-    def to(self, *args: Any, **kwargs: Any) -> Model:
-        """Move the model, or convert it to float32 or float64."""
-        given = [value.dtype if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
-        if torch.float16 in given or torch.bfloat16 in given:
-            raise UsageError(
-                "the weights of a model must be float32 or float64, got a half precision. For bfloat16 inside one of "
-                "our networks set model.denoiser.backbone.compute_dtype = torch.bfloat16; your own can convert its "
-                "input."
-            )
-        return super().to(*args, **kwargs)
-
-    def half(self) -> Model:
-        return self.to(torch.float16)
-
-    def bfloat16(self) -> Model:
-        return self.to(torch.bfloat16)
 
 
 def _levels(x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:

@@ -132,7 +132,7 @@ def test_the_account_has_every_byte_of_the_optimizers_moments(config: BackboneCo
         state = Optimizers(network, Optimizer(lr=1e-3, kind=kind)).state()
         found = weights_and_average + sum(t.nbytes for name, t in state.items() if not name.startswith("step/"))
         account = training_memory(config, SHAPE, 256, 3, half=False, optimizer=kind).state
-        assert found == account if kind == "adamw" else 0.85 * account < found < 1.1 * account
+        assert found == account if kind == "adamw" else 0.85 * account < found < 1.15 * account
 
 
 def test_the_documented_table_of_largest_batches_is_what_its_script_prints(monkeypatch, capsys):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
+import bsi
 from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, cost
 from bsi.backbones.dit import patchify, unpatchify
 from bsi.backbones.unet import GroupNorm, group_norm
@@ -301,3 +302,26 @@ def test_group_norm_of_sixteen_bits_has_float32_moments() -> None:
 def test_a_batch_of_another_shape_is_rejected(shape: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match=rf"\(3, 4, 6\).*\({shape[0]}, "):
         tiny("dit-2d")(torch.zeros(2, *shape), torch.zeros(2))
+
+
+@pytest.mark.parametrize("kind", ["dit-2d", "unet-coarser-2d", "mlp"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_converted_to_16_bits_predicts_what_autocast_predicts(kind: str, dtype: torch.dtype) -> None:
+    """Embeddings of the condition and group norms stay in float32, and so does everything outside the network."""
+    shape = TINY[kind][1]
+    model = bsi.Model(awake(tiny(kind, num_classes=3)), bsi.BSI(), shape, bins=bsi.Bins.uint8()).eval()
+    psi, level, labels = batch(model.denoiser.backbone)[0], torch.tensor([0.02, 1.0, 1e4]), torch.tensor([0, 3, 1])
+    with torch.autocast("cpu", dtype):
+        expected = model.denoiser(psi, level, labels)
+    before = model.denoiser(psi, level, labels)
+    size = sum(p.nbytes for p in model.parameters())
+    model.to(dtype)
+    assert sum(p.nbytes for p in model.parameters()) < size
+    found = model.denoiser(psi, level, labels)
+    assert found.dtype == model.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert (found - before).norm() < 0.05 * before.norm()
+    model(psi.clamp(-1, 1), labels).mean().backward()
+    samples = model.sample(2, steps=2, label=1)
+    assert (samples.dtype, samples.shape) == (torch.uint8, (2, *shape))
+    assert model.float().denoiser(psi, level).dtype == torch.float32

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bsi.backbones.config import BackboneConfig, DiTConfig, UNetConfig
-from bsi.backbones.layers import Backbone, ConditionEmbedding
+from bsi.backbones.layers import Backbone
 from bsi.backbones.memory import Form
 from bsi.backbones.unet import UNet
 from bsi.devices import compiles
@@ -104,13 +104,8 @@ def freeze(backbone: Backbone) -> None:
         return
     if backbone.fast is not None:
         backbone.fast.freeze(backbone)
-    kept = {
-        id(p) for m in backbone.modules() if isinstance(m, ConditionEmbedding | nn.GroupNorm) for p in m.parameters()
-    }
-    for parameter in backbone.parameters():
-        parameter.requires_grad_(False)
-        if id(parameter) not in kept:  # the kept ones are float32 under autocast, too
-            parameter.data = parameter.data.to(backbone.compute_dtype)
+    backbone.requires_grad_(False)
+    backbone.to(backbone.compute_dtype)
 
 
 def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:

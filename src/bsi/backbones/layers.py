@@ -7,7 +7,7 @@ t) begins as the best linear prediction.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +21,17 @@ from bsi.backbones.config import PRECISION_DIM, BackboneConfig, fourier_exponent
 from bsi.errors import UsageError
 
 NORM_EPS = 1e-6  # as in the DiT and in VDM's U-Net (Flax's default)
+
+
+class Wide(nn.Module):
+    """A module whose parameters and buffers stay in float32 when a network is converted to 16 bits."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Wide":
+        def wide(tensor: Tensor) -> Tensor:
+            out = fn(tensor)
+            return tensor.to(out.device) if out.dtype in (torch.float16, torch.bfloat16) else out
+
+        return super()._apply(wide, recurse)
 
 
 class Backbone(nn.Module, ABC):
@@ -130,7 +141,7 @@ class PrecisionEmbedding(nn.Module):
         return torch.cat([self.amplitude * phase.sin(), self.amplitude * phase.cos()], dim=1)
 
 
-class ConditionEmbedding(nn.Module):
+class ConditionEmbedding(Wide):
     """SiLU(MLP(embedding of t) + label): the vector that every block is conditioned on.
 
     The label `num_classes` is the null class, for samples without a label, and for all samples if `cond` is None. The

@@ -29,6 +29,7 @@ from bsi.backbones.layers import (
     NORM_EPS,
     Backbone,
     ConditionEmbedding,
+    Wide,
     attend,
     draw_seeds,
     dropout,
@@ -262,7 +263,7 @@ class ConvHead(nn.Module):
         return self.conv(silu(self.norm(x)))
 
 
-class GroupNorm(nn.GroupNorm):
+class GroupNorm(Wide, nn.GroupNorm):
     """Group normalization that preserves the channels-last memory format. The result is float32 or wider.
 
         y = x scale + offset,   scale = w (var + eps)^(-1/2),   offset = b - (mean - shift) scale

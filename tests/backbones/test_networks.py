@@ -309,7 +309,7 @@ def test_a_batch_of_another_shape_is_rejected(shape: tuple[int, ...]) -> None:
 def test_a_model_converted_to_16_bits_predicts_what_autocast_predicts(kind: str, dtype: torch.dtype) -> None:
     """Embeddings of the condition and group norms stay in float32, and so does everything outside the network."""
     shape = TINY[kind][1]
-    model = bsi.Model(awake(tiny(kind, num_classes=3)), bsi.BSI(), shape, bins=bsi.Bins.uint8()).eval()
+    model = bsi.Model(awake(tiny(kind, num_classes=3)), bsi.BSI(), shape, data=bsi.Bins.uint8()).eval()
     psi, level, labels = batch(model.denoiser.backbone)[0], torch.tensor([0.02, 1.0, 1e4]), torch.tensor([0, 3, 1])
     with torch.autocast("cpu", dtype):
         expected = model.denoiser(psi, level, labels)

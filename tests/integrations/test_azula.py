@@ -26,7 +26,7 @@ def first_order(method: bsi.methods.Method, grid: torch.Tensor) -> Table:
 @pytest.mark.parametrize("method", [bsi.BSI(alpha_M=100.0), bsi.VDM()], ids=repr)
 def test_ddim_takes_the_steps_of_the_probability_flow(method) -> None:
     digits = bsi.load("digits").double()
-    model = bsi.Model(digits.denoiser.backbone, method, digits.shape, digits.bins).double().eval()
+    model = bsi.Model(digits.denoiser.backbone, method, digits.shape, digits.kind).double().eval()
     noise = SeededNoise(0, torch.arange(3), model.shape, torch.float64)
     steps = list(sampling.trajectory(method, model.denoiser, noise, paper_grid(method, 12), first_order))
     denoiser = AzulaDenoiser(model)
@@ -45,7 +45,7 @@ def test_a_sampler_with_noise_draws_digits_like_ours() -> None:
     torch.manual_seed(0)
     x = sampler(sampler.init((100, *model.shape), var=0.0))
     theirs = AzulaDenoiser(model)(x, torch.tensor(0.0)).mean
-    ours = model.bins.values(model.sample(100, steps=64, solver="posterior", seed=1))
+    ours = model.kind.values(model.sample(100, steps=64, solver="posterior", seed=1))
     error = (theirs.var(0) / 100 + ours.var(0) / 100).sqrt()
     score = ((theirs.mean(0) - ours.mean(0)) / error)[error > 1e-3]
     assert len(score) > 40

@@ -29,7 +29,7 @@ def trained(kind: str) -> bsi.Model:
     for parameter in network.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.05)
-    return bsi.Model(network, bsi.BSI(alpha_M=1e4), shape, bins=bsi.Bins.uint8()).eval()
+    return bsi.Model(network, bsi.BSI(alpha_M=1e4), shape, data=bsi.Bins.uint8()).eval()
 
 
 @pytest.mark.parametrize("kind", ["dit", "mlp", pytest.param("unet", marks=pytest.mark.slow)])

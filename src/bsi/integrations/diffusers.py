@@ -32,7 +32,6 @@ from bsi.errors import UsageError, extra
 from bsi.gaussian import over, squared_norm
 from bsi.grids import named_grid
 from bsi.levels import low_discrepancy
-from bsi.methods.base import Parametrization
 from bsi.methods.bsi import BSI
 from bsi.sampling import advance
 from bsi.solvers import named_solver
@@ -77,7 +76,7 @@ class BSIScheduler(SchedulerMixin, ConfigMixin):
         lambda_0: float = 1e-2,
         gamma_0: float | None = None,
         alpha_M: float = 1e6,
-        prediction_type: Parametrization = "edm",
+        prediction_type: str = "edm",
         sigma_data: float = 0.5,
         solver: str = "ode2",
         grid: str = "edm",

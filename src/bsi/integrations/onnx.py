@@ -63,7 +63,7 @@ def _prepared(model: Model) -> tuple[_Denoiser, tuple[Tensor, ...]]:
     """The module in evaluation mode, and inputs for two samples."""
     if model.dtype != torch.float32:
         raise UsageError(f"exports compute in float32, got a model in {model.dtype}. Use model.float().")
-    latent = torch.zeros(2, *model.shape, device=model.device)
+    latent = torch.zeros(2, *model.latent_shape, device=model.device)
     level = torch.full((2,), model.method.levels.high, dtype=torch.float64, device=model.device)
     labels = (torch.zeros(2, dtype=torch.int64, device=model.device),) if model.classes else ()
     return _Denoiser(model).eval(), (latent, level, *labels)

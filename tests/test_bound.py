@@ -15,19 +15,15 @@ from scipy import stats
 
 import bsi
 from bsi.bound import (
-    ENOUGH,
     FEWEST,
-    Design,
     EvaluatedModel,
-    Integral,
     Pilot,
     estimate,
     estimate_pair,
     expected_error,
     make_plan,
-    noise,
 )
-from bsi.control_variate import KNOTS, Interpolation, fit_proposal, knots
+from bsi.control_variate import KNOTS, Interpolation, knots
 from bsi.data.batches import as_source
 from bsi.elbo import Estimator, finite_measurement_loss, measurement_loss
 from bsi.errors import NonFinite
@@ -38,6 +34,7 @@ from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
 from bsi.recipe import Evaluation
 from bsi.runtime.distributed import FailedTogether, Place, World, join
+from bsi.strata import Design, Integral, noise
 from bsi.training.loop import StopFlag, bound
 from bsi.values import Bins
 from repetitions import repeat
@@ -199,28 +196,12 @@ def test_levels_and_noise_do_not_depend_on_the_batch():
     assert float(correlation.abs().max()) < 4 / math.sqrt(3000)
 
 
-def test_stages_are_whole_blocks_and_grow_with_what_the_control_was_fitted_to():
-    design = Design(1000, 5)
-    stages = design.stages(256)
-    assert torch.equal(torch.cat(stages).sort().values, torch.arange(1000))
-    blocks = [set(design.block(ids).tolist()) for ids in stages]
-    assert sum(len(each) for each in blocks) == design.blocks
-    learned = 256
-    for ids, each in zip(stages[:-1], blocks, strict=False):
-        assert len(each) == 1 or len(ids) * 5 <= learned / 4 + 5 * len(each)
-        learned += 5 * len(ids)
-    assert len(stages[-2]) > 2 * len(stages[0])
-    assert len(Design(61, 5).stages(ENOUGH)) == 1
-    first, _ = Design(100_000, 5).stages(2048)
-    assert 5 * len(first) > ENOUGH - 2048
-
-
 @pytest.mark.parametrize("count", [1, 3, 31, 127, 1000])
 def test_a_pilot_covers_samples_and_levels(count):
     def knots_seen(seed: int) -> int:
-        pilot = Pilot(count, FEWEST // 2, seed)
+        pilot = Pilot(count, FEWEST, seed)
         members = torch.arange(pilot.samples)
-        assert len(set(pilot.ids(members).tolist())) == pilot.samples == min(count, FEWEST // 2)
+        assert len(set(pilot.ids(members).tolist())) == pilot.samples == min(count, FEWEST)
         t = torch.cat([pilot.t(members, draw) for draw in range(pilot.draws)])
         return len(set((t * (KNOTS - 1)).long().tolist()))
 
@@ -336,7 +317,7 @@ def test_a_model_has_every_option_of_the_estimator_and_counts_its_evaluations():
     model, x = small_model(), pixels(40)
     plain = model.bits_per_dim(x, measure=50)
     found = model.elbo(x, proposal="fitted")
-    assert found.pilot_evaluations == 2 * 40 * math.ceil(FEWEST / 2 / 40)
+    assert found.pilot_evaluations == 40 * math.ceil(FEWEST / 40)
     assert found.evaluations == found.pilot_evaluations + 40 * (5 + 2)
     assert float(found) == pytest.approx(float(plain), abs=5 * plain.monte_carlo_error)
     assert float(model.elbo(x, finite_k=4)) > float(plain) + 5 * plain.monte_carlo_error
@@ -399,36 +380,6 @@ def test_every_evaluation_of_every_round_has_noise_of_its_own(estimator):
     assert len(latents) == len(latents.unique(dim=0)) == found.evaluations, "the pilot's never enter the estimate"
 
 
-def test_a_stage_learns_from_the_stages_before_and_from_none_after():
-    """The network changes for some samples: their own estimates change, and those of later stages, and no others."""
-    method, x = BSI(), rough(200)
-    model = EvaluatedModel.of(method, squash(method), x, BINS)
-    plan = make_plan(model, LEARNED)
-    stages = Design(200, 5).stages(plan.pilot)
-    assert len(stages) > 4
-
-    def predict(ids):
-        scale = 1 - 0.1 * torch.isin(ids, stages[2]).double()[:, None, None]
-        return lambda latent, level: scale * squash(method)(latent, level)
-
-    changed = replace(model, predict=predict)
-    before, after = (estimate(each, LEARNED, plan=plan).measurements.values for each in (model, changed))
-    same = (before == after).all(0)
-    assert bool(same[torch.cat(stages[:2])].all())
-    assert not bool(same[torch.cat(stages[2:])].any())
-    assert torch.equal(estimate(model, LEARNED, plan=plan).measurements.values, before), "the plan stays as it was"
-
-
-def test_a_plan_proposes_by_what_its_control_leaves():
-    method = BSI()
-    plan = make_plan(EvaluatedModel.of(method, squash(method), rough(), BINS), LEARNED)
-    assert plan.control is not None
-    pairs = plan.control.pairs
-    assert torch.equal(pairs.u[::2], pairs.u[1::2])
-    residual = pairs.g - plan.control.predict(pairs)
-    assert plan.proposal == fit_proposal(method.levels, plan.control.basis.knots, pairs.u, residual)
-
-
 @pytest.mark.parametrize("estimator", [PLAIN, LEARNED], ids=lambda e: e.proposal)
 def test_common_random_numbers_make_a_difference_sharper(estimator):
     a, b = small_model(0), small_model(0)
@@ -451,7 +402,7 @@ def test_predictions_that_are_not_finite_are_reported(estimator):
 
     model = EvaluatedModel.of(method, squash(method), rough(), BINS)
     broken = replace(model, predict=predict)
-    with pytest.raises(NonFinite, match="8 of the pilot's 320" if estimator is LEARNED else "1 of 40"):
+    with pytest.raises(NonFinite, match="7 of the pilot's 280" if estimator is LEARNED else "1 of 40"):
         estimate(broken, estimator)
     with pytest.raises(NonFinite, match="1 of 40"):
         estimate(broken, estimator, plan=make_plan(model, estimator))

@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-from bsi.bound import Integral
 from bsi.control_variate import (
     Basis,
-    Control,
     Interpolation,
     Observations,
     Valuewise,
@@ -21,6 +19,7 @@ from bsi.control_variate import (
 from bsi.gaussian import squared_norm
 from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
+from bsi.strata import Integral
 from bsi.values import Bins
 
 METHODS = [BSI(), BFN(), VDM()]
@@ -156,17 +155,13 @@ def along(basis, u, value):
     return (torch.stack([1 - between.fraction, between.fraction], 1) * value).sum(1)
 
 
-def observations(basis, x, seed, pairs, model, own=0.0):
-    """Pairs of evaluations of an integrand that the control could know exactly."""
-    u = torch.linspace(float(basis.knots[0]), float(basis.knots[-1]), pairs, dtype=torch.float64)
-    ids = torch.arange(pairs) % len(x)
-    steady, found = basis.steady(x)[ids], []
-    residual = torch.randn(len(x), generator=generator(99), dtype=torch.float64)  # of each sample
-    for half in (0, 1):
-        eps = torch.randn(pairs, *x.shape[1:], generator=generator(seed + half), dtype=torch.float64)
-        seen = Observations.of(basis, steady, x[ids], eps, u, torch.zeros_like(u))
-        found.append(Observations.of(basis, steady, x[ids], eps, u, model(seen) + own * residual[ids]).rows)
-    return Observations(torch.stack(found, 1).flatten(0, 1))
+def observations(basis, x, seed, count, model):
+    """Evaluations of an integrand that the control could know exactly."""
+    u = torch.linspace(float(basis.knots[0]), float(basis.knots[-1]), count, dtype=torch.float64)
+    ids = torch.arange(count) % len(x)
+    eps = torch.randn(count, *x.shape[1:], generator=generator(seed), dtype=torch.float64)
+    seen = Observations.of(basis, basis.steady(x)[ids], x[ids], eps, u, torch.zeros_like(u))
+    return Observations.of(basis, basis.steady(x)[ids], x[ids], eps, u, model(seen))
 
 
 def test_the_regression_finds_the_coefficients_of_the_integrand():
@@ -177,7 +172,7 @@ def test_the_regression_finds_the_coefficients_of_the_integrand():
         value = 40 + 0.8 * seen.values[..., 1] + 0.5 * seen.values[..., 2] + 0.6 * seen.values[..., 3]
         return along(basis, seen.u, value)
 
-    control = fit_control(basis, observations(basis, x, 0, 2000, model))
+    control = fit_control(basis, observations(basis, x, 0, 4000, model))
     fresh = observations(basis, x, 10, 500, model)
     left_over = fresh.g - control.predict(fresh)
     assert float(left_over.var()) < 0.01 * float(fresh.g.var())
@@ -198,41 +193,10 @@ def test_a_small_pilot_finds_an_exact_reference():
         center = basis.center[torch.stack([left, left + 1], 1), 1]
         return along(basis, seen.u, center + seen.values[..., 2] + seen.values[..., 4])
 
-    few, fresh = (observations(basis, x, seed, pairs, model) for seed, pairs in ((0, 128), (10, 2000)))
+    few, fresh = (observations(basis, x, seed, count, model) for seed, count in ((0, 256), (10, 2000)))
     left_over = fresh.g - fit_control(basis, few).predict(fresh)
     for there in (fresh.u < 4, (fresh.u > 4) & (fresh.u < 6)):
         assert float(left_over[there].var()) < 0.006 * float(fresh.g[there].var())
-
-
-def test_a_control_learns_from_single_evaluations_too():
-    """The differences between samples are noise to a small pilot; single evaluations are many."""
-    x = images(600)
-    basis = Basis.fit(BSI(), x, BINS)
-
-    def model(seen):
-        value = 40 + 0.8 * seen.values[..., 1] + 0.5 * seen.values[..., 2] + 0.6 * seen.values[..., 3]
-        return along(basis, seen.u, value)
-
-    pilot, more, fresh = (
-        observations(basis, x, seed, pairs, model, own=4.0) for seed, pairs in ((0, 128), (5, 1000), (10, 500))
-    )
-    first = fit_control(basis, pilot)
-    singles = [Observations(more.rows[half::2]) for half in (0, 1)]
-    later = first.after(singles[0])
-    assert (first.learned, later.learned, later.after(singles[1]).learned) == (256, 1256, 2256)
-    exact = Control(basis, _coefficients(basis), pilot)
-    error = [float((exact.predict(fresh) - each.predict(fresh)).square().mean()) for each in (first, later)]
-    assert error[1] < error[0] / 2
-    torch.testing.assert_close(
-        later.after(singles[1]).coefficients, fit_control(basis, pilot, singles[0] + singles[1]).coefficients
-    )
-
-
-def _coefficients(basis):
-    """Of the model above, without the part that no basis function explains."""
-    found = torch.zeros(len(basis.knots), basis.num_functions, dtype=torch.float64)
-    found[:, :4] = torch.tensor([40.0, 0.8, 0.5, 0.6], dtype=torch.float64)
-    return found
 
 
 def test_the_fitted_proposal_follows_the_root_of_the_mean_square():

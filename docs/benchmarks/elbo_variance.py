@@ -41,11 +41,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bsi.bound import Design, EvaluatedModel, Integral, Plan, Rounds, describe, make_plan, noise
+from bsi.bound import EvaluatedModel, Plan, Rounds, describe, make_plan
 from bsi.control_variate import Basis, Control, Observations
 from bsi.elbo import Estimator, Proposals
 from bsi.evaluation.runs import evaluated, open_run, open_split, speed_up
 from bsi.runtime.distributed import Place, World, pick_device
+from bsi.strata import Design, Integral, noise
 
 PAIR_LEVELS, PAIR_IMAGES, PAIRS = 49, 64, 2
 TARGETS = {"stratified": 4, "independent": 10}  # times fewer evaluations that are asked for

@@ -15,22 +15,17 @@ Latents lie on grids whose spacing is a fraction of q's standard deviation. Disc
 divergence. The first bits come from samples that are stored uncompressed, log2(bins) bits for each dimension, until the
 stack holds enough bits for a batch.
 
-Encoder and decoder must compute the same x_hat to the last bit. The file records the network's hash, the device, the
-versions and a hash of some predictions, which the decoder compares before it starts; checksums of each batch and of
-the whole file detect any remaining difference. A file can be decoded only on machines of the same type, so the format
-is not suitable for archives.
+Encoder and decoder must compute the same x_hat to the last bit (coded_file.py): a file can be decoded only on machines
+of the same type, so the format is not suitable for archives.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import itertools
-import json
 import math
-import struct
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,23 +34,31 @@ import torch
 from jaxtyping import Float64, Int64, Integer
 from torch import Tensor
 
+from bsi.coded_file import (
+    Header,
+    check_same_machine,
+    checksum,
+    data_hash,
+    machine,
+    model_hash,
+    pack,
+    read_variance,
+    stored_variance,
+    unpack,
+)
 from bsi.errors import BsiError, DataError, UsageError, extra
 from bsi.grids import paper_grid
 from bsi.model import Model
 from bsi.rng import standard_normal
 from bsi.solvers import Path
 from bsi.values import Bins
-from bsi.variance import OrthonormalBasis, Variance, dct_basis, frequency_bands, one_group, pixel_basis
+from bsi.variance import Variance, pixel_basis
 
 __all__ = ["Compressed", "compress", "decompress", "evaluations"]
 
-MAGIC = b"BSI\x01"
-HASH_BYTES = 32
-MAX_HEADER = 1 << 24
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
 # Grid points on either side of the mean with nonzero probability (at least 2^-24): REACH for q, LEAST to MOST for p.
 REACH, LEAST, MOST = 12, 64, 1 << 12
-LOG_STEP = 0.125  # quantization step of a stored ln v
 MARGIN = 1.1  # a batch starts only if the stack holds this multiple of the bits that it is expected to take
 PROBES = 4  # predictions whose hash a decoder compares before it starts
 
@@ -119,8 +122,8 @@ def compress(
     if steps < 1 or batch_size < 1:
         raise UsageError(f"steps and batch_size must be at least 1, got steps={steps} and batch_size={batch_size}.")
     model.check(data)
-    stored = None if variance is None else _stored_variance(variance)
-    variance = None if stored is None else _read_variance(stored, model)
+    stored = None if variance is None else stored_variance(variance)
+    variance = None if stored is None else read_variance(stored, model)
     chain = _Chain(model, bins, steps, variance, progress)
     index = data.cpu().numpy().astype(np.int32).reshape(len(data), -1)
 
@@ -131,29 +134,29 @@ def compress(
         coder.encode_reverse(index[done], uniform)
         done += 1
     plain, initial = done, coder.num_valid_bits()
-    checks = [_check(index[:plain])]
+    checks = [checksum(index[:plain])]
     while done < len(index):
         count = min(batch_size, len(index) - done, max(1, int(coder.num_valid_bits() / per_sample)))
         chain.encode(coder, index[done : done + count])
-        checks.append(_check(index[done : done + count]))
+        checks.append(checksum(index[done : done + count]))
         sizes.append(count)
         done += count
-    header = {
-        "shape": list(model.shape),
-        "count": len(index),
-        "plain": plain,
-        "sizes": sizes,
-        "checks": checks,
-        "bins": [bins.low, bins.high, bins.count],
-        "steps": steps,
-        "variance": stored,
-        "model": _model_hash(model),
-        "machine": _machine(model),
-        "probe": chain.probe(),
-        "sha256": hashlib.sha256(_bytes(index, bins)).hexdigest(),
-    }
+    header = Header(
+        shape=list(model.shape),
+        bins=[bins.low, bins.high, bins.count],
+        count=len(index),
+        plain=plain,
+        sizes=sizes,
+        checks=checks,
+        steps=steps,
+        variance=stored,
+        model=model_hash(model),
+        machine=machine(model),
+        probe=chain.probe(),
+        sha256=data_hash(index, bins),
+    )
     words = coder.get_compressed().astype("<u4").tobytes()
-    return Compressed(_pack(header, words), len(index), plain, chain.n, initial, coder.num_valid_bits() - initial)
+    return Compressed(pack(header, words), len(index), plain, chain.n, initial, coder.num_valid_bits() - initial)
 
 
 def decompress(
@@ -172,35 +175,37 @@ def decompress(
         DataError: The file is damaged.
         UsageError: The file was compressed with another model, or predictions on this machine differ.
     """
-    header, words = _unpack(blob)
+    header, words = unpack(blob)
     bins = _bins(model)
-    _check_header(header, model, bins)
-    with _threads(header["machine"]["threads"]):
-        variance = None if header["variance"] is None else _read_variance(header["variance"], model)
-        chain = _Chain(model, bins, header["steps"], variance, progress)
-        _check_machine(header, model, chain)
+    header.check(model, bins, 8 * len(words))
+    with _threads(header.machine.get("threads")):
+        variance = None if header.variance is None else read_variance(header.variance, model)
+        chain = _Chain(model, bins, header.steps, variance, progress)
+        if max(header.sizes, default=0) * chain.initial_bits > 8 * len(words):
+            raise DataError("the header of the compressed file claims batches that are larger than the file.")
+        check_same_machine(header, model, chain.probe())
         coder = _coder(np.frombuffer(words, dtype="<u4").astype(np.uint32))
         parts = []
-        for count, check in zip(reversed(header["sizes"]), reversed(header["checks"][1:]), strict=True):
+        for count, check in zip(reversed(header.sizes), reversed(header.checks[1:]), strict=True):
             parts.append(chain.decode(coder, count, preview))
-            if _check(parts[-1]) != check:
+            if checksum(parts[-1]) != check:
                 raise BsiError(
                     "a batch was decoded to values that differ from the encoded ones: predictions on this machine "
                     "differ from those of the machine that wrote the file. Decode it there; nothing was written."
                 )
     uniform = _uniform(bins)
-    rows = [coder.decode(uniform, chain.n) for _ in range(header["plain"])]
+    rows = [coder.decode(uniform, chain.n) for _ in range(header.plain)]
     parts.append(np.stack(rows[::-1]).astype(np.int32) if rows else np.zeros((0, chain.n), np.int32))
     index = np.concatenate(parts[::-1])
-    if hashlib.sha256(_bytes(index, bins)).hexdigest() != header["sha256"]:
+    if data_hash(index, bins) != header.sha256:
         raise DataError("the decoded data has another SHA-256 than the file records: the file is damaged.")
     return torch.from_numpy(index.astype(np.uint8 if bins.count <= 256 else np.int32)).reshape(-1, *model.shape)
 
 
 def evaluations(blob: bytes) -> int:
     """The number of network evaluations that decompression takes, counted for each sample."""
-    header, _ = _unpack(blob)
-    return (header["steps"] + 1) * (header["count"] - header["plain"])
+    header, _ = unpack(blob)
+    return (header.steps + 1) * (header.count - header.plain)
 
 
 class _Chain:
@@ -400,100 +405,15 @@ def _push(
     coder.encode_reverse(offset.astype(np.int32).reshape(-1), normal, rest, np.ascontiguousarray(scaled))
 
 
-# ---- The file --------------------------------------------------------------------------------------------------------
-
-
-def _pack(header: dict[str, Any], words: bytes) -> bytes:
-    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-    packed = zlib.compress(text, 9)
-    body = MAGIC + struct.pack("<I", len(packed)) + packed + words
-    return body + hashlib.sha256(body).digest()
-
-
-def _unpack(blob: bytes) -> tuple[dict[str, Any], bytes]:
-    start = len(MAGIC) + 4
-    if blob[: len(MAGIC)] != MAGIC:
-        raise DataError("this is not a file that `bsi compress` wrote, or its first bytes are damaged.")
-    if len(blob) < start + HASH_BYTES or hashlib.sha256(blob[:-HASH_BYTES]).digest() != blob[-HASH_BYTES:]:
-        raise DataError("the compressed file is damaged or cut off: its SHA-256 is another. Copy it again.")
-    (size,) = struct.unpack("<I", blob[len(MAGIC) : start])
-    body = blob[start:-HASH_BYTES]
+@contextmanager
+def _threads(count: object) -> Iterator[None]:
+    """Set the encoder's number of threads, and restore the previous one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count if isinstance(count, int) and 1 <= count <= 1024 else before)
     try:
-        inflate = zlib.decompressobj()
-        text = inflate.decompress(body[:size], MAX_HEADER)
-        header = json.loads(text)
-        numbers = [header["count"], header["plain"], header["steps"], *header["sizes"]]
-        for name in ("shape", "checks", "bins", "machine", "probe", "sha256", "variance", "model"):
-            header[name]
-        if not all(type(value) is int and 0 <= value < 1 << 40 for value in numbers):
-            raise ValueError("a count is not a number, or too large")
-    except (ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
-        raise DataError(f"the header of the compressed file cannot be read ({error!r:.80}).") from error
-    words = body[size:]
-    if size > len(body) or len(words) % 4:
-        raise DataError("the compressed file is damaged: its sizes do not fit its length.")
-    return header, words
-
-
-def _check_header(header: dict[str, Any], model: Model, bins: Bins) -> None:
-    """Raise if the file belongs to another model or its header is inconsistent."""
-    if header.get("model") != _model_hash(model):
-        raise UsageError(
-            f"the file was compressed with another model: its hash is {header.get('model')!s:.12}, this model's is "
-            f"{_model_hash(model):.12}. Pass the model that compressed it."
-        )
-    sizes, plain, count = header["sizes"], header["plain"], header["count"]
-    fits = (
-        header["shape"] == list(model.shape)
-        and header["bins"] == [bins.low, bins.high, bins.count]
-        and plain + sum(sizes) == count
-        and len(header["checks"]) == len(sizes) + 1
-        and 1 <= header["steps"] <= 1 << 20
-        and max(sizes, default=0) <= 1 << 16
-    )
-    if not fits:
-        raise DataError("the header of the compressed file contradicts itself: it was not written by `bsi compress`.")
-
-
-def _check_machine(header: dict[str, Any], model: Model, chain: _Chain) -> None:
-    """Raise, before decoding, if predictions on this machine differ."""
-    if header["probe"] == chain.probe():
-        return
-    ours, theirs = _machine(model), header["machine"]
-    differ = [f"{name}: {theirs.get(name)} there, {ours[name]} here" for name in ours if ours[name] != theirs.get(name)]
-    raise UsageError(
-        f"this machine computes other predictions than the one that made the file "
-        f"({'; '.join(differ) or 'with the same settings'}). Decode it on a machine of the same type."
-    )
-
-
-def _machine(model: Model) -> dict[str, Any]:
-    """The settings that affect the last bits of a prediction."""
-    network = model.denoiser.backbone
-    dtype = getattr(network, "compute_dtype", None) or next((p.dtype for p in network.parameters()), torch.float32)
-    device = model.device
-    return {
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else torch.backends.cpu.get_cpu_capability(),
-        "dtype": str(dtype),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-class _threads:
-    """Context manager that sets the encoder's number of threads and restores the previous one."""
-
-    def __init__(self, count: object) -> None:
-        self.count = count if isinstance(count, int) and 1 <= count <= 1024 else torch.get_num_threads()
-
-    def __enter__(self) -> None:
-        self.before = torch.get_num_threads()
-        torch.set_num_threads(self.count)
-
-    def __exit__(self, *exception: object) -> None:
-        torch.set_num_threads(self.before)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _bins(model: Model) -> Bins:
@@ -502,60 +422,3 @@ def _bins(model: Model) -> Bins:
             "only binned data has a finite number of bits: this model is for continuous data. Pass a model with bins."
         )
     return model.bins
-
-
-def _model_hash(model: Model) -> str:
-    """Hash of the method, the shape and bins of the data, and the weights."""
-    sha = hashlib.sha256(repr((model.method, model.shape, model.bins)).encode())
-    for name, tensor in sorted(model.denoiser.state_dict().items()):
-        sha.update(name.encode())
-        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
-
-
-def _check(index: Integer[np.ndarray, "batch n"]) -> int:
-    return zlib.crc32(np.ascontiguousarray(index, dtype="<i4").tobytes())
-
-
-def _bytes(index: Integer[np.ndarray, "samples n"], bins: Bins) -> bytes:
-    """The data in the byte format of a dataset."""
-    return np.ascontiguousarray(index.astype(bins.dtype)).tobytes()
-
-
-def _stored_variance(variance: Variance) -> dict[str, Any]:
-    """A variance in the form stored in the header: its logarithms in steps of LOG_STEP, and the principal colors."""
-    logs = torch.round(torch.log(variance.values.clamp(min=1e-12)) / LOG_STEP).clamp(-127, 127).to(torch.int8)
-    matrices = variance.basis.matrices
-    dct = any(matrix is not None for matrix in matrices)
-    if dct and len(matrices) < 2:
-        raise UsageError(
-            "compression takes the variances level, pixels and dct: the axes of pca do not fit into a file."
-        )
-    colors = matrices[0] if dct else None
-    groups = len(variance.values[0])
-    return {
-        "kind": "dct" if dct else "level" if groups == 1 else "pixels",
-        "colors": None if colors is None else colors.tolist(),
-        "knots": len(logs),
-        "logs": base64.b64encode(logs.numpy().tobytes()).decode(),
-    }
-
-
-def _read_variance(stored: dict[str, Any], model: Model) -> Variance:
-    """The inverse of `_stored_variance`."""
-    shape, n, levels = model.shape, math.prod(model.shape), model.method.levels
-    try:
-        logs = np.frombuffer(base64.b64decode(stored["logs"], validate=True), dtype=np.int8)
-        values = torch.exp(LOG_STEP * torch.from_numpy(logs.copy()).double()).reshape(stored["knots"], -1)
-        if stored["kind"] == "dct":
-            blank = dct_basis(torch.zeros(2, *shape))
-            colors = torch.tensor(stored["colors"], dtype=torch.float64)
-            basis, groups = OrthonormalBasis(shape, (colors, *blank.matrices[1:])), frequency_bands(shape)
-        else:
-            basis = pixel_basis(shape)
-            groups = one_group(n) if stored["kind"] == "level" else torch.arange(n)
-        if len(values[0]) != int(groups.max()) + 1 or len(values) < 2:
-            raise ValueError(f"{tuple(values.shape)} variances for {n} dimensions")
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise DataError(f"the variance in the compressed file cannot be read ({error!r:.80}).") from error
-    return Variance(basis, levels.low, levels.high, values, groups)

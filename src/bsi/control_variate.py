@@ -20,11 +20,8 @@ denoisers, whose expected error is known in closed form and whose error is corre
   histogram for each context, an interval of the value that the sample's other values predict. The context is computed
   from x, which no denoiser could do; a control variate may, because given x only eps is random.
 
-The coefficients are a regression, first on a pilot: evaluations that never enter the estimate, so that the estimate
-stays unbiased. The pilot evaluates every (x, u) twice. The half differences of a pair depend on eps alone and determine
-b; the means determine a; each is weighted by its own residual variance. The prior is a random walk over the knots.
-Later evaluations join the regression as single observations: each part of the set is evaluated with a control that was
-fitted to the pilot and to the parts before it, never to itself, so that its error has mean 0.
+The coefficients are a weighted regression on a pilot: evaluations that never enter the estimate, so that the estimate
+stays unbiased. The prior of the coefficients is a random walk over the knots.
 
 The proposal of least variance is p*(u) ~ sqrt(E (g - C)^2).
 """
@@ -337,30 +334,13 @@ class Observations:
     def values(self) -> Float64[Tensor, "batch 2 functions"]:
         return self.rows[:, 2:].unflatten(1, (2, -1))
 
-    def __add__(self, more: Observations) -> Observations:
-        return Observations(torch.cat([self.rows, more.rows]))
-
 
 @dataclass(frozen=True)
 class Control:
-    """C(x, u, eps) by its coefficients at each knot, and the observations that it was fitted to.
-
-    Of the `pairs`, rows 2i and 2i + 1 share x and u; the `singles` share nothing.
-    """
+    """C(x, u, eps), by its coefficients at each knot."""
 
     basis: Basis
     coefficients: Float64[Tensor, "knots functions"]
-    pairs: Observations
-    singles: Observations | None = None
-
-    @property
-    def learned(self) -> int:
-        """The number of evaluations it was fitted to."""
-        return len(self.pairs.rows) + (0 if self.singles is None else len(self.singles.rows))
-
-    def after(self, more: Observations) -> Control:
-        """The control refitted with these evaluations added."""
-        return fit_control(self.basis, self.pairs, more if self.singles is None else self.singles + more)
 
     def known(
         self, steady: Float64[Tensor, "batch knots steady"], hats: Float64[Tensor, " knots"]
@@ -386,58 +366,33 @@ def _smoothed(
     return sums[0] / sums[1]
 
 
-def fit_control(basis: Basis, pairs: Observations, singles: Observations | None = None) -> Control:
-    """The regression on the means and half differences of a pilot's pairs, and on single observations."""
-    at, u, two = basis.knots, pairs.u[::2], pairs.g.view(-1, 2)
-    everything = pairs if singles is None else pairs + singles
-    curve = _smoothed(at, everything.u, everything.g)
+def fit_control(basis: Basis, seen: Observations) -> Control:
+    """Weighted least squares with the prior N(0, KNOT_STEP^2) on differences between coefficients of neighboring knots.
+
+    The weights are the inverse residual variances of the previous pass.
+    """
+    at, count, functions = basis.knots, len(basis.knots), basis.num_functions
+    between = Interpolation.of(at, seen.u)
+    curve = _smoothed(at, seen.u, seen.g)
     # Units in which coefficients are of order 1: the average integrand for the constant, 1 for references.
-    units = torch.ones(len(at), basis.num_functions, dtype=torch.float64, device=at.device)
+    units = torch.ones(count, functions, dtype=torch.float64, device=at.device)
     units[:, 0] = curve
-    between = Interpolation.of(at, u)
-    values = pairs.values.unflatten(0, (-1, 2))
-    means, halves = (_design(between, units, 0.5 * (values[:, 0] + sign * values[:, 1])) for sign in (1, -1))
-    mean, half = 0.5 * (two[:, 0] + two[:, 1]), 0.5 * (two[:, 0] - two[:, 1])
-    designs, targets, places = [means, halves], [mean, half], [between, between]
-    if singles is not None:
-        places.append(Interpolation.of(at, singles.u))
-        designs.append(_design(places[2], units, singles.values))
-        targets.append(singles.g)
-    residuals = mean - between.at(curve), half
-    smallest = 1e-12 * float(everything.g.square().mean()) + 1e-30  # a reference may be exact up to rounding
-    for _ in range(SWEEPS):
-        of_mean, of_half = (_smoothed(at, u, rest.square(), SMOOTHING) for rest in residuals)
-        # The mean of a pair has half the noise's variance, the half difference the other half: a single has both.
-        variances = zip(places, (of_mean, of_half, of_mean + of_half), strict=False)
-        weights = [1 / (place.at(variance) + smallest) for place, variance in variances]
-        found = _regression(torch.cat(designs), torch.cat(targets), torch.cat(weights))
-        residuals = mean - (means * found).sum((1, 2)), half - (halves * found).sum((1, 2))
-    return Control(basis, found * units, pairs, singles)
-
-
-def _design(
-    between: Interpolation, units: Float64[Tensor, "knots functions"], values: Float64[Tensor, "rows 2 functions"]
-) -> Float64[Tensor, "rows knots functions"]:
-    """The basis functions at the knots to the left and to the right, weighted by the interpolation."""
-    design = values.new_zeros(len(values), *units.shape)
-    rows = torch.arange(len(values), device=values.device)
+    design = seen.g.new_zeros(len(seen.g), count, functions)
+    rows = torch.arange(len(design), device=at.device)
     for side, share in ((0, 1 - between.fraction), (1, between.fraction)):
         knot = between.left + side
-        design[rows, knot] = share[:, None] * units[knot] * values[:, side]
-    return design
-
-
-def _regression(
-    design: Float64[Tensor, "rows knots functions"], target: Float64[Tensor, " rows"], weight: Float64[Tensor, " rows"]
-) -> Float64[Tensor, "knots functions"]:
-    """Weighted least squares with the prior N(0, KNOT_STEP^2) on differences between neighboring knots."""
-    _, count, functions = design.shape
+        design[rows, knot] = share[:, None] * units[knot] * seen.values[:, side]
     flat = design.flatten(1)
-    eye = torch.eye(count * functions, dtype=torch.float64, device=design.device)
-    steps = torch.diff(torch.eye(count, dtype=torch.float64, device=design.device), dim=0)
-    walk = torch.kron(steps.T @ steps / KNOT_STEP**2, eye[:functions, :functions])
-    gram = flat.T @ (weight[:, None] * flat) + walk + 1e-3 * eye
-    return torch.linalg.solve(gram, flat.T @ (weight * target)).view(count, functions)
+    eye = torch.eye(count * functions, dtype=torch.float64, device=at.device)
+    steps = torch.diff(torch.eye(count, dtype=torch.float64, device=at.device), dim=0)
+    prior = torch.kron(steps.T @ steps / KNOT_STEP**2, eye[:functions, :functions]) + 1e-3 * eye
+    smallest = 1e-12 * float(seen.g.square().mean()) + 1e-30  # a reference may be exact up to rounding
+    residual = seen.g - between.at(curve)
+    for _ in range(SWEEPS):
+        weight = 1 / (between.at(_smoothed(at, seen.u, residual.square(), SMOOTHING)) + smallest)
+        found = torch.linalg.solve(flat.T @ (weight[:, None] * flat) + prior, flat.T @ (weight * seen.g))
+        residual = seen.g - flat @ found
+    return Control(basis, found.view(count, functions) * units)
 
 
 def fit_proposal(

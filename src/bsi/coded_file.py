@@ -1,0 +1,211 @@
+"""The file that `bsi compress` writes: a header as JSON, and the words of the entropy coder's stack.
+
+    magic (4 bytes), size of the header (4), header (JSON, deflated), words (4 bytes each), SHA-256 of all this (32)
+
+Encoder and decoder must compute the same x_hat to the last bit. The header records the model's hash, the machine and a
+hash of some predictions, which the decoder compares before it starts; checksums of each batch and of the data detect
+any remaining difference.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import struct
+import zlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Integer
+
+from bsi.errors import DataError, UsageError
+from bsi.model import Model
+from bsi.values import Bins
+from bsi.variance import OrthonormalBasis, Variance, dct_basis, frequency_bands, one_group, pixel_basis
+
+__all__ = [
+    "Header",
+    "check_same_machine",
+    "checksum",
+    "data_hash",
+    "machine",
+    "model_hash",
+    "pack",
+    "read_variance",
+    "stored_variance",
+    "unpack",
+]
+
+MAGIC = b"BSI\x01"
+HASH_BYTES = 32
+MOST_HEADER = 1 << 24
+MOST_BATCH = 1 << 16
+LOG_STEP = 0.125  # quantization step of a stored ln v
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a decoder must know.
+
+    Args:
+        plain: Number of samples, the first ones, that are stored without the model.
+        sizes: Sizes of the batches of the others.
+        checks: Checksums of the plain samples and of each batch.
+        probe: Hash of some predictions.
+        sha256: Hash of the data.
+    """
+
+    shape: list[int]
+    bins: list[float | int]
+    count: int
+    plain: int
+    sizes: list[int]
+    checks: list[int]
+    steps: int
+    variance: dict[str, Any] | None
+    model: str
+    machine: dict[str, Any]
+    probe: str
+    sha256: str
+
+    def check(self, model: Model, bins: Bins, bits: int) -> None:
+        """Raise if the file belongs to another model, or if these counts do not fit a stack of `bits`."""
+        if self.model != model_hash(model):
+            raise UsageError(
+                f"the file was compressed with another model: its hash is {self.model!s:.12}, this model's is "
+                f"{model_hash(model):.12}. Pass the model that compressed it."
+            )
+        fits = (
+            self.shape == list(model.shape)
+            and self.bins == [bins.low, bins.high, bins.count]
+            and self.plain + sum(self.sizes) == self.count
+            and len(self.checks) == len(self.sizes) + 1
+            and 1 <= self.steps <= 1 << 20
+            and max(self.sizes, default=0) <= MOST_BATCH
+            and self.count <= bits
+            and self.plain * math.prod(model.shape) * math.log2(bins.count) <= bits + 64
+        )
+        if not fits:
+            raise DataError("the header of the compressed file contradicts itself: `bsi compress` did not write it.")
+
+
+def pack(header: Header, words: bytes) -> bytes:
+    """The bytes of a file."""
+    text = zlib.compress(json.dumps(asdict(header), sort_keys=True, separators=(",", ":")).encode(), 9)
+    body = MAGIC + struct.pack("<I", len(text)) + text + words
+    return body + hashlib.sha256(body).digest()
+
+
+def unpack(blob: bytes) -> tuple[Header, bytes]:
+    """The header and the words of a file.
+
+    Raises:
+        DataError: The bytes are damaged, cut off, or not from `bsi compress`.
+    """
+    start = len(MAGIC) + 4
+    if blob[: len(MAGIC)] != MAGIC:
+        raise DataError("this is not a file that `bsi compress` wrote, or its first bytes are damaged.")
+    if len(blob) < start + HASH_BYTES or hashlib.sha256(blob[:-HASH_BYTES]).digest() != blob[-HASH_BYTES:]:
+        raise DataError("the compressed file is damaged or cut off: its SHA-256 is another. Copy it again.")
+    (size,) = struct.unpack("<I", blob[len(MAGIC) : start])
+    body = blob[start:-HASH_BYTES]
+    try:
+        header = Header(**json.loads(zlib.decompressobj().decompress(body[:size], MOST_HEADER)))
+        counts = (header.count, header.plain, header.steps, *header.sizes, *header.checks)
+        if not all(type(value) is int and value >= 0 for value in counts) or type(header.machine) is not dict:
+            raise ValueError("a field has another type")
+    except (ValueError, TypeError, RecursionError, zlib.error) as error:
+        raise DataError(f"the header of the compressed file cannot be read ({error!r:.80}).") from error
+    words = body[size:]
+    if size > len(body) or len(words) % 4:
+        raise DataError("the compressed file is damaged: its sizes do not fit its length.")
+    return header, words
+
+
+def check_same_machine(header: Header, model: Model, probe: str) -> None:
+    """Raise, before decoding, if predictions on this machine differ from the encoder's."""
+    if header.probe == probe:
+        return
+    ours, theirs = machine(model), header.machine
+    differ = [f"{name}: {theirs.get(name)} there, {ours[name]} here" for name in ours if ours[name] != theirs.get(name)]
+    raise UsageError(
+        f"this machine computes other predictions than the one that made the file "
+        f"({'; '.join(differ) or 'with the same settings'}). Decode it on a machine of the same type."
+    )
+
+
+def machine(model: Model) -> dict[str, Any]:
+    """The settings that affect the last bits of a prediction."""
+    network = model.denoiser.backbone
+    dtype = getattr(network, "compute_dtype", None) or next((p.dtype for p in network.parameters()), torch.float32)
+    device = model.device
+    return {
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else torch.backends.cpu.get_cpu_capability(),
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def model_hash(model: Model) -> str:
+    """Hash of the method, the shape and bins of the data, and the weights."""
+    sha = hashlib.sha256(repr((model.method, model.shape, model.bins)).encode())
+    for name, tensor in sorted(model.denoiser.state_dict().items()):
+        sha.update(name.encode())
+        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def checksum(index: Integer[np.ndarray, "batch n"]) -> int:
+    """CRC-32 of a batch."""
+    return zlib.crc32(np.ascontiguousarray(index, dtype="<i4").tobytes())
+
+
+def data_hash(index: Integer[np.ndarray, "samples n"], bins: Bins) -> str:
+    """SHA-256 of the data in the byte format of a dataset."""
+    return hashlib.sha256(np.ascontiguousarray(index.astype(bins.dtype)).tobytes()).hexdigest()
+
+
+def stored_variance(variance: Variance) -> dict[str, Any]:
+    """A variance in the form stored in the header: its logarithms in steps of LOG_STEP, and the principal colors."""
+    logs = torch.round(torch.log(variance.values.clamp(min=1e-12)) / LOG_STEP).clamp(-127, 127).to(torch.int8)
+    matrices = variance.basis.matrices
+    dct = any(matrix is not None for matrix in matrices)
+    if dct and len(matrices) < 2:
+        raise UsageError(
+            "compression takes the variances level, pixels and dct: the axes of pca do not fit into a file."
+        )
+    colors = matrices[0] if dct else None
+    groups = len(variance.values[0])
+    return {
+        "kind": "dct" if dct else "level" if groups == 1 else "pixels",
+        "colors": None if colors is None else colors.tolist(),
+        "knots": len(logs),
+        "logs": base64.b64encode(logs.numpy().tobytes()).decode(),
+    }
+
+
+def read_variance(stored: dict[str, Any], model: Model) -> Variance:
+    """The inverse of `stored_variance`."""
+    shape, n, levels = model.shape, math.prod(model.shape), model.method.levels
+    try:
+        logs = np.frombuffer(base64.b64decode(stored["logs"], validate=True), dtype=np.int8)
+        values = torch.exp(LOG_STEP * torch.from_numpy(logs.copy()).double()).reshape(stored["knots"], -1)
+        if stored["kind"] == "dct":
+            blank = dct_basis(torch.zeros(2, *shape))
+            colors = torch.tensor(stored["colors"], dtype=torch.float64)
+            basis, groups = OrthonormalBasis(shape, (colors, *blank.matrices[1:])), frequency_bands(shape)
+        else:
+            basis = pixel_basis(shape)
+            groups = one_group(n) if stored["kind"] == "level" else torch.arange(n)
+        if len(values[0]) != int(groups.max()) + 1 or len(values) < 2:
+            raise ValueError(f"{tuple(values.shape)} variances for {n} dimensions")
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(f"the variance in the compressed file cannot be read ({error!r:.80}).") from error
+    return Variance(basis, levels.low, levels.high, values, groups)

@@ -1,6 +1,7 @@
 """Lossless compression: every bit comes back, the size is the bound's, and damage is never silent."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 import bsi
 from bsi import BFN, BSI, VDM, Bins
 from bsi.codec import compress, decompress
+from bsi.coded_file import pack, unpack
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.variance import named_variance
 
@@ -108,6 +110,21 @@ def test_damage_behind_a_right_hash_is_an_error_too() -> None:
             decompress(ours, damaged)
 
 
+def test_a_header_that_claims_a_terabyte_is_rejected_before_memory_is_taken() -> None:
+    ours = model()
+    header, words = unpack(compress(ours, data(30), steps=3).blob)
+    coded = sum(header.sizes)
+    huge = 1 << 38
+    for lie in (
+        {"plain": huge, "count": huge + coded},
+        {"sizes": [1 << 16] * 4, "count": header.plain + (1 << 18), "checks": [0] * 5},
+        {"sizes": [900], "count": header.plain + 900, "checks": [0, 0]},
+        {"steps": 1 << 30},
+    ):
+        with pytest.raises(DataError, match="header"):
+            decompress(ours, pack(replace(header, **lie), words))
+
+
 def test_another_network_is_rejected_before_decoding() -> None:
     blob, other = compress(model(), data(), steps=3).blob, model()
     with torch.no_grad():
@@ -135,6 +152,7 @@ def test_what_cannot_be_compressed() -> None:
     with pytest.raises(UsageError, match="steps"):
         compress(model(), data(), steps=0)
     ours = model()
-    pca = named_variance("pca", ours.method, ours.denoiser, ours.values(data()))
-    with pytest.raises(UsageError, match="dct"):
-        compress(ours, data(), 4, pca)
+    for kind in ("pca", "learned"):
+        variance = named_variance(kind, ours.method, ours.denoiser, ours.values(data()))
+        with pytest.raises(UsageError, match="dct"):
+            compress(ours, data(), 4, variance)

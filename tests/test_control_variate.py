@@ -20,7 +20,7 @@ from bsi.gaussian import squared_norm
 from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
 from bsi.strata import Integral
-from bsi.values import Bins
+from bsi.values import CONTINUOUS, Bins
 
 METHODS = [BSI(), BFN(), VDM()]
 BINS = Bins(-1.0, 1.0, 5)
@@ -135,14 +135,14 @@ def test_deviations_have_mean_zero(method):
 def test_more_than_256_bins_have_no_valuewise_reference():
     x = images(8)
     assert len(Basis.fit(BSI(), x, Bins(-1.0, 1.0, 65536)).references) == 1
-    assert len(Basis.fit(BSI(), x, None).references) == 1
+    assert len(Basis.fit(BSI(), x, CONTINUOUS).references) == 1
     assert len(Basis.fit(BSI(), x, BINS).references) == 2
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 8), (1, 4, 4)])
 def test_a_basis_takes_data_of_any_shape(shape):
     x = torch.randn(12, *shape, generator=generator(), dtype=torch.float64)
-    basis = Basis.fit(BSI(), x, None)
+    basis = Basis.fit(BSI(), x, CONTINUOUS)
     steady = basis.steady(x)
     assert steady.shape == (12, len(basis.knots), 2)
     assert bool(torch.isfinite(steady).all())

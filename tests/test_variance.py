@@ -13,17 +13,18 @@ import bsi
 from bsi import BFN, BSI, VDM
 from bsi.backbones import MLPConfig
 from bsi.bound import EvaluatedModel, estimate
+from bsi.data import open_dataset
 from bsi.elbo import Elbo, Estimator
 from bsi.errors import UsageError
 from bsi.grids import paper_grid
 from bsi.methods import Method, Predictor
 from bsi.oracle import Mixture
 from bsi.rng import SeededNoise
+from bsi.sampler import Sampler
 from bsi.sampling import sample
 from bsi.variance import (
     OrthonormalBasis,
     Variance,
-    aware_noise,
     dct_basis,
     each_alone,
     fit_variance,
@@ -118,7 +119,7 @@ def test_the_best_variance_costs_half_the_logarithm(method: Method) -> None:
         levels = torch.full((len(x),), level, dtype=torch.float64)
         x_hat = predict(method.encoder(levels).encode(x, draw()), levels)
         kl = transition_kl(variance, x, x_hat, levels, torch.full_like(levels, gained))
-        expected = 0.5 * torch.log1p(gained * variance.at(levels[:1])).sum()
+        expected = 0.5 * torch.log1p(gained * variance.of_level(levels[:1])).sum()
         assert abs(float(kl.mean() - expected)) < 4 * float(kl.std()) / math.sqrt(len(x)) + 1e-4
 
 
@@ -142,11 +143,11 @@ def test_a_fit_finds_the_variance_of_a_gaussian(method: Method) -> None:
     x = torch.randn(8000, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * SCALES.sqrt() @ axes.T
     fitted = fit_variance(method, data.predictor(method), x, basis, each_alone(3))
     level = torch.logspace(math.log10(method.levels.low) + 0.2, math.log10(method.levels.high) - 0.2, 9)
-    ratio = fitted.at(level) / exact_variance(method, basis).at(level)
+    ratio = fitted.of_level(level) / exact_variance(method, basis).of_level(level)
     assert float((ratio - 1).abs().max()) < 0.2
     average = fit_variance(method, data.predictor(method), x, basis, one_group(3))
     assert average.values.shape[1] == 1
-    assert torch.allclose(average.at(level)[:, 0], fitted.at(level).mean(1), rtol=0.2)
+    assert torch.allclose(average.of_level(level)[:, 0], fitted.of_level(level).mean(1), rtol=0.2)
 
 
 @pytest.mark.parametrize("method", [BFN(sigma_1=1e-3), VDM(nu_max=1e6)], ids=["BFN", "VDM"])
@@ -159,8 +160,8 @@ def test_few_aware_steps_draw_a_gaussian_exactly(method: Method) -> None:
 
     def variances(aware: bool) -> Tensor:
         noise = SeededNoise(0, torch.arange(n), (3,), torch.float64)
-        used = aware_noise(method, noise, exact_variance(method, basis)) if aware else noise
-        return torch.var(sample(method, predict, used, grid) @ axes, 0)
+        variance = exact_variance(method, basis) if aware else None
+        return torch.var(sample(method, predict, noise, grid, variance=variance) @ axes, 0)
 
     assert float((variances(True) / SCALES - 1).abs().max()) < 0.05
     assert float((variances(False) / SCALES - 1).abs().max()) > 0.2
@@ -178,11 +179,39 @@ def test_named_variances() -> None:
     method = BSI(alpha_M=1e3)
     found = {
         name: named_variance(name, method, lambda latent, level: latent, x)
-        for name in ("level", "pixels", "dct", "pca")
+        for name in ("level", "pixels", "dct", "pca", "learned")
     }
-    assert [len(found[name].values[0]) for name in found] == [1, 16, 5, 16]
+    assert [len(found[name].values[0]) for name in found] == [1, 16, 5, 16, 16]
     with pytest.raises(UsageError, match="dct"):
         named_variance("cosine", method, lambda latent, level: latent, x)
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 4, 4)])
+def test_a_learned_variance_knows_what_the_prediction_says(shape: tuple[int, ...]) -> None:
+    """Values of -1 or 1: a prediction of 0 is uncertain and one of 1 is not, at the same level."""
+    method = BSI(alpha_M=1e3)
+    x = torch.randint(0, 2, (3000, *shape), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+
+    def predict(latent: Tensor, level: Tensor) -> Tensor:
+        encoder = method.encoder(level)
+        ratio = (encoder.signal / encoder.noise.square()).reshape(-1, *[1] * len(shape))
+        return torch.tanh(ratio * latent)
+
+    fitted = {name: named_variance(name, method, predict, x) for name in ("pixels", "learned")}
+    fresh = torch.randint(0, 2, (2000, *shape), generator=torch.Generator().manual_seed(1)).double() * 2 - 1
+    level = torch.full((2000,), 2.0, dtype=torch.float64)
+    eps = torch.randn(fresh.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    x_hat = predict(method.encoder(level).encode(fresh, eps), level)
+    exact, found = (1 - x_hat.square()).flatten(1), fitted["learned"].at(level, x_hat)
+    off = {
+        name: float((torch.log1p(20 * v.at(level, x_hat)) - torch.log1p(20 * exact)).square().mean())
+        for name, v in fitted.items()
+    }
+    assert off["learned"] < off["pixels"] / 2
+    kl = {name: transition_kl(v, fresh, x_hat, level, 20 * torch.ones_like(level)) for name, v in fitted.items()}
+    gain = kl["pixels"] - kl["learned"]
+    assert float(gain.mean()) > 4 * float(gain.std()) / math.sqrt(len(gain))
+    assert bool(torch.isfinite(found).all())
 
 
 def bound(k: int | None, variance: Variance | None, predict: Predictor, method: Method, x: Tensor) -> Elbo:
@@ -212,3 +241,43 @@ def test_a_variance_needs_finitely_many_steps() -> None:
     model = bsi.Model(bsi.backbones.build(MLPConfig(width=8, depth=1), (3,), None, 0), BSI(alpha_M=1e3), (3,))
     with pytest.raises(UsageError, match="finite_k"):
         model.elbo(torch.randn(8, 3), variance=constant(pixel_basis((3,)), 0.1))
+
+
+@pytest.fixture(scope="module")
+def digits() -> bsi.Model:
+    model = bsi.load("digits")
+    model.fit_variance(open_dataset("digits").train[:256], "level")
+    return model
+
+
+def test_a_sampler_draws_with_the_fitted_variance(digits: bsi.Model) -> None:
+    plain, aware = (digits.sample(8, steps=4, solver="posterior", variance=kind) for kind in ("none", "level"))
+    assert torch.equal(plain, digits.sample(8, steps=4, solver="posterior"))
+    assert not torch.equal(plain, aware)
+    assert torch.equal(aware, digits.sample(8, Sampler(steps=4, variance="level"))), "posterior is implied"
+    x = digits.values(open_dataset("digits").test[:16])
+    by_name = digits.elbo(x, finite_k=4, variance="level")
+    assert torch.equal(by_name.nats, digits.elbo(x, finite_k=4, variance=digits.variance("level")).nats)
+
+
+def test_a_variance_that_cannot_be_used(digits: bsi.Model) -> None:
+    with pytest.raises(UsageError, match="fit_variance"):
+        digits.sample(2, steps=4, variance="pca")
+    with pytest.raises(UsageError, match="posterior"):
+        digits.sample(2, steps=4, solver="ode2", variance="level")
+    with pytest.raises(UsageError, match="variance"):
+        Sampler(variance="cosine")
+    with pytest.raises(UsageError, match="posterior"):
+        sample(
+            digits.method,
+            digits.denoiser,
+            SeededNoise(0, torch.arange(2), digits.shape),
+            paper_grid(digits.method, 3),
+            "sde2",
+            variance=digits.variance("level"),
+        )
+
+
+def test_a_variance_at_its_default_is_not_recorded() -> None:
+    assert "variance" not in Sampler().record()
+    assert Sampler(variance="dct").record()["variance"] == "dct"

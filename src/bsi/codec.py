@@ -54,7 +54,7 @@ from bsi.solvers import Path
 from bsi.values import Bins
 from bsi.variance import Variance, pixel_basis
 
-__all__ = ["Compressed", "compress", "decompress", "evaluations"]
+__all__ = ["CodedBatch", "Compressed", "compress", "decompress", "evaluations"]
 
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
 # Grid points on either side of the mean with nonzero probability (at least 2^-24): REACH for q, LEAST to MOST for p.
@@ -66,10 +66,19 @@ Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
+class CodedBatch:
+    """The size of a batch, and by how many bits it made the file larger."""
+
+    samples: int
+    bits: int
+
+
+@dataclass(frozen=True)
 class Compressed:
     """A compressed data set and its size.
 
-    `initial_bits` is the size of the samples stored uncompressed; the first batches take their bits from them.
+    `initial_bits` is the size of the `plain` samples, the first ones, which are stored uncompressed; the first batches
+    take their bits from them.
     """
 
     blob: bytes
@@ -77,7 +86,7 @@ class Compressed:
     plain: int
     n: int
     initial_bits: int
-    net_bits: int
+    batches: tuple[CodedBatch, ...]
 
     @property
     def gross_bits_per_dim(self) -> float:
@@ -88,7 +97,7 @@ class Compressed:
     def net_bits_per_dim(self) -> float:
         """Bits per dimension of the samples coded with the model: the cost of each additional sample."""
         coded = self.samples - self.plain
-        return self.net_bits / (coded * self.n) if coded else math.nan
+        return sum(batch.bits for batch in self.batches) / (coded * self.n) if coded else math.nan
 
 
 def compress(
@@ -127,7 +136,7 @@ def compress(
     chain = _Chain(model, bins, steps, variance, progress)
     index = data.cpu().numpy().astype(np.int32).reshape(len(data), -1)
 
-    coder, sizes, done = _coder(), [], 0
+    coder, batches, done = _coder(), list[CodedBatch](), 0
     uniform = _uniform(bins)
     per_sample = chain.initial_bits * MARGIN
     while done < len(index) and coder.num_valid_bits() < per_sample:
@@ -137,16 +146,17 @@ def compress(
     checks = [checksum(index[:plain])]
     while done < len(index):
         count = min(batch_size, len(index) - done, max(1, int(coder.num_valid_bits() / per_sample)))
+        before = coder.num_valid_bits()
         chain.encode(coder, index[done : done + count])
         checks.append(checksum(index[done : done + count]))
-        sizes.append(count)
+        batches.append(CodedBatch(count, coder.num_valid_bits() - before))
         done += count
     header = Header(
         shape=list(model.shape),
         bins=[bins.low, bins.high, bins.count],
         count=len(index),
         plain=plain,
-        sizes=sizes,
+        sizes=[batch.samples for batch in batches],
         checks=checks,
         steps=steps,
         variance=stored,
@@ -156,7 +166,7 @@ def compress(
         sha256=data_hash(index, bins),
     )
     words = coder.get_compressed().astype("<u4").tobytes()
-    return Compressed(pack(header, words), len(index), plain, chain.n, initial, coder.num_valid_bits() - initial)
+    return Compressed(pack(header, words), len(index), plain, chain.n, initial, tuple(batches))
 
 
 def decompress(
@@ -221,7 +231,7 @@ class _Chain:
         self.information = path.information.tolist()
         self.basis = pixel_basis(model.shape) if variance is None else variance.basis
         self.n = math.prod(model.shape)
-        self.variance = None if variance is None else variance.at(self.levels[:-1]).numpy()
+        self.variance = None if variance is None else variance.of_level(self.levels[:-1]).numpy()
         following = [*self.information[1:], math.inf]
         # standard deviations of q(s_i | s_{i+1}, x), and of q(s_k | x) as the case Lambda_{k+1} = inf
         self.std = [math.sqrt(a * (1 - a / b)) for a, b in zip(self.information, following, strict=True)]

@@ -177,9 +177,10 @@ def stored_variance(variance: Variance) -> dict[str, Any]:
     logs = torch.round(torch.log(variance.values.clamp(min=1e-12)) / LOG_STEP).clamp(-127, 127).to(torch.int8)
     matrices = variance.basis.matrices
     dct = any(matrix is not None for matrix in matrices)
-    if dct and len(matrices) < 2:
+    if variance.correction is not None or (dct and len(matrices) < 2):
         raise UsageError(
-            "compression takes the variances level, pixels and dct: the axes of pca do not fit into a file."
+            "compression takes the variances level, pixels and dct: the axes of pca and the network of learned do not "
+            "fit into a file."
         )
     colors = matrices[0] if dct else None
     groups = len(variance.values[0])

@@ -29,6 +29,7 @@ from bsi.rng import Noise
 from bsi.sampler import NOISY_SOLVER, Sampler
 from bsi.sampling import Step, drawing, levels_of, noise_of, trajectory
 from bsi.values import Bins, DataKind, Standardize, Symbols
+from bsi.variance import Variance
 
 __all__ = ["Generation", "rows_of"]
 
@@ -41,6 +42,15 @@ class Generation(nn.Module):
     shape: tuple[int, ...]
     kind: DataKind
     latent_shape: tuple[int, ...]
+    variances: dict[str, Variance]
+
+    def variance(self, kind: str) -> Variance:
+        """The predictive variance of this kind, which `fit_variance` fitted."""
+        if kind not in self.variances:
+            raise UsageError(
+                f"the variance {kind!r} has not been fitted. Call model.fit_variance(training_samples, {kind!r}) first."
+            )
+        return self.variances[kind]
 
     @property
     def bins(self) -> Bins | None:
@@ -165,8 +175,9 @@ class Generation(nn.Module):
         """
         ids, sampler = self._ids(num), replace(sampler or Sampler(), **changes)
         predict = self.denoiser.given(self._condition(ids, label, cond), sampler.guidance)
-        steps = drawing(self.method, predict, sampler, self._numbers(ids), self.latent_shape, seed, self.dtype)
-        return self._evaluated(steps)
+        variance = None if sampler.variance == "none" else self.variance(sampler.variance)
+        numbers, shape = self._numbers(ids), self.latent_shape
+        return self._evaluated(drawing(self.method, predict, sampler, numbers, shape, seed, self.dtype, variance))
 
     def denoise(
         self,

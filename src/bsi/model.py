@@ -87,6 +87,7 @@ class Model(Generation):
         self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip, self.symbols)
         self.class_names = class_names
         self.origin: object = None  # the description of the file that the model was loaded from
+        self.variances = {}
         if class_names and self.classes not in (None, len(class_names)):
             raise UsageError(f"each label needs one name, got {len(class_names)} names for {self.classes} labels")
 
@@ -241,13 +242,14 @@ class Model(Generation):
         seed: int = 0,
         batch_size: int = 256,
         progress: bool = False,
-        variance: Variance | None = None,
+        variance: Variance | str | None = None,
     ) -> Elbo:
         """The bound of each sample, by default with the paper's `measure` levels and `recon` reconstructions.
 
         The other arguments are those of `bsi.elbo.Estimator`. `proposal="fitted"` and `target_error` together reach a
-        given error with the fewest evaluations. With `finite_k`, a `variance` (`fit_variance`) makes the bound tighter.
-        The result prints with its errors; its `nats` has the bound of each sample, to find outliers for example.
+        given error with the fewest evaluations. With `finite_k`, a `variance` or its kind makes the bound tighter: see
+        `fit_variance`. The result prints with its errors; its `nats` has the bound of each sample, to find outliers
+        for example.
 
         Example:
 
@@ -258,6 +260,7 @@ class Model(Generation):
         """
         if variance is not None and finite_k is None:
             raise UsageError("a variance belongs to finitely many steps: pass finite_k too, or leave variance out.")
+        variance = self.variance(variance) if isinstance(variance, str) else variance
         estimator = Estimator(measure, recon, finite_k, proposal, control, target_error, seed, batch_size)
         with self.evaluating():
             return estimate(replace(self.on(data, cond), variance=variance), estimator, progress=progress)
@@ -270,6 +273,7 @@ class Model(Generation):
         cond: Condition | None = None,
         *,
         probes: int | None = 1,
+        draws: int = 1,
         tolerance: float = 1e-2,
         seed: int = 0,
         batch_size: int = 256,
@@ -277,14 +281,17 @@ class Model(Generation):
     ) -> Float64[Tensor, " batch"]:
         """ln p of each sample under the probability flow, in nats and the units of the data: see `bsi.flow`.
 
-        For binned data a lower bound on ln P(x), from one draw of the position within each bin. The flow is another
-        model than the one that `elbo` bounds: report the two separately.
+        For binned data a lower bound on ln P(x), from draws of the position within each bin. The flow is another model
+        than the one that `elbo` bounds: report the two separately.
 
         Args:
             data: Like that of `elbo`.
             cond: A condition with one row for each sample.
             probes: Random vectors for an unbiased estimate of each trace; None computes it exactly, with as many
                 backward passes as a sample has dimensions.
+            draws: Positions within the bins of each sample. The bound is the importance-weighted one, ln of the mean
+                of the draws' weights, which rises with their number; more than one draw needs `probes=None`, because
+                the noise of an estimated trace would raise it too.
             tolerance: Error of each step of the integration, in nats.
             seed: Seed of the probes and of the positions within bins.
             batch_size: Samples evaluated at a time.
@@ -299,6 +306,11 @@ class Model(Generation):
         """
         if self.symbols is not None:
             raise UsageError("symbols have no density, so the flow has no likelihood of them. Use model.elbo(data).")
+        if draws < 1 or (draws > 1 and (probes is not None or self.bins is None)):
+            raise UsageError(
+                f"draws are positions in bins, at least 1; more than one needs binned data and probes=None: got "
+                f"draws={draws}, probes={probes} for {self.kind!s:.80}."
+            )
         data = as_tensor(data)
         self.check(data)
         self.check_density(data)
@@ -310,30 +322,43 @@ class Model(Generation):
                 x, ids = self.values(data[rows.to(data.device)]).to(self.device), rows.to(self.device)
                 predict = self.denoiser.given(rows_of(cond, rows, self.device))
                 if self.bins is None:
-                    flow = flow_density(self.method, predict, x, divergence, ids, tolerance)
+                    weights = [flow_density(self.method, predict, x, divergence, ids, tolerance).log_density]
                 else:
-                    uniform = torch.special.ndtr(standard_normal(seed, ids, DEQUANTIZATION, self.shape, torch.float64))
-                    position, index = uniform.to(self.dtype), self.bins.indices(x)
-                    flow = binned_flow(self.method, predict, index, self.bins, position, divergence, ids, tolerance)
-                found.append(flow.log_density.double())
+                    index, weights = self.bins.indices(x), []
+                    for draw in range(draws):
+                        eps = standard_normal(seed, ids, DEQUANTIZATION + draw, self.shape, torch.float64)
+                        position = torch.special.ndtr(eps).to(self.dtype)
+                        flow = binned_flow(self.method, predict, index, self.bins, position, divergence, ids, tolerance)
+                        weights.append(flow.log_density)
+                found.append(torch.logsumexp(torch.stack(weights).double(), 0) - math.log(draws))
                 advance(len(rows))
         return torch.cat(found).cpu() - math.prod(self.shape) * self.kind.log_determinant
 
     def fit_variance(
         self, data: Tensor | np.ndarray, kind: str = "dct", seed: int = 0, batch_size: int = 256
     ) -> Variance:
-        """The predictive variance of transitions, fitted to training samples: for `elbo`, sampling and compression.
+        """Fit the predictive variance of transitions to training samples, for `elbo`, `sample` and compression.
+
+        The model remembers it by its kind.
 
         Args:
             data: Training samples; a few thousand are enough. Test samples would make the bound too good.
-            kind: `level`, `pixels`, `dct` or `pca`: see `bsi.variance.named_variance`.
+            kind: `level`, `pixels`, `dct`, `pca` or `learned`: see `bsi.variance.named_variance`.
+
+        Example:
+
+            >>> model, digits = bsi.Model.from_pretrained("digits"), bsi.data.open_dataset("digits")
+            >>> variance = model.fit_variance(digits.train[:256], "level")
+            >>> bound = model.elbo(digits.test[:64], finite_k=16, variance=variance)
+            >>> samples = model.sample(4, steps=8, variance="level")
         """
         if self.symbols is not None:
             raise UsageError("a variance is for numbers; the transitions of symbols are mixtures. Leave variance out.")
         self.check(data)
         x = self.values(data).to(self.device)
         with self.evaluating():
-            return named_variance(kind, self.method, self.denoiser, x, seed, batch_size)
+            self.variances[kind] = named_variance(kind, self.method, self.denoiser, x, seed, batch_size)
+        return self.variances[kind]
 
     def on(
         self,

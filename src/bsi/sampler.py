@@ -20,18 +20,21 @@ The images are visually the same. Keep the batch size fixed for bit-identical re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from bsi.errors import UsageError
 
 if TYPE_CHECKING:
     from bsi.methods import Method
 
-__all__ = ["FLOW_SOLVER", "NOISY_SOLVER", "NoiseKind", "Sampler", "check_guidance", "default_solver"]
+__all__ = ["FLOW_SOLVER", "NOISY_SOLVER", "NoiseKind", "Sampler", "VarianceKind", "check_guidance", "default_solver"]
 
 # One Brownian path for each sample, so that more steps converge to one image, or independent noise for each step.
 NoiseKind = Literal["path", "independent"]
+
+# Of the predictive variance in each step: see `bsi.variance.named_variance`.
+VarianceKind = Literal["none", "level", "pixels", "dct", "pca", "learned"]
 
 MOST_STEPS = 1_000_000  # limited because levels and coefficients of all steps are stored in memory
 
@@ -67,6 +70,9 @@ class Sampler:
     """path: with one seed, more steps converge to one image; independent: fresh noise for each step."""
     guidance: float = 1.0
     """How strongly to follow the label: 1 is the learned model, 2 exaggerates. Values other than 1 double the cost."""
+    variance: VarianceKind = "none"
+    """Add the uncertainty of predictions to each step of the solver posterior, which needs fewer steps then. It is
+    fitted to training samples."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MOST_STEPS:
@@ -74,12 +80,26 @@ class Sampler:
         if self.noise not in get_args(NoiseKind):
             raise UsageError(f"noise must be path or independent, got {self.noise!r}")
         check_guidance(self.guidance)
+        if self.variance not in get_args(VarianceKind):
+            raise UsageError(f"variance must be one of {', '.join(get_args(VarianceKind))}, got {self.variance!r}")
+        if self.variance != "none" and self.solver not in (None, "posterior"):
+            raise UsageError(
+                f"a variance belongs to the steps of the solver posterior, got variance={self.variance!r} and "
+                f"solver={self.solver!r}. Leave one of them out."
+            )
+
+    def record(self) -> dict[str, Any]:
+        """The settings that samples depend on, for records. Without a variance it is left out, as before 0.2."""
+        record = asdict(self)
+        return record if self.variance != "none" else {k: v for k, v in record.items() if k != "variance"}
 
     def named(self, method: Method) -> Sampler:
         """The same sampler with an explicit solver, in place of None for the method's default."""
         return replace(self, solver=self.solver_for(method))
 
     def solver_for(self, method: Method) -> str:
+        if self.variance != "none":
+            return "posterior"
         return self.solver or default_solver(method)
 
 

@@ -21,7 +21,8 @@ from bsi.grids import check_grid, named_grid
 from bsi.methods.base import Method, Predictor
 from bsi.rng import Noise, SeededNoise
 from bsi.sampler import Sampler
-from bsi.solvers import Path, Solver, Table, named_solver
+from bsi.solvers import Path, Solver, Table, named_solver, posterior
+from bsi.variance import Variance, widened
 
 __all__ = [
     "Step",
@@ -67,6 +68,7 @@ def trajectory(
     solver: Solver | str = "posterior",
     start: Float[Tensor, "batch *data"] | None = None,
     differentiable: bool = False,
+    variance: Variance | None = None,
 ) -> Iterator[Step]:
     """Every step from the prior to the decoded sample: k + 1 of them for the k steps of the grid.
 
@@ -76,14 +78,18 @@ def trajectory(
         grid: levels, as a tensor or a list of numbers.
         start: a latent to start from; the grid then begins at its level instead of the prior's.
         differentiable: keep the graph of all evaluations, for gradients through the samples.
+        variance: the predictive variance that is added to each step, for the solver `posterior`.
 
     Raises:
         UsageError: before the first evaluation, if the grid or the solver does not suit the method.
     """
     solve = named_solver(solver) if isinstance(solver, str) else solver
+    if variance is not None and solve is not posterior:
+        raise UsageError("a variance belongs to the steps of the solver posterior. Use it, or leave variance out.")
     levels = check_grid(method, grid, from_prior=start is None).cpu()
     rows = _rows(method, levels, solve(method, levels))
-    return _steps(method, predict, noise, levels, rows, start, nullcontext if differentiable else torch.no_grad)
+    gradients = nullcontext if differentiable else torch.no_grad
+    return _steps(method, predict, noise, levels, rows, start, gradients, variance)
 
 
 def _steps(
@@ -94,6 +100,7 @@ def _steps(
     rows: Float[Tensor, "steps 4"],
     start: Float[Tensor, "batch *data"] | None,
     gradients: Callable[[], AbstractContextManager[object]],
+    variance: Variance | None,
 ) -> Iterator[Step]:
     # The context is left before each yield, so that it does not change the gradient mode of the caller.
     informations = [float(value) for value in Path.of(method, grid).information]
@@ -107,6 +114,8 @@ def _steps(
         yield Step(latent, levels[i], x_hat)
         with gradients():
             eps = noise(informations[i], informations[i + 1]) if noisy else nothing
+            if variance is not None:
+                eps = widened(variance, eps, x_hat, levels[i], informations[i + 1] - informations[i])
             latent, previous = advance(latent, x_hat, previous, eps, rows[i]), x_hat
     with gradients():
         x = method.decode(latent, levels[-1].expand(len(latent)), predict)
@@ -140,9 +149,10 @@ def sample(
     solver: Solver | str = "posterior",
     start: Float[Tensor, "batch *data"] | None = None,
     differentiable: bool = False,
+    variance: Variance | None = None,
 ) -> Float[Tensor, "batch *data"]:
     """Draw one sample for each row of noise, as values (not bins)."""
-    return end_of(trajectory(method, predict, noise, grid, solver, start, differentiable))
+    return end_of(trajectory(method, predict, noise, grid, solver, start, differentiable, variance))
 
 
 def end_of(steps: Iterator[Step]) -> Float[Tensor, "batch *data"]:
@@ -172,11 +182,12 @@ def drawing(
     shape: tuple[int, ...],
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    variance: Variance | None = None,
 ) -> Iterator[Step]:
     """The trajectories of the samples `ids` of a seed, on the device of `ids`. `predict` includes any guidance."""
     levels = levels_of(method, sampler)
     noise = noise_of(sampler, seed, ids, shape, dtype)
-    return trajectory(method, predict, noise, levels, sampler.solver_for(method))
+    return trajectory(method, predict, noise, levels, sampler.solver_for(method), variance=variance)
 
 
 def noise_of(

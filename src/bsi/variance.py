@@ -12,32 +12,34 @@ and its KL divergence from the posterior q(s' | s, x) = N(s + D x, D) is, for ea
 It is minimal for v = E (x - x_hat)^2, where it is 1/2 ln(1 + D v) on average instead of 1/2 D v. Any v that depends on
 s and the level alone gives a valid bound; v = 0 is the paper's; for k -> infinity all of them agree. Because the noise
 of s is white, v may be diagonal in any orthonormal basis of the data. A `Variance` is diagonal in a fixed
-`OrthonormalBasis` and a function of the level, fitted to the errors of predictions on training data.
+`OrthonormalBasis` and a function of the level, fitted to the errors of predictions on training data. A `Correction`, a
+small network, lets it depend on the prediction too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from bsi.errors import UsageError
 from bsi.gaussian import sum_over_data
 from bsi.levels import low_discrepancy
 from bsi.methods.base import Method, Predictor
-from bsi.rng import Noise, standard_normal
+from bsi.rng import standard_normal
 
 __all__ = [
-    "VARIANCES",
+    "Correction",
     "OrthonormalBasis",
     "Variance",
-    "aware_noise",
     "dct_basis",
     "each_alone",
+    "fit_correction",
     "fit_variance",
     "frequency_bands",
     "named_variance",
@@ -45,12 +47,16 @@ __all__ = [
     "pca_basis",
     "pixel_basis",
     "transition_kl",
+    "widened",
 ]
 
 KNOTS = 33  # levels at which a variance is fitted
 PRIOR = 4.0  # weight of the average over all coordinates, in observations per knot
 MAX_PCA = 4096
 SMALLEST = 1e-12  # lower limit of a variance, since its logarithm is interpolated
+WIDTH, EPOCHS, RATE = 32, 20, 3e-3  # of a `Correction` and its training
+STEPS = 64  # a correction is fitted to the cost of the steps of a chain of about this length
+LARGEST_CORRECTION = 6.0  # of ln v
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ class Variance:
     """v(level), diagonal in a basis: ln v is linear between equally spaced points of ln(level).
 
     Coordinates of one group share their variance: `values` has a column for each group, `groups` the group of each
-    coordinate.
+    coordinate. With a `correction` the variance is a function of the prediction too.
     """
 
     basis: OrthonormalBasis
@@ -132,15 +138,55 @@ class Variance:
     high: float
     values: Float[Tensor, "knots groups"]
     groups: Int[Tensor, " coordinates"]
+    correction: Correction | None = None
 
-    def at(self, level: Float[Tensor, " batch"]) -> Float[Tensor, "batch coordinates"]:
-        """The predictive variance of each coordinate at these levels."""
+    def at(
+        self, level: Float[Tensor, " batch"], x_hat: Float[Tensor, "batch *data"]
+    ) -> Float[Tensor, "batch coordinates"]:
+        """The predictive variance of each coordinate at these levels, given the predictions."""
+        v = self.of_level(level)
+        return v if self.correction is None else v * self.correction(x_hat, torch.log(v)).exp()
+
+    def of_level(self, level: Float[Tensor, " batch"]) -> Float[Tensor, "batch coordinates"]:
+        """The variance without the correction."""
         logs = self.values.clamp(min=SMALLEST).log().to(level.device)
         place = torch.log(level.double() / self.low) / math.log(self.high / self.low) * (len(logs) - 1)
         place = place.clamp(0, len(logs) - 1)
         left = place.floor().long().clamp(max=len(logs) - 2)
         along = (place - left)[:, None]
         return torch.exp(logs[left] * (1 - along) + logs[left + 1] * along)[:, self.groups.to(level.device)]
+
+
+class Correction(nn.Module):
+    """A small convolutional network: from a prediction and its ln v to what is added to each ln v, 0 at first.
+
+    The values of a vector are channels of one position.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        axes = max(1, len(shape) - 1)
+        if axes > 3:
+            raise UsageError(f"a learned variance is for data with at most four axes, got {shape}. Use 'level'.")
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+        self.shape = shape if len(shape) > 1 else (*shape, 1)
+        self.layers = nn.Sequential(
+            conv(2 * shape[0], WIDTH, 3, padding=1),
+            nn.SiLU(),
+            conv(WIDTH, WIDTH, 3, padding=1),
+            nn.SiLU(),
+            conv(WIDTH, shape[0], 3, padding=1),
+        )
+        for parameter in self.layers[-1].parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(
+        self, x_hat: Float[Tensor, "batch *data"], logs: Float[Tensor, "batch coordinates"]
+    ) -> Float[Tensor, "batch coordinates"]:
+        """`logs` are the ln v without the correction, of each value of the data."""
+        given = [each.reshape(-1, *self.shape).to(next(self.parameters())) for each in (x_hat, 0.1 * logs)]
+        found = self.layers(torch.cat(given, 1)).flatten(1).to(logs)
+        return LARGEST_CORRECTION * torch.tanh(found / LARGEST_CORRECTION)
 
 
 def one_group(n: int) -> Int[Tensor, " {n}"]:
@@ -171,28 +217,26 @@ def transition_kl(
     """KL( q(s' | s, x) || p(s' | s) ) in nats for steps that start at `level` and gain the precision `gained`."""
     squared = variance.basis.coordinates((x - x_hat).double()).square()
     d = gained.double()[:, None]
-    extra = d * variance.at(level)
+    return _kl(squared, d, variance.at(level, x_hat))
+
+
+def _kl(
+    squared: Float[Tensor, "batch coordinates"], d: Float[Tensor, "batch 1"], v: Float[Tensor, "batch coordinates"]
+) -> Float[Tensor, " batch"]:
+    extra = d * v
     return 0.5 * sum_over_data(torch.log1p(extra) + (d * squared - extra) / (1 + extra))
 
 
-def aware_noise(method: Method, noise: Noise, variance: Variance) -> Noise:
-    """Noise for the solver `posterior` that adds the missing variance: a step draws from N(s + D x_hat, D + D^2 v).
-
-    The noise of the prior, which is the first draw, is unchanged.
-    """
-    began = False
-
-    def aware(start: float, end: float) -> Float[Tensor, "batch *data"]:
-        nonlocal began
-        eps = noise(start, end)
-        if not began:
-            began = True
-            return eps
-        level = method.level(torch.tensor([start - method.c], dtype=torch.float64)).to(eps.device)
-        factor = torch.sqrt(1 + (end - start) * variance.at(level)).to(eps.dtype)
-        return variance.basis.values(variance.basis.coordinates(eps) * factor, eps)
-
-    return aware
+def widened(
+    variance: Variance,
+    eps: Float[Tensor, "batch *data"],
+    x_hat: Float[Tensor, "batch *data"],
+    level: Float[Tensor, ""],
+    gained: float,
+) -> Float[Tensor, "batch *data"]:
+    """Noise of the solver `posterior` with the missing variance: a step draws from N(s + D x_hat, D + D^2 v)."""
+    factor = torch.sqrt(1 + gained * variance.at(level.expand(len(eps)), x_hat)).to(eps.dtype)
+    return variance.basis.values(variance.basis.coordinates(eps) * factor, eps)
 
 
 @torch.no_grad()
@@ -219,6 +263,26 @@ def fit_variance(
     sizes = torch.bincount(groups).double()
     sums = torch.zeros(KNOTS, len(sizes), dtype=torch.float64, device=x.device)
     counts = torch.zeros(KNOTS, 1, dtype=torch.float64, device=x.device)
+    for ids, t, x_hat in _predictions(method, predict, x, draws, seed, batch_size):
+        squared = basis.coordinates((x[ids] - x_hat).double()).square()
+        of_group = torch.zeros(len(ids), len(sizes), dtype=torch.float64, device=x.device)
+        of_group.index_add_(1, groups, squared)
+        place = t * (KNOTS - 1)
+        left = place.floor().long().clamp(max=KNOTS - 2)
+        for knot, share in ((left, left + 1 - place), (left + 1, place - left)):
+            sums.index_add_(0, knot, share[:, None] * of_group / sizes)
+            counts.index_add_(0, knot, share[:, None])
+        progress(len(ids))
+    average = (sums * sizes).sum(1, keepdim=True) / (sizes.sum() * counts.clamp(min=1e-9))
+    prior = PRIOR / sizes  # a large group needs less of the prior
+    fitted = (sums + prior * average) / (counts + prior)
+    return Variance(basis, method.levels.low, method.levels.high, fitted, groups.cpu())
+
+
+def _predictions(
+    method: Method, predict: Predictor, x: Float[Tensor, "samples *data"], draws: int, seed: int, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Indices of samples, positions t of their levels, and predictions, at `draws` levels of every sample."""
     generator = torch.Generator().manual_seed(seed)
     for draw in range(draws):
         order = torch.randperm(len(x), generator=generator).to(x.device)
@@ -227,23 +291,48 @@ def fit_variance(
             ids = order[part]
             level = method.levels.icdf(t[part])
             eps = standard_normal(seed, ids, draw, tuple(x.shape[1:]), x.dtype)
-            error = x[ids] - predict(method.encoder(level).encode(x[ids], eps), level)
-            squared = basis.coordinates(error.double()).square()
-            of_group = torch.zeros(len(ids), len(sizes), dtype=torch.float64, device=x.device)
-            of_group.index_add_(1, groups, squared)
-            place = t[part] * (KNOTS - 1)
-            left = place.floor().long().clamp(max=KNOTS - 2)
-            for knot, share in ((left, left + 1 - place), (left + 1, place - left)):
-                sums.index_add_(0, knot, share[:, None] * of_group / sizes)
-                counts.index_add_(0, knot, share[:, None])
-            progress(len(ids))
-    average = (sums * sizes).sum(1, keepdim=True) / (sizes.sum() * counts.clamp(min=1e-9))
-    prior = PRIOR / sizes  # a large group needs less of the prior
-    fitted = (sums + prior * average) / (counts + prior)
-    return Variance(basis, method.levels.low, method.levels.high, fitted, groups.cpu())
+            yield ids, t[part], predict(method.encoder(level).encode(x[ids], eps), level)
 
 
-VARIANCES = ("level", "pixels", "dct", "pca")
+def fit_correction(
+    variance: Variance,
+    method: Method,
+    predict: Predictor,
+    x: Float[Tensor, "samples *data"],
+    draws: int = 4,
+    seed: int = 0,
+    batch_size: int = 256,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Variance:
+    """A variance of each value with a `Correction`, which is trained on the KL divergence of steps of a chain.
+
+    The divergence is lowest at v = E (x - x_hat)^2 for steps of any length.
+    """
+    with torch.no_grad():
+        found = list(_predictions(method, predict, x, draws, seed + 1, batch_size))
+        progress(draws * len(x))
+    ids, t, x_hat = (torch.cat(parts) for parts in zip(*found, strict=True))
+    ratio = (variance.high / variance.low) ** (1 / STEPS)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        torch.manual_seed(seed)
+        correction = Correction(tuple(x.shape[1:])).to(x.device)
+        aware = replace(variance, correction=correction)
+        optimizer = torch.optim.Adam(correction.parameters(), lr=RATE)
+        steps = EPOCHS * -(-len(ids) // batch_size)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for _ in range(EPOCHS):
+            for rows in torch.randperm(len(ids), generator=generator).to(x.device).split(batch_size):
+                level, predicted = method.levels.icdf(t[rows]), x_hat[rows]
+                gained = method.gain(torch.clamp(level * ratio, max=variance.high)) - method.gain(level)
+                optimizer.zero_grad()
+                transition_kl(aware, x[ids[rows]], predicted, level, gained).mean().backward()
+                optimizer.step()
+                schedule.step()
+    return replace(variance, correction=correction.requires_grad_(False).eval())
+
+
+Kind = Literal["level", "pixels", "dct", "pca", "learned"]
 
 
 def named_variance(
@@ -259,12 +348,13 @@ def named_variance(
 
     Args:
         name: `level` (a function of the level alone), `pixels` (each dimension its own), `dct` (a cosine transform over
-            space, frequency bands for each principal color) or `pca` (the principal axes of the training samples).
+            space, frequency bands for each principal color), `pca` (the principal axes of the training samples) or
+            `learned` (as `pixels`, with a small network that knows the prediction).
     """
     shape, n = tuple(x.shape[1:]), x[0].numel()
     if name == "level":
         basis, groups = pixel_basis(shape), one_group(n)
-    elif name == "pixels":
+    elif name in ("pixels", "learned"):
         basis, groups = pixel_basis(shape), each_alone(n)
     elif name == "dct":
         basis, groups = dct_basis(x), frequency_bands(shape)
@@ -273,5 +363,8 @@ def named_variance(
             raise UsageError(f"a basis of principal axes is for at most {MAX_PCA} dimensions, got {n}. Use 'dct'.")
         basis, groups = pca_basis(x), each_alone(n)
     else:
-        raise UsageError(f"a variance is one of {', '.join(VARIANCES)}, got {name!r}.")
-    return fit_variance(method, predict, x, basis, groups, 4, seed, batch_size, progress)
+        raise UsageError(f"a variance is one of {', '.join(get_args(Kind))}, got {name!r}.")
+    fitted = fit_variance(method, predict, x, basis, groups, 4, seed, batch_size, progress)
+    if name != "learned":
+        return fitted
+    return fit_correction(fitted, method, predict, x, 4, seed, batch_size, progress)

@@ -44,8 +44,17 @@ def test_arrays_and_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["decompress", str(file), "digits", "-o", str(out)]) == 0
     assert len(list(out.glob("*.png"))) == 20
     rough = tmp_path / "rough.npy"
-    assert main(["decompress", str(file), "digits", "-o", str(rough), "--lossy-steps", "2"]) == 0
-    assert 0 < np.mean(np.load(rough) != rows) < 1
+    capsys.readouterr()
+    errors, rates = [], []
+    for steps in ("1", "3"):
+        words = ["decompress", str(file), "digits", "-o", str(rough), "--lossy-steps", steps, "--json"]
+        assert main(words) == 0
+        record = json.loads(capsys.readouterr().out)
+        errors.append(np.mean(np.load(rough) != rows))
+        rates.append(record["rate_bits_per_dim"])
+    assert 0 < errors[1] < errors[0] < 1
+    assert 0 < rates[0] < rates[1]
+    assert main(["decompress", str(file), "digits", "-o", str(rough), "--lossy-steps", "4"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train", None, "train a recipe, or resume a run"),
     "sample": Command("sample", "Sample", "draw samples from a trained model"),
     "eval": Command("eval", "Eval", "bits per dimension and sample quality, with standard errors"),
+    "audit": Command("audit_run", "Audit", "all likelihoods of a model on the same samples, and their order"),
     "fid": Command("fid", "Fid", "Fréchet distance between two sets of images"),
     "data": Command("data", "DataOptions", "prepare a dataset, or list the prepared ones"),
     "bench": Command("bench", "Bench", "measure how fast a network trains and samples on this machine"),

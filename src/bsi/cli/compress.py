@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ import tyro
 
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable, make_folder, open_untrusted
-from bsi.progress import Progress, log
+from bsi.progress import Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Compress", "Decompress", "run"]
 
-FITTED = 4096  # training samples that the variance is fitted to
+MEASURED = 256  # samples that the rate of --lossy-steps is measured with
 MAX_BYTES = 1 << 36  # of a compressed file
 
 Device = Literal["cuda", "cpu"]
@@ -74,7 +74,8 @@ class Decompress:
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """A .npy file for the array of bin indices, or a folder for images (.png)."""
     lossy_steps: int | None = None
-    """Write the predictions after this many steps instead of the data; samples stored uncompressed stay exact."""
+    """Write the predictions after this many steps instead of the data, and print the rate that was spent until then;
+    samples stored uncompressed stay exact."""
     preview: Path | None = None
     """A .gif or .webp of the predictions of some samples while they are decoded, from coarse to fine."""
     device: Device | None = None
@@ -134,19 +135,38 @@ def decompress(args: Decompress) -> int:
     started = time.perf_counter()
     with Progress("decompress", codec.evaluations(blob), "evaluation") as progress:
         index = codec.decompress(model, blob, progress.advance, watch)
-    seconds = time.perf_counter() - started
+    seconds, rate = time.perf_counter() - started, dict[str, float]()
     if args.lossy_steps is not None:
         if not rough:
             raise UsageError(f"--lossy-steps {args.lossy_steps} is beyond the {len(first) - 1} steps of {args.file}.")
         predicted = model.data(torch.cat(rough[::-1]).float()).to(index.dtype)
+        rate = _rate(blob, model, index[-len(predicted) :], args.lossy_steps)
         index = torch.cat([index[: len(index) - len(predicted)], predicted])  # the first ones are stored without x_hat
     _write(args.out, index.numpy(), model)
     if args.preview is not None:
         _animate(args.preview, first, model)
     files = [str(path) for path in (args.out, args.preview) if path is not None]
-    record = {"samples": len(index), "seconds": round(seconds, 3), "files": files}
-    print(json.dumps(record) if args.json else f"{len(index)} samples in {seconds:.1f} s: {', '.join(files)}")
+    record = {"samples": len(index), "seconds": round(seconds, 3), **rate, "files": files}
+    line = f"{len(index)} samples in {seconds:.1f} s: {', '.join(files)}"
+    if rate:
+        line += (
+            f"\n  {args.lossy_steps} steps: about {rate['rate_bits_per_dim']:.4f} bits/dim, mean squared error "
+            f"{rate['squared_error']:.4g}"
+        )
+    print(json.dumps(record) if args.json else line)
     return 0
+
+
+def _rate(blob: bytes, model: Model, index: Tensor, steps: int) -> dict[str, float]:
+    """The rate that is spent in the first steps of the chain of a file, and the error of the predictions after them."""
+    from bsi.coded_file import read_variance, unpack
+    from bsi.evaluation.likelihoods import rate_distortion
+
+    header, _ = unpack(blob)
+    variance = None if header.variance is None else read_variance(header.variance, model)
+    with model.evaluating():
+        found = rate_distortion(replace(model.on(index[:MEASURED]), variance=variance), header.steps)
+    return {"rate_bits_per_dim": found.bits_per_dim[steps], "squared_error": found.squared_error[steps]}
 
 
 def _opened(run: str, device: Device | None) -> Model:
@@ -221,21 +241,10 @@ def _prepared(args: Compress, model: Model) -> np.ndarray:
 
 def _fitted(args: Compress, model: Model) -> Variance:
     """The variance, fitted to training samples of the dataset that the run was trained on."""
-    import numpy as np
-    import torch
-
-    from bsi.data.store import open_dataset
-    from bsi.rng import subset
+    from bsi.evaluation.runs import fitted_variance
     from bsi.runtime.export import read_trained
 
-    trained = read_trained(Path(args.run))
-    try:
-        train = open_dataset(trained.data.name).split("train")
-    except DataError as error:
-        raise DataError(f"--variance needs training samples: {error} Or use --variance none.") from error
-    rows = np.asarray(train[subset(len(train), FITTED)])
-    log(f"bsi compress: fitting the variance to {len(rows)} training samples")
-    return model.fit_variance(torch.as_tensor(rows).to(model.device), args.variance, batch_size=256)
+    return fitted_variance(model, read_trained(Path(args.run)).data.name, args.variance)
 
 
 def _record(args: Compress, packed: Compressed, seconds: float) -> dict[str, Any]:

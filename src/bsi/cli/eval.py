@@ -17,9 +17,10 @@ from bsi.cli.sample import all_labels
 from bsi.errors import BsiError, UsageError
 from bsi.io import check_writable
 from bsi.progress import log
-from bsi.sampler import Sampler
+from bsi.sampler import Sampler, VarianceKind
 
 if TYPE_CHECKING:
+    from bsi.bound import EvaluatedModel
     from bsi.elbo import Elbo, Estimator
     from bsi.evaluation.runs import Run, Split
     from bsi.runtime.distributed import World
@@ -29,7 +30,7 @@ __all__ = ["Eval", "run"]
 # The evaluations that an option applies to; the other options apply to all of them.
 _BOUND, _SAMPLES = ("bpd", "paired"), ("fid",)
 APPLIES = {
-    **dict.fromkeys(("split", "measure", "recon", "finite_k", "proposal", "limit", "variance"), _BOUND),
+    **dict.fromkeys(("split", "measure", "recon", "finite_k", "proposal", "limit"), _BOUND),
     **dict.fromkeys(("target_se", "per_sample"), ("bpd",)),
     **dict.fromkeys(("num", "reference", "steps", "solver", "grid", "labels", "guidance"), _SAMPLES),
     **dict.fromkeys(("kid", "precision_recall", "inception"), _SAMPLES),
@@ -63,8 +64,9 @@ class Eval:
     """Reconstructions per sample and round."""
     finite_k: Annotated[int | None, Within(1, 1_000_000)] = None
     """The bound for this many measurement rounds instead of infinitely many."""
-    variance: Literal["none", "level", "pixels", "dct", "pca"] = "none"
-    """With --finite-k, the predictive variance in each transition, fitted to training samples; the paper has none."""
+    variance: VarianceKind = "none"
+    """The predictive variance of each transition, fitted to training samples, with --finite-k or for --fid; the paper
+    has none."""
     proposal: Literal["loguniform", "exact", "fitted"] = "loguniform"
     """The distribution of the levels; fitted learns it from a few extra evaluations, and adds a control variate."""
     control: bool = True
@@ -181,8 +183,8 @@ def check(args: Eval) -> None:
             raise UsageError(f"--{name} applies only with {wanted_flags}: leave it out, or add {wanted_flags}")
     if not args.control and args.proposal != "fitted":
         raise UsageError("--no-control applies only with --proposal fitted: leave it out")
-    if args.variance != "none" and args.finite_k is None:
-        raise UsageError(f"--variance {args.variance} belongs to finitely many steps: add --finite-k K.")
+    if args.variance != "none" and args.finite_k is None and not args.fid:
+        raise UsageError(f"--variance {args.variance} belongs to finitely many steps: add --finite-k K, or use --fid.")
     if not args.guidance:
         raise UsageError("--guidance needs at least one number")
     if args.guidance != (1.0,) and not args.labels:
@@ -200,9 +202,7 @@ def bound(args: Eval, world: World) -> Found:
 
     estimator = _estimator(args)
     run, split = _opened(args, args.runs[0], world)
-    model = runs.evaluated(run, split, args.limit)
-    if args.variance != "none":
-        model = replace(model, variance=runs.fitted_variance(run, split.dataset, args.variance, args.batch_size))
+    model = _evaluated(args, run, split)
     runs.speed_up(run, model.count * (args.measure + args.recon) // world.size)
     with runs.own_error():
         found = estimate(model, estimator, world, progress=True)
@@ -221,7 +221,7 @@ def paired(args: Eval, world: World) -> Found:
             f"{a.path.name} and {b.path.name} were trained on different data, and have no samples in common: name one "
             f"dataset with --data"
         )
-    first_model, second_model = (runs.evaluated(run, split, args.limit) for run in (a, b))
+    first_model, second_model = (_evaluated(args, run, split) for run in (a, b))
     with runs.own_error():
         first, second = estimate_pair(first_model, second_model, estimator, world, progress=True)
     return Found(runs.difference_record(a, b, split, first, second), a, f"paired-{args.split}")
@@ -238,10 +238,13 @@ def quality(args: Eval, world: World) -> Iterator[Found]:
     check_images(run.model)
     label = range(all_labels(run.model, run.path)) if args.labels else None
     samplers = [
-        Sampler(args.steps, args.solver, args.grid, guidance=each).named(run.model.method) for each in args.guidance
+        Sampler(args.steps, args.solver, args.grid, guidance=each, variance=args.variance).named(run.model.method)
+        for each in args.guidance
     ]
     levels_of(run.model.method, samplers[0])  # raises for an invalid sampler
     split = runs.open_split(run, args.reference, args.data)
+    if args.variance != "none":
+        runs.fitted_variance(run.model, split.dataset, args.variance, args.batch_size)
     runs.speed_up(run, len(samplers) * args.num * args.steps // world.size)
     with logged_warnings("bsi eval", world.first):
         extractor = Inception(args.inception, world.device)
@@ -253,6 +256,16 @@ def quality(args: Eval, world: World) -> Iterator[Found]:
             )  # fmt: skip
         if found is not None:
             yield Found(quality_record(run, sampler, args.seed, label, found), run, f"fid-{args.reference}")
+
+
+def _evaluated(args: Eval, run: Run, split: Split) -> EvaluatedModel:
+    """The samples to evaluate the bound of, with the variance of its transitions."""
+    from bsi.evaluation import runs
+
+    model = runs.evaluated(run, split, args.limit)
+    if args.variance == "none" or args.finite_k is None:
+        return model
+    return replace(model, variance=runs.fitted_variance(run.model, split.dataset, args.variance, args.batch_size))
 
 
 def _estimator(args: Eval) -> Estimator:

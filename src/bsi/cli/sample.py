@@ -88,6 +88,10 @@ def run(args: Sample) -> int:
         if world.first and trained.unfinished:
             log(f"bsi sample: training of {args.run} is unfinished: {trained.unfinished}")
         model = prepared(model_of(trained, str(args.run)).to(world.device), args)
+        if args.sampler.variance != "none":
+            from bsi.evaluation.runs import fitted_variance
+
+            fitted_variance(model, trained.data.name, args.sampler.variance, args.batch_size)
         if args.rate is None and form_of(model) == "sound":
             args = replace(args, rate=dataset_rate(trained.data.name, trained.data.version))
         with enough_for_batch(args.batch_size, "--batch-size", world.device):

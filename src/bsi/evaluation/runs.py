@@ -31,6 +31,7 @@ from bsi.elbo import Elbo
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, canonical_json, make_folder
 from bsi.model import Model
+from bsi.progress import log
 from bsi.rng import subset
 from bsi.runtime.baselines import baselines
 from bsi.runtime.data_spec import build_model
@@ -184,11 +185,17 @@ def evaluated(run: Run, split: Split, limit: int | None = None) -> EvaluatedMode
     return run.model.on(source, ids=subset(len(source), len(source) if limit is None else limit))
 
 
-def fitted_variance(run: Run, dataset: Dataset, kind: str, batch_size: int) -> Variance:
-    """The predictive variance of the run's model, fitted to random samples of the dataset's training part."""
-    train = as_source(dataset.split("train"), run.model.device)
-    samples = train.take(subset(len(train), min(len(train), FITTED)))
-    return run.model.fit_variance(samples, kind, batch_size=batch_size)
+def fitted_variance(model: Model, dataset: Dataset | str, kind: str, batch_size: int = 256) -> Variance:
+    """The predictive variance of a model, fitted to random samples of a dataset's training part."""
+    try:
+        rows = (open_dataset(dataset) if isinstance(dataset, str) else dataset).split("train")
+    except DataError as error:
+        raise DataError(
+            f"the variance {kind} is fitted to training samples: {error} Or use --variance none."
+        ) from error
+    train = as_source(rows, model.device)
+    log(f"fitting the variance {kind} to {min(len(train), FITTED)} training samples")
+    return model.fit_variance(train.take(subset(len(train), min(len(train), FITTED))), kind, batch_size=batch_size)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -48,7 +48,7 @@ def described(sampler: Sampler, seed: int, label: Label) -> dict[str, Any]:
     """Everything that samples depend on besides the network, for records."""
     one = label if isinstance(label, int) else None
     classes = 0 if label is None or isinstance(label, int) else len(label)
-    return {**asdict(sampler), "seed": seed, "label": one, "classes": classes}
+    return {**sampler.record(), "seed": seed, "label": one, "classes": classes}
 
 
 @dataclass(frozen=True)

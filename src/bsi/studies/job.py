@@ -176,7 +176,8 @@ def name_of(job: Job) -> str:
 
 
 def _settings(job: Measure) -> dict[str, Any]:
-    return {f.name: to_plain(getattr(job, f.name)) for f in fields(job) if f.name != "network"}
+    found = {f.name: to_plain(getattr(job, f.name)) for f in fields(job) if f.name not in ("network", "sampler")}
+    return found | ({"sampler": job.sampler.record()} if isinstance(job, Quality) else {})
 
 
 def _hash(plain: dict[str, Any]) -> str:

@@ -193,6 +193,8 @@ def _model(
                 f"--precision sets the type of the computation."
             )
     check_last_level(model.method, model.kind)
+    if recipe.samples.sampler.variance != "none":
+        raise UsageError("samples during training have no fitted variance. Use samples.sampler.variance=none.")
     levels_of(model.method, recipe.samples.sampler)  # raises now if the sampler is invalid, not at the first samples
     if recipe.precision == "fp8":
         check_fp8(recipe.backbone, data.spec.latent_shape)

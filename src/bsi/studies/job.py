@@ -31,7 +31,7 @@ from bsi.errors import DataError
 from bsi.io import atomic, canonical_json, write_json
 from bsi.recipe import Objective, Recipe
 from bsi.runtime.serialization import changes, from_plain, to_plain
-from bsi.sampler import Sampler
+from bsi.sampler import Sampler, VarianceKind
 from bsi.studies.scale import DATASETS, MetricName, Scale
 from bsi.training.resume import SAFE
 
@@ -82,6 +82,7 @@ class Bound:
     levels: int
     recon: int
     finite_k: int | None = None
+    variance: VarianceKind = "none"
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,16 @@ class Quality:
     seed: int = 0
 
 
-Measure = Bound | Reconstruction | LevelErrors | Quality
+@dataclass(frozen=True)
+class Rate:
+    """The rate and the distortion after each of the steps of a chain, on average over the test set."""
+
+    network: Recipe
+    steps: int
+    variance: VarianceKind = "none"
+
+
+Measure = Bound | Reconstruction | LevelErrors | Quality | Rate
 Job = Training | Measure
 
 
@@ -177,6 +187,8 @@ def name_of(job: Job) -> str:
 
 def _settings(job: Measure) -> dict[str, Any]:
     found = {f.name: to_plain(getattr(job, f.name)) for f in fields(job) if f.name not in ("network", "sampler")}
+    if found.get("variance") == "none":  # the names of results without a variance are those of earlier versions
+        del found["variance"]
     return found | ({"sampler": job.sampler.record()} if isinstance(job, Quality) else {})
 
 
@@ -206,14 +218,18 @@ def title(job: Job) -> str:
     match job:
         case Training(network=recipe):
             return f"train {network}: {recipe.steps} steps of {recipe.batch}"
-        case Bound(finite_k=k, levels=levels):
-            return f"bits/dim of {network}{'' if k is None else f' at k={k}'}: {levels} levels"
+        case Bound(finite_k=k, levels=levels, variance=kind):
+            variance = "" if kind == "none" else f", variance {kind}"
+            return f"bits/dim of {network}{'' if k is None else f' at k={k}'}: {levels} levels{variance}"
         case Reconstruction(factors=factors):
             return f"L_R of {network} for {len(factors)} values of alpha_R"
         case LevelErrors(levels=levels, images=images):
             return f"errors of {network}: {images} images at {levels} levels"
         case Quality(metric=metric, num=num, sampler=how):
-            return f"{metric} of {network}: {num} samples, {how.steps} steps of {how.solver} on {how.grid}"
+            variance = "" if how.variance == "none" else f", variance {how.variance}"
+            return f"{metric} of {network}: {num} samples, {how.steps} steps of {how.solver} on {how.grid}{variance}"
+        case Rate(steps=steps, variance=kind):
+            return f"rate and distortion of {network}: {steps} steps, variance {kind}"
 
 
 def estimate_s(job: Job, scale: Scale) -> float:
@@ -233,6 +249,8 @@ def estimate_s(job: Job, scale: Scale) -> float:
             evaluations = levels * shown
         case Quality(num=num, sampler=how):
             evaluations, images = num * (how.steps + 1), num
+        case Rate(steps=steps):
+            evaluations = data.test_images * (steps + 1)
     return 0.2 * speed.startup_s + flops * evaluations / speed.evaluation + images / speed.metric
 
 

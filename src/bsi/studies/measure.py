@@ -26,7 +26,8 @@ from bsi.data.batches import as_source
 from bsi.data.store import Dataset, open_dataset
 from bsi.elbo import Estimator, reconstruction_loss
 from bsi.errors import NonFinite, Preempted, UsageError
-from bsi.evaluation.runs import inner_precision
+from bsi.evaluation.likelihoods import rate_distortion
+from bsi.evaluation.runs import fitted_variance, inner_precision
 from bsi.evaluation.samples import SampleFile
 from bsi.gaussian import squared_norm
 from bsi.methods import BSI
@@ -35,8 +36,9 @@ from bsi.metrics.images import array_batches
 from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.rng import standard_normal
+from bsi.sampler import VarianceKind
 from bsi.studies.digits_features import DigitsFeatures
-from bsi.studies.job import Bound, LevelErrors, Measure, Quality, Reconstruction, Result, name_of
+from bsi.studies.job import Bound, LevelErrors, Measure, Quality, Rate, Reconstruction, Result, name_of
 from bsi.studies.scale import MetricName, Scale
 from bsi.values import to_uint8
 
@@ -100,13 +102,24 @@ class Laboratory:
             case LevelErrors():
                 return self._level_errors(job)
             case Quality():
+                if job.sampler.variance != "none":
+                    fitted_variance(self.model, self.dataset, job.sampler.variance, self.scale.batch)
                 return self._quality(job)
+            case Rate():
+                found = rate_distortion(self._test(job.variance), job.steps, self.scale.batch)
+                return Result({name: list(values) for name, values in vars(found).items()})
 
-    def _test(self) -> EvaluatedModel:
-        return self.model.on(as_source(self.dataset.split("test"), self.model.device))
+    def _test(self, kind: VarianceKind = "none") -> EvaluatedModel:
+        """The model on the test set; its transitions have a variance that is fitted to training samples."""
+        subject = self.model.on(as_source(self.dataset.split("test"), self.model.device))
+        if kind == "none":
+            return subject
+        return replace(subject, variance=fitted_variance(self.model, self.dataset, kind, self.scale.batch))
 
     def _bound(self, job: Bound) -> Result:
-        found = estimate(self._test(), Estimator(job.levels, job.recon, job.finite_k, batch_size=self.scale.batch))
+        found = estimate(
+            self._test(job.variance), Estimator(job.levels, job.recon, job.finite_k, batch_size=self.scale.batch)
+        )
         # Differences between networks are computed from the replicates of every image, in nats.
         arrays = {
             "measurement": found.measurements.values.numpy(),

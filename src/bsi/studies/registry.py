@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from bsi.errors import UsageError
-from bsi.studies import ablations, comparison, convergence, illustration, proposals
+from bsi.studies import ablations, comparison, convergence, illustration, proposals, transitions
 from bsi.studies.outcome import Study
 from bsi.studies.scale import Scale
 
@@ -64,6 +64,10 @@ ALL = (
     Study(
         "finite-k", 'Figure "train-finite-k"', "networks trained on L_M^k against L_M^inf, evaluated at k'",
         ablations.finite_measures, ablations.report_finite,
+    ),
+    Study(
+        "variance-aware", "new", "the bound and the samples for few steps, with a predictive variance in each step",
+        transitions.measures, transitions.report,
     ),
     Study(
         "architecture", 'Table "architecture"',

@@ -67,8 +67,8 @@ def report(results: Results) -> Outcome:
     better = [less(f"{k} steps", aware[i], curves["posterior"][i]) for i, k in enumerate(steps)]
 
     figure, (left, middle, right) = figures.panels(3)
-    for (kind, gaps), color in zip(excess.items(), figures.PALETTE, strict=False):
-        figures.line(left, scale.ks, gaps, color, label=kind)
+    for (name, gaps), color in zip(excess.items(), figures.PALETTE, strict=False):
+        figures.line(left, scale.ks, gaps, color, label=name)
     for (name, found), color in zip(curves.items(), figures.PALETTE, strict=False):
         figures.line(middle, steps, found, color, label=name)
     for kind, color in zip(SAMPLED, figures.PALETTE, strict=False):
@@ -81,7 +81,7 @@ def report(results: Results) -> Outcome:
         figures.log_axis(axes, ticks)
     for axes in (left, middle, right):
         axes.legend()
-    rows: list[tuple[Cell, ...]] = [(f"bound, variance {kind}", *gaps) for kind, gaps in excess.items()]
+    rows: list[tuple[Cell, ...]] = [(f"bound, variance {name}", *gaps) for name, gaps in excess.items()]
     drawn: list[tuple[Cell, ...]] = [(name, *found) for name, found in curves.items()]
     return Outcome(
         tables=(

@@ -287,7 +287,6 @@ def test_impossible_units_are_refused():
     for mean, std in ((0.0, 0.0), (0.0, -1.0), (NAN, 1.0), (0.0, INF)):
         refused(lambda mean=mean, std=std: bsi.Standardize(mean, std), f"std={std}", f"mean={mean}")
     refused(lambda: bsi.Standardize.fit(torch.full((4, 2), 3.0)), "constant")
-    refused(lambda: bsi.Model(Identity(), bsi.BSI(), (2,), bsi.Bins), "bsi.Symbols")
 
 
 @pytest.mark.parametrize("decoder", [discretized_normal, categorical_normal])

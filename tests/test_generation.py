@@ -39,8 +39,8 @@ class Exact(Denoiser):
         return data.posterior_mean(self.method.encoder(level), latent)
 
 
-def exact(method=METHODS[0], standardize=None) -> bsi.Model:
-    model = bsi.Model(Silent(), method, (2,), standardize=standardize)
+def exact(method=METHODS[0], data=None) -> bsi.Model:
+    model = bsi.Model(Silent(), method, (2,), data=data)
     model.denoiser = Exact(Silent(), method)
     return model
 
@@ -69,7 +69,7 @@ def test_denoising_is_that_of_the_conditioning_module_in_the_units_of_the_data()
     noise = BrownianPath(3, torch.arange(6), (2,), torch.float64)
     expected = denoise(method, exact().denoiser, noise, y, 9.0, 8)
     close(exact().denoise(y, 9.0, steps=8, seed=3, batch_size=4), expected, 1e-12)
-    scaled = exact(standardize=bsi.Standardize(5.0, 3.0))
+    scaled = exact(data=bsi.Standardize(5.0, 3.0))
     close(scaled.denoise(5 + 3 * y.numpy(), 1.0, steps=8, seed=3), 5 + 3 * expected, 1e-9)
 
 
@@ -88,7 +88,7 @@ def test_an_inpainted_part_has_its_conditional_distribution(method):
 def test_restoration_knows_the_units_of_the_data_and_an_affine_operator():
     """y = 2 u + 3 v + 7 + noise, where the data (u, v) has other units than the network."""
     mean, std = at(10.0, -4.0), at(2.0, 0.5)
-    model = exact(standardize=bsi.Standardize(tuple(mean.tolist()), tuple(std.tolist())))
+    model = exact(data=bsi.Standardize(tuple(mean.tolist()), tuple(std.tolist())))
     row, precision = at(2.0, 3.0), 4.0
     m, c = mean + std * MEAN, std[:, None] * COVARIANCE * std
     y = torch.full((1000, 1), float(row @ m) + 9.0, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_restoration_knows_the_units_of_the_data_and_an_affine_operator():
 
 
 def test_measurements_of_several_units_are_restored_and_not_denoised():
-    model = exact(standardize=bsi.Standardize((1.0, 2.0), (1.0, 10.0)))
+    model = exact(data=bsi.Standardize((1.0, 2.0), (1.0, 10.0)))
     with pytest.raises(UsageError, match="restore"):
         model.denoise(torch.zeros(2, 2), 1.0)
     with pytest.raises(UsageError, match="bins"):

@@ -165,7 +165,7 @@ def test_standardized_samples_come_back_in_the_units_of_the_data():
 def test_numpy_arrays_and_float64_are_data_too():
     """Float64, NumPy's default, is standardized as it is and then computed with in the dtype of the network."""
     standardize = bsi.Standardize(mean=1e6, std=2.0)
-    model = bsi.Model(bsi.backbones.build("mlp-8x1", (4,)), bsi.BSI(alpha_M=1e3), (4,), standardize=standardize)
+    model = bsi.Model(bsi.backbones.build("mlp-8x1", (4,)), bsi.BSI(alpha_M=1e3), (4,), data=standardize)
     standard = np.random.default_rng(0).normal(size=(6, 4))
     x = 1e6 + 2 * standard
     assert model.values(x).dtype == torch.float32

@@ -20,7 +20,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,8 +36,9 @@ from bsi.methods.base import Method, Predictor
 from bsi.progress import Progress
 from bsi.rng import uniform
 from bsi.sampling import evaluations
-from bsi.strata import Design, Integral, noise
-from bsi.values import CONTINUOUS, DataKind, Standardize
+from bsi.strata import Design, Integral, Points, noise
+from bsi.symbols import SymbolPredictor, mixture_kl
+from bsi.values import CONTINUOUS, DataKind, Standardize, Symbols
 from bsi.variance import Variance, transition_kl
 
 __all__ = [
@@ -126,12 +127,18 @@ class EvaluatedModel:
         level: Float[Tensor, " batch"],
         eps: Float[Tensor, "batch *data"],
         gained: Float[Tensor, " batch"] | None = None,
+        step_noise: Float[Tensor, "batch *data"] | None = None,
     ) -> Float[Tensor, " batch"]:
         """g = 1/2 level |x - x_hat|^2 in float64: one network evaluation for each sample.
 
-        With a variance and a step that gains the precision `gained`, the step's KL divergence in the same units.
+        For symbols, or with a variance, and a step that gains the precision `gained`, the step's KL divergence in the
+        same units; that of symbols is estimated from `step_noise`.
         """
-        x_hat = predict(self.method.encoder(level).encode(x, eps), level)
+        latent = self.method.encoder(level).encode(x, eps)
+        if step_noise is not None and gained is not None and isinstance(self.kind, Symbols):
+            logits = cast(SymbolPredictor, predict).logits(latent, level)
+            return level / gained * mixture_kl(self.kind, x, logits, gained, step_noise)
+        x_hat = predict(latent, level)
         if self.variance is not None and gained is not None:
             return level / gained * transition_kl(self.variance, x, x_hat, level, gained)
         return 0.5 * level * squared_norm(x - x_hat).double()
@@ -300,8 +307,10 @@ class Rounds:
                 total = torch.zeros(len(ids), dtype=torch.float64, device=model.device)
                 for t in self.design.t(ids, replicate, round_):
                     points = integral.at(t)
-                    eps = noise(self.design.seed, ids, "measure", round_ * measure + draw, model.shape, x.dtype)
-                    g = model.integrand(predict, x, points.level, eps, points.gained)
+                    number = round_ * measure + draw
+                    eps = noise(self.design.seed, ids, "measure", number, model.shape, x.dtype)
+                    step_noise = self._step_noise(ids, x, points, number)
+                    g = model.integrand(predict, x, points.level, eps, points.gained, step_noise)
                     if control is not None and steady is not None:
                         here = Observations.of(control.basis, steady, x, eps, torch.log(points.level), g)
                         g = g - control.predict(here)
@@ -313,6 +322,14 @@ class Rounds:
 
         values = self._sum(term, len(self.design.sizes), "levels", measure, round_)
         return Replicates(values, torch.tensor(self.design.sizes), self.block)
+
+    def _step_noise(
+        self, ids: Int[Tensor, " batch"], x: Float[Tensor, "batch *data"], points: Points, number: int
+    ) -> Float[Tensor, "batch *data"] | None:
+        """Noise for the divergence of a step of symbols; None for other data and for infinitely many steps."""
+        if points.gained is None or not isinstance(self.model.kind, Symbols):
+            return None
+        return noise(self.design.seed, ids, "step", number, self.model.shape, x.dtype)
 
     def reconstruct(self, round_: int = 0) -> Replicates:
         """A round of L_R."""
@@ -374,7 +391,8 @@ def estimate(
     """
     run = Rounds(model, estimator, ranks, plan, progress, poll)
     rounds = {"measurements": run.measure, "reconstructions": run.reconstruct}
-    costs = {"measurements": estimator.measure, "reconstructions": estimator.recon * evaluations(model.method, 0)}
+    decoding = 1 if isinstance(model.kind, Symbols) else evaluations(model.method, 0)
+    costs = {"measurements": estimator.measure, "reconstructions": estimator.recon * decoding}
     found = {name: one_round() for name, one_round in rounds.items()}
     made = dict.fromkeys(rounds, 1)
     n = math.prod(model.shape) // model.kind.channels

@@ -45,6 +45,8 @@ __all__ = [
     "epsilon",
 ]
 
+IMPOSSIBLE = -1e4  # the logarithm of a probability of 0, which guidance can still subtract
+
 # A condition of predictions: class labels, an image, or several of these by name.
 Condition = Tensor | dict[str, Tensor]
 
@@ -178,7 +180,7 @@ class Denoiser(nn.Module):
         assert self.symbols is not None
         log_p = log_posterior(self.symbols, self.method.encoder(level), latent)
         if known is not None:
-            certain = torch.where(known > 0, 0.0, -math.inf)
+            certain = torch.where(known > 0, 0.0, IMPOSSIBLE)
             log_p = torch.where(known.isnan(), log_p, certain)
         # Unit variance if a symbol is certain and all are equally frequent.
         scaled = (self.symbols.count * log_p.exp() - 1) / math.sqrt(self.symbols.count - 1)

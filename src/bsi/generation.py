@@ -28,6 +28,7 @@ from bsi.progress import Shown, shown
 from bsi.rng import Noise
 from bsi.sampler import NOISY_SOLVER, Sampler
 from bsi.sampling import Step, drawing, levels_of, noise_of, trajectory
+from bsi.symbols import known_symbols
 from bsi.values import Bins, DataKind, Standardize, Symbols
 from bsi.variance import Variance
 
@@ -262,9 +263,12 @@ class Generation(nn.Module):
             True
         """
         y, known = self.values(x).to(self.device), as_tensor(mask).to(self.device)
-        if known.shape not in (self.shape, y.shape):
+        if known.shape not in (self.shape, (len(y), *self.shape)):
             raise UsageError(f"a mask has the shape of one sample or of all, got {tuple(known.shape)} for {self.shape}")
-        known, sampler = known.expand_as(y), replace(sampler or Sampler(solver=NOISY_SOLVER), **changes)
+        sampler = replace(sampler or Sampler(solver=NOISY_SOLVER), **changes)
+        if self.symbols is not None:
+            return self._inpainted_symbols(y, known, sampler, precision, seed, label, cond, batch_size, progress)
+        known = known.expand_as(y)
 
         def conditioned(predict: Predictor, rows: Integer[Tensor, " batch"]) -> Predictor:
             return inpainted(self.method, predict, y[rows], known[rows], precision, iterations)
@@ -273,6 +277,34 @@ class Generation(nn.Module):
             self._given_measurement(conditioned, sampler), len(y), sampler, seed, label, cond, batch_size, progress
         )
         return torch.where(known.bool(), self.data(y), drawn) if precision == math.inf else drawn
+
+    def _inpainted_symbols(
+        self,
+        y: Float[Tensor, "batch *latent"],
+        mask: Tensor,
+        sampler: Sampler,
+        precision: float,
+        seed: int,
+        label: int | Sequence[int] | None,
+        cond: Condition | None,
+        batch_size: int,
+        progress: Shown,
+    ) -> Tensor:
+        """`inpaint` for symbols: the network reads a known one as a posterior that is certain."""
+        if self.symbols is None or precision != math.inf:
+            raise UsageError(f"symbols are known exactly or not at all, got precision={precision}. Leave it out.")
+        ids, mask = self._ids(len(y), batch_size), mask.expand(len(y), *self.shape)
+        cond, known = self._condition(ids, label, cond), known_symbols(self.symbols, y, mask)
+
+        def begin(rows: Integer[Tensor, " batch"], batch: range) -> Iterator[Step]:
+            there = rows.to(self.device)
+            predict = self.denoiser.given(rows_of(cond, rows, self.device), sampler.guidance, known[there])
+            numbers = self._numbers(batch)
+            steps = drawing(self.method, predict, sampler, numbers, self.latent_shape, seed, self.dtype)
+            return self._evaluated(steps)
+
+        drawn = self._drawn(begin, ids, sampler.steps, batch_size, progress)
+        return torch.where(mask.bool(), self.data(y), drawn)
 
     def restore(
         self,

@@ -1,12 +1,12 @@
-"""Exact predictors: E[x | psi] when the data is a Gaussian or a mixture of Gaussians in any dimension.
+"""Exact predictors: E[x | psi] for mixtures of Gaussians, and for few symbols with a known joint distribution.
 
 With psi = signal x + noise eps, psi is a Gaussian measurement of x with precision snr = (signal /
 noise)^2: a component N(m, C) of the data's mixture has
 
     E[x | psi, component] = m + signal C (signal^2 C + noise^2 I)^-1 (psi - signal m),
 
-and its posterior weight follows from the marginal N(signal m, signal^2 C + noise^2 I) of psi. The tests and the
-documentation use these predictors as ground truth.
+and its posterior weight follows from the marginal N(signal m, signal^2 C + noise^2 I) of psi. For n symbols the sum
+over all K^n sequences is taken. The tests and the documentation use these predictors as ground truth.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from bsi.errors import UsageError
 from bsi.gaussian import Encoder
 from bsi.methods.base import Method, Predictor
+from bsi.symbols import SymbolPredictor, evidence
+from bsi.values import Symbols
 
-__all__ = ["Mixture"]
+__all__ = ["Mixture", "Sequences"]
 
 
 @dataclass(frozen=True)
@@ -111,3 +113,35 @@ class Mixture:
         if self.axes is not None:
             offsets = torch.einsum("bm,bnm->bn", offsets, self.axes[chosen])
         return self.means[chosen] + offsets
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of n symbols whose joint distribution is a table with K entries along each of n axes."""
+
+    table: Float[Tensor, "..."]
+
+    @property
+    def count(self) -> int:
+        return self.table.shape[0]
+
+    @property
+    def all(self) -> Int[Tensor, "sequences n"]:
+        """All sequences, in the order of the flattened table."""
+        return torch.cartesian_prod(*(torch.arange(size) for size in self.table.shape)).view(-1, self.table.ndim)
+
+    @property
+    def log_prob(self) -> Float[Tensor, " sequences"]:
+        return self.table.flatten().log()
+
+    def logits(self, evidence: Float[Tensor, "batch symbols n"]) -> Float[Tensor, "batch symbols n"]:
+        """ln p(x_i = k | psi) from ln p(psi_i | k)."""
+        matches = torch.nn.functional.one_hot(self.all, self.count).mT.to(evidence.dtype)  # sequences, symbols, n
+        joint = self.log_prob.to(evidence.dtype) + evidence.flatten(1) @ matches.flatten(1).T
+        return (torch.softmax(joint, 1) @ matches.flatten(1)).view_as(evidence).log()
+
+    def predictor(self, method: Method) -> SymbolPredictor:
+        """The optimal predictor for this data."""
+        return SymbolPredictor(
+            Symbols(self.count), lambda latent, level: self.logits(evidence(method.encoder(level), latent))
+        )

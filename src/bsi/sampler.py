@@ -28,7 +28,16 @@ from bsi.errors import UsageError
 if TYPE_CHECKING:
     from bsi.methods import Method
 
-__all__ = ["FLOW_SOLVER", "NOISY_SOLVER", "NoiseKind", "Sampler", "VarianceKind", "check_guidance", "default_solver"]
+__all__ = [
+    "FLOW_SOLVER",
+    "MIXTURE",
+    "NOISY_SOLVER",
+    "NoiseKind",
+    "Sampler",
+    "VarianceKind",
+    "check_guidance",
+    "default_solver",
+]
 
 # One Brownian path for each sample, so that more steps converge to one image, or independent noise for each step.
 NoiseKind = Literal["path", "independent"]
@@ -39,6 +48,9 @@ VarianceKind = Literal["none", "level", "pixels", "dct", "pca", "learned"]
 MOST_STEPS = 1_000_000  # limited because levels and coefficients of all steps are stored in memory
 
 FLOW_SOLVER = "ode2"
+
+# The posterior's steps towards symbols that are drawn from the predicted probabilities, not towards their mean.
+MIXTURE = "mixture"
 
 # For uses that need noise in each step: a start that is only approximately correct, or one from a given measurement. It
 # has the best FID with 16 evaluations of the solvers with noise.
@@ -62,8 +74,8 @@ class Sampler:
     steps: int = 15
     """Number of steps k. The network is evaluated k + 1 times with BSI and BFN, k times with VDM."""
     solver: str | None = None
-    """posterior (the paper's), sde2, ode2, churn or churn:ZETA. Default: ode2 with BSI (sde2 if its gamma_0 is inf),
-    sde2 with BFN and VDM."""
+    """posterior (the paper's), sde2, ode2, churn or churn:ZETA; for symbols also mixture. Default: ode2 with BSI (sde2
+    if its gamma_0 is inf), sde2 with BFN and VDM."""
     grid: str = "edm"
     """Where the steps lie: paper, edm or geometric."""
     noise: NoiseKind = "path"

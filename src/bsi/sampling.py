@@ -19,9 +19,10 @@ from bsi.errors import UsageError
 from bsi.gaussian import Belief, over
 from bsi.grids import check_grid, named_grid
 from bsi.methods.base import Method, Predictor
-from bsi.rng import Noise, SeededNoise
-from bsi.sampler import Sampler
+from bsi.rng import Noise, SeededNoise, derive
+from bsi.sampler import MIXTURE, Sampler
 from bsi.solvers import Path, Solver, Table, named_solver, posterior
+from bsi.symbols import SymbolPredictor, drawn
 from bsi.variance import Variance, widened
 
 __all__ = [
@@ -168,7 +169,7 @@ def levels_of(method: Method, sampler: Sampler) -> Float[Tensor, " levels"]:
         UsageError: whatever drawing with this sampler would raise, before any evaluation of the network.
     """
     levels = named_grid(sampler.grid)(method, sampler.steps)
-    steps = noisy_steps(method, levels, sampler.solver_for(method))
+    steps = noisy_steps(method, levels, _solver(method, sampler))
     if sampler.noise == "path":
         check_resolved(steps)
     return levels
@@ -187,7 +188,16 @@ def drawing(
     """The trajectories of the samples `ids` of a seed, on the device of `ids`. `predict` includes any guidance."""
     levels = levels_of(method, sampler)
     noise = noise_of(sampler, seed, ids, shape, dtype)
-    return trajectory(method, predict, noise, levels, sampler.solver_for(method), variance=variance)
+    if sampler.solver == MIXTURE:
+        if not isinstance(predict, SymbolPredictor):
+            raise UsageError("the solver mixture draws symbols, and this data has none. Use posterior.")
+        predict = drawn(predict, SeededNoise(derive(seed, "symbols"), ids, shape, dtype))
+    return trajectory(method, predict, noise, levels, _solver(method, sampler), variance=variance)
+
+
+def _solver(method: Method, sampler: Sampler) -> str:
+    """The solver whose table the steps follow."""
+    return "posterior" if sampler.solver == MIXTURE else sampler.solver_for(method)
 
 
 def noise_of(

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from bsi.gaussian import Encoder, over, sum_over_data
@@ -42,7 +42,9 @@ __all__ = [
     "SymbolPredictor",
     "beliefs",
     "drawn",
+    "evidence",
     "expected",
+    "known_symbols",
     "log_posterior",
     "log_prob",
     "mixture_kl",
@@ -65,13 +67,17 @@ def _log_prior(symbols: Symbols, axes: int, device: torch.device, dtype: torch.d
     return torch.tensor(prior, dtype=torch.float64).log().to(device, dtype).view(-1, *[1] * axes)
 
 
-def log_posterior(symbols: Symbols, encoder: Encoder, latent: Data) -> Data:
-    """ln p(k | psi, level) of each element given its own latent."""
+def evidence(encoder: Encoder, latent: Data) -> Data:
+    """ln p(psi | k) of each element's own latent, up to a number that all symbols of the element share."""
     known = encoder.noise > 0
     gain = torch.where(known, encoder.signal / torch.where(known, encoder.noise, 1.0).square(), 0.0)
-    evidence = grouped(symbols, over(EMBEDDING * gain, latent) * latent)  # <psi, e_k> up to what all k share
+    return over(EMBEDDING * gain, latent) * latent
+
+
+def log_posterior(symbols: Symbols, encoder: Encoder, latent: Data) -> Data:
+    """ln p(k | psi, level) of each element given its own latent."""
     prior = _log_prior(symbols, latent.ndim - 2, latent.device, latent.dtype)
-    return torch.log_softmax(evidence + prior, 2).flatten(1, 2)
+    return torch.log_softmax(grouped(symbols, evidence(encoder, latent)) + prior, 2).flatten(1, 2)
 
 
 def probabilities(symbols: Symbols, logits: Data) -> Data:
@@ -104,13 +110,25 @@ def log_prob(symbols: Symbols, index: Integer[Tensor, "batch *data"], logits: Da
 
 
 def mixture_kl(symbols: Symbols, x: Data, logits: Data, gained: PerSample, eps: Data) -> PerSample:
-    """An unbiased estimate of KL( q(s' | s, x) || sum_k p_k N(s + D e_k, D) ) from one draw of noise, in nats."""
+    """An unbiased estimate of KL( q(s' | s, x) || sum_k p_k N(s + D e_k, D) ), in nats.
+
+    It is the average over the noise and its negative: the terms of odd order in sqrt(D), which dominate for small steps
+    and have mean 0, cancel.
+    """
     log_p = torch.log_softmax(grouped(symbols, logits.double()), 2)
     d = over(gained.double(), log_p)
     eps, own = grouped(symbols, eps.double()), grouped(symbols, x).double() > 0  # a symbol's own number is positive
     along = EMBEDDING * ((eps * own).sum(2, keepdim=True) - eps)  # <e_x - e_k, eps>
     distance = torch.where(own, 0.0, 2 * EMBEDDING**2)
-    return -sum_over_data(torch.logsumexp(log_p - d.sqrt() * along - 0.5 * d * distance, 2))
+    settled, change = log_p - 0.5 * d * distance, d.sqrt() * along
+    both = [torch.logsumexp(settled + sign * change, 2) for sign in (1, -1)]
+    return -0.5 * sum_over_data(both[0] + both[1])
+
+
+def known_symbols(symbols: Symbols, x: Data, mask: Shaped[Tensor, "batch *data"]) -> Data:
+    """The embedded symbols where the mask is 1, and NaN elsewhere."""
+    where = (mask[:, None] if mask.ndim < 3 else mask).bool()[:, :, None]
+    return torch.where(where, grouped(symbols, x), torch.nan).flatten(1, 2)
 
 
 @dataclass(frozen=True)

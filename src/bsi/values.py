@@ -260,7 +260,7 @@ class Symbols:
             )
         return (channels * self.count, *space)
 
-    def values(self, index: Integer[Tensor, "batch *data"], dtype: torch.dtype | None = None) -> Float[Tensor, "..."]:
+    def values(self, index: Num[Tensor, "batch *data"], dtype: torch.dtype | None = None) -> Float[Tensor, "..."]:
         """The embedding of symbols, in float32 unless another dtype is given."""
         import torch
 
@@ -278,7 +278,7 @@ class Symbols:
         nearest = x.unflatten(1, (-1, self.count)).argmax(2)
         return nearest.to(torch.uint8 if self.count <= 256 else torch.int32)
 
-    def check(self, data: Integer[Tensor, "*shape"]) -> None:
+    def check(self, data: Num[Tensor, "*shape"]) -> None:
         """Raise unless the data are integers 0 .. count - 1. This reads the data."""
         if data.is_floating_point():
             raise UsageError(self._no_symbols(data))
@@ -288,7 +288,7 @@ class Symbols:
     def _no_symbols(self, data: Float[Tensor, "*shape"]) -> str:
         return f"symbols are integers 0 to {self.count - 1}, got {data.dtype}. Convert them with data.long()."
 
-    def text(self, index: Integer[Any, " length"]) -> str:
+    def text(self, index: Sequence[int] | Integer[Any, " length"]) -> str:
         """The text of one sample, or its numbers if the symbols have no names."""
         numbers = np.asarray(index).reshape(-1).tolist()
         if self.names:

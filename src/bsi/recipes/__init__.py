@@ -24,6 +24,7 @@ from bsi.recipes.cifar10 import (
     cifar10_unet,
 )
 from bsi.recipes.digits import digits
+from bsi.recipes.discrete import binary_digits, mnist_binary, text8, text_mini
 from bsi.recipes.imagenet import imagenet32_dit_l2, imagenet32_unet, imagenet64_dit_l4
 from bsi.recipes.own import arrays, audio_mini, folder, folder_mini, series_mini, table_mini
 
@@ -32,6 +33,7 @@ __all__ = [
     "Evidence",
     "arrays",
     "audio_mini",
+    "binary_digits",
     "cifar10_20min_bpd",
     "cifar10_20min_fid",
     "cifar10_dit_mini",
@@ -44,13 +46,18 @@ __all__ = [
     "imagenet32_dit_l2",
     "imagenet32_unet",
     "imagenet64_dit_l4",
+    "mnist_binary",
     "named_recipe",
     "series_mini",
     "table_mini",
+    "text8",
+    "text_mini",
 ]
 
 RECIPES: dict[str, Callable[[str], Recipe]] = {
     "digits": digits,
+    "binary-digits": binary_digits,
+    "text-mini": text_mini,
     "cifar10-unet": cifar10_unet,
     "cifar10-dit-s": cifar10_dit_s,
     "cifar10-dit-mini": cifar10_dit_mini,
@@ -59,6 +66,8 @@ RECIPES: dict[str, Callable[[str], Recipe]] = {
     "imagenet32-dit-l2": imagenet32_dit_l2,
     "imagenet64-dit-l4": imagenet64_dit_l4,
     "imagenet32-unet": imagenet32_unet,
+    "mnist-binary": mnist_binary,
+    "text8": text8,
     "folder": folder,
     "folder-mini": folder_mini,
     "arrays": arrays,

@@ -44,6 +44,7 @@ from bsi.runtime.run_folder import RunFolder, Sink, Value
 from bsi.training.dataset import TrainingData
 from bsi.training.step import Engine
 from bsi.training.stream import Piece, Stream, piece_ids, piece_levels
+from bsi.values import Standardize
 
 __all__ = ["Job", "StopFlag", "listening", "log", "run"]
 
@@ -159,7 +160,8 @@ def _train(job: Job) -> None:
 def _journal(job: Job, steps: int, seconds: float) -> None:
     """Write one record of the steps since the last one, and show it next to the progress."""
     means, step = job.engine.means(), job.engine.steps_done
-    bits = means.measured / 2 / math.log(2)  # 2 L_M / n in nats: L_M in bits per dimension
+    spec = job.data.spec
+    bits = spec.kind.channels * means.measured / 2 / math.log(2)  # 2 L_M / n in nats: L_M in bits per dimension
     k = job.recipe.objective.finite_k
     rate = steps * job.recipe.batch / seconds
     lr = job.recipe.rate(step - 1)
@@ -172,11 +174,10 @@ def _journal(job: Job, steps: int, seconds: float) -> None:
         f" · saved {readable_seconds(job.saver.age_s)} ago" if job.saver.has_saved and step < job.recipe.steps else ""
     )
     rounds = "" if k is None else f" in {k} rounds"
-    spec = job.data.spec
-    # For binned data the loss is most of the bound; for continuous data the two are not comparable.
-    what = "loss" if spec.bins is not None else "measurement term"
+    # For discrete data the loss is most of the bound; for continuous data the two are not comparable.
+    what = "measurement term" if isinstance(spec.kind, Standardize) else "loss"
     each = "images" if len(spec.shape) == 3 else "samples"
-    job.progress.note = f"{what} {bits:.3f} bits/dim{rounds} · {rate:.4g} {each}/s · lr {lr:.1e}{saved}"
+    job.progress.note = f"{what} {bits:.3f} bits/{spec.kind.element}{rounds} · {rate:.4g} {each}/s · lr {lr:.1e}{saved}"
 
 
 def _record(job: Job, record: Mapping[str, Value]) -> None:
@@ -263,6 +264,10 @@ def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
         low, high = (0.0, float(model.bins.count - 1)) if model.bins is not None else (float(x.min()), float(x.max()))
         path = path.with_suffix(".png")
         grid(x, class_columns(model.classes), low, max(high, low + 1e-6)).save(path)
+        return path
+    if model.symbols is not None:
+        path = path.with_suffix(".txt")
+        path.write_text("\n\n".join(map(model.symbols.text, x)) + "\n", "utf-8")
         return path
     path = path.with_suffix(".npy")
     np.save(path, x, allow_pickle=False)

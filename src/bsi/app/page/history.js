@@ -50,8 +50,9 @@ async function reason(answer) {
 
 // All steps of one request. The y of a step is the measurement of its prediction, which arrives with the next step.
 export class History {
-  constructor(ask) {
+  constructor(ask, length = 0) {
     this.ask = ask;
+    this.length = length; // of a text; 0 for images
     this.steps = [];
     this.given = null; // the measurement that a denoised image starts from
     this.last = ask.evaluations;
@@ -71,7 +72,7 @@ export class History {
       else this.given = y;
       this.last = frame.last;
       const x_hat = decode(frame.x_hat);
-      this.steps.push({ precision: frame.precision, mean: decode(frame.mean), x_hat, y: null, move: before ? distance(x_hat, before.x_hat) : null });
+      this.steps.push({ precision: frame.precision, mean: decode(frame.mean), x_hat, y: null, move: before ? distance(x_hat, before.x_hat, this.length) : null });
       arrived(this);
     }
     if (this.steps.length <= this.last) throw new Error("the stream ended early: is `bsi view` still running?");
@@ -84,8 +85,9 @@ export class History {
   leave() { this._leave.abort(); }
 }
 
-// Root mean square of the change of the prediction.
-function distance(a, b) {
+// Root mean square of the change of the prediction; of a text, the share of the symbols that change.
+function distance(a, b, length) {
+  if (length) return 2 * a.reduce((sum, symbol, i) => sum + (i % (2 * length) < length && symbol !== b[i]), 0) / a.length;
   let sum = 0;
   for (let i = 0; i < a.length; i++) sum += (a[i] - b[i]) ** 2;
   return Math.sqrt(sum / a.length);

@@ -48,7 +48,7 @@ function precision() { return 10 ** Number($("#precision").value); }
 async function go() {
   if (!$("#ask").reportValidity()) return;
   page.history?.leave();
-  const history = new History(ask());
+  const history = new History(ask(), about.length);
   Object.assign(page, { history, position: 0, playing: true, started: performance.now(), firstStep: null });
   if (page.pixel && page.pixel.image >= history.num) page.pixel = null;
   for (const sheet of Object.values(sheets)) sheet.num = history.num;

@@ -61,7 +61,7 @@ def test_python_of_the_documents_runs(page: Path, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_of_the_documents_exist(page: Path) -> None:
-    """Every word of them: options that a command does not have, and values that it would not take, are refused."""
+    """Every word of them: options that a command does not have, and values that it would not take, are rejected."""
     for text in blocks(page, "bash"):
         for line in text.splitlines():
             words = shlex.split(re.sub(r"^(torchrun .* -m (-- )?|python -m |\$ )", "", line), comments=True)
@@ -69,16 +69,16 @@ def test_commands_of_the_documents_exist(page: Path) -> None:
                 near = difflib.get_close_matches(words[1], COMMANDS)
                 assert words[1] in COMMANDS, f"{page.name}: {line!r}, did you mean {near}?"
                 try:
-                    understood(*words[1:])
+                    parsed(*words[1:])
                 except (SystemExit, UsageError) as error:
-                    pytest.fail(f"{page.name}: {line!r} is refused: {error}")
+                    pytest.fail(f"{page.name}: {line!r} is rejected: {error}")
             if words[:1] == ["make"]:
                 targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
                 assert set(words[1:]) <= set(targets), f"{page.name}: {line!r}"
 
 
-def understood(name: str, *words: str) -> object:
-    """What a command would read from these words."""
+def parsed(name: str, *words: str) -> object:
+    """The options of a command, from these words."""
     command = COMMANDS[name]
     module = importlib.import_module(f"bsi.cli.{command.module}")
     if command.options is None:

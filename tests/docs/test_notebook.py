@@ -56,7 +56,11 @@ def tour() -> Any:
         del sys.modules["tour"]
 
 
-def test_tour_needs_only_torch_numpy_and_matplotlib() -> None:
+def test_the_tour_is_a_small_notebook_that_needs_only_torch_numpy_and_matplotlib() -> None:
+    notebook = json.loads(TOUR.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    assert TOUR.stat().st_size < 1_000_000
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     imported = set()
     *from_scratch, with_package = sources()
     for node in ast.walk(ast.parse("\n".join(from_scratch))):
@@ -75,18 +79,11 @@ def test_the_package_computes_what_the_tour_computes(tour: Any) -> None:
     assert torch.allclose(tour.drawn.std(0), tour.samples[256].std(0), rtol=0.1)
 
 
-def test_tour_is_a_small_notebook_that_opens_anywhere() -> None:
-    notebook = json.loads(TOUR.read_text(encoding="utf-8"))
-    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
-    assert TOUR.stat().st_size < 1_000_000
-    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
-
-
 def test_every_picture_of_the_tour_is_drawn(tour: Any) -> None:
     assert tour.figures == sum(source.count("plt.show()") for source in sources()) == 8
 
 
-def test_tour_encoders_are_those_of_the_package(tour: Any) -> None:
+def test_its_encoders_are_those_of_the_package(tour: Any) -> None:
     from bsi import BFN, BSI, VDM
 
     methods = {"BSI": BSI(tour.lambda_0, alpha_M=tour.alpha_M), "BFN": BFN(), "VDM": VDM()}
@@ -98,7 +95,7 @@ def test_tour_encoders_are_those_of_the_package(tour: Any) -> None:
         torch.testing.assert_close(noise, ours.noise, rtol=1e-9, atol=1e-12)
 
 
-def test_tour_ideal_predictor_is_the_oracle(tour: Any) -> None:
+def test_its_ideal_predictor_is_the_oracle(tour: Any) -> None:
     from bsi import BSI
     from bsi.oracle import Mixture
 
@@ -109,21 +106,19 @@ def test_tour_ideal_predictor_is_the_oracle(tour: Any) -> None:
     torch.testing.assert_close(tour.log_density(mu), oracle.log_density(mu), rtol=1e-4, atol=1e-4)
 
 
-def test_tour_network_learns(tour: Any) -> None:
+def test_its_network_learns_and_the_finite_bound_falls_towards_its_limit(tour: Any) -> None:
     learned, ideal = (float(tour.L_R[name] + tour.L_M[name]) for name in ("learned", "ideal"))
     error = 0.03  # two standard errors of these Monte Carlo sums, as the notebook prints them
     assert abs(ideal - float(tour.entropy)) < error  # with the ideal predictor the bound is tight
     assert float(tour.entropy) - error < learned < ideal + 0.15
 
-
-def test_tour_bound_falls_towards_its_limit_as_steps_are_refined(tour: Any) -> None:
     for name in ("learned", "ideal"):
         gaps = tour.finite[name] - tour.L_M[name]
         assert (gaps > 0).all()
         assert (gaps.diff() < 0).all()
 
 
-def test_tour_samples_spread_as_the_data_does(tour: Any) -> None:
+def test_its_samples_spread_as_the_data_does(tour: Any) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         spread = tour.draw_data(20_000).std(0)

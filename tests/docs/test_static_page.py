@@ -45,18 +45,18 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """The page at rest, before its first step; it may say nothing on the console and ask nothing of any network."""
+    """The page at rest, before its first step; it must print nothing on the console and fetch nothing else."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000}, reduced_motion="reduce", color_scheme="light")
-    said: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
+    printed: list[str] = []
+    fetched: list[str] = []
+    page.on("console", lambda message: printed.append(message.text))
+    page.on("pageerror", lambda error: printed.append(str(error)))
+    page.on("request", lambda request: fetched.append(request.url))
     page.goto(PAGE.as_uri())
     yield page
     page.close()
-    assert said == []
-    assert [url for url in asked if not url.startswith("data:")] == [PAGE.as_uri()]
+    assert printed == []
+    assert [url for url in fetched if not url.startswith("data:")] == [PAGE.as_uri()]
 
 
 def numbers(page: Any, method: str, solver: str, grid: str, k: int, num: int, **options: Any) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def assert_same(theirs: Any, ours: Tensor, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_page_draws_the_samples_that_the_package_draws(page: Any, name: str) -> None:
+def test_the_page_draws_the_samples_of_the_package(page: Any, name: str) -> None:
     method, k, num, seed = METHODS[name], 11, 5, 7
     for grid, solver in product(GRIDS, ("posterior", "sde2", "ode2")):
         noise = SeededNoise(seed, torch.arange(num), (2,), torch.float64)
@@ -86,7 +86,7 @@ def test_page_draws_the_samples_that_the_package_draws(page: Any, name: str) -> 
                 assert_same(there["y"], measurement(method, here, ours[i + 1]), f"y of {what}")
 
 
-def test_page_follows_the_noise_it_is_given(page: Any) -> None:
+def test_the_page_takes_given_noise(page: Any) -> None:
     k = 6
     drawn = torch.randn(k + 1, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for name, method in METHODS.items():
@@ -97,7 +97,7 @@ def test_page_follows_the_noise_it_is_given(page: Any) -> None:
         assert_same(theirs[-1]["x_hat"], samples, f"samples of {name}")
 
 
-def test_page_steps_scrubs_and_plays(page: Any) -> None:
+def test_the_page_works_with_the_mouse(page: Any) -> None:
     position = lambda: page.evaluate("window.bsi.state().position")  # noqa: E731
     page.evaluate("go(0)")
     page.click("#forth")
@@ -117,7 +117,7 @@ def test_page_steps_scrubs_and_plays(page: Any) -> None:
     assert not page.evaluate("window.bsi.state().playing")
 
 
-def test_page_works_with_the_keyboard_alone(page: Any) -> None:
+def test_the_page_works_with_the_keyboard_alone(page: Any) -> None:
     state = lambda name: page.evaluate(f"window.bsi.state().{name}")  # noqa: E731
     page.keyboard.press("End")
     assert state("position") == 40
@@ -137,23 +137,13 @@ def test_page_works_with_the_keyboard_alone(page: Any) -> None:
     for _ in range(20):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id"))
-    assert {
-        "play",
-        "back",
-        "forth",
-        "step",
-        "mixture",
-        "solver",
-        "grid",
-        "seed",
-        "k",
-        "num",
-        "std",
-        "lambda",
-    } <= reached
+    assert (
+        set(["play", "back", "forth", "step", "mixture", "solver", "grid", "seed", "k", "num", "std", "lambda"])
+        <= reached
+    )
 
 
-def test_page_names_every_control_and_says_what_is_seen(page: Any) -> None:
+def test_every_control_has_a_name_for_screen_readers(page: Any) -> None:
     page.evaluate("go(12)")
     nameless = page.evaluate(
         """() => [...document.querySelectorAll("button, input, select, canvas, output")].filter(control => {
@@ -167,7 +157,7 @@ def test_page_names_every_control_and_says_what_is_seen(page: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_is_readable_in_light_and_dark(page: Any, scheme: str) -> None:
+def test_the_page_is_readable_in_light_and_dark(page: Any, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme)
     colors = page.evaluate(
         """() => { const style = getComputedStyle(document.documentElement);

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 
 API = Path(__file__).with_name("api.md")
 
@@ -45,7 +46,7 @@ def api() -> str:
         rows = []
         for name in modules:
             module = importlib.import_module(name)
-            for public in getattr(module, "__all__", vars(module)):
+            for public in getattr(module, "__all__", None) or _defined(module):
                 value = getattr(module, public)
                 if id(value) not in seen and (summary := _summary(value)):
                     seen.add(id(value))
@@ -54,6 +55,12 @@ def api() -> str:
                         rows += _methods(value, public)
         parts.append("\n".join([f"## {title}\n", "| name | |", "|---|---|", *rows, ""]))
     return "\n".join(parts)
+
+
+def _defined(module: ModuleType) -> list[str]:
+    """The public classes and functions that a module defines, in the order of its file."""
+    here = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    return [name for name in here if not name.startswith("_")]
 
 
 def _shortest(module: str, name: str, value: object) -> str:

@@ -27,9 +27,6 @@ from bsi.gaussian import over
 from bsi.grids import EDM_SIGMA
 from bsi.methods.base import Method, Predictor, level_at, rho_at
 
-__all__ = ["GaussianDenoiser", "NoiseNetwork", "Schedule", "as_denoiser", "as_noise_prediction", "from_denoiser",
-           "from_noise_prediction"]  # fmt: skip
-
 Data = Float[Tensor, "batch *data"]
 PerSample = Float[Tensor, " batch"]
 

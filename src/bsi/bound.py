@@ -41,17 +41,6 @@ from bsi.symbols import SymbolPredictor, mixture_kl
 from bsi.values import CONTINUOUS, DataKind, Standardize, Symbols
 from bsi.variance import Variance, transition_kl
 
-__all__ = [
-    "EvaluatedModel",
-    "Plan",
-    "Ranks",
-    "Rounds",
-    "Samples",
-    "estimate",
-    "estimate_pair",
-    "make_plan",
-]
-
 PILOT_PART = 4  # the pilot takes one evaluation for this many of the first round
 FEWEST, MOST = 256, 4096  # limits of the number of pilot evaluations
 DESCRIBED = 2048  # samples that the reference denoisers of the control variate are fitted to

@@ -28,8 +28,6 @@ from torch import Tensor
 from bsi.errors import UsageError
 from bsi.rng import seed_words, weighted_normals
 
-__all__ = ["RESOLUTION", "BrownianPath", "Expansion", "check_resolved", "expansion"]
-
 LOW, HIGH = 2.0**-16, 2.0**32
 DEPTH = 13
 RESOLUTION = math.log(HIGH / LOW) / 2**DEPTH

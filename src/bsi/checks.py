@@ -16,8 +16,6 @@ from bsi.methods import BFN, BSI, VDM
 from bsi.methods.base import Method, level_at, rho_at
 from bsi.values import Bins, DataKind, Symbols
 
-__all__ = ["as_tensor", "check_finite", "check_last_level", "check_method", "check_repeated", "check_resolution"]
-
 SOME = 4096  # number of values that are searched for repetitions
 ROWS = 1024  # the same of each column of a table
 SYMBOL_NOISE = 20**-0.5  # the distance of two symbols is then 12.6 standard deviations

@@ -54,8 +54,6 @@ from bsi.solvers import Path
 from bsi.values import Bins
 from bsi.variance import Variance, pixel_basis
 
-__all__ = ["CodedBatch", "Compressed", "compress", "decompress", "evaluations"]
-
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
 # Grid points on either side of the mean with nonzero probability (at least 2^-24): REACH for q, LEAST to MOST for p.
 REACH, LEAST, MOST = 12, 64, 1 << 12

@@ -27,19 +27,6 @@ from bsi.model import Model
 from bsi.values import Bins
 from bsi.variance import OrthonormalBasis, Variance, dct_basis, frequency_bands, one_group, pixel_basis
 
-__all__ = [
-    "Header",
-    "check_same_machine",
-    "checksum",
-    "data_hash",
-    "machine",
-    "model_hash",
-    "pack",
-    "read_variance",
-    "stored_variance",
-    "unpack",
-]
-
 MAGIC = b"BSI\x01"
 HASH_BYTES = 32
 MOST_HEADER = 1 << 24

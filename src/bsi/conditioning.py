@@ -47,8 +47,6 @@ from bsi.sampler import NOISY_SOLVER, Sampler
 from bsi.sampling import Step, end_of, trajectory
 from bsi.solvers import SOLVERS, Solver, named_solver, posterior
 
-__all__ = ["denoise", "denoising", "guided", "inpainted", "measured", "measuring_solvers", "replaced", "start_of"]
-
 Data = Float[Tensor, "batch *data"]
 Given = Num[Tensor, "batch *given"]
 Mask = Shaped[Tensor, "batch *data"]  # of numbers or of truth values

@@ -40,19 +40,6 @@ from bsi.levels import Fitted, LogUniform
 from bsi.methods.base import Method
 from bsi.values import Bins, DataKind
 
-__all__ = [
-    "Basis",
-    "Control",
-    "Interpolation",
-    "Observations",
-    "Valuewise",
-    "Wiener",
-    "fit_control",
-    "fit_proposal",
-    "knots",
-    "predicted_by_others",
-]
-
 KNOTS = 33
 CONTEXTS = 17  # odd: a value in the middle of the range lies inside a context, not on an edge
 MAX_BINS = 256  # finer bins are narrower than the noise of the last level, so that knowing them hardly helps

@@ -33,18 +33,6 @@ from bsi.sampler import check_guidance
 from bsi.symbols import SymbolPredictor, expected, log_posterior
 from bsi.values import Symbols
 
-__all__ = [
-    "COEFFICIENTS",
-    "Coefficients",
-    "Condition",
-    "Denoiser",
-    "blend",
-    "check_condition",
-    "check_labels",
-    "edm",
-    "epsilon",
-]
-
 IMPOSSIBLE = -1e4  # the logarithm of a probability of 0, which guidance can still subtract
 
 # A condition of predictions: class labels, an image, or several of these by name.

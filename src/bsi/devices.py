@@ -18,8 +18,6 @@ from bsi.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Precision", "compiles", "compute_dtype", "seconds_by_threads", "type_name"]
-
 Precision = Literal["auto", "bf16", "fp8", "float16", "float32"]
 
 

@@ -12,8 +12,6 @@ from bsi.errors import DataError
 from bsi.io import digest_file
 from bsi.progress import Progress
 
-__all__ = ["download"]
-
 CHUNK = 1 << 18
 
 

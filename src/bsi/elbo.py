@@ -39,16 +39,6 @@ from bsi.methods.base import Method, Predictor
 from bsi.symbols import SymbolPredictor, log_prob
 from bsi.values import DataKind, Standardize, Symbols
 
-__all__ = [
-    "Elbo",
-    "Estimator",
-    "Proposals",
-    "Replicates",
-    "finite_measurement_loss",
-    "measurement_loss",
-    "reconstruction_loss",
-]
-
 Proposals = Literal["loguniform", "exact", "fitted"]
 
 RESOLVED = 2.0  # standard errors above 0 from which a variance counts as known

@@ -36,18 +36,6 @@ from bsi.methods.base import Method, Predictor, level_at, rho_at
 from bsi.rng import standard_normal
 from bsi.values import Bins
 
-__all__ = [
-    "Divergence",
-    "Flow",
-    "arc",
-    "binned_flow",
-    "exact_divergence",
-    "flow_decode",
-    "flow_density",
-    "flow_encode",
-    "hutchinson",
-]
-
 Data = Float[Tensor, "batch *data"]
 PerSample = Float[Tensor, " batch"]
 

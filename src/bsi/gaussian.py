@@ -24,8 +24,6 @@ from torch import Tensor
 
 from bsi.errors import UsageError
 
-__all__ = ["Belief", "Encoder", "Normal", "kl_divergence", "over", "squared_norm", "sum_over_data"]
-
 
 def over(value: Float[Tensor, " *batch"], data: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """One number per sample, cast to the data's dtype and reshaped to broadcast over the data's dimensions.

@@ -32,8 +32,6 @@ from bsi.symbols import known_symbols
 from bsi.values import Bins, DataKind, Standardize, Symbols
 from bsi.variance import Variance
 
-__all__ = ["Generation", "rows_of"]
-
 
 class Generation(nn.Module):
     """Draw samples of a denoiser and a method, unconditionally or given labels and measurements."""

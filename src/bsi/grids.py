@@ -20,17 +20,6 @@ from torch import Tensor
 from bsi.errors import UsageError
 from bsi.methods.base import Method, level_at, rho_at
 
-__all__ = [
-    "GRIDS",
-    "Grid",
-    "check_grid",
-    "edm_grid",
-    "geometric_grid",
-    "named_grid",
-    "onward_grid",
-    "paper_grid",
-]
-
 Levels = Float[Tensor, " levels"]
 Grid = Callable[[Method, int], Levels]
 

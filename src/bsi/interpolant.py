@@ -23,8 +23,6 @@ from bsi.errors import UsageError
 from bsi.gaussian import over, sum_over_data
 from bsi.methods.bsi import BSI
 
-__all__ = ["drift", "euler_maruyama_step", "interpolant_loss", "posterior_noise_level", "score", "velocity"]
-
 Data = Float[Tensor, "batch *data"]
 PerSample = Float[Tensor, " batch"]
 

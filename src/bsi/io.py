@@ -28,30 +28,6 @@ from typing import Any
 
 from bsi.errors import BsiError, DataError, UsageError
 
-__all__ = [
-    "append_line",
-    "atomic",
-    "cannot_write",
-    "canonical_json",
-    "check_writable",
-    "data_folder",
-    "digest",
-    "digest_file",
-    "fingerprint",
-    "is_full",
-    "make_folder",
-    "open_untrusted",
-    "parse_json",
-    "read_json",
-    "share",
-    "sync_file",
-    "sync_folder",
-    "system_error",
-    "write_bytes",
-    "write_json",
-    "write_text",
-]
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64

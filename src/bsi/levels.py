@@ -24,8 +24,6 @@ from torch import Tensor
 
 from bsi.errors import UsageError
 
-__all__ = ["ExpectedError", "Fitted", "LogUniform", "Proposal", "Uniform", "low_discrepancy"]
-
 
 @runtime_checkable
 class Proposal(Protocol):

@@ -23,9 +23,6 @@ from bsi.errors import UsageError
 from bsi.gaussian import squared_norm, sum_over_data
 from bsi.values import Bins
 
-__all__ = ["bits_per_dim", "categorical_normal", "discretized_normal", "normal"]
-
-
 # Gauss-Legendre nodes and weights on [-1, 1]: ten points integrate exp(-m u - u^2 / 2) over |m u| <= 1/2 to rounding.
 _NODES = (0.14887433898163122, 0.4333953941292472, 0.6794095682990244, 0.8650633666889845, 0.9739065285171717)
 _WEIGHTS = (0.29552422471475287, 0.26926671930999635, 0.21908636251598204, 0.1494513491505806, 0.06667134430868814)

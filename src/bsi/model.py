@@ -40,8 +40,6 @@ from bsi.rng import standard_normal
 from bsi.values import CONTINUOUS, Bins, DataKind, Standardize
 from bsi.variance import Variance, named_variance
 
-__all__ = ["Model"]
-
 DEQUANTIZATION = 1 << 27  # the stream of noise for the positions within bins, apart from those of probes
 
 

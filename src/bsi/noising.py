@@ -19,8 +19,6 @@ from bsi.errors import UsageError
 from bsi.gaussian import Normal, over
 from bsi.methods.bsi import BSI
 
-__all__ = ["noising"]
-
 
 def noising(
     method: BSI,

@@ -28,8 +28,6 @@ from bsi.elbo import finite_measurement_loss, measurement_loss
 from bsi.levels import Fitted, Proposal
 from bsi.methods.base import Method, Predictor
 
-__all__ = ["Weight", "edm_weight", "expected_levels", "finite_training_loss", "sigmoid_weight", "training_loss"]
-
 # A factor on the loss at each level (float64 in, float64 out).
 Weight = Callable[[Float[Tensor, " batch"]], Float[Tensor, " batch"]]
 

@@ -24,8 +24,6 @@ from bsi.methods.base import Method, Predictor
 from bsi.symbols import SymbolPredictor, evidence
 from bsi.values import Symbols
 
-__all__ = ["Mixture", "Sequences"]
-
 
 @dataclass(frozen=True)
 class Mixture:

@@ -17,8 +17,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from bsi.errors import UsageError
 
-__all__ = ["Moment", "animate", "animation_bytes", "belief_frames", "class_columns", "grid", "is_image", "pixels"]
-
 Images = Shaped[np.ndarray, "n channels height width"]
 Number = float | int
 

@@ -19,21 +19,6 @@ from bsi.methods import Method
 from bsi.methods.base import Parametrization
 from bsi.sampler import Sampler
 
-__all__ = [
-    "Data",
-    "Due",
-    "Ema",
-    "Evaluation",
-    "Every",
-    "Keep",
-    "Objective",
-    "Optimizer",
-    "Precision",
-    "Recipe",
-    "Samples",
-    "check_name",
-]
-
 SHARDS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST = 10**12  # steps, samples in a batch: larger numbers are mistakes

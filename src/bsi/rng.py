@@ -42,22 +42,6 @@ if TYPE_CHECKING:
 else:
     Tensor = Any
 
-__all__ = [
-    "Noise",
-    "SeededNoise",
-    "coins",
-    "derive",
-    "normals",
-    "philox",
-    "sample_ids",
-    "seed_words",
-    "standard_normal",
-    "subset",
-    "uniform",
-    "uniforms",
-    "weighted_normals",
-]
-
 
 def derive(seed: int, purpose: str, *numbers: int) -> int:
     """A 63-bit seed for one purpose and its numbers, independent of all other seeds."""

@@ -28,17 +28,6 @@ from bsi.errors import UsageError
 if TYPE_CHECKING:
     from bsi.methods import Method
 
-__all__ = [
-    "FLOW_SOLVER",
-    "MIXTURE",
-    "NOISY_SOLVER",
-    "NoiseKind",
-    "Sampler",
-    "VarianceKind",
-    "check_guidance",
-    "default_solver",
-]
-
 # One Brownian path for each sample, so that more steps converge to one image, or independent noise for each step.
 NoiseKind = Literal["path", "independent"]
 

@@ -25,21 +25,6 @@ from bsi.solvers import Path, Solver, Table, named_solver, posterior
 from bsi.symbols import SymbolPredictor, drawn
 from bsi.variance import Variance, widened
 
-__all__ = [
-    "Step",
-    "advance",
-    "belief",
-    "drawing",
-    "end_of",
-    "evaluations",
-    "levels_of",
-    "measurement",
-    "noise_of",
-    "noisy_steps",
-    "sample",
-    "trajectory",
-]
-
 
 @dataclass(frozen=True)
 class Step:

@@ -35,19 +35,6 @@ from torch import Tensor
 from bsi.errors import UsageError
 from bsi.methods.base import Method, rho_at
 
-__all__ = [
-    "SOLVERS",
-    "Path",
-    "Solver",
-    "Table",
-    "churn",
-    "midpoint",
-    "named_solver",
-    "ode2",
-    "posterior",
-    "sde2",
-]
-
 Steps = Float[Tensor, " steps"]
 Levels = Float[Tensor, " levels"]
 

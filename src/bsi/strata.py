@@ -32,8 +32,6 @@ from bsi.levels import Proposal
 from bsi.methods.base import Method
 from bsi.rng import standard_normal, uniform
 
-__all__ = ["Design", "Integral", "Points", "noise"]
-
 BLOCKS = 32  # their variances are averaged: the relative error of the standard error is about 1 / sqrt(2 * 32)
 FREEDOM = 24  # target for the degrees of freedom: small sets have fewer blocks, and more replicates instead
 KINDS = {"measure": 1, "recon": 2, "pilot": 3, "step": 4}  # streams of noise, which never share a draw

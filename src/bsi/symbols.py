@@ -38,20 +38,6 @@ from bsi.gaussian import Encoder, over, sum_over_data
 from bsi.rng import Noise
 from bsi.values import EMBEDDING, Symbols
 
-__all__ = [
-    "SymbolPredictor",
-    "beliefs",
-    "drawn",
-    "evidence",
-    "expected",
-    "known_symbols",
-    "log_posterior",
-    "log_prob",
-    "mixture_kl",
-    "probabilities",
-    "shades",
-]
-
 Data = Float[Tensor, "batch *latent"]
 PerSample = Float[Tensor, " batch"]
 

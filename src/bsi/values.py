@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 else:
     Tensor = Any
 
-__all__ = ["CONTINUOUS", "Bins", "DataKind", "Standardize", "Symbols", "to_uint8"]
-
 EMBEDDING = 2.0  # scale of the embedding of symbols
 MOST_SYMBOLS = 1 << 16
 LARGEST_EMBEDDED = 1 << 24  # numbers in an embedded sample

@@ -33,23 +33,6 @@ from bsi.levels import low_discrepancy
 from bsi.methods.base import Method, Predictor
 from bsi.rng import standard_normal
 
-__all__ = [
-    "Correction",
-    "OrthonormalBasis",
-    "Variance",
-    "dct_basis",
-    "each_alone",
-    "fit_correction",
-    "fit_variance",
-    "frequency_bands",
-    "named_variance",
-    "one_group",
-    "pca_basis",
-    "pixel_basis",
-    "transition_kl",
-    "widened",
-]
-
 KNOTS = 33  # levels at which a variance is fitted
 PRIOR = 4.0  # weight of the average over all coordinates, in observations per knot
 MAX_PCA = 4096

@@ -23,8 +23,6 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["Guard", "GuardedProtocol"]
-
 HOSTS = ("127.0.0.1", "localhost")
 MAX_WAITING = 64  # connections without a request
 MAX_REQUESTS = 128  # in progress

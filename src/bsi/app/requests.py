@@ -14,8 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bsi.errors import UsageError
 
-__all__ = ["Denoise", "Draw", "Inpaint", "Limits", "Request", "decode_image", "decode_mask", "encode"]
-
 MAX_SAMPLES = 64
 MAX_VALUES = 1 << 16  # samples times dimensions: 256 KiB for each of the three images of a step
 MAX_EVALUATIONS = 128  # the browser keeps all steps, at most about 100 MB

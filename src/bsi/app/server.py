@@ -35,8 +35,6 @@ from bsi.app.requests import Request, encode
 from bsi.app.workbench import Frame, Workbench
 from bsi.errors import BsiError, UsageError
 
-__all__ = ["create_app", "listen", "server_of"]
-
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 JOBS = 3  # requests computed at once
 JOB_SECONDS = 600.0

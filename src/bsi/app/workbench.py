@@ -36,8 +36,6 @@ from bsi.solvers import SOLVERS
 from bsi.symbols import beliefs, shades
 from bsi.values import Symbols
 
-__all__ = ["About", "Frame", "Workbench", "open_workbench"]
-
 TEST_IMAGES = 96  # shown to choose from
 MEASUREMENT_DRAW = 1 << 20  # the index of the given measurement's noise: larger than that of any step
 COLUMNS = 32  # of text

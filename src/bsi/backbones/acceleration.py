@@ -22,8 +22,6 @@ from bsi.backbones.unet import UNet
 from bsi.devices import compiles
 from bsi.errors import UsageError
 
-__all__ = ["accelerate", "check_fp8", "compile_like", "compile_regions", "form_of", "freeze", "is_compiled"]
-
 
 def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8: bool = False) -> None:
     """Change a network in place, before an optimizer uses it. Its weights and their names do not change.

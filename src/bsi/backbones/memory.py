@@ -39,8 +39,6 @@ from typing import Literal
 
 from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig, cost, input_channels
 
-__all__ = ["CONTEXT", "Form", "Memory", "OptimizerKind", "training_memory"]
-
 Form = Literal["plain", "compiled", "fused", "lean"]
 OptimizerKind = Literal["adamw", "muon"]
 

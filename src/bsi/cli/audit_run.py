@@ -12,8 +12,6 @@ import tyro
 from bsi.cli.options import Within
 from bsi.sampler import VarianceKind
 
-__all__ = ["Audit", "run"]
-
 
 @dataclass(frozen=True)
 class Audit:

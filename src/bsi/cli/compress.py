@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from bsi.model import Model
     from bsi.variance import Variance
 
-__all__ = ["Compress", "Decompress", "run"]
-
 MEASURED = 256  # samples that the rate of --lossy-steps is measured with
 MAX_BYTES = 1 << 36  # of a compressed file
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from bsi.data.prepare import Source
     from bsi.data.store import Dataset
 
-__all__ = ["DataOptions", "make_source", "run", "sources"]
-
 
 def _shown(metavar: str, name: str | None = None) -> Any:
     """The help of an option whose default depends on the source and is given in the text."""

@@ -20,8 +20,6 @@ from typing import Literal
 from bsi.io import data_folder
 from bsi.progress import readable_bytes, supports_color, supports_unicode
 
-__all__ = ["Check", "Doctor", "examine", "run"]
-
 State = Literal["ok", "missing", "broken"]
 MARKS: dict[State, str] = {"ok": "✓", "missing": "–", "broken": "✗"}
 ASCII_MARKS: dict[State, str] = {"ok": "+", "missing": "-", "broken": "x"}

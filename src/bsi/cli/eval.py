@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from bsi.evaluation.runs import Run, Split
     from bsi.runtime.distributed import World
 
-__all__ = ["Eval", "run"]
-
 # The evaluations that an option applies to; the other options apply to all of them.
 _BOUND, _SAMPLES = ("bpd", "paired"), ("fid",)
 APPLIES = {

@@ -24,8 +24,6 @@ import tyro
 from bsi.errors import UsageError
 from bsi.progress import supports_unicode
 
-__all__ = ["Within", "check_numbers", "completion", "fill", "parse", "show_set_defaults"]
-
 T = TypeVar("T")
 
 EMPTY = ("None", "False", "")  # defaults as tyro shows them

@@ -14,8 +14,6 @@ import tyro
 from bsi.errors import extra
 from bsi.progress import log
 
-__all__ = ["ReportOptions", "View", "run"]
-
 
 @dataclass(frozen=True)
 class View:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from bsi.model import Model
     from bsi.runtime.distributed import World
 
-__all__ = ["Sample", "all_labels", "label_of", "run", "write_samples"]
-
 SHOWN, SHOWN_TEXTS = 400, 16  # images in a picture, and texts on the terminal, at most
 ENDINGS = {"picture": ".png", "sound": ".wav", "text": ".txt"}  # of --out
 BETWEEN = "\n----\n"  # two samples of text

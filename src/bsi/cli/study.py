@@ -16,8 +16,6 @@ from bsi.errors import UsageError
 from bsi.io import make_folder
 from bsi.progress import log
 
-__all__ = ["StudyOptions", "run"]
-
 
 @dataclass(frozen=True)
 class StudyOptions:

@@ -32,8 +32,6 @@ from bsi.runtime.serialization import changes, to_plain
 if TYPE_CHECKING:
     from bsi.data.store import Dataset
 
-__all__ = ["Options", "Train", "parse", "run"]
-
 USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--out FOLDER]
                  [--key value ...]
        bsi train --list

@@ -12,8 +12,6 @@ import tyro
 from bsi.errors import UsageError
 from bsi.io import check_writable, make_folder
 
-__all__ = ["Export", "run"]
-
 
 @dataclass(frozen=True)
 class Export:

@@ -24,8 +24,6 @@ from bsi.errors import DataError, UsageError
 from bsi.io import digest_file
 from bsi.values import Bins, Symbols
 
-__all__ = ["Arrays"]
-
 Kind = Bins | Symbols | None
 LABELS = ("labels", "y")  # names of the labels of a single array
 

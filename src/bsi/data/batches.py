@@ -22,8 +22,6 @@ from torch import Tensor
 from bsi.errors import DataError, UsageError
 from bsi.rng import coins
 
-__all__ = ["BatchSource", "MapSource", "MappedSource", "ResidentSource", "ahead", "as_source", "flip", "gather"]
-
 # A set is kept on the device if it takes at most this part of the free memory there.
 RESIDENT_PART = 0.25
 CHUNK_BYTES = 64 << 20

@@ -25,8 +25,6 @@ from bsi.data.store import MANIFEST, open_dataset
 from bsi.errors import UsageError
 from bsi.values import Bins, Symbols
 
-__all__ = ["Binary"]
-
 
 @dataclass(frozen=True)
 class Binary:

@@ -33,18 +33,6 @@ from bsi.errors import DataError
 from bsi.io import open_untrusted
 from bsi.progress import readable_bytes
 
-__all__ = [
-    "BLOCK_BYTES",
-    "HEADER_BYTES",
-    "ArrayFile",
-    "Member",
-    "NpzFile",
-    "for_testing",
-    "header_bytes",
-    "members",
-    "walk",
-]
-
 BLOCK_BYTES = 8 << 20
 HEADER_BYTES = 256
 MAX_HEADER = 1 << 12

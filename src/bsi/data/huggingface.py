@@ -24,8 +24,6 @@ from bsi.errors import DataError, UsageError, extra
 from bsi.io import fingerprint
 from bsi.values import Bins
 
-__all__ = ["HuggingFace"]
-
 LABELS = ("label", "labels")
 SURVEYED = 256  # images of each part that are decoded to choose size and channels
 

@@ -34,21 +34,6 @@ from bsi.errors import DataError, UsageError
 from bsi.io import open_untrusted
 from bsi.values import Bins
 
-__all__ = [
-    "SUFFIXES",
-    "Folder",
-    "Geometry",
-    "ImageOptions",
-    "Item",
-    "Resampling",
-    "checked",
-    "geometry",
-    "image_block",
-    "items_per_block",
-    "open_image",
-    "pixels",
-]
-
 # Formats with decoders in Pillow that are pure image readers; others call programs (EPS) or are rarely fuzzed.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")

@@ -31,8 +31,6 @@ from bsi.progress import Progress, readable_bytes
 from bsi.rng import uniforms
 from bsi.values import Bins, DataKind, Standardize, Symbols
 
-__all__ = ["MAX_CLASSES", "Block", "Plan", "Source", "check_fraction", "prepare", "rows_for_testing"]
-
 MAX_CLASSES = 2**31  # labels are stored as int32
 SPLIT_SEED = 0
 SYNC_EVERY_S = 5.0

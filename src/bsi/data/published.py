@@ -38,8 +38,6 @@ from bsi.io import data_folder, digest, fingerprint
 from bsi.progress import Progress
 from bsi.values import Bins
 
-__all__ = ["Cifar10", "ImageNet32", "ImageNet64", "Mnist"]
-
 CIFAR10 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CIFAR10_FILES = {

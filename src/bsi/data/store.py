@@ -31,21 +31,6 @@ from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import data_folder, digest_file, fingerprint, read_json
 from bsi.values import Bins, DataKind, Standardize, Symbols
 
-__all__ = [
-    "DIGITS",
-    "FORMAT",
-    "MANIFEST",
-    "Dataset",
-    "FileRecord",
-    "Labels",
-    "Manifest",
-    "check_classes",
-    "find_dataset",
-    "open_dataset",
-    "prepared",
-    "verify",
-]
-
 DIGITS = Path(str(resources.files("bsi.data"))) / "digits"  # part of the package; ORIGIN.txt names its authors
 FORMAT = 1
 MANIFEST = "manifest.json"

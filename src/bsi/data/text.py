@@ -25,8 +25,6 @@ from bsi.errors import DataError, UsageError
 from bsi.io import open_untrusted
 from bsi.values import Symbols
 
-__all__ = ["Text"]
-
 SUFFIXES = (".txt",)
 CHUNK = 1 << 20  # bytes
 UNICODE = 0x110000

@@ -24,8 +24,6 @@ from bsi.errors import DataError, UsageError
 from bsi.io import atomic, open_untrusted
 from bsi.values import Bins
 
-__all__ = ["Wav", "write_wav"]
-
 SUFFIXES = (".wav",)
 MIDDLE = 2**15  # the bin index of silence
 

@@ -30,8 +30,6 @@ from bsi.rng import subset
 from bsi.strata import noise
 from bsi.variance import Variance, transition_kl
 
-__all__ = ["Likelihood", "RateDistortion", "audit", "rate_distortion"]
-
 MEASURE, RECON = 20, 2
 CODED_TOGETHER = 8  # samples in a batch of the codec: the error of the coded size comes from differences of batches
 TOLERANCE = 1e-2  # of the flow, in nats

@@ -31,8 +31,6 @@ from bsi.sampler import Sampler
 from bsi.sampling import evaluations, levels_of
 from bsi.values import Bins, to_uint8
 
-__all__ = ["check_images", "drawn_images", "measure_quality", "quality_record"]
-
 SMALL = 32  # pixels: the smallest images, CIFAR-10's, with published distances by Inception
 
 

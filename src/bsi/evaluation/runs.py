@@ -40,23 +40,6 @@ from bsi.runtime.export import read_trained, set_weights
 from bsi.values import Bins, DataKind, Symbols
 from bsi.variance import Variance
 
-__all__ = [
-    "Run",
-    "Split",
-    "bound_record",
-    "difference_record",
-    "evaluated",
-    "fitted_variance",
-    "inner_precision",
-    "open_run",
-    "open_split",
-    "own_error",
-    "save_samples",
-    "speed_up",
-    "store",
-    "weights_hash",
-]
-
 FITTED = 4096  # training samples that a variance is fitted to
 COMPILED = 20_000  # evaluations of one sample above which compiling the network saves time
 

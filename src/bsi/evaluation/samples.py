@@ -37,8 +37,6 @@ from bsi.sampler import Sampler
 from bsi.sampling import Step, belief, measurement
 from bsi.symbols import beliefs, shades
 
-__all__ = ["PART", "Label", "SampleFile", "animate_beliefs", "described", "draw_into"]
-
 PART = 1024  # samples
 
 Label = int | Sequence[int] | None

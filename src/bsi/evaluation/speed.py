@@ -39,8 +39,6 @@ from bsi.training.step import Engine
 from bsi.training.stream import Stream
 from bsi.values import Bins
 
-__all__ = ["BINS", "Agreement", "Case", "Speed", "Start", "Work", "check", "measure", "since_process_start"]
-
 Work = Literal["train", "sample", "elbo"]
 
 BINS = Bins.uint8()

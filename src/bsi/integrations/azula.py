@@ -26,8 +26,6 @@ with extra("azula", "AzulaDenoiser"):
     from azula.denoise import DiracPosterior
     from azula.noise import Schedule as AzulaSchedule
 
-__all__ = ["AzulaDenoiser", "EncoderSchedule"]
-
 
 class EncoderSchedule(AzulaSchedule):
     """The signal and the noise of a method's encoder, as functions of azula's time."""

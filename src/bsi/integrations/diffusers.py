@@ -42,8 +42,6 @@ with extra("diffusers", "BSIScheduler"):
     from diffusers.utils import BaseOutput
     from diffusers.utils.torch_utils import randn_tensor
 
-__all__ = ["BSIScheduler", "BSISchedulerOutput", "DiffusersBackbone"]
-
 Data = Float[Tensor, "batch *data"]
 
 

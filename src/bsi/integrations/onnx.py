@@ -20,8 +20,6 @@ from torch.export import Dim, ExportedProgram
 from bsi.errors import DataError, UsageError, extra
 from bsi.model import Model
 
-__all__ = ["OnnxPredictor", "export_denoiser", "export_onnx"]
-
 
 class _Denoiser(nn.Module):
     """The denoiser with positional inputs, and labels only where the network has any."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 else:
     Encoder = LogUniform = Tensor = Any  # importing a method does not import torch; shapes are still checked
 
-__all__ = ["Decoder", "Encoder", "LogUniform", "Method", "Parametrization", "Predictor", "Tensor", "level_at", "rho_at"]
-
 # f_theta(latent, level): a Denoiser, its DDP or compiled form, the EMA, or an oracle.
 Predictor = Callable[[Float[Tensor, "batch *data"], Float[Tensor, " batch"]], Float[Tensor, "batch *data"]]
 

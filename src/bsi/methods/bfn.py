@@ -21,8 +21,6 @@ from bsi.errors import UsageError
 from bsi.methods.base import Decoder, Encoder, LogUniform, Parametrization, Predictor, Tensor
 from bsi.methods.bsi import BSI
 
-__all__ = ["BFN"]
-
 
 @dataclass(frozen=True)
 class BFN:

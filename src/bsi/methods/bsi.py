@@ -21,8 +21,6 @@ from jaxtyping import Float
 from bsi.errors import UsageError
 from bsi.methods.base import Decoder, Encoder, LogUniform, Parametrization, Predictor, Tensor
 
-__all__ = ["BSI"]
-
 
 @dataclass(frozen=True)
 class BSI:

@@ -22,8 +22,6 @@ from jaxtyping import Float
 from bsi.errors import UsageError
 from bsi.methods.base import Decoder, Encoder, LogUniform, Parametrization, Predictor, Tensor
 
-__all__ = ["VDM"]
-
 
 @dataclass(frozen=True)
 class VDM:

@@ -22,8 +22,6 @@ from torch import Tensor
 from bsi.errors import DataError
 from bsi.metrics.frechet import Moments
 
-__all__ = ["KEPT", "Extractor", "Features", "QualityWarning", "collect", "require_images"]
-
 KEPT = 100_000  # the largest number of samples whose features are kept for the error: 0.8 GB of Inception's
 
 

@@ -38,8 +38,6 @@ from torch import Tensor
 
 from bsi.errors import DataError, NonFinite
 
-__all__ = ["Measured", "Moments", "Yardstick", "frechet_distance", "frechet_error", "trace_sqrt"]
-
 
 @dataclass(frozen=True)
 class Moments:

@@ -17,8 +17,6 @@ from torch import Tensor
 from bsi.data.image_folder import SUFFIXES, open_image
 from bsi.errors import DataError
 
-__all__ = ["array_batches", "file_batches", "image_files"]
-
 
 def image_files(folder: Path) -> list[Path]:
     """The image files in `folder` and below, sorted by path."""

@@ -39,8 +39,6 @@ from bsi.metrics.frechet import Moments, frechet_distance, frechet_error
 from bsi.metrics.inception import OTHER_NAME, PUBLISHED_HASH
 from bsi.metrics.two_sample import Kid, PrecisionRecall, kernel_distance, precision_recall
 
-__all__ = ["Generation", "Reference", "SampleQuality", "metric_name", "reference", "sample_quality"]
-
 FORMAT = 1
 
 

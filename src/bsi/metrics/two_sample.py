@@ -27,8 +27,6 @@ from torch import Tensor
 
 from bsi.errors import DataError, NonFinite
 
-__all__ = ["Kid", "PrecisionRecall", "kernel_distance", "precision_recall"]
-
 ROWS, COLUMNS = 1024, 8192
 """Distances are computed in tiles of this size, 64 MiB in float64, whatever the number of samples."""
 

@@ -8,8 +8,6 @@ from bsi.backbones.config import DIT_SIZES, UNetConfig
 from bsi.methods import METHODS
 from bsi.recipe import Data, Ema, Evaluation, Every, Keep, Objective, Optimizer, Recipe
 
-__all__ = ["cifar10_20min_bpd", "cifar10_20min_fid", "cifar10_dit_mini", "cifar10_dit_s", "cifar10_unet"]
-
 
 def cifar10_unet(method: str = "bsi") -> Recipe:
     """The paper's CIFAR-10 model: VDM's U-Net, 5M steps (BFN's budget), or 10M (VDM's) with --steps 10000000.

@@ -12,8 +12,6 @@ from bsi.methods import BFN, BSI, VDM, Method
 from bsi.recipe import Data, Ema, Evaluation, Every, Optimizer, Recipe, Samples
 from bsi.sampler import Sampler
 
-__all__ = ["SCHEDULES", "binary_digits", "mnist_binary", "text8", "text_mini"]
-
 SCHEDULES: dict[str, Method] = {
     "bsi": BSI(lambda_0=1e-3, alpha_M=20.0),
     "bfn": BFN(sigma_1=21**-0.5),

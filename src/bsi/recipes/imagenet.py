@@ -14,8 +14,6 @@ from bsi.backbones.config import DIT_SIZES, UNetConfig
 from bsi.methods import METHODS
 from bsi.recipe import Data, Ema, Every, Keep, Optimizer, Recipe
 
-__all__ = ["imagenet32_dit_l2", "imagenet32_unet", "imagenet64_dit_l4"]
-
 COSINE = Optimizer(
     lr=5e-4,
     beta_2=0.99,  # the authors' code

@@ -11,8 +11,6 @@ from bsi.backbones.config import DIT_SIZES, MLPConfig, UNetConfig
 from bsi.methods import METHODS, Method
 from bsi.recipe import Data, Ema, Evaluation, Every, Optimizer, Recipe, Samples
 
-__all__ = ["arrays", "audio_mini", "folder", "folder_mini", "series_mini", "table_mini"]
-
 SMALL_UNET = UNetConfig(width=32, levels=1, heads=4, dropout=0.0, coarser=(64, 64))
 OFTEN = Every(journal=20, evaluate=500, sample=0, checkpoint=500)
 

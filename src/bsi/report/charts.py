@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-__all__ = ["Axis", "Point", "Role", "Series", "chart", "nice_ticks"]
-
 WIDTH, HEIGHT = 560.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 26.0, 34.0
 MAX_POINTS = 600  # more are thinned out

@@ -35,8 +35,6 @@ from bsi.runtime.serialization import flat
 from bsi.sampler import Sampler
 from bsi.sampling import evaluations
 
-__all__ = ["Hash", "Measured", "Picture", "Run", "bits_by_level", "measure", "number", "read_run"]
-
 MAX_PICTURES, PICTURE_BYTES = 6, 32 << 20
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -29,8 +29,6 @@ from bsi.runtime.baselines import baselines_text
 from bsi.runtime.distributed import pick_device
 from bsi.runtime.serialization import flat, to_plain
 
-__all__ = ["write_report"]
-
 TERMS = ("reconstruction", "measurement", "prior")
 BOUND_COLUMNS = ("bits_per_dim", "monte_carlo_error", "data_error", "split", "images", "finite_k", "proposal", "step")
 QUALITY_COLUMNS = ("metric", "value", "error", "guidance", "n", "reference", "reference_split", "reference_n", "step")

@@ -24,8 +24,6 @@ from bsi.pictures import is_image
 from bsi.rng import subset
 from bsi.values import Bins
 
-__all__ = ["MOST_TEST", "MOST_TRAIN", "baselines", "baselines_text"]
-
 MOST_TRAIN, MOST_TEST = 20_000, 2048  # larger sets are subsampled, which changes the results in the third digit
 TALLEST = 16_000  # rows of one picture: WebP allows at most 16383
 WIDEST = 1024  # dimensions of a full covariance

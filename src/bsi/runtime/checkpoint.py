@@ -44,19 +44,6 @@ from bsi.io import (
 )
 from bsi.recipe import Keep
 
-__all__ = [
-    "FORMAT",
-    "Checkpoint",
-    "DiskFull",
-    "Saver",
-    "Snapshot",
-    "differences",
-    "find",
-    "read_tensors",
-    "save",
-    "verify",
-]
-
 FORMAT = 1
 STATE, MANIFEST, LATEST = "state.json", "manifest.json", "latest"
 FORMER = {"optimizer": "optimiser"}  # file names of version 0.1.0

@@ -26,8 +26,6 @@ from bsi.model import Model
 from bsi.recipe import Recipe, check_name
 from bsi.values import Bins, DataKind
 
-__all__ = ["DataSpec", "ModelSpec", "build_model", "config_of"]
-
 
 @dataclass(frozen=True)
 class DataSpec:

@@ -31,8 +31,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
 
-__all__ = ["HUNG", "FailedTogether", "Phase", "Place", "Watchdog", "World", "find_place", "join", "watching"]
-
 POLL_S = 0.02
 ELSEWHERE = "this rank stops because another one has failed. The error is printed by that rank."
 HUNG = 1  # exit code of a rank that the watchdog ends

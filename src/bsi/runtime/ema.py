@@ -41,8 +41,6 @@ from bsi.errors import UsageError
 from bsi.io import atomic
 from bsi.model import Model
 
-__all__ = ["EmaModel", "PowerAverages", "Profile", "coefficients", "exponent", "lerp_", "reconstruct", "store_averages"]
-
 LARGE = 2**20  # elements: a pass over such a tensor takes longer than a kernel launch
 
 

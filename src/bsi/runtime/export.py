@@ -39,8 +39,6 @@ from bsi.runtime.ema import reconstruct
 from bsi.runtime.run_folder import RunFolder
 from bsi.runtime.serialization import from_plain, to_plain
 
-__all__ = ["Trained", "class_name", "described", "export", "load", "model_of", "read_trained", "write_export"]
-
 EXPORT_FORMAT = 1
 MODEL_FILE = "model.safetensors"  # the file name in a folder for the Hugging Face hub
 METADATA = "bsi"

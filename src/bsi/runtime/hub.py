@@ -20,8 +20,6 @@ from bsi.io import make_folder, write_json, write_text
 from bsi.recipe import Recipe
 from bsi.runtime.export import MODEL_FILE, Trained, read_trained, write_export
 
-__all__ = ["download", "is_repository", "upload", "write_hub_folder", "write_model_folder"]
-
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 
 CARD = """---

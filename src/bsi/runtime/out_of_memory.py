@@ -28,8 +28,6 @@ from bsi.recipe import Recipe
 from bsi.runtime.data_spec import DataSpec
 from bsi.runtime.distributed import Watchdog, World
 
-__all__ = ["LEAST", "MOST", "available", "check_host", "enough_for_batch", "enough_to_train", "host_memory"]
-
 LEAST, MOST = 0.85, 1.6  # measured ratios to the estimate, on a CPU
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")

@@ -47,8 +47,6 @@ from bsi.recipe import Recipe
 from bsi.runtime.distributed import World
 from bsi.runtime.serialization import changes, from_plain, to_plain
 
-__all__ = ["FORMAT", "JsonLines", "RunFolder", "RunRecord", "Sink", "State", "Value", "read_journal"]
-
 FORMAT = 1
 State = Literal["running", "preempted", "finished", "failed"]
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT")

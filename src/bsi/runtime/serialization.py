@@ -20,8 +20,6 @@ from bsi.errors import UsageError
 from bsi.methods import METHODS, Method
 from bsi.values import CONTINUOUS, Bins, Standardize, Symbols
 
-__all__ = ["Change", "changes", "flat", "from_plain", "kinds", "to_plain"]
-
 NETWORKS: dict[str, type] = {"dit": DiTConfig, "unet": UNetConfig, "mlp": MLPConfig}
 
 DATA_KINDS: dict[str, type] = {"bins": Bins, "symbols": Symbols, "standardize": Standardize}

@@ -23,8 +23,6 @@ from bsi.recipe import Recipe
 from bsi.runtime.run_folder import Sink, Value
 from bsi.runtime.serialization import flat
 
-__all__ = ["TRACKERS", "check_trackers", "tracking"]
-
 PROJECT = "bsi"
 IDENTIFIERS = "trackers.json"  # in the run folder: the identifier that each tracker gave the run
 

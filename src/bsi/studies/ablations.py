@@ -48,22 +48,6 @@ from bsi.studies.outcome import (
 )
 from bsi.studies.scale import Scale
 
-__all__ = [
-    "FACTORS",
-    "advantage",
-    "disentangle_measures",
-    "finite_measures",
-    "intermediate_is_best",
-    "objectives",
-    "parameters",
-    "precision_measures",
-    "report_disentangle",
-    "report_finite",
-    "report_precision",
-    "report_weighting",
-    "weighting_measures",
-]
-
 Networks = dict[str, list[Recipe]]
 """Networks, one for each seed, by their names in the tables."""
 

@@ -23,17 +23,6 @@ from bsi.studies.scale import DATASETS, METHOD_NAMES, Comparison, Scale
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "architecture_measures",
-    "comparison_measures",
-    "comparison_table",
-    "our_solvers",
-    "report_architecture",
-    "report_comparison",
-    "report_samples",
-    "samples_measures",
-]
-
 EQUAL_BITS = 0.01  # bits per dimension: about the largest difference in the paper's table
 PAIRS = (("bsi", "vdm"), ("bsi", "bfn"), ("vdm", "bfn"))
 

@@ -30,8 +30,6 @@ from bsi.studies.outcome import (
 )
 from bsi.studies.scale import METHOD_NAMES, Scale
 
-__all__ = ["bound_measures", "converges", "quality_measures", "report_bound", "report_quality"]
-
 FROM = 16  # steps, in the paper's claim
 ENOUGH = 64  # steps, after which solvers of second order have converged
 FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # alpha_R / alpha_M

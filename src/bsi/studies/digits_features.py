@@ -21,8 +21,6 @@ from bsi.data.store import open_dataset
 from bsi.errors import DataError
 from bsi.values import to_uint8
 
-__all__ = ["DigitsFeatures", "fit", "packaged_weights"]
-
 WEIGHTS = "digits_features.safetensors"
 DIM = 32
 

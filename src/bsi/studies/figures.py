@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "FAINT", "GREY", "MARKS", "NAMES", "PALETTE", "SHADES", "label", "line", "panels", "style"]
-
 Number = float | int
 
 # Okabe and Ito (2008), for any kind of color vision.

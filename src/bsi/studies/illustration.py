@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["encoder", "report_illustration", "report_noise_levels", "spiral", "steps"]
-
 METHOD = BSI(lambda_0=0.3, alpha_M=1e3)
 GRID = (0.3, 1.2, 4.0, 16.0, 80.0, METHOD.levels.high)
 SEED = 32

@@ -35,30 +35,6 @@ from bsi.sampler import Sampler, VarianceKind
 from bsi.studies.scale import DATASETS, MetricName, Scale
 from bsi.training.resume import SAFE
 
-__all__ = [
-    "OURS",
-    "OURS_NAME",
-    "Bound",
-    "Job",
-    "LevelErrors",
-    "Measure",
-    "Quality",
-    "Reconstruction",
-    "Result",
-    "Store",
-    "Training",
-    "bound",
-    "check_network",
-    "describe",
-    "estimate_s",
-    "measures_of",
-    "name_of",
-    "network_name",
-    "paper_sampler",
-    "quality",
-    "title",
-]
-
 OURS = Sampler()
 OURS_NAME = f"our solver on {OURS.grid} in {OURS.steps}"  # in tables
 

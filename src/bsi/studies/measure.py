@@ -42,8 +42,6 @@ from bsi.studies.job import Bound, LevelErrors, Measure, Quality, Rate, Reconstr
 from bsi.studies.scale import MetricName, Scale
 from bsi.values import to_uint8
 
-__all__ = ["Deadline", "Laboratory", "load_network"]
-
 SHOWN = 64  # samples that are kept for figures
 
 

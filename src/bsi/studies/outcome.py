@@ -36,26 +36,6 @@ from bsi.studies.scale import Scale
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "PRACTICAL_BITS",
-    "PRACTICAL_SHARE",
-    "Cell",
-    "Claim",
-    "Difference",
-    "Estimate",
-    "Outcome",
-    "ResultTable",
-    "Results",
-    "Study",
-    "Verdict",
-    "all_of",
-    "equal",
-    "less",
-    "mean_of_images",
-    "mean_of_seeds",
-    "median_of_images",
-]
-
 STANDARD_ERRORS = 2.0
 PRACTICAL_BITS = 0.001
 PRACTICAL_SHARE = 0.01  # of the value that is compared with

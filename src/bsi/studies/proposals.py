@@ -33,18 +33,6 @@ from bsi.studies.outcome import (
 )
 from bsi.studies.scale import Scale
 
-__all__ = [
-    "distance_errors",
-    "estimate",
-    "level_errors",
-    "orders",
-    "proposals",
-    "relative_spread",
-    "report_distance",
-    "report_spread",
-    "resampled",
-]
-
 STYLES = {"uniform": "-", "log-uniform": "-", "exact": "--", "fitted": "-"}
 RESAMPLED = 200  # bootstrap samples of the images
 KNOTS = 33

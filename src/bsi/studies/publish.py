@@ -23,8 +23,6 @@ from bsi.studies.outcome import Results, Study
 from bsi.studies.registry import STUDIES
 from bsi.studies.scale import SCALES, Scale
 
-__all__ = ["page", "publish", "write_outcome"]
-
 INTRODUCTION = """# Results
 
 {conclusion}

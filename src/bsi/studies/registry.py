@@ -9,8 +9,6 @@ from bsi.studies import ablations, comparison, convergence, illustration, propos
 from bsi.studies.outcome import Study
 from bsi.studies.scale import Scale
 
-__all__ = ["STUDIES", "named_studies"]
-
 ALL = (
     Study(
         "illustration", 'Figure "illustration"', "the five-step picture",

@@ -50,8 +50,6 @@ from bsi.studies.scale import Scale
 from bsi.training.lock import hold
 from bsi.training.train import run_training
 
-__all__ = ["Planned", "Worker", "plan", "plan_text", "run", "train_command"]
-
 
 @dataclass(frozen=True)
 class Planned:

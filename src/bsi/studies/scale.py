@@ -25,8 +25,6 @@ from bsi.recipes import (
     imagenet64_dit_l4,
 )
 
-__all__ = ["DATASETS", "METHOD_NAMES", "SCALES", "Comparison", "DatasetSize", "MetricName", "Scale", "Throughput"]
-
 MetricName = Literal["fd-digits", "FID"]
 METHOD_NAMES = ("bfn", "vdm", "bsi")  # in the order of the paper's tables
 

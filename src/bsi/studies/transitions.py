@@ -13,8 +13,6 @@ from bsi.studies.job import OURS, Bound, Measure, Rate, quality
 from bsi.studies.outcome import Cell, Claim, Difference, Estimate, Outcome, Results, ResultTable, all_of, less
 from bsi.studies.scale import Scale
 
-__all__ = ["measures", "report"]
-
 KINDS: tuple[VarianceKind, ...] = ("none", "level", "dct", "learned")
 SAMPLED: tuple[VarianceKind, ...] = ("none", "dct")
 CHAIN = 64  # steps of the chain for rate-distortion

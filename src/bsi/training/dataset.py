@@ -24,8 +24,6 @@ from bsi.rng import subset
 from bsi.runtime.data_spec import DataSpec
 from bsi.values import Bins, DataKind, Standardize, Symbols
 
-__all__ = ["TrainingData", "open_training_data"]
-
 Labels = Int64[np.ndarray, " count"]
 
 SPOT_CHECK = 64  # samples of a Dataset whose content is hashed

@@ -32,8 +32,6 @@ from pathlib import Path
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import read_json, write_text
 
-__all__ = ["BEAT_S", "EXPIRES_S", "InUse", "Lock", "Owner", "hold"]
-
 EXPIRES_S = 120.0
 BEAT_S = 15.0
 FILE = "lock.json"

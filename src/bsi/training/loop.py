@@ -46,8 +46,6 @@ from bsi.training.step import Engine
 from bsi.training.stream import Piece, Stream, piece_ids, piece_levels
 from bsi.values import Standardize
 
-__all__ = ["Job", "StopFlag", "listening", "log", "run"]
-
 # Steps between two readings of the device's counters. A CPU never runs ahead of the host.
 READ_EVERY = {"cpu": 1, "cuda": 10}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

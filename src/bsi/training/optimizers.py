@@ -28,8 +28,6 @@ from bsi.backbones.layers import Backbone
 from bsi.recipe import Optimizer
 from bsi.runtime.ema import lerp_
 
-__all__ = ["GatedAdamW", "Muon", "Optimizers", "inner_matrices", "polar"]
-
 # A quintic polynomial whose iteration maps singular values in 0 .. 1 to about 0.7 .. 1.2 in few steps.
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5

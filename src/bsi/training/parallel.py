@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from bsi.recipe import Recipe
 
-__all__ = ["TreeSum", "flatten_gradients", "numerics", "set_gradients"]
-
 Vector = Float[Tensor, " n"]
 
 

@@ -33,8 +33,6 @@ import torch
 from bsi.runtime.out_of_memory import available
 from bsi.training.stream import Batch
 
-__all__ = ["Replay"]
-
 PLAIN_STEPS = 3
 LARGEST_SHARE = 0.4  # largest fraction of the available memory that a recorded step may take
 

@@ -29,8 +29,6 @@ from bsi.runtime.serialization import Change, changes, flat, from_plain
 from bsi.training.step import Engine
 from bsi.values import Standardize
 
-__all__ = ["SAFE", "Resumed", "check_changes", "find_checkpoint", "restore"]
-
 SAFE = ("name", "accumulation", "lean", "data.workers", "every", "evaluation", "samples", "keep")
 NEVER = ("backbone", "network", "data.labels", "optimizer.kind", "objective.weight", "ema.powers")
 DATA_VERSION = "data.version"

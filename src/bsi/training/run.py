@@ -27,8 +27,6 @@ from bsi.runtime.run_folder import RunFolder, Sink, Value, read_journal
 from bsi.training.train import run_training
 from bsi.values import DataKind
 
-__all__ = ["Run", "in_python", "train"]
-
 NAME = r"[a-z_\d]+(?:\.[a-z_\d]+)*"
 ALLOW = re.compile(rf"--allow ((?!must ){NAME}(?: (?!to ){NAME})*)")
 OPTION = re.compile(r"--([a-z][\w.-]*\w)(?: (\d\S*\d|\d)| (cpu|bf16)\b)?")

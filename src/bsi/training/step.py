@@ -39,8 +39,6 @@ from bsi.training.parallel import TreeSum, flatten_gradients, set_gradients
 from bsi.training.replay import Replay
 from bsi.training.stream import Batch, Stream
 
-__all__ = ["Engine", "Loss", "Means", "Scalars", "replayable"]
-
 PerSample = Float[Tensor, " batch"]
 
 # The loss scale in float16, as in torch.amp.GradScaler: halved if a gradient overflows, doubled after good steps.

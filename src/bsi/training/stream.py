@@ -30,8 +30,6 @@ from bsi.recipe import Recipe
 from bsi.rng import derive, sample_ids, seed_words, standard_normal, uniforms
 from bsi.runtime.distributed import World
 
-__all__ = ["Batch", "Piece", "Stream", "piece_ids", "piece_levels", "pieces", "shards_of"]
-
 
 @dataclass(frozen=True)
 class Piece:

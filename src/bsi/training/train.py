@@ -41,8 +41,6 @@ from bsi.training.step import Engine
 from bsi.training.stream import Stream
 from bsi.values import DataKind
 
-__all__ = ["run_training"]
-
 LONGEST_S = 1e8  # three years: the longest wait for another rank
 MEASURED_IMAGES = 16  # batch size for comparing one thread with all threads
 WORTH_SAYING = 1.5  # speedup with one thread from which a message is logged

@@ -11,6 +11,7 @@ import bsi
 from bsi.brownian import BrownianPath
 from bsi.conditioning import denoise
 from bsi.denoiser import Denoiser
+from bsi.density import Density
 from bsi.errors import UsageError
 from bsi.generation import Generation
 from bsi.oracle import Mixture
@@ -50,7 +51,9 @@ def close(found, expected, tolerance):
 
 
 NAMES = {"bsi": bsi, "torch": torch}
-EXAMPLES = [test for cls in (bsi.Model, Generation) for test in doctest.DocTestFinder().find(cls, "Model", globs=NAMES)]
+EXAMPLES = [
+    test for cls in (bsi.Model, Generation, Density) for test in doctest.DocTestFinder().find(cls, "Model", globs=NAMES)
+]
 
 
 @pytest.mark.parametrize("example", [test for test in EXAMPLES if test.examples], ids=lambda test: test.name)

@@ -19,7 +19,6 @@ LAYERS = [
     {
         "adapters",
         "bound",
-        "checks",
         "codec",
         "coded_file",
         "conditioning",
@@ -27,6 +26,7 @@ LAYERS = [
         "denoiser",
         "elbo",
         "flow",
+        "density",
         "generation",
         "grids",
         "interpolant",

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import bsi
+from bsi.density import _levels, rows_of
 from bsi.elbo import Elbo
 from bsi.errors import UsageError
-from bsi.generation import rows_of
 from bsi.levels import low_discrepancy
-from bsi.model import _levels
 from bsi.objective import training_loss
 
 METHODS = [bsi.BSI(), bsi.BFN(), bsi.VDM()]

@@ -7,11 +7,11 @@ import torch
 
 from brute_force import condition, source
 from bsi.errors import UsageError
-from bsi.methods import BFN, BSI
+from bsi.methods import BSI
 from bsi.noising import noising
 
 BELIEFS = [BSI(0.2, alpha_M=100.0), BSI(0.2, gamma_0=1.0, alpha_M=100.0), BSI(0.2, gamma_0=math.inf, alpha_M=100.0)]
-BELIEFS += [BFN().belief]
+BELIEFS += [BSI(1.0, gamma_0=math.inf)]  # BFN
 
 
 def at(*values: float) -> torch.Tensor:

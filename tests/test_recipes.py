@@ -12,10 +12,9 @@ import pytest
 import bsi
 from bsi import recipes
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
-from bsi.checks import check_last_level
 from bsi.cli.train import parse
 from bsi.errors import UsageError
-from bsi.methods import BFN, BSI, METHODS, VDM
+from bsi.methods import BFN, BSI, METHODS, VDM, check_last_level
 from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.runtime.serialization import changes, flat, from_plain, kinds, to_plain

@@ -14,8 +14,8 @@ are channels: text of shape (length,) becomes (K, length), an image of shape (ch
 (channels K, *space). Continuous data is shifted and scaled, x = (data - mean) / std, per element or per channel.
 
 All kinds have `values(data)`, its inverse `data(x)`, `check(data)`, `channels`, the numbers of x for each element of
-the data, `latent_shape(shape)`, the shape of x for data of a shape, and `log_determinant`. Datasets, recipes, models
-and metrics use these records. The methods of `Bins` take tensors or, for preparing datasets, NumPy arrays.
+the data, `latent_shape(shape)`, the shape of x for data of a shape, `element`, the unit that bounds are printed per,
+and `log_determinant`, ln |d data / d x| per dimension. The methods of `Bins` take tensors or NumPy arrays.
 """
 
 from __future__ import annotations
@@ -38,11 +38,17 @@ else:
     Tensor = Any
 
 EMBEDDING = 2.0  # scale of the embedding of symbols
-MOST_SYMBOLS = 1 << 16
+MOST = 1 << 16  # bins or symbols
 LARGEST_EMBEDDED = 1 << 24  # numbers in an embedded sample
 
 # Float32 keeps seven digits: beyond this ratio of mean to std, fewer than two of them are left for the data.
 MAX_OFFSET = 1e5
+
+
+def _check_range(what: str, index: Integer[Tensor, "*shape"], count: int, instead: str) -> None:
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= count:
+        raise DataError(f"{what} {low} to {high}, expected 0 to {count - 1}. Describe the data with {instead}.")
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,14 @@ class Bins:
     high: float
     count: int
 
+    channels: ClassVar[int] = 1
+    element: ClassVar[str] = "dim"
+    log_determinant: ClassVar[float] = 0.0
+
     def __post_init__(self) -> None:
-        if not (2 <= self.count <= 2**16 and -math.inf < self.low < self.high < math.inf):
+        if not (2 <= self.count <= MOST and -math.inf < self.low < self.high < math.inf):
             raise UsageError(
-                f"bins need 2 to 65536 centers between finite low < high, got low={self.low}, high={self.high}, "
+                f"bins need 2 to {MOST} centers between finite low < high, got low={self.low}, high={self.high}, "
                 f"count={self.count}. Use Bins.uint8() for 8-bit images."
             )
 
@@ -77,14 +87,7 @@ class Bins:
     @property
     def dtype(self) -> np.dtype:
         """The smallest unsigned integer type that holds every index."""
-        return np.dtype("uint8" if self.count <= 256 else "<u2")
-
-    channels: ClassVar[int] = 1
-    element: ClassVar[str] = "dim"
-    log_determinant: ClassVar[float] = 0.0
-
-    def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape
+        return np.min_scalar_type(self.count - 1)
 
     @overload
     def values(self, index: Integer[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]: ...
@@ -101,7 +104,7 @@ class Bins:
 
         if index.is_floating_point():
             return index if dtype is None else index.to(dtype)
-        return (self.low + index.double() * self.width).to(torch.float32 if dtype is None else dtype)
+        return (self.low + index.double() * self.width).to(dtype or torch.float32)
 
     @overload
     def indices(self, x: Float[np.ndarray, "*shape"]) -> Integer[np.ndarray, "*shape"]: ...
@@ -121,8 +124,10 @@ class Bins:
         return rounded.to(torch.uint8 if self.count <= 256 else torch.int32)
 
     def data(self, x: Float[Tensor, "*shape"]) -> Integer[Tensor, "*shape"]:
-        """The bin nearest to each value: `indices`."""
         return self.indices(x)
+
+    def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
 
     def __call__(
         self, x: Float[Tensor, "*shape"], range: tuple[float, float] = (0.0, 1.0)
@@ -132,10 +137,9 @@ class Bins:
         return self.indices(self.low + (x.double() - low) * ((self.high - self.low) / (high - low)))
 
     def check(self, data: Num[Tensor, "*shape"]) -> None:
-        """Raise if an index is outside 0 .. count - 1, or a value outside the bins.
+        """Raise if an index is outside 0 .. count - 1, or a value outside the bins. Reads the data.
 
-        Values in [0, 1] that are not on the centers of bins with low < 0 raise too. This reads the data, so avoid it in
-        inner loops on a GPU.
+        Values in [0, 1] that are not on the centers of bins with low < 0 raise too.
         """
         if not data.numel():
             return
@@ -156,12 +160,6 @@ class Bins:
                     f"{self.high:g}: got {low:g} to {high:g}. Pass bins(data), the bin indices, for data such as that "
                     f"of torchvision's ToTensor."
                 )
-
-
-def _check_range(what: str, index: Integer[Tensor, "*shape"], count: int, instead: str) -> None:
-    low, high = int(index.min()), int(index.max())
-    if low < 0 or high >= count:
-        raise DataError(f"{what} {low} to {high}, expected 0 to {count - 1}. Describe the data with {instead}.")
 
 
 @dataclass(frozen=True)
@@ -192,15 +190,14 @@ class Symbols:
 
     @property
     def element(self) -> str:
-        """What bounds are printed per: char for text, else symbol."""
         return "char" if self.names else "symbol"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
-        if not 2 <= self.count <= MOST_SYMBOLS:
+        if not 2 <= self.count <= MOST:
             raise UsageError(
-                f"symbols need a count of 2 to {MOST_SYMBOLS}, got {self.count}. One symbol carries no information; "
-                f"write each of more symbols as several bytes, bsi.Symbols.bytes()."
+                f"symbols need a count of 2 to {MOST}, got {self.count}. One symbol carries no information; write each "
+                f"of more symbols as several bytes, bsi.Symbols.bytes()."
             )
         if self.names and not (len(self.names) == len(set(self.names)) == self.count):
             raise UsageError(
@@ -223,18 +220,11 @@ class Symbols:
 
     @classmethod
     def fit(cls, data: Integer[Any, "..."], count: int, names: Sequence[str] = ()) -> Symbols:
-        """Symbols with the frequencies of the training data, a tensor or an array, as their prior.
-
-        One is added to each count, so that symbols that do not occur have a positive probability.
-        """
-        return cls(count, tuple(names)).fitted(np.asarray(data))
-
-    def fitted(self, data: Integer[np.ndarray, "..."]) -> Symbols:
-        """The same symbols with the frequencies of this data as their prior."""
-        return self.counted(np.bincount(np.asarray(data).reshape(-1), minlength=self.count))
+        """Symbols with the frequencies of the training data, a tensor or an array, as their prior."""
+        return cls(count, tuple(names)).counted(np.bincount(np.asarray(data).reshape(-1), minlength=count))
 
     def counted(self, counts: Integer[np.ndarray, " symbols"]) -> Symbols:
-        """The same symbols with these numbers of occurrences, plus one each, as their prior."""
+        """The same symbols with a prior from their numbers of occurrences, plus one each."""
         if len(counts) > self.count:
             raise DataError(f"data holds the symbol {len(counts) - 1}, expected 0 to {self.count - 1}.")
         counts = counts + 1.0
@@ -243,31 +233,30 @@ class Symbols:
     @property
     def dtype(self) -> np.dtype:
         """The smallest unsigned integer type that holds every symbol."""
-        return np.dtype("uint8" if self.count <= 256 else "<u2")
+        return np.min_scalar_type(self.count - 1)
 
     def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """(K, length) for data of shape (length,), and (channels K, *space) for (channels, *space)."""
         if not shape:
             raise UsageError("symbols need at least one axis, got samples of shape (). Use data[:, None].")
-        channels, *space = shape if len(shape) > 1 else (1, *shape)
-        if channels * self.count * math.prod(space) > LARGEST_EMBEDDED:
+        if math.prod(shape) * self.count > LARGEST_EMBEDDED:
             raise UsageError(
                 f"a sample of {math.prod(shape)} symbols of {self.count} kinds has {math.prod(shape) * self.count} "
                 f"numbers when it is embedded, more than {LARGEST_EMBEDDED}. Use shorter samples, or fewer symbols: "
                 f"write each as several bytes, bsi.Symbols.bytes()."
             )
+        channels, *space = shape if len(shape) > 1 else (1, *shape)
         return (channels * self.count, *space)
 
     def values(self, index: Num[Tensor, "batch *data"], dtype: torch.dtype | None = None) -> Float[Tensor, "..."]:
         """The embedding of symbols, in float32 unless another dtype is given."""
         import torch
 
-        if index.is_floating_point():
-            raise UsageError(self._no_symbols(index))
+        self._check_type(index)
         grouped = index[:, None] if index.ndim < 3 else index
         kinds = torch.arange(self.count, device=index.device).view(-1, *[1] * (grouped.ndim - 2))
         one_hot = (grouped[:, :, None] == kinds).flatten(1, 2)
-        return (one_hot.to(torch.float32 if dtype is None else dtype) - 1 / self.count) * EMBEDDING
+        return (one_hot.to(dtype or torch.float32) - 1 / self.count) * EMBEDDING
 
     def data(self, x: Float[Tensor, "batch *latent"]) -> Integer[Tensor, "batch channels *space"]:
         """The symbol whose embedding is nearest to x; for predictions the most probable one."""
@@ -277,14 +266,16 @@ class Symbols:
         return nearest.to(torch.uint8 if self.count <= 256 else torch.int32)
 
     def check(self, data: Num[Tensor, "*shape"]) -> None:
-        """Raise unless the data are integers 0 .. count - 1. This reads the data."""
-        if data.is_floating_point():
-            raise UsageError(self._no_symbols(data))
+        """Raise unless the data are integers 0 .. count - 1. Reads the data."""
+        self._check_type(data)
         if data.numel():
             _check_range("data holds other symbols: found", data, self.count, "bsi.Symbols(count)")
 
-    def _no_symbols(self, data: Float[Tensor, "*shape"]) -> str:
-        return f"symbols are integers 0 to {self.count - 1}, got {data.dtype}. Convert them with data.long()."
+    def _check_type(self, data: Num[Tensor, "*shape"]) -> None:
+        if data.is_floating_point():
+            raise UsageError(
+                f"symbols are integers 0 to {self.count - 1}, got {data.dtype}. Convert them with data.long()."
+            )
 
     def text(self, index: Sequence[int] | Integer[Any, " length"]) -> str:
         """The text of one sample, or its numbers if the symbols have no names."""
@@ -303,9 +294,8 @@ class Symbols:
         return np.array([number[letter] for letter in text], self.dtype)
 
 
-def to_uint8(values: Float[np.ndarray, "*shape"], low: float = -1.0, high: float = 1.0) -> UInt8[np.ndarray, "*shape"]:
-    """An 8-bit image of values in [low, high], by rounding."""
-    return Bins(low, high, 256).indices(values)
+def _numbers(given: float | tuple[float, ...]) -> tuple[float, ...]:
+    return given if isinstance(given, tuple) else (given,)
 
 
 @dataclass(frozen=True)
@@ -313,8 +303,7 @@ class Standardize:
     """x = (data - mean) / std for continuous data, fitted on the training set and stored with the model.
 
     Vectors, of shape (d,), have one mean and std per element: the columns of a table may have different units. Data
-    with more axes has one per channel, its first axis (images, audio). A single number, as in the records of version
-    0.1.0, applies to all elements.
+    with more axes has one per channel, its first axis (images, audio). A single number applies to all elements.
     """
 
     mean: float | tuple[float, ...]
@@ -359,7 +348,6 @@ class Standardize:
         return shape
 
     def values(self, data: Num[Tensor, "*shape"], dtype: torch.dtype | None = None) -> Float[Tensor, "*shape"]:
-        """Standardized data."""
         if not data.is_floating_point():
             raise UsageError(
                 f"integer data needs bins or symbols, got {data.dtype}. Pass data=bsi.Bins.uint8() for 8-bit images, "
@@ -370,7 +358,6 @@ class Standardize:
         return (data - mean) / std
 
     def data(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """The inverse of `values`."""
         mean, std = self._like(x)
         return x * std + mean
 
@@ -395,15 +382,34 @@ class Standardize:
 
     @property
     def log_determinant(self) -> float:
-        """ln |d data / d x| per dimension: the term that the change of units adds to -ln p per dimension."""
         std = _numbers(self.std)
         return math.fsum(map(math.log, std)) / len(std)
-
-
-def _numbers(given: float | tuple[float, ...]) -> tuple[float, ...]:
-    return given if isinstance(given, tuple) else (given,)
 
 
 DataKind = Bins | Symbols | Standardize
 
 CONTINUOUS = Standardize(0.0, 1.0)  # continuous data in its own units
+
+
+def to_uint8(values: Float[np.ndarray, "*shape"], low: float = -1.0, high: float = 1.0) -> UInt8[np.ndarray, "*shape"]:
+    """An 8-bit image of values in [low, high], by rounding."""
+    return Bins(low, high, 256).indices(values)
+
+
+def as_tensor(data: object) -> Tensor:
+    """A tensor of the data: itself, or that of a NumPy array."""
+    import torch
+
+    if isinstance(data, torch.Tensor):
+        return data
+    if not isinstance(data, np.ndarray):
+        raise UsageError(f"data must be a torch.Tensor, got a {type(data).__name__}. Pass torch.as_tensor(data).")
+    wide = data.dtype.kind == "u" and data.dtype.itemsize > 1  # torch hardly computes with these types
+    return torch.from_numpy(np.array(data, np.int64 if wide else data.dtype.newbyteorder("=")))
+
+
+def check_finite(data: Float[Tensor, "batch *data"]) -> None:
+    finite = data.isfinite()
+    if not bool(finite.all()):
+        bad = int((~finite).reshape(len(data), -1).any(1).sum())
+        raise DataError(f"data holds NaN or infinity in {bad} of {len(data)} samples. Remove or repair them.")

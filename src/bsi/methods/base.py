@@ -23,15 +23,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from jaxtyping import Float
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor as Tensor
 
-    from bsi.gaussian import Encoder
-    from bsi.levels import LogUniform
+    from bsi.gaussian import Encoder as Encoder
+    from bsi.levels import LogUniform as LogUniform
 else:
     Encoder = LogUniform = Tensor = Any  # importing a method does not import torch; shapes are still checked
 
+Data = Float[Tensor, "batch *data"]
+
 # f_theta(latent, level): a Denoiser, its DDP or compiled form, the EMA, or an oracle.
-Predictor = Callable[[Float[Tensor, "batch *data"], Float[Tensor, " batch"]], Float[Tensor, "batch *data"]]
+Predictor = Callable[[Data, Float[Tensor, " batch"]], Data]
 
 # How a network's output becomes x_hat: EDM's preconditioning, the prediction of the latent's noise, or between the two.
 Parametrization = Literal["edm", "epsilon", "blend"]
@@ -42,32 +44,27 @@ Decoder = Literal["cdf", "softmax"]
 
 @runtime_checkable
 class Method(Protocol):
-    """The paper's interface; bsi.py, bfn.py and vdm.py implement it."""
+    """The paper's interface; bsi.py, bfn.py and vdm.py implement it. Levels and gains are computed in float64."""
 
     @property
     def levels(self) -> LogUniform:
         """The range of the level, and the default proposal over it."""
-        ...
 
     @property
     def c(self) -> float:
         """Information of the belief prior: lambda_0^2 / gamma_0, and 0 for BFN and VDM."""
-        ...
 
     @property
     def recon_precision(self) -> float:
         """Precision of the decoder p(x | x_hat) of binned data at the last level."""
-        ...
 
     @property
     def density_precision(self) -> float:
         """Precision of the decoder of continuous data: that of the last belief, since x_hat cannot be more precise."""
-        ...
 
     @property
     def parametrization(self) -> Parametrization:
         """What this method's networks predict by default."""
-        ...
 
     @property
     def decoder(self) -> Decoder: ...
@@ -75,33 +72,24 @@ class Method(Protocol):
     @property
     def clips(self) -> bool:
         """Whether x_hat is clipped to the range of the bins."""
-        ...
 
-    def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
+    def prior(self, eps: Data) -> Data:
         """The latent that sampling starts from, computed from standard normal noise."""
-        ...
 
     def encoder(self, level: Float[Tensor, "*batch"]) -> Encoder:
-        """q(psi | x, level), in float64."""
-        ...
+        """q(psi | x, level)."""
 
     def gain(self, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-        """alpha: the precision gained from measurements when the level is reached, in float64."""
-        ...
+        """alpha: the precision gained from measurements when the level is reached."""
 
     def level(self, gain: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-        """The level at which `gain` has been reached: the inverse of `gain`."""
-        ...
+        """The inverse of `gain`."""
 
-    def decode(
-        self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], predict: Predictor
-    ) -> Float[Tensor, "batch *data"]:
+    def decode(self, latent: Data, level: Float[Tensor, " batch"], predict: Predictor) -> Data:
         """The sample for a last latent: BSI and BFN predict once more, VDM rescales."""
-        ...
 
-    def prior_kl(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+    def prior_kl(self, x: Data) -> Float[Tensor, " batch"]:
         """KL of the encoder at the first level from the prior, in nats; 0 where they agree."""
-        ...
 
 
 def rho_at(method: Method, level: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:

@@ -20,7 +20,7 @@ from typing import ClassVar
 from jaxtyping import Float
 
 from bsi.errors import UsageError
-from bsi.methods.base import Decoder, Encoder, LogUniform, Parametrization, Predictor, Tensor
+from bsi.methods.base import Data, Decoder, Encoder, LogUniform, Parametrization, Predictor, Tensor
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class VDM:
     def density_precision(self) -> float:
         return self.nu_max
 
-    def prior(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
+    def prior(self, eps: Data) -> Data:
         """z ~ N(0, 1)."""
         return eps
 
@@ -74,15 +74,13 @@ class VDM:
     def level(self, gain: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         return gain.double()
 
-    def decode(
-        self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], predict: Predictor
-    ) -> Float[Tensor, "batch *data"]:
+    def decode(self, latent: Data, level: Float[Tensor, " batch"], predict: Predictor) -> Data:
         """z / signal: no network."""
         from bsi.gaussian import over
 
         return latent / over(self.encoder(level).signal, latent)
 
-    def prior_kl(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+    def prior_kl(self, x: Data) -> Float[Tensor, " batch"]:
         """KL( q(z | x, nu_min) || N(0, 1) )."""
         import torch
 

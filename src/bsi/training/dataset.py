@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from bsi.checks import check_finite
 from bsi.data.batches import BatchSource, as_source
 from bsi.data.store import open_for_run
 from bsi.errors import DataError, UsageError
@@ -22,7 +21,7 @@ from bsi.io import digest, fingerprint
 from bsi.recipe import Recipe
 from bsi.rng import subset
 from bsi.runtime.data_spec import DataSpec
-from bsi.values import Bins, DataKind, Standardize, Symbols
+from bsi.values import Bins, DataKind, Standardize, Symbols, check_finite
 
 Labels = Int64[np.ndarray, " count"]
 
@@ -167,7 +166,7 @@ def _with_prior(symbols: Symbols, data: object, source: BatchSource) -> Symbols:
     """The symbols with the frequencies of a whole tensor or array, or of a subset of the samples of other data."""
     rows = data if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES))
     symbols.check(rows)
-    return symbols.fitted(rows.cpu().numpy())
+    return Symbols.fit(rows.cpu(), symbols.count, symbols.names)
 
 
 def _largest(data: object, source: BatchSource) -> int:

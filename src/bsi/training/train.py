@@ -16,9 +16,9 @@ from torch import nn
 
 from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.layers import Backbone
-from bsi.checks import check_last_level
 from bsi.devices import compiles, compute_dtype, seconds_by_threads
 from bsi.errors import BsiError, Preempted, UsageError
+from bsi.methods import check_last_level
 from bsi.model import Model
 from bsi.progress import Progress
 from bsi.recipe import Recipe

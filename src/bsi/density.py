@@ -1,0 +1,409 @@
+"""`Density`: a network, a method and a description of the data, with the training loss, predictions and likelihoods.
+
+`bsi.Model` is a `Density` that also draws samples. Both draw the noise that the functions of (method, predict, ...)
+take as an argument, call them batch by batch, and convert between values and the units of the data. Everything outside
+the network is computed in float32 or wider.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Float64, Integer
+from torch import Tensor, nn
+
+from bsi.bound import EvaluatedModel, Samples, estimate
+from bsi.denoiser import Condition, Denoiser, check_condition
+from bsi.elbo import Elbo, Estimator, Proposals
+from bsi.errors import UsageError
+from bsi.flow import binned_flow, exact_divergence, flow_density, hutchinson
+from bsi.gaussian import over
+from bsi.levels import low_discrepancy
+from bsi.methods import check_resolution
+from bsi.methods.base import Method, Parametrization, Predictor
+from bsi.objective import Weight, training_loss
+from bsi.progress import shown
+from bsi.rng import standard_normal
+from bsi.values import CONTINUOUS, Bins, DataKind, Standardize, Symbols, as_tensor, check_finite
+from bsi.variance import Variance, named_variance
+
+Data = Float[Tensor, "batch *data"]
+
+DEQUANTIZATION = 1 << 27  # the stream of noise for the positions within bins, apart from those of probes
+SEARCHED_VALUES, SEARCHED_ROWS = 4096, 1024  # how much of the data is searched for repetitions
+
+
+class Density(nn.Module):
+    """The part of a model that evaluates data. See `bsi.Model` for the arguments."""
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        method: Method,
+        shape: tuple[int, ...],
+        data: DataKind | None = None,
+        parametrization: Parametrization | None = None,
+        sigma_data: float = 1.0,
+        class_names: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        if isinstance(method, type):
+            name = method.__name__
+            raise UsageError(f"a method must be an object, not its class: got {name}. Pass {name}().")
+        if not isinstance(method, Method):
+            raise UsageError(f"a method must be bsi.BSI(), bsi.BFN(), bsi.VDM() or like them, got {method!r}")
+        kind = CONTINUOUS if data is None else data
+        if not isinstance(kind, DataKind):
+            raise UsageError(f"data must be bsi.Bins, bsi.Symbols or bsi.Standardize, got {kind!r:.80}.")
+        self.method, self.shape, self.kind = method, tuple(shape), kind
+        self.latent_shape = kind.latent_shape(self.shape)
+        largest = max(-kind.low, kind.high) if isinstance(kind, Bins) else 1.0
+        check_resolution(method, torch.finfo(torch.float32).eps * largest)
+        clip = (kind.low, kind.high) if method.clips and isinstance(kind, Bins) else None
+        self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip, self.symbols)
+        self.class_names = class_names
+        self.origin: object = None  # the description of the file that the model was loaded from
+        self.variances: dict[str, Variance] = {}
+        if class_names and self.classes not in (None, len(class_names)):
+            raise UsageError(f"each label needs one name, got {len(class_names)} names for {self.classes} labels")
+
+    @property
+    def bins(self) -> Bins | None:
+        """The bins of binned data, else None."""
+        return self.kind if isinstance(self.kind, Bins) else None
+
+    @property
+    def symbols(self) -> Symbols | None:
+        """The symbols of discrete data, else None."""
+        return self.kind if isinstance(self.kind, Symbols) else None
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of computations outside the network: float64 after `model.double()`, else float32."""
+        wide = any(p.dtype == torch.float64 for p in self.parameters())
+        return torch.float64 if wide else torch.float32
+
+    @property
+    def classes(self) -> int | None:
+        """The number of labels of the network; None if it has no attribute `num_classes`."""
+        return getattr(self.denoiser.backbone, "num_classes", None)
+
+    def values(self, data: Tensor | np.ndarray) -> Data:
+        """Convert data to the values that the method works with, of shape `latent_shape`.
+
+        They are bin centers, embedded symbols or standardized continuous data.
+        """
+        data = as_tensor(data)
+        if data.shape[1:] != self.shape:
+            raise UsageError(
+                f"data must have the shape (batch, {', '.join(map(str, self.shape))}), got {tuple(data.shape)}"
+            )
+        if not data.is_floating_point():
+            return self.kind.values(data, self.dtype)
+        x = self.kind.values(data, torch.promote_types(data.dtype, self.dtype))
+        return x.to(self.dtype) if any(p.is_floating_point() for p in self.parameters()) else x
+
+    def data(self, x: Data) -> Tensor:
+        """Convert values back to data: the nearest bin or symbol, or the original units of continuous data."""
+        return self.kind.data(x).reshape(len(x), *self.shape)
+
+    def check(self, data: Tensor | np.ndarray) -> None:
+        """Raise if data is not finite or not of its kind. Reads the data: `forward` does so on the CPU only."""
+        data = as_tensor(data)
+        if len(data) < 1:
+            raise UsageError("a loss and a bound need at least one sample, got an empty batch")
+        if data.is_floating_point():
+            check_finite(data)
+        self.kind.check(data)
+
+    def check_density(self, data: Tensor) -> None:
+        """Raise if continuous data is too coarse for a density, or warn: see `bsi.methods.check_resolution`."""
+        if not isinstance(self.kind, Standardize) or not data.is_floating_point():
+            return
+        # The distance between neighboring numbers in the type of the data, and in the type that it is computed in.
+        x, coarse = self.values(data), torch.finfo(data.dtype).eps * data.abs().amax(0, keepdim=True).double()
+        stored = (self.values(coarse) - self.values(torch.zeros_like(coarse))).max()
+        check_resolution(self.method, max(float(stored), torch.finfo(x.dtype).eps * float(x.abs().max())))
+        _warn_repeated(data)
+
+    def forward(
+        self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None
+    ) -> Float[Tensor, " batch"]:
+        """The training loss 2 L_M / n of each sample, at levels stratified over the global batch."""
+        data = as_tensor(data)
+        if data.device.type == "cpu" and not torch.compiler.is_compiling():
+            self.check(data)
+        check_condition(cond, len(data))
+        x = self.values(data)
+        return training_loss(self.method, self.denoiser.given(cond), x, _levels(x), torch.randn_like(x), weight)
+
+    def predict(
+        self, latent: Data, level: float | Float[Tensor, "..."], cond: Condition | None = None, guidance: float = 1.0
+    ) -> Data:
+        """Predict x from a latent at a level of the method: E[x | latent] for a perfect network, as values.
+
+        `model(x)` is not a prediction but the training loss.
+
+        Args:
+            latent: A point of a trajectory, such as `method.encoder(level).encode(x, eps)`.
+            level: One level for all, or one for each; the precision of the belief for BSI and BFN, the SNR for VDM.
+            cond: A condition with one row for each latent.
+            guidance: See `Sampler`.
+
+        Example:
+
+            >>> model = bsi.Model.from_pretrained("digits")
+            >>> x, eps = torch.zeros(2, 1, 8, 8), torch.randn(2, 1, 8, 8)
+            >>> latent = model.method.encoder(torch.tensor(5.0)).encode(x, eps)
+            >>> model.predict(latent, 5.0).shape
+            torch.Size([2, 1, 8, 8])
+        """
+        check_condition(cond, len(latent))
+        levels = torch.as_tensor(level, dtype=torch.float64, device=latent.device).expand(len(latent))
+        with self.evaluating():
+            return self.denoiser.given(cond, guidance)(latent, levels)
+
+    def score(
+        self, latent: Data, level: float | Float[Tensor, "..."], cond: Condition | None = None, guidance: float = 1.0
+    ) -> Data:
+        """The gradient of ln p(latent) at a level: (signal x_hat - latent) / noise^2, by Tweedie's formula.
+
+        The arguments are those of `predict`.
+
+        Example:
+
+            >>> model = bsi.Model.from_pretrained("digits")
+            >>> model.score(torch.zeros(2, 1, 8, 8), 5.0).shape
+            torch.Size([2, 1, 8, 8])
+        """
+        x_hat = self.predict(latent, level, cond, guidance)
+        encoder = self.method.encoder(torch.as_tensor(level, device=latent.device).expand(len(latent)))
+        return (over(encoder.signal, latent) * x_hat - latent) / over(encoder.noise.square(), latent)
+
+    def elbo(
+        self,
+        data: Tensor | np.ndarray | Samples,
+        cond: Condition | None = None,
+        measure: int = 5,
+        recon: int = 2,
+        finite_k: int | None = None,
+        proposal: Proposals = "loguniform",
+        control: bool = True,
+        target_error: float | None = None,
+        seed: int = 0,
+        batch_size: int = 256,
+        progress: bool = False,
+        variance: Variance | str | None = None,
+    ) -> Elbo:
+        """The bound of each sample, by default with the paper's `measure` levels and `recon` reconstructions.
+
+        The other arguments are those of `bsi.elbo.Estimator`. `proposal="fitted"` and `target_error` together reach a
+        given error with the fewest evaluations. With `finite_k`, a `variance` or its kind makes the bound tighter: see
+        `fit_variance`. The result prints with its errors; its `nats` has the bound of each sample, to find outliers
+        for example.
+
+        Example:
+
+            >>> model = bsi.Model.from_pretrained("digits")
+            >>> bound = model.elbo(bsi.data.open_dataset("digits").test[:64], progress=True)
+            >>> print(f"{float(bound):.1f} bits/dim; of each sample, in nats: {bound.nats.shape}")
+            1.8 bits/dim; of each sample, in nats: torch.Size([64])
+        """
+        if variance is not None and finite_k is None:
+            raise UsageError("a variance belongs to finitely many steps: pass finite_k too, or leave variance out.")
+        variance = self.variance(variance) if isinstance(variance, str) else variance
+        estimator = Estimator(measure, recon, finite_k, proposal, control, target_error, seed, batch_size)
+        with self.evaluating():
+            return estimate(replace(self.on(data, cond), variance=variance), estimator, progress=progress)
+
+    bits_per_dim = elbo  # an alias under the more common name
+
+    def log_likelihood(
+        self,
+        data: Tensor | np.ndarray,
+        cond: Condition | None = None,
+        *,
+        probes: int | None = 1,
+        draws: int = 1,
+        tolerance: float = 1e-2,
+        seed: int = 0,
+        batch_size: int = 256,
+        progress: bool = False,
+    ) -> Float64[Tensor, " batch"]:
+        """ln p of each sample under the probability flow, in nats and the units of the data: see `bsi.flow`.
+
+        For binned data a lower bound on ln P(x), from draws of the position within each bin. The flow is another model
+        than the one that `elbo` bounds: report the two separately.
+
+        Args:
+            data: Like that of `elbo`.
+            cond: A condition with one row for each sample.
+            probes: Random vectors for an unbiased estimate of each trace; None computes it exactly, with as many
+                backward passes as a sample has dimensions.
+            draws: Positions within the bins of each sample. The bound is the importance-weighted one, ln of the mean
+                of the draws' weights, which rises with their number; more than one draw needs `probes=None`, because
+                the noise of an estimated trace would raise it too.
+            tolerance: Error of each step of the integration, in nats.
+
+        Example:
+
+            >>> model = bsi.Model.from_pretrained("digits")
+            >>> images = bsi.data.open_dataset("digits").test[:4]
+            >>> model.log_likelihood(images, tolerance=0.1).shape
+            torch.Size([4])
+        """
+        if self.symbols is not None:
+            raise UsageError("symbols have no density, so the flow has no likelihood of them. Use model.elbo(data).")
+        if draws < 1 or (draws > 1 and (probes is not None or self.bins is None)):
+            raise UsageError(
+                f"draws are positions in bins, at least 1; more than one needs binned data and probes=None: got "
+                f"draws={draws}, probes={probes} for {self.kind!s:.80}."
+            )
+        data = as_tensor(data)
+        self.check(data)
+        self.check_density(data)
+        check_condition(cond, len(data))
+        divergence = exact_divergence if probes is None else hutchinson(seed, self.shape, probes)
+        found = []
+        with shown(progress, "log-likelihood", len(data), "sample") as advance, self.evaluating():
+            for rows in torch.arange(len(data)).split(batch_size):
+                x, ids = self.values(data[rows.to(data.device)]).to(self.device), rows.to(self.device)
+                predict = self.denoiser.given(rows_of(cond, rows, self.device))
+                if self.bins is None:
+                    weights = [flow_density(self.method, predict, x, divergence, ids, tolerance).log_density]
+                else:
+                    index, weights = self.bins.indices(x), []
+                    for draw in range(draws):
+                        eps = standard_normal(seed, ids, DEQUANTIZATION + draw, self.shape, torch.float64)
+                        position = torch.special.ndtr(eps).to(self.dtype)
+                        flow = binned_flow(self.method, predict, index, self.bins, position, divergence, ids, tolerance)
+                        weights.append(flow.log_density)
+                found.append(torch.logsumexp(torch.stack(weights).double(), 0) - math.log(draws))
+                advance(len(rows))
+        return torch.cat(found).cpu() - math.prod(self.shape) * self.kind.log_determinant
+
+    def fit_variance(
+        self, data: Tensor | np.ndarray, kind: str = "dct", seed: int = 0, batch_size: int = 256
+    ) -> Variance:
+        """Fit the predictive variance of transitions to training samples, for `elbo`, `sample` and compression.
+
+        The model keeps it under its kind.
+
+        Args:
+            data: Training samples; a few thousand are enough. Test samples would make the bound too good.
+            kind: `level`, `pixels`, `dct`, `pca` or `learned`: see `bsi.variance.named_variance`.
+
+        Example:
+
+            >>> model, digits = bsi.Model.from_pretrained("digits"), bsi.data.open_dataset("digits")
+            >>> variance = model.fit_variance(digits.train[:256], "level")
+            >>> bound = model.elbo(digits.test[:64], finite_k=16, variance=variance)
+            >>> samples = model.sample(4, steps=8, variance="level")
+        """
+        if self.symbols is not None:
+            raise UsageError("a variance is for numbers; the transitions of symbols are mixtures. Leave variance out.")
+        self.check(data)
+        x = self.values(data).to(self.device)
+        with self.evaluating():
+            self.variances[kind] = named_variance(kind, self.method, self.denoiser, x, seed, batch_size)
+        return self.variances[kind]
+
+    def variance(self, kind: str) -> Variance | None:
+        """The predictive variance of this kind, which `fit_variance` fitted; None if the kind is `none`."""
+        if kind not in (*self.variances, "none"):
+            raise UsageError(
+                f"the variance {kind!r} has not been fitted. Call model.fit_variance(training_samples, {kind!r}) first."
+            )
+        return self.variances.get(kind)
+
+    def on(
+        self,
+        data: Tensor | np.ndarray | Samples,
+        cond: Condition | None = None,
+        ids: Sequence[int] | np.ndarray | None = None,
+    ) -> EvaluatedModel:
+        """This model on the samples `ids` of the data (by default all), as the argument of `bsi.bound.estimate`.
+
+        The model must be in evaluation mode.
+        """
+        if isinstance(data, np.ndarray) or not isinstance(data, Samples):
+            data = as_tensor(data)
+        check_condition(cond, len(data))
+        if isinstance(data, Tensor):
+            self.check(data)
+            self.check_density(data)
+        chosen = torch.arange(len(data)) if ids is None else torch.as_tensor(ids)
+        if len(chosen) < 1:
+            raise UsageError("a bound needs at least one sample, got none")
+
+        def x(places: Integer[Tensor, " batch"]) -> Data:
+            rows = chosen[places.cpu()]
+            if isinstance(data, Tensor):
+                samples = data[rows.to(data.device)]
+            else:
+                samples = data.take(rows.numpy())
+                self.check(samples)
+                self.check_density(samples)
+            return self.values(samples).to(self.device)
+
+        def predict(places: Integer[Tensor, " batch"]) -> Predictor:
+            return self.denoiser.given(rows_of(cond, chosen[places.cpu()], self.device))
+
+        return EvaluatedModel(self.method, predict, x, len(chosen), self.latent_shape, self.kind, self.device)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context manager that puts the model into evaluation mode."""
+        was_training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(was_training)
+
+
+def rows_of(cond: Condition | None, ids: Integer[Tensor, " batch"], device: torch.device) -> Condition | None:
+    """The condition's rows for these samples, moved to the device of the network."""
+    if isinstance(cond, dict):
+        return {name: value[ids.to(value.device)].to(device) for name, value in cond.items()}
+    return None if cond is None else cond[ids.to(cond.device)].to(device)
+
+
+def _levels(x: Data) -> Float[Tensor, " batch"]:
+    """t for this rank's part of the global batch, with the same delta on all ranks."""
+    delta = torch.rand((), dtype=torch.float64, device=x.device)
+    if not (dist.is_available() and dist.is_initialized()):
+        return low_discrepancy(len(x), delta)
+    dist.broadcast(delta, src=0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return low_discrepancy(world * len(x), delta)[rank * len(x) : (rank + 1) * len(x)]
+
+
+def _warn_repeated(data: Data) -> None:
+    """Warn if values of continuous data are repeated: in one column of a table, or anywhere in other data.
+
+    Repeated values have a probability, not a density: a model that learns them can reach any density.
+    """
+    columns, most = (data, SEARCHED_ROWS) if data.ndim == 2 else (data.reshape(-1, 1), SEARCHED_VALUES)
+    some = columns[:: max(1, len(columns) // most)]
+    repeated = (some.sort(dim=0).values.diff(dim=0) == 0).sum(dim=0)
+    bad = (repeated > max(2, 0.01 * len(some))).nonzero()[:, 0].tolist()
+    if bad:
+        where = f" in column {', '.join(map(str, bad[:10]))}" if data.ndim == 2 else ""
+        warnings.warn(
+            f"{int(repeated.max()) / len(some):.0%} of the values{where} are repeated, so the data has no density, and "
+            f"a bound in nats can fall without limit. Describe discrete data with bsi.Bins or bsi.Symbols, leave such "
+            f"columns out, or add noise of the width of one unit.",
+            stacklevel=4,
+        )

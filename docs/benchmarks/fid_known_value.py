@@ -47,14 +47,13 @@ def main() -> None:
     parser.add_argument("--precision", choices=["float32", "tf32", "float16"])
     parser.add_argument("--n", type=int, default=5000, help="images of each part")
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--weights", type=Path)
     args = parser.parse_args()
     folder = Path(os.environ.get("BSI_DATA", "~/.cache/bsi-data")).expanduser() / "cifar-10-batches-bin"
     parts = {part: cifar10(folder, part, args.n) for part in PARTS}
 
-    extractor = Inception(args.weights, args.device, args.precision, args.batch, args.compile)
-    extractor(parts["test"][: args.batch])  # the first call compiles, chooses kernels and allocates
+    extractor = Inception(args.weights, args.device, args.precision, args.batch)
+    extractor(parts["test"][: args.batch])  # the first call chooses kernels and allocates
     total = sum(map(len, parts.values()))
     with Progress("features", total, "image") as progress:
         start = time.perf_counter()
@@ -73,7 +72,6 @@ def main() -> None:
         "frechet_s": time.perf_counter() - start,
         "device": torch.cuda.get_device_name() if extractor.device.type == "cuda" else "cpu",
         "precision": extractor.precision,
-        "compile": args.compile,
         "batch": args.batch,
         "extractor_hash": extractor.hash,
         "resize": extractor.resize,

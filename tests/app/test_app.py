@@ -30,7 +30,7 @@ from bsi.app.server import create_app, listen, server_of
 from bsi.app.workbench import Frame, Workbench, open_workbench
 from bsi.backbones import MLPConfig
 from bsi.conditioning import start_of
-from bsi.data.image_folder import Folder
+from bsi.data.images import Folder
 from bsi.data.prepare import prepare
 from bsi.data.store import open_dataset
 from bsi.errors import NonFinite, UsageError

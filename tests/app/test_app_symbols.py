@@ -14,9 +14,9 @@ from bsi import BSI, recipes, train
 from bsi.app.requests import Denoise, Draw
 from bsi.app.workbench import Workbench, open_workbench
 from bsi.backbones import MLPConfig
-from bsi.data.binary import Binary
 from bsi.data.prepare import Plan, prepare
-from bsi.data.text import Text
+from bsi.data.published import Binary
+from bsi.data.sequences import Text
 from bsi.errors import UsageError
 from bsi.recipe import Data
 from bsi.sampler import Sampler

@@ -84,7 +84,12 @@ def test_an_archive_with_named_splits_and_labels_is_kept_as_it_is(tmp_path: Path
         assert dataset.labels.test.tolist() == labels["test_labels"].tolist()
         rest = list(plan.blocks(33))
         assert sum(block.items for block in rest) == 6
-        assert np.array_equal(np.concatenate([block.rows["test"] for block in rest]), test[3:])
+        assert np.array_equal(
+            np.concatenate(
+                [block.rows[block.for_testing] if block.for_testing is not True else block.rows for block in rest]
+            ),
+            test[3:],
+        )
 
 
 def test_labels_follow_their_samples_through_a_split_by_hash(tmp_path: Path) -> None:
@@ -108,8 +113,8 @@ def test_the_labels_of_a_single_array_have_their_usual_names(tmp_path: Path, dat
 def test_the_split_does_not_depend_on_how_the_rows_are_read(tmp_path: Path) -> None:
     plan = Arrays(saved(tmp_path / "x.npy", np.arange(2_500_000.0)), test_fraction=0.3).plan()
     assert len(list(plan.blocks(0))) > 1
-    test = np.concatenate([block.rows["test"] for block in plan.blocks(0)])
-    rest = np.concatenate([block.rows["test"] for block in plan.blocks(123)])
+    test = np.concatenate([block.rows[block.for_testing] for block in plan.blocks(0)])
+    rest = np.concatenate([block.rows[block.for_testing] for block in plan.blocks(123)])
     assert np.array_equal(rest, test[test >= 123])
 
 
@@ -154,8 +159,8 @@ def test_archives_that_leave_the_split_unclear_are_refused(tmp_path: Path) -> No
     refused("name one of them `train`", a=x, b=x)
     refused("samples of shape", train=x, test=np.zeros((4, 3)))
     refused("labels for one split only", train=x, test=x, train_labels=np.arange(4))
-    refused("one integer per train sample", train=x, train_labels=np.arange(3))
-    refused("one integer per train sample", x=x, y=x)
+    refused("one integer per sample", train=x, train_labels=np.arange(3))
+    refused("one integer per sample", x=x, y=x)
     refused("name one of them `train`", a=x, b=x, y=np.arange(4))
     refused("name one of them `train`", x=x, y=np.arange(4), labels=np.arange(4))
     refused("unclear what y belongs to", train=x, test=x, y=np.arange(4))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bsi.data import batches
-from bsi.data.batches import ResidentSource, ahead, as_source, flip, gather
+from bsi.data.batches import ResidentSource, ahead, as_source, flip
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
 from bsi.rng import coins, sample_ids
@@ -88,7 +88,7 @@ def test_a_set_that_fits_stays_on_the_device_and_gives_the_same_batches(
 
 def test_a_batch_is_a_copy_and_leaves_the_dataset_alone() -> None:
     digits = open_dataset("digits").train
-    batch = gather(digits, np.array([5, 5, 1]))
+    batch = as_source(digits).take(np.array([5, 5, 1]))
     assert batch.dtype == torch.uint8
     batch.zero_()
     assert digits[5].any()

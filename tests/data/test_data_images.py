@@ -14,11 +14,10 @@ import pytest
 from PIL import Image
 
 from bsi.data.files import for_testing, walk
-from bsi.data.huggingface import HuggingFace
-from bsi.data.image_folder import Folder, open_image, pixels
+from bsi.data.images import Folder, HuggingFace, open_image, pixels
 from bsi.data.prepare import prepare
+from bsi.data.sequences import Wav, write_wav
 from bsi.data.store import open_dataset
-from bsi.data.wav import Wav, write_wav
 from bsi.errors import DataError, UsageError
 
 
@@ -254,7 +253,6 @@ def test_gray_images_stay_gray_and_the_size_is_that_of_the_images(tmp_path: Path
 def test_impossible_options_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
     for options, why in (
         ({"size": 0}, "size"),
-        ({"channels": 2}, "channels"),
         ({"test_fraction": 1.0}, "test_fraction"),
     ):
         with pytest.raises(UsageError, match=why):
@@ -272,7 +270,7 @@ def save_wav(path: Path, sound: np.ndarray, rate: int = 8000) -> None:
 
 
 def test_sound_is_cut_into_pieces_whose_indices_give_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bsi.data.wav.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("bsi.data.sequences.BLOCK_BYTES", 1000)
     folder = tmp_path / "sound"
     folder.mkdir()
     sounds = {f"{i}.wav": np.random.default_rng(i).integers(-(2**15), 2**15, (130 * i + 3, 2)) for i in range(12)}
@@ -285,9 +283,9 @@ def test_sound_is_cut_into_pieces_whose_indices_give_it_back(tmp_path: Path, mon
         mine = [sounds[name] for name in sorted(sounds) if for_testing(name, 0.3) == (split == "test")]
         pieces = [sound[: len(sound) // 50 * 50].reshape(-1, 50, 2).transpose(0, 2, 1) for sound in mine]
         assert np.array_equal(stored.astype(int) - 2**15, np.concatenate(pieces))
-    everything = np.concatenate([rows for block in plan.blocks(0) for rows in block.rows.values()])
+    everything = np.concatenate([block.rows for block in plan.blocks(0)])
     for start in (1, 7, 30, plan.total - 1):
-        rest = [rows for block in plan.blocks(start) for rows in block.rows.values()]
+        rest = [block.rows for block in plan.blocks(start)]
         assert np.array_equal(np.concatenate(rest), everything[start:])
     write_wav(tmp_path / "back.wav", dataset.train[0], rate=plan.options["rate"])
     with wave.open(str(tmp_path / "back.wav")) as file:

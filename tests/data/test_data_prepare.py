@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 
 from bsi.data.arrays import Arrays
-from bsi.data.prepare import Block, Plan, prepare
+from bsi.data.prepare import Block, Part, Plan, prepare
 from bsi.data.store import DIGITS, MANIFEST, Dataset, open_dataset, prepared
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.values import Bins
 
 BLOCKS, ROWS = 12, 10
+
+
+def parts_of(blocks: Callable[[int], Iterator[Block]]) -> Callable[[], list[Part]]:
+    return lambda: [Part(BLOCKS * ROWS, blocks)]
 
 
 def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
@@ -29,8 +33,7 @@ def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
         for number in range(start // ROWS, BLOCKS):
             rng = np.random.default_rng(number)
             images = rng.integers(0, 256, (ROWS, 1, 4, 4), dtype=np.uint8)
-            split = "test" if number % 3 == 2 else "train"
-            yield Block(ROWS, {split: images}, {split: images[:, 0, 0, 0]})
+            yield Block(images, number % 3 == 2, images[:, 0, 0, 0])
 
     total = BLOCKS * ROWS
     made = Plan(
@@ -41,8 +44,7 @@ def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
         options={"size": 4},
         input="seeds",
         total=total,
-        unit="image",
-        blocks=blocks,
+        parts=parts_of(blocks),
         label_dtype=np.dtype("uint8"),
         skip=skip,
     )
@@ -56,7 +58,7 @@ sys.path[:0] = {path!r}
 from dataclasses import replace
 from pathlib import Path
 from bsi.data import prepare as preparing
-from test_data_prepare import plan, ROWS
+from test_data_prepare import parts_of, plan, ROWS
 
 preparing.SYNC_EVERY_S = 0.0
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
@@ -74,7 +76,7 @@ def blocks(start):
 
 if {point!r}:
     setattr(os if {point!r} == "rename" else preparing, {point!r}, strike)
-preparing.prepare(replace(whole, blocks=blocks), Path({target!r}))
+preparing.prepare(replace(whole, parts=parts_of(blocks)), Path({target!r}))
 """
 
 
@@ -133,7 +135,7 @@ def test_leftovers_of_another_preparation_are_not_mixed_in(whole: Dataset, tmp_p
         started.append(start)
         return other.blocks(start)
 
-    prepare(replace(other, blocks=blocks), target)
+    prepare(replace(other, parts=parts_of(blocks)), target)
     assert started == [0]
 
 
@@ -156,7 +158,7 @@ def test_a_second_preparation_at_the_same_time_is_refused(tmp_path: Path) -> Non
             prepare(plan(), target)
         return plan().blocks(start)
 
-    assert len(prepare(plan(blocks=blocks), target).train) == 80
+    assert len(prepare(plan(parts=parts_of(blocks)), target).train) == 80
 
 
 def test_the_same_command_again_opens_what_is_there_and_other_options_are_refused(whole: Dataset) -> None:
@@ -191,7 +193,7 @@ def test_a_full_disk_is_reported_and_the_preparation_goes_on_later(whole: Datase
             yield block
 
     with pytest.raises(BsiError, match=r"noise: No space.*\. Make room and run the same command again") as caught:
-        prepare(plan(blocks=blocks), tmp_path / "noise")
+        prepare(plan(parts=parts_of(blocks)), tmp_path / "noise")
     assert caught.value.code == 1
     note = json.loads((tmp_path / ".noise.partial" / "state.json").read_text())
     assert note["items"] == 40
@@ -204,13 +206,13 @@ def test_row_22_the_version_names_the_content_and_its_meaning(whole: Dataset, tm
 
     def changed(start: int) -> Iterator[Block]:
         for block in plan().blocks(start):
-            rows = {split: images.copy() for split, images in block.rows.items()}
-            next(iter(rows.values()))[0, 0, 0, 0] ^= 1
+            rows = block.rows.copy()
+            rows[0, 0, 0, 0] ^= 1
             yield replace(block, rows=rows)
 
     versions = {
         whole.version,
-        prepare(plan(blocks=changed), tmp_path / "changed").version,
+        prepare(plan(parts=parts_of(changed)), tmp_path / "changed").version,
         prepare(plan(kind=replace(Bins.uint8(), low=0.0)), tmp_path / "bins").version,
         prepare(plan(label_dtype=None), tmp_path / "unlabeled").version,
     }
@@ -286,9 +288,9 @@ def test_arrays_are_read_only(whole: Dataset) -> None:
 
 def test_a_split_without_samples_is_refused_when_asked_for(tmp_path: Path) -> None:
     def blocks(start: int) -> Iterator[Block]:
-        return (replace(block, labels={}) for block in plan().blocks(start) if "train" in block.rows)
+        return (replace(block, labels=None) for block in plan().blocks(start) if not block.for_testing)
 
-    dataset = prepare(plan(blocks=blocks, label_dtype=None), tmp_path / "noise")
+    dataset = prepare(plan(parts=parts_of(blocks), label_dtype=None), tmp_path / "noise")
     assert dataset.test.shape == (0, 1, 4, 4)
     assert dataset.split("train") is dataset.train
     with pytest.raises(DataError, match="no test samples"):
@@ -296,7 +298,7 @@ def test_a_split_without_samples_is_refused_when_asked_for(tmp_path: Path) -> No
     with pytest.raises(UsageError, match="splits train and test"):
         dataset.split("validation")
     with pytest.raises(DataError, match="no training samples"):
-        prepare(plan(blocks=lambda _: iter([])), tmp_path / "empty")
+        prepare(plan(parts=list), tmp_path / "empty")
 
 
 def test_the_digits_are_the_published_ones() -> None:

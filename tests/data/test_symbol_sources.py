@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from bsi.data.arrays import Arrays
-from bsi.data.binary import Binary
 from bsi.data.prepare import Plan, prepare
-from bsi.data.published import Mnist
+from bsi.data.published import Binary, Mnist
+from bsi.data.sequences import Text
 from bsi.data.store import open_dataset
-from bsi.data.text import Text
 from bsi.errors import DataError, UsageError
 from bsi.values import Symbols
 
@@ -22,14 +21,14 @@ CORPUS = "Grüße, 世界! 🙂 one two three four five six seven eight nine ten
 def rows(plan: Plan, start: int = 0) -> np.ndarray:
     """The rows from one item on, of both splits in order."""
     empty = np.empty((0, *plan.shape), plan.dtype)
-    return np.concatenate([empty, *(rows for block in plan.blocks(start) for rows in block.rows.values())])
+    return np.concatenate([empty, *(block.rows for block in plan.blocks(start))])
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 7])
 def test_the_text_of_a_dataset_is_the_text_of_the_file(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bsi.data.text.CHUNK", chunk)  # 7 bytes: characters are cut in two
+    monkeypatch.setattr("bsi.data.sequences.CHUNK", chunk)  # 7 bytes: characters are cut in two
     (tmp_path / "corpus.txt").write_text(CORPUS, "utf-8")
     dataset = prepare(Text(tmp_path / "corpus.txt", length=16, test_fraction=0.25).plan(), tmp_path / "out")
     assert isinstance(dataset.kind, Symbols)

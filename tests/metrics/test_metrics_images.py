@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from bsi.errors import DataError
-from bsi.metrics.images import array_batches, file_batches, image_files
+from bsi.metrics.features import array_batches, file_batches, image_files
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:

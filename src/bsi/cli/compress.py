@@ -207,7 +207,7 @@ def _images(folder: Path, model: Model) -> np.ndarray:
     import numpy as np
 
     from bsi.data.files import walk
-    from bsi.data.image_folder import SUFFIXES, open_image
+    from bsi.data.images import SUFFIXES, open_image
     from bsi.pictures import is_image
 
     if not is_image(model.shape) or model.bins is None or model.bins.count != 256:

@@ -104,12 +104,9 @@ SHOWN = 10  # class names in a line
 def sources() -> dict[str, type[Source]]:
     """The sources by name. Only names in this table are valid: no module is imported by a name from outside."""
     from bsi.data.arrays import Arrays
-    from bsi.data.binary import Binary
-    from bsi.data.huggingface import HuggingFace
-    from bsi.data.image_folder import Folder
-    from bsi.data.published import Cifar10, ImageNet32, ImageNet64, Mnist
-    from bsi.data.text import Text
-    from bsi.data.wav import Wav
+    from bsi.data.images import Folder, HuggingFace
+    from bsi.data.published import Binary, Cifar10, ImageNet32, ImageNet64, Mnist
+    from bsi.data.sequences import Text, Wav
 
     return {
         "cifar10": Cifar10,

@@ -93,8 +93,7 @@ def measure(args: Fid) -> SampleQuality:
     a, b = (images(where, args.batch, args.num) for where in (args.a, args.b))
     import torch
 
-    from bsi.metrics import Inception, Reference, collect, reference, sample_quality
-    from bsi.metrics.features import KEPT
+    from bsi.metrics import KEPT, Inception, Reference, collect, reference, sample_quality
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     extractor: Extractor = Inception(args.weights, device, args.precision, args.batch)
@@ -113,7 +112,7 @@ def images(where: str, batch: int, num: int | None) -> Images:
     if path.suffix in (".npy", ".npz"):
         return array_images(path, batch, num)
     if os.path.isdir(path) and not (path / "manifest.json").exists():
-        from bsi.metrics.images import file_batches, image_files
+        from bsi.metrics.features import file_batches, image_files
 
         files = image_files(path)[:num]
         return Images(where, len(files), file_batches(files, batch))
@@ -121,7 +120,7 @@ def images(where: str, batch: int, num: int | None) -> Images:
 
 
 def array_images(path: Path, batch: int, num: int | None) -> Images:
-    from bsi.metrics.images import array_batches
+    from bsi.metrics.features import array_batches
 
     with opened(path) as array:
         n = min(len(array), num or len(array))
@@ -152,7 +151,7 @@ def opened(path: Path) -> Iterator[ArrayFile]:
 
 def dataset_images(where: str, batch: int, num: int | None) -> Images:
     from bsi.data.store import open_dataset
-    from bsi.metrics.images import array_batches
+    from bsi.metrics.features import array_batches
     from bsi.values import to_uint8
 
     name, split = where, "test"

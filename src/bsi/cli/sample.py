@@ -187,7 +187,7 @@ def form_of(model: Model) -> str:
 def write_form(form: str, out: Path, model: Model, samples: np.ndarray, classes: int, rate: int) -> None:
     """Write samples as a picture, sound or text."""
     if form == "sound":
-        from bsi.data.wav import write_wav
+        from bsi.data.sequences import write_wav
 
         write_wav(out, joined(samples), rate, "--out")
         return

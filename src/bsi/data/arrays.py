@@ -9,17 +9,18 @@ are arrays named `train_labels` and `test_labels`; those of a single array can a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Integer, Shaped
 
 from bsi.data.files import ArrayFile, NpzFile
-from bsi.data.prepare import MAX_CLASSES, Block, Plan, check_fraction, rows_for_testing
+from bsi.data.prepare import MAX_CLASSES, Block, Part, Plan, check_fraction, rows_for_testing
 from bsi.errors import DataError, UsageError
 from bsi.io import digest_file
 from bsi.values import Bins, Symbols
@@ -30,10 +31,7 @@ LABELS = ("labels", "y")  # names of the labels of a single array
 
 @dataclass(frozen=True)
 class Arrays:
-    """The rows of an array; `bins` are the values of integers (LOW HIGH COUNT), `symbols` is the number of symbols.
-
-    With neither the data is continuous.
-    """
+    """The rows of an array, with the arguments of their `Bins`, the number of their `Symbols`, or neither."""
 
     summary: ClassVar[str] = (
         "arrays of any shape from a .npy or .npz file; --bins LOW HIGH COUNT, --symbols COUNT, or none if continuous"
@@ -57,8 +55,7 @@ class Arrays:
             for array in data.values():
                 _check(array, first, kind)
             for split in data:
-                if f"{split}_labels" in arrays:
-                    _labels(arrays[f"{split}_labels"], len(data[split]), split)
+                _labels(arrays, split)
         if isinstance(kind, Symbols):
             kind.latent_shape(first.shape[1:])  # raises for samples that are too large when they are embedded
         return Plan(
@@ -73,8 +70,7 @@ class Arrays:
             },
             input=digest_file(path),
             total=sum(len(array) for array in data.values()),
-            unit="row",
-            blocks=lambda start: _blocks(path, kind, self.test_fraction, start),
+            parts=partial(_parts, path, kind, self.test_fraction),
             label_dtype=np.dtype("<i4") if "train_labels" in arrays else None,
         )
 
@@ -90,22 +86,18 @@ def _opened(path: Path, stack: ExitStack) -> dict[str, ArrayFile]:
 
 
 def _names(path: Path, names: Sequence[str]) -> dict[str, str]:
-    """Our names of the arrays in an archive, and those in the archive."""
+    """The names of the arrays in an archive, by the names used here."""
     known = {name: name for name in ("train", "test", "train_labels", "test_labels") if name in names}
     labels = [name for name in LABELS if name in names]
     if "train" not in known:
         data = [name for name in names if name not in labels] or labels
         if len(data) != 1 or len(labels) > 1:
-            raise DataError(
-                f"{path} holds the arrays {', '.join(names) or 'none'}: name one of them `train`, or keep only one, "
-                f"with its labels as `labels`."
-            )
+            held = f"{path} holds the arrays {', '.join(names) or 'none'}"
+            raise DataError(f"{held}: name one of them `train`, or keep only one, with its labels as `labels`.")
         known, labels = {"train": data[0]}, [name for name in labels if name != data[0]]
     if labels and ("test" in known or "train_labels" in known or len(labels) > 1):
-        raise DataError(
-            f"{path} holds {', '.join([*known, *labels])}: it is unclear what {labels[-1]} belongs to. Name labels "
-            f"train_labels and test_labels."
-        )
+        unclear = f"{path} holds {', '.join([*known, *labels])}: it is unclear what {labels[-1]} belongs to"
+        raise DataError(f"{unclear}. Name labels train_labels and test_labels.")
     if ("train_labels" in known) != ("test_labels" in known) and "test" in known:
         raise DataError(f"{path} has labels for one split only: give both train_labels and test_labels, or neither.")
     return {**known, **({"train_labels": labels[0]} if labels else {})}
@@ -113,10 +105,8 @@ def _names(path: Path, names: Sequence[str]) -> dict[str, str]:
 
 def _check(array: ArrayFile, first: ArrayFile, kind: Kind) -> None:
     if array.shape[1:] != first.shape[1:]:
-        raise DataError(
-            f"{array.name} has samples of shape {array.shape[1:]}, {first.name} of {first.shape[1:]}. Give both one "
-            f"shape."
-        )
+        shapes = f"{array.name} has samples of shape {array.shape[1:]}, {first.name} of {first.shape[1:]}"
+        raise DataError(f"{shapes}. Give both one shape.")
     if not array.row_bytes:
         raise DataError(f"{array.name} has shape {array.shape}: its samples are empty.")
     if kind is None and array.dtype.kind != "f":
@@ -128,42 +118,27 @@ def _check(array: ArrayFile, first: ArrayFile, kind: Kind) -> None:
         raise UsageError(f"{array.name} holds {array.dtype}, and symbols are integers. Convert them with .astype(int).")
 
 
-def _labels(array: ArrayFile, count: int, split: str) -> Integer[np.ndarray, " count"]:
-    """All labels of a split: they fit into memory, with one number per sample."""
-    if array.shape != (count,) or array.dtype.kind not in "iu":
-        raise DataError(
-            f"{array.name} has shape {array.shape} of {array.dtype}, expected one integer per {split} sample ({count})."
-        )
-    labels = np.concatenate([np.empty(0, array.dtype), *array.blocks()])
-    bad = np.flatnonzero((labels < 0) | (labels >= MAX_CLASSES))
-    if len(bad):
-        raise DataError(f"{array.name}: row {bad[0]} is {labels[bad[0]]}, expected labels from 0 to {MAX_CLASSES - 1}.")
-    return labels
+def _labels(arrays: Mapping[str, ArrayFile], split: str) -> Integer[np.ndarray, " count"] | None:
+    found = arrays.get(f"{split}_labels")
+    return None if found is None else found.labels(len(arrays[split]), 0, MAX_CLASSES - 1)
 
 
-def _blocks(path: Path, kind: Kind, test_fraction: float, start: int) -> Iterator[Block]:
+def _parts(path: Path, kind: Kind, test_fraction: float) -> Iterator[Part]:
+    def blocks(split: str, start: int) -> Iterator[Block]:
+        array, labels = arrays[split], _labels(arrays, split)
+        for rows in array.blocks(start):
+            here = slice(start, start + len(rows))
+            is_test: Any = split == "test"
+            if "test" not in arrays:
+                is_test = rows_for_testing(start, len(rows), test_fraction)
+            yield Block(_stored(rows, kind, array.name, start), is_test, None if labels is None else labels[here])
+            start += len(rows)
+
     with ExitStack() as stack:
         arrays = _opened(path, stack)
-        first = 0  # the number of the first row of this array among all rows
         for split in ("train", "test"):
-            if split not in arrays:
-                continue
-            array, row = arrays[split], min(max(0, start - first), len(arrays[split]))
-            labels = _labels(arrays[f"{split}_labels"], len(array), split) if f"{split}_labels" in arrays else None
-            for rows in array.blocks(row):
-                stored = _stored(rows, kind, array.name, row)
-                is_test = np.full(len(rows), split == "test")
-                if "test" not in arrays:
-                    is_test = rows_for_testing(row, len(rows), test_fraction)
-                masks = {"train": ~is_test, "test": is_test}
-                here = None if labels is None else labels[row : row + len(rows)]
-                yield Block(
-                    items=len(rows),
-                    rows={name: stored[mask] for name, mask in masks.items()},
-                    labels={} if here is None else {name: here[mask] for name, mask in masks.items()},
-                )
-                row += len(rows)
-            first += len(array)
+            if split in arrays:
+                yield Part(len(arrays[split]), partial(blocks, split))
 
 
 def _stored(

@@ -36,18 +36,29 @@ class BatchSource(Protocol):
     def take(self, ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]: ...
 
 
-def gather(array: Shaped[np.ndarray, "n *data"], ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
-    """A copy of the rows `ids` of an array or memory map."""
-    # Ascending reads of a memory map follow the disk; the requested order is restored afterwards.
-    order = np.argsort(ids, kind="stable")
-    rows = np.empty((len(ids), *array.shape[1:]), array.dtype)
-    rows[order] = np.asarray(array)[ids[order]]
-    return _tensor(rows)
-
-
-def _tensor(rows: Shaped[np.ndarray, "*shape"]) -> Shaped[Tensor, "*shape"]:
-    """A tensor of writable rows; unsigned 16-bit integers, with which torch computes little, become 32-bit ones."""
-    return torch.from_numpy(rows.astype(np.int32) if rows.dtype == np.uint16 else rows)
+def as_source(data: object, device: torch.device | str = "cpu", workers: int = 0) -> BatchSource:
+    """Batches on `device` from a tensor, an array, a memory map or a map-style Dataset; a BatchSource is returned."""
+    device = torch.device(device)
+    kind = type(data).__name__
+    if isinstance(data, BatchSource) and not isinstance(data, Tensor | np.ndarray):  # both have a `take` of their own
+        return data
+    if isinstance(data, Sequence | dict):
+        raise UsageError(f"a {kind} is not a set of samples. Use one tensor or a torch Dataset.")
+    if not (callable(getattr(data, "__getitem__", None)) and callable(getattr(data, "__len__", None))):
+        raise UsageError(
+            f"cannot take samples from a {kind}. Give a tensor, a NumPy array, a map-style torch Dataset "
+            f"(__getitem__ and __len__), or an object with __len__ and take(ids)."
+        )
+    samples: Any = data
+    if getattr(data, "ndim", 1) == 0 or not len(samples):
+        raise DataError(f"a set of samples needs at least one: got an empty {kind} or a single number.")
+    if isinstance(data, Tensor):
+        return ResidentSource(data.detach().to(device))
+    if not isinstance(data, np.ndarray):
+        return MapSource(data, device, workers)
+    if device.type == "cuda" and data.nbytes <= RESIDENT_PART * torch.cuda.mem_get_info(device)[0]:
+        return ResidentSource(_upload(data, device))
+    return MappedSource(data, device)
 
 
 @dataclass(frozen=True)
@@ -74,29 +85,32 @@ class MappedSource:
         return len(self.array)
 
     def take(self, ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
-        return _to_device(gather(self.array, ids), self.device)
+        # Ascending reads of a memory map follow the disk; the requested order is restored afterwards.
+        order = np.argsort(ids, kind="stable")
+        rows = np.empty((len(ids), *self.array.shape[1:]), self.array.dtype)
+        rows[order] = np.asarray(self.array)[ids[order]]
+        return _to_device(_tensor(rows), self.device)
 
 
 class MapSource:
     """A map-style torch Dataset: a sample is `dataset[i]`, or its first element. Fetched by `workers` threads."""
 
     def __init__(self, dataset: Any, device: torch.device, workers: int = 0) -> None:
-        self.dataset, self.device = dataset, device
+        self.dataset, self.device, self.name = dataset, device, type(dataset).__name__
         self.pool = ThreadPoolExecutor(workers, thread_name_prefix="bsi-data") if workers else None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def take(self, ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
-        fetch = self.pool.map if self.pool else map
-        samples = list(fetch(self._sample, ids.tolist()))
+        samples = list((self.pool.map if self.pool else map)(self._sample, ids.tolist()))
         first = samples[0]
         for index, sample in zip(ids.tolist(), samples, strict=True):
             if (sample.shape, sample.dtype) != (first.shape, first.dtype):
                 raise DataError(
-                    f"samples of {type(self.dataset).__name__} differ: {ids[0]} is {first.dtype} of shape "
-                    f"{tuple(first.shape)}, {index} is {sample.dtype} of shape {tuple(sample.shape)}. Give all of them "
-                    f"one type and one shape in the Dataset's __getitem__."
+                    f"samples of {self.name} differ: {ids[0]} is {first.dtype} of shape {tuple(first.shape)}, {index} "
+                    f"is {sample.dtype} of shape {tuple(sample.shape)}. Give all of them one type and one shape in the "
+                    f"Dataset's __getitem__."
                 )
         return _to_device(torch.stack(samples), self.device)
 
@@ -108,46 +122,21 @@ class MapSource:
             return _tensor(np.array(item))
         if not isinstance(item, Tensor):
             raise DataError(
-                f"sample {index} of {type(self.dataset).__name__} is a {type(item).__name__}; expected a tensor or an "
-                f"array, alone or first in a tuple. Convert it in the Dataset's __getitem__."
+                f"sample {index} of {self.name} is a {type(item).__name__}; expected a tensor or an array, alone or "
+                f"first in a tuple. Convert it in the Dataset's __getitem__."
             )
         return item
 
 
-def as_source(data: object, device: torch.device | str = "cpu", workers: int = 0) -> BatchSource:
-    """Batches on `device` from a tensor, an array, a memory map or a map-style Dataset; a BatchSource is returned."""
-    device = torch.device(device)
-    if isinstance(data, Tensor):
-        _check(data.ndim, len(data) if data.ndim else 0)
-        return ResidentSource(data.detach().to(device))
-    if isinstance(data, np.ndarray):
-        _check(data.ndim, len(data) if data.ndim else 0)
-        if device.type == "cuda" and data.nbytes <= RESIDENT_PART * torch.cuda.mem_get_info(device)[0]:
-            return ResidentSource(_upload(data, device))
-        return MappedSource(data, device)
-    if isinstance(data, BatchSource):  # after tensors and arrays, which have a `take` of their own
-        return data
-    if callable(getattr(data, "__getitem__", None)) and callable(getattr(data, "__len__", None)):
-        if isinstance(data, Sequence | dict | str):
-            raise UsageError(f"a {type(data).__name__} is not a set of samples. Use one tensor or a torch Dataset.")
-        _check(1, len(data))  # type: ignore[arg-type]
-        return MapSource(data, device, workers)
-    raise UsageError(
-        f"cannot take samples from a {type(data).__name__}. Give a tensor, a NumPy array, a map-style torch Dataset "
-        f"(__getitem__ and __len__), or an object with __len__ and take(ids)."
-    )
-
-
-def _check(axes: int, count: int) -> None:
-    if axes < 1 or count < 1:
-        raise DataError(f"a set of samples needs at least one: got {axes} axes and {count} samples.")
+def _tensor(rows: Shaped[np.ndarray, "*shape"]) -> Shaped[Tensor, "*shape"]:
+    """A tensor of writable rows; unsigned 16-bit integers, with which torch computes little, become 32-bit ones."""
+    return torch.from_numpy(rows.astype(np.int32) if rows.dtype == np.uint16 else rows)
 
 
 def _upload(array: Shaped[np.ndarray, "n *data"], device: torch.device) -> Shaped[Tensor, "n *data"]:
     """Copy a memory map to the device in pieces, without holding all of it on the host."""
     each = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
-    first = _tensor(np.array(array[:1]))
-    out = torch.empty(array.shape, dtype=first.dtype, device=device)
+    out = torch.empty(array.shape, dtype=_tensor(np.array(array[:1])).dtype, device=device)
     for start in range(0, len(array), each):
         out[start : start + each] = _tensor(np.array(array[start : start + each])).to(device)
     return out

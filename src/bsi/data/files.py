@@ -17,17 +17,16 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedIOBase, BufferedReader, BytesIO, RawIOBase
+from io import BufferedIOBase, BufferedReader, BytesIO
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import IO, Any, cast
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Integer, Shaped
 
 from bsi.errors import DataError
 from bsi.io import open_untrusted
@@ -35,7 +34,6 @@ from bsi.progress import readable_bytes
 
 BLOCK_BYTES = 8 << 20
 HEADER_BYTES = 256
-MAX_HEADER = 1 << 12
 # Deflate reaches at most 1032 : 1. Real data of more than a few megabytes stays far below this ratio.
 MAX_RATIO = 200
 RATIO_FREE_BYTES = 64 << 20
@@ -52,28 +50,18 @@ def walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     """Relative paths of the files with one of the suffixes, folder by folder, sorted; without hidden ones."""
     if not os.path.isdir(root):
         raise DataError(f"{root} is not a folder. Give the folder with --from.")
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        try:
-            with os.scandir(root / folder) as entries:
-                found = sorted((entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries)
-        except OSError as error:
-            raise DataError(f"cannot read the folder {root / folder}: {error}") from error
-        below = []
-        for name, is_folder, is_link in found:
-            inside = f"{folder}/{name}" if folder else name
-            if name.startswith("."):
-                continue
-            if is_folder and is_link:
-                raise DataError(
-                    f"{root / inside} is a link to a folder, which could form a cycle. Replace it by the folder itself."
-                )
-            if is_folder:
-                below.append(inside)
-            elif name.lower().endswith(suffixes):
-                yield inside
-        folders.extend(reversed(below))
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"cannot read the folder {error.filename}: {error}") from error
+
+    for folder, folders, files in os.walk(root, onerror=fail):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (os.path.join(folder, name) for name in folders):
+            if os.path.islink(path):
+                raise DataError(f"{path} is a link to a folder, which could form a cycle. Replace it by the folder.")
+        for name in sorted(files):
+            if name.lower().endswith(suffixes) and not name.startswith("."):
+                yield os.path.relpath(os.path.join(folder, name), root)
 
 
 def for_testing(name: str, fraction: float) -> bool:
@@ -100,7 +88,6 @@ def members(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[dic
     with ExitStack() as stack:
         by_name: dict[str, Member] = {}
         try:
-            found: Iterable[Member]
             if os.path.isdir(path):
                 found = _in_folder(path, wanted)
             else:
@@ -108,13 +95,11 @@ def members(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[dic
                 found = _in_zip(file, path, max_bytes) if zipfile.is_zipfile(file) else _in_tar(file, path, max_bytes)
             for member in found:
                 base = PurePosixPath(member.name).name
-                if base not in wanted:
-                    continue
                 if base in by_name:
-                    raise DataError(
-                        f"{path} holds {base!r} twice: {by_name[base].name} and {member.name}. Keep one of them."
-                    )
-                by_name[base] = member
+                    first = by_name[base].name
+                    raise DataError(f"{path} holds {base!r} twice: {first} and {member.name}. Keep one of them.")
+                if base in wanted:
+                    by_name[base] = member
             yield by_name
         except UNREADABLE as error:
             raise DataError(f"{path} is not a readable zip, tar or tar.gz archive: {error}.") from error
@@ -127,19 +112,15 @@ def _in_folder(folder: Path, wanted: Collection[str]) -> Iterator[Member]:
                 yield Member(str(path), path.stat().st_size, partial(open_untrusted, path))
 
 
-def _in_zip(file: BufferedReader, path: Path, max_bytes: int) -> list[Member]:
-    archive = zipfile.ZipFile(file)
-    _check_zip(archive, str(path))
-    found: list[Member] = []
+def _in_zip(file: BufferedReader, path: Path, max_bytes: int) -> Iterator[Member]:
+    archive = _zip(file, str(path))
     total = 0
-    for info in archive.infolist():
+    for count, info in enumerate(archive.infolist()):
         kind = stat.S_IFMT(info.external_attr >> 16)
-        regular = info.is_dir() or kind in (0, stat.S_IFREG, stat.S_IFDIR)
         total += info.file_size
-        _check(path, info.filename, regular, len(found), total, max_bytes)
+        _check(path, info.filename, kind in (0, stat.S_IFREG, stat.S_IFDIR), count, total, max_bytes)
         if not info.is_dir():
-            found.append(Member(info.filename, info.file_size, partial(_unzipped, archive, info, str(path))))
-    return found
+            yield Member(info.filename, info.file_size, partial(_unzipped, archive, info, str(path)))
 
 
 def _in_tar(file: BufferedReader, path: Path, max_bytes: int) -> Iterator[Member]:
@@ -156,23 +137,17 @@ def _in_tar(file: BufferedReader, path: Path, max_bytes: int) -> Iterator[Member
             yield Member(info.name, info.size, partial(archive.extractfile, info))
 
 
-class _ShortReads(RawIOBase):
-    """A stream that rejects very long reads, which a tar archive with a forged extended header would ask for."""
+class _ShortReads:
+    """A stream that rejects very long reads, which a tar archive with a forged extended header would cause."""
 
     def __init__(self, stream: gzip.GzipFile | BufferedReader, path: Path) -> None:
         self.stream, self.path = stream, path
-        self.seek, self.tell = stream.seek, stream.tell  # type: ignore[method-assign]
+        self.seek, self.tell, self.seekable = stream.seek, stream.tell, stream.seekable
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= MAX_READ:
             raise DataError(f"{self.path} has an extended header of {size} bytes, expected a few hundred.")
         return self.stream.read(size)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
 
 def _check(archive: Path, name: str, regular: bool, count: int, total: int, max_bytes: int) -> None:
@@ -182,22 +157,20 @@ def _check(archive: Path, name: str, regular: bool, count: int, total: int, max_
     if not regular:
         raise DataError(f"{archive} holds {name!r}, a link or a device. The archive is not used.")
     if total > max_bytes or count >= MAX_MEMBERS:
-        raise DataError(
-            f"{archive} unpacks to more than {readable_bytes(max_bytes)} or {MAX_MEMBERS} files (at {name!r}), more "
-            f"than this dataset can have. The archive is not used."
-        )
+        most = f"{readable_bytes(max_bytes)} or {MAX_MEMBERS} files"
+        raise DataError(f"{archive} unpacks to more than {most} (at {name!r}). The archive is not used.")
 
 
-def _check_zip(archive: zipfile.ZipFile, name: str) -> None:
-    """Raise if a member is encrypted or claims to unpack to far more bytes than it occupies."""
+def _zip(stream: BufferedIOBase, name: str) -> zipfile.ZipFile:
+    """A zip archive without encrypted members and members that claim to unpack to far more bytes than they occupy."""
+    archive = zipfile.ZipFile(cast(IO[bytes], stream))
     for info in archive.infolist():
         if info.flag_bits & 0x1:
             raise DataError(f"{name}: member {info.filename!r} is encrypted. Save it without a password.")
         if info.file_size > RATIO_FREE_BYTES and info.file_size > MAX_RATIO * max(1, info.compress_size):
-            raise DataError(
-                f"{name}: member {info.filename!r} claims to unpack from {info.compress_size} to {info.file_size} "
-                f"bytes, more than {MAX_RATIO} times. It is a decompression bomb, or constant data."
-            )
+            claim = f"claims to unpack from {info.compress_size} to {info.file_size} bytes"
+            raise DataError(f"{name}: member {info.filename!r} {claim}: a decompression bomb, or constant data.")
+    return archive
 
 
 def _unzipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> BufferedIOBase:
@@ -221,29 +194,19 @@ def header_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 class ArrayFile(AbstractContextManager["ArrayFile"]):
-    """The rows of one array, streamed. Closing it closes the stream.
+    """The rows of one array, streamed from `.npy` data of `size` bytes. Closing it closes the stream.
 
-    Args:
-        stream: `.npy` data of `size` bytes, at its start.
-        name: The name of the array in error messages.
-        seekable: Whether to skip rows by seeking. Members of archives are read from the start instead: seeking would
-            skip the bytes that their checksum covers.
+    Rows are skipped by seeking, except in members of archives: that would skip bytes that their checksum covers.
     """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    offset: int
 
     def __init__(self, stream: BufferedIOBase, size: int, name: str, seekable: bool = True) -> None:
         self.stream, self.name, self.seekable = stream, name, seekable
         try:
-            self._read_header()
+            self.shape, self.dtype, self.offset = self._read_header()
             claimed = self.offset + math.prod(self.shape) * self.dtype.itemsize
             if claimed != size:
-                raise DataError(
-                    f"{name} claims {self.shape} elements of {self.dtype}, {claimed} bytes with its header, but holds "
-                    f"{size} bytes. The file is damaged: save it again."
-                )
+                claim = f"claims {self.shape} elements of {self.dtype}, {claimed} bytes with its header"
+                raise DataError(f"{name} {claim}, but holds {size} bytes. The file is damaged: save it again.")
         except BaseException:
             stream.close()
             raise
@@ -253,9 +216,7 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
         file = open_untrusted(path)
         return cls(file, os.fstat(file.fileno()).st_size, str(path))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stream.close()
 
     def __len__(self) -> int:
@@ -265,47 +226,39 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def _read_header(self) -> None:
-        prefix = self._read(8)
-        if len(prefix) < 8 or prefix[:6] != b"\x93NUMPY":
+    def _read_header(self) -> tuple[tuple[int, ...], np.dtype, int]:
+        """Shape, dtype, and the position of the first element."""
+        name, prefix = self.name, self._read(10)
+        if prefix[:6] != b"\x93NUMPY":
             raise DataError(
-                f"{self.name} is not a .npy file (it begins with {prefix[:6]!r}). Use numpy.save or numpy.savez."
+                f"{name} is not a .npy file (it begins with {prefix[:6]!r}). Use numpy.save or numpy.savez."
             )
-        parsers = {1: (2, np.lib.format.read_array_header_1_0), 2: (4, np.lib.format.read_array_header_2_0)}
-        if prefix[6] not in parsers:
-            raise DataError(f"{self.name} has .npy format version {prefix[6]}, expected 1 or 2. Save a plain array.")
-        width, parse = parsers[prefix[6]]
-        length = self._read(width)
-        size = int.from_bytes(length, "little")
-        if size > MAX_HEADER:
-            raise DataError(f"{self.name} claims a header of {size} bytes, expected about 100. The file is damaged.")
+        if prefix[6:7] != b"\x01":  # later versions are for arrays with very long headers
+            raise DataError(f"{name} has .npy format version {prefix[6:7].hex()}, expected 01. Save a plain array.")
+        size = int.from_bytes(prefix[8:], "little")
         try:
-            shape, fortran, dtype = parse(BytesIO(length + self._read(size)), max_header_size=MAX_HEADER)
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(BytesIO(prefix[8:] + self._read(size)))
         except Exception as error:  # the parser evaluates a literal: damaged text may raise anything
-            raise DataError(f"{self.name} has an invalid header: {error}. The file is damaged.") from error
+            raise DataError(f"{name} has an invalid header: {error}. The file is damaged.") from error
         if dtype.hasobject:
-            raise DataError(
-                f"{self.name} holds Python objects. They are never loaded, since loading them could run code: save "
-                f"numbers."
-            )
+            raise DataError(f"{name} holds Python objects, whose loading could run code. Save numbers.")
         if dtype.names is not None or dtype.kind not in "buif":
-            raise DataError(f"{self.name} has dtype {dtype}, expected integers or real floats. Convert with .astype.")
+            raise DataError(f"{name} has dtype {dtype}, expected integers or real floats. Convert with .astype.")
         if not shape:
-            raise DataError(f"{self.name} is a single number, expected an array whose first axis counts the samples.")
+            raise DataError(f"{name} is a single number, expected an array whose first axis counts the samples.")
         if min(shape) < 0:
-            raise DataError(f"{self.name} has a negative shape {shape}. The file is damaged: save it again.")
+            raise DataError(f"{name} has a negative shape {shape}. The file is damaged: save it again.")
         if fortran and len(shape) > 1:
-            raise DataError(f"{self.name} is stored column by column. Save numpy.ascontiguousarray(array) instead.")
-        self.shape, self.dtype, self.offset = tuple(int(d) for d in shape), dtype, 8 + width + size
+            raise DataError(f"{name} is stored column by column. Save numpy.ascontiguousarray(array) instead.")
+        return tuple(int(d) for d in shape), dtype, 10 + size
 
     def blocks(self, start: int = 0, block_bytes: int = BLOCK_BYTES) -> Iterator[Shaped[np.ndarray, "rows *shape"]]:
         """The rows from `start` on, in order, in blocks of about `block_bytes`. Call it once for a member."""
+        skip = start * self.row_bytes
         if self.seekable:
-            self.stream.seek(self.offset + start * self.row_bytes)
-        else:
-            skip = start * self.row_bytes
-            while skip > 0 and (data := self._read(min(skip, BLOCK_BYTES))):
-                skip -= len(data)
+            self.stream.seek(self.offset + skip)
+        while not self.seekable and skip > 0 and (data := self._read(min(skip, BLOCK_BYTES))):
+            skip -= len(data)
         each = max(1, block_bytes // max(1, self.row_bytes))
         for first in range(start, len(self), each):
             rows = min(each, len(self) - first)
@@ -314,6 +267,18 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
                 row = first + len(raw) // max(1, self.row_bytes)
                 raise DataError(f"{self.name} is truncated: it ends at row {row} of {len(self)}. Save it again.")
             yield np.frombuffer(raw, self.dtype).reshape(rows, *self.shape[1:])
+
+    def labels(self, count: int, low: int, high: int) -> Integer[np.ndarray, " count"]:
+        """All rows, if they are `count` integers from `low` to `high`. They fit into memory: one number per sample."""
+        if self.shape != (count,) or self.dtype.kind not in "iu":
+            raise DataError(
+                f"{self.name} holds {self.shape} of {self.dtype}, expected one integer per sample ({count})."
+            )
+        labels = np.concatenate([np.empty(0, self.dtype), *self.blocks()])
+        bad = np.flatnonzero((labels < low) | (labels > high))
+        if len(bad):
+            raise DataError(f"{self.name}: row {bad[0]} is {labels[bad[0]]}, expected labels from {low} to {high}.")
+        return labels
 
     def _read(self, size: int) -> bytes:
         try:
@@ -328,23 +293,20 @@ class NpzFile(AbstractContextManager["NpzFile"]):
     def __init__(self, stream: BufferedIOBase, name: str) -> None:
         self.stream, self.name = stream, name
         try:
-            self.archive = zipfile.ZipFile(cast(IO[bytes], stream))
-            _check_zip(self.archive, name)
+            self.archive = _zip(stream, name)
         except BaseException as error:
             stream.close()
             if isinstance(error, UNREADABLE):
                 raise DataError(f"{name} is not a .npz archive: {error}. Save it with numpy.savez.") from error
             raise
-        members = (info.filename for info in self.archive.infolist() if info.filename.endswith(".npy"))
-        self.names = sorted(member.removesuffix(".npy") for member in members)
+        files = self.archive.namelist()
+        self.names = sorted(file.removesuffix(".npy") for file in files if file.endswith(".npy"))
 
     @classmethod
     def at(cls, path: Path) -> NpzFile:
         return cls(open_untrusted(path), str(path))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.archive.close()
         self.stream.close()
 

@@ -1,29 +1,30 @@
 """Prepare a dataset from a source.
 
-A source describes what it will write before it reads a row (`Plan`) and then yields the rows in blocks, in a fixed
-order. The blocks are appended to files in a hidden folder next to the target, so the memory is that of one block at any
-size. Every few seconds, and when interrupted, the files are synced together with the number of input items consumed:
-the same command resumes from there. The headers, which hold the number of rows, and the manifest are written last; then
-the folder is renamed. A folder of the target's name is therefore always a complete dataset.
+A source describes what it will write before it reads a row (`Plan`), and then yields the rows in blocks, part by part
+of its input, in a fixed order. The blocks are appended to files in a hidden folder next to the target, so the memory is
+that of one block at any size. Every few seconds, and when interrupted, the files are synced together with the number of
+input items consumed: the same command resumes from there. The headers, which hold the number of rows, and the manifest
+are written last; then the folder is renamed. A folder of the target's name is therefore always a complete dataset.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, ClassVar, Protocol, runtime_checkable
+from typing import IO, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Integer, Shaped
 
-from bsi.data.files import HEADER_BYTES, ArrayFile, header_bytes
+from bsi.data.files import BLOCK_BYTES, HEADER_BYTES, ArrayFile, header_bytes
 from bsi.data.store import FORMAT, MANIFEST, Dataset, FileRecord, Manifest, open_dataset
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import FULL, cannot_write, digest_file, fingerprint, make_folder, sync_folder, write_text
@@ -46,17 +47,45 @@ def rows_for_testing(first: int, count: int, fraction: float) -> Bool[np.ndarray
     return uniforms(SPLIT_SEED, first, count) < fraction
 
 
+# ---- What a source describes -----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Block:
-    """The rows and labels of each split made from the next `items` items of the input.
+    """The rows made from the next items of the input, one each: all for testing, none, or those of a mask.
 
     `skipped` has one line for each item that could not be read, with the reason.
     """
 
-    items: int
-    rows: Mapping[str, Shaped[np.ndarray, "rows *shape"]]
-    labels: Mapping[str, Integer[np.ndarray, " rows"]] = field(default_factory=dict)
+    rows: Shaped[np.ndarray, "rows *shape"]
+    for_testing: bool | Bool[np.ndarray, " rows"]
+    labels: Integer[np.ndarray, " rows"] | None = None
     skipped: tuple[str, ...] = ()
+
+    @property
+    def items(self) -> int:
+        return len(self.rows) + len(self.skipped)
+
+
+class Part(NamedTuple):
+    """A part of the input, such as a file, of `items` items. `blocks(i)` yields those from its item i on."""
+
+    items: int
+    blocks: Callable[[int], Iterable[Block]]
+
+
+def array_part(
+    rows: Shaped[np.ndarray, "n *shape"], labels: Integer[np.ndarray, " n"] | None, for_testing: bool
+) -> Part:
+    """The rows of an array or memory map."""
+    each = max(1, BLOCK_BYTES // max(1, rows[:1].nbytes))
+
+    def blocks(start: int) -> Iterator[Block]:
+        for first in range(start, len(rows), each):
+            here = slice(first, first + each)
+            yield Block(rows[here], for_testing, None if labels is None else labels[here])
+
+    return Part(len(rows), blocks)
 
 
 @dataclass(frozen=True)
@@ -68,8 +97,7 @@ class Plan:
         options: The options of the source, for the manifest.
         input: A hash of the input.
         total: Number of input items, and an upper bound on the number of rows.
-        unit: The name of an item in the progress display.
-        blocks: `blocks(i)` yields the rows of the input items from i on, the same ones in every call.
+        parts: Opens the input and yields its parts, the same ones in every call.
         classes: Names of the labels 0, 1, ..., if they have names.
         skip: How many unreadable items may be skipped.
         notes: What was assumed because it was not given.
@@ -82,8 +110,7 @@ class Plan:
     options: Mapping[str, Any]
     input: str
     total: int
-    unit: str
-    blocks: Callable[[int], Iterator[Block]]
+    parts: Callable[[], Iterable[Part]]
     label_dtype: np.dtype | None = None
     classes: tuple[str, ...] = ()
     skip: int = 0
@@ -102,8 +129,15 @@ class Plan:
         """The dtype and shape of a row of each file."""
         files: dict[str, tuple[np.dtype, tuple[int, ...]]] = dict.fromkeys(("train", "test"), (self.dtype, self.shape))
         if self.label_dtype is not None:
-            files |= {f"{split}_labels": (self.label_dtype, ()) for split in ("train", "test")}
+            files |= dict.fromkeys(("train_labels", "test_labels"), (self.label_dtype, ()))
         return files
+
+    def blocks(self, start: int) -> Iterator[Block]:
+        """The rows of the input items from `start` on."""
+        for part in self.parts():
+            if start < part.items:
+                yield from part.blocks(start)
+            start = max(0, start - part.items)
 
 
 @runtime_checkable
@@ -115,13 +149,15 @@ class Source(Protocol):
     def plan(self) -> Plan: ...
 
 
+# ---- Writing ---------------------------------------------------------------------------------------------------------
+
+
 def prepare(plan: Plan, folder: Path) -> Dataset:
     """Write the planned dataset into `folder`, resume an interrupted preparation, or open the dataset if it exists."""
     folder = Path(os.path.abspath(folder.expanduser()))
     if folder.name.startswith(".") or not folder.name.isprintable():
         raise UsageError(
-            f"a dataset is named by its folder, got {folder.name!r}, which is hidden or not printable. Give another "
-            f"folder with --to."
+            f"a dataset has the name of its folder: {folder.name!r} is hidden or not printable. Change --to."
         )
     if os.path.isfile(folder / MANIFEST):
         return _existing(plan, folder)
@@ -129,7 +165,7 @@ def prepare(plan: Plan, folder: Path) -> Dataset:
         raise UsageError(f"{folder} exists and is not a prepared dataset. Give another folder with --to.")
     make_folder(folder.parent, "--to")
     try:
-        with _locked(folder):
+        with exclusive(folder, wait=False):
             if not (folder / MANIFEST).is_file():  # another process may have finished it in the meantime
                 _write(plan, folder)
     except OSError as error:
@@ -139,102 +175,98 @@ def prepare(plan: Plan, folder: Path) -> Dataset:
     return open_dataset(folder)
 
 
+@contextmanager
+def exclusive(path: Path, wait: bool) -> Iterator[None]:
+    """Keep other processes from making `path`. The system releases the lock when its process ends, however it ends."""
+    with path.with_name(f".{path.name}.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            message = f"another process is preparing {path}. Wait for it, or give another folder with --to."
+            raise DataError(message) from error
+        yield
+
+
 def _existing(plan: Plan, folder: Path) -> Dataset:
     found = open_dataset(folder)
-    planned, stored = json.loads(json.dumps(plan.options)), found.manifest.options  # in JSON, tuples are lists
-    changed = [
-        f"{key}: {stored.get(key)!r} there, {value!r} requested"
-        for key, value in planned.items()
-        if value != stored.get(key)
-    ]
     reasons = ["from other files, or before they changed"] if plan.input != found.manifest.input else []
-    reasons += [f"with other options ({'; '.join(changed[:5])})"] if changed else []
+    for key, value in json.loads(json.dumps(plan.options)).items():  # in JSON, tuples are lists
+        if value != (stored := found.manifest.options.get(key)):
+            reasons.append(f"with other options ({key}: {stored!r} there, {value!r} requested)")
     if reasons:
-        raise UsageError(
-            f"{folder} already holds a dataset, made {' and '.join(reasons)}. Give another folder with --to, or delete "
-            f"that one."
-        )
+        made = " and ".join(reasons)
+        raise UsageError(f"{folder} already holds a dataset, made {made}. Give another folder with --to, or delete it.")
     return found
 
 
 def _write(plan: Plan, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
-    needed = plan.total * int(np.prod(plan.shape, dtype=np.int64)) * plan.dtype.itemsize
+    needed = plan.total * math.prod(plan.shape) * plan.dtype.itemsize
     free = shutil.disk_usage(folder.parent).free + sum(path.stat().st_size for path in partial.glob("*.npy"))
     if needed > free:
-        raise BsiError(
-            f"{folder.name} needs {readable_bytes(needed)}, but the disk of {folder} has {readable_bytes(free)} free. "
-            f"Free some space, or give another folder with --to."
-        )
-    staging = _Staging(partial, plan, folder.name)
-    blocks = plan.blocks(staging.done.items)
+        found = f"needs {readable_bytes(needed)}, but the disk has {readable_bytes(free)} free"
+        raise BsiError(f"{folder} {found}. Free some space, or give another folder with --to.")
+    staging = _Staging(partial, plan)
     try:
-        with Progress(f"prepare {folder.name}", plan.total, plan.unit, done=staging.done.items) as progress:
-            while (block := staging.next(blocks)) is not None:
+        with Progress(f"prepare {folder.name}", plan.total, "sample", done=staging.note["items"]) as progress:
+            for block in staging.missing():
                 staging.append(block)
-                skipped = len(staging.done.skipped)
+                skipped = len(staging.note["skipped"])
                 progress.advance(block.items, note=f"{skipped} skipped" if skipped else None)
+        staging.finish(folder.name)
     except BaseException:
-        try:
-            staging.sync()  # also after Ctrl-C, so that the next run does not read these rows again
-        finally:
-            staging.close()
+        staging.sync()  # also after Ctrl-C, so that the next run does not read these rows again
         raise
-    staging.finish()
+    finally:
+        staging.close()
     os.rename(partial, folder)
     sync_folder(folder.parent)
 
 
-@dataclass(frozen=True)
-class _Done:
-    """The progress of a preparation. Replaced as one object, so that an interruption finds the old or the new one."""
-
-    items: int
-    counts: Mapping[str, int]
-    skipped: tuple[str, ...]
-
-
 class _Staging:
-    """The hidden folder of an incomplete dataset: append-only files, and a note of how much of them is valid."""
+    """The hidden folder of an incomplete dataset: append-only files, and a note of how much of them is valid.
 
-    def __init__(self, path: Path, plan: Plan, name: str) -> None:
-        self.path, self.plan, self.name, self.layout = path, plan, name, plan.layout()
-        done = self._resumable()
-        if done is None:
+    The note is replaced as one object, so that an interruption finds the old or the new one.
+    """
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self.path, self.plan, self.layout = path, plan, plan.layout()
+        note = self._resumable()
+        if note is None:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
-            done = _Done(0, dict.fromkeys(self.layout, 0), ())
-        self.done = done
+            counts = dict.fromkeys(self.layout, 0)
+            note = {"identity": plan.identity, "items": 0, "counts": counts, "skipped": []}
+        self.note = note
         self.files = {name: self._open(name) for name in self.layout}
         self.synced_at = time.monotonic()
 
-    def _resumable(self) -> _Done | None:
-        """The progress of an interrupted preparation of exactly the same rows."""
+    def _resumable(self) -> dict[str, Any] | None:
+        """The note of an interrupted preparation of exactly the same rows."""
         try:
             note = json.loads((self.path / "state.json").read_text())
-            done = _Done(int(note["items"]), {k: int(v) for k, v in note["counts"].items()}, tuple(note["skipped"]))
             sizes = {name: (self.path / f"{name}.npy").stat().st_size for name in self.layout}
-            complete = all(size >= self._end(name, done) for name, size in sizes.items())
-            return done if note["identity"] == self.plan.identity and complete else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            complete = all(sizes[name] >= self._end(name, note) for name in sizes)
+            return note if note["identity"] == self.plan.identity and complete else None
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _end(self, name: str, done: _Done) -> int:
+    def _end(self, name: str, note: dict[str, Any]) -> int:
         dtype, shape = self.layout[name]
-        return HEADER_BYTES + done.counts[name] * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return HEADER_BYTES + note["counts"][name] * math.prod(shape) * dtype.itemsize
 
     def _open(self, name: str) -> IO[bytes]:
         path = self.path / f"{name}.npy"
         path.touch()
         file = path.open("r+b")
-        file.truncate(self._end(name, self.done))  # rows written after the last note are written again
+        file.truncate(self._end(name, self.note))  # rows written after the last note are written again
         file.seek(0, os.SEEK_END)
         return file
 
-    def next(self, blocks: Iterator[Block]) -> Block | None:
-        """The next block; None at the end. Damaged input discards what was read from it: it is read again from 0."""
+    def missing(self) -> Iterator[Block]:
+        """The rows not yet written. Damaged input discards what was read from it: it is read again from the start."""
         try:
-            return next(blocks, None)
+            yield from self.plan.blocks(self.note["items"])
         except DataError:
             self.close()
             self.files = {}
@@ -242,23 +274,19 @@ class _Staging:
             raise
 
     def append(self, block: Block) -> None:
-        counts = dict(self.done.counts)
-        skipped = self.done.skipped + block.skipped
-        if len(skipped) > self.plan.skip:
-            allowed = f"Only {self.plan.skip} may be skipped" if self.plan.skip else "Nothing may be skipped"
-            raise DataError(
-                f"{self.plan.name}: {skipped[self.plan.skip]}. {allowed}: repair or remove the file, or allow more "
-                f"with --skip N."
-            )
-        for name, (dtype, shape) in self.layout.items():
-            split, _, kind = name.partition("_")
-            rows = (block.labels if kind else block.rows).get(split)
-            if rows is None:
-                continue
-            assert rows.shape[1:] == shape, f"a row of {name} has shape {rows.shape[1:]}, expected {shape}"
-            self.files[name].write(np.ascontiguousarray(rows, dtype).data)
-            counts[name] += len(rows)
-        self.done = _Done(self.done.items + block.items, counts, skipped)
+        plan, counts, skipped = self.plan, dict(self.note["counts"]), [*self.note["skipped"], *block.skipped]
+        if len(skipped) > plan.skip:
+            allowed = f"Only {plan.skip} may be skipped" if plan.skip else "Nothing may be skipped"
+            fix = "repair or remove the file, or allow more with --skip N."
+            raise DataError(f"{plan.name}: {skipped[plan.skip]}. {allowed}: {fix}")
+        is_test = np.broadcast_to(block.for_testing, len(block.rows))
+        for name, (dtype, _) in self.layout.items():
+            values = block.labels if name.endswith("_labels") else block.rows
+            assert values is not None, "a plan with a type of labels has labels"
+            chosen = values[is_test if name.startswith("test") else ~is_test]
+            self.files[name].write(np.ascontiguousarray(chosen, dtype).data)
+            counts[name] += len(chosen)
+        self.note = self.note | {"items": self.note["items"] + block.items, "counts": counts, "skipped": skipped}
         if time.monotonic() - self.synced_at >= SYNC_EVERY_S:
             self.sync()
 
@@ -268,41 +296,36 @@ class _Staging:
             return
         for file in self.files.values():
             _sync(file)
-        note = {"identity": self.plan.identity, **asdict(self.done)}
-        write_text(self.path / "state.json", json.dumps(note))
+        write_text(self.path / "state.json", json.dumps(self.note))
         self.synced_at = time.monotonic()
 
     def close(self) -> None:
         for file in self.files.values():
             file.close()
 
-    def finish(self) -> None:
+    def finish(self, name: str) -> None:
         """Write headers, hashes and the manifest. The folder is then a dataset except for its name."""
-        plan, counts = self.plan, self.done.counts
+        plan, counts = self.plan, self.note["counts"]
         if not counts["train"]:
-            self.close()
-            raise DataError(
-                f"{plan.name} has no training samples ({counts['test']} for testing). Add more, or use --test-fraction "
-                f"0."
-            )
+            found = f"{plan.name} has no training samples ({counts['test']} for testing)"
+            raise DataError(f"{found}. Add more, or use --test-fraction 0.")
         self.sync()
-        for name, (dtype, shape) in self.layout.items():
-            self.files[name].seek(0)
-            self.files[name].write(header_bytes(dtype, (counts[name], *shape)))
-            _sync(self.files[name])
-        self.close()
-        paths = [self.path / f"{name}.npy" for name in self.layout]
+        for file, (dtype, shape) in self.layout.items():
+            self.files[file].seek(0)
+            self.files[file].write(header_bytes(dtype, (counts[file], *shape)))
+            _sync(self.files[file])
+        paths = [self.path / f"{file}.npy" for file in self.layout]
         manifest = Manifest(
-            name=self.name,
+            name=name,
             source=plan.source,
             counts={split: counts[split] for split in ("train", "test")},
             shape=plan.shape,
             dtype=plan.dtype.name,
-            kind=_fitted(plan.kind, self.path / "train.npy"),
+            kind=_fitted(plan.kind, paths[0]),
             files={path.name: FileRecord(path.stat().st_size, digest_file(path)) for path in paths},
             options=plan.options,
             input=plan.input,
-            skipped=self.done.skipped,
+            skipped=tuple(self.note["skipped"]),
             classes=plan.classes,
             notes=plan.notes,
         )
@@ -335,19 +358,6 @@ def _standardize(path: Path) -> Standardize:
             mean = mean + (middle - mean) * added / total
             count = total
     return Standardize.of(mean.tolist(), np.sqrt(squares / count).tolist())
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Allow one preparation at a time. The system releases the lock when its process ends, however it ends."""
-    with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(
-                f"another process is preparing {folder}. Wait for it, or give another folder with --to."
-            ) from error
-        yield
 
 
 def _sync(file: IO[bytes]) -> None:

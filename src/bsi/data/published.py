@@ -1,4 +1,4 @@
-"""Published sets of images, from the official files: CIFAR-10, downsampled ImageNet and MNIST.
+"""Published sets of images, from the official files: CIFAR-10, downsampled ImageNet and MNIST; and binary images.
 
 CIFAR-10 (Krizhevsky, 2009), the binary version: six files of 10,000 records, each of which is a label byte and 3072
 pixels, channel by channel. Every file is compared with its known SHA-256 before a record is used. The classes have the
@@ -17,26 +17,29 @@ Files are read in place as a stream. Pickled versions are never read, because lo
 from __future__ import annotations
 
 import gzip
+import hashlib
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import UInt8, UInt16
+from jaxtyping import Shaped, UInt8
 
 from bsi.data.files import Member, NpzFile, members
-from bsi.data.prepare import Block, Plan
-from bsi.data.store import check_classes
+from bsi.data.images import Folder
+from bsi.data.prepare import Block, Part, Plan, array_part
+from bsi.data.store import MANIFEST, check_classes, open_dataset
 from bsi.download import download
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder, digest, fingerprint
 from bsi.progress import Progress
-from bsi.values import Bins
+from bsi.values import Bins, Symbols
 
 CIFAR10 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
@@ -49,7 +52,6 @@ CIFAR10_FILES = {
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
 CIFAR10_NAMES = "batches.meta.txt"
-CIFAR10_PICKLES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz")
 RECORD = 1 + 3 * 32 * 32
 ROWS = 1000
 
@@ -64,7 +66,25 @@ IDX = {  # the names of the arrays, and those under which they are distributed
 }
 IDX_FILES = [name for names in IDX.values() for name in names]
 
+PICKLES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz", "train_data_batch_1")
 MAX_BYTES = {"cifar10": 1 << 30, "imagenet": 64 << 30}  # unpacked
+
+
+def _plan(name: str, source: str, shape: tuple[int, ...], **described: object) -> Plan:
+    """The plan of 8-bit images without options."""
+    described = {"label_dtype": np.dtype("uint8"), **described}
+    return Plan(name, source, shape, Bins.uint8(), {}, **described)  # type: ignore[arg-type]
+
+
+def _require(path: Path, found: Collection[str], names: Iterable[str], instead: str) -> None:
+    """Raise if a file is missing."""
+    if missing := [name for name in names if name not in found]:
+        pickled = any(name in found for name in PICKLES)
+        hint = "It holds the version made of pickles, which are never loaded. " if pickled else ""
+        raise DataError(f"{path} holds no {', '.join(missing[:3])}. {hint}Give {instead}.")
+
+
+# ---- CIFAR-10 --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -77,23 +97,18 @@ class Cifar10:
 
     def plan(self) -> Plan:
         path = _downloaded() if self.path is None else self.path.expanduser()
-        wanted = {*CIFAR10_FILES, *CIFAR10_PICKLES, CIFAR10_NAMES}
-        with members(path, wanted, MAX_BYTES["cifar10"]) as found:
-            counts = {name: _records(path, found, name) for name in CIFAR10_FILES}
-            classes = _names(path, found[CIFAR10_NAMES]) if CIFAR10_NAMES in found else ()
-        return Plan(
-            name="cifar10",
-            source=CIFAR10,
-            shape=(3, 32, 32),
-            kind=Bins.uint8(),
-            options={},
-            input=fingerprint(CIFAR10_FILES),
-            total=sum(counts.values()),
-            unit="image",
-            blocks=lambda start: _cifar10_blocks(path, start),
-            label_dtype=np.dtype("uint8"),
-            classes=classes,
-        )
+        with members(path, {*CIFAR10_FILES, *PICKLES, CIFAR10_NAMES}, MAX_BYTES["cifar10"]) as found:
+            _require(path, found, CIFAR10_FILES, f"the binary version ({CIFAR10}), packed or unpacked")
+            for name, expected in CIFAR10_FILES.items():
+                with found[name].open() as file:
+                    sha256 = digest(iter(partial(file.read, 1 << 20), b""))
+                if sha256 != expected:
+                    why = f"{name} is damaged: expected sha256 {expected}, found {sha256}"
+                    raise DataError(f"{path}: {why}. Download it again.")
+            classes = _class_names(path, found[CIFAR10_NAMES]) if CIFAR10_NAMES in found else ()
+            total = sum(found[name].size // RECORD for name in CIFAR10_FILES)
+        described = {"input": fingerprint(CIFAR10_FILES), "total": total, "classes": classes}
+        return _plan("cifar10", CIFAR10, (3, 32, 32), parts=partial(_cifar10_parts, path), **described)
 
 
 def _downloaded() -> Path:
@@ -103,22 +118,7 @@ def _downloaded() -> Path:
     return folder if folder.is_dir() else download(CIFAR10, archive, CIFAR10_SHA256, "give it with --from")
 
 
-def _records(path: Path, found: dict[str, Member], name: str) -> int:
-    """The number of records of one file, after comparing its hash."""
-    if name not in found:
-        pickled = any(pickle in found for pickle in CIFAR10_PICKLES)
-        hint = "It holds the Python version, made of pickles, which are never loaded. " if pickled else ""
-        raise DataError(f"{path} holds no {name}. {hint}Give the binary version ({CIFAR10}), packed or unpacked.")
-    with found[name].open() as file:
-        sha256 = digest(iter(lambda: file.read(1 << 20), b""))
-    if sha256 != CIFAR10_FILES[name]:
-        raise DataError(
-            f"{path}: {name} is damaged: expected sha256 {CIFAR10_FILES[name]}, found {sha256}. Download it again."
-        )
-    return found[name].size // RECORD
-
-
-def _names(path: Path, member: Member) -> tuple[str, ...]:
+def _class_names(path: Path, member: Member) -> tuple[str, ...]:
     with member.open() as file:
         names = file.read(1024).decode("ascii", "backslashreplace").split()
     if len(names) != 10:
@@ -126,20 +126,20 @@ def _names(path: Path, member: Member) -> tuple[str, ...]:
     return check_classes(names)
 
 
-def _cifar10_blocks(path: Path, start: int) -> Iterator[Block]:
-    first = 0
+def _cifar10_parts(path: Path) -> Iterator[Part]:
+    def blocks(name: str, start: int) -> Iterator[Block]:
+        with found[name].open() as file:
+            file.seek(start * RECORD)
+            while raw := file.read(ROWS * RECORD):
+                records = np.frombuffer(raw, np.uint8).reshape(-1, RECORD)
+                yield Block(records[:, 1:].reshape(-1, 3, 32, 32), name == "test_batch.bin", records[:, 0])
+
     with members(path, CIFAR10_FILES, MAX_BYTES["cifar10"]) as found:
         for name in CIFAR10_FILES:
-            split = "test" if name == "test_batch.bin" else "train"
-            count = found[name].size // RECORD
-            if start < first + count:
-                with found[name].open() as file:
-                    file.seek(max(0, start - first) * RECORD)
-                    while raw := file.read(ROWS * RECORD):
-                        records = np.frombuffer(raw, np.uint8).reshape(-1, RECORD)
-                        images = records[:, 1:].reshape(-1, 3, 32, 32)
-                        yield Block(len(records), {split: images}, {split: records[:, 0]})
-            first += count
+            yield Part(found[name].size // RECORD, partial(blocks, name))
+
+
+# ---- Downsampled ImageNet --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -158,23 +158,14 @@ class ImageNet32:
             for name in BATCHES:
                 with _opened(found, name) as batch, batch.array("data") as data:
                     if len(data.shape) != 2 or data.shape[1] != 3 * size * size or data.dtype != np.uint8:
-                        raise UsageError(
-                            f"{data.name} holds {data.shape} of {data.dtype}, expected (N, {3 * size * size}) of uint8 "
-                            f"at {size} pixels."
-                        )
+                        expected = f"expected (N, {3 * size * size}) of uint8 at {size} pixels"
+                        raise UsageError(f"{data.name} holds {data.shape} of {data.dtype}, {expected}.")
                     counts[name] = (len(data), found[name].size)
                 progress.advance()
-        return Plan(
-            name=f"imagenet{size}",
-            source=IMAGENET,
-            shape=(3, size, size),
-            kind=Bins.uint8(),
-            options={},
-            input=fingerprint(counts),
-            total=sum(count for count, _ in counts.values()),
-            unit="image",
-            blocks=lambda start: _imagenet_blocks(path, size, start),
-            label_dtype=np.dtype("<u2"),
+        described = {"input": fingerprint(counts), "total": sum(count for count, _ in counts.values())}
+        parts = partial(_imagenet_parts, path, size)
+        return _plan(
+            f"imagenet{size}", IMAGENET, (3, size, size), parts=parts, label_dtype=np.dtype("<u2"), **described
         )
 
 
@@ -190,16 +181,10 @@ class ImageNet64(ImageNet32):
 def _batches(path: Path) -> Iterator[dict[str, Member]]:
     """The batches found in a folder, in the zips of a folder, or in one zip."""
     with ExitStack() as stack:
-        places = [path, *sorted(path.glob("*.zip"))] if os.path.isdir(path) else [path]
         found: dict[str, Member] = {}
-        for place in places:
-            for name, member in stack.enter_context(members(place, BATCHES, MAX_BYTES["imagenet"])).items():
-                found.setdefault(name, member)
-        missing = [name for name in BATCHES if name not in found]
-        if missing:
-            pickled = os.path.exists(path / "train_data_batch_1")
-            hint = "It holds the pickled version, which is never loaded. " if pickled else ""
-            raise DataError(f"{path} holds no {', '.join(missing[:3])}. {hint}Get the npz version from {IMAGENET}.")
+        for place in [path, *sorted(path.glob("*.zip"))] if os.path.isdir(path) else [path]:
+            found = stack.enter_context(members(place, (*BATCHES, *PICKLES), MAX_BYTES["imagenet"])) | found
+        _require(path, found, BATCHES, f"the npz version from {IMAGENET}")
         yield found
 
 
@@ -207,33 +192,24 @@ def _opened(found: dict[str, Member], name: str) -> NpzFile:
     return NpzFile(found[name].open(), found[name].name)
 
 
-def _labels(batch: NpzFile, count: int) -> UInt16[np.ndarray, " count"]:
-    with batch.array("labels") as array:
-        if array.shape != (count,) or array.dtype.kind not in "iu":
-            raise DataError(f"{array.name} holds {array.shape} of {array.dtype}, expected {count} integers.")
-        labels = np.concatenate([np.empty(0, array.dtype), *array.blocks()])
-    if count and (labels.min() < 1 or labels.max() > 1000):
-        raise DataError(f"{batch.name} has labels from {labels.min()} to {labels.max()}, expected 1 to 1000.")
-    return (labels - 1).astype(np.uint16)
+def _imagenet_parts(path: Path, size: int) -> Iterator[Part]:
+    def blocks(name: str, count: int, start: int) -> Iterator[Block]:
+        with _opened(found, name) as batch:
+            with batch.array("labels") as array:  # before the images: alternating would rewind a nested archive
+                labels = array.labels(count, 1, 1000)[start:] - 1
+            with batch.array("data") as data:
+                for rows in data.blocks(start):
+                    here, labels = labels[: len(rows)], labels[len(rows) :]
+                    yield Block(rows.reshape(-1, 3, size, size), name == "val_data.npz", here)
 
-
-def _imagenet_blocks(path: Path, size: int, start: int) -> Iterator[Block]:
-    first = 0
     with _batches(path) as found:
         for name in BATCHES:
-            split = "test" if name == "val_data.npz" else "train"
-            with _opened(found, name) as batch:
-                with batch.array("data") as data:
-                    count = len(data)
-                if start < first + count:
-                    labels = _labels(batch, count)  # before the images: alternating would rewind a nested archive
-                    row = max(0, start - first)
-                    with batch.array("data") as data:
-                        for rows in data.blocks(row):
-                            images = rows.reshape(-1, 3, size, size)
-                            yield Block(len(rows), {split: images}, {split: labels[row : row + len(rows)]})
-                            row += len(rows)
-            first += count
+            with _opened(found, name) as batch, batch.array("data") as data:
+                count = len(data)
+            yield Part(count, partial(blocks, name, count))
+
+
+# ---- MNIST -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -251,27 +227,16 @@ class Mnist:
             labels = {split: _idx(path, found, f"{stem}-labels-idx1") for split, stem in STEMS.items()}
         for split, rows in images.items():
             if rows.shape[1:] != images["train"].shape[1:] or labels[split].shape != (len(rows),):
-                raise DataError(
-                    f"{path}: {split} has images of shape {rows.shape} and labels of shape {labels[split].shape}. "
-                    f"Download them again."
-                )
-        return Plan(
-            name="mnist",
-            source="MNIST (LeCun, Cortes and Burges, 1998)",
-            shape=(1, *images["train"].shape[1:]),
-            kind=Bins.uint8(),
-            options={},
+                shapes = f"images of shape {rows.shape} and labels of shape {labels[split].shape}"
+                raise DataError(f"{path}: {split} has {shapes}. Download them again.")
+        return _plan(
+            "mnist",
+            "MNIST (LeCun, Cortes and Burges, 1998)",
+            (1, *images["train"].shape[1:]),
             input=fingerprint([digest([array.tobytes()]) for array in (*images.values(), *labels.values())]),
             total=sum(map(len, images.values())),
-            unit="image",
-            blocks=lambda start: _mnist_blocks(images, labels, start),
-            label_dtype=np.dtype("uint8"),
+            parts=lambda: [array_part(images[split][:, None], labels[split], split == "test") for split in STEMS],
         )
-
-    @staticmethod
-    def found_in(folder: Path) -> bool:
-        """Whether a folder holds the images of a set in this format."""
-        return any((folder / name).is_file() for name in IDX_FILES)
 
 
 def _idx(path: Path, found: dict[str, Member], name: str) -> UInt8[np.ndarray, "..."]:
@@ -289,19 +254,95 @@ def _idx(path: Path, found: dict[str, Member], name: str) -> UInt8[np.ndarray, "
             if header[:4] != bytes([0, 0, 8, axes]) or size > MAX_BYTES["cifar10"]:
                 raise DataError(f"{path}: {name} is not an idx file of bytes with {axes} axes. Download it again.")
             raw = stream.read(size + 1)
+            if len(raw) != size:
+                raise EOFError(f"expected {size} bytes, found {len(raw)}")
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: {name} is damaged: {error}. Download it again.") from error
-    if len(raw) != size:
-        raise DataError(f"{path}: {name} is damaged: expected {size} bytes, found {len(raw)}. Download it again.")
     return np.frombuffer(raw, np.uint8).reshape(shape)
 
 
-def _mnist_blocks(
-    images: dict[str, UInt8[np.ndarray, "n h w"]], labels: dict[str, UInt8[np.ndarray, " n"]], start: int
-) -> Iterator[Block]:
-    for split, rows in images.items():
-        skip = min(start, len(rows))
-        start -= skip
-        for first in range(skip, len(rows), ROWS):
-            block = rows[first : first + ROWS, None]
-            yield Block(len(block), {split: block}, {split: labels[split][first : first + ROWS]})
+# ---- Binary images ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Binary:
+    """The images of a prepared dataset, of a folder, or of MNIST's four files, as symbols 0 and 1.
+
+    By a threshold, a pixel is 1 if its value is above it. Drawn at random, a pixel is 1 with the probability of its
+    value in [0, 1], once and for all: this is the static binarization of the literature on MNIST. The random numbers of
+    an image are derived from its content, so they depend neither on the order of the images nor on interruptions.
+    """
+
+    summary: ClassVar[str] = (
+        "binary images: --from a prepared dataset, a folder of images or MNIST's files; --threshold or --stochastic"
+    )
+
+    path: str
+    threshold: float | None = None
+    stochastic: bool = False
+
+    def plan(self) -> Plan:
+        if self.stochastic and self.threshold is not None:
+            raise UsageError(f"--stochastic and --threshold {self.threshold:g} exclude each other: leave one out.")
+        if self.threshold is not None and not 0 < self.threshold < 1:
+            raise UsageError(f"threshold is a value between 0 (black) and 1 (white), got {self.threshold:g}.")
+        images = self._images()
+        if not isinstance(images.kind, Bins) or len(images.shape) != 3 or images.shape[0] != 1:
+            raise UsageError(
+                f"{self.path} holds samples of shape {images.shape}. Binary images are made from gray ones, of "
+                f"shape (1, height, width): prepare them with --channels 1."
+            )
+        white = images.kind.count - 1
+
+        def blocks(start: int) -> Iterator[Block]:
+            for block in images.blocks(start):
+                yield replace(block, rows=self._binary(block.rows, white))
+
+        how = "at random" if self.stochastic else f"above {self.threshold or 0.5:g}"
+        return replace(
+            images,
+            name=f"{images.name}-binary",
+            source=f"{images.source}, binarized",
+            kind=Symbols(2),
+            options={**images.options, "binary": how},
+            parts=lambda: [Part(images.total, blocks)],
+        )
+
+    def _images(self) -> Plan:
+        """The gray images that are binarized, as their source describes them."""
+        path = Path(self.path).expanduser()
+        if not os.path.isdir(path) or os.path.isfile(path / MANIFEST):
+            return _of_dataset(self.path)
+        is_mnist = any((path / name).is_file() for name in IDX_FILES)
+        return Mnist(path).plan() if is_mnist else Folder(path, channels=1).plan()
+
+    def _binary(self, rows: Shaped[np.ndarray, "n c h w"], white: int) -> UInt8[np.ndarray, "n c h w"]:
+        levels: object = self.threshold or 0.5
+        if self.stochastic:
+            levels = np.stack([_uniforms(image) for image in rows]) if len(rows) else 0.5
+        return (rows / white > levels).astype(np.uint8)
+
+
+def _uniforms(image: Shaped[np.ndarray, "c h w"]) -> Shaped[np.ndarray, "c h w"]:
+    """Random numbers in [0, 1), derived from the image."""
+    key = np.frombuffer(hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest()[:16], "<u8")
+    return np.random.Generator(np.random.Philox(key=key)).random(image.shape)
+
+
+def _of_dataset(name: str) -> Plan:
+    """A prepared dataset as a plan of its rows."""
+    dataset = open_dataset(name)
+    labels = dataset.labels
+    splits = [(dataset.train, labels and labels.train, False), (dataset.test, labels and labels.test, True)]
+    return Plan(
+        name=dataset.name,
+        source=dataset.manifest.source,
+        shape=dataset.shape,
+        kind=dataset.bins,
+        options=dataset.manifest.options,
+        input=dataset.version,
+        total=len(dataset.train) + len(dataset.test),
+        parts=lambda: [array_part(*split) for split in splits],
+        label_dtype=None if labels is None else labels.train.dtype,
+        classes=dataset.manifest.classes,
+    )

@@ -18,6 +18,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -40,6 +41,7 @@ KINDS: dict[str, type[Bins] | type[Symbols] | type[Standardize]] = {
     "standardize": Standardize,
 }
 FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy")
+AGAIN = "Delete its folder and prepare the dataset again."
 OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER"}  # sources of one's own data, and what they are made from
 
 
@@ -80,53 +82,43 @@ class Manifest:
     notes: tuple[str, ...] = ()
 
     @property
-    def bins(self) -> Bins | None:
-        """The values of binned data, else None."""
-        return self.kind if isinstance(self.kind, Bins) else None
-
-    @property
     def version(self) -> str:
+        described = asdict(self.kind)
         content = {
             "files": {name: record.sha256 for name, record in sorted(self.files.items())},
             "shape": list(self.shape),
-            "bins": asdict(self.bins) if self.bins else None,
+            "bins": described if isinstance(self.kind, Bins) else None,
         }
-        if isinstance(self.kind, Symbols):
-            content["symbols"] = asdict(self.kind)
-        return fingerprint(content)
+        return fingerprint(content | ({"symbols": described} if isinstance(self.kind, Symbols) else {}))
 
     def to_json(self) -> str:
         fields = asdict(self)
-        described = {key: fields["kind"] if isinstance(self.kind, cls) else None for key, cls in KINDS.items()}
-        del fields["kind"]
+        kind = fields.pop("kind")
+        described = {key: kind if isinstance(self.kind, cls) else None for key, cls in KINDS.items()}
         return json.dumps({"format": FORMAT, "version": self.version, **fields, **described}, indent=2) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """The manifest in a file that may be damaged: everything that is used later is validated here."""
-        again = "Delete its folder and prepare the dataset again."
         try:
             given = read_json(path)
             if given["format"] != FORMAT:
-                raise DataError(f"{path} has format {given['format']!r}, expected {FORMAT}. Prepare the dataset again.")
+                raise DataError(f"it has format {given['format']!r}, expected {FORMAT}.")
             if not {"train.npy", "test.npy"} <= set(given["files"]) <= set(FILES):
-                raise ValueError(f"files {sorted(given['files'])}, expected some of {', '.join(FILES)}")
+                raise DataError(f"it lists the files {sorted(given['files'])}, expected some of {', '.join(FILES)}.")
             # Version 0.1.0 wrote the standardization under another key.
-            described = {key: given.get(key) for key in KINDS} | {
-                "standardize": given["standardisation"] if "standardisation" in given else given["standardize"]
-            }
-            (key, fields), *others = [(key, value) for key, value in described.items() if value]
+            described = {**given, "standardize": given.get("standardisation", given.get("standardize"))}
+            key, *others = [key for key in KINDS if described.get(key)]
             if others:
-                raise ValueError(f"the data is described as {key} and as {others[0][0]}")
-            read: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-            kind = KINDS[key](**read)
+                raise DataError(f"it describes the data as {key} and as {others[0]}.")
+            fields: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in described[key].items()}
             manifest = cls(
                 name=str(given["name"]),
                 source=str(given["source"]),
                 counts={split: int(given["counts"][split]) for split in ("train", "test")},
                 shape=tuple(int(d) for d in given["shape"]),
                 dtype=str(np.dtype(given["dtype"])),
-                kind=kind,
+                kind=KINDS[key](**fields),
                 files={name: FileRecord(**record) for name, record in given["files"].items()},
                 options=dict(given["options"]),
                 input=str(given["input"]),
@@ -135,11 +127,10 @@ class Manifest:
                 notes=tuple(str(line) for line in given.get("notes", [])),
             )
             if manifest.version != given["version"]:
-                raise ValueError(f"expected version {given['version']}, found {manifest.version}")
-        except BsiError as error:
-            raise DataError(f"{path} is not a valid manifest: {error} {again}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise DataError(f"{path} is not a valid manifest: {error!r}. {again}") from error
+                raise DataError(f"it has version {manifest.version}, expected {given['version']}.")
+        except (BsiError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            why = str(error) if isinstance(error, BsiError) else f"{error!r}."
+            raise DataError(f"{path} is not a valid manifest: {why} {AGAIN}") from error
         return manifest
 
 
@@ -184,7 +175,7 @@ class Dataset:
     @property
     def bins(self) -> Bins | None:
         """The values of binned data, else None."""
-        return self.manifest.bins
+        return self.kind if isinstance(self.kind, Bins) else None
 
     @property
     def kind(self) -> DataKind:
@@ -220,13 +211,12 @@ def open_dataset(
     try:
         found = _open(name_or_path, root, check_hashes)
     except DataError:
-        same = _with_version(version, root)
-        if same is None:
+        if (same := _with_version(version, root)) is None:
             raise
-        return _open(same, root, check_hashes)
-    if version is not None and found.version != version and (same := _with_version(version, root)) is not None:
-        return _open(same, root, check_hashes)
-    return found
+    else:
+        if version in (None, found.version) or (same := _with_version(version, root)) is None:
+            return found
+    return _open(same, root, check_hashes)
 
 
 def open_for_run(name: str, run: Path | None) -> Dataset:
@@ -236,11 +226,10 @@ def open_for_run(name: str, run: Path | None) -> Dataset:
     except DataError:
         if run is None:
             raise
-        try:
-            version = str(read_json(run / "run.json")["data_version"])
-        except (DataError, KeyError, TypeError):
-            version = None
-        return open_dataset(name, version=version)
+    version = None
+    with suppress(DataError, KeyError, TypeError):
+        version = str(read_json(run / "run.json")["data_version"])
+    return open_dataset(name, version=version)
 
 
 def find_dataset(name: str, version: str) -> Dataset | None:
@@ -255,11 +244,9 @@ def find_dataset(name: str, version: str) -> Dataset | None:
 def _with_version(version: str | None, root: Path | None) -> Path | None:
     """The folder of a prepared dataset with this content."""
     for folder in prepared(root) if version is not None else ():
-        try:
+        with suppress(DataError):  # damaged: another one
             if Manifest.read(folder / MANIFEST).version == version:
                 return folder
-        except DataError:  # damaged: another one
-            continue
     return None
 
 
@@ -287,10 +274,7 @@ def verify(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         found = digest_file(folder / name)
         if found != record.sha256:
-            raise DataError(
-                f"{folder / name} is damaged: expected sha256 {record.sha256}, found {found}. Delete the folder and "
-                f"prepare it again."
-            )
+            raise DataError(f"{folder / name} is damaged: expected sha256 {record.sha256}, found {found}. {AGAIN}")
 
 
 def check_classes(given: Iterable[object]) -> tuple[str, ...]:
@@ -307,20 +291,19 @@ def check_classes(given: Iterable[object]) -> tuple[str, ...]:
 
 def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
     """Memory-map one file after comparing its size and header with the manifest."""
-    again = "Delete the folder and prepare it again."
     expected = manifest.files[path.name].bytes
     if not os.path.isfile(path):
-        raise DataError(f"{path} is missing, expected {expected} bytes. {again}")
+        raise DataError(f"{path} is missing, expected {expected} bytes. {AGAIN}")
     found = path.stat().st_size
     if found != expected:
-        raise DataError(f"{path} has {found} bytes, expected {expected} bytes. {again}")
+        raise DataError(f"{path} has {found} bytes, expected {expected} bytes. {AGAIN}")
     with ArrayFile.at(path) as array:
         pass
     is_labels = path.stem.endswith("_labels")
     count = manifest.counts[path.stem.removesuffix("_labels")]
     shape = (count,) if is_labels else (count, *manifest.shape)
     if array.shape != shape or not (array.dtype.kind in "iu" if is_labels else array.dtype == manifest.dtype):
-        raise DataError(f"{path} holds {array.shape} of {array.dtype}, expected {shape} of {manifest.dtype}. {again}")
+        raise DataError(f"{path} holds {array.shape} of {array.dtype}, expected {shape} of {manifest.dtype}. {AGAIN}")
     if not array.row_bytes * count:  # an empty file cannot be mapped
         return np.empty(array.shape, array.dtype)
     # The digits are also for trying things out: changes stay in memory, and torch does not warn of read-only memory.
@@ -328,8 +311,7 @@ def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
 
 
 def _not_found(wanted: str, folder: Path, root: Path) -> str:
-    names = ["digits", *(path.name for path in prepared(root))]
-    near = difflib.get_close_matches(wanted, names, 1)
+    near = difflib.get_close_matches(wanted, ["digits", *(path.name for path in prepared(root))], 1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     command = f"bsi data {wanted} --from {OWN[wanted]}" if wanted in OWN else "bsi data NAME"
     return (

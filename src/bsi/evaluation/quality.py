@@ -20,9 +20,8 @@ from torch import Tensor
 from bsi.errors import DataError, UsageError
 from bsi.evaluation.runs import Run, Split
 from bsi.evaluation.samples import Label, described
-from bsi.metrics import Extractor, Generation, QualityWarning, SampleQuality, collect, reference, sample_quality
-from bsi.metrics.features import KEPT
-from bsi.metrics.images import array_batches
+from bsi.metrics import KEPT, Extractor, Generation, QualityWarning, SampleQuality, collect, reference, sample_quality
+from bsi.metrics.features import array_batches
 from bsi.model import Model
 from bsi.pictures import is_image
 from bsi.progress import Progress

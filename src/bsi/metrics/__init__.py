@@ -10,7 +10,7 @@ On several ranks each collects its own samples, then all call `features.over_ran
 """
 
 from bsi.metrics.features import KEPT, Extractor, Features, QualityWarning, collect
-from bsi.metrics.frechet import Moments, Yardstick, frechet_distance, frechet_error
+from bsi.metrics.frechet import Moments, frechet_distance, frechet_error
 from bsi.metrics.inception import Inception
 from bsi.metrics.quality import Generation, Reference, SampleQuality, metric_name, reference, sample_quality
 from bsi.metrics.two_sample import Kid, PrecisionRecall, kernel_distance, precision_recall
@@ -27,7 +27,6 @@ __all__ = [
     "QualityWarning",
     "Reference",
     "SampleQuality",
-    "Yardstick",
     "collect",
     "frechet_distance",
     "frechet_error",

@@ -1,4 +1,4 @@
-"""Features of images: the protocol of extractors, and their computation in one pass.
+"""Features of images: images of files and arrays, the protocol of extractors, and features in one pass.
 
     features = collect(batches, extractor, keep=True)      # batches: uint8 (n, 3, h, w)
     everybody = features.over_ranks()                      # equal on all ranks, for any number of ranks
@@ -6,19 +6,25 @@
 Distances between sets of images are distances between their features, so a value has a meaning only together with its
 extractor. An `Extractor` has a `name`, the `hash` of its weights, its resize and its precision; every record carries
 these. The moments of the features suffice for the Frechet distance; its error, KID, precision and recall need `keep`.
+
+Images are not resized, cropped or requantized: the extractor gets what a file holds in 8 bits. Files with other content
+(16 bits, CMYK, transparency, an animation) are rejected with an error that names the file, and not converted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
+from bsi.data.images import SUFFIXES, open_image
 from bsi.errors import DataError
 from bsi.metrics.frechet import Moments
 
@@ -31,52 +37,30 @@ class QualityWarning(UserWarning):
 
 @runtime_checkable
 class Extractor(Protocol):
-    """Features of 8-bit images. `Inception` is one; a classifier of your own data can be another."""
+    """Features of 8-bit images. `Inception` is one; a classifier of your own data can be another.
 
-    @property
-    def name(self) -> str:
-        """Part of the metric's name: the Frechet distance is called "fd-" + name."""
-
-    @property
-    def hash(self) -> str:
-        """SHA-256 of the weights."""
-
-    @property
-    def resize(self) -> str:
-        """Name of the resize between the images and the network, "none" without one."""
-
-    @property
-    def precision(self) -> str:
-        """The precision of its computation: "float32", "tf32", ..."""
-
-    @property
-    def dim(self) -> int:
-        """Number of features."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the features."""
-
-    def __call__(self, images: UInt8[Tensor, "n 3 h w"]) -> Float[Tensor, "n dim"]: ...
-
-
-def require_images(images: Tensor) -> UInt8[Tensor, "n 3 h w"]:
-    """`images`, if they are 8-bit color images.
-
-    Floats are rejected rather than converted: truncating them makes every value half a step too dark, and the FID
-    changes.
+    Attributes:
+        name: Part of the metric's name: the Frechet distance is called "fd-" + name.
+        hash: SHA-256 of the weights.
+        resize: Name of the resize between the images and the network, "none" without one.
+        precision: The precision of its computation: "float32", "tf32", ...
+        dim: Number of features.
+        device: Device of the features.
     """
-    if images.dtype != torch.uint8:
-        raise DataError(
-            f"images must be 8-bit (torch.uint8, values 0 to 255), got {images.dtype}. Round first, never truncate: "
-            "for values in [-1, 1], ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)."
-        )
-    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
-        raise DataError(
-            f"images must have the shape (n, 3, height, width), got {tuple(images.shape)}. "
-            "Repeat a single gray channel three times; use permute(0, 3, 1, 2) if channels come last."
-        )
-    return images
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def hash(self) -> str: ...
+    @property
+    def resize(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __call__(self, images: UInt8[Tensor, "n 3 h w"]) -> Float[Tensor, "n dim"]: ...
 
 
 @dataclass(frozen=True)
@@ -120,16 +104,79 @@ def collect(images: Iterable[Tensor], extractor: Extractor, keep: bool = False) 
     return Features(moments, torch.cat(kept) if keep else None)
 
 
+def require_images(images: Tensor) -> UInt8[Tensor, "n 3 h w"]:
+    """`images`, if they are 8-bit color images.
+
+    Floats are rejected rather than converted: truncating them makes every value half a step too dark, and the FID
+    changes.
+    """
+    if images.dtype != torch.uint8:
+        raise DataError(
+            f"images must be 8-bit (torch.uint8, values 0 to 255), got {images.dtype}. Round first, never truncate: "
+            "for values in [-1, 1], ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)."
+        )
+    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
+        raise DataError(
+            f"images must have the shape (n, 3, height, width), got {tuple(images.shape)}. "
+            "Repeat a single gray channel three times; use permute(0, 3, 1, 2) if channels come last."
+        )
+    return images
+
+
 def _interleaved(vectors: Float[Tensor, "n dim"]) -> Float[Tensor, "total dim"]:
-    world = dist.get_world_size()
-    counts = [torch.zeros(1, dtype=torch.int64, device=vectors.device) for _ in range(world)]
+    counts = [torch.zeros(1, dtype=torch.int64, device=vectors.device) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, torch.tensor([len(vectors)], device=vectors.device))
     numbers = [int(count) for count in counts]
     # Every rank sends the same shape, so that unequal counts cannot leave one of them waiting.
     padded = vectors.new_zeros(max(numbers), vectors.shape[1])
     padded[: len(vectors)] = vectors
-    gathered = [torch.empty_like(padded) for _ in range(world)]
+    gathered = [torch.empty_like(padded) for _ in numbers]
     dist.all_gather(gathered, padded)
-    turns: Int64[Tensor, " total"] = torch.cat([torch.arange(number, device=vectors.device) for number in numbers])
+    turns = torch.cat([torch.arange(number, device=vectors.device) for number in numbers])
     together = torch.cat([piece[:number] for piece, number in zip(gathered, numbers, strict=True)])
     return together[turns.argsort(stable=True)]
+
+
+# ---- Images of files and arrays --------------------------------------------------------------------------------------
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The image files in `folder` and below, sorted by path."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if not files:
+        raise DataError(f"{folder} holds no images: none of its files ends in {', '.join(SUFFIXES)}.")
+    return files
+
+
+def file_batches(files: Iterable[Path], size: int) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
+    """The files' images in order, gray ones in three equal channels. A batch ends before an image of another size."""
+    batch: list[np.ndarray] = []
+    for path in files:
+        image = np.asarray(open_image(path, str(path)).convert("RGB")).transpose(2, 0, 1)
+        if batch and (len(batch) == size or batch[0].shape != image.shape):
+            yield torch.from_numpy(np.stack(batch))
+            batch = []
+        batch.append(image)
+    if batch:
+        yield torch.from_numpy(np.stack(batch))
+
+
+def array_batches(
+    blocks: Iterable[Shaped[np.ndarray, "..."]], size: int, name: str
+) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
+    """Batches of at most `size` from arrays of shape (n, h, w), (n, c, h, w) or (n, h, w, c) with c of 1 or 3."""
+    for block in blocks:
+        if block.dtype != np.uint8:
+            raise DataError(
+                f"{name} holds {block.dtype}; images must be uint8, 0 to 255. Round first, never truncate: for values "
+                "in [-1, 1], np.clip(np.rint((x + 1) * 127.5), 0, 255).astype(np.uint8)."
+            )
+        images = block[:, None] if block.ndim == 3 else block
+        if images.ndim != 4 or (block.ndim == 4 and (block.shape[1] in (1, 3)) == (block.shape[3] in (1, 3))):
+            shapes = "(n, h, w), (n, c, h, w) or (n, h, w, c) with 1 or 3 channels"
+            raise DataError(f"{name} must have the shape {shapes}, got {block.shape}.")
+        if images.shape[1] not in (1, 3):
+            images = images.transpose(0, 3, 1, 2)
+        for start in range(0, len(images), size):
+            piece = images[start : start + size]
+            yield torch.from_numpy(np.broadcast_to(piece, (len(piece), 3, *piece.shape[2:])).copy())

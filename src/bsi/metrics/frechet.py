@@ -14,16 +14,15 @@ value.
 
 The standard error is that of having drawn these samples and not others. For fixed moments m_2, S_2 of the real data
 the distance is a smooth function of the samples' m_1 and S_1, and so, to first order in 1 / n, an average over the
-samples of their influence (the delta method):
+samples of their influence (the delta method), whose variance over n is that of the distance:
 
     psi(x) = 2 (m_1 - m_2) . (x - m_1) + (x - m_1)^T G (x - m_1) - tr (G S_1),
     G      = I - S_2^1/2 (S_2^1/2 S_1 S_2^1/2)^-1/2 S_2^1/2.
 
-The variance of psi over n is that of the distance. If the second order matters, for samples that can hardly be
-distinguished from the real ones or for no more samples than features, the error is too large by up to about sqrt 2, as
-that of a jackknife is: the moments in a sample's psi include that sample. Two sets of samples from the same noise share
-much of the error: the error of their difference is that of the mean of psi_a(x_i) - psi_b(x_i'). None of these
-errors includes the bias of a finite number of samples, which is of second order: compare distances at equal numbers.
+If the second order matters, for samples that can hardly be distinguished from the real ones or for no more samples than
+features, the error is too large by up to about sqrt 2, as that of a jackknife is: the moments in a sample's psi include
+that sample. The error does not include the bias of a finite number of samples, which is of second order: compare
+distances at equal numbers.
 """
 
 from __future__ import annotations
@@ -125,42 +124,18 @@ def _positive(values: Float64[Tensor, " dim"]) -> Bool[Tensor, " dim"]:
     return values > values[-1] * len(values) * torch.finfo(values.dtype).eps
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A distance, and the influence of each sample on it, with mean 0."""
-
-    distance: float
-    influence: Float64[Tensor, " n"]
-
-    @property
-    def error(self) -> float:
-        return float(self.influence.std()) / math.sqrt(len(self.influence))
-
-
-class Yardstick:
-    """Distances of many sets of samples to one set of real ones, whose covariance is decomposed once."""
-
-    def __init__(self, real: Moments) -> None:
-        values, vectors = torch.linalg.eigh(real.covariance)
-        self.real, self.root = real, vectors * values.clamp(min=0).sqrt() @ vectors.T
-
-    def __call__(self, samples: Float[Tensor, "n dim"]) -> Measured:
-        x = samples.double()
-        mean = x.mean(0)
-        centered = x - mean
-        covariance = centered.T @ centered / (len(x) - 1)
-        product = self.root @ covariance @ self.root
-        values, vectors = torch.linalg.eigh((product + product.T) / 2)
-        present = _positive(values)
-        offset, traces = mean - self.real.mean, covariance.trace() + self.real.covariance.trace()
-        distance = offset.square().sum() + traces - 2 * values[present].sqrt().sum()
-        half = self.root @ (vectors[:, present] / values[present].sqrt().sqrt())
-        # G is I - half half^T; it is not formed.
-        quadratic = centered.square().sum(1) - (centered @ half).square().sum(1)
-        influence = 2 * centered @ offset + quadratic
-        return Measured(float(distance), influence - influence.mean())
-
-
 def frechet_error(samples: Float[Tensor, "n dim"], real: Moments) -> float:
     """The standard error of frechet_distance(Moments.of(samples), real)."""
-    return Yardstick(real)(samples).error
+    values, vectors = torch.linalg.eigh(real.covariance)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    x = samples.double()
+    mean = x.mean(0)
+    centered = x - mean
+    product = root @ (centered.T @ centered / (len(x) - 1)) @ root
+    values, vectors = torch.linalg.eigh((product + product.T) / 2)
+    present = _positive(values)
+    half = root @ (vectors[:, present] / values[present].sqrt().sqrt())
+    # G is I - half half^T; it is not formed.
+    quadratic = centered.square().sum(1) - (centered @ half).square().sum(1)
+    influence = 2 * centered @ (mean - real.mean) + quadratic
+    return float((influence - influence.mean()).std()) / math.sqrt(len(x))

@@ -18,27 +18,26 @@ Each batch norm (eps = 0.001) is folded into its convolution, in float64:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
+from bsi.data.prepare import exclusive
 from bsi.download import download
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder, write_bytes
 from bsi.metrics.features import QualityWarning, require_images
-from bsi.metrics.inception_network import Conv, Network
 
 NAME = "inception-2015-12-05"
 OTHER_NAME = "inception-other"
@@ -63,7 +62,6 @@ class Inception:
         weights: A safetensors file; by default the published weights.
         precision: By default tf32 on a GPU and float32 on the CPU.
         batch: The number of images in memory at a time.
-        compile: Compile the network, for one batch size: smaller batches are padded.
     """
 
     resize = "tf1-bilinear-299"
@@ -75,9 +73,8 @@ class Inception:
         device: str | torch.device = "cpu",
         precision: Precision | None = None,
         batch: int = 128,
-        compile: bool = False,
     ) -> None:
-        self.device = _present(device)
+        self.device, self.batch = _present(device), batch
         self.precision: Precision = precision or ("tf32" if self.device.type == "cuda" else "float32")
         if self.precision not in get_args(Precision):
             raise UsageError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
@@ -93,31 +90,24 @@ class Inception:
                 QualityWarning,
                 stacklevel=2,
             )
-        self.batch, self.compiled = batch, compile
-        dtype = torch.float16 if self.precision == "float16" else torch.float32
+        self.dtype = torch.float16 if self.precision == "float16" else torch.float32
         network = Network().eval().requires_grad_(False)
         network.load_state_dict(folded(published))
         for conv in network.modules():
             if isinstance(conv, Conv):
                 conv.weight.data = conv.weight.contiguous(memory_format=torch.channels_last)
-        self._network = network.to(self.device, dtype)
-        self._features = torch.compile(self._pixels_to_features) if compile else self._pixels_to_features
+        self._network = network.to(self.device, self.dtype)
 
     @torch.no_grad()
     def __call__(self, images: UInt8[Tensor, "n 3 h w"]) -> Float[Tensor, "n 2048"]:
         require_images(images)
-        pieces = []
+        features = [torch.empty(0, self.dim, device=self.device)]
         with _convolutions(self.precision):
             for piece in images.split(self.batch) if len(images) else ():
-                missing = self.batch - len(piece) if self.compiled else 0
-                padded = F.pad(piece.to(self.device, non_blocking=True), (0, 0, 0, 0, 0, 0, 0, missing))
-                pieces.append(self._features(padded)[: len(piece)])
-        return torch.cat(pieces) if pieces else torch.empty(0, self.dim, device=self.device)
-
-    def _pixels_to_features(self, images: UInt8[Tensor, "n 3 h w"]) -> Float[Tensor, "n 2048"]:
-        pixels = (tf1_bilinear(images.float(), SIZE) - 128) / 128
-        dtype = self._network.Conv2d_1a_3x3.weight.dtype
-        return self._network(pixels.to(dtype, memory_format=torch.channels_last))
+                values = piece.to(self.device, non_blocking=True).float()
+                pixels = (tf1_bilinear(values, SIZE) - 128) / 128
+                features.append(self._network(pixels.to(self.dtype, memory_format=torch.channels_last)))
+        return torch.cat(features)
 
 
 def tf1_bilinear(images: Float[Tensor, "n c h w"], size: int) -> Float[Tensor, "n c size size"]:
@@ -158,7 +148,8 @@ def cached_weights() -> Path:
     path = weights_path()
     if path.is_file():
         return path
-    with _exclusive(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(path, wait=True):  # ranks that all need the file wait for the one that fetches it
         if not path.is_file():
             fetched = download(URL, path.with_name(URL.rpartition("/")[2]), SHA256, f"put it into {path.parent}")
             state = torch.load(fetched, map_location="cpu", weights_only=True)  # runs no code
@@ -167,22 +158,13 @@ def cached_weights() -> Path:
     return path
 
 
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Wait until no other process makes `path`: ranks that all need a file wait for the one that fetches it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released on closing
-        yield
-
-
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors that the network needs, by pytorch-fid's names, validated; others (its last layer) are not used."""
     if not os.path.isfile(path):
         raise DataError(
-            f"the weights of the FID network are not at {path}. They are the state dict of pytorch-fid's published "
-            f"network (pt_{NAME}), saved with safetensors.torch.save_file: put them there, or name the file: "
-            "bsi fid A B --weights PATH, bsi eval RUN --fid --inception PATH."
+            f"the weights of the FID network are not at {path}. Save the state dict of pytorch-fid's network "
+            f"(pt_{NAME}) there with safetensors, or name the file: bsi fid A B --weights PATH, bsi eval RUN --fid "
+            f"--inception PATH."
         )
     try:
         found = load_file(path)
@@ -245,3 +227,118 @@ def _convolutions(precision: Precision) -> Iterator[None]:
         yield
     finally:
         conv.fp32_precision = before
+
+
+# ---- The network -----------------------------------------------------------------------------------------------------
+
+
+class Conv(nn.Conv2d):
+    """A convolution with its folded batch norm, and a ReLU. At stride 1 it keeps the size unless `valid`."""
+
+    def __init__(
+        self, ins: int, outs: int, kernel: int | tuple[int, int] = 1, stride: int = 1, valid: bool = False
+    ) -> None:
+        height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
+        padding = (0, 0) if valid or stride > 1 else (height // 2, width // 2)
+        super().__init__(ins, outs, (height, width), stride, padding)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(input), inplace=True)
+
+
+def average(x: Tensor) -> Tensor:
+    """3 x 3 mean over the pixels inside the image: the divisor shrinks at the border."""
+    return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
+
+
+def maximum(x: Tensor) -> Tensor:
+    return F.max_pool2d(x, 3, stride=1, padding=1)
+
+
+def halve(x: Tensor) -> Tensor:
+    return F.max_pool2d(x, 3, stride=2)
+
+
+Convs = list[tuple[Any, ...]]  # for each convolution its output channels, kernel and, if it is not 1, its stride
+
+
+class Mixed(nn.Module):
+    """Chains of convolutions next to each other, and a pool, with a 1 x 1 convolution to `pooled` channels if not 0.
+
+    A kernel "cross" is (1, 3) and (3, 1) next to each other, at the end of a chain.
+    """
+
+    def __init__(self, ins: int, pool: Callable[[Tensor], Tensor], pooled: int, **branches: Convs) -> None:
+        super().__init__()
+        self.pool, self.chains = pool, []
+        for branch, convs in branches.items():
+            chain, channels = [], ins
+            for number, (outs, kernel, *stride) in enumerate(convs, 1):
+                name = f"{branch}_{number}" if len(convs) > 1 else branch
+                parts = {f"{name}a": (1, 3), f"{name}b": (3, 1)} if kernel == "cross" else {name: kernel}
+                for part, size in parts.items():
+                    self.add_module(part, Conv(channels, outs, size, *stride))
+                chain.append(tuple(parts))
+                channels = outs
+            self.chains.append(chain)
+        self.branch_pool = Conv(ins, pooled) if pooled else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for chain in self.chains:
+            y = [x]
+            for names in chain:
+                y = [self.get_submodule(name)(y[0]) for name in names]
+            found += y
+        return torch.cat([*found, self.branch_pool(self.pool(x))], 1)
+
+
+def _a(ins: int, pooled: int) -> Mixed:
+    """35 x 35: windows of 1, 5 and 3 + 3 pixels."""
+    double: Convs = [(64, 1), (96, 3), (96, 3)]
+    return Mixed(ins, average, pooled, branch1x1=[(64, 1)], branch5x5=[(48, 1), (64, 5)], branch3x3dbl=double)
+
+
+def _c(width: int) -> Mixed:
+    """17 x 17: windows of 7, each as a row and a column."""
+    once: Convs = [(width, 1), (width, (1, 7)), (192, (7, 1))]
+    twice: Convs = [(width, 1), (width, (7, 1)), (width, (1, 7)), (width, (7, 1)), (192, (1, 7))]
+    return Mixed(768, average, 192, branch1x1=[(192, 1)], branch7x7=once, branch7x7dbl=twice)
+
+
+def _e(ins: int, pool: Callable[[Tensor], Tensor]) -> Mixed:
+    """8 x 8: windows of 3 as a row and a column."""
+    double: Convs = [(448, 1), (384, 3), (384, "cross")]
+    return Mixed(ins, pool, 192, branch1x1=[(320, 1)], branch3x3=[(384, 1), (384, "cross")], branch3x3dbl=double)
+
+
+class Network(nn.Module):
+    """299 x 299 pixels in [-1, 1] to 2048 features: the mean over the last 8 x 8 positions.
+
+    Inception of 2015-12-05 without its last layer, as in the TensorFlow graph that published FIDs are computed with. It
+    differs from the usual Inception v3 in two places: average pools do not count the padding, and the last block uses a
+    maximum instead. Modules are named as in pytorch-fid. There are no batch norms.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2)
+        self.Conv2d_2a_3x3 = Conv(32, 32, 3, valid=True)
+        self.Conv2d_2b_3x3 = Conv(32, 64, 3)
+        self.Conv2d_3b_1x1 = Conv(64, 80)
+        self.Conv2d_4a_3x3 = Conv(80, 192, 3, valid=True)
+        self.Mixed_5b, self.Mixed_5c, self.Mixed_5d = _a(192, 32), _a(256, 64), _a(288, 64)
+        double: Convs = [(64, 1), (96, 3), (96, 3, 2)]  # 35 x 35 to 17 x 17
+        self.Mixed_6a = Mixed(288, halve, 0, branch3x3=[(384, 3, 2)], branch3x3dbl=double)
+        self.Mixed_6b, self.Mixed_6c, self.Mixed_6d, self.Mixed_6e = _c(128), _c(160), _c(160), _c(192)
+        seven: Convs = [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)]  # 17 x 17 to 8 x 8
+        self.Mixed_7a = Mixed(768, halve, 0, branch3x3=[(192, 1), (320, 3, 2)], branch7x7x3=seven)
+        self.Mixed_7b, self.Mixed_7c = _e(1280, average), _e(2048, maximum)
+
+    def forward(self, x: Float[Tensor, "n 3 299 299"]) -> Float[Tensor, "n 2048"]:
+        x = halve(self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x))))
+        x = halve(self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x)))
+        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))
+        x = self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))))
+        x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))
+        return x.float().mean((2, 3))

@@ -4,14 +4,12 @@
     real = reference("cifar10", version, "test", batches_of(test), extractor)
     quality = sample_quality(samples, real, extractor, generation=Generation("sde2", 16, seed=0))
 
-The record has everything that is needed to compare the value. If the samples' features were kept, it has a standard
-error: that of having drawn these samples and not others. The Frechet distance is called FID only if the features come
-from Inception's published weights; with any other extractor it is called "fd-" + its name. Properties that limit
+The record has everything that is needed to compare the value. The Frechet distance is called FID only if the features
+come from Inception's published weights; with any other extractor it is called "fd-" + its name. Properties that limit
 comparisons cause a warning and are stored in the record.
 
 Reference features are computed once and stored in the data folder. Their key is the data (a hash of its content, and
-the split) and the extractor (a hash of its weights, its resize, its precision), so a changed dataset or network
-is computed again:
+the split) and the extractor (a hash of its weights, its resize, its precision):
 
     references/cifar10-test-0f3a....safetensors      mean, scatter, and the vectors if they were requested
     references/cifar10-test-0f3a....json             the key, the count and the SHA-256 of the file above
@@ -81,6 +79,16 @@ class SampleQuality:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The real data that samples are compared with. A folder or a file has neither split nor version."""
+
+    dataset: str
+    split: str | None
+    version: str | None
+    features: Features
+
+
 def metric_name(extractor: Extractor) -> str:
     """FID for Inception's published weights, "fd-" + name for every other extractor."""
     return "FID" if extractor.hash == PUBLISHED_HASH else f"fd-{extractor.name}"
@@ -95,15 +103,22 @@ def sample_quality(
     generation: Generation | None = None,
 ) -> SampleQuality:
     """The distance and the requested metrics. KID, precision and recall need features that were kept."""
-    real = reference.features
+    real, metric = reference.features, metric_name(extractor)
+    cautions = []
     for what, n in (("samples", samples.n), (reference.dataset, real.n)):
         if n < 2:
-            raise DataError(f"{metric_name(extractor)} needs at least 2 images of each set: {what} has {n}.")
-    cautions = tuple(_cautions(samples, reference, extractor))
+            raise DataError(f"{metric} needs at least 2 images of each set: {what} has {n}.")
+        if n <= extractor.dim:
+            cautions.append(
+                f"{n} images of {what} leave the covariance of {extractor.dim} features singular: {metric} is biased "
+                f"upwards and can be compared only with values of the same n"
+            )
+    if extractor.name == OTHER_NAME:
+        cautions.append(f"not the published Inception weights ({extractor.hash[:16]}): the distance is not an FID")
     for caution in cautions:
         warnings.warn(caution, QualityWarning, stacklevel=2)
     return SampleQuality(
-        metric=metric_name(extractor),
+        metric=metric,
         value=frechet_distance(samples.moments, real.moments),
         error=None if samples.vectors is None else frechet_error(samples.vectors, real.moments),
         n=samples.n,
@@ -118,37 +133,14 @@ def sample_quality(
         kid=kernel_distance(_vectors(samples), _vectors(real)) if kid else None,
         precision_recall=precision_recall(_vectors(samples), _vectors(real)) if precision_and_recall else None,
         generation=generation,
-        cautions=cautions,
+        cautions=tuple(cautions),
     )
-
-
-def _cautions(samples: Features, reference: Reference, extractor: Extractor) -> list[str]:
-    found = []
-    for what, n in (("samples", samples.n), (reference.dataset, reference.features.n)):
-        if n <= extractor.dim:
-            found.append(
-                f"{n} images of {what} leave the covariance of {extractor.dim} features singular: "
-                f"{metric_name(extractor)} is biased upwards and can be compared only with values of the same n"
-            )
-    if extractor.name == OTHER_NAME:
-        found.append(f"not the published Inception weights ({extractor.hash[:16]}): the distance is not an FID")
-    return found
 
 
 def _vectors(features: Features) -> Tensor:
     if features.vectors is None:
         raise UsageError("KID, precision and recall need the features themselves. Collect them with keep=True.")
     return features.vectors
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The real data that samples are compared with. A folder or a file has neither split nor version."""
-
-    dataset: str
-    split: str | None
-    version: str | None
-    features: Features
 
 
 def reference(
@@ -169,15 +161,8 @@ def reference(
         keep: Also the vectors, as in `collect`.
         folder: By default `references` in the data folder.
     """
-    key = {
-        "dataset": dataset,
-        "version": version,
-        "split": split,
-        "extractor": extractor.name,
-        "extractor_hash": extractor.hash,
-        "resize": extractor.resize,
-        "precision": extractor.precision,
-    }
+    key = {"dataset": dataset, "version": version, "split": split, "extractor": extractor.name}
+    key |= {"extractor_hash": extractor.hash, "resize": extractor.resize, "precision": extractor.precision}
     readable = re.sub(r"[^A-Za-z0-9]+", "-", f"{dataset}-{split}").strip("-")[:80]
     stem = f"{readable}-{digest([json.dumps(key, sort_keys=True).encode()])[:16]}"
     path = (folder or data_folder() / "references") / f"{stem}.json"
@@ -212,9 +197,8 @@ def _stored(path: Path, key: dict[str, str], extractor: Extractor) -> Features |
 
 def _store(path: Path, key: dict[str, str], features: Features) -> None:
     """Write the tensors, then the JSON with their hash."""
-    tensors = {"mean": features.moments.mean, "scatter": features.moments.scatter}
-    if features.vectors is not None:
-        tensors["vectors"] = features.vectors
+    moments, vectors = features.moments, features.vectors
+    tensors = {"mean": moments.mean, "scatter": moments.scatter} | ({} if vectors is None else {"vectors": vectors})
     data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path.with_suffix(".safetensors"), data)

@@ -32,7 +32,7 @@ from bsi.evaluation.samples import SampleFile
 from bsi.gaussian import squared_norm
 from bsi.methods import BSI
 from bsi.metrics import Extractor, Inception, collect, frechet_distance, frechet_error, metric_name, reference
-from bsi.metrics.images import array_batches
+from bsi.metrics.features import array_batches
 from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.rng import standard_normal

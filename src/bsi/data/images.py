@@ -1,0 +1,372 @@
+"""Images from files and from the Hugging Face hub, and binary images.
+
+An image becomes its largest centered square, resampled to size x size; the manifest records this. Files that cannot be
+converted faithfully are rejected by name: truncated files, more than eight bits per channel, CMYK, transparency,
+several frames, more than 2^26 pixels, and images smaller than the size. Images are decoded by a few threads: the memory
+is that of one folder's listing and one block, at any number of images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, UInt8
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from bsi.data.files import BLOCK_BYTES, for_testing, walk
+from bsi.data.prepare import MAX_CLASSES, Block, Part, Plan, check_fraction, rows_for_testing
+from bsi.data.store import check_classes
+from bsi.errors import DataError, UsageError, extra
+from bsi.io import fingerprint, open_untrusted
+from bsi.values import Bins
+
+# Formats with decoders in Pillow that are pure image readers; others call programs (EPS) or are rarely fuzzed.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+MAX_PIXELS = 1 << 26
+MAX_THREADS = 8
+DEFAULT_SIZE = 64
+GRAY = ("1", "L", "LA")  # modes
+HUB_LABELS = ("label", "labels")  # columns
+HUB_SURVEYED = 256  # images of each part that are decoded to choose size and channels
+
+Resampling = Literal["lanczos", "bicubic", "bilinear", "box"]
+
+
+# ---- Decoding --------------------------------------------------------------------------------------------------------
+
+
+def open_image(path: Path, name: str) -> Image.Image:
+    """The image in a file, upright and opaque, with 8 bits per channel. Errors begin with `name`."""
+    try:
+        with open_untrusted(path) as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise DataError(f"{name} is empty")
+            with Image.open(file, formats=FORMATS) as image:
+                return checked(image, name)
+    except DataError:
+        raise
+    except UnidentifiedImageError as error:
+        raise DataError(f"{name} cannot be decoded: it is no {', '.join(FORMATS)} image") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"{name} is too large to decode: {error}") from error
+    except Exception as error:  # a decoder given damaged data may raise anything
+        raise DataError(f"{name} cannot be decoded ({type(error).__name__}: {error})") from error
+
+
+def checked(image: Image.Image, name: str) -> Image.Image:
+    """The decoded image, upright and opaque. Raises an error for what cannot be converted faithfully to 8-bit RGB."""
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise DataError(f"{name} has {width} x {height} pixels, more than {MAX_PIXELS}: shrink it first")
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # an MPO of a camera starts with the picture
+        raise DataError(f"{name} is animated or has several pages: save one of them")
+    if image.mode == "CMYK":
+        raise DataError(f"{name} is CMYK, whose colors depend on a profile: convert it to RGB first")
+    # Pillow opens a 16-bit color PNG as RGB: only the decoder's own mode shows its depth.
+    tiles = getattr(image, "tile", ()) if image.format in ("PNG", "TIFF") else ()
+    if image.mode.startswith(("I", "F")) or any(re.search(r";(16|32)", str(tile[3])) for tile in tiles):
+        raise DataError(f"{name} has more than eight bits per channel: convert it to 8 bits first")
+    if image.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA"):
+        raise DataError(f"{name} has the color mode {image.mode}: convert it to RGB first")
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        if image.getchannel("A").getextrema() != (255, 255):
+            raise DataError(f"{name} is partly transparent: flatten it first")
+    return image
+
+
+def pixels(
+    image: Image.Image, name: str, size: int, channels: int, resampling: Resampling
+) -> UInt8[np.ndarray, "c size size"]:
+    """The largest centered square of an image, resampled to (channels, size, size)."""
+    side = min(image.size)
+    if side < size:
+        found = f"{image.width} x {image.height} pixels"
+        raise DataError(f"{name} has {found}, fewer than the size {size}: choose a smaller --size")
+    image = image.convert("RGB" if channels == 3 else "L")
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    method = Image.Resampling[resampling.upper()]
+    array = np.asarray(image.resize((size, size), method, box=(left, top, left + side, top + side)))
+    return np.ascontiguousarray(array.transpose(2, 0, 1) if channels == 3 else array[None])
+
+
+# ---- What the sources share ------------------------------------------------------------------------------------------
+
+
+Header = tuple[str, int, int]  # mode, width, height
+
+
+class Item(NamedTuple):
+    """An image that `load` opens. Errors name it."""
+
+    name: str
+    for_testing: bool
+    label: int
+    load: Callable[[], Image.Image]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """The options of sources of images; see `bsi data --help`."""
+
+    size: int | None = None
+    channels: int | Literal["auto"] = "auto"
+    resampling: Resampling = "lanczos"
+    test_fraction: float = 0.1
+    skip: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size is not None and not 1 <= self.size <= 4096:
+            raise UsageError(f"size is the side of the images in pixels, 1 to 4096: got {self.size}")
+        if self.skip < 0:
+            raise UsageError(f"skip must be at least 0, got {self.skip}.")
+        check_fraction(self.test_fraction)
+
+    def planned(
+        self, headers: Counter[Header], items: Callable[[], Iterator[Item]], threads: int, described: dict[str, Any]
+    ) -> Plan:
+        """The plan of images whose size and channels, if they are not given, are chosen by the headers.
+
+        Images are gray if all of them are stored as gray. Their size is their smaller side, if that is the same for all
+        of them and at most 64; otherwise it is 64.
+        """
+        size, channels, notes = self.size, self.channels, []
+        if size is None:
+            sides = {min(width, height) for _, width, height in headers}
+            size = min(*sides, DEFAULT_SIZE) if len(sides) == 1 else DEFAULT_SIZE
+            notes.append(f"--size was not given: images are stored as {size} x {size} pixels")
+        if wide := sum(count for (_, width, height), count in headers.items() if width != height):
+            total = headers.total()
+            notes.append(f"{wide} of {total} images are not square: their largest centered square is used")
+        if channels == "auto":
+            channels = 1 if headers and all(mode in GRAY for mode, _, _ in headers) else 3
+            if channels == 1:
+                notes.append("all images are gray: they are stored with one channel (--channels 3 for color)")
+        form = {"size": size, "channels": channels, "resampling": self.resampling}
+        described["options"] = form | described["options"]
+        return Plan(
+            **described,
+            shape=(channels, size, size),
+            kind=Bins.uint8(),
+            parts=lambda: [Part(described["total"], partial(self._blocks, items, size, channels, threads))],
+            skip=self.skip,
+            notes=tuple(notes),
+        )
+
+    def _blocks(
+        self, items: Callable[[], Iterator[Item]], size: int, channels: int, threads: int, start: int
+    ) -> Iterator[Block]:
+        def read(item: Item) -> UInt8[np.ndarray, "c size size"] | str:
+            try:
+                return pixels(item.load(), item.name, size, channels, self.resampling)
+            except DataError as error:
+                return str(error)
+
+        rest = itertools.islice(items(), start, None)
+        with ThreadPoolExecutor(threads) as pool:
+            while batch := list(itertools.islice(rest, max(1, min(512, BLOCK_BYTES // (channels * size**2))))):
+                results = list(zip(batch, pool.map(read, batch), strict=True))
+                used = [(item, image) for item, image in results if not isinstance(image, str)]
+                rows = np.empty((len(used), channels, size, size), np.uint8)
+                for row, (_, image) in zip(rows, used, strict=True):
+                    row[:] = image
+                yield Block(
+                    rows,
+                    for_testing=np.array([item.for_testing for item, _ in used], bool),
+                    labels=np.array([item.label for item, _ in used], "<i4"),
+                    skipped=tuple(reason for _, reason in results if isinstance(reason, str)),
+                )
+
+
+# ---- A folder --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Folder(ImageOptions):
+    """Every image below `path`. With `labels`, the folder directly below it is an image's class.
+
+    The hash of its relative path decides whether an image is for testing: adding or removing files moves no other file.
+    Classes are numbered in sorted order.
+    """
+
+    summary: ClassVar[str] = (
+        "a folder of images in any tree; --labels, --size, --channels, --resampling, --test-fraction, --skip"
+    )
+
+    path: Path
+    labels: bool = False
+
+    def plan(self) -> Plan:
+        path = self.path.expanduser()
+        total, listing, found, headers = 0, hashlib.sha256(), set[str](), Counter[Header]()
+        for name in walk(path, SUFFIXES):
+            size = -1
+            with suppress(Exception):  # a file without access or a damaged one: reported by name when it is read
+                size = (path / name).stat().st_size
+                with open_untrusted(path / name) as file, Image.open(file, formats=FORMATS) as image:
+                    headers[image.mode, *image.size] += 1
+            listing.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
+            total += 1
+            if self.labels:
+                found.add(self._class_of(name))
+        if not total:
+            raise DataError(f"{path} holds no images ({', '.join(SUFFIXES)}). Give the folder of images with --from.")
+        if len(found) == 1:
+            only = path / found.pop()
+            raise DataError(
+                f"all images of {path} are in {only.name}, which makes one class. If the folders in there are the "
+                f"classes, use --from {only}; otherwise omit --labels."
+            )
+        classes = check_classes(sorted(found))
+        described = {
+            "name": path.resolve().name,
+            "source": f"the images of a folder {path.resolve().name!r}, cropped to their largest centered square",
+            "options": {
+                "split": f"an image is for testing if sha256(relative path) < {self.test_fraction}",
+                **({"labels": "the folder below the root"} if self.labels else {}),
+            },
+            "input": listing.hexdigest(),
+            "total": total,
+            "label_dtype": np.dtype("<i4") if self.labels else None,
+            "classes": classes,
+        }
+        return self.planned(headers, lambda: self._items(classes), min(MAX_THREADS, os.cpu_count() or 1), described)
+
+    def _items(self, classes: tuple[str, ...]) -> Iterator[Item]:
+        path, numbers = self.path.expanduser(), {name: number for number, name in enumerate(classes)}
+        for name in walk(path, SUFFIXES):
+            label = numbers.get(self._class_of(name)) if self.labels else 0
+            if label is None:
+                late = "is of a class that appeared in the meantime: run the same command again."
+                raise DataError(f"{path / name} {late}")
+            yield Item(name, for_testing(name, self.test_fraction), label, partial(open_image, path / name, name))
+
+    def _class_of(self, name: str) -> str:
+        """The folder below the root that a relative path begins with."""
+        folder, slash, _ = name.partition("/")
+        if not slash:
+            why = "is in no class: with --labels, each folder below the root is a class"
+            raise DataError(f"{self.path / name} {why}. Move it into one, or omit --labels.")
+        return folder
+
+
+# ---- The hub ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HuggingFace(ImageOptions):
+    """The images in `column` of the dataset `path` (owner/name) on the hub. Code from the hub is never run.
+
+    Parts named `train` and `test` (or `validation`) are kept; a dataset with only `train` is split by a hash of the
+    row's number. A column `label` or `labels` of classes or integers gives the labels, and the classes their names; it
+    is not used if rows of some part have no label, which the hub marks by -1.
+    """
+
+    summary: ClassVar[str] = (
+        "images of a Hugging Face dataset: --from OWNER/NAME, --column, --revision and as for folder"
+    )
+
+    path: str
+    column: str = "image"
+    revision: str = "main"
+
+    def plan(self) -> Plan:
+        parts = self._parts()
+        counts = {split: len(part) for split, part in parts.items()}
+        column, numbers, classes = _hub_labels(parts)
+        headers = Counter[Header]()
+        for part in parts.values():
+            for index in range(min(HUB_SURVEYED, len(part))):
+                with suppress(DataError):  # reported when the row is read
+                    image = self._image(part, index)
+                    headers[image.mode, *image.size] += 1
+        taken = f"column {self.column!r}, cropped to the largest centered square"
+        described = {
+            "name": self.path.rsplit("/", 1)[-1],
+            "source": f"Hugging Face dataset {self.path}, {taken}",
+            "options": {
+                "revision": self.revision,
+                "split": "by name" if "test" in parts else f"row i is for testing if hash(i) < {self.test_fraction}",
+                **({"labels": column} if column else {}),
+            },
+            "input": fingerprint([self.path, self.column, counts]),
+            "total": sum(counts.values()),
+            "label_dtype": np.dtype("<i4") if column else None,
+            "classes": classes,
+        }
+        return self.planned(headers, partial(self._items, parts, numbers), 1, described)
+
+    def _parts(self) -> dict[str, Any]:
+        """The hub's parts by the names of splits."""
+        with extra("hub", "a dataset of the hub"):
+            import datasets  # type: ignore[import-not-found, unused-ignore]
+        try:
+            loaded = datasets.load_dataset(self.path, revision=self.revision)
+        except Exception as error:  # network, names and formats: the package has no common error
+            raise DataError(f"cannot load the Hugging Face dataset {self.path!r}: {error}") from error
+        names = {"train": "train", "test": "test" if "test" in loaded else "validation"}
+        parts = {split: loaded[name] for split, name in names.items() if name in loaded}
+        if "train" not in parts:
+            raise DataError(f"{self.path!r} has no part named train; it has {', '.join(loaded)}.")
+        for part in parts.values():
+            if self.column not in part.column_names:
+                has = ", ".join(part.column_names)
+                raise UsageError(
+                    f"{self.path!r} has no column {self.column!r}; it has {has}. Choose one with --column."
+                )
+        return parts
+
+    def _items(self, parts: Mapping[str, Any], numbers: Mapping[str, Int64[np.ndarray, " rows"]]) -> Iterator[Item]:
+        for split, part in parts.items():
+            chosen = np.full(len(part), split == "test")
+            if "test" not in parts:
+                chosen = rows_for_testing(0, len(part), self.test_fraction)
+            labels = numbers.get(split, np.zeros(len(part), np.int64))
+            for index in range(len(part)):
+                yield Item(f"row {index}", bool(chosen[index]), int(labels[index]), partial(self._image, part, index))
+
+    def _image(self, part: Any, index: int) -> Image.Image:
+        name = f"row {index}"
+        try:
+            image = part[index][self.column]
+        except Exception as error:  # the package decodes the image here
+            raise DataError(f"{name} cannot be decoded ({type(error).__name__}: {error})") from error
+        if not isinstance(image, Image.Image):
+            raise DataError(f"{name} holds a {type(image).__name__}, not an image")
+        return checked(image, name)
+
+
+def _hub_labels(
+    parts: Mapping[str, Any],
+) -> tuple[str, dict[str, Int64[np.ndarray, " rows"]], tuple[str, ...]]:
+    """The column of the labels, the labels of each part and the names of the classes, if every row has a label."""
+    import datasets  # type: ignore[import-not-found, unused-ignore]
+
+    features = parts["train"].features
+    for column in HUB_LABELS:
+        feature = features.get(column)
+        named = isinstance(feature, datasets.ClassLabel)
+        if not (named or (isinstance(feature, datasets.Value) and "int" in feature.dtype)):
+            continue
+        if any(part.features.get(column) != feature for part in parts.values()):
+            continue
+        classes = check_classes(feature.names) if named else ()
+        cells = {split: part[column][:] for split, part in parts.items()}
+        most = len(classes) or MAX_CLASSES
+        if all(cell is not None and 0 <= cell < most for part in cells.values() for cell in part):
+            return column, {split: np.array(part, np.int64) for split, part in cells.items()}, classes
+    return "", {}, ()

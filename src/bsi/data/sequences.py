@@ -1,0 +1,274 @@
+"""Text and sound, cut into samples of a fixed length.
+
+Text is characters or the bytes of UTF-8, as symbols. The files are read one after another, in sorted order. The last
+part of each file is for testing, as is usual for character models; the parts for training make one stream and the parts
+for testing another, and each stream is cut into samples. What is left at the end of a stream is not used.
+
+Sound comes from 16-bit WAV files of one rate and number of channels. A sample is (channels, length); its integers are
+bin indices 0 .. 65535, the sound's -32768 .. 32767 shifted. The split is by file, by the hash of its path. Files are
+read in chunks: the memory does not depend on their size.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import wave
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+from jaxtyping import Integer, UInt
+
+from bsi.data.files import BLOCK_BYTES, for_testing, walk
+from bsi.data.prepare import Block, Part, Plan, check_fraction
+from bsi.errors import DataError, UsageError
+from bsi.io import atomic, open_untrusted
+from bsi.values import Bins, Symbols
+
+CHUNK = 1 << 20  # bytes of text
+UNICODE = 0x110000
+SHOWN = 20  # characters in a note
+MIDDLE = 2**15  # the bin index of silence
+
+
+# ---- Text ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text of a file, or of the .txt files below a folder, as samples of `length` symbols."""
+
+    summary: ClassVar[str] = (
+        "text in UTF-8, from a file or a folder of .txt files; --length, --vocabulary chars|bytes, --test-fraction"
+    )
+
+    path: Path
+    length: int = 256
+    vocabulary: Literal["chars", "bytes"] = "chars"
+    test_fraction: float = 0.1
+
+    def plan(self) -> Plan:
+        _check_length(self.length)
+        check_fraction(self.test_fraction)
+        path, chars = self.path.expanduser(), self.vocabulary == "chars"
+        files = [_TextFile.at(path, name, chars, self.test_fraction) for name in _text_files(path)]
+        # Everything is read once, for the number of symbols and the code points that occur.
+        counts = {"train": 0, "test": 0}
+        seen = {split: np.zeros(UNICODE, bool) for split in counts}
+        contents = hashlib.sha256()
+        for file in files:
+            contents.update(f"{file.name}\0{file.size}\n".encode("utf-8", "surrogateescape"))
+            for split in counts:
+                for codes in file.read(split):
+                    counts[split] += len(codes)
+                    seen[split][codes] = True
+                    contents.update(codes.tobytes())
+        if not counts["train"]:
+            raise DataError(f"{path} holds no text. Give a text file, or a folder of .txt files, with --from.")
+        used = np.flatnonzero(seen["train"] | seen["test"]).tolist()
+        if len(used) < 2 and chars:
+            raise DataError(f"{path} holds one character only, {chr(used[0])!r}, and no information. Give other text.")
+        symbols = Symbols(len(used), tuple(map(chr, used))) if chars else Symbols.bytes()
+        symbols.latent_shape((self.length,))  # raises for samples that are too large when they are embedded
+        samples = {split: count // self.length for split, count in counts.items()}
+        if not samples["train"]:
+            found = f"{path} holds {counts['train']} symbols for training"
+            raise DataError(f"{found}, fewer than one sample. Choose a smaller --length.")
+        new, notes = list(map(chr, np.flatnonzero(seen["test"] & ~seen["train"]).tolist())), []
+        if new:
+            more = f" and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
+            listed = ", ".join(map(repr, new[:SHOWN])) + more
+            notes.append(f"unknown in training, they occur in the test set only: {listed}")
+        return Plan(
+            name=path.resolve().stem if path.is_file() else path.resolve().name,
+            source=f"the text of {path.resolve().name!r}",
+            shape=(self.length,),
+            kind=symbols,
+            options={
+                "length": self.length,
+                "vocabulary": self.vocabulary,
+                "split": f"the last {self.test_fraction:g} of each file is for testing",
+            },
+            input=contents.hexdigest(),
+            total=sum(samples.values()),
+            parts=lambda: [
+                Part(count, partial(self._blocks, files, symbols, split)) for split, count in samples.items()
+            ],
+            notes=tuple(notes),
+        )
+
+    def _blocks(self, files: list[_TextFile], symbols: Symbols, split: str, start: int) -> Iterator[Block]:
+        code = np.zeros(UNICODE, symbols.dtype)  # the symbol of each code point or byte
+        code[[ord(name) for name in symbols.names] or range(256)] = np.arange(symbols.count)
+        unused = start * self.length  # symbols of samples that were prepared before an interruption
+        rest = np.zeros(0, symbols.dtype)
+        for file in files:
+            for codes in file.read(split):
+                fresh, unused = codes[unused:], max(0, unused - len(codes))
+                rest = np.concatenate([rest, code[fresh]])
+                usable = len(rest) // self.length * self.length
+                rows, rest = rest[:usable].reshape(-1, self.length), rest[usable:]
+                if usable:
+                    yield Block(rows, split == "test")
+
+
+def _check_length(length: int) -> None:
+    if length < 1:
+        raise UsageError(f"length must be at least 1, got {length}.")
+
+
+def _text_files(path: Path) -> Iterator[str]:
+    """The names below a folder; the empty name for a file."""
+    return walk(path, (".txt",)) if os.path.isdir(path) else iter([""])
+
+
+@dataclass(frozen=True)
+class _TextFile:
+    """A file, whose bytes from `cut` on are for testing. Its name is relative to the folder."""
+
+    path: Path
+    name: str
+    chars: bool
+    cut: int
+    size: int
+
+    @classmethod
+    def at(cls, root: Path, name: str, chars: bool, test_fraction: float) -> _TextFile:
+        path = root / name if name else root
+        with open_untrusted(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            cut = size - round(test_fraction * size)
+            file.seek(cut)
+            while chars and cut < size and (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:  # inside a character
+                cut += 1
+        return cls(path, name, chars, cut, size)
+
+    def read(self, split: str) -> Iterator[UInt[np.ndarray, " symbols"]]:
+        """The code points or bytes of one split, in chunks."""
+        first, end = (0, self.cut) if split == "train" else (self.cut, self.size)
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with open_untrusted(self.path) as file:
+            file.seek(first)
+            while first < end:
+                data = file.read(min(CHUNK, end - first))
+                if not data:
+                    raise DataError(f"{self.path} was changed while it was read. Run the same command again.")
+                first += len(data)
+                if not self.chars:
+                    yield np.frombuffer(data, np.uint8)
+                    continue
+                try:
+                    text = decoder.decode(data, final=first == end)
+                except UnicodeDecodeError as error:
+                    at, byte = first - len(error.object) + error.start, error.object[error.start]
+                    fix = "Convert it, or use --vocabulary bytes."
+                    raise DataError(f"{self.path} is not text in UTF-8: byte {at} is {byte:#04x}. {fix}") from error
+                if "\0" in text:
+                    raise DataError(
+                        f"{self.path} is binary: it holds zero bytes. Give text, or use --vocabulary bytes."
+                    )
+                yield np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+# ---- Sound -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wav:
+    """Every WAV file below `path`, in pieces of `length` samples."""
+
+    summary: ClassVar[str] = "a folder of 16-bit WAV files as pieces of fixed length; --length, --test-fraction"
+
+    path: Path
+    length: int = 16384
+    test_fraction: float = 0.1
+
+    def plan(self) -> Plan:
+        _check_length(self.length)
+        check_fraction(self.test_fraction)
+        path = self.path.expanduser()
+        counts, listing = dict[str, int](), hashlib.sha256()
+        first: tuple[str, int, int] | None = None
+        for name in walk(path, (".wav",)):
+            with _opened(path / name) as file:
+                rate, channels, frames = file.getframerate(), file.getnchannels(), file.getnframes()
+            first = first or (name, rate, channels)
+            if (rate, channels) != first[1:]:
+                raise DataError(
+                    f"{path / name} has {channels} channels at {rate} Hz, {first[0]} has {first[2]} at {first[1]} Hz. "
+                    f"Convert them to one format."
+                )
+            counts[name] = frames // self.length
+            listing.update(f"{name}\0{frames}\n".encode("utf-8", "surrogateescape"))
+        if first is None:
+            raise DataError(f"{path} holds no WAV file. Give the folder with --from.")
+        if not any(counts.values()):
+            raise DataError(f"{path} holds no WAV file of at least {self.length} samples. Choose a smaller --length.")
+        return Plan(
+            name=path.resolve().name,
+            source=f"the WAV files of a folder {path.resolve().name!r}",
+            shape=(channels, self.length),
+            kind=Bins.int16(),
+            options={
+                "length": self.length,
+                "rate": rate,
+                "split": f"a file is for testing if sha256(relative path) < {self.test_fraction}",
+            },
+            input=listing.hexdigest(),
+            total=sum(counts.values()),
+            parts=lambda: [Part(count, partial(self._blocks, path / name, name)) for name, count in counts.items()],
+        )
+
+    def _blocks(self, path: Path, name: str, start: int) -> Iterator[Block]:
+        with _opened(path) as file:
+            channels, count = file.getnchannels(), file.getnframes() // self.length
+            each = max(1, BLOCK_BYTES // (2 * channels * self.length))
+            file.setpos(start * self.length)
+            for first in range(start, count, each):
+                frames = min(each, count - first) * self.length
+                raw = file.readframes(frames)
+                if len(raw) != 2 * channels * frames:
+                    raise DataError(f"{path} is truncated: it has fewer samples than its header says.")
+                sound = np.frombuffer(raw, "<i2").reshape(-1, self.length, channels).transpose(0, 2, 1)
+                rows = (sound.astype(np.int32) + MIDDLE).astype("<u2")
+                yield Block(rows, for_testing(name, self.test_fraction))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[wave.Wave_read]:
+    with open_untrusted(path) as raw:
+        try:
+            file = wave.open(raw)  # noqa: SIM115  closing it would close only `raw`
+        except (wave.Error, EOFError, OSError) as error:
+            raise DataError(f"{path} is not a PCM WAV file: {error}. Convert it first.") from error
+        if file.getsampwidth() != 2:
+            raise DataError(f"{path} has {8 * file.getsampwidth()} bits per sample, expected 16. Convert it first.")
+        if file.getframerate() < 1:
+            raise DataError(f"{path} has a rate of {file.getframerate()} Hz. Convert it first.")
+        yield file
+
+
+def write_wav(path: Path, index: Integer[np.ndarray, "channels length"], rate: int, option: str | None = None) -> None:
+    """Write one sample of bin indices 0 .. 65535 as a 16-bit WAV file.
+
+    Args:
+        index: Channels and time; the indices that `Wav` stores and a model with `Bins.int16()` draws.
+        rate: Samples per second: `options["rate"]` in the manifest of the dataset.
+        option: The command-line option that names another place, for the error message.
+    """
+    if index.ndim != 2 or not 1 <= len(index) <= 65535:
+        raise UsageError(f"sound must have the shape (channels, length), got {index.shape}.")
+    if index.size and not (index.min() >= 0 and index.max() <= 65535):
+        raise DataError(f"sound must be indices from 0 to 65535, got {index.min()} to {index.max()}.")
+    sound = (index.astype(np.int32) - MIDDLE).astype("<i2")
+    with atomic(path, option) as temporary, wave.open(str(temporary), "wb") as file:
+        file.setnchannels(len(index))
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(sound.T.tobytes())

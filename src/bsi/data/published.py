@@ -317,9 +317,9 @@ class Binary:
         return Mnist(path).plan() if is_mnist else Folder(path, channels=1).plan()
 
     def _binary(self, rows: Shaped[np.ndarray, "n c h w"], white: int) -> UInt8[np.ndarray, "n c h w"]:
-        levels: object = self.threshold or 0.5
-        if self.stochastic:
-            levels = np.stack([_uniforms(image) for image in rows]) if len(rows) else 0.5
+        levels = np.full(rows.shape, self.threshold or 0.5)
+        for image, level in zip(rows, levels, strict=True) if self.stochastic else ():
+            level[:] = _uniforms(image)
         return (rows / white > levels).astype(np.uint8)
 
 
@@ -333,7 +333,7 @@ def _of_dataset(name: str) -> Plan:
     """A prepared dataset as a plan of its rows."""
     dataset = open_dataset(name)
     labels = dataset.labels
-    splits = [(dataset.train, labels and labels.train, False), (dataset.test, labels and labels.test, True)]
+    train, test = (None, None) if labels is None else (labels.train, labels.test)
     return Plan(
         name=dataset.name,
         source=dataset.manifest.source,
@@ -342,7 +342,7 @@ def _of_dataset(name: str) -> Plan:
         options=dataset.manifest.options,
         input=dataset.version,
         total=len(dataset.train) + len(dataset.test),
-        parts=lambda: [array_part(*split) for split in splits],
-        label_dtype=None if labels is None else labels.train.dtype,
+        parts=lambda: [array_part(dataset.train, train, False), array_part(dataset.test, test, True)],
+        label_dtype=None if train is None else train.dtype,
         classes=dataset.manifest.classes,
     )

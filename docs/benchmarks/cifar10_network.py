@@ -1,0 +1,221 @@
+"""A CIFAR-10 network, from the choice of its parametrization to compressed test images, in phases that resume.
+
+    python docs/benchmarks/cifar10_network.py search train evaluate code --out FOLDER
+
+search     train candidates on the first 45,000 training images and compare their bounds of the last 5000
+train      train the best candidate on all training images; stops after --seconds, and resumes
+evaluate   bounds of the test set, for infinitely and finitely many steps
+code       compress test images, and decompress them
+
+--tiny runs everything at a size for a CPU. Weights and files are copied to $OUT if it is set.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from cifar10_images import cifar10
+from safetensors.torch import save_file
+from torch import Tensor
+
+import bsi
+from bsi import codec
+from bsi.backbones.config import UNetConfig
+from bsi.recipe import Ema, Every, Recipe
+from bsi.rng import subset
+from bsi.training.train import run_training
+
+CANDIDATES = {
+    "edm": ("edm", False),
+    "edm, clipped": ("edm", True),
+    "blend, clipped": ("blend", True),
+    "epsilon, clipped": ("epsilon", True),
+}
+STARTED = time.monotonic()
+
+
+def say(**record: object) -> None:
+    print(json.dumps({"t": round(time.monotonic() - STARTED, 1), **record}), flush=True)
+
+
+def recipe(parametrization: str, clips: bool, steps: int, tiny: bool) -> Recipe:
+    base = bsi.recipes.cifar10_20min_bpd()
+    if tiny:
+        base = replace(base, backbone=UNetConfig(width=16, levels=1, dropout=0.0), batch=16)
+    short = replace(base.shortened(steps), steps=steps)
+    if steps < base.steps:
+        short = replace(short, ema=Ema(beta=max(0.5, 1 - 45 / steps), start=min(1000, steps // 4)))
+    return replace(
+        short,
+        method=bsi.BSI(clips=clips),
+        parametrization=parametrization,
+        every=Every(journal=min(500, steps), evaluate=0, sample=0, checkpoint=10_000),
+    )
+
+
+def bound(model: bsi.Model, data: Tensor, **options: object) -> dict[str, object]:
+    began = time.monotonic()
+    found = model.elbo(data.to(model.device), batch_size=500, **options)
+    return {
+        "bits_per_dim": found.bits_per_dim,
+        "error": found.monte_carlo_error,
+        "data_error": found.data_error,
+        "reconstruction": float(found.reconstruction.mean()) / found.n / np.log(2),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def search(out: Path, args: argparse.Namespace) -> None:
+    images = cifar10("train")
+    train, held_out = images[:-5000], images[-5000:]
+    if args.tiny:
+        train, held_out = train[:256], held_out[:32]
+    found = {}
+    for name, (parametrization, clips) in CANDIDATES.items():
+        run = out / name.replace(", ", "-")
+        began = time.monotonic()
+        run_training(
+            recipe(parametrization, clips, args.search_steps, args.tiny), train, out=run, kind=bsi.Bins.uint8()
+        )
+        model = bsi.load(run).eval().to(args.device)
+        spent = time.monotonic() - began
+        result = bound(model, held_out, measure=args.levels, recon=4)
+        found[name] = result["bits_per_dim"]
+        say(candidate=name, training=round(spent, 1), **result)
+        if not clips:
+            model.denoiser.clip = (-1.0, 1.0)
+            say(candidate=name + ", clipped at evaluation", **bound(model, held_out, measure=args.levels, recon=4))
+        del model
+        torch.cuda.empty_cache()
+    best = min(found, key=lambda name: found[name])
+    (out / "choice.json").write_text(json.dumps({"best": best, "found": found}))
+    say(best=best)
+
+
+def train(out: Path, args: argparse.Namespace) -> None:
+    best = json.loads((out / "choice.json").read_text())["best"]
+    deadline = STARTED + args.seconds
+
+    def stop(record: object) -> None:
+        if time.monotonic() > deadline:
+            signal.raise_signal(signal.SIGTERM)
+
+    images = cifar10("train")
+    chosen = recipe(*CANDIDATES[best], args.steps, args.tiny)
+    try:
+        run_training(
+            chosen, images[:256] if args.tiny else images, out=out / "network", kind=bsi.Bins.uint8(), sinks=[stop]
+        )
+        say(trained=best)
+    except SystemExit as stopped:
+        say(stopped=str(stopped))
+    for name in ("journal.jsonl", "run.json"):
+        if "OUT" in os.environ:
+            shutil.copy(out / "network" / name, Path(os.environ["OUT"]) / name)
+
+
+def write_parts(weights: dict[str, Tensor], folder: Path) -> None:
+    """Write weights in files of at most 15.5 MiB."""
+    parts, size = [{}], 0
+    for name, tensor in sorted(weights.items()):
+        size += tensor.numel() * 4
+        if size > 15.5 * 2**20:
+            parts.append({})
+            size = tensor.numel() * 4
+        parts[-1][name] = tensor.detach().cpu().float().contiguous()
+    for number, part in enumerate(parts):
+        save_file(part, folder / f"network-{number}.safetensors")
+
+
+def evaluate(out: Path, args: argparse.Namespace) -> None:
+    model = bsi.load(out / "network").eval().to(args.device)
+    if "OUT" in os.environ:
+        write_parts(model.denoiser.backbone.state_dict(), Path(os.environ["OUT"]))
+    test, training = cifar10("test"), cifar10("train")
+    if args.tiny:
+        test, training = test[:32], training[:64]
+    say(what="infinite", **bound(model, test, measure=2 if args.tiny else 10, recon=4))
+    some = test[subset(len(test), args.images)]
+    say(what="infinite, subset", **bound(model, some, measure=args.levels, recon=4))
+    fitting = training[subset(len(training), args.fitting)].to(model.device)
+    for kind in (None, "level", "dct", "learned"):
+        began = time.monotonic()
+        variance = None if kind is None else model.fit_variance(fitting, kind, batch_size=500)
+        spent = round(time.monotonic() - began, 1)
+        for k in (64,) if args.tiny else (16, 64, 256):
+            say(
+                what=f"finite k={k}, variance {kind}",
+                fit_s=spent,
+                **bound(model, some, measure=args.levels, recon=4, finite_k=k, variance=variance),
+            )
+
+
+def code(out: Path, args: argparse.Namespace) -> None:
+    model = bsi.load(out / "network").eval().to(args.device)
+    training, test = cifar10("train"), cifar10("test")
+    variance = model.fit_variance(training[subset(len(training), args.fitting)].to(model.device), "dct", batch_size=500)
+    variance = replace(variance, values=variance.values.cpu())
+    some = test[: args.coded]
+    done = [0, time.monotonic()]
+
+    def progress(count: int) -> None:
+        done[0] += count
+        if time.monotonic() - done[1] > 20:
+            done[1] = time.monotonic()
+            say(evaluations=done[0])
+
+    began = time.monotonic()
+    packed = codec.compress(model, some, steps=args.k, variance=variance, batch_size=args.batch, progress=progress)
+    encoded = time.monotonic() - began
+    say(
+        samples=packed.samples,
+        plain=packed.plain,
+        net=packed.net_bits_per_dim,
+        gross=packed.gross_bits_per_dim,
+        bytes=len(packed.blob),
+        initial_bits=packed.initial_bits,
+        batches=len(packed.batches),
+        encode_s=round(encoded, 1),
+    )
+    if "OUT" in os.environ:
+        (Path(os.environ["OUT"]) / "coded.bsi").write_bytes(packed.blob)
+    say(
+        what="bound of the same images",
+        **bound(model, some, measure=args.levels, recon=4, finite_k=args.k, variance=variance),
+    )
+    began, done[0] = time.monotonic(), 0
+    decoded = codec.decompress(model, packed.blob, progress=progress)
+    say(equal=bool(torch.equal(decoded, some)), decode_s=round(time.monotonic() - began, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("phases", nargs="+", choices=["search", "train", "evaluate", "code"])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop training this long after the start, and save")
+    parser.add_argument("--search-steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=26_000)
+    parser.add_argument("--levels", type=int, default=10)
+    parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--fitting", type=int, default=2000)
+    parser.add_argument("--coded", type=int, default=1000)
+    parser.add_argument("--k", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.out.mkdir(parents=True, exist_ok=True)
+    for phase in args.phases:
+        say(phase=phase)
+        globals()[phase](args.out, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""`bsi train`: typed keys, suggestions, dry runs, the list; `bsi export` and three lines that load what it wrote."""
+"""`bsi train`: typed keys, suggestions, dry runs, the list; `bsi export` and the permissions of its file."""
 
 import json
 from pathlib import Path
@@ -16,19 +16,15 @@ def test_keys_edit_the_recipe() -> None:
     words = "digits --steps 7 --optimizer.lr 1e-4 --backbone.width 32 --no-compile --out x --allow seed steps".split()  # noqa: SIM905
     args, named = parse(words)
     assert (args.recipe.steps, args.recipe.optimizer.lr, args.recipe.backbone.width) == (7, 1e-4, 32)
-    assert args.options.out == Path("x")
-    assert args.options.allow == ("seed", "steps")
+    assert (args.options.out, args.options.allow) == (Path("x"), ("seed", "steps"))
     assert named == RECIPES["digits"]("bsi")
 
 
 @pytest.mark.parametrize("words", [["--method", "bfn"], ["--method=bfn"], ["--method", "vdm", "--method", "bfn"]])
-def test_a_method_is_chosen_by_name_and_brings_its_own_keys(words: list[str]) -> None:
+def test_a_method_and_a_backbone_are_chosen_by_name_and_bring_their_own_keys(words: list[str]) -> None:
     args, named = parse(["digits", *words, "--method.sigma-1", "0.02"])
     assert args.recipe.method == BFN(sigma_1=0.02)
     assert named == RECIPES["digits"]("bfn")
-
-
-def test_a_backbone_is_chosen_by_name_and_brings_its_own_keys() -> None:
     args, _ = parse(["cifar10-unet", "--backbone", "dit-s/4", "--backbone.heads", "3", "--method", "vdm"])
     assert args.recipe.backbone is not None
     assert (args.recipe.backbone.patch, args.recipe.backbone.heads) == (4, 3)
@@ -38,39 +34,38 @@ def test_a_backbone_is_chosen_by_name_and_brings_its_own_keys() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["digits", "--stepz", "3"], "--steps"),
-        (["digits", "--lr", "3"], "--optimizer.lr"),
-        (["digits", "--steps", "many"], "--steps"),
-        (["digits", "--steps", "0"], "steps must be at least 1"),
-        (["digitz"], "Did you mean 'digits'"),
-        (["digits", "--method", "ddpm"], "bsi, bfn, vdm"),
-        (["digits", "--method"], "--method needs a value"),
-        (["digits", "--backbone", "dit-q/2"], "Did you mean"),
+        ("digits --stepz 3", "--steps"),
+        ("digits --lr 3", "--optimizer.lr"),
+        ("digits --steps many", "--steps"),
+        ("digits --steps 0", "steps must be at least 1"),
+        ("digitz", "Did you mean 'digits'"),
+        ("digits --method ddpm", "bsi, bfn, vdm"),
+        ("digits --method", "--method needs a value"),
+        ("digits --backbone dit-q/2", "Did you mean"),
+        ("digits --samples.sampler.solver sde9 --device cpu", "did you mean 'sde2'"),
     ],
 )
 def test_a_mistake_is_answered_with_exit_code_2_and_a_suggestion(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["train", *words])
-    shown = capsys.readouterr()
-    assert code == 2
-    assert message in shown.err + shown.out
-    assert "Traceback" not in shown.err
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert message in err + out
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_shows_what_would_be_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["train", "digits", "--dry-run", "--json", "--steps", "30", "--out", str(tmp_path / "run")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recipe"]["steps"] == 30
-    assert found["changed"] == [f"steps: {RECIPES['digits']('bsi').steps} -> 30"]
+    assert f"steps: {RECIPES['digits']('bsi').steps} -> 30" in found["changed"]
     assert found["images"] == 30 * found["recipe"]["batch"]
     assert found["parameters"] > 0
     assert not (tmp_path / "run").exists()
     assert main(["train", "digits", "--dry-run"]) == 0
     assert "changed from digits: nothing" in capsys.readouterr().out
-
-
-def test_a_dry_run_without_its_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "folder", "--data.name", "no-such-data", "--dry-run"]) == 0
     assert "no-such-data" in capsys.readouterr().err
 
@@ -82,12 +77,8 @@ def test_the_list_shows_every_recipe_with_its_expected_value(capsys: pytest.Capt
     assert all(record["expected"] for record in found.values())
     assert main(["train", "--list"]) == 0
     assert "2.65" in capsys.readouterr().out
-
-
-def test_without_a_recipe_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train"]) == 2
     assert "cifar10-unet" in capsys.readouterr().out
-    assert main(["train", "--help"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -105,14 +96,14 @@ def test_what_is_refused_is_not_announced_and_leaves_nothing(
     words = ["train", "digits", "--data.name", "points", "--backbone", "mlp-16x1", "--device", "cpu"]
     words += ["--steps", "1", "--batch", "16", "--optimizer.warmup", "1", "--every.sample", "0"]
     assert main([*words, *wrong]) in (2, 3)
-    said = capsys.readouterr().err
-    assert "into runs" not in said
-    assert len(said.splitlines()) == 1
+    err = capsys.readouterr().err
+    assert "into runs" not in err
+    assert len(err.splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before
     assert main(words) == 0
     assert "samples of 2" in capsys.readouterr().err
     main([*words, *wrong])
-    assert Path("runs/digits/status.json").is_file(), "what was there before stays"
+    assert Path("runs/digits/status.json").is_file(), "an existing run stays"
 
 
 def test_what_a_run_writes_can_be_read_by_those_who_can_read_its_folder(tmp_path: Path) -> None:
@@ -128,24 +119,3 @@ def test_what_a_run_writes_can_be_read_by_those_who_can_read_its_folder(tmp_path
     assert len(stored) == 3
     for path in stored:
         assert path.stat().st_mode & 0o666 == path.parent.stat().st_mode & 0o666, path.name
-
-
-def test_a_sampler_that_does_not_exist_is_refused_before_the_first_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    words = [
-        "train",
-        "digits",
-        "--steps",
-        "1",
-        "--samples.sampler.solver",
-        "sde9",
-        "--device",
-        "cpu",
-        "--out",
-        str(run),
-    ]
-    assert main(words) == 2
-    assert "did you mean 'sde2'" in capsys.readouterr().err
-    assert not run.exists()

@@ -3,7 +3,7 @@
 GET  /TOKEN/            the page and its files
 GET  /TOKEN/about       the model's description, the offered choices and the limits
 GET  /TOKEN/images      test images as values
-POST /TOKEN/run         a request (`requests.py`); the answer streams one line of JSON per step (`workbench.py`)
+POST /TOKEN/run         a request; the answer streams one line of JSON per step (`workbench.py`)
 
 A few requests are computed at a time. Each line is computed in a thread once the line before has been sent, so a slow
 client delays only its own request. When a client disconnects, its request ends after the step in progress.
@@ -16,7 +16,6 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator, Generator, Iterator
-from dataclasses import asdict
 from importlib import resources
 from threading import BoundedSemaphore
 from typing import Any
@@ -31,11 +30,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from bsi.app.guard import Guard, GuardedProtocol
-from bsi.app.requests import Request, encode
-from bsi.app.workbench import Frame, Workbench
+from bsi.app.workbench import Frame, Request, Workbench, encode
 from bsi.errors import BsiError, UsageError
 
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 JOBS = 3  # requests computed at once
 JOB_SECONDS = 600.0
 
@@ -44,11 +42,15 @@ def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
     """The page of one model behind a token."""
     app = FastAPI(title="bsi view", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     slots = BoundedSemaphore(jobs)
-    files = _page_files()
+    # All files of the page, read once. A requested name is only looked up here, never joined to a folder.
+    files = {
+        file.name: Response(file.read_bytes(), media_type=MEDIA_TYPES[file.name.rpartition(".")[2]])
+        for file in (resources.files("bsi.app") / "page").iterdir()
+    }
 
     @app.get("/about")
     def about() -> dict[str, Any]:
-        return asdict(bench.about)
+        return bench.about
 
     @app.get("/images")
     def images() -> dict[str, Any]:
@@ -80,20 +82,11 @@ def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
         where = ".".join(str(part) for part in first["loc"][1:])
         return _error(f"{where}: {first['msg']}".removeprefix(": "), 422)
 
-    return Guard(app, token, bench.about.limits.body)
+    return Guard(app, token, bench.limits.body)
 
 
 def _error(message: str, status: int, headers: dict[str, str] | None = None) -> Response:
     return JSONResponse({"error": message}, status, headers)
-
-
-def _page_files() -> dict[str, Response]:
-    """All files of the page, read once. A requested name is only looked up here, never joined to a folder."""
-    folder = resources.files("bsi.app") / "page"
-    return {
-        file.name: Response(file.read_bytes(), media_type=MEDIA_TYPES["." + file.name.rpartition(".")[2]])
-        for file in folder.iterdir()
-    }
 
 
 def lines(frames: Iterator[Frame]) -> Generator[bytes, None, None]:

@@ -1,7 +1,7 @@
-"""The command line, `bsi COMMAND ...`: one file per command, found by name here.
+"""The command line, `bsi COMMAND ...`.
 
-A command's file holds a frozen dataclass, whose fields are the options and whose docstring is the help, and a function
-`run(options) -> exit code`. Neither this file nor the top of a command's file imports torch, so help is immediate.
+A command is a frozen dataclass: its fields are the options, its docstring is the help, and its method `execute` does
+the work and returns the exit code. Neither this file nor the top of a command's file imports torch: help is immediate.
 An error becomes one line on stderr and an exit code of `bsi.errors`; results go to stdout, other output to stderr.
 """
 
@@ -13,7 +13,7 @@ import importlib
 import io
 import os
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bsi.errors import BsiError, UsageError
 from bsi.io import FULL, cannot_write, system_error
@@ -24,8 +24,7 @@ __all__ = ["COMMANDS", "Command", "main"]
 MESSAGE_CHARACTERS = 500  # of an unexpected error
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """The module of a command, the dataclass of its options (None: the module parses the words), and a summary."""
 
     module: str
@@ -66,7 +65,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code, see `bsi.errors`."""
     argv = sys.argv[1:] if argv is None else argv
     _prepare_streams()
-    debug = "--debug" in argv
     words = [word for word in argv if word != "--debug"]
     command = " ".join(["bsi", *words[:1]])
     try:
@@ -83,14 +81,38 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as end:  # tyro, after help or a mistake
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
-        if debug:
+        if "--debug" in argv:
             raise
-        reason = explain(error)
-        log(f"{_red(command)}: {reason}")
+        reason = _explained(error)
+        log(f"\x1b[1;31m{command}\x1b[0m: {reason}" if supports_color(sys.stderr) else f"{command}: {reason}")
         return reason.code
 
 
-def explain(error: Exception) -> BsiError:
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if words else 2
+    name, *rest = words
+    if name == "--version":
+        from bsi import __version__
+
+        print(f"bsi {__version__}")
+        return 0
+    if name not in COMMANDS and name != "--completion":
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"Did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
+        raise UsageError(f"there is no such command. {hint}")
+    from bsi.cli.options import completion, parse
+
+    if name == "--completion":
+        print(completion(rest))
+        return 0
+    module = importlib.import_module(f"bsi.cli.{COMMANDS[name].module}")
+    options = COMMANDS[name].options
+    return int(module.run(rest) if options is None else parse(getattr(module, options), rest, f"bsi {name}").execute())
+
+
+def _explained(error: Exception) -> BsiError:
     """The error as a `BsiError`: itself, a message for what the system reported, or one for an unexpected error."""
     if isinstance(error, BsiError):
         return error
@@ -107,11 +129,10 @@ def explain(error: Exception) -> BsiError:
         return UsageError(f"cannot access {reported.filename}: {reported.strerror}. Give another file or folder.")
     if isinstance(error, MemoryError):
         return BsiError("not enough memory. Use smaller numbers, or a machine with more memory.")
-    message = " ".join(str(error).split())
+    message = " ".join(f"{type(error).__name__}: {error}".split())
     if len(message) > MESSAGE_CHARACTERS:
         message = f"{message[:MESSAGE_CHARACTERS]} ..."
-    kind = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return BsiError(f"unexpected error: {kind}. Run the same command with --debug for the traceback.")
+    return BsiError(f"unexpected error: {message}. Run the same command with --debug for the traceback.")
 
 
 class _Log(io.TextIOWrapper):
@@ -137,10 +158,8 @@ def _prepare_streams() -> None:
     A service may have neither; print() would then write text for stderr to stdout. The encoding of an old locale
     may lack characters, and a file name may contain bytes that are not text: these bytes are printed unchanged.
     """
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
         sys.stderr = _Log(sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
@@ -150,35 +169,3 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="surrogateescape")
     if os.environ.get("NO_COLOR"):  # tyro, which is imported later, has its own variable
         os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")
-
-
-def _red(text: str) -> str:
-    return f"\x1b[1;31m{text}\x1b[0m" if supports_color(sys.stderr) else text
-
-
-def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(overview())
-        return 0 if words else 2
-    name, *rest = words
-    if name == "--version":
-        from bsi import __version__
-
-        print(f"bsi {__version__}")
-        return 0
-    if name == "--completion":
-        from bsi.cli.options import completion
-
-        print(completion(rest))
-        return 0
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"Did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
-        raise UsageError(f"there is no such command. {hint}")
-    command = COMMANDS[name]
-    module = importlib.import_module(f"bsi.cli.{command.module}")
-    if command.options is None:
-        return int(module.run(rest))
-    from bsi.cli.options import parse
-
-    return int(module.run(parse(getattr(module, command.options), rest, f"bsi {name}")))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bsi.cli.options import Within
+from bsi.cli.options import Count
 from bsi.devices import Precision
 from bsi.errors import UsageError
 from bsi.progress import log, readable_bytes
@@ -27,85 +27,77 @@ class Bench:
     times evaluations.
     """
 
-    work: Annotated[Literal["train", "sample", "elbo"], tyro.conf.Positional]
-    """What to time."""
-    backbone: str = "dit-l/2"
-    """The network, e.g. dit-s/2, dit-mini/2, dit-l/2, unet-128x32, unet-128-256-256x2."""
-    batch: Annotated[int, Within(1)] = 128
-    """Images per batch."""
-    size: Annotated[int, Within(1)] = 32
-    """Height and width of the images, which have three channels."""
-    precision: Precision = "auto"
-    """Precision inside the network; fp8, 8-bit products for the DiT, is experimental."""
-    method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"
-    """The method; all three cost the same."""
-    lean: bool = False
-    """Recompute activations in the backward pass: a DiT or U-Net in bfloat16 on an NVIDIA GPU."""
-    record: bool = True
-    """With --no-record training steps are not recorded and replayed as a CUDA graph."""
-    repeats: Annotated[int, Within(1)] = 5
-    """Number of measurements."""
-    check: bool = False
-    """First compare with float32 in eager mode, on random inputs."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """By default a GPU if there is one."""
-    json: bool = False
-    """Print one JSON object per method on stdout."""
+    work: Annotated[Literal["train", "sample", "elbo"], tyro.conf.Positional]  # What to time.
+    backbone: str = "dit-l/2"  # The network, e.g. dit-s/2, dit-mini/2, dit-l/2, unet-128x32, unet-128-256-256x2.
+    batch: Count = 128  # Images per batch.
+    size: Count = 32  # Height and width of the images, which have three channels.
+    precision: Precision = "auto"  # Precision inside the network; fp8, 8-bit products for the DiT, is experimental.
+    method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"  # The method; all three cost the same.
+    lean: bool = False  # Recompute activations in the backward pass: a DiT or U-Net in bfloat16 on an NVIDIA GPU.
+    record: bool = True  # With --no-record training steps are not recorded and replayed as a CUDA graph.
+    repeats: Count = 5  # Number of measurements.
+    check: bool = False  # First compare with float32 in eager mode, on random inputs.
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # By default a GPU if there is one.
+    json: bool = False  # Print one JSON object per method on stdout.
 
+    def execute(self) -> int:
+        import torch
 
-def run(args: Bench) -> int:
-    import torch
+        from bsi.backbones import compute_dtype, cost, resolve
 
-    from bsi.backbones import compute_dtype, cost, resolve
+        backbone, shape = resolve(self.backbone), (3, self.size, self.size)
+        cost(backbone, shape, 256)  # raises for a network that cannot be built, before torch allocates anything
 
-    backbone, shape = resolve(args.backbone), (3, args.size, args.size)
-    cost(backbone, shape, 256)  # raises for a network that cannot be built, before torch allocates anything
+        from bsi.backbones.acceleration import check_fp8, form_of
+        from bsi.backbones.memory import training_memory
+        from bsi.devices import type_name
+        from bsi.evaluation.speed import Case, Start, measure, since_process_start
+        from bsi.runtime.distributed import pick_device
+        from bsi.runtime.out_of_memory import enough_for_batch
 
-    from bsi.backbones.acceleration import check_fp8, form_of
-    from bsi.devices import type_name
-    from bsi.evaluation.speed import Case, Start, measure, since_process_start
-    from bsi.runtime.distributed import pick_device
-    from bsi.runtime.out_of_memory import enough_for_batch
-
-    start = Start()
-    start.lap("imports")
-    device = pick_device(None if args.device == "auto" else args.device, 0)
-    half = compute_dtype(args.precision, device)
-    if args.lean and form_of(backbone, half, device, lean=True) != "lean":
-        raise UsageError("--lean needs a DiT or a U-Net in bfloat16 on an NVIDIA GPU: leave --lean out")
-    if args.precision == "fp8" and args.lean:
-        raise UsageError("--precision fp8 already keeps few activations: leave --lean out")
-    if args.precision == "fp8":
-        check_fp8(backbone, shape)
-    torch.zeros((), device=device).item()  # a GPU sets up its context at first use
-    start.lap("device")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    matmul, code = None, 0
-    for method in ("bsi", "bfn", "vdm") if args.method == "all" else (args.method,):
-        case = Case(args.work, backbone, shape, args.batch, method, args.precision, args.lean, device, args.record)
-        record: dict[str, Any] = {
-            "work": args.work, "backbone": args.backbone, "shape": shape, "batch": args.batch, "method": method,
-            "precision": args.precision, "dtype": type_name(half), "lean": args.lean, "device": name,
-        }  # fmt: skip
-        memory = _memory(case)
-        _check_host(case, memory)
-        if args.check:
-            agreement = _check(case)
-            start.lap("check")
-            record["check"] = asdict(agreement) | {"holds": agreement.holds}
-            code = code if agreement.holds else 1
-            verdict = "holds" if agreement.holds else "BROKEN"
-            log(
-                f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
-                f"{agreement.tolerance:.0e}: {verdict}"
-            )
-        with enough_for_batch(args.batch, "--batch", device, memory):
-            speed = measure(case, args.repeats, matmul, start)
-        matmul = speed.matmul_tflops
-        record |= asdict(speed)
-        print(json.dumps(_without_nan(record), allow_nan=False) if args.json else _line(record), flush=True)
-        start = Start(since_process_start())
-    return code
+        start = Start()
+        start.lap("imports")
+        device = pick_device(None if self.device == "auto" else self.device, 0)
+        half = compute_dtype(self.precision, device)
+        form = form_of(backbone, half, device, self.lean)
+        if self.lean and form != "lean":
+            raise UsageError("--lean needs a DiT or a U-Net in bfloat16 on an NVIDIA GPU: leave --lean out")
+        if self.precision == "fp8" and self.lean:
+            raise UsageError("--precision fp8 already keeps few activations: leave --lean out")
+        if self.precision == "fp8":
+            check_fp8(backbone, shape)
+        torch.zeros((), device=device).item()  # a GPU sets up its context at first use
+        start.lap("device")
+        memory = None
+        if self.work == "train":
+            memory = training_memory(backbone, shape, 256, form=form, half=half is not None)
+            if device.type == "cpu":
+                _check_host(memory, self.batch)
+        described = {
+            "dtype": type_name(half),
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        }
+        matmul, code = None, 0
+        for method in ("bsi", "bfn", "vdm") if self.method == "all" else (self.method,):
+            case = Case(self.work, backbone, shape, self.batch, method, self.precision, self.lean, device, self.record)
+            names = ("work", "backbone", "batch", "precision", "lean")
+            record = {name: getattr(self, name) for name in names} | {"shape": shape, "method": method} | described
+            if self.check:
+                agreement = _check(case)
+                start.lap("check")
+                record["check"] = asdict(agreement) | {"holds": agreement.holds}
+                code = code if agreement.holds else 1
+                log(
+                    f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
+                    f"{agreement.tolerance:.0e}: {'holds' if agreement.holds else 'BROKEN'}"
+                )
+            with enough_for_batch(self.batch, "--batch", device, memory):
+                speed = measure(case, self.repeats, matmul, start)
+            matmul = speed.matmul_tflops
+            record |= asdict(speed)
+            print(json.dumps(_without_nan(record), allow_nan=False) if self.json else _line(record), flush=True)
+            start = Start(since_process_start())
+        return code
 
 
 def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
@@ -116,32 +108,17 @@ def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memory(case: Case) -> Memory | None:
-    """The estimated memory of a timed training step; None for other work."""
-    from bsi.backbones import compute_dtype
-    from bsi.backbones.acceleration import form_of
-    from bsi.backbones.memory import training_memory
-
-    if case.work != "train":
-        return None
-    half = compute_dtype(case.precision, case.device)
-    form = form_of(case.backbone, half, case.device, case.lean)
-    return training_memory(case.backbone, case.shape, 256, form=form, half=half is not None)
-
-
-def _check_host(case: Case, memory: Memory | None) -> None:
+def _check_host(memory: Memory, batch: int) -> None:
     """Reject a training step that exceeds the host memory, for which the operating system would kill the process."""
     from bsi.backbones.memory import CONTEXT
-    from bsi.runtime.out_of_memory import LEAST, MOST, available
+    from bsi.runtime.out_of_memory import LEAST, MOST, host_memory
 
-    if memory is None or case.device.type != "cpu":
-        return
-    needed, there = round(LEAST * (memory.bytes(case.batch) - CONTEXT)), available(case.device)
-    if needed > there:
-        fits = memory.largest(CONTEXT + round(there / MOST))
+    needed, free = round(LEAST * (memory.bytes(batch) - CONTEXT)), host_memory()
+    if needed > free:
+        fits = memory.largest(CONTEXT + round(free / MOST))
         raise UsageError(
-            f"not enough memory: a training step with {case.batch} images at a time takes at least "
-            f"{readable_bytes(needed)}, and this process can have {readable_bytes(there)}. "
+            f"not enough memory: a training step with {batch} images at a time takes at least "
+            f"{readable_bytes(needed)}, and this process can have {readable_bytes(free)}. "
             + (f"Use --batch {fits}." if fits else "Not even one fits: use a smaller --backbone.")
         )
 

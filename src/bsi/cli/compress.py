@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,22 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from bsi.cli.options import Device, Json, Run, answer
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable, make_folder, open_untrusted
 from bsi.progress import Progress
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL import Image
     from torch import Tensor
 
-    from bsi.codec import Compressed
     from bsi.model import Model
-    from bsi.variance import Variance
 
 MEASURED = 256  # samples that the rate of --lossy-steps is measured with
 MAX_BYTES = 1 << 36  # of a compressed file
-
-Device = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -37,38 +34,73 @@ class Compress:
     machine with other predictions is detected before decoding. Use it for measurements and transfer, not for archives.
     """
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run folder, a file that `bsi export` wrote, or a bundled network: digits."""
+    run: Run
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """A prepared dataset by name or folder, a .npy array of bin indices, or a folder of images."""
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """The compressed file."""
-    split: Literal["test", "train"] = "test"
-    """The part of a prepared dataset."""
-    limit: int | None = None
-    """Compress only the first samples."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # The compressed file.
+    split: Literal["test", "train"] = "test"  # The part of a prepared dataset.
+    limit: int | None = None  # Compress only the first samples.
     steps: int = 64
     """Steps of the chain of latents: more steps tighten the bound, need more initial bits and take longer."""
     variance: Literal["none", "level", "pixels", "dct"] = "level"
     """The predictive variance in each step, fitted to training samples of the run's dataset."""
-    batch_size: int = 64
-    """Samples coded together, at most."""
-    bound: bool = True
-    """With --no-bound, do not evaluate the bound of the same data."""
-    device: Device | None = None
-    """By default a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON on stdout."""
+    batch_size: int = 64  # Samples coded together, at most.
+    bound: bool = True  # With --no-bound, do not evaluate the bound of the same data.
+    device: Device = None
+    json: Json = False
+
+    def execute(self) -> int:
+        from bsi import codec
+        from bsi.evaluation.runs import fitted_variance
+        from bsi.runtime.distributed import pick_device
+        from bsi.runtime.export import model_of, read_trained
+
+        check_writable(self.out, "--out")
+        trained = read_trained(self.run)
+        model = model_of(trained, str(self.run)).to(pick_device(self.device, 0))
+        index = _indices(self, model)
+        variance = None if self.variance == "none" else fitted_variance(model, trained.data.name, self.variance)
+        started = time.perf_counter()
+        with Progress("compress", len(index) * (self.steps + 1), "evaluation") as progress:
+            packed = codec.compress(model, index, self.steps, variance, self.batch_size, progress.advance)
+        seconds = time.perf_counter() - started
+        with atomic(self.out, "--out") as temporary:
+            temporary.write_bytes(packed.blob)
+        lines = [
+            f"{self.out}: {packed.samples} samples in {len(packed.blob)} bytes, {packed.gross_bits_per_dim:.4f} "
+            f"bits/dim, {seconds:.1f} s",
+            f"  each sample beyond the first {packed.plain}: {packed.net_bits_per_dim:.4f} bits/dim; the first ones "
+            f"are stored uncompressed, in {packed.initial_bits} bits",
+        ]
+        record: dict[str, Any] = {
+            "samples": packed.samples,
+            "bytes": len(packed.blob),
+            "net_bits_per_dim": packed.net_bits_per_dim,
+            "gross_bits_per_dim": packed.gross_bits_per_dim,
+            "initial_bits": packed.initial_bits,
+            "plain_samples": packed.plain,
+            "steps": self.steps,
+            "variance": self.variance,
+            "seconds": round(seconds, 3),
+            "files": [str(self.out)],
+        }
+        if self.bound:
+            found = model.elbo(index, finite_k=self.steps, variance=variance, batch_size=self.batch_size, progress=True)
+            record["bound_bits_per_dim"], record["bound_error"] = found.bits_per_dim, found.monte_carlo_error
+            lines.append(f"  bound: {found.bits_per_dim:.4f} bits/dim ± {found.monte_carlo_error:.4f} (Monte Carlo)")
+        formats = _image_formats(index)
+        if formats:
+            lines.append("  {}, {} bits/dim".format(*(f"{name} {bits:.4f}" for name, bits in formats.items())))
+        record |= {f"{name.lower()}_bits_per_dim": bits for name, bits in formats.items()}
+        return answer(self.json, record, "\n".join(lines))
 
 
 @dataclass(frozen=True)
 class Decompress:
     """Decompress a file that `bsi compress` wrote, with the model that compressed it."""
 
-    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """The compressed file."""
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The model: a run folder, an exported file or a bundled network."""
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]  # The compressed file.
+    run: Run
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """A .npy file for the array of bin indices, or a folder for images (.png)."""
     lossy_steps: int | None = None
@@ -76,130 +108,80 @@ class Decompress:
     samples stored uncompressed stay exact."""
     preview: Path | None = None
     """A .gif or .webp of the predictions of some samples while they are decoded, from coarse to fine."""
-    device: Device | None = None
-    """By default a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON on stdout."""
+    device: Device = None
+    json: Json = False
 
+    def execute(self) -> int:
+        import torch
 
-def run(args: Compress | Decompress) -> int:
-    return compress(args) if isinstance(args, Compress) else decompress(args)
+        from bsi import codec
+        from bsi.runtime.distributed import pick_device
+        from bsi.runtime.export import load
 
+        if self.out.suffix == ".npy":
+            check_writable(self.out, "--out")
+        if self.preview is not None:
+            check_writable(self.preview, "--preview")
+        with open_untrusted(self.file, MAX_BYTES) as file:
+            blob = file.read()
+        model = load(self.run).to(pick_device(self.device, 0))
+        first: list[Tensor] = []  # the predictions of the first batch, step by step
+        rough: list[Tensor] = []  # the predictions after --lossy-steps, batch by batch
 
-def compress(args: Compress) -> int:
-    from bsi import codec
+        def watch(step: int, x_hat: Tensor) -> None:
+            if step == len(first):
+                first.append(x_hat)
+            if step == self.lossy_steps:
+                rough.append(x_hat)
 
-    check_writable(args.out, "--out")
-    model = _opened(args.run, args.device)
-    index = _indices(args, model)
-    variance = None if args.variance == "none" else _fitted(args, model)
-    evaluations = len(index) * (args.steps + 1)
-    started = time.perf_counter()
-    with Progress("compress", evaluations, "evaluation") as progress:
-        packed = codec.compress(model, index, args.steps, variance, args.batch_size, progress.advance)
-    seconds = time.perf_counter() - started
-    with atomic(args.out, "--out") as temporary:
-        temporary.write_bytes(packed.blob)
-    record = _record(args, packed, seconds)
-    if args.bound:
-        found = model.elbo(index, finite_k=args.steps, variance=variance, batch_size=args.batch_size, progress=True)
-        record["bound_bits_per_dim"], record["bound_error"] = found.bits_per_dim, found.monte_carlo_error
-    record |= _image_formats(index)
-    print(json.dumps(record) if args.json else _text(record))
-    return 0
-
-
-def decompress(args: Decompress) -> int:
-    import torch
-
-    from bsi import codec
-
-    if args.out.suffix == ".npy":
-        check_writable(args.out, "--out")
-    if args.preview is not None:
-        check_writable(args.preview, "--preview")
-    with open_untrusted(args.file, MAX_BYTES) as file:
-        blob = file.read()
-    model = _opened(args.run, args.device)
-    first: list[Tensor] = []  # the predictions of the first batch, step by step
-    rough: list[Tensor] = []  # the predictions after --lossy-steps, batch by batch
-
-    def watch(step: int, x_hat: Tensor) -> None:
-        if step == len(first):
-            first.append(x_hat)
-        if step == args.lossy_steps:
-            rough.append(x_hat)
-
-    started = time.perf_counter()
-    with Progress("decompress", codec.evaluations(blob), "evaluation") as progress:
-        index = codec.decompress(model, blob, progress.advance, watch)
-    seconds, rate = time.perf_counter() - started, dict[str, float]()
-    if args.lossy_steps is not None:
-        if not rough:
-            raise UsageError(f"--lossy-steps {args.lossy_steps} is beyond the {len(first) - 1} steps of {args.file}.")
-        predicted = model.data(torch.cat(rough[::-1]).float()).to(index.dtype)
-        rate = _rate(blob, model, index[-len(predicted) :], args.lossy_steps)
-        index = torch.cat([index[: len(index) - len(predicted)], predicted])  # the first ones are stored without x_hat
-    _write(args.out, index.numpy(), model)
-    if args.preview is not None:
-        _animate(args.preview, first, model)
-    files = [str(path) for path in (args.out, args.preview) if path is not None]
-    record = {"samples": len(index), "seconds": round(seconds, 3), **rate, "files": files}
-    line = f"{len(index)} samples in {seconds:.1f} s: {', '.join(files)}"
-    if rate:
-        line += (
-            f"\n  {args.lossy_steps} steps: about {rate['rate_bits_per_dim']:.4f} bits/dim, mean squared error "
-            f"{rate['squared_error']:.4g}"
-        )
-    print(json.dumps(record) if args.json else line)
-    return 0
-
-
-def _rate(blob: bytes, model: Model, index: Tensor, steps: int) -> dict[str, float]:
-    """The rate that is spent in the first steps of the chain of a file, and the error of the predictions after them."""
-    from bsi.coded_file import read_variance, unpack
-    from bsi.evaluation.likelihoods import rate_distortion
-
-    header, _ = unpack(blob)
-    variance = None if header.variance is None else read_variance(header.variance, model)
-    with model.evaluating():
-        found = rate_distortion(replace(model.on(index[:MEASURED]), variance=variance), header.steps)
-    return {"rate_bits_per_dim": found.bits_per_dim[steps], "squared_error": found.squared_error[steps]}
-
-
-def _opened(run: str, device: Device | None) -> Model:
-    from bsi.runtime.distributed import pick_device
-    from bsi.runtime.export import load
-
-    return load(run).to(pick_device(device, 0))
+        started = time.perf_counter()
+        with Progress("decompress", codec.evaluations(blob), "evaluation") as progress:
+            index = codec.decompress(model, blob, progress.advance, watch)
+        seconds, rate, spent = time.perf_counter() - started, dict[str, float](), ""
+        if self.lossy_steps is not None:
+            if not rough:
+                raise UsageError(f"{self.file} has {len(first) - 1} steps, got --lossy-steps {self.lossy_steps}.")
+            predicted = model.data(torch.cat(rough[::-1]).float()).to(index.dtype)
+            exact = len(index) - len(predicted)  # the first ones are stored without x_hat
+            rate = _rate(blob, model, index[exact:], self.lossy_steps)
+            index = torch.cat([index[:exact], predicted])
+            spent = (
+                f"\n  {self.lossy_steps} steps: about {rate['rate_bits_per_dim']:.4f} bits/dim, mean squared error "
+                f"{rate['squared_error']:.4g}"
+            )
+        _write(self.out, index.numpy(), model)
+        if self.preview is not None:
+            _animate(self.preview, first, model)
+        files = [str(path) for path in (self.out, self.preview) if path is not None]
+        record = {"samples": len(index), "seconds": round(seconds, 3), **rate, "files": files}
+        return answer(self.json, record, f"{len(index)} samples in {seconds:.1f} s: {', '.join(files)}{spent}")
 
 
 def _indices(args: Compress, model: Model) -> Tensor:
     """The data as bin indices of the model's shape."""
+    import numpy as np
     import torch
+
+    from bsi.data.files import ArrayFile
+    from bsi.data.store import open_dataset
 
     path = Path(args.data)
     if path.suffix == ".npy" and not path.is_dir():
-        rows = _array(path)
+        with ArrayFile.at(path) as file:
+            if file.dtype.kind not in "ui":
+                raise DataError(f"{path} has dtype {file.dtype}, expected integers: the indices of bins.")
+            rows = np.concatenate([block.copy() for block in file.blocks()])
     elif path.is_dir() and not (path / "manifest.json").exists():
         rows = _images(path, model)
     else:
-        rows = _prepared(args, model)
+        dataset = open_dataset(args.data)
+        if dataset.bins != model.bins:
+            raise DataError(f"{args.data} has {dataset.bins}, the model {model.bins}: they do not fit.")
+        rows = np.asarray(dataset.split(args.split))
     rows = rows[: args.limit]
     if not len(rows):
         raise DataError(f"{args.data} holds no samples.")
     return torch.as_tensor(rows if rows.dtype.kind != "u" or rows.itemsize == 1 else rows.astype("int32"))
-
-
-def _array(path: Path) -> np.ndarray:
-    import numpy as np
-
-    from bsi.data.files import ArrayFile
-
-    with ArrayFile.at(path) as file:
-        if file.dtype.kind not in "ui":
-            raise DataError(f"{path} has dtype {file.dtype}, expected integers: the indices of bins.")
-        return np.concatenate([block.copy() for block in file.blocks()])
 
 
 def _images(folder: Path, model: Model) -> np.ndarray:
@@ -226,79 +208,43 @@ def _images(folder: Path, model: Model) -> np.ndarray:
     return np.stack(rows) if rows else np.zeros((0, *model.shape), np.uint8)
 
 
-def _prepared(args: Compress, model: Model) -> np.ndarray:
-    import numpy as np
-
-    from bsi.data.store import open_dataset
-
-    dataset = open_dataset(args.data)
-    if dataset.bins != model.bins:
-        raise DataError(f"{args.data} has {dataset.bins}, the model {model.bins}: they do not fit.")
-    return np.asarray(dataset.split(args.split))
-
-
-def _fitted(args: Compress, model: Model) -> Variance:
-    """The variance, fitted to training samples of the dataset that the run was trained on."""
-    from bsi.evaluation.runs import fitted_variance
-    from bsi.runtime.export import read_trained
-
-    return fitted_variance(model, read_trained(Path(args.run)).data.name, args.variance)
-
-
-def _record(args: Compress, packed: Compressed, seconds: float) -> dict[str, Any]:
-    return {
-        "samples": packed.samples,
-        "bytes": len(packed.blob),
-        "net_bits_per_dim": packed.net_bits_per_dim,
-        "gross_bits_per_dim": packed.gross_bits_per_dim,
-        "initial_bits": packed.initial_bits,
-        "plain_samples": packed.plain,
-        "steps": args.steps,
-        "variance": args.variance,
-        "seconds": round(seconds, 3),
-        "files": [str(args.out)],
-    }
-
-
 def _image_formats(index: Tensor) -> dict[str, float]:
     """Bits per dimension of the same images as PNG and lossless WebP; nothing for other data."""
-    import numpy as np
-    from PIL import Image
-
     from bsi.pictures import is_image
 
     if index.element_size() != 1 or not is_image(tuple(index.shape[1:])):
         return {}
-    sizes = dict.fromkeys(("PNG", "WEBP"), 0)
-    for image in index.cpu().numpy().astype(np.uint8):
-        picture = Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
+    options: dict[str, dict[str, Any]] = {"PNG": {"optimize": True}, "WebP": {"lossless": True, "method": 6}}
+    sizes = dict.fromkeys(options, 0)
+    for image in index.cpu().numpy():
         for name in sizes:
             buffer = io.BytesIO()
-            picture.save(buffer, name, **({"lossless": True, "method": 6} if name == "WEBP" else {"optimize": True}))
+            _picture(image.astype("uint8")).save(buffer, name, **options[name])
             sizes[name] += len(buffer.getvalue())
-    return {f"{name.lower()}_bits_per_dim": 8 * size / index.numel() for name, size in sizes.items()}
+    return {name: 8 * size / index.numel() for name, size in sizes.items()}
 
 
-def _text(record: dict[str, Any]) -> str:
-    """The record as text for people."""
-    lines = [
-        f"{record['files'][0]}: {record['samples']} samples in {record['bytes']} bytes, "
-        f"{record['gross_bits_per_dim']:.4f} bits/dim, {record['seconds']:.1f} s",
-        f"  each sample beyond the first {record['plain_samples']}: {record['net_bits_per_dim']:.4f} bits/dim; "
-        f"the first ones are stored uncompressed, in {record['initial_bits']} bits",
-    ]
-    if "bound_bits_per_dim" in record:
-        error = record["bound_error"]
-        lines.append(f"  bound: {record['bound_bits_per_dim']:.4f} bits/dim ± {error:.4f} (Monte Carlo)")
-    if "png_bits_per_dim" in record:
-        lines.append(f"  PNG {record['png_bits_per_dim']:.4f}, WebP {record['webp_bits_per_dim']:.4f} bits/dim")
-    return "\n".join(lines)
+def _picture(image: np.ndarray) -> Image.Image:
+    from PIL import Image
+
+    return Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
+
+
+def _rate(blob: bytes, model: Model, index: Tensor, steps: int) -> dict[str, float]:
+    """The rate that is spent in the first steps of the chain of a file, and the error of the predictions after them."""
+    from bsi.coded_file import read_variance, unpack
+    from bsi.evaluation.likelihoods import rate_distortion
+
+    header, _ = unpack(blob)
+    variance = None if header.variance is None else read_variance(header.variance, model)
+    with model.evaluating():
+        found = rate_distortion(replace(model.on(index[:MEASURED]), variance=variance), header.steps)
+    return {"rate_bits_per_dim": found.bits_per_dim[steps], "squared_error": found.squared_error[steps]}
 
 
 def _write(out: Path, index: np.ndarray, model: Model) -> None:
     """A .npy file, or a folder of images."""
     import numpy as np
-    from PIL import Image
 
     from bsi.pictures import is_image
 
@@ -311,7 +257,7 @@ def _write(out: Path, index: np.ndarray, model: Model) -> None:
     make_folder(out, "--out")
     for i, image in enumerate(index):
         with atomic(out / f"{i:06d}.png", "--out") as temporary:
-            Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0)).save(temporary, "PNG")
+            _picture(image).save(temporary, "PNG")
 
 
 def _animate(path: Path, predictions: list[Tensor], model: Model) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from bsi.cli.options import Json, answer
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder
 from bsi.progress import log
@@ -43,12 +44,9 @@ class DataOptions:
     """The data: a folder, an archive, a file, or the name of a Hugging Face dataset."""
     to: Annotated[Path | None, _shown("FOLDER")] = None
     """The folder to write; by default the dataset's name in the data folder ($BSI_DATA, ~/.cache/bsi-data)."""
-    list_: Annotated[bool, tyro.conf.arg(name="list")] = False
-    """Show the sources and the prepared datasets."""
-    verify: bool = False
-    """Check every file of the dataset against its hash."""
-    json: bool = False
-    """Print the result as JSON on stdout."""
+    list_: Annotated[bool, tyro.conf.arg(name="list")] = False  # Show the sources and the prepared datasets.
+    verify: bool = False  # Check every file of the dataset against its hash.
+    json: Json = False
     labels: Annotated[bool | None, _shown("")] = None
     """folder: use the folders directly below PATH as classes. Other sources keep the labels they have."""
     size: Annotated[int | None, _shown("INT")] = None
@@ -74,133 +72,110 @@ class DataOptions:
     """binary: the value between 0 and 1 above which a pixel is 1 (0.5)."""
     stochastic: Annotated[bool | None, _shown("")] = None
     """binary: a pixel is 1 with the probability of its value, drawn once."""
-    column: Annotated[str | None, _shown("NAME")] = None
-    """huggingface: the column of images (image)."""
-    revision: Annotated[str | None, _shown("NAME")] = None
-    """huggingface: the dataset's revision (main)."""
+    column: Annotated[str | None, _shown("NAME")] = None  # huggingface: the column of images (image).
+    revision: Annotated[str | None, _shown("NAME")] = None  # huggingface: the dataset's revision (main).
+
+    def execute(self) -> int:
+        from bsi.data.prepare import prepare
+        from bsi.data.store import open_dataset, prepared, verify
+
+        if self.list_:
+            return _list(self)
+        if self.name is None:
+            raise UsageError("no data was named. Use `bsi data NAME`; `bsi data --list` shows the names.")
+        existing = {"digits", *(folder.name for folder in prepared())}
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in COMMON}
+        given = {name: value for name, value in given.items() if value is not None}
+        bare = self.from_ is None and self.to is None
+        if self.name in existing and bare and (self.name not in SOURCES or not given):
+            if given:
+                raise UsageError(f"{self.name} is prepared already: leave out {', '.join(map(_flag, given))}.")
+            _show(open_dataset(self.name, check_hashes=self.verify), self)
+            return 0
+        if self.name == "digits":
+            raise UsageError("the digits are part of the package: leave out --from and --to.")
+        plan = make_source(self.name, self.from_, given).plan()
+        if self.to is None and plan.name != self.name and plan.name in (*SOURCES, "digits"):
+            raise UsageError(
+                f"a dataset made from {self.from_} would be named {plan.name!r}, like a source. Choose a folder with "
+                f"--to FOLDER."
+            )
+        dataset = prepare(plan, data_folder() / plan.name if self.to is None else self.to)
+        if self.verify:
+            verify(dataset.folder, dataset.manifest)
+        _show(dataset, self)
+        if not len(dataset.test):
+            log("bsi data: warning: there are no test samples, which `bsi eval` needs. Use a larger --test-fraction.")
+        log(f"next: {_next(self, dataset)}")
+        return 0
 
 
-# The command that trains on the data of a source; NAME is the dataset's.
-TRAINS = {
-    "cifar10": "bsi train cifar10-dit-s",
-    "imagenet32": "bsi train imagenet32-dit-l2",
-    "imagenet64": "bsi train imagenet64-dit-l4",
-    "mnist": "bsi train folder-mini --data.name NAME",
-    "binary": "bsi train binary-digits --data.name NAME",
-    "text": "bsi train text-mini --data.name NAME",
-    "folder": "bsi train folder --data.name NAME, or folder-mini on a CPU",
-    "huggingface": "bsi train folder --data.name NAME, or folder-mini on a CPU",
-    "arrays": "bsi train arrays --data.name NAME",
-    "wav": "bsi train audio-mini --data.name NAME, or --backbone dit-s/4 on a GPU",
-}
-
-OPTIONS = (
-    "labels", "size", "channels", "resampling", "test_fraction", "skip", "bins", "symbols", "length", "vocabulary",
-    "threshold", "stochastic", "column", "revision",
-)  # fmt: skip
+COMMON = ("name", "from_", "to", "list_", "verify", "json")  # the other options belong to sources
 SHOWN = 10  # class names in a line
 
-
-def sources() -> dict[str, type[Source]]:
-    """The sources by name. Only names in this table are valid: no module is imported by a name from outside."""
-    from bsi.data.arrays import Arrays
-    from bsi.data.images import Folder, HuggingFace
-    from bsi.data.published import Binary, Cifar10, ImageNet32, ImageNet64, Mnist
-    from bsi.data.sequences import Text, Wav
-
-    return {
-        "cifar10": Cifar10,
-        "imagenet32": ImageNet32,
-        "imagenet64": ImageNet64,
-        "mnist": Mnist,
-        "folder": Folder,
-        "binary": Binary,
-        "text": Text,
-        "arrays": Arrays,
-        "wav": Wav,
-        "huggingface": HuggingFace,
-    }
+# For each source its module in bsi.data, its class, and the command that trains on its data; NAME is the dataset's.
+SOURCES = {
+    "cifar10": ("published", "Cifar10", "bsi train cifar10-dit-s"),
+    "imagenet32": ("published", "ImageNet32", "bsi train imagenet32-dit-l2"),
+    "imagenet64": ("published", "ImageNet64", "bsi train imagenet64-dit-l4"),
+    "mnist": ("published", "Mnist", "bsi train folder-mini --data.name NAME"),
+    "folder": ("images", "Folder", "bsi train folder --data.name NAME, or folder-mini on a CPU"),
+    "binary": ("published", "Binary", "bsi train binary-digits --data.name NAME"),
+    "text": ("sequences", "Text", "bsi train text-mini --data.name NAME"),
+    "arrays": ("arrays", "Arrays", "bsi train arrays --data.name NAME"),
+    "wav": ("sequences", "Wav", "bsi train audio-mini --data.name NAME, or --backbone dit-s/4 on a GPU"),
+    "huggingface": ("images", "HuggingFace", "bsi train folder --data.name NAME, or folder-mini on a CPU"),
+}
 
 
-def make_source(name: str, path: str | None, options: Mapping[str, object]) -> Source:
-    """The source of that name with its options. Raises an error for an unknown name or option."""
-    known_sources = sources()
-    if name not in known_sources:
-        near = difflib.get_close_matches(name, known_sources, 1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"The sources are {', '.join(known_sources)}."
+def source_type(name: str) -> type[Source]:
+    """The class of a source. Only names in the table are valid: no module is imported by a name from outside."""
+    if name not in SOURCES:
+        near = difflib.get_close_matches(name, SOURCES, 1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"The sources are {', '.join(SOURCES)}."
         raise UsageError(f"unknown source of data {name!r}. {hint}")
-    kind = known_sources[name]
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    module, kind, _ = SOURCES[name]
+    found: type[Source] = getattr(importlib.import_module(f"bsi.data.{module}"), kind)
+    return found
+
+
+def make_source(name: str, path: str | None, options: dict[str, Any]) -> Source:
+    """The source of that name with its options. Raises an error for an unknown name or option."""
+    kind: Any = source_type(name)
+    known = {field.name: field for field in fields(kind)}
     unknown = [option for option in options if option not in known]
     if unknown:
         takes = ", ".join(_flag(option) for option in known if option != "path") or "no options"
         kept = " Labels in the data are kept without it." if "labels" in unknown and name != "wav" else ""
         raise UsageError(f"{name} has no {', '.join(map(_flag, unknown))}; it takes {takes}.{kept}")
-    if path is None:
-        if known["path"].default is MISSING:
-            raise UsageError(f"{name} needs the place of the data: bsi data {name} --from PATH")
-        return kind(**options)
-    return kind(**{**options, "path": path if name in ("binary", "huggingface") else Path(path)})
+    if path is not None:
+        options = {**options, "path": path if name in ("binary", "huggingface") else Path(path)}
+    elif known["path"].default is MISSING:
+        raise UsageError(f"{name} needs the place of the data: bsi data {name} --from PATH")
+    source: Source = kind(**options)
+    return source
 
 
 def _flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def run(args: DataOptions) -> int:
-    from bsi.data.prepare import prepare
-    from bsi.data.store import open_dataset, prepared, verify
-
-    if args.list_:
-        return _list(args)
-    if args.name is None:
-        raise UsageError("no data was named. Use `bsi data NAME`; `bsi data --list` shows the names.")
-    known, existing = sources(), {"digits", *(folder.name for folder in prepared())}
-    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    if args.name in existing and args.from_ is None and args.to is None and (args.name not in known or not given):
-        if given:
-            raise UsageError(f"{args.name} is prepared already: leave out {', '.join(map(_flag, given))}.")
-        _show(open_dataset(args.name, check_hashes=args.verify), args)
-        return 0
-    if args.name == "digits":
-        raise UsageError("the digits are part of the package: leave out --from and --to.")
-    plan = make_source(args.name, args.from_, given).plan()
-    if args.to is None and plan.name != args.name and plan.name in (*known, "digits"):
-        raise UsageError(
-            f"a dataset made from {args.from_} would be named {plan.name!r}, like a source. Choose a folder with --to "
-            f"FOLDER."
-        )
-    dataset = prepare(plan, data_folder() / plan.name if args.to is None else args.to)
-    if args.verify:
-        verify(dataset.folder, dataset.manifest)
-    _show(dataset, args)
-    if not len(dataset.test):
-        log("bsi data: warning: there are no test samples, which `bsi eval` needs. Use a larger --test-fraction.")
-    log(f"next: {_next(args, dataset)}")
-    return 0
-
-
 def _show(dataset: Dataset, args: DataOptions) -> None:
-    print(json.dumps(_record(dataset)) if args.json else _line(dataset))
+    answer(args.json, _record(dataset), _line(dataset))
     for note in dataset.manifest.notes:
         log(f"bsi data: {note}.")
 
 
 def _next(args: DataOptions, dataset: Dataset) -> str:
     """The command that trains on it: with larger patches for large images, and with labels if they were requested."""
-    command = TRAINS[str(args.name)].replace("NAME", shlex.quote(_called(dataset)))
+    outside = dataset.folder.parent.resolve() != data_folder().resolve()
+    command = SOURCES[str(args.name)][2].replace("NAME", shlex.quote(str(dataset.folder) if outside else dataset.name))
     if args.name == "arrays" and dataset.bins is None and len(dataset.shape) <= 2:
         command += f", or {'table' if len(dataset.shape) == 1 else 'series'}-mini on a CPU"
     if args.labels:
         command = command.replace(" --data.name ", " --data.labels --data.name ", 1)
     large = command.startswith("bsi train folder") and dataset.shape[-1] >= 64
     return command.replace("bsi train folder", "bsi train folder --backbone dit-s/4", 1) if large else command
-
-
-def _called(dataset: Dataset) -> str:
-    """The name to open it by: that of its folder in the data folder, otherwise its path."""
-    outside = dataset.folder.parent.resolve() != data_folder().resolve()
-    return str(dataset.folder) if outside else dataset.name
 
 
 def _list(args: DataOptions) -> int:
@@ -212,41 +187,29 @@ def _list(args: DataOptions) -> int:
             datasets.append(open_dataset(folder, check_hashes=args.verify))
         except DataError as error:
             damaged.append(str(error))
-    if args.json:
-        summaries = {name: source.summary for name, source in sources().items()}
-        found = {"folder": str(data_folder()), "sources": summaries, "damaged": damaged}
-        print(json.dumps({**found, "datasets": [_record(dataset) for dataset in datasets]}))
-        return 0
-    print("sources:")
-    print("\n".join(f"  {name:<12} {source.summary}" for name, source in sources().items()))
-    print(f"prepared in {data_folder()}:")
-    print("\n".join(f"  {_line(dataset)}" for dataset in datasets))
-    for message in damaged:
-        log(f"bsi data: {message}")
-    return 0
+            if not args.json:
+                log(f"bsi data: {error}")
+    summaries = {name: source_type(name).summary for name in SOURCES}
+    found = {"folder": str(data_folder()), "sources": summaries, "damaged": damaged}
+    lines = ["sources:", *(f"  {name:<12} {summary}" for name, summary in summaries.items())]
+    lines += [f"prepared in {data_folder()}:", *(f"  {_line(dataset)}" for dataset in datasets)]
+    return answer(args.json, {**found, "datasets": [_record(dataset) for dataset in datasets]}, "\n".join(lines))
 
 
 def _line(dataset: Dataset) -> str:
     from bsi.values import Standardize
 
-    manifest = dataset.manifest
-    counts = f"{manifest.counts['train']} train, {manifest.counts['test']} test"
-    stored = dataset.kind
-    kind = "continuous" if isinstance(stored, Standardize) else f"{stored.count} {type(stored).__name__.lower()}"
-    shape = " x ".join(map(str, manifest.shape)) or "scalar"
+    manifest, stored, labels = dataset.manifest, dataset.kind, dataset.labels
     skipped = f", {len(manifest.skipped)} skipped" if manifest.skipped else ""
-    classes = _classes(dataset)
-    version = f"version {manifest.version[:12]}"
-    return f"{dataset.name}: {counts}{skipped}, {shape}, {kind}{classes}, {version}, {dataset.folder}"
-
-
-def _classes(dataset: Dataset) -> str:
-    """The number of classes and their first names."""
-    labels = dataset.labels
-    if labels is None:
-        return ""
-    names = ", ".join([*labels.names[:SHOWN], *(["..."] if len(labels.names) > SHOWN else [])])
-    return f", {labels.classes} classes" + (f" ({names})" if names else "")
+    shape = " x ".join(map(str, manifest.shape)) or "scalar"
+    kind = "continuous" if isinstance(stored, Standardize) else f"{stored.count} {type(stored).__name__.lower()}"
+    if labels is not None:
+        names = ", ".join([*labels.names[:SHOWN], *(["..."] if len(labels.names) > SHOWN else [])])
+        kind += f", {labels.classes} classes" + (f" ({names})" if names else "")
+    return (
+        f"{dataset.name}: {manifest.counts['train']} train, {manifest.counts['test']} test{skipped}, {shape}, {kind}, "
+        f"version {manifest.version[:12]}, {dataset.folder}"
+    )
 
 
 def _record(dataset: Dataset) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from bsi.cli.fid import logged_warnings
-from bsi.cli.options import Within
+from bsi.cli.options import Count, Device, Within, answer
 from bsi.cli.sample import all_labels
 from bsi.errors import BsiError, UsageError
 from bsi.io import check_writable
@@ -48,18 +47,12 @@ class Eval:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help_behavior_hint="")]
     """A run folder, a file that `bsi export` wrote, or a bundled network (digits); two of them with --paired."""
-    bpd: bool = False
-    """Evaluate the bits per dimension."""
-    fid: bool = False
-    """Evaluate the sample quality: the Fréchet inception distance."""
-    paired: bool = False
-    """Evaluate the difference in bits per dimension of two runs, with common random numbers."""
-    split: Literal["test", "train"] = "test"
-    """The samples to evaluate the bound of."""
-    measure: Annotated[int, Within(1, 1_000_000)] = 5
-    """Levels per sample and round."""
-    recon: Annotated[int, Within(1, 1_000_000)] = 2
-    """Reconstructions per sample and round."""
+    bpd: bool = False  # Evaluate the bits per dimension.
+    fid: bool = False  # Evaluate the sample quality: the Fréchet inception distance.
+    paired: bool = False  # Evaluate the difference in bits per dimension of two runs, with common random numbers.
+    split: Literal["test", "train"] = "test"  # The samples to evaluate the bound of.
+    measure: Annotated[int, Within(1, 1_000_000)] = 5  # Levels per sample and round.
+    recon: Annotated[int, Within(1, 1_000_000)] = 2  # Reconstructions per sample and round.
     finite_k: Annotated[int | None, Within(1, 1_000_000)] = None
     """The bound for this many measurement rounds instead of infinitely many."""
     variance: VarianceKind = "none"
@@ -67,71 +60,84 @@ class Eval:
     has none."""
     proposal: Literal["loguniform", "exact", "fitted"] = "loguniform"
     """The distribution of the levels; fitted learns it from a few extra evaluations, and adds a control variate."""
-    control: bool = True
-    """With --no-control, --proposal fitted has no control variate."""
+    control: bool = True  # With --no-control, --proposal fitted has no control variate.
     target_se: float | None = None
     """Evaluate more rounds until the Monte Carlo standard error is below this value, in bits per dimension."""
-    per_sample: Path | None = None
-    """Write the bound of every sample to this .npz file."""
-    limit: Annotated[int | None, Within(1)] = None
-    """Evaluate only this many random samples, the same ones every time."""
-    num: Annotated[int, Within(1)] = 50_000
-    """Number of samples for --fid."""
-    reference: Literal["test", "train"] = "test"
-    """The samples that --fid compares with; the paper uses the test set."""
+    per_sample: Path | None = None  # Write the bound of every sample to this .npz file.
+    limit: Annotated[int | None, Within(1)] = None  # Evaluate only this many random samples, the same ones every time.
+    num: Count = 50_000  # Number of samples for --fid.
+    reference: Literal["test", "train"] = "test"  # The samples that --fid compares with; the paper uses the test set.
     steps: Annotated[int, Within(1, 1_000_000)] = Sampler.steps
     """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
     solver: str | None = None
     """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI, sde2 with BFN and VDM."""
-    grid: str = Sampler.grid
-    """Where the steps lie: paper, edm or geometric."""
-    labels: bool = False
-    """With --fid, draw samples of all classes in turn from a network with labels."""
+    grid: str = Sampler.grid  # Where the steps lie: paper, edm or geometric.
+    labels: bool = False  # With --fid, draw samples of all classes in turn from a network with labels.
     guidance: tuple[float, ...] = (1.0,)
     """With --labels, how strongly to follow them: 1 is what was learned, 2 exaggerates. Several run in turn."""
-    kid: bool = False
-    """With --fid, also evaluate the kernel inception distance."""
-    precision_recall: bool = False
-    """With --fid, also evaluate precision and recall."""
-    inception: Path | None = None
-    """The weights of the FID network; by default those in the data folder."""
-    data: str | None = None
-    """Evaluate on this prepared dataset, by name or folder, instead of the one of the run."""
-    seed: int = 0
-    """Seed of the noise and the levels, or of the samples."""
-    batch_size: Annotated[int, Within(1)] = 256
-    """Samples per batch."""
-    step: int | None = None
-    """An earlier checkpoint, by its step."""
-    weights: bool = False
-    """Use the weights instead of their moving average."""
+    kid: bool = False  # With --fid, also evaluate the kernel inception distance.
+    precision_recall: bool = False  # With --fid, also evaluate precision and recall.
+    inception: Path | None = None  # The weights of the FID network; by default those in the data folder.
+    data: str | None = None  # Evaluate on this prepared dataset, by name or folder, instead of the one of the run.
+    seed: int = 0  # Seed of the noise and the levels, or of the samples.
+    batch_size: Count = 256  # Samples per batch.
+    step: int | None = None  # An earlier checkpoint, by its step.
+    weights: bool = False  # Use the weights instead of their moving average.
     precision: Literal["auto", "bf16", "float16", "float32"] = "auto"
     """Precision inside the network; everything around it is float32."""
-    device: Literal["cuda", "cpu"] | None = None
-    """By default a GPU if there is one."""
-    json: bool = False
-    """Print the result as a JSON object on stdout, or several as a list."""
+    device: Device = None
+    json: bool = False  # Print the result as a JSON object on stdout, or several as a list.
 
+    def execute(self) -> int:
+        self.check()
+        from bsi.evaluation.runs import save_samples
+        from bsi.runtime.distributed import join
+        from bsi.runtime.out_of_memory import enough_for_batch
 
-def run(args: Eval) -> int:
-    check(args)
-    from bsi.evaluation.runs import save_samples
-    from bsi.runtime.distributed import join
-    from bsi.runtime.out_of_memory import enough_for_batch
+        with join(self.device, TIMEOUT_S) as world, enough_for_batch(self.batch_size, "--batch-size", world.device):
+            records: list[Mapping[str, Any]] = []
+            try:
+                for found in measured(self, world):
+                    if world.first:
+                        records.append(found.record)
+                        keep(found)
+                        if self.per_sample is not None and found.samples is not None:
+                            save_samples(self.per_sample, found.samples)
+            finally:  # print the results also if one cannot be stored or the next evaluation fails
+                if records:
+                    text = "\n".join(map(_paragraph, records))
+                    answer(self.json, records[0] if len(records) == 1 else records, text)
+        return 0
 
-    with join(args.device, TIMEOUT_S) as world, enough_for_batch(args.batch_size, "--batch-size", world.device):
-        records: list[Mapping[str, Any]] = []
-        try:
-            for found in measured(args, world):
-                if world.first:
-                    records.append(found.record)
-                    keep(found)
-                    if args.per_sample is not None and found.samples is not None:
-                        save_samples(args.per_sample, found.samples)
-        finally:  # print the results also if one cannot be stored or the next evaluation fails
-            if records:
-                print(json.dumps(records[0] if len(records) == 1 else records) if args.json else text(records))
-    return 0
+    def check(self) -> None:
+        """Raise for invalid combinations of options, before torch is imported."""
+        if not (self.bpd or self.fid or self.paired):
+            raise UsageError("nothing to evaluate: add --bpd, --fid, both, or --paired for two runs")
+        if len(self.runs) != (2 if self.paired else 1) or (self.paired and (self.bpd or self.fid)):
+            raise UsageError(
+                f"--bpd and --fid take one run, --paired two and nothing else: got {len(self.runs)} runs. "
+                f"Evaluate several runs one after the other."
+            )
+        for option, needed in APPLIES.items():
+            changed = getattr(self, option) != type(self).__dataclass_fields__[option].default
+            if changed and not any(getattr(self, each) for each in needed):
+                name, flags = option.replace("_", "-"), " or ".join(f"--{each}" for each in needed)
+                raise UsageError(f"--{name} applies only with {flags}: leave it out, or add {flags}")
+        if not self.control and self.proposal != "fitted":
+            raise UsageError("--no-control applies only with --proposal fitted: leave it out")
+        if self.variance != "none" and self.finite_k is None and not self.fid:
+            raise UsageError(
+                f"--variance {self.variance} belongs to finitely many steps: add --finite-k K, or use --fid."
+            )
+        if not self.guidance:
+            raise UsageError("--guidance needs at least one number")
+        if self.guidance != (1.0,) and not self.labels:
+            values = " ".join(f"{each:g}" for each in self.guidance)
+            raise UsageError(f"--guidance {values} needs --labels: add it")
+        if self.target_se is not None and not self.target_se > 0:
+            raise UsageError(f"--target-se must be positive, got {self.target_se}.")
+        if self.per_sample is not None:
+            check_writable(self.per_sample, "--per-sample")
 
 
 @dataclass(frozen=True)
@@ -164,36 +170,6 @@ def keep(found: Found) -> None:
         log(f"bsi eval: warning: the result is printed and not stored: {error}")
 
 
-def check(args: Eval) -> None:
-    """Raise for invalid combinations of options, before torch is imported."""
-    if not (args.bpd or args.fid or args.paired):
-        raise UsageError("nothing to evaluate: add --bpd, --fid, both, or --paired for two runs")
-    wanted = 2 if args.paired else 1
-    if len(args.runs) != wanted or (args.paired and (args.bpd or args.fid)):
-        raise UsageError(
-            f"--bpd and --fid take one run, --paired two and nothing else: got {len(args.runs)} runs. "
-            f"Evaluate several runs one after the other."
-        )
-    for option, needed in APPLIES.items():
-        changed = getattr(args, option) != Eval.__dataclass_fields__[option].default
-        if changed and not any(getattr(args, each) for each in needed):
-            name, wanted_flags = option.replace("_", "-"), " or ".join(f"--{each}" for each in needed)
-            raise UsageError(f"--{name} applies only with {wanted_flags}: leave it out, or add {wanted_flags}")
-    if not args.control and args.proposal != "fitted":
-        raise UsageError("--no-control applies only with --proposal fitted: leave it out")
-    if args.variance != "none" and args.finite_k is None and not args.fid:
-        raise UsageError(f"--variance {args.variance} belongs to finitely many steps: add --finite-k K, or use --fid.")
-    if not args.guidance:
-        raise UsageError("--guidance needs at least one number")
-    if args.guidance != (1.0,) and not args.labels:
-        values = " ".join(f"{each:g}" for each in args.guidance)
-        raise UsageError(f"--guidance {values} needs --labels: add it")
-    if args.target_se is not None and not args.target_se > 0:
-        raise UsageError(f"--target-se must be positive, got {args.target_se}.")
-    if args.per_sample is not None:
-        check_writable(args.per_sample, "--per-sample")
-
-
 def bound(args: Eval, world: World) -> Found:
     from bsi.bound import estimate
     from bsi.evaluation import runs
@@ -219,9 +195,9 @@ def paired(args: Eval, world: World) -> Found:
             f"{a.path.name} and {b.path.name} were trained on different data, and have no samples in common: name one "
             f"dataset with --data"
         )
-    first_model, second_model = (_evaluated(args, run, split) for run in (a, b))
+    models = (_evaluated(args, run, split) for run in (a, b))
     with runs.own_error():
-        first, second = estimate_pair(first_model, second_model, estimator, world, progress=True)
+        first, second = estimate_pair(*models, estimator, world, progress=True)
     return Found(runs.difference_record(a, b, split, first, second), a, f"paired-{args.split}")
 
 
@@ -256,6 +232,13 @@ def quality(args: Eval, world: World) -> Iterator[Found]:
             yield Found(quality_record(run, sampler, args.seed, label, found), run, f"fid-{args.reference}")
 
 
+def _opened(args: Eval, path: Path, world: World) -> tuple[Run, Split]:
+    from bsi.evaluation import runs
+
+    run = runs.open_run(path, world, not args.weights, args.step, args.precision)
+    return run, runs.open_split(run, args.split, args.data)
+
+
 def _evaluated(args: Eval, run: Run, split: Split) -> EvaluatedModel:
     """The samples to evaluate the bound of, with the variance of its transitions."""
     from bsi.evaluation import runs
@@ -274,19 +257,8 @@ def _estimator(args: Eval) -> Estimator:
     )
 
 
-def _opened(args: Eval, path: Path, world: World) -> tuple[Run, Split]:
-    from bsi.evaluation import runs
-
-    run = runs.open_run(path, world, not args.weights, args.step, args.precision)
-    return run, runs.open_split(run, args.split, args.data)
-
-
-def text(records: list[Mapping[str, Any]]) -> str:
-    """The records as text for people."""
-    return "\n".join(_paragraph(record) for record in records)
-
-
 def _paragraph(record: Mapping[str, Any]) -> str:
+    """One record as text."""
     from bsi.runtime.baselines import baselines_text
 
     if "metric" in record:
@@ -304,14 +276,11 @@ def _paragraph(record: Mapping[str, Any]) -> str:
         unpaired = record["unpaired_error"]
         without = "" if unpaired is None else f"; without pairing the first error would be {unpaired:.5f}"
         return f"{bound_line(record)}\n  {record['a']['run']} less {record['b']['run']}{without}"
-    bound = "infinitely many" if record["finite_k"] is None else record["finite_k"]
-    terms = {name: record[name] for name in ("measurement", "reconstruction", "prior")}
-    if record["change_of_units"]:
-        terms["change of units"] = record["change_of_units"]
+    names = ["measurement", "reconstruction", "prior"] + ["change_of_units"] * bool(record["change_of_units"])
+    terms = ", ".join(f"{name.replace('_', ' ')} {record[name]:.5f}" for name in names)
     compared = baselines_text(record["baselines"], record["binned"])
     return (
-        f"{bound_line(record)}\n"
-        f"  {', '.join(f'{name} {value:.5f}' for name, value in terms.items())}; {bound} rounds of measurement\n"
+        f"{bound_line(record)}\n  {terms}; {record['finite_k'] or 'infinitely many'} rounds of measurement\n"
         f"  {record['images']} {record['split']} samples of {record['dataset']} "
         f"({record['dataset_version'][:12]}), {record['evaluations']} evaluations, {record['proposal']} levels\n"
         f"  weights {record['weights_sha256'][:12]} at step {record['step']}, {record['precision']}"
@@ -321,18 +290,13 @@ def _paragraph(record: Mapping[str, Any]) -> str:
 
 def bound_line(record: Mapping[str, Any]) -> str:
     """A bound or a difference with its standard errors, in one line; of continuous data in nats, and in bits."""
-    value = record["bits_per_dim"] if "bits_per_dim" in record else record["difference"]
-    sign = "" if "bits_per_dim" in record else "+"
-    if record["binned"]:
-        return f"{value:{sign}.5f} bits/dim{_errors(record)}"
-    nats = math.log(2)
-    return f"{nats * value:{sign}.5f} nats/dim{_errors(record, nats)}; {value:{sign}.5f} bits/dim"
-
-
-def _errors(record: Mapping[str, Any], unit: float = 1.0) -> str:
-    """The standard errors that are known: a single sample has no data error."""
+    sign = "+" if "difference" in record else ""
+    value = record["difference"] if "difference" in record else record["bits_per_dim"]
+    unit, name = (1.0, "bits/dim") if record["binned"] else (math.log(2), "nats/dim")
     limit = "" if record["data_resolved"] else "at most "  # hidden by the Monte Carlo noise
-    known = {"Monte Carlo": ("", record["monte_carlo_error"]), "data set": (limit, record["data_error"])}
-    return "".join(
-        f" ± {most}{unit * error:.5f} ({what})" for what, (most, error) in known.items() if error is not None
+    errors = {"Monte Carlo": ("", record["monte_carlo_error"]), "data set": (limit, record["data_error"])}
+    known = "".join(  # a single sample has no data error
+        f" ± {most}{unit * error:.5f} ({what})" for what, (most, error) in errors.items() if error is not None
     )
+    bits = "" if record["binned"] else f"; {value:{sign}.5f} bits/dim"
+    return f"{unit * value:{sign}.5f} {name}{known}{bits}"

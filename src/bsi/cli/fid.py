@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bsi.cli.options import Within
+from bsi.cli.options import Count, Device, Json, answer
 from bsi.errors import DataError
 from bsi.progress import Progress, log
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bsi.data.files import ArrayFile
-    from bsi.metrics import Extractor, SampleQuality
+    from bsi.metrics import SampleQuality
 
 BLOCK_BYTES = 1 << 24
 
@@ -36,26 +35,23 @@ class Fid:
     complete prepared dataset are stored and reused.
     """
 
-    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
-    """The images to evaluate."""
-    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
-    """The images to compare with."""
-    num: Annotated[int | None, Within(1)] = None
-    """Take the first this many images of each, instead of all."""
-    kid: bool = False
-    """Also the kernel inception distance, with its standard error."""
-    precision_recall: bool = False
-    """Also precision and recall, with 3 nearest neighbors."""
+    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]  # The images to evaluate.
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]  # The images to compare with.
+    num: Count | None = None  # Take the first this many images of each, instead of all.
+    kid: bool = False  # Also the kernel inception distance, with its standard error.
+    precision_recall: bool = False  # Also precision and recall, with 3 nearest neighbors.
     weights: Path | None = None
     """The network's weights as safetensors; by default inception-2015-12-05.safetensors in the data cache."""
-    device: Literal["cuda", "cpu"] | None = None
-    """By default a GPU if there is one."""
+    device: Device = None
     precision: Literal["float32", "tf32", "float16"] | None = None
     """The precision of convolutions: by default tf32 on a GPU, float32 on the CPU."""
-    batch: Annotated[int, Within(1)] = 64
-    """Images at a time."""
-    json: bool = False
-    """Print the record as one JSON object."""
+    batch: Count = 64  # Images at a time.
+    json: Json = False
+
+    def execute(self) -> int:
+        with logged_warnings("bsi fid"):
+            quality = measure(self)
+        return answer(self.json, {"samples": self.a, **quality.record()}, text(self.a, quality))
 
 
 @dataclass(frozen=True)
@@ -68,24 +64,16 @@ class Images:
     split: str | None = None
     version: str | None = None
 
-
-def run(args: Fid) -> int:
-    with logged_warnings("bsi fid"):
-        quality = measure(args)
-    print(json.dumps({"samples": args.a, **quality.record()}) if args.json else text(args.a, quality))
-    return 0
-
-
-@contextmanager
-def logged_warnings(command: str, show: bool = True) -> Iterator[None]:
-    """Print each warning of the block once, as one line."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield
-        finally:
-            for message in dict.fromkeys(str(warning.message) for warning in caught) if show else ():
-                log(f"{command}: warning: {message}")
+    def shown(self) -> Iterator[Tensor]:
+        """The first n images, with progress while they are read. A stored reference is not read."""
+        left = self.n
+        with Progress(self.name, self.n, "image") as progress:
+            for batch in self.batches:
+                yield batch[:left]
+                progress.advance(len(batch[:left]))
+                left -= len(batch)
+                if left <= 0:
+                    return
 
 
 def measure(args: Fid) -> SampleQuality:
@@ -96,44 +84,44 @@ def measure(args: Fid) -> SampleQuality:
     from bsi.metrics import KEPT, Inception, Reference, collect, reference, sample_quality
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    extractor: Extractor = Inception(args.weights, device, args.precision, args.batch)
+    extractor = Inception(args.weights, device, args.precision, args.batch)
     keep = args.kid or args.precision_recall
     if b.version is not None and b.split is not None and args.num is None:
-        real = reference(b.name, b.version, b.split, shown(b), extractor, keep)
+        real = reference(b.name, b.version, b.split, b.shown(), extractor, keep)
     else:
-        real = Reference(b.name, b.split, b.version, collect(shown(b), extractor, keep))
-    samples = collect(shown(a), extractor, keep or a.n <= KEPT)
+        real = Reference(b.name, b.split, b.version, collect(b.shown(), extractor, keep))
+    samples = collect(a.shown(), extractor, keep or a.n <= KEPT)
     return sample_quality(samples, real, extractor, args.kid, args.precision_recall)
 
 
 def images(where: str, batch: int, num: int | None) -> Images:
-    """The images of a file of arrays, a folder of images or a prepared dataset."""
+    """The first `num` images of a file of arrays, a folder of images or a prepared dataset."""
+    from bsi.metrics.features import array_batches, file_batches, image_files
+
     path = Path(where).expanduser()
     if path.suffix in (".npy", ".npz"):
-        return array_images(path, batch, num)
+        with _opened(path) as array:
+            count = len(array)
+        return Images(path.name, min(count, num or count), array_batches(_blocks(path), batch, str(path)))
     if os.path.isdir(path) and not (path / "manifest.json").exists():
-        from bsi.metrics.features import file_batches, image_files
-
         files = image_files(path)[:num]
         return Images(where, len(files), file_batches(files, batch))
-    return dataset_images(where, batch, num)
+    from bsi.data.store import open_dataset
+    from bsi.values import to_uint8
 
-
-def array_images(path: Path, batch: int, num: int | None) -> Images:
-    from bsi.metrics.features import array_batches
-
-    with opened(path) as array:
-        n = min(len(array), num or len(array))
-
-    def blocks() -> Iterator[np.ndarray]:
-        with opened(path) as array:
-            yield from array.blocks(0, BLOCK_BYTES)
-
-    return Images(path.name, n, first(array_batches(blocks(), batch, str(path)), n))
+    name, _, split = where.rpartition(":") if where.endswith((":train", ":test")) else (where, "", "test")
+    dataset = open_dataset(name)
+    rows, bins = dataset.split(split), dataset.bins
+    if bins is None:
+        raise DataError(f"{name} is continuous data; FID is for 8-bit images.")
+    pieces = (rows[start : start + batch] for start in range(0, len(rows), batch))
+    pixels = (piece if bins.count == 256 else to_uint8(bins.values(piece), bins.low, bins.high) for piece in pieces)
+    batches = array_batches(pixels, batch, name)
+    return Images(dataset.name, min(len(rows), num or len(rows)), batches, split, dataset.version)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[ArrayFile]:
+def _opened(path: Path) -> Iterator[ArrayFile]:
     """The array of an .npy file; of an .npz file its only one, or arr_0."""
     from bsi.data.files import ArrayFile, NpzFile
 
@@ -149,39 +137,21 @@ def opened(path: Path) -> Iterator[ArrayFile]:
             yield array
 
 
-def dataset_images(where: str, batch: int, num: int | None) -> Images:
-    from bsi.data.store import open_dataset
-    from bsi.metrics.features import array_batches
-    from bsi.values import to_uint8
-
-    name, split = where, "test"
-    if where.endswith((":train", ":test")):
-        name, _, split = where.rpartition(":")
-    dataset = open_dataset(name)
-    rows, bins = dataset.split(split), dataset.bins
-    if bins is None:
-        raise DataError(f"{name} is continuous data; FID is for 8-bit images.")
-    pieces = (rows[start : start + batch] for start in range(0, len(rows), batch))
-    pixels = (piece if bins.count == 256 else to_uint8(bins.values(piece), bins.low, bins.high) for piece in pieces)
-    n = min(len(rows), num or len(rows))
-    return Images(dataset.name, n, first(array_batches(pixels, batch, name), n), split, dataset.version)
+def _blocks(path: Path) -> Iterator[np.ndarray]:
+    with _opened(path) as array:
+        yield from array.blocks(0, BLOCK_BYTES)
 
 
-def first(batches: Iterator[Tensor], n: int) -> Iterator[Tensor]:
-    """The first n images."""
-    for batch in batches:
-        yield batch[:n]
-        n -= len(batch)
-        if n <= 0:
-            return
-
-
-def shown(source: Images) -> Iterator[Tensor]:
-    """The batches, with progress while they are read. A stored reference is not read."""
-    with Progress(source.name, source.n, "image") as progress:
-        for batch in source.batches:
-            yield batch
-            progress.advance(len(batch))
+@contextmanager
+def logged_warnings(command: str, show: bool = True) -> Iterator[None]:
+    """Print each warning of the block once, as one line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            for message in dict.fromkeys(str(warning.message) for warning in caught) if show else ():
+                log(f"{command}: warning: {message}")
 
 
 def text(a: str, quality: SampleQuality) -> str:

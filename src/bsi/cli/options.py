@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import os
 import shutil
@@ -17,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from io import StringIO
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -26,10 +28,11 @@ from bsi.progress import supports_unicode
 
 T = TypeVar("T")
 
-EMPTY = ("None", "False", "")  # defaults as tyro shows them
-ONLY_IF_SET = tyro.conf.arg(help_behavior_hint=lambda shown: "" if shown in EMPTY else f"(default: {shown})")
-SHELLS = ("bash", "zsh")
 INTEGERS = 2**63  # larger ones do not fit in a tensor
+SHELLS = ("bash", "zsh")
+SHOWN_IF_SET = tyro.conf.arg(
+    help_behavior_hint=lambda shown: "" if shown in ("None", "False", "") else f"(default: {shown})"
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,19 @@ class Within:
     high: int | float = INTEGERS - 1
 
 
+# Options of several commands.
+Run = Annotated[
+    Path,
+    tyro.conf.Positional,
+    tyro.conf.arg(
+        metavar="RUN", help="A run folder, a file that `bsi export` wrote, or the name of a bundled network: digits."
+    ),
+]
+Count = Annotated[int, Within(1)]
+Device = Annotated[Literal["cuda", "cpu"] | None, tyro.conf.arg(help="By default a GPU if there is one.")]
+Json = Annotated[bool, tyro.conf.arg(help="Print the result as JSON on stdout.")]
+
+
 def parse(options: type[T], words: Sequence[str], prog: str) -> T:
     """Parse the words after `prog`. A mistake ends the process with exit code 2 (`SystemExit`)."""
     show_set_defaults(options)
@@ -48,6 +64,12 @@ def parse(options: type[T], words: Sequence[str], prog: str) -> T:
         found = tyro.cli(options, args=words, prog=prog, description=paragraphs(options.__doc__ or ""), config=markers)
     check_numbers(found)
     return found
+
+
+def answer(as_json: bool, record: object, text: object) -> int:
+    """Print the result of a command and return exit code 0."""
+    print(json.dumps(record) if as_json else text)
+    return 0
 
 
 @contextmanager
@@ -72,7 +94,7 @@ def show_set_defaults(options: type) -> None:
             show_set_defaults(part)
         optional = type(None) in typing.get_args(hint) or field.default in (None, False, ())
         if not parts and optional and field.default is not MISSING:
-            options.__annotations__[field.name] = Annotated[hint, ONLY_IF_SET]
+            options.__annotations__[field.name] = Annotated[hint, SHOWN_IF_SET]
 
 
 def _hints(options: type) -> Iterator[tuple[Any, Any]]:
@@ -123,24 +145,19 @@ def completion(words: Sequence[str]) -> str:
     from bsi.recipes import RECIPES
 
     recipes = [Annotated[Train, tyro.conf.subcommand(name, default=default_of(name))] for name in RECIPES]
-    train: Any = typing.Union[tuple(recipes)]  # noqa: UP007 (of a list)
     commands: list[Any] = []
-    for name, command in COMMANDS.items():
-        module = importlib.import_module(f"bsi.cli.{command.module}")
-        options = train if command.options is None else getattr(module, command.options)
-        if command.options is not None:
-            show_set_defaults(options)
-        commands.append(Annotated[options, tyro.conf.subcommand(name)])
+    for name, (module, options, _) in COMMANDS.items():
+        found: Any = typing.Union[tuple(recipes)]  # noqa: UP007 (of a list)
+        if options is not None:
+            found = getattr(importlib.import_module(f"bsi.cli.{module}"), options)
+            show_set_defaults(found)
+        commands.append(Annotated[found, tyro.conf.subcommand(name)])
     any_command: Any = typing.Union[tuple(commands)]  # noqa: UP007 (of a list)
+    config = (tyro.conf.AvoidSubcommands, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
     script = StringIO()
     try:
         with redirect_stdout(script), method_options(default_of("digits")):
-            tyro.cli(
-                any_command,
-                prog="bsi",
-                args=["--tyro-print-completion", words[0]],
-                config=(tyro.conf.AvoidSubcommands, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
-            )
+            tyro.cli(any_command, prog="bsi", args=["--tyro-print-completion", words[0]], config=config)
     except SystemExit:  # tyro exits after it has printed the script
         pass
     lines = script.getvalue().strip().splitlines()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
+from bsi.cli.options import Device, Json, Run, answer
 from bsi.errors import extra
 from bsi.progress import log
 
@@ -23,40 +23,33 @@ class View:
     ssh -L PORT:127.0.0.1:PORT HOST, and the same address. Ctrl-C ends it.
     """
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run folder, an exported file, or the name of a bundled network: digits."""
-    port: int = 0
-    """The port; 0 chooses a free one."""
-    browser: bool = True
-    """With --no-browser the address is printed and no browser is opened."""
-    device: Literal["cuda", "cpu"] | None = None
-    """By default a GPU if there is one."""
-    json: bool = False
-    """Print the address as JSON on stdout."""
+    run: Run
+    port: int = 0  # The port; 0 chooses a free one.
+    browser: bool = True  # With --no-browser the address is printed and no browser is opened.
+    device: Device = None
+    json: Json = False
 
+    def execute(self) -> int:
+        import secrets
+        import webbrowser
 
-def _view(args: View) -> int:
-    import secrets
-    import webbrowser
+        with extra("view", "bsi view"):
+            from bsi.app.server import create_app, listen, server_of
+            from bsi.app.workbench import open_workbench
+        from bsi.runtime.distributed import pick_device
 
-    from bsi import pretrained
-
-    with extra("view", "bsi view"):
-        from bsi.app.server import create_app, listen, server_of
-        from bsi.app.workbench import open_workbench
-    from bsi.runtime.distributed import pick_device
-
-    with listen(args.port) as listener:
-        bench = open_workbench(pretrained.find(args.run), Path(args.run).name, pick_device(args.device, 0))
-        token = secrets.token_urlsafe(24)
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}/{token}/"
-        print(json.dumps({"url": address}) if args.json else address, flush=True)
-        log("bsi view: Ctrl-C ends it")
-        if args.browser and sys.stdout.isatty():
-            webbrowser.open(address)
-        with contextlib.suppress(KeyboardInterrupt):
-            server_of(create_app(bench, token)).run(sockets=[listener])
-    return 0
+        with listen(self.port) as listener:
+            bench = open_workbench(self.run, self.run.name, pick_device(self.device, 0))
+            token = secrets.token_urlsafe(24)
+            address = f"http://127.0.0.1:{listener.getsockname()[1]}/{token}/"
+            answer(self.json, {"url": address}, address)
+            sys.stdout.flush()
+            log("bsi view: Ctrl-C ends it")
+            if self.browser and sys.stdout.isatty():
+                webbrowser.open(address)
+            with contextlib.suppress(KeyboardInterrupt):
+                server_of(create_app(bench, token)).run(sockets=[listener])
+        return 0
 
 
 @dataclass(frozen=True)
@@ -67,25 +60,15 @@ class ReportOptions:
     distributed. The file loads nothing when it is opened.
     """
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run folder."""
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]  # The run folder.
     out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
     """The file, by default report.html in the run folder."""
-    model: bool = True
-    """With --no-model only files are read, and the model is not evaluated."""
-    device: Literal["cuda", "cpu"] | None = None
-    """By default a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON on stdout."""
+    model: bool = True  # With --no-model only files are read, and the model is not evaluated.
+    device: Device = None
+    json: Json = False
 
+    def execute(self) -> int:
+        from bsi.report import write_report
 
-def _report(args: ReportOptions) -> int:
-    from bsi.report import write_report
-
-    path = write_report(args.run, args.out, device=args.device, ask_model=args.model)
-    print(json.dumps({"report": str(path), "bytes": path.stat().st_size}) if args.json else path)
-    return 0
-
-
-def run(args: View | ReportOptions) -> int:
-    return _view(args) if isinstance(args, View) else _report(args)
+        path = write_report(self.run, self.out, device=self.device, ask_model=self.model)
+        return answer(self.json, {"report": str(path), "bytes": path.stat().st_size}, path)

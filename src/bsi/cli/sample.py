@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
+import re
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bsi.cli.options import Within
+from bsi.cli.options import Count, Json, Run, Within, answer
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable
 from bsi.progress import Progress, log, readable_bytes
@@ -44,15 +44,11 @@ class Sample:
     VDM, and twice as many with guidance.
     """
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run folder, a file that `bsi export` wrote, or the name of a bundled network: digits."""
-    num: Annotated[int, Within(1)] = 64
-    """Number of samples."""
+    run: Run
+    num: Count = 64  # Number of samples.
     sampler: Annotated[Sampler, tyro.conf.arg(name="")] = field(default_factory=Sampler)
-    seed: int = 0
-    """Seed of the noise."""
-    label: str | None = None
-    """Draw samples of this class, given by name or number, from a network with labels."""
+    seed: int = 0  # Seed of the noise.
+    label: str | None = None  # Draw samples of this class, given by name or number, from a network with labels.
     labels: bool = False
     """Draw samples of all classes in turn; with at most 20 classes, each has a column of the picture."""
     out: Path | None = None
@@ -64,51 +60,39 @@ class Sample:
     """Write all samples as one array, arr_0: bin indices (uint8 for 8-bit images) or values. Classes are in labels."""
     animate: Path | None = None
     """A .gif or .webp of the first 16 samples: belief mean, prediction, measurement and precision at every step."""
-    batch_size: Annotated[int, Within(1)] = 256
-    """Samples per batch."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """By default a GPU if there is one."""
+    batch_size: Count = 256  # Samples per batch.
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # By default a GPU if there is one.
     precision: Literal["auto", "bf16", "float16", "float32"] = "auto"
     """Precision inside the network; everything around it is float32."""
-    weights: bool = False
-    """Use the weights instead of their moving average."""
-    json: bool = False
-    """Print the result as JSON on stdout."""
+    weights: bool = False  # Use the weights instead of their moving average.
+    json: Json = False
 
+    def execute(self) -> int:
+        from bsi.backbones import Backbone, accelerate, compute_dtype
+        from bsi.runtime.distributed import join
+        from bsi.runtime.export import model_of, read_trained
+        from bsi.runtime.out_of_memory import enough_for_batch
 
-def run(args: Sample) -> int:
-    from bsi.runtime.distributed import join
-    from bsi.runtime.export import model_of, read_trained
-    from bsi.runtime.out_of_memory import enough_for_batch
+        with join(None if self.device == "auto" else self.device, TIMEOUT_S) as world:
+            trained = read_trained(self.run, not self.weights)
+            if world.first and trained.unfinished:
+                log(f"bsi sample: training of {self.run} is unfinished: {trained.unfinished}")
+            model = model_of(trained, str(self.run)).to(world.device)
+            network = model.denoiser.backbone
+            if isinstance(network, Backbone):
+                network.compute_dtype = compute_dtype(self.precision, model.device)
+                if self.num >= COMPILED:
+                    accelerate(network, model.device)
+            if self.sampler.variance != "none":
+                from bsi.evaluation.runs import fitted_variance
 
-    with join(None if args.device == "auto" else args.device, TIMEOUT_S) as world:
-        trained = read_trained(args.run, not args.weights)
-        if world.first and trained.unfinished:
-            log(f"bsi sample: training of {args.run} is unfinished: {trained.unfinished}")
-        model = prepared(model_of(trained, str(args.run)).to(world.device), args)
-        if args.sampler.variance != "none":
-            from bsi.evaluation.runs import fitted_variance
-
-            fitted_variance(model, trained.data.name, args.sampler.variance, args.batch_size)
-        if args.rate is None and form_of(model) == "sound":
-            args = replace(args, rate=dataset_rate(trained.data.name, trained.data.version))
-        with enough_for_batch(args.batch_size, "--batch-size", world.device):
-            record = write_samples(model, args, world)
-    if record is not None:
-        print(json.dumps(record) if args.json else summary(record))
-    return 0
-
-
-def prepared(model: Model, args: Sample) -> Model:
-    """The model in the requested precision, compiled if that saves time."""
-    from bsi.backbones import Backbone, accelerate, compute_dtype
-
-    network = model.denoiser.backbone
-    if isinstance(network, Backbone):
-        network.compute_dtype = compute_dtype(args.precision, model.device)
-        if args.num >= COMPILED:
-            accelerate(network, model.device)
-    return model
+                fitted_variance(model, trained.data.name, self.sampler.variance, self.batch_size)
+            rate = self.rate
+            if rate is None and form_of(model) == "sound":
+                rate = _dataset_rate(trained.data.name, trained.data.version)
+            with enough_for_batch(self.batch_size, "--batch-size", world.device):
+                record = write_samples(model, replace(self, rate=rate), world)
+        return 0 if record is None else answer(self.json, record, summary(record))
 
 
 def write_samples(model: Model, args: Sample, world: World | None = None) -> dict[str, Any] | None:
@@ -124,12 +108,7 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
     from bsi.sampling import evaluations, levels_of
 
     world = world or World(Place(), model.device)
-    if args.label is not None and args.labels:
-        raise UsageError(f"--label {args.label} and --labels exclude each other: leave one out")
-    sampler = args.sampler.named(model.method)
-    if sampler.guidance != 1 and args.label is None and not args.labels:
-        raise UsageError(f"--guidance {sampler.guidance} needs --label or --labels: add one of them")
-    label = range(all_labels(model, args.run)) if args.labels else label_of(model, args.label)
+    sampler, label = args.sampler.named(model.method), _labels(model, args)
     levels_of(model.method, sampler)  # raises for an invalid sampler
     form, out = form_of(model), args.out
     if out is None and args.npz is None and args.animate is None:
@@ -155,13 +134,7 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
     seconds = time.perf_counter() - started
     if not world.first:
         return None
-    if out is not None and samples is not None:
-        write_form(form, out, model, samples, len(label) if isinstance(label, range) else 0, args.rate or RATE)
-    texts = {}
-    if out is not None and samples is not None and form == "text" and model.symbols is not None:
-        texts = {"text": [model.symbols.text(row) for row in samples]}
-    return {
-        **texts,
+    record: dict[str, Any] = {
         "run": str(args.run),
         "num": num,
         "drawn": fresh,  # the others were in --npz already
@@ -171,6 +144,16 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
         "seconds": round(seconds, 3),
         "files": [str(path) for path in (out, args.npz, args.animate) if path is not None],
     }
+    if out is not None and samples is not None:
+        if form == "text" and model.symbols is not None:
+            record["text"] = [model.symbols.text(row) for row in samples]
+            with atomic(out, "--out") as temporary:
+                temporary.write_text(BETWEEN.join(record["text"]) + "\n", "utf-8")
+        elif form == "sound":
+            _write_sound(out, samples, args.rate or RATE)
+        else:
+            _write_picture(out, model, samples, record["classes"])
+    return record
 
 
 def form_of(model: Model) -> str:
@@ -184,23 +167,27 @@ def form_of(model: Model) -> str:
     return "text" if len(model.shape) == 1 and model.symbols is not None else ""
 
 
-def write_form(form: str, out: Path, model: Model, samples: np.ndarray, classes: int, rate: int) -> None:
-    """Write samples as a picture, sound or text."""
-    if form == "sound":
-        from bsi.data.sequences import write_wav
+def _write_sound(out: Path, samples: np.ndarray, rate: int) -> None:
+    """All samples one after another, with a short silence between them."""
+    import numpy as np
 
-        write_wav(out, joined(samples), rate, "--out")
-        return
+    from bsi.data.sequences import write_wav
+
+    silence = np.full((*samples.shape[:2], samples.shape[2] // 8), 32768, samples.dtype)
+    write_wav(out, np.concatenate(list(np.concatenate([samples, silence], axis=2)), axis=1), rate, "--out")
+
+
+def _write_picture(out: Path, model: Model, samples: np.ndarray, classes: int) -> None:
+    """A grid: the first and last bin or symbol, or the extremes of continuous samples, are black and white."""
+    from bsi.pictures import class_columns, grid
+
+    stored = model.bins or model.symbols
+    low, high = (0.0, stored.count - 1.0) if stored else (float(samples.min()), float(samples.max()))
     with atomic(out, "--out") as temporary:
-        if model.symbols is not None and form == "text":
-            temporary.write_text(BETWEEN.join(map(model.symbols.text, samples)) + "\n", "utf-8")
-        else:
-            from bsi.pictures import class_columns, grid
-
-            grid(samples[:SHOWN], class_columns(classes), *picture_range(model, samples)).save(temporary)
+        grid(samples[:SHOWN], class_columns(classes), low, high if high > low else low + 1).save(temporary)
 
 
-def dataset_rate(name: str, version: str) -> int:
+def _dataset_rate(name: str, version: str) -> int:
     """The rate of the sound that a run was trained on, in samples per second."""
     from bsi.data.store import open_dataset
 
@@ -211,21 +198,8 @@ def dataset_rate(name: str, version: str) -> int:
         return RATE
 
 
-def joined(samples: np.ndarray) -> np.ndarray:
-    """All samples one after another, with a short silence between them."""
-    import numpy as np
-
-    silence = np.full((len(samples), samples.shape[1], samples.shape[2] // 8), 32768, samples.dtype)
-    return np.concatenate(list(np.concatenate([samples, silence], axis=2)), axis=1)
-
-
-def printable(text: str) -> str:
-    """The text without characters that control a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def summary(record: dict[str, Any]) -> str:
-    """The record as text for people."""
+    """The record as text for people, without characters that control a terminal."""
     num, fresh = record["num"], record["drawn"]
     kind = "" if record["label"] is None else f" of class {record['class'] or record['label']}"
     kind = f" of {min(num, record['classes'])} classes in turn" if record["classes"] else kind
@@ -235,8 +209,9 @@ def summary(record: dict[str, Any]) -> str:
         f"{num} sample{'s' if num > 1 else ''}{kind}, {record['evaluations']} evaluations each "
         f"({record['solver']}, {record['grid']}), seed {record['seed']}: {took}"
     )
-    texts = [printable(BETWEEN.join(record["text"][:SHOWN_TEXTS])), ""] if "text" in record else []
-    return "\n".join([*texts, first, *record["files"]])
+    texts = BETWEEN.join(record.get("text", [])[:SHOWN_TEXTS]) + "\n\n" if "text" in record else ""
+    printable = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in texts)
+    return printable + "\n".join([first, *record["files"]])
 
 
 def check_files(model: Model, args: Sample, form: str, out: Path | None) -> None:
@@ -248,11 +223,8 @@ def check_files(model: Model, args: Sample, form: str, out: Path | None) -> None
         raise UsageError(f"data of shape {model.shape} has no picture: save it with --npz FILE")
     if args.rate is not None and form != "sound":
         raise UsageError("--rate is for 16-bit sound: leave it out")
-    for option, path, suffixes in (
-        ("--out", out, (ENDINGS.get(form, ""),)),
-        ("--npz", args.npz, (".npz",)),
-        ("--animate", args.animate, ANIMATIONS),
-    ):
+    endings = {"--out": (ENDINGS.get(form, ""),), "--npz": (".npz",), "--animate": ANIMATIONS}
+    for (option, suffixes), path in zip(endings.items(), (out, args.npz, args.animate), strict=True):
         if path is not None and path.suffix.lower() not in suffixes:
             raise UsageError(
                 f"{option} {path} should end in {' or '.join(suffixes)}: --out is a picture, sound or text, --npz an "
@@ -260,7 +232,7 @@ def check_files(model: Model, args: Sample, form: str, out: Path | None) -> None
             )
         if path is not None:
             check_writable(path, option)
-    available, stored = host_memory(), model.bins or model.symbols
+    free, stored = host_memory(), model.bins or model.symbols
     narrow = stored is not None and stored.count <= 256
     arrays = 2 * args.num * math.prod(model.shape) * (1 if narrow else 4)  # the parts and the array made of them
     frames = animation_bytes(model.shape, min(args.num, ANIMATED), args.sampler.steps + 1) if args.animate else 0
@@ -268,17 +240,21 @@ def check_files(model: Model, args: Sample, form: str, out: Path | None) -> None
         (f"{args.num} samples", arrays, "draw fewer, and others with another --seed"),
         (f"an animation of {args.sampler.steps} steps", frames, "use fewer steps"),
     ):
-        if needed > available:
-            free = readable_bytes(available)
-            raise UsageError(f"{what} take {readable_bytes(needed)} of memory, and {free} are free: {fix}")
+        if needed > free:
+            raise UsageError(
+                f"{what} take {readable_bytes(needed)} of memory, and {readable_bytes(free)} are free: {fix}"
+            )
 
 
-def picture_range(model: Model, samples: np.ndarray) -> tuple[float, float]:
-    """The values shown as black and white: the first and last bin or symbol, or the extremes of continuous samples."""
-    if (stored := model.bins or model.symbols) is not None:
-        return 0.0, float(stored.count - 1)
-    low, high = float(samples.min()), float(samples.max())
-    return low, high if high > low else low + 1
+def _labels(model: Model, args: Sample) -> int | range | None:
+    """The requested label, or the range of all labels."""
+    if args.label is not None and args.labels:
+        raise UsageError(f"--label {args.label} and --labels exclude each other: leave one out")
+    if args.sampler.guidance != 1 and args.label is None and not args.labels:
+        raise UsageError(f"--guidance {args.sampler.guidance} needs --label or --labels: add one of them")
+    if args.labels:
+        return range(all_labels(model, args.run))
+    return None if args.label is None else _label(model, args.label)
 
 
 def all_labels(model: Model, run: object) -> int:
@@ -288,32 +264,22 @@ def all_labels(model: Model, run: object) -> int:
     return model.classes
 
 
-def label_of(model: Model, label: str | None) -> int | None:
+def _label(model: Model, label: str) -> int:
     """The number of a class, given by name or number. Names take precedence: classes may be called 1, 2, 3."""
-    if label is None:
-        return None
-    if model.classes == 0:
+    names, count = model.class_names, model.classes
+    if count == 0:
         raise UsageError(
             f"this network has no label {label!r}: it was trained without labels. Leave --label out, or train one "
             f"that has them: bsi train RECIPE --data.labels"
         )
-    names = model.class_names
     if label in names:
         return names.index(label)
-    try:
-        number = int(label)
-    except ValueError:
-        raise UsageError(f"this network has no label {label!r}: {_suggestion(label, names)}") from None
-    if number < 0 or (model.classes is not None and number >= model.classes):
-        known = ">= 0" if model.classes is None else f"0 to {model.classes - 1}"
-        raise UsageError(f"this network has no label {number}: its labels are {known}")
-    return number
-
-
-def _suggestion(label: str, names: tuple[str, ...]) -> str:
-    if not names:
-        return "its labels are numbers, they have no names"
+    if re.fullmatch(r"\d{1,9}", label) and (count is None or int(label) < count):
+        return int(label)
+    numbers = "numbers >= 0" if count is None else f"0 to {count - 1}"
     folded = {name.casefold(): name for name in names}
     near = difflib.get_close_matches(label.casefold(), folded, 1)
+    hint = f". Did you mean {folded[near[0]]!r}?" if near else ""
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return f"did you mean {folded[near[0]]!r}?" if near else f"there are {', '.join(names[:SHOWN_NAMES])}{more}"
+    known = f"{', '.join(names[:SHOWN_NAMES])}{more}, or {numbers}" if names else numbers
+    raise UsageError(f"this network has no label {label!r}: its labels are {known}{hint}")

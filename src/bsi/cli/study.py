@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from bsi.cli.options import Within
+from bsi.cli.options import Device, Json, Within, answer
 from bsi.errors import UsageError
 from bsi.io import make_folder
 from bsi.progress import log
@@ -34,55 +33,45 @@ class StudyOptions:
     seeds: Annotated[int | None, Within(1, 1000)] = None
     """Number of seeds for the networks of comparison, architecture, disentangle, initial-precision, weighting and
     finite-k, instead of the scale's own one to three. Finished networks are kept."""
-    out: Path = Path("runs/studies")
-    """The folder of networks, measurements and results."""
-    plan: bool = False
-    """Print the jobs with their estimated minutes, or with the results of finished ones, and stop."""
-    minutes: float | None = None
-    """Stop after this time: save and exit with code 75. The same command resumes."""
-    device: Literal["cuda", "cpu"] | None = None
-    """By default a GPU if there is one."""
+    out: Path = Path("runs/studies")  # The folder of networks, measurements and results.
+    plan: bool = False  # Print the jobs with their estimated minutes, or with the results of finished ones, and stop.
+    minutes: float | None = None  # Stop after this time: save and exit with code 75. The same command resumes.
+    device: Device = None
     publish: Path | None = None
     """A folder of documents: copy figures and numbers to results/ there, and write results.md."""
-    json: bool = False
-    """Print the plan, or the paths of the results, as JSON on stdout."""
+    json: Json = False  # Print the plan, or the paths of the results, as JSON on stdout.
 
+    def execute(self) -> int:
+        from bsi.studies import runner
+        from bsi.studies.job import Store
+        from bsi.studies.publish import publish
+        from bsi.studies.registry import STUDIES, named_studies
+        from bsi.studies.scale import SCALES
 
-def run(args: StudyOptions) -> int:
-    from bsi.studies.job import Store
-    from bsi.studies.publish import publish
-    from bsi.studies.registry import STUDIES, named_studies
-    from bsi.studies.runner import plan, plan_text
-    from bsi.studies.runner import run as run_studies
-    from bsi.studies.scale import SCALES
-
-    if args.name is None:
-        for name, study in STUDIES.items():
-            print(f"{name:<19}  {study.shows} ({study.paper})")
-        log("next: bsi study NAME --plan")
+        if self.name is None:
+            for name, study in STUDIES.items():
+                print(f"{name:<19}  {study.shows} ({study.paper})")
+            log("next: bsi study NAME --plan")
+            return 0
+        if self.minutes is not None and not self.minutes > 0:
+            raise UsageError(f"--minutes must be positive, got {self.minutes}.")
+        scale = SCALES[self.scale]
+        studies = named_studies(self.name, scale)
+        if self.seeds is not None:
+            if not any(study.takes_seeds(scale) for study in studies):
+                taking = ", ".join(study.name for study in STUDIES.values() if study.takes_seeds(scale))
+                raise UsageError(f"{self.name} has no --seeds: leave it out. {taking} and all have it.")
+            scale = scale.with_seeds(self.seeds)
+        if self.plan:
+            store = Store(self.out)
+            planned = runner.plan(studies, scale, store)
+            return answer(self.json, [p.record(store) for p in planned], runner.plan_text(planned, scale, store))
+        make_folder(self.out, "--out")
+        if self.publish is not None:
+            make_folder(self.publish, "--publish")
+        with redirect_stdout(sys.stderr) if self.json else nullcontext():  # stdout holds the JSON only
+            folders = runner.run(studies, scale, self.out, self.minutes, self.device)
+        published = None if self.publish is None else str(publish(folders, self.publish))
+        if self.json or published is not None:
+            answer(self.json, {"studies": [str(folder) for folder in folders], "published": published}, published)
         return 0
-    if args.minutes is not None and not args.minutes > 0:
-        raise UsageError(f"--minutes must be positive, got {args.minutes}.")
-    scale = SCALES[args.scale]
-    studies = named_studies(args.name, scale)
-    if args.seeds is not None:
-        if not any(study.takes_seeds(scale) for study in studies):
-            taking = ", ".join(study.name for study in STUDIES.values() if study.takes_seeds(scale))
-            raise UsageError(f"{args.name} has no --seeds: leave it out. {taking} and all have it.")
-        scale = scale.with_seeds(args.seeds)
-    if args.plan:
-        store = Store(args.out)
-        planned = plan(studies, scale, store)
-        print(json.dumps([p.record(store) for p in planned]) if args.json else plan_text(planned, scale, store))
-        return 0
-    make_folder(args.out, "--out")
-    if args.publish is not None:
-        make_folder(args.publish, "--publish")
-    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # stdout holds the JSON only
-        folders = run_studies(studies, scale, args.out, args.minutes, args.device)
-    published = None if args.publish is None else str(publish(folders, args.publish))
-    if args.json:
-        print(json.dumps({"studies": [str(folder) for folder in folders], "published": published}))
-    elif published is not None:
-        print(published)
-    return 0

@@ -7,7 +7,6 @@ is typed, `bsi train RECIPE --help` shows its value, and the error for a typo su
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shlex
@@ -16,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from bsi.backbones.config import MLPConfig, resolve
-from bsi.cli.options import check_numbers, fill, paragraphs, readable_width, show_set_defaults
+from bsi.cli.options import Device, Json, answer, check_numbers, fill, paragraphs, readable_width, show_set_defaults
 from bsi.errors import DataError, UsageError
 from bsi.methods import METHODS
 from bsi.progress import log
@@ -55,22 +54,15 @@ CORE_TFLOPS = 0.03  # per second of one CPU core, roughly
 class Options:
     """How to run. Except for the initial weights, nothing here changes the result."""
 
-    out: Path | None = None
-    """The run folder, by default runs/RECIPE; an existing run is resumed."""
-    init_from: Path | None = None
-    """Initialize with the weights of this run or export."""
+    out: Path | None = None  # The run folder, by default runs/RECIPE; an existing run is resumed.
+    init_from: Path | None = None  # Initialize with the weights of this run or export.
     allow: tuple[str, ...] = ()
     """Settings that may differ from those of the interrupted run, by name; data.version for another dataset."""
-    device: Literal["cuda", "cpu"] | None = None
-    """By default a GPU if there is one."""
-    hang_after_s: float = 600.0
-    """End the run, naming the rank, if a rank makes no progress for this many seconds."""
-    track: tuple[str, ...] = ()
-    """Send the journal to these as well: tensorboard, wandb, trackio, mlflow."""
-    dry_run: bool = False
-    """Print what would be trained, and stop."""
-    json: bool = False
-    """Print the result as JSON on stdout."""
+    device: Device = None
+    hang_after_s: float = 600.0  # End the run, naming the rank, if a rank makes no progress for this many seconds.
+    track: tuple[str, ...] = ()  # Send the journal to these as well: tensorboard, wandb, trackio, mlflow.
+    dry_run: bool = False  # Print what would be trained, and stop.
+    json: Json = False
 
 
 @dataclass(frozen=True)
@@ -88,11 +80,11 @@ def run(words: Sequence[str]) -> int:
         print(USAGE.format(recipes=fill(", ".join(RECIPES), "  ")))
         return 0 if words else 2
     args, named = parse(words)
-    if args.options.dry_run:
-        return _dry_run(args, named)
     recipe, options = args.recipe, args.options
     out = options.out or Path("runs") / recipe.name
-    dataset = opened(recipe, out)  # before torch is imported: a missing dataset is the most frequent mistake
+    if options.dry_run:
+        return _dry_run(recipe, named, out, options.json)
+    dataset = _opened(recipe, out)  # before torch is imported: a missing dataset is the most frequent mistake
     from bsi.pictures import is_image
     from bsi.runtime.distributed import find_place, pick_device
     from bsi.training.train import run_training
@@ -109,11 +101,10 @@ def run(words: Sequence[str]) -> int:
         device=options.device,
         hang_after_s=options.hang_after_s,
         named=named,
-        begin=functools.partial(_announce, recipe, dataset, out, device.type) if first else None,
+        begin=(lambda: _announce(recipe, dataset, out, device.type)) if first else None,
     )
     if first:
-        status = json.loads((out / "status.json").read_text("utf-8"))
-        print(json.dumps({"run": str(out), **status}) if options.json else out)
+        answer(options.json, {"run": str(out), **json.loads((out / "status.json").read_text("utf-8"))}, out)
         folder = shlex.quote(str(out))
         sound = len(dataset.shape) == 2 and dataset.bins is not None and dataset.bins.count == 65536
         target = "" if is_image(dataset.shape) else " --out samples.wav" if sound else " --npz samples.npz"
@@ -129,7 +120,7 @@ def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
     backbone, rest = _take(rest, "--backbone")
     default = default_of(name, method, backbone)
     steps, _ = _take(rest, "--steps")
-    if steps is not None and steps.isascii() and steps.isdigit():
+    if steps is not None and steps.isascii() and steps.isdigit() and len(steps) < 20:
         default = replace(default, recipe=default.recipe.shortened(int(steps)))
     with method_options(default), readable_width():
         args = tyro.cli(
@@ -149,9 +140,7 @@ def default_of(name: str, method: str | None = None, backbone: str | None = None
     if method is not None and method not in METHODS:
         raise UsageError(f"--method must be one of {', '.join(METHODS)}, got {method!r}.")
     recipe = named_recipe(name, method or "bsi")
-    if backbone is not None:
-        recipe = replace(recipe, backbone=resolve(backbone))
-    return Train(recipe, Options())
+    return Train(recipe if backbone is None else replace(recipe, backbone=resolve(backbone)), Options())
 
 
 @contextmanager
@@ -168,21 +157,20 @@ def method_options(train: Train) -> Iterator[None]:
 
 def _take(words: list[str], option: str) -> tuple[str | None, list[str]]:
     """The value of an option, the last one if it is given several times, and the words without it."""
-    value, rest, i = None, [], 0
-    while i < len(words):
-        if words[i] == option:
-            if i + 1 == len(words):
+    value, rest, remaining = None, list[str](), iter(words)
+    for word in remaining:
+        if word == option:
+            value = next(remaining, None)
+            if value is None:
                 raise UsageError(f"{option} needs a value.")
-            value, i = words[i + 1], i + 2
-        elif words[i].startswith(f"{option}="):
-            value, i = words[i].partition("=")[2], i + 1
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
         else:
-            rest.append(words[i])
-            i += 1
+            rest.append(word)
     return value, rest
 
 
-def opened(recipe: Recipe, out: Path) -> Dataset:
+def _opened(recipe: Recipe, out: Path) -> Dataset:
     """The dataset of a recipe that is trained into `out`. If it is missing, the error lists the prepared ones."""
     from bsi.data.store import open_for_run, prepared
 
@@ -193,90 +181,70 @@ def opened(recipe: Recipe, out: Path) -> Dataset:
         raise DataError(f"{error} --data.name NAME trains on another: {names}.") from error
 
 
-@dataclass(frozen=True)
-class Size:
+def _size(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
     """The amount of data, parameters and arithmetic of a training run, known before it starts. Needs no torch."""
+    from bsi.backbones.config import cost
 
-    dataset: str
-    samples: int
-    shape: tuple[int, ...]
-    epochs: float
-    parameters: int
-    tflops_per_step: float
-
-    @classmethod
-    def of(cls, recipe: Recipe, dataset: Dataset) -> Size:
-        from bsi.backbones.config import cost
-
-        bins, count = None if dataset.bins is None else dataset.bins.count, len(dataset.split("train"))
-        assert recipe.backbone is not None  # a recipe on the command line names one
-        classes = dataset.labels.classes if recipe.data.labels and dataset.labels is not None else 0
-        found = cost(recipe.backbone, dataset.kind.latent_shape(dataset.shape), bins, classes)
-        epochs, flops = recipe.steps * recipe.batch / count, 3 * found.flops * recipe.batch
-        return cls(dataset.name, count, dataset.shape, epochs, found.parameters, 1e-12 * flops)
-
-    def __str__(self) -> str:
-        shape = " x ".join(map(str, self.shape)) or "1"
-        return (
-            f"{self.parameters:,} parameters on {self.dataset}: {self.samples:,} samples of {shape}, "
-            f"{self.epochs:,.3g} epochs"
-        )
-
-    def cpu_hours(self, steps: int) -> float:
-        """The rough duration of this many steps on the cores that this process may use."""
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        return steps * self.tflops_per_step / (CORE_TFLOPS * cores) / 3600
+    bins, count = None if dataset.bins is None else dataset.bins.count, len(dataset.split("train"))
+    assert recipe.backbone is not None  # a recipe on the command line names one
+    classes = dataset.labels.classes if recipe.data.labels and dataset.labels is not None else 0
+    found = cost(recipe.backbone, dataset.kind.latent_shape(dataset.shape), bins, classes)
+    return {
+        "dataset": dataset.name,
+        "samples": count,
+        "shape": dataset.shape,
+        "epochs": recipe.steps * recipe.batch / count,
+        "parameters": found.parameters,
+        "tflops_per_step": 1e-12 * 3 * found.flops * recipe.batch,
+    }
 
 
 def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
     """Print what is trained, and a warning if it does not suit the network or the machine."""
     from bsi.pictures import is_image
 
-    size = Size.of(recipe, dataset)
-    log(f"bsi train: {size}, into {out}")
-    if is_image(dataset.shape) and isinstance(recipe.backbone, MLPConfig):
+    size, images = _size(recipe, dataset), is_image(dataset.shape)
+    shape = " x ".join(map(str, dataset.shape)) or "1"
+    log(
+        f"bsi train: {size['parameters']:,} parameters on {dataset.name}: {size['samples']:,} samples of {shape}, "
+        f"{size['epochs']:,.3g} epochs, into {out}"
+    )
+    if images and isinstance(recipe.backbone, MLPConfig):
         log(
             "bsi train: warning: an MLP treats images as vectors. Use `bsi train folder`, or folder-mini on a CPU, "
             "for images."
         )
-    hours = size.cpu_hours(recipe.steps)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    hours = recipe.steps * size["tflops_per_step"] / (CORE_TFLOPS * cores) / 3600
     if device == "cpu" and hours > LONG_H:
-        suggestion = "Use a smaller --backbone, --batch and --steps."
-        if is_image(dataset.shape) and not recipe.name.startswith("folder-mini"):
-            suggestion = f"`bsi train folder-mini` is made for images on a CPU. {suggestion}"
+        made = "`bsi train folder-mini` is made for images on a CPU. "
         log(
-            f"bsi train: warning: {recipe.steps} steps of {size.tflops_per_step:.2g} TFLOP take about {hours:,.0f} "
-            f"hours on this CPU. {suggestion}"
+            f"bsi train: warning: {recipe.steps} steps of {size['tflops_per_step']:.2g} TFLOP take about {hours:,.0f} "
+            f"hours on this CPU. {made if images and not recipe.name.startswith('folder-mini') else ''}"
+            f"Use a smaller --backbone, --batch and --steps."
         )
 
 
 def _list(as_json: bool) -> int:
     found = {name: evidence(name) for name in RECIPES}
-    if as_json:
-        print(json.dumps({name: asdict(record) for name, record in found.items()}))
-        return 0
-    for name, record in found.items():
-        print(f"{name}\n  {record.summary}\n  {record.command}")
-        print(f"  {record.hardware}, {record.time}")
-        print(f"  expected: {record.expected}\n  paper:    {record.paper}")
-    return 0
+    text = "\n".join(
+        f"{name}\n  {record.summary}\n  {record.command}\n  {record.hardware}, {record.time}\n"
+        f"  expected: {record.expected}\n  paper:    {record.paper}"
+        for name, record in found.items()
+    )
+    return answer(as_json, {name: asdict(record) for name, record in found.items()}, text)
 
 
-def _dry_run(args: Train, named: Recipe) -> int:
+def _dry_run(recipe: Recipe, named: Recipe, out: Path, as_json: bool) -> int:
     """Print the recipe, how it differs from the unedited one, and the size of the network and of the run."""
-    recipe = args.recipe
     recipe.check(world=1)
     size: dict[str, Any] = {"images": recipe.steps * recipe.batch}
     try:
-        size |= asdict(Size.of(recipe, opened(recipe, args.options.out or Path("runs") / recipe.name)))
+        size |= _size(recipe, _opened(recipe, out))
     except DataError as error:
         log(f"bsi train: {error}")
     changed = [str(change) for change in changes(named, recipe)]
-    if args.options.json:
-        print(json.dumps({"recipe": to_plain(recipe), "changed": changed, **size}))
-        return 0
-    print(json.dumps(to_plain(recipe), indent=2))
-    print(f"changed from {named.name}: {'; '.join(changed) or 'nothing'}")
+    lines = [json.dumps(to_plain(recipe), indent=2), f"changed from {named.name}: {'; '.join(changed) or 'nothing'}"]
     for name, value in size.items():
-        print(f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value}")
-    return 0
+        lines.append(f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value}")
+    return answer(as_json, {"recipe": to_plain(recipe), "changed": changed, **size}, "\n".join(lines))

@@ -6,16 +6,18 @@ Colors are CSS classes; the style sheet of the document defines them for light a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Literal
 
 WIDTH, HEIGHT = 560.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 26.0, 34.0
+BASE = HEIGHT - BOTTOM
 MAX_POINTS = 600  # more are thinned out
 
 Role = Literal["belief", "predict", "measure", "soft"]
+Place = Callable[[float], float]  # from values to coordinates
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,7 @@ def log_ticks(low: float, high: float) -> list[float]:
         ones = [f * 10.0**p for p in range(first - 1, last + 1) for f in (1, 2, 5)]
         within = [value for value in ones if low <= value <= high]
         return within if len(within) > 2 else nice_ticks(low, high, 4)
-    every = 1 + (last - first) // 7
-    return [10.0**power for power in range(first, last + 1, every)]
+    return [10.0**power for power in range(first, last + 1, 1 + (last - first) // 7)]
 
 
 def label(value: float) -> str:
@@ -80,56 +81,50 @@ def label(value: float) -> str:
     return f"{value:,.10g}" if size >= 1 or not size else f"{value:.3g}"
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """From values to coordinates."""
+def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> tuple[Place, list[float]]:
+    """The function from values to coordinates between start and end, and the ticks."""
+    low = min(values) if axis.low is None else axis.low
+    high = max(values) if axis.high is None else axis.high
+    if not high > low:
+        low, high = (low / 2, high * 2) if axis.log else (low - 0.5, high + 0.5)
+    if not axis.log and axis.low is None:
+        low -= 0.04 * (high - low)
+    if not axis.log and axis.high is None:
+        high += 0.04 * (high - low)
 
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool
+    def place(value: float) -> float:
+        first, last, here = (math.log(v) if axis.log else v for v in (low, high, value))
+        return start + (end - start) * min(1.0, max(0.0, (here - first) / (last - first)))
 
-    @classmethod
-    def of(cls, axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
-        low = min(values) if axis.low is None else axis.low
-        high = max(values) if axis.high is None else axis.high
-        if not high > low:
-            low, high = (low / 2, high * 2) if axis.log else (low - 0.5, high + 0.5)
-        if not axis.log and axis.low is None:
-            low -= 0.04 * (high - low)
-        if not axis.log and axis.high is None:
-            high += 0.04 * (high - low)
-        return cls(low, high, start, end, axis.log)
-
-    @property
-    def ticks(self) -> list[float]:
-        return log_ticks(self.low, self.high) if self.log else nice_ticks(self.low, self.high)
-
-    def __call__(self, value: float) -> float:
-        low, high, value = (math.log(v) if self.log else v for v in (self.low, self.high, value))
-        return self.start + (self.end - self.start) * min(1.0, max(0.0, (value - low) / (high - low)))
+    return place, log_ticks(low, high) if axis.log else nice_ticks(low, high)
 
 
 def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     """One chart as an SVG element; an empty string without points."""
-    shown = [Series(s.name, _usable(s.points, x, y), s.role, s.dots, s.filled) for s in series]
-    shown = [s for s in shown if s.points]
+    shown = [s for s in (replace(s, points=_usable(s.points, x, y)) for s in series) if s.points]
     if not shown:
         return ""
     points = [point for s in shown for point in s.points]
-    across = _Scale.of(x, [p.x for p in points], LEFT, WIDTH - RIGHT)
+    across, columns = _scale(x, [p.x for p in points], LEFT, WIDTH - RIGHT)
     ends = [end for p in points for end in ((p.y,) if y.log else (p.y - p.error, p.y + p.error))]
-    up = _Scale.of(y, ends, HEIGHT - BOTTOM, TOP)
+    up, rows = _scale(y, ends, BASE, TOP)
     name = escape(title)
     parts = [f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{name}"><title>{name}</title>']
-    parts += [_row(up(v), label(v)) for v in up.ticks] + [_column(across(v), label(v)) for v in across.ticks]
-    parts.append(f'<text class="name" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x.name)}</text>')
-    parts.append(f'<text class="name" x="0" y="11">{escape(y.name)}</text>')
+    for value in rows:
+        parts.append(_line("rule", LEFT, up(value), WIDTH - RIGHT, up(value)))
+        parts.append(_text("tick", LEFT - 7, up(value) + 3.5, label(value), "end"))
+    for value in columns:
+        parts.append(_line("rule", across(value), BASE, across(value), BASE + 4))
+        parts.append(_text("tick", across(value), BASE + 16, label(value), "middle"))
+    parts.append(_text("name", WIDTH - RIGHT, HEIGHT - 4, escape(x.name), "end"))
+    parts.append(_text("name", 0.0, 11.0, escape(y.name)))
     for s in shown:
         parts += _draw(s, across, up, x.name)
-    if len(shown) > 1:
-        parts.append(_legend(shown))
+    if len(shown) > 1:  # a legend at the top right, each name in its color
+        names = " ".join(
+            f'<tspan class="text {s.role}" dx="14">{"●" if s.dots else "—"} {escape(s.name)}</tspan>' for s in shown
+        )
+        parts.append(_text("name", WIDTH - RIGHT, 11.0, names, "end"))
     return "".join([*parts, "</svg>"])
 
 
@@ -142,47 +137,29 @@ def _usable(points: Sequence[Point], x: Axis, y: Axis) -> list[Point]:
     return fit[::-every][::-1]  # counted from the end, which keeps the last
 
 
-def _row(place: float, text: str) -> str:
-    return (
-        f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>'
-        f'<text class="tick" x="{LEFT - 7}" y="{place + 3.5:.1f}" text-anchor="end">{text}</text>'
-    )
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
 
 
-def _column(place: float, text: str) -> str:
-    base = HEIGHT - BOTTOM
-    return (
-        f'<line class="rule" x1="{place:.1f}" x2="{place:.1f}" y1="{base}" y2="{base + 4}"/>'
-        f'<text class="tick" x="{place:.1f}" y="{base + 16}" text-anchor="middle">{text}</text>'
-    )
+def _text(kind: str, x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
 
 
-def _draw(series: Series, across: _Scale, up: _Scale, x_name: str) -> list[str]:
+def _draw(series: Series, across: Place, up: Place, x_name: str) -> list[str]:
     places = [(across(p.x), up(p.y)) for p in series.points]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     parts = []
     if series.filled:
-        base = HEIGHT - BOTTOM
-        area = f"{places[0][0]:.1f},{base} {line} {places[-1][0]:.1f},{base}"
+        area = f"{places[0][0]:.1f},{BASE} {line} {places[-1][0]:.1f},{BASE}"
         parts.append(f'<polygon class="fill {series.role}" points="{area}"/>')
     parts.append(f'<polyline class="line {series.role}" points="{line}"/>')
-    if series.dots:
-        for point, (x, y) in zip(series.points, places, strict=True):
-            if point.error > 0:
-                low, high = up(point.y - point.error), up(point.y + point.error)
-                parts.append(
-                    f'<line class="line {series.role}" x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
-                )
-            tip = f"{series.name}: {point.y:.5g}" + (f" ± {point.error:.2g}" if point.error > 0 else "")
-            tip += f", {x_name} {label(point.x)}"
-            place = f'cx="{x:.1f}" cy="{y:.1f}" r="3.4"'
-            parts.append(f'<circle class="dot {series.role}" {place}><title>{escape(tip)}</title></circle>')
+    for point, (x, y) in zip(series.points, places, strict=True) if series.dots else ():
+        error = ""
+        if point.error > 0:
+            parts.append(_line(f"line {series.role}", x, up(point.y - point.error), x, up(point.y + point.error)))
+            error = f" ± {point.error:.2g}"
+        tip = escape(f"{series.name}: {point.y:.5g}{error}, {x_name} {label(point.x)}")
+        parts.append(
+            f'<circle class="dot {series.role}" cx="{x:.1f}" cy="{y:.1f}" r="3.4"><title>{tip}</title></circle>'
+        )
     return parts
-
-
-def _legend(shown: Sequence[Series]) -> str:
-    """The names at the top right, each in its color."""
-    names = " ".join(
-        f'<tspan class="text {s.role}" dx="14">{"●" if s.dots else "—"} {escape(s.name)}</tspan>' for s in shown
-    )
-    return f'<text class="name" x="{WIDTH - RIGHT}" y="11" text-anchor="end">{names}</text>'

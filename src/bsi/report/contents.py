@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bsi.backbones.config import cost
 from bsi.data.store import find_dataset
-from bsi.elbo import Elbo, measurement_loss
+from bsi.elbo import measurement_loss
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.evaluation.samples import animate_beliefs
 from bsi.io import digest_file, open_untrusted, read_json
@@ -43,31 +43,21 @@ ANIMATED, STEPS = 9, 32  # samples of the animation, and their steps
 LEVELS, LEVEL_IMAGES = 21, 96
 MEASURE, RECON = (10, 5), 2  # levels per sample: the paper's 5, or 10 if that is cheap
 MAX_IMAGES, MIN_IMAGES = 512, 16
+TOO_SLOW = "it takes too long on this device. Use --device cuda, or `bsi eval` and `bsi sample`."
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A grid of samples drawn during training."""
-
-    step: int
-    png: bytes
-
-
-@dataclass(frozen=True)
-class Hash:
-    """A file of the run with its size and SHA-256."""
-
-    file: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Run:
-    """The files of a run."""
+    """The files of a run.
+
+    Attributes:
+        pictures: Grids of samples drawn during training (PNG), by step.
+        evaluations: Results of `bsi eval`, oldest first.
+        hashes: Name, size and SHA-256 of files of the run and of its latest checkpoint.
+    """
 
     path: Path
     recipe: Recipe
@@ -78,9 +68,9 @@ class Run:
     state: str
     step: int
     journal: Sequence[Mapping[str, Value]]
-    pictures: Sequence[Picture]
+    pictures: Mapping[int, bytes]
     evaluations: Sequence[Mapping[str, Any]]
-    hashes: Sequence[Hash]
+    hashes: Sequence[tuple[str, int, str]]
     data_version: str
 
     @property
@@ -112,6 +102,7 @@ def read_run(path: Path) -> Run:
     about, status = _object(path, "run.json"), _object(path, "status.json")
     changed, command = (about[key] if isinstance(about.get(key), list) else [] for key in ("changed", "command"))
     journal = read_journal(path) if _inside(path, folder.journal.name) else []
+    stored = [_object(path, f"evaluations/{file.name}") for file in sorted(path.glob("evaluations/*.json"))]
     hashes, data_version = _checkpoint(path)
     return Run(
         path=path,
@@ -124,7 +115,7 @@ def read_run(path: Path) -> Run:
         step=int(number(status.get("step")) or 0),
         journal=journal,
         pictures=_pictures(path, journal),
-        evaluations=_evaluations(path),
+        evaluations=[record for record in stored if record],
         hashes=hashes,
         data_version=data_version,
     )
@@ -142,46 +133,37 @@ def _inside(run: Path, name: str) -> Path | None:
 def _object(run: Path, name: str) -> dict[str, Any]:
     """The JSON object in a file of the run; an empty one if there is none."""
     path = _inside(run, name)
-    if path is None:
-        return {}
     try:
-        value = read_json(path)
+        value = None if path is None else read_json(path)
     except DataError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _evaluations(run: Path) -> list[dict[str, Any]]:
-    """Results of `bsi eval`, oldest first."""
-    records = [_object(run, f"evaluations/{file.name}") for file in sorted(run.glob("evaluations/*.json"))]
-    return [record for record in records if record]
-
-
-def _pictures(run: Path, journal: Sequence[Mapping[str, Value]]) -> list[Picture]:
+def _pictures(run: Path, journal: Sequence[Mapping[str, Value]]) -> dict[int, bytes]:
     """The last of the grids that the journal names, and a few before it at equal distances."""
     named = {}
     for record in journal:
         step, path = number(record.get("step")), _inside(run, f"samples/{Path(str(record.get('file', ''))).name}")
         if record.get("event") == "sample" and step is not None and path is not None:
             named[int(step)] = path
-    steps, last = sorted(named), len(named) - 1
-    picked = {round(i * last / (MAX_PICTURES - 1)) for i in range(MAX_PICTURES)} if steps else set()
-    found = []
-    for step in (steps[i] for i in sorted(picked)):
+    steps, found = sorted(named), {}
+    last = len(steps) - 1
+    for step in sorted({steps[round(i * last / (MAX_PICTURES - 1))] for i in range(MAX_PICTURES)}) if steps else ():
         try:
             with open_untrusted(named[step], PICTURE_BYTES) as file:
                 data = file.read()
         except DataError:
             continue
         if data.startswith(PNG):
-            found.append(Picture(step, data))
+            found[step] = data
     return found
 
 
-def _checkpoint(run: Path) -> tuple[list[Hash], str]:
+def _checkpoint(run: Path) -> tuple[list[tuple[str, int, str]], str]:
     """The hashes of the run's files and of its latest checkpoint, and the version of the data it was trained on."""
     found = [path for name in ("run.json", "journal.jsonl") if (path := _inside(run, name))]
-    hashes = [Hash(path.name, path.stat().st_size, digest_file(path)) for path in found]
+    hashes = [(path.name, path.stat().st_size, digest_file(path)) for path in found]
     pointer = _inside(run, "checkpoints/latest")
     if pointer is None:
         return hashes, ""
@@ -192,60 +174,61 @@ def _checkpoint(run: Path) -> tuple[list[Hash], str]:
     for name, entry in sorted(files.items()) if isinstance(files, dict) else ():
         size = number(entry.get("bytes")) if isinstance(entry, dict) else None
         if size is not None:
-            hashes.append(Hash(f"{latest}/{name}", int(size), str(entry.get("sha256"))))
+            hashes.append((f"{latest}/{name}", int(size), str(entry.get("sha256"))))
     return hashes, str(data.get("version", "")) if isinstance(data, dict) else ""
 
 
 # ---- Measurements ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
     """Measurements of the model; `missing` gives the reason for each that is None or empty."""
 
-    parameters: int | None
-    animation: bytes | None
-    bound: Elbo | None
-    by_level: Sequence[Point]
-    missing: Sequence[str]
+    parameters: int | None = None
+    animation: bytes | None = None
+    bound: Mapping[str, Any] | None = None
+    """As `bsi eval` stores it."""
+    by_level: Sequence[Point] = ()
+    missing: list[str] = field(default_factory=list)
     baselines: Mapping[str, float] = field(default_factory=dict)
     """Bits per dimension of the same test samples by simple models and file formats."""
 
 
 def measure(run: Run, device: torch.device, backbone: nn.Module | None, bound_known: bool = False) -> Measured:
     """Measure the EMA of the run's latest checkpoint; without the bound if that is known already."""
-    missing: list[str] = []
     try:
         model = load(run.path, backbone=backbone).to(device)
     except BsiError as error:
-        return Measured(None, None, None, (), [f"the model was not loaded: {error}"])
+        return Measured(missing=[f"the model was not loaded: {error}"])
+    measured = Measured(sum(p.numel() for p in model.parameters()))
     budget = _affordable_evaluations(run.recipe, model)
-    animation = bound = None
-    by_level: list[Point] = []
-    compared: dict[str, float] = {}
     if not is_image(model.shape):
-        missing.append(f"no animation: data of shape {model.shape} is not an image")
+        measured.missing.append(f"no animation: data of shape {model.shape} is not an image")
     elif budget < ANIMATED * evaluations(model.method, STEPS):
-        missing.append(_too_slow("no animation"))
+        measured.missing.append(f"no animation: {TOO_SLOW}")
     else:
-        animation = belief_animation(model)
+        measured.animation = belief_animation(model)
     dataset = find_dataset(run.recipe.data.name, run.data_version)
-    wanted = 0 if dataset is None else min(MAX_IMAGES, len(dataset.test))
+    if dataset is None:
+        measured.missing.append(
+            f"no bound: the test set of {run.recipe.data.name} is not on this machine. Try `bsi data --list`."
+        )
+        return measured
+    wanted = min(MAX_IMAGES, len(dataset.test))
     budget -= LEVELS * min(wanted, LEVEL_IMAGES)
     levels = next((m for m in MEASURE if wanted * (m + RECON) <= budget), MEASURE[-1])
     num = min(wanted, int(budget) // (levels + RECON))
-    if dataset is None:
-        missing.append(
-            f"no bound: the test set of {run.recipe.data.name} is not on this machine. Try `bsi data --list`."
-        )
-    elif num < min(MIN_IMAGES, wanted):
-        missing.append(_too_slow("no bound"))
-    else:
-        images = dataset.test[subset(len(dataset.test), num)]
-        data, compared = torch.from_numpy(images), baselines(dataset.train, images, dataset.bins)
-        bound = None if bound_known else model.bits_per_dim(data, measure=levels, recon=RECON)
-        by_level = bits_by_level(model, data[subset(num, LEVEL_IMAGES)])
-    return Measured(sum(p.numel() for p in model.parameters()), animation, bound, by_level, missing, compared)
+    if num < min(MIN_IMAGES, wanted):
+        measured.missing.append(f"no bound: {TOO_SLOW}")
+        return measured
+    images = dataset.test[subset(len(dataset.test), num)]
+    data, measured.baselines = torch.from_numpy(images), baselines(dataset.train, images, dataset.bins)
+    if not bound_known:
+        found = model.bits_per_dim(data, measure=levels, recon=RECON).record()
+        measured.bound = None if found["bits_per_dim"] is None else {**found, "images": num}
+    measured.by_level = bits_by_level(model, data[subset(num, LEVEL_IMAGES)])
+    return measured
 
 
 def _affordable_evaluations(recipe: Recipe, model: Model) -> float:
@@ -253,13 +236,8 @@ def _affordable_evaluations(recipe: Recipe, model: Model) -> float:
     operations = OPERATIONS[model.device.type]
     if recipe.backbone is None:  # the user's own network: about two operations per parameter and position
         return operations / (2 * sum(p.numel() for p in model.parameters()) * math.prod(model.shape[1:]))
-    return (
-        operations / cost(recipe.backbone, model.latent_shape, None if model.bins is None else model.bins.count).flops
-    )
-
-
-def _too_slow(what: str) -> str:
-    return f"{what}: it takes too long on this device. Use --device cuda, or `bsi eval` and `bsi sample`."
+    bins = None if model.bins is None else model.bins.count
+    return operations / cost(recipe.backbone, model.latent_shape, bins).flops
 
 
 def belief_animation(model: Model) -> bytes:

@@ -7,10 +7,8 @@ is left out.
 from __future__ import annotations
 
 import base64
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -20,7 +18,6 @@ from typing import Any
 from torch import nn
 
 from bsi import __version__
-from bsi.elbo import Elbo
 from bsi.io import atomic, check_writable
 from bsi.progress import readable_seconds
 from bsi.report.charts import Axis, Point, Role, Series, chart
@@ -32,6 +29,7 @@ from bsi.runtime.serialization import flat, to_plain
 TERMS = ("reconstruction", "measurement", "prior")
 BOUND_COLUMNS = ("bits_per_dim", "monte_carlo_error", "data_error", "split", "images", "finite_k", "proposal", "step")
 QUALITY_COLUMNS = ("metric", "value", "error", "guidance", "n", "reference", "reference_split", "reference_n", "step")
+ROLES: tuple[Role, ...] = ("belief", "predict", "measure", "soft")
 
 
 def write_report(
@@ -58,14 +56,15 @@ def write_report(
         known = any(record.get("step") == found.step for record in found.bounds)
         measured = measure(found, pick_device(device, 0), backbone, bound_known=known)
     else:
-        measured = Measured(None, None, None, (), ["the model was not evaluated, as requested by --no-model"])
+        measured = Measured(missing=["the model was not evaluated, as requested by --no-model"])
     with atomic(target, "--out") as temporary:
         temporary.write_text(document(found, measured), "utf-8")
     return target
 
 
 def document(run: Run, measured: Measured) -> str:
-    best = Terms.best(run, measured)
+    best = best_bound(run, measured)
+    missing = "".join(f"<li>{escape(line)}</li>" for line in measured.missing)
     sections = {
         "A belief sharpens": _animation(measured),
         "Likelihood": _likelihood(run, measured, best),
@@ -74,9 +73,7 @@ def document(run: Run, measured: Measured) -> str:
         "Sample quality": _quality(run),
         "Recipe": _recipe(run),
         "Environment and files": _environment(run),
-        "Left out": f'<ul class="note">{"".join(f"<li>{escape(line)}</li>" for line in measured.missing)}</ul>'
-        if measured.missing
-        else "",
+        "Left out": f'<ul class="note">{missing}</ul>' if missing else "",
     }
     body = "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in sections.items() if content)
     style = (resources.files("bsi.report") / "report.css").read_text("utf-8")
@@ -90,128 +87,86 @@ def document(run: Run, measured: Measured) -> str:
     )
 
 
-# ---- The bound -------------------------------------------------------------------------------------------------------
+def best_bound(run: Run, measured: Measured) -> Mapping[str, Any] | None:
+    """The best known bound, and its origin as `about`.
+
+    In this order: the last one of `bsi eval` if it is of the last step, the one measured for this report, an earlier
+    one of `bsi eval`, the last evaluation during training.
+    """
+    if run.bounds and (measured.bound is None or run.bounds[-1].get("step") == run.step):
+        last = run.bounds[-1]
+        num, step = (escape(_short(last.get(name))) for name in ("images", "step"))
+        return {**last, "about": f"By <code>bsi eval</code>: {num} test samples, at step {step}."}
+    if measured.bound is not None:
+        num = f"{measured.bound['images']:,} test samples (a random subset if there are more)"
+        return {**measured.bound, "about": f"An upper bound for {num}, by the EMA."}
+    for record in reversed(run.events("evaluate")):
+        if number(record.get("bits_per_dim")) is not None:
+            about = f"The last evaluation during training, at step {_short(record['step'])}."
+            return {**record, "monte_carlo_error": record.get("error"), "about": about}
+    return None
 
 
-@dataclass(frozen=True)
-class Terms:
-    """A bound in bits per dimension: its terms, its errors, and a sentence on its origin."""
-
-    parts: Mapping[str, float]
-    total: float
-    monte_carlo_error: float | None
-    data_error: float | None
-    data_resolved: bool
-    about: str
-
-    @classmethod
-    def best(cls, run: Run, measured: Measured) -> Terms | None:
-        """The best known bound.
-
-        In this order: the last one of `bsi eval` if it is of the last step, the one measured for this report, an
-        earlier one of `bsi eval`, the last evaluation during training.
-        """
-        stored = run.bounds
-        if stored and (measured.bound is None or stored[-1].get("step") == run.step):
-            num, step = (escape(_short(stored[-1].get(name))) for name in ("images", "step"))
-            about = f"By <code>bsi eval</code>: {num} test samples, at step {step}."
-            return cls._from_record(stored[-1], ("monte_carlo_error", "data_error"), about)
-        if measured.bound is not None:
-            return cls._from_elbo(measured.bound)
-        for record in reversed(run.events("evaluate")):
-            if number(record.get("bits_per_dim")) is not None:
-                about = f"The last evaluation during training, at step {_short(record['step'])}."
-                return cls._from_record(record, ("error", "data_error"), about)
-        return None
-
-    @classmethod
-    def _from_record(cls, record: Mapping[str, Any], errors: tuple[str, str], about: str) -> Terms:
-        known = {name: number(record.get(name)) for name in TERMS}
-        parts = {name: value for name, value in known.items() if value is not None}
-        total = float(record["bits_per_dim"])
-        units = number(record.get("change_of_units"))
-        if units is None:  # a record of an older version: the difference to the sum, if all terms are known
-            units = total - sum(parts.values()) if len(parts) == len(TERMS) else 0.0
-        if abs(units) > 1e-6:
-            parts["change of units"] = units
-        monte_carlo, data = (number(record.get(name)) for name in errors)
-        return cls(parts, total, monte_carlo, data, record.get("data_resolved") is not False, about)
-
-    @classmethod
-    def _from_elbo(cls, bound: Elbo) -> Terms:
-        unit = bound.n * math.log(2)
-        nats = {"reconstruction": bound.reconstruction, "measurement": bound.measurement, "prior": bound.prior}
-        parts = {name: float(value.mean()) / unit for name, value in nats.items()}
-        if bound.log_determinant:
-            parts["change of units"] = bound.log_determinant / math.log(2)
-        about = f"An upper bound for {len(bound.nats):,} test samples (a random subset if there are more), by the EMA."
-        errors = bound.monte_carlo_error, bound.data_error
-        return cls(parts, bound.bits_per_dim, *errors, bound.data_resolved, about)
+def _errors(best: Mapping[str, Any], form: str) -> dict[str, str]:
+    """The known errors of a bound. Monte Carlo noise can hide that of the test set, which then has a limit only."""
+    limit = "" if best.get("data_resolved") is not False else "at most "
+    known = {"Monte Carlo": ("", "monte_carlo_error"), "test set": (limit, "data_error")}
+    values = {name: (most, number(best.get(key))) for name, (most, key) in known.items()}
+    return {name: f"{most}{value:{form}}" for name, (most, value) in values.items() if value is not None}
 
 
-def _header(run: Run, measured: Measured, best: Terms | None) -> str:
+def _header(run: Run, measured: Measured, best: Mapping[str, Any] | None) -> str:
     recipe = run.recipe
-    method = str(to_plain(recipe.method).get("kind", "")).upper()
-    figures = []
+    figures = {}
     if best is not None:
-        limit = "" if best.data_resolved else "at most "
-        errors = {"Monte Carlo": ("", best.monte_carlo_error), "test set": (limit, best.data_error)}
-        shown = f"{best.total:.3f}" + "".join(
-            f' <span class="error">± {most}{error:.3f} ({name})</span>'
-            for name, (most, error) in errors.items()
-            if error is not None
+        errors = "".join(
+            f' <span class="error">± {value} ({name})</span>' for name, value in _errors(best, ".3f").items()
         )
-        figures.append(("bits per dimension", shown))
-    figures.append(("steps", f"{run.step:,}" + ("" if run.step == recipe.steps else f" of {recipe.steps:,}")))
+        figures["bits per dimension"] = f"{float(best['bits_per_dim']):.3f}{errors}"
+    figures["steps"] = f"{run.step:,}" + ("" if run.step == recipe.steps else f" of {recipe.steps:,}")
     if measured.parameters is not None:
-        figures.append(("parameters", f"{measured.parameters:,}"))
-    rates = [rate for _, rate in run.numbers("train", "images_per_s")]
-    if rates:
-        figures.append(("samples per second", f"{median(rates):,.0f}"))
+        figures["parameters"] = f"{measured.parameters:,}"
+    if rates := [rate for _, rate in run.numbers("train", "images_per_s")]:
+        figures["samples per second"] = f"{median(rates):,.0f}"
     times = [stamp for _, stamp in run.numbers("train", "time")]
     if len(times) > 1:
-        figures.append(("first to last entry", readable_seconds(times[-1] - times[0])))
-    numbers = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)
+        figures["first to last entry"] = readable_seconds(times[-1] - times[0])
+    method, state = str(to_plain(recipe.method).get("kind", "")).upper(), escape(run.state)
     return (
         f"<header><h1>{escape(run.path.resolve().name)}</h1>"
         f'<p class="what">{escape(recipe.name)} · {method} on {escape(recipe.data.name)} · '
-        f'<span class="state {escape(run.state)}">{escape(run.state)}</span></p>'
-        f'<dl class="figures">{numbers}</dl></header>'
+        f'<span class="state {state}">{state}</span></p>{_list(figures, "figures")}</header>'
     )
-
-
-# ---- Sections --------------------------------------------------------------------------------------------------------
 
 
 def _animation(measured: Measured) -> str:
     if measured.animation is None:
         return ""
-    data = base64.b64encode(measured.animation).decode("ascii")
-    return (
-        f'<img class="animation" alt="Belief mean, prediction and measurement, step by step" '
-        f'src="data:image/webp;base64,{data}">'
-        + _note(
-            'The belief about a sample is a Gaussian with mean <i class="belief">μ</i>. The network predicts the '
-            'sample, <i class="predict">x̂</i>; a noisy measurement <i class="measure">y</i> of the prediction sharpens '
-            "the belief."
-        )
+    picture = _image(measured.animation, "webp", "Belief mean, prediction and measurement, step by step", "animation")
+    return picture + _note(
+        'The belief about a sample is a Gaussian with mean <i class="belief">μ</i>. The network predicts the sample, '
+        '<i class="predict">x̂</i>; a noisy measurement <i class="measure">y</i> of the prediction sharpens the belief.'
     )
 
 
-def _likelihood(run: Run, measured: Measured, best: Terms | None) -> str:
+def _likelihood(run: Run, measured: Measured, best: Mapping[str, Any] | None) -> str:
     parts = []
     if best is not None:
-        rows = [(name, f"{value:.4f}") for name, value in best.parts.items()]
-        rows.append(("<b>bits per dimension</b>", f"<b>{best.total:.4f}</b>"))
-        if best.monte_carlo_error is not None:
-            rows.append(("± Monte Carlo", f"{best.monte_carlo_error:.4f}"))
-        if best.data_error is not None:
-            limit = "" if best.data_resolved else "at most "
-            rows.append(("± choice of test samples", f"{limit}{best.data_error:.4f}"))
+        total = float(best["bits_per_dim"])
+        terms = {name: value for name in TERMS if (value := number(best.get(name))) is not None}
+        units = number(best.get("change_of_units"))
+        if units is None:  # a record of an older version: the difference to the sum, if all terms are known
+            units = total - sum(terms.values()) if len(terms) == len(TERMS) else 0.0
+        if abs(units) > 1e-6:
+            terms["change of units"] = units
+        errors = {name.replace("test set", "choice of test samples"): v for name, v in _errors(best, ".4f").items()}
+        rows = [(name, f"{value:.4f}") for name, value in terms.items()]
+        rows.append(("<b>bits per dimension</b>", f"<b>{total:.4f}</b>"))
+        rows += [(f"± {name}", value) for name, value in errors.items()]
         if measured.baselines:
             rows.append(("for comparison", escape(baselines_text(measured.baselines))))
-        errors = " More evaluations reduce the first error, more test samples the second."
-        parts.append(f"<div>{_table(rows, kind='numbers')}{_note(best.about + errors)}</div>")
+        note = f"{best['about']} More evaluations reduce the first error, more test samples the second."
+        parts.append(f"<div>{_table(rows, kind='numbers')}{_note(note)}</div>")
     if measured.by_level:
         drawn = chart(
             "Where the bits are",
@@ -230,10 +185,8 @@ def _pictures(run: Run) -> str:
     if not run.pictures:
         return ""
     figures = [
-        f'<figure><img alt="Samples at step {picture.step}" '
-        f'src="data:image/png;base64,{base64.b64encode(picture.png).decode("ascii")}">'
-        f"<figcaption>step {picture.step:,}</figcaption></figure>"
-        for picture in run.pictures
+        f"<figure>{_image(png, 'png', f'Samples at step {step}')}<figcaption>step {step:,}</figcaption></figure>"
+        for step, png in run.pictures.items()
     ]
     return f'<div class="grids">{"".join(figures)}</div>' + _note("Sample <i>i</i> has the same seed in every grid.")
 
@@ -279,9 +232,8 @@ def _quality(run: Run) -> str:
             found.setdefault(name, []).append(Point(evaluations or 0.0, value, error or 0.0))
     if not found:
         return ""
-    roles: list[Role] = ["belief", "predict", "measure", "soft"]
     series = [
-        Series(name, sorted(points, key=lambda p: p.x), roles[i % len(roles)], dots=True)
+        Series(name, sorted(points, key=lambda p: p.x), ROLES[i % len(ROLES)], dots=True)
         for i, (name, points) in enumerate(sorted(found.items()))
     ]
     drawn = chart(f"{metric} against evaluations", Axis("evaluations", log=True), Axis(metric), series)
@@ -291,21 +243,20 @@ def _quality(run: Run) -> str:
 def _guidance(record: Mapping[str, Any]) -> float | None:
     """The guidance of samples with labels, 1 without exaggeration; None for samples without labels."""
     drawing = record.get("drawing")
-    guidance = number(drawing.get("guidance")) if isinstance(drawing, dict) else None
-    if not isinstance(drawing, dict) or guidance is None:
+    if not isinstance(drawing, dict):
         return None
+    guidance = number(drawing.get("guidance"))
     labeled = bool(drawing.get("classes")) or drawing.get("label") is not None
     return guidance if labeled or guidance != 1 else None
 
 
 def _recipe(run: Run) -> str:
-    changed = [line.partition(": ") for line in run.changed]
     name = escape(run.recipe.name)
-    if changed:
-        rows = [[f"<code>{escape(field)}</code>", escape(change)] for field, _, change in changed]
+    difference = _note(f"<b>{name}</b>, without changes.")
+    if run.changed:
+        changes = [line.partition(": ") for line in run.changed]
+        rows = [[f"<code>{escape(field)}</code>", escape(change)] for field, _, change in changes]
         difference = _note(f"Differs from <b>{name}</b> in:") + _table(rows)
-    else:
-        difference = _note(f"<b>{name}</b>, without changes.")
     rows = [[f"<code>{escape(field)}</code>", escape(str(value))] for field, value in flat(run.recipe).items()]
     network = _note(f"Network: <code>{escape(run.network)}</code>") if run.network else ""
     command = f"<pre>{escape(run.command)}</pre>" if run.command else ""
@@ -313,24 +264,33 @@ def _recipe(run: Run) -> str:
 
 
 def _environment(run: Run) -> str:
-    facts = {name.removeprefix("variables."): escape(value) for name, value in run.environment.items()}
+    facts = {escape(name.removeprefix("variables.")): escape(value) for name, value in run.environment.items()}
     if run.data_version:
         facts["data"] = f"<code>{escape(run.data_version[:16])}…</code>"
-    shown = "".join(f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in facts.items())
-    hashes = [[escape(h.file), f"{h.bytes:,}", f"<code>{escape(h.sha256)}</code>"] for h in run.hashes]
+    hashes = [[escape(name), f"{size:,}", f"<code>{escape(sha256)}</code>"] for name, size, sha256 in run.hashes]
     files = _table(hashes, ("file", "bytes", "SHA-256"), "hashes") if hashes else ""
-    return (f'<dl class="facts">{shown}</dl>' if shown else "") + files
+    return (_list(facts, "facts") if facts else "") + files
 
 
-# ---- Pieces of HTML --------------------------------------------------------------------------------------------------
+# ---- Pieces of HTML: their arguments are HTML ------------------------------------------------------------------------
 
 
 def _note(text: str) -> str:
     return f'<p class="note">{text}</p>'
 
 
+def _image(data: bytes, kind: str, alt: str, style: str = "") -> str:
+    encoded = base64.b64encode(data).decode("ascii")
+    return f'<img class="{style}" alt="{alt}" src="data:image/{kind};base64,{encoded}">'
+
+
+def _list(values: Mapping[str, str], kind: str) -> str:
+    items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in values.items())
+    return f'<dl class="{kind}">{items}</dl>'
+
+
 def _table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), kind: str = "") -> str:
-    """Cells are HTML; the first of a row is its heading."""
+    """The first cell of a row is its heading."""
     top = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead>" if head else ""
     body = "".join(f"<tr><th>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
     return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from bsi import BSI, recipes, train
-from bsi.app.requests import Denoise, Draw
-from bsi.app.workbench import Workbench, open_workbench
+from bsi.app.workbench import Request, Workbench, open_workbench
 from bsi.backbones import MLPConfig
 from bsi.data.prepare import Plan, prepare
 from bsi.data.published import Binary
@@ -76,7 +75,7 @@ def test_a_symbol_has_the_probability_of_bayes_rule(text: Workbench, binary: Wor
     for bench in (text, binary):
         expected = probabilities(bench, 3, 8, seed=5)
         ask = {"kind": "draw", "seed": 5, "num": 3, "evaluations": 9, "solver": "ode2", "grid": "edm"}
-        frames = list(bench.frames(Draw(**ask)))
+        frames = list(bench.frames(Request(**ask)))
         for frame, (own, predicted) in zip(frames, expected, strict=True):
             for found, p in ((frame.mean, own), (frame.x_hat, predicted)):
                 if bench is binary:
@@ -91,8 +90,8 @@ def test_only_drawing_is_offered(text: Workbench) -> None:
     ask = {"seed": 0, "num": 1, "evaluations": 4, "solver": "sde2", "grid": "edm", "precision": 1.0}
     image = base64.b64encode(bytes(160)).decode()
     with pytest.raises(UsageError, match="draw"):
-        text.frames(Denoise(kind="denoise", image=image, **ask))
-    assert json.dumps(text.about.alphabet, ensure_ascii=False) == '["↵", " ", "a", "b", "c"]'
+        text.frames(Request(kind="denoise", image=image, **ask))
+    assert json.dumps(text.about["alphabet"], ensure_ascii=False) == '["↵", " ", "a", "b", "c"]'
 
 
 def pixels(page: Any, *places: tuple[float, float]) -> np.ndarray:
@@ -119,7 +118,7 @@ def test_the_page_shows_text_and_the_color_of_its_probability(browser: Any, text
             page.fill("#step", str(step))
             for name, p in zip(("mean", "x_hat"), expected[step], strict=True):
                 shown = page.evaluate("([name, step]) => window.bsi.text(name, step, 0)", [name, step])
-                assert shown == "".join(text.about.alphabet[k] for k in p[0].argmax(0))
+                assert shown == "".join(text.about["alphabet"][k] for k in p[0].argmax(0))
         most = expected[8][1][0].max(0)
         corners = pixels(page, (0.05 / 32, 0.05), (1.05 / 32, 0.55))  # of the characters 0 and 33, beside their letters
         np.testing.assert_allclose(corners, np.rint(PLAIN + (CERTAIN - PLAIN) * most[[0, 33], None]), atol=1)

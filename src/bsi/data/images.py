@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt8
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from bsi.data.files import BLOCK_BYTES, for_testing, walk
 from bsi.data.prepare import MAX_CLASSES, Block, Part, Plan, check_fraction, rows_for_testing
@@ -50,20 +50,16 @@ Resampling = Literal["lanczos", "bicubic", "bilinear", "box"]
 
 def open_image(path: Path, name: str) -> Image.Image:
     """The image in a file, upright and opaque, with 8 bits per channel. Errors begin with `name`."""
-    try:
-        with open_untrusted(path) as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise DataError(f"{name} is empty")
+    with open_untrusted(path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise DataError(f"{name} is empty")
+        try:
             with Image.open(file, formats=FORMATS) as image:
                 return checked(image, name)
-    except DataError:
-        raise
-    except UnidentifiedImageError as error:
-        raise DataError(f"{name} cannot be decoded: it is no {', '.join(FORMATS)} image") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"{name} is too large to decode: {error}") from error
-    except Exception as error:  # a decoder given damaged data may raise anything
-        raise DataError(f"{name} cannot be decoded ({type(error).__name__}: {error})") from error
+        except DataError:
+            raise
+        except Exception as error:  # a decoder given damaged data may raise anything
+            raise DataError(f"{name} cannot be decoded ({type(error).__name__}: {error})") from error
 
 
 def checked(image: Image.Image, name: str) -> Image.Image:
@@ -95,8 +91,7 @@ def pixels(
     """The largest centered square of an image, resampled to (channels, size, size)."""
     side = min(image.size)
     if side < size:
-        found = f"{image.width} x {image.height} pixels"
-        raise DataError(f"{name} has {found}, fewer than the size {size}: choose a smaller --size")
+        raise DataError(f"{name} has {image.size} pixels, fewer than the size {size}: choose a smaller --size")
     image = image.convert("RGB" if channels == 3 else "L")
     left, top = (image.width - side) // 2, (image.height - side) // 2
     method = Image.Resampling[resampling.upper()]
@@ -197,10 +192,9 @@ class ImageOptions:
 
 @dataclass(frozen=True)
 class Folder(ImageOptions):
-    """Every image below `path`. With `labels`, the folder directly below it is an image's class.
+    """Every image below `path`; with `labels`, the folder directly below it is its class, in sorted order.
 
     The hash of its relative path decides whether an image is for testing: adding or removing files moves no other file.
-    Classes are numbered in sorted order.
     """
 
     summary: ClassVar[str] = (
@@ -225,13 +219,10 @@ class Folder(ImageOptions):
                 found.add(self._class_of(name))
         if not total:
             raise DataError(f"{path} holds no images ({', '.join(SUFFIXES)}). Give the folder of images with --from.")
-        if len(found) == 1:
-            only = path / found.pop()
-            raise DataError(
-                f"all images of {path} are in {only.name}, which makes one class. If the folders in there are the "
-                f"classes, use --from {only}; otherwise omit --labels."
-            )
         classes = check_classes(sorted(found))
+        if len(classes) == 1:
+            inside = f"all images of {path} are in {classes[0]}, which makes one class"
+            raise DataError(f"{inside}. Use --from {path / classes[0]} if it holds the classes, or omit --labels.")
         described = {
             "name": path.resolve().name,
             "source": f"the images of a folder {path.resolve().name!r}, cropped to their largest centered square",
@@ -251,16 +242,16 @@ class Folder(ImageOptions):
         for name in walk(path, SUFFIXES):
             label = numbers.get(self._class_of(name)) if self.labels else 0
             if label is None:
-                late = "is of a class that appeared in the meantime: run the same command again."
-                raise DataError(f"{path / name} {late}")
+                raise DataError(f"{name} is of a class that appeared in the meantime: run the same command again.")
             yield Item(name, for_testing(name, self.test_fraction), label, partial(open_image, path / name, name))
 
     def _class_of(self, name: str) -> str:
         """The folder below the root that a relative path begins with."""
         folder, slash, _ = name.partition("/")
         if not slash:
-            why = "is in no class: with --labels, each folder below the root is a class"
-            raise DataError(f"{self.path / name} {why}. Move it into one, or omit --labels.")
+            raise DataError(
+                f"{self.path / name} is in no class, which is a folder. Move it into one, or omit --labels."
+            )
         return folder
 
 

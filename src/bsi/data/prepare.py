@@ -1,10 +1,10 @@
 """Prepare a dataset from a source.
 
-A source describes what it will write before it reads a row (`Plan`), and then yields the rows in blocks, part by part
-of its input, in a fixed order. The blocks are appended to files in a hidden folder next to the target, so the memory is
-that of one block at any size. Every few seconds, and when interrupted, the files are synced together with the number of
-input items consumed: the same command resumes from there. The headers, which hold the number of rows, and the manifest
-are written last; then the folder is renamed. A folder of the target's name is therefore always a complete dataset.
+A source describes what it will write before it reads a row (`Plan`), and then yields the rows in blocks, in a fixed
+order. They are appended to files in a hidden folder next to the target: the memory is that of one block. Every few
+seconds, and when interrupted, the files are synced together with the number of input items consumed: the same command
+resumes from there. The headers, which hold the number of rows, and the manifest are written last; then the folder is
+renamed. A folder of the target's name is therefore always a complete dataset.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ def rows_for_testing(first: int, count: int, fraction: float) -> Bool[np.ndarray
 
 @dataclass(frozen=True)
 class Block:
-    """The rows made from the next items of the input, one each: all for testing, none, or those of a mask.
-
-    `skipped` has one line for each item that could not be read, with the reason.
-    """
+    """The rows made from the next items of the input, and the reason for each item that could not be read."""
 
     rows: Shaped[np.ndarray, "rows *shape"]
     for_testing: bool | Bool[np.ndarray, " rows"]
@@ -90,17 +87,13 @@ def array_part(
 
 @dataclass(frozen=True)
 class Plan:
-    """A description of the data that a source will write.
+    """A description of the data that a source will write. See `Manifest` for the fields that they share.
 
     Attributes:
         kind: What stored integers are; None for continuous data, stored as float32.
-        options: The options of the source, for the manifest.
-        input: A hash of the input.
         total: Number of input items, and an upper bound on the number of rows.
         parts: Opens the input and yields its parts, the same ones in every call.
-        classes: Names of the labels 0, 1, ..., if they have names.
         skip: How many unreadable items may be skipped.
-        notes: What was assumed because it was not given.
     """
 
     name: str
@@ -127,10 +120,9 @@ class Plan:
 
     def layout(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """The dtype and shape of a row of each file."""
-        files: dict[str, tuple[np.dtype, tuple[int, ...]]] = dict.fromkeys(("train", "test"), (self.dtype, self.shape))
-        if self.label_dtype is not None:
-            files |= dict.fromkeys(("train_labels", "test_labels"), (self.label_dtype, ()))
-        return files
+        rows = {"train": (self.dtype, self.shape), "test": (self.dtype, self.shape)}
+        labels = self.label_dtype
+        return rows if labels is None else {**rows, "train_labels": (labels, ()), "test_labels": (labels, ())}
 
     def blocks(self, start: int) -> Iterator[Block]:
         """The rows of the input items from `start` on."""
@@ -156,9 +148,7 @@ def prepare(plan: Plan, folder: Path) -> Dataset:
     """Write the planned dataset into `folder`, resume an interrupted preparation, or open the dataset if it exists."""
     folder = Path(os.path.abspath(folder.expanduser()))
     if folder.name.startswith(".") or not folder.name.isprintable():
-        raise UsageError(
-            f"a dataset has the name of its folder: {folder.name!r} is hidden or not printable. Change --to."
-        )
+        raise UsageError(f"a dataset is named by its folder: {folder.name!r} is hidden or not printable. Change --to.")
     if os.path.isfile(folder / MANIFEST):
         return _existing(plan, folder)
     if os.path.lexists(folder):
@@ -182,8 +172,7 @@ def exclusive(path: Path, wait: bool) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
-            message = f"another process is preparing {path}. Wait for it, or give another folder with --to."
-            raise DataError(message) from error
+            raise DataError(f"another process is preparing {path}. Wait for it, or give another --to.") from error
         yield
 
 
@@ -295,7 +284,8 @@ class _Staging:
         if not self.files:  # discarded
             return
         for file in self.files.values():
-            _sync(file)
+            file.flush()
+            os.fsync(file.fileno())
         write_text(self.path / "state.json", json.dumps(self.note))
         self.synced_at = time.monotonic()
 
@@ -307,13 +297,11 @@ class _Staging:
         """Write headers, hashes and the manifest. The folder is then a dataset except for its name."""
         plan, counts = self.plan, self.note["counts"]
         if not counts["train"]:
-            found = f"{plan.name} has no training samples ({counts['test']} for testing)"
-            raise DataError(f"{found}. Add more, or use --test-fraction 0.")
-        self.sync()
+            raise DataError(f"{plan.name} has no training samples. Add more, or use --test-fraction 0.")
         for file, (dtype, shape) in self.layout.items():
             self.files[file].seek(0)
             self.files[file].write(header_bytes(dtype, (counts[file], *shape)))
-            _sync(self.files[file])
+        self.sync()
         paths = [self.path / f"{file}.npy" for file in self.layout]
         manifest = Manifest(
             name=name,
@@ -358,8 +346,3 @@ def _standardize(path: Path) -> Standardize:
             mean = mean + (middle - mean) * added / total
             count = total
     return Standardize.of(mean.tolist(), np.sqrt(squares / count).tolist())
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -5,11 +5,8 @@
       train.npy  test.npy                    (n, *shape): integers are bin indices, floats are values in their own units
       train_labels.npy  test_labels.npy      if the source has labels; the manifest names the classes if they have names
 
-A dataset is opened by its name in the data folder ($BSI_DATA, by default ~/.cache/bsi-data) or by the path of its
-folder. Sizes and headers are checked each time, hashes on request: they detect damage, not tampering.
-
-`version` is a hash of the files' hashes, the shape and the meaning of the numbers. Two datasets with the same version
-hold the same data; a run stores the version of its data and compares it when it resumes.
+Sizes and headers are checked each time, hashes on request: they detect damage, not tampering. `version` is a hash of
+the files' hashes, the shape and the meaning of the numbers: two datasets with the same version hold the same data.
 """
 
 from __future__ import annotations

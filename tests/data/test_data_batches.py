@@ -38,19 +38,10 @@ def test_every_kind_of_source_gives_the_same_batch(images: np.ndarray) -> None:
     ids = sample_ids(seed=3, n=50, start=17, count=120)
     expected = torch.from_numpy(np.array(images))[torch.from_numpy(ids)]
     tensor = torch.from_numpy(np.array(images))
-    for data in (images, np.array(images), tensor, Pairs(tensor), ResidentSource(tensor)):
-        source = as_source(data)
+    sources = [as_source(data) for data in (images, np.array(images), tensor, Pairs(tensor), ResidentSource(tensor))]
+    for source in (*sources, as_source(Pairs(tensor), workers=1), as_source(Pairs(tensor), workers=3)):
         assert len(source) == 50
         assert torch.equal(source.take(ids), expected)
-
-
-def test_the_number_of_workers_does_not_change_the_order(images: np.ndarray) -> None:
-    """Row 9 of the fault table."""
-    data = Pairs(torch.from_numpy(np.array(images)))
-    ids = sample_ids(seed=0, n=50, start=0, count=100)
-    alone, one, three = (as_source(data, workers=workers).take(ids) for workers in (0, 1, 3))
-    assert torch.equal(alone, one)
-    assert torch.equal(alone, three)
 
 
 def test_batches_fetched_ahead_come_in_order(images: np.ndarray) -> None:
@@ -60,12 +51,6 @@ def test_batches_fetched_ahead_come_in_order(images: np.ndarray) -> None:
         found = list(ahead(source, ids, depth))
         assert len(found) == len(ids)
         assert all(torch.equal(x, source.take(i)) for x, i in zip(found, ids, strict=True))
-
-
-def test_a_set_is_brought_to_the_device_piece_by_piece(images: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "CHUNK_BYTES", 7 * 48)
-    found = batches._upload(images, torch.device("cpu"))
-    assert np.array_equal(found.numpy(), images)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from bsi.data import published
 from bsi.data.arrays import Arrays
-from bsi.data.files import HEADER_BYTES, ArrayFile, NpzFile, header_bytes, members
+from bsi.data.files import ArrayFile, NpzFile, header_bytes, members
 from bsi.data.prepare import prepare
 from bsi.data.published import BATCHES, Cifar10, ImageNet32, ImageNet64
 from bsi.data.sequences import Wav
@@ -104,7 +104,7 @@ def test_cifar10_is_the_same_from_a_folder_and_from_any_archive(files: dict[str,
 
 def test_cifar10_files_are_compared_with_their_hashes(files: dict[str, bytes], tmp_path: Path) -> None:
     folder = layouts(tmp_path, {**files, "batches.meta.txt": b"airplane automobile"})["folder"]
-    with pytest.raises(DataError, match=r"batches\.meta\.txt holds 2 names"):
+    with pytest.raises(DataError, match="holds 2 names"):
         Cifar10(folder).plan()
     (folder / "batches.meta.txt").unlink()
     (folder / "test_batch.bin").write_bytes(b"x" + files["test_batch.bin"][1:])
@@ -288,15 +288,6 @@ def test_streamed_rows_are_those_of_numpy(shape: list[int], dtype: str, start: i
         assert np.array_equal(np.concatenate([array[:0], *file.blocks(start, block)]), array[start:])
 
 
-@settings(max_examples=40, deadline=None)
-@given(shape=st.lists(st.integers(0, 10**6), min_size=1, max_size=6), dtype=st.sampled_from(["u1", "<u2", "<f4"]))
-def test_our_headers_are_numpys(shape: list[int], dtype: str) -> None:
-    raw = io.BytesIO(header_bytes(np.dtype(dtype), tuple(shape)))
-    assert len(raw.getvalue()) == HEADER_BYTES
-    assert np.lib.format.read_magic(raw) == (1, 0)
-    assert np.lib.format.read_array_header_1_0(raw) == (tuple(shape), False, np.dtype(dtype))
-
-
 def test_row_26_object_arrays_and_headers_that_claim_a_terabyte_are_refused_before_memory_is_taken(
     tmp_path: Path,
 ) -> None:
@@ -358,13 +349,13 @@ def test_a_damaged_archive_is_an_error_every_time(
     """One flipped bit late in an array of several blocks: nor does a second run resume after what it read before."""
     monkeypatch.setattr("bsi.data.prepare.SYNC_EVERY_S", 0.0)
     path = tmp_path / "x.npz"
-    train = np.random.default_rng(0).normal(size=(40, 1 << 17)).astype("f4")  # 20 MiB
+    train = np.random.default_rng(0).normal(size=(20, 1 << 17)).astype("f4")  # 10 MiB, more than a block
     save(path, train=train)
     raw = bytearray(path.read_bytes())
     good = bytes(raw)
     raw[len(raw) - (1 << 20)] ^= 4
     path.write_bytes(raw)
-    for _ in range(3):
+    for _ in range(2):
         with pytest.raises(DataError, match=r"x\.npz.* damaged"):
             prepare(Arrays(path).plan(), tmp_path / "out")
         assert not (tmp_path / "out").exists()
@@ -445,8 +436,6 @@ def test_a_folder_may_hold_pipes(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.wav")
     with pytest.raises(DataError, match="pipe"):
         Wav(tmp_path).plan()
-    with pytest.raises(DataError, match="not a folder"):
-        Wav(tmp_path / ("x" * 300)).plan()
 
 
 def test_untrusted_json_is_limited_in_size_and_depth(tmp_path: Path) -> None:
@@ -502,35 +491,24 @@ def server() -> Iterator[tuple[type[Server], str]]:
         thread.join()
 
 
-def test_an_interrupted_download_resumes(server: tuple[type[Server], str], tmp_path: Path) -> None:
+def test_a_download_resumes_and_has_its_hash(server: tuple[type[Server], str], tmp_path: Path) -> None:
     handler, url = server
-    sha = hashlib.sha256(handler.content).hexdigest()
+    sha, path = hashlib.sha256(handler.content).hexdigest(), tmp_path / "x"
     handler.limit = 300_000
     with pytest.raises(DataError, match="again"):
-        download(url, tmp_path / "x", sha, "give it")
-    assert not (tmp_path / "x").exists()
+        download(url, path, sha, "give it")
+    assert not path.exists()
     handler.limit = None
-    assert download(url, tmp_path / "x", sha, "give it").read_bytes() == handler.content
+    for _ in range(2):  # the second time it is there
+        assert download(url, path, sha, "give it").read_bytes() == handler.content
     assert handler.asked == [None, "bytes=300000-"]
-    download(url, tmp_path / "x", sha, "give it")
-    assert len(handler.asked) == 2
-    assert not (tmp_path / "x.part").exists()
-
-
-def test_a_download_from_a_server_without_ranges_starts_over(server: tuple[type[Server], str], tmp_path: Path) -> None:
-    handler, url = server
-    handler.ranges = False
+    path.unlink()
+    handler.ranges = False  # a server that sends everything
     (tmp_path / "x.part").write_bytes(b"old")
-    sha = hashlib.sha256(handler.content).hexdigest()
-    assert download(url, tmp_path / "x", sha, "give it").read_bytes() == handler.content
-
-
-def test_a_download_with_another_hash_is_deleted_and_refused(server: tuple[type[Server], str], tmp_path: Path) -> None:
-    handler, url = server
-    with pytest.raises(
-        DataError, match=f"expected sha256 {'0' * 64}, found {hashlib.sha256(handler.content).hexdigest()}"
-    ):
-        download(url, tmp_path / "x", "0" * 64, "give it")
+    assert download(url, path, sha, "give it").read_bytes() == handler.content
+    path.unlink()
+    with pytest.raises(DataError, match=f"expected sha256 {'0' * 64}, found {sha}"):
+        download(url, path, "0" * 64, "give it")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,10 +1,11 @@
 """Images from folders and the hub, and sound: unusable files are named, the others are stored as the manifest says."""
 
-import hashlib
 import os
+import struct
 import sys
 import types
 import wave
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -78,23 +79,17 @@ def test_a_wide_image_is_cropped_to_its_center_and_resampled(tmp_path: Path) -> 
         assert (read(tmp_path / name, 2, 1, "box") == 200).all()
 
 
-def test_gray_palette_and_opaque_images_become_color_or_gray(tmp_path: Path) -> None:
+def test_images_of_any_mode_become_color_or_gray_and_upright(tmp_path: Path) -> None:
     gray = noise(0, 8, 8, 1)
     Image.fromarray(gray).save(tmp_path / "gray.png")
     Image.fromarray(np.dstack([gray] * 3 + [np.full_like(gray, 255)])).save(tmp_path / "opaque.png")
     Image.fromarray(gray).convert("P").save(tmp_path / "palette.png")
-    for name in ("gray.png", "opaque.png", "palette.png"):
-        assert np.array_equal(read(tmp_path / name, 8, 3), np.stack([gray] * 3))
-        assert np.array_equal(read(tmp_path / name, 8, 1), gray[None])
-
-
-def test_an_image_is_turned_as_its_camera_says(tmp_path: Path) -> None:
-    pixels = noise(0, 8, 8)
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
-    Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
-    found = read(tmp_path / "turned.png", 8, 3, "box")
-    assert np.array_equal(found, np.rot90(pixels, -1).transpose(2, 0, 1))
+    Image.fromarray(np.rot90(gray)).save(tmp_path / "turned.png", exif=exif)
+    for name in ("gray.png", "opaque.png", "palette.png", "turned.png"):
+        assert np.array_equal(read(tmp_path / name, 8, 3, "box"), np.stack([gray] * 3))
+        assert np.array_equal(read(tmp_path / name, 8, 1, "box"), gray[None])
 
 
 def bad_images(folder: Path) -> dict[str, str]:
@@ -149,8 +144,6 @@ def test_row_27_images_that_cannot_be_used_are_named_and_skipped_only_up_to_a_ca
 
 def test_sixteen_bits_are_found_even_where_the_decoder_hides_them(tmp_path: Path) -> None:
     """A color PNG of 16 bits per channel opens as an ordinary RGB image."""
-    import struct
-    import zlib
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -192,26 +185,17 @@ def test_the_folder_below_the_root_is_an_images_class(photos: Path, tmp_path: Pa
         prepare(Folder(photos, labels=True, size=8, skip=1).plan(), tmp_path / "plain")
 
 
-def test_a_class_without_a_training_image_is_a_class_all_the_same(photos: Path, tmp_path: Path) -> None:
+def test_a_class_that_comes_while_the_folder_is_read_is_an_error(photos: Path, tmp_path: Path) -> None:
+    """And a class without an image for training is a class all the same."""
+    plan = Folder(photos, labels=True, size=8).plan()
     name = next(f"{i}.png" for i in range(1000) if for_testing(f"owls/{i}.png", 0.1))
     (photos / "owls").mkdir()
     Image.fromarray(noise(0, 8, 8)).save(photos / "owls" / name)
-    dataset = prepare(Folder(photos, labels=True, size=8).plan(), tmp_path / "out")
-    assert dataset.labels is not None
-    assert (dataset.labels.classes, int(dataset.labels.train.max()), int(dataset.labels.test.max())) == (3, 1, 2)
-
-
-def test_a_class_that_comes_while_the_folder_is_read_is_an_error(photos: Path, tmp_path: Path) -> None:
-    plan = Folder(photos, labels=True, size=8).plan()
-    (photos / "owls").mkdir()
-    Image.fromarray(noise(0, 8, 8)).save(photos / "owls" / "late.png")
-    with pytest.raises(DataError, match=r"late\.png is of a class that appeared in the meantime"):
+    with pytest.raises(DataError, match="is of a class that appeared in the meantime"):
         prepare(plan, tmp_path / "out")
-    assert prepare(Folder(photos, labels=True, size=8).plan(), tmp_path / "out").manifest.classes == (
-        "cats",
-        "dogs",
-        "owls",
-    )
+    labels = prepare(Folder(photos, labels=True, size=8).plan(), tmp_path / "out").labels
+    assert labels.names == ("cats", "dogs", "owls")
+    assert (labels.classes, int(labels.train.max()), int(labels.test.max())) == (3, 1, 2)
 
 
 def test_what_is_in_no_class_or_in_one_alone_or_cannot_be_named_is_refused(photos: Path) -> None:
@@ -222,10 +206,7 @@ def test_what_is_in_no_class_or_in_one_alone_or_cannot_be_named_is_refused(photo
     stray.unlink()
     with pytest.raises(DataError, match="are in old, which makes one class"):
         Folder(photos / "dogs", labels=True).plan()
-    (photos / "cats").rename(photos / "ca\tts")
-    with pytest.raises(DataError, match=r"the name 'ca\\tts', expected printable text"):
-        Folder(photos, labels=True).plan()
-    os.rename(photos / "ca\tts", os.fsencode(photos) + b"/c\xff")
+    os.rename(photos / "cats", os.fsencode(photos) + b"/c\xff")
     with pytest.raises(DataError, match=r"the name 'c\\udcff', expected printable text"):
         Folder(photos, labels=True).plan()
 
@@ -251,14 +232,9 @@ def test_gray_images_stay_gray_and_the_size_is_that_of_the_images(tmp_path: Path
 
 
 def test_impossible_options_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
-    for options, why in (
-        ({"size": 0}, "size"),
-        ({"test_fraction": 1.0}, "test_fraction"),
-    ):
-        with pytest.raises(UsageError, match=why):
+    for options in ({"size": 0}, {"skip": -1}, {"test_fraction": 1.0}):
+        with pytest.raises(UsageError, match=next(iter(options))):
             Folder(tmp_path, **options).plan()
-    with pytest.raises(DataError, match="holds no images"):
-        Folder(tmp_path).plan()
 
 
 def save_wav(path: Path, sound: np.ndarray, rate: int = 8000) -> None:
@@ -390,27 +366,7 @@ def test_a_hub_datasets_labels_are_left_out_where_rows_have_none(
         assert (len(dataset.test), dataset.labels, dataset.manifest.classes) == (2, None, ())
 
 
-def test_a_dataset_of_the_real_package_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("datasets", reason="read by the package itself: pip install datasets")
-    for i in range(6):
-        path = tmp_path / "photos" / "train" / ("cats" if i % 2 else "dogs") / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(noise(i % 2, 8, 8)).save(path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    dataset = prepare(HuggingFace(str(tmp_path / "photos"), size=8, test_fraction=0.0).plan(), tmp_path / "out")
-    assert dataset.labels is not None
-    assert dataset.labels.names == ("cats", "dogs")
-    for image, label in zip(dataset.train, dataset.labels.train, strict=True):
-        assert np.array_equal(image, noise(1 - int(label), 8, 8).transpose(2, 0, 1))
-
-
 def test_the_hub_without_its_package_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UsageError, match=r"bsi\[hub\]"):
         HuggingFace("someone/cats").plan()
-
-
-def test_file_names_are_hashed_as_bytes() -> None:
-    value = int.from_bytes(hashlib.sha256("a/ü.png".encode()).digest()[:8], "big") / 2**64
-    assert for_testing("a/ü.png", value + 1e-9)
-    assert not for_testing("a/ü.png", value - 1e-9)

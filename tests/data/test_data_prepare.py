@@ -188,7 +188,7 @@ def test_the_same_command_again_opens_what_is_there_and_other_options_are_refuse
     whole: Dataset, tmp_path: Path
 ) -> None:
     assert prepare(plan(), whole.folder).version == whole.version
-    with pytest.raises(UsageError, match="from other files, or before they changed and .*size: 4 there, 8 requested"):
+    with pytest.raises(UsageError, match=r"from other files, or before they changed and .*size: 4 there, 8 requested"):
         prepare(plan(options={"size": 8}, input="other seeds"), whole.folder)
     with pytest.raises(ValueError, match="read-only"):
         whole.train[0] = 0

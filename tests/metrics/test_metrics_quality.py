@@ -100,20 +100,11 @@ def test_nan_features_are_refused() -> None:
         sample_quality(bad, real(), Colors())
 
 
-def test_float_images_are_refused_before_the_extractor_sees_them() -> None:
+def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(DataError, match="never truncate"):
         collect([images(4, 0).float()], Colors())
-
-
-def test_kid_without_kept_features_says_so() -> None:
     with pytest.raises(UsageError, match="keep=True"):
         sample_quality(collect([images(40, 0)], Colors()), real(), Colors(), kid=True)
-
-
-def test_batches_of_any_size_give_the_same_features() -> None:
-    whole, parts = (collect(images(30, 2).split(size), Colors(), keep=True) for size in (30, 7))
-    torch.testing.assert_close(parts.moments.scatter, whole.moments.scatter, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(parts.vectors, whole.vectors, rtol=0, atol=0)
 
 
 class Once:
@@ -127,33 +118,18 @@ class Once:
         yield from images(self.n, 5).split(16)
 
 
-def test_a_reference_is_computed_once(tmp_path: Path) -> None:
+def test_a_reference_is_computed_once_for_the_same_data_and_extractor(tmp_path: Path) -> None:
     batches = Once()
     first = reference("toy", "v1", "test", batches, Colors(), folder=tmp_path)
     second = reference("toy", "v1", "test", batches, Colors(), folder=tmp_path)
-    assert batches.reads == 1
-    assert second.features.n == 40
+    assert (batches.reads, second.features.n) == (1, 40)
     torch.testing.assert_close(second.features.moments.scatter, first.features.moments.scatter, rtol=0, atol=0)
     assert not list(tmp_path.glob(".*")), "temporary files are left"
-
-
-@pytest.mark.parametrize(
-    ("version", "split", "extractor"),
-    [
-        ("v2", "test", Colors()),
-        ("v1", "train", Colors()),
-        ("v1", "test", Colors(hash="c1")),
-        ("v1", "test", Colors(resize="other")),
-        ("v1", "test", Colors(precision="tf32")),
-    ],
-)
-def test_other_data_or_another_extractor_is_a_miss(
-    tmp_path: Path, version: str, split: str, extractor: Extractor
-) -> None:
-    batches = Once()
-    reference("toy", "v1", "test", batches, Colors(), folder=tmp_path)
-    reference("toy", version, split, batches, extractor, folder=tmp_path)
-    assert batches.reads == 2
+    others = [("v2", "test", Colors()), ("v1", "train", Colors())]
+    others += [("v1", "test", Colors(**{name: "other"})) for name in ("hash", "resize", "precision")]
+    for reads, (version, split, extractor) in enumerate(others, 2):
+        reference("toy", version, split, batches, extractor, folder=tmp_path)
+        assert batches.reads == reads
 
 
 def test_kept_vectors_are_stored_when_first_asked_for(tmp_path: Path) -> None:
@@ -182,25 +158,9 @@ def test_a_damaged_reference_is_computed_again(tmp_path: Path, suffix: str) -> N
     assert batches.reads == 2
 
 
-def test_a_reference_under_another_ones_name_is_computed_again(tmp_path: Path) -> None:
-    batches = Once()
-    reference("toy", "v1", "test", batches, Colors(), folder=tmp_path / "a")
-    reference("toy", "v2", "test", batches, Colors(), folder=tmp_path / "b")
-    for theirs in (tmp_path / "b").iterdir():
-        (ours,) = (tmp_path / "a").glob(f"*{theirs.suffix}")
-        theirs.write_bytes(ours.read_bytes())
-    with pytest.warns(QualityWarning, match="computed again"):
-        reference("toy", "v2", "test", batches, Colors(), folder=tmp_path / "b")
-    assert batches.reads == 3
-
-
-def test_a_cache_that_cannot_be_written_costs_a_warning_only(tmp_path: Path) -> None:
+def test_a_reference_that_cannot_be_stored_or_is_empty(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(QualityWarning, match="not stored"):
-        result = reference("toy", "v1", "test", Once(), Colors(), folder=tmp_path / "file")
-    assert result.features.n == 40
-
-
-def test_an_empty_reference_is_refused(tmp_path: Path) -> None:
+        assert reference("toy", "v1", "test", Once(), Colors(), folder=tmp_path / "file").features.n == 40
     with pytest.raises(DataError, match="gave 1"):
         reference("toy", "v1", "test", Once(n=1), Colors(), folder=tmp_path)

@@ -2,8 +2,7 @@
 
     EvaluatedModel      a method, its predictor and the samples
     make_plan           the proposal of the levels, and optionally a control variate, fitted to a pilot
-    Rounds              rounds of independent replicates of L_M and L_R
-    estimate            as many rounds as are needed, as an `Elbo` with its errors
+    estimate            as many rounds of L_M and L_R as are needed, as an `Elbo` with its errors
 
 Levels are stratified within each sample and over the set (strata.py). The evaluations of the pilot do not enter the
 estimate, which stays unbiased. `target_error` adds rounds until the Monte Carlo error is small enough; stopping early
@@ -16,7 +15,6 @@ sum of the tables equals the table of a run on a single rank.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,16 +25,16 @@ import torch
 from jaxtyping import Float, Float64, Int, Int64, Shaped
 from torch import Tensor
 
-from bsi.control_variate import Basis, Control, Observations, fit_control, fit_proposal
+from bsi.control_variate import Basis, Control, fit_control, fit_proposal
 from bsi.elbo import Elbo, Estimator, Replicates, reconstruction_loss
 from bsi.errors import NonFinite
 from bsi.gaussian import squared_norm
 from bsi.levels import ExpectedError, Fitted, Proposal
 from bsi.methods.base import Method, Predictor
-from bsi.progress import Progress
+from bsi.progress import shown
 from bsi.rng import uniform
 from bsi.sampling import evaluations
-from bsi.strata import Design, Integral, Points, noise
+from bsi.strata import Design, Integral, noise
 from bsi.symbols import SymbolPredictor, mixture_kl
 from bsi.values import CONTINUOUS, DataKind, Standardize, Symbols
 from bsi.variance import Variance, transition_kl
@@ -45,6 +43,9 @@ PILOT_PART = 4  # the pilot takes one evaluation for this many of the first roun
 FEWEST, MOST = 256, 4096  # limits of the number of pilot evaluations
 DESCRIBED = 2048  # samples that the reference denoisers of the control variate are fitted to
 GOLDEN = (math.sqrt(5) - 1) / 2
+
+Ids = Int[Tensor, " batch"]
+Data = Float[Tensor, "batch *data"]
 
 
 @runtime_checkable
@@ -89,8 +90,8 @@ class EvaluatedModel:
     """
 
     method: Method
-    predict: Callable[[Int[Tensor, " batch"]], Predictor]
-    x: Callable[[Int[Tensor, " batch"]], Float[Tensor, "batch *data"]]
+    predict: Callable[[Ids], Predictor]
+    x: Callable[[Ids], Data]
     count: int
     shape: tuple[int, ...]
     kind: DataKind
@@ -104,7 +105,7 @@ class EvaluatedModel:
         """An unconditional predictor on values in one tensor."""
         return cls(method, lambda ids: predict, lambda ids: x[ids], len(x), tuple(x.shape[1:]), kind, x.device)
 
-    def batches(self, count: int, size: int, ranks: Ranks) -> Iterator[Int[Tensor, " batch"]]:
+    def batches(self, count: int, size: int, ranks: Ranks) -> Iterator[Ids]:
         """This rank's batches of the indices 0 .. count - 1; the batches do not depend on the number of ranks."""
         batches = torch.arange(count, device=self.device).split(size)
         yield from batches[ranks.rank * len(batches) // ranks.size : (ranks.rank + 1) * len(batches) // ranks.size]
@@ -112,11 +113,11 @@ class EvaluatedModel:
     def integrand(
         self,
         predict: Predictor,
-        x: Float[Tensor, "batch *data"],
+        x: Data,
         level: Float[Tensor, " batch"],
-        eps: Float[Tensor, "batch *data"],
+        eps: Data,
         gained: Float[Tensor, " batch"] | None = None,
-        step_noise: Float[Tensor, "batch *data"] | None = None,
+        step_noise: Data | None = None,
     ) -> Float[Tensor, " batch"]:
         """g = 1/2 level |x - x_hat|^2 in float64: one network evaluation for each sample.
 
@@ -132,14 +133,6 @@ class EvaluatedModel:
             return level / gained * transition_kl(self.variance, x, x_hat, level, gained)
         return 0.5 * level * squared_norm(x - x_hat).double()
 
-    def spread_out(self, count: int) -> Float[Tensor, "batch *data"]:
-        """At most `count` samples, evenly spread over the set."""
-        count = min(count, self.count)
-        return self.x(torch.arange(count, device=self.device) * self.count // count)
-
-
-# Fitting the proposal and the control variate
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -151,50 +144,48 @@ class Plan:
 
 
 @torch.no_grad()
-def make_plan(
-    model: EvaluatedModel, estimator: Estimator, ranks: Ranks | None = None, basis: Basis | None = None
-) -> Plan:
-    """The estimator's proposal and control variate.
+def make_plan(model: EvaluatedModel, estimator: Estimator, ranks: Ranks | None = None) -> Plan:
+    """The estimator's proposal and control variate. Every rank must call this function, and all get the same result.
 
-    Every rank must call this function, and all get the same result. Plans for the same set can share `basis`. The
-    proposals are `loguniform`, the paper's; `exact`, Equation "expected-h", which the paper simplifies to the former;
-    and `fitted`, learned from a pilot together with a control variate.
+    The proposals are `loguniform`, the paper's; `exact`, Equation "expected-h", which the paper simplifies to the
+    former; and `fitted`, learned from a pilot together with a control variate.
     """
+    method, seed, ranks = model.method, estimator.seed, ranks or OneRank()
     if estimator.proposal == "loguniform":
-        return Plan(model.method.levels)
+        return Plan(method.levels)
     if estimator.proposal == "exact":
-        return Plan(expected_error(model.method))
-    ranks = ranks or OneRank()
-    basis = describe(model) if basis is None else basis
-    pilot = Pilot(model.count, min(MOST, max(FEWEST, model.count * estimator.measure // PILOT_PART)), estimator.seed)
-    table = Observations.table(basis, pilot.samples, pilot.draws)
+        return Plan(expected_error(method))
+    described = min(DESCRIBED, model.count)  # samples, evenly spread over the set
+    evenly = torch.arange(described, device=model.device) * model.count // described
+    basis = Basis.fit(method, model.x(evenly), model.kind)
+    wanted = min(MOST, max(FEWEST, model.count * estimator.measure // PILOT_PART))
+    samples, draws = min(model.count, wanted), -(-wanted // model.count)
+    # one row for each evaluation: u, g, and the functions of the basis at the knots on both sides
+    table = torch.zeros(samples, draws, 2 + 2 * basis.count, dtype=torch.float64, device=model.device)
 
     def fill() -> None:
-        for members in model.batches(pilot.samples, estimator.batch_size, ranks):
-            ids = pilot.ids(members)
+        for members in model.batches(samples, estimator.batch_size, ranks):
+            ids = members * model.count // samples
             x, predict = model.x(ids), model.predict(ids)
             steady = basis.steady(x)
-            for draw in range(pilot.draws):
-                level = model.method.levels.icdf(pilot.t(members, draw))
-                eps = noise(estimator.seed, ids, "pilot", draw, model.shape, x.dtype)
+            shift = uniform(seed, torch.zeros_like(members), 1 << 16, 0)
+            for draw in range(draws):
+                # consecutive multiples of the golden ratio cover [0, 1] evenly
+                level = method.levels.icdf(((members * draws + draw).double() * GOLDEN + shift) % 1)
+                eps, u = noise(seed, ids, "pilot", draw, model.shape, x.dtype), torch.log(level)
                 g = model.integrand(predict, x, level, eps)
-                table[members, draw] = Observations.of(basis, steady, x, eps, torch.log(level), g).rows
+                values = basis.values(steady, x, eps, u)
+                table[members, draw] = torch.cat([u[:, None], g[:, None], values.flatten(1)], 1)
 
-    seen = Observations(_together(ranks, fill, table).flatten(0, 1))
-    bad = int((~torch.isfinite(seen.g)).sum())
-    if bad:
+    rows = _together(ranks, fill, table).flatten(0, 1)
+    u, g, values = rows[:, 0].contiguous(), rows[:, 1].contiguous(), rows[:, 2:].unflatten(1, (2, -1))
+    if bad := int((~torch.isfinite(g)).sum()):
         raise NonFinite(
-            f"{bad} of the pilot's {len(seen.g)} evaluations are NaN or infinite: the network's predictions are not "
-            f"finite"
+            f"{bad} of the pilot's {len(g)} evaluations are NaN or infinite: the network's predictions are not finite"
         )
-    control = fit_control(basis, seen) if estimator.control else None
-    residual = seen.g if control is None else seen.g - control.predict(seen)
-    return Plan(fit_proposal(model.method.levels, basis.knots, seen.u, residual), control, pilot.evaluations)
-
-
-def describe(model: EvaluatedModel) -> Basis:
-    """Fit the basis functions of a control variate to this set."""
-    return Basis.fit(model.method, model.spread_out(DESCRIBED), model.kind)
+    control = fit_control(basis, u, g, values) if estimator.control else None
+    residual = g if control is None else g - control.predict(u, values)
+    return Plan(fit_proposal(method.levels, basis.knots, u, residual), control, samples * draws)
 
 
 def expected_error(method: Method) -> ExpectedError:
@@ -203,51 +194,6 @@ def expected_error(method: Method) -> ExpectedError:
     first = method.encoder(torch.tensor(low, dtype=torch.float64))
     at_low = float((1 - first.signal).square() + first.noise.square())
     return ExpectedError(low, method.levels.high, max(0.0, low**2 * at_low - low))
-
-
-def _share_proposal(a: Plan, b: Plan) -> tuple[Plan, Plan]:
-    """Two fitted plans over the same levels with one proposal, so that both models are evaluated at the same levels."""
-    p, q = a.proposal, b.proposal
-    if not (isinstance(p, Fitted) and isinstance(q, Fitted) and (p.low, p.high) == (q.low, q.high)):
-        return a, b
-    p_sum, q_sum = sum(p.weights), sum(q.weights)
-    both = Fitted(p.low, p.high, tuple(v / p_sum + w / q_sum for v, w in zip(p.weights, q.weights, strict=True)))
-    return replace(a, proposal=both), replace(b, proposal=both)
-
-
-@dataclass(frozen=True)
-class Pilot:
-    """At least `wanted` evaluations, evenly spread over `count` samples and over the levels."""
-
-    count: int
-    wanted: int
-    seed: int = 0
-
-    @property
-    def draws(self) -> int:
-        """The number of evaluations of each participating sample."""
-        return -(-self.wanted // self.count)
-
-    @property
-    def samples(self) -> int:
-        """The number of participating samples."""
-        return min(self.count, self.wanted)
-
-    @property
-    def evaluations(self) -> int:
-        return self.samples * self.draws
-
-    def ids(self, members: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        """The sample indices of the pilot's members, which are numbered 0 .. samples - 1."""
-        return members * self.count // self.samples
-
-    def t(self, members: Int[Tensor, " batch"], draw: int) -> Float64[Tensor, " batch"]:
-        """Multiples of the golden ratio with one random shift: consecutive multiples cover [0, 1] evenly."""
-        shift = uniform(self.seed, torch.zeros_like(members), 1 << 16, 0)
-        return ((members * self.draws + draw).double() * GOLDEN + shift) % 1
-
-
-# The estimate
 
 
 def _together(ranks: Ranks, fill: Callable[[], None], table: Tensor) -> Tensor:
@@ -261,108 +207,99 @@ def _together(ranks: Ranks, fill: Callable[[], None], table: Tensor) -> Tensor:
     return ranks.sum(table)
 
 
-class Rounds:
-    """One estimate in progress: rounds of replicates of each term.
-
-    Args:
-        poll: Called before each batch; it may raise to interrupt the estimate, on all ranks.
-    """
+class _Terms:
+    """The terms of the bound of all samples, in rounds of independent replicates."""
 
     def __init__(
         self,
         model: EvaluatedModel,
         estimator: Estimator,
-        ranks: Ranks | None = None,
-        plan: Plan | None = None,
-        progress: bool = False,
-        poll: Callable[[], None] = lambda: None,
+        ranks: Ranks,
+        plan: Plan,
+        progress: bool,
+        poll: Callable[[], None],
     ) -> None:
-        self.model, self.estimator, self.ranks = model, estimator, ranks or OneRank()
-        self.plan = make_plan(model, estimator, ranks) if plan is None else plan
-        self.show, self.poll = progress and self.ranks.rank == 0, poll
+        self.model, self.estimator, self.ranks, self.plan = model, estimator, ranks, plan
+        self.show, self.poll = progress and ranks.rank == 0, poll
         self.design = Design(model.count, estimator.measure, estimator.seed)
         self.block = self.design.block(torch.arange(model.count))
 
-    def measure(self, round_: int = 0) -> Replicates:
-        """A round of L_M: for each replicate, the average over its levels."""
-        model, measure, control = self.model, self.estimator.measure, self.plan.control
+    def measurements(self, round_: int) -> Replicates:
+        """L_M: for each replicate, the average over its levels."""
+        model, design, control = self.model, self.design, self.plan.control
         integral = Integral.of(model.method, self.plan.proposal, self.estimator.finite_k)
-        hats = None if control is None else integral.hats(control.basis.knots)
 
-        def term(ids: Tensor, x: Tensor) -> Float64[Tensor, "replicates batch"]:
-            predict, rows, draw = model.predict(ids), [], 0
+        def term(ids: Ids, x: Data) -> Float64[Tensor, "replicates batch"]:
+            predict, averages, draw = model.predict(ids), [], round_ * design.measure
             steady = None if control is None else control.basis.steady(x)
-            for replicate, size in enumerate(self.design.sizes):
+            for replicate, size in enumerate(design.sizes):
                 total = torch.zeros(len(ids), dtype=torch.float64, device=model.device)
-                for t in self.design.t(ids, replicate, round_):
-                    points = integral.at(t)
-                    number = round_ * measure + draw
-                    eps = noise(self.design.seed, ids, "measure", number, model.shape, x.dtype)
-                    step_noise = self._step_noise(ids, x, points, number)
+                for t in design.t(ids, replicate, round_):
+                    points, eps, step_noise = integral.at(t), self._noise(ids, "measure", draw, x), None
+                    if points.gained is not None and isinstance(model.kind, Symbols):
+                        step_noise = self._noise(ids, "step", draw, x)
                     g = model.integrand(predict, x, points.level, eps, points.gained, step_noise)
                     if control is not None and steady is not None:
-                        here = Observations.of(control.basis, steady, x, eps, torch.log(points.level), g)
-                        g = g - control.predict(here)
+                        u = torch.log(points.level)
+                        g = g - control.predict(u, control.basis.values(steady, x, eps, u))
                     total += points.weight * g
                     draw += 1
-                known = 0.0 if control is None or steady is None or hats is None else control.known(steady, hats)
-                rows.append(total / size + known)
-            return torch.stack(rows)
+                averages.append(total / size)
+            found = torch.stack(averages)
+            if control is not None and steady is not None:
+                found = found + control.known(steady, integral.hats(control.basis.knots))
+            return found
 
-        values = self._sum(term, len(self.design.sizes), "levels", measure, round_)
-        return Replicates(values, torch.tensor(self.design.sizes), self.block)
+        values = self._all(term, len(design.sizes), design.measure, _numbered("levels", round_))
+        return Replicates(values, torch.tensor(design.sizes), self.block)
 
-    def _step_noise(
-        self, ids: Int[Tensor, " batch"], x: Float[Tensor, "batch *data"], points: Points, number: int
-    ) -> Float[Tensor, "batch *data"] | None:
-        """Noise for the divergence of a step of symbols; None for other data and for infinitely many steps."""
-        if points.gained is None or not isinstance(self.model.kind, Symbols):
-            return None
-        return noise(self.design.seed, ids, "step", number, self.model.shape, x.dtype)
-
-    def reconstruct(self, round_: int = 0) -> Replicates:
-        """A round of L_R."""
+    def reconstructions(self, round_: int) -> Replicates:
+        """L_R."""
         model, recon = self.model, self.estimator.recon
 
-        def term(ids: Tensor, x: Tensor) -> Float64[Tensor, "replicates batch"]:
-            predict, rows = model.predict(ids), []
-            for draw in range(recon):
-                eps = noise(self.design.seed, ids, "recon", round_ * recon + draw, model.shape, x.dtype)
-                rows.append(reconstruction_loss(model.method, predict, x, eps, model.kind).double())
-            return torch.stack(rows)
+        def term(ids: Ids, x: Data) -> Float64[Tensor, "replicates batch"]:
+            predict, draws = model.predict(ids), range(round_ * recon, (round_ + 1) * recon)
+            noises = (self._noise(ids, "recon", draw, x) for draw in draws)
+            losses = [reconstruction_loss(model.method, predict, x, eps, model.kind) for eps in noises]
+            return torch.stack(losses).double()
 
-        values = self._sum(term, recon, "reconstructions", recon, round_)
+        values = self._all(term, recon, recon, _numbered("reconstructions", round_))
         return Replicates(values, torch.ones(recon, dtype=torch.int64), self.block)
 
     def prior(self) -> Float64[Tensor, " samples"]:
         """L_prior, which is exact."""
-        return self._sum(lambda ids, x: self.model.method.prior_kl(x).double()[None], 1, "prior", 0, 0)[0]
+        return self._all(lambda ids, x: self.model.method.prior_kl(x).double()[None], 1, 0, "prior")[0]
 
-    def _sum(
-        self, term: Callable[[Tensor, Tensor], Tensor], rows: int, what: str, evaluations: int, round_: int
+    def _noise(self, ids: Ids, kind: str, draw: int, x: Data) -> Data:
+        return noise(self.estimator.seed, ids, kind, draw, self.model.shape, x.dtype)
+
+    def _all(
+        self, term: Callable[[Tensor, Tensor], Tensor], rows: int, evaluations: int, name: str
     ) -> Float64[Tensor, "rows samples"]:
         """A term of all samples, whose batches are divided among the ranks, with a progress bar."""
-        model, size = self.model, self.estimator.batch_size
+        model = self.model
         table = torch.zeros(rows, model.count, dtype=torch.float64, device=model.device)
-        mine = sum(len(ids) for ids in model.batches(model.count, size, self.ranks))
+        mine = list(model.batches(model.count, self.estimator.batch_size, self.ranks))
 
         def fill() -> None:
-            for ids in model.batches(model.count, size, self.ranks):
+            for ids in mine:
                 self.poll()
                 table[:, ids] = term(ids, model.x(ids))
-                bar.advance(evaluations * len(ids))
+                advance(evaluations * len(ids))
 
-        stream = None if self.show and evaluations else io.StringIO()
-        name = what if round_ == 0 else f"{what}, round {round_ + 1}"
-        with Progress(name, mine * evaluations, "evaluation", stream=stream) as bar:
+        total = evaluations * sum(map(len, mine))
+        with shown(self.show and evaluations > 0, name, total, "evaluation") as advance:
             table = _together(self.ranks, fill, table).cpu()
-        bad = int((~torch.isfinite(table)).any(0).sum())
-        if bad:
+        if bad := int((~torch.isfinite(table)).any(0).sum()):
             raise NonFinite(
                 f"the bound of {bad} of {table.shape[1]} samples is NaN or infinite: the network's predictions are not "
                 f"finite there"
             )
         return table
+
+
+def _numbered(name: str, round_: int) -> str:
+    return name if round_ == 0 else f"{name}, round {round_ + 1}"
 
 
 @torch.no_grad()
@@ -374,15 +311,18 @@ def estimate(
     progress: bool = False,
     poll: Callable[[], None] = lambda: None,
 ) -> Elbo:
-    """Estimate the bound of all samples.
+    """Estimate the bound of all samples. Every rank must call this function, and all get the same result.
 
-    Every rank must call this function, and all get the same result. `plan` overrides the estimator's own plan.
+    Args:
+        plan: In place of the estimator's own plan.
+        poll: Called before each batch; it may raise to interrupt the estimate, on all ranks.
     """
-    run = Rounds(model, estimator, ranks, plan, progress, poll)
-    rounds = {"measurements": run.measure, "reconstructions": run.reconstruct}
+    plan = make_plan(model, estimator, ranks) if plan is None else plan
+    terms = _Terms(model, estimator, ranks or OneRank(), plan, progress, poll)
+    rounds = {"measurements": terms.measurements, "reconstructions": terms.reconstructions}
     decoding = 1 if isinstance(model.kind, Symbols) else evaluations(model.method, 0)
     costs = {"measurements": estimator.measure, "reconstructions": estimator.recon * decoding}
-    found = {name: one_round() for name, one_round in rounds.items()}
+    found = {name: one_round(0) for name, one_round in rounds.items()}
     made = dict.fromkeys(rounds, 1)
     n = math.prod(model.shape) // model.kind.channels
     while estimator.target_error is not None:
@@ -396,15 +336,15 @@ def estimate(
         made[name] += 1
     return Elbo(
         **found,
-        prior=run.prior(),
+        prior=terms.prior(),
         n=n,
         log_determinant=model.kind.log_determinant,
         binned=not isinstance(model.kind, Standardize),
         element=model.kind.element,
         estimator=estimator,
         rounds=made["measurements"],
-        evaluations=run.plan.pilot + model.count * sum(made[name] * costs[name] for name in rounds),
-        pilot_evaluations=run.plan.pilot,
+        evaluations=plan.pilot + model.count * sum(made[name] * costs[name] for name in rounds),
+        pilot_evaluations=plan.pilot,
     )
 
 
@@ -412,8 +352,17 @@ def estimate(
 def estimate_pair(
     a: EvaluatedModel, b: EvaluatedModel, estimator: Estimator, ranks: Ranks | None = None, progress: bool = False
 ) -> tuple[Elbo, Elbo]:
-    """The bounds of two models of the same samples from common random numbers: `first - second` has a small error."""
-    plans = _share_proposal(make_plan(a, estimator, ranks), make_plan(b, estimator, ranks))
+    """The bounds of two models of the same samples from common random numbers: `first - second` has a small error.
+
+    Both are evaluated at the same levels: two fitted proposals over the same range are averaged.
+    """
+    plans = [make_plan(model, estimator, ranks) for model in (a, b)]
+    p, q = (plan.proposal for plan in plans)
+    if isinstance(p, Fitted) and isinstance(q, Fitted) and (p.low, p.high) == (q.low, q.high):
+        pairs = zip(p.weights, q.weights, strict=True)
+        p_sum, q_sum = sum(p.weights), sum(q.weights)
+        both = Fitted(p.low, p.high, tuple(v / p_sum + w / q_sum for v, w in pairs))
+        plans = [replace(plan, proposal=both) for plan in plans]
     first, second = (
         estimate(model, estimator, ranks, plan, progress) for model, plan in zip((a, b), plans, strict=True)
     )

@@ -3,7 +3,7 @@
 With the k steps of a grid, a sample x is coded together with a chain of latents. In information coordinates, the
 posterior runs backwards from the last latent,
 
-    q(s_k | x)          = N(Lambda-weighted alpha_k x, Lambda_k),
+    q(s_k | x)          = N(alpha_k x, Lambda_k),
     q(s_{i-1} | s_i, x) = N(alpha_{i-1} x + (Lambda_{i-1} / Lambda_i) (s_i - alpha_i x),
                             Lambda_{i-1} (Lambda_i - Lambda_{i-1}) / Lambda_i),
 
@@ -13,7 +13,8 @@ are encoded ("pushed"), by p. The expected net length is the bound L_M^k + L_R +
 
 Latents lie on grids whose spacing is a fraction of q's standard deviation. Discretizing both q and p never raises their
 divergence. The first bits come from samples that are stored uncompressed, log2(bins) bits for each dimension, until the
-stack holds enough bits for a batch.
+stack holds enough bits for a batch. The stack of bits is an entropy coder of the package constriction (asymmetric
+numeral systems).
 
 Encoder and decoder must compute the same x_hat to the last bit (coded_file.py): a file can be decoded only on machines
 of the same type, so the format is not suitable for archives.
@@ -36,7 +37,6 @@ from torch import Tensor
 
 from bsi.coded_file import (
     Header,
-    check_same_machine,
     checksum,
     data_hash,
     machine,
@@ -61,6 +61,8 @@ MARGIN = 1.1  # a batch starts only if the stack holds this multiple of the bits
 PROBES = 4  # predictions whose hash a decoder compares before it starts
 
 Report = Callable[[int], None]
+Coordinates = Float64[np.ndarray, "batch n"]
+Places = Int64[np.ndarray, "batch n"]
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,11 @@ def compress(
         raise UsageError(f"steps and batch_size must be at least 1, got steps={steps} and batch_size={batch_size}.")
     model.check(data)
     stored = None if variance is None else stored_variance(variance)
-    variance = None if stored is None else read_variance(stored, model)
-    chain = _Chain(model, bins, steps, variance, progress)
+    chain = _Chain(model, bins, steps, None if stored is None else read_variance(stored, model), progress)
     index = data.cpu().numpy().astype(np.int32).reshape(len(data), -1)
 
     coder, batches, done = _coder(), list[CodedBatch](), 0
-    uniform = _uniform(bins)
+    uniform = _models().Uniform(bins.count)
     per_sample = chain.initial_bits * MARGIN
     while done < len(index) and coder.num_valid_bits() < per_sample:
         coder.encode_reverse(index[done], uniform)
@@ -143,12 +144,12 @@ def compress(
     plain, initial = done, coder.num_valid_bits()
     checks = [checksum(index[:plain])]
     while done < len(index):
-        count = min(batch_size, len(index) - done, max(1, int(coder.num_valid_bits() / per_sample)))
         before = coder.num_valid_bits()
-        chain.encode(coder, index[done : done + count])
-        checks.append(checksum(index[done : done + count]))
-        batches.append(CodedBatch(count, coder.num_valid_bits() - before))
-        done += count
+        part = index[done : done + min(batch_size, max(1, int(before / per_sample)))]
+        chain.encode(coder, part)
+        checks.append(checksum(part))
+        batches.append(CodedBatch(len(part), coder.num_valid_bits() - before))
+        done += len(part)
     header = Header(
         shape=list(model.shape),
         bins=[bins.low, bins.high, bins.count],
@@ -171,7 +172,7 @@ def decompress(
     model: Model,
     blob: bytes,
     progress: Report = lambda count: None,
-    preview: Callable[[int, Tensor], None] | None = None,
+    preview: Callable[[int, Tensor], None] = lambda step, x_hat: None,
 ) -> Integer[Tensor, "samples *data"]:
     """Decompress a file. The data is identical to that which was compressed.
 
@@ -191,9 +192,8 @@ def decompress(
         chain = _Chain(model, bins, header.steps, variance, progress)
         if max(header.sizes, default=0) * chain.initial_bits > 8 * len(words):
             raise DataError("the header of the compressed file claims batches that are larger than the file.")
-        check_same_machine(header, model, chain.probe())
-        coder = _coder(np.frombuffer(words, dtype="<u4").astype(np.uint32))
-        parts = []
+        header.check_predictions(model, chain.probe())
+        coder, parts = _coder(np.frombuffer(words, dtype="<u4").astype(np.uint32)), []
         for count, check in zip(reversed(header.sizes), reversed(header.checks[1:]), strict=True):
             parts.append(chain.decode(coder, count, preview))
             if checksum(parts[-1]) != check:
@@ -201,10 +201,9 @@ def decompress(
                     "a batch was decoded to values that differ from the encoded ones: predictions on this machine "
                     "differ from those of the machine that wrote the file. Decode it there; nothing was written."
                 )
-    uniform = _uniform(bins)
-    rows = [coder.decode(uniform, chain.n) for _ in range(header.plain)]
-    parts.append(np.stack(rows[::-1]).astype(np.int32) if rows else np.zeros((0, chain.n), np.int32))
-    index = np.concatenate(parts[::-1])
+    uniform = _models().Uniform(bins.count)
+    parts += [coder.decode(uniform, chain.n)[None] for _ in range(header.plain)]
+    index = np.concatenate([np.zeros((0, chain.n), np.int32), *parts[::-1]])
     if data_hash(index, bins) != header.sha256:
         raise DataError("the decoded data has another SHA-256 than the file records: the file is damaged.")
     return torch.from_numpy(index.astype(np.uint8 if bins.count <= 256 else np.int32)).reshape(-1, *model.shape)
@@ -217,16 +216,18 @@ def evaluations(blob: bytes) -> int:
 
 
 class _Chain:
-    """The chain of latents of a model: its grid, standard deviations and network, and coding a batch with it."""
+    """The chain of latents of a model: its grid, standard deviations and network, and coding a batch with it.
+
+    `places` are the latents s_0 ... s_k of a batch, as numbers of grid points.
+    """
 
     def __init__(self, model: Model, bins: Bins, steps: int, variance: Variance | None, progress: Report) -> None:
-        self.model, self.bins, self.progress = model, bins, progress
+        self.model, self.bins, self.progress, self.last = model, bins, progress, steps
         method = model.method
         self.levels = paper_grid(method, steps)
         path = Path.of(method, self.levels)
-        self.scale = path.scale.tolist()
+        self.scale, self.information = path.scale.tolist(), path.information.tolist()
         self.alpha = method.gain(self.levels).tolist()
-        self.information = path.information.tolist()
         self.basis = pixel_basis(model.shape) if variance is None else variance.basis
         self.n = math.prod(model.shape)
         self.variance = None if variance is None else variance.of_level(self.levels[:-1]).numpy()
@@ -240,177 +241,128 @@ class _Chain:
         self.reach = [
             min(MOST, LEAST + int(w / step)) if step else LEAST for w, step in zip(wrong, self.spacing, strict=True)
         ]
-        self.first = 0 if self.std[0] > 0 else 1  # BFN's first latent is 0, and needs no code
+        self.coded = range(0 if self.std[0] > 0 else 1, steps + 1)  # BFN's first latent is 0, and needs no code
 
     @property
     def initial_bits(self) -> float:
         """The expected number of bits that the latents of one sample take from the stack."""
-        pairs = list(zip(self.std, self.spacing, strict=True))[self.first :]
-        return self.n * sum(math.log2(std / spacing) + 0.5 * math.log2(2 * math.pi * math.e) for std, spacing in pairs)
+        entropy = 0.5 * math.log2(2 * math.pi * math.e)
+        return self.n * sum(math.log2(self.std[i] / self.spacing[i]) + entropy for i in self.coded)
 
     def encode(self, coder: Any, index: Integer[np.ndarray, "batch n"]) -> None:
         """Push a batch of samples."""
-        x, last = self._coordinates(index), len(self.levels) - 1
-        places: dict[int, Int64[np.ndarray, "batch n"]] = {}
-        latent = self._nothing(index)
-        for i in range(last, self.first - 1, -1):
-            mean = self._posterior_mean(i, x, latent)
-            places[i] = _pop(coder, mean, self.std[i], self.spacing[i], REACH)
-            latent = places[i] * self.spacing[i]
-        latents = {i: place * self.spacing[i] for i, place in places.items()}
-        x_hat = self._predict(last, latents[last])
-        coder.encode_reverse(index.reshape(-1), _outcomes(self.bins), *self._outcome_parameters(x_hat))
-        for i in range(last, 0, -1):
-            before = latents.get(i - 1, self._nothing(index))
-            mean, std = self._transition(i, before, self._predict(i - 1, before))
-            _push(coder, places[i], mean, std, self.spacing[i], self.reach[i])
-        if self.first == 0:
-            _push(coder, places[0], self._nothing(index), self._prior_std(), self.spacing[0], self.reach[0])
+        x, places = self._coordinates(index), np.zeros((len(self.levels), *index.shape), np.int64)
+        for i in reversed(self.coded):
+            places[i] = self._posterior(i, x, places).pop(coder)
+        coder.encode_reverse(index.reshape(-1), *self._decoder(self._predict(self.last, places)))
+        for i in reversed(self.coded):
+            self._transition(i, places).push(coder, places[i])
 
-    def decode(
-        self, coder: Any, count: int, preview: Callable[[int, Tensor], None] | None
-    ) -> Integer[np.ndarray, "batch n"]:
+    def decode(self, coder: Any, count: int, preview: Callable[[int, Tensor], None]) -> Integer[np.ndarray, "batch n"]:
         """Pop a batch of samples, and push back the bits that encoding them popped."""
-        nothing, last = np.zeros((count, self.n)), len(self.levels) - 1
-        places: dict[int, Int64[np.ndarray, "batch n"]] = {}
-        latent = nothing
-        if self.first == 0:
-            places[0] = _pop(coder, nothing, self._prior_std(), self.spacing[0], self.reach[0])
-            latent = places[0] * self.spacing[0]
-        for i in range(1, last + 1):
-            x_hat = self._predict(i - 1, latent)
-            if preview is not None:
-                preview(i - 1, x_hat)
-            mean, std = self._transition(i, latent, x_hat)
-            places[i] = _pop(coder, mean, std, self.spacing[i], self.reach[i])
-            latent = places[i] * self.spacing[i]
-        x_hat = self._predict(last, latent)
-        if preview is not None:
-            preview(last, x_hat)
-        index = coder.decode(_outcomes(self.bins), *self._outcome_parameters(x_hat)).reshape(count, self.n)
+        places = np.zeros((len(self.levels), count, self.n), np.int64)
+        for i in self.coded:
+            places[i] = self._transition(i, places, preview).pop(coder)
+        x_hat = self._predict(self.last, places)
+        preview(self.last, x_hat)
+        index = coder.decode(*self._decoder(x_hat)).reshape(count, self.n)
         x = self._coordinates(index)
-        for i in range(self.first, last + 1):
-            following = places[i + 1] * self.spacing[i + 1] if i < last else nothing
-            _push(coder, places[i], self._posterior_mean(i, x, following), self.std[i], self.spacing[i], REACH)
+        for i in self.coded:
+            self._posterior(i, x, places).push(coder, places[i])
         return index
 
     def probe(self) -> str:
         """A hash of predictions for fixed latents at some levels."""
         sha = hashlib.sha256()
-        for i in np.linspace(0, len(self.levels) - 1, PROBES).astype(int).tolist():
+        for i in np.linspace(0, self.last, PROBES).astype(int).tolist():
             eps = standard_normal(0, torch.arange(2), i, (self.n,), torch.float64).numpy()
-            sha.update(self._predict(i, eps * math.sqrt(self.information[i])).numpy().tobytes())
-            self.progress(-len(eps))  # probes do not count as progress
+            sha.update(self._x_hat(i, eps * math.sqrt(self.information[i])).numpy().tobytes())
         return sha.hexdigest()
 
-    def _nothing(self, index: Integer[np.ndarray, "batch n"]) -> Float64[np.ndarray, "batch n"]:
-        return np.zeros(index.shape)
-
-    def _coordinates(self, index: Integer[np.ndarray, "batch n"]) -> Float64[np.ndarray, "batch n"]:
+    def _coordinates(self, index: Integer[np.ndarray, "batch n"]) -> Coordinates:
         values = torch.from_numpy(self.bins.values(index)).reshape(-1, *self.model.shape)
         return self.basis.coordinates(values).numpy()
 
-    def _posterior_mean(
-        self, i: int, x: Float64[np.ndarray, "batch n"], following: Float64[np.ndarray, "batch n"]
-    ) -> Float64[np.ndarray, "batch n"]:
-        """The mean of q(s_i | s_{i+1}, x), or of q(s_k | x)."""
+    def _posterior(self, i: int, x: Coordinates, places: np.ndarray) -> _GridNormal:
+        """q(s_i | s_{i+1}, x), or q(s_k | x)."""
         mean = self.alpha[i] * x
-        if i + 1 == len(self.levels):
-            return mean
-        return mean + self.information[i] / self.information[i + 1] * (following - self.alpha[i + 1] * x)
+        if i < self.last:
+            following = places[i + 1] * self.spacing[i + 1]
+            mean = mean + self.information[i] / self.information[i + 1] * (following - self.alpha[i + 1] * x)
+        return _GridNormal(mean, self.std[i], self.spacing[i], REACH)
 
-    def _prior_std(self) -> float:
-        """Standard deviation of s_0, the method's prior in information coordinates."""
-        one = self.model.method.prior(torch.ones(1, 1, dtype=torch.float64))
-        return float(one) * self.scale[0]
+    def _transition(
+        self, i: int, places: np.ndarray, preview: Callable[[int, Tensor], None] = lambda step, x_hat: None
+    ) -> _GridNormal:
+        """p(s_i | s_{i-1}), or the prior of s_0 in information coordinates."""
+        mean, std = np.zeros(places[i].shape), np.zeros(())
+        if i == 0:
+            std = np.asarray(float(self.model.method.prior(torch.ones(1, 1, dtype=torch.float64))) * self.scale[0])
+        else:
+            x_hat = self._predict(i - 1, places)
+            preview(i - 1, x_hat)
+            gained = self.information[i] - self.information[i - 1]
+            mean = places[i - 1] * self.spacing[i - 1] + gained * self.basis.coordinates(x_hat).numpy()
+            std = np.sqrt(gained + (0.0 if self.variance is None else gained**2 * self.variance[i - 1]))
+        return _GridNormal(mean, std, self.spacing[i], self.reach[i])
+
+    def _decoder(self, x_hat: Tensor) -> tuple[Any, Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
+        """p(x | s_k), a Normal over the bins: its mean and standard deviation are in units of their width."""
+        place = ((x_hat - self.bins.low) / self.bins.width).reshape(-1).numpy()
+        std = 1 / (math.sqrt(self.model.method.recon_precision) * self.bins.width)
+        return _models().QuantizedGaussian(0, self.bins.count - 1), place, np.full_like(place, std)
+
+    def _predict(self, i: int, places: np.ndarray) -> Tensor:
+        """x_hat at s_i."""
+        x_hat = self._x_hat(i, places[i] * self.spacing[i])
+        self.progress(len(x_hat))
+        return x_hat
 
     @torch.no_grad()
-    def _predict(self, i: int, latent: Float64[np.ndarray, "batch n"]) -> Tensor:
+    def _x_hat(self, i: int, latent: Coordinates) -> Tensor:
         """x_hat at level i, clipped to the data's range; at the last level, the result of `method.decode`."""
         method, device = self.model.method, self.model.device
         values = self.basis.values(torch.from_numpy(latent), torch.empty(len(latent), *self.model.shape))
         psi = (values / self.scale[i] if self.scale[i] else torch.zeros_like(values)).float()
         psi, level, predict = psi.to(device), self.levels[i].expand(len(psi)).to(device), self.model.denoiser
-        x_hat = method.decode(psi, level, predict) if i + 1 == len(self.levels) else predict(psi, level)
-        self.progress(len(psi))
+        x_hat = method.decode(psi, level, predict) if i == self.last else predict(psi, level)
         return torch.nan_to_num(x_hat.cpu().double()).clamp(self.bins.low, self.bins.high)
 
-    def _transition(
-        self, i: int, before: Float64[np.ndarray, "batch n"], x_hat: Tensor
-    ) -> tuple[Float64[np.ndarray, "batch n"], Float64[np.ndarray, " n"] | float]:
-        """Mean and standard deviation of p(s_i | s_{i-1})."""
-        gained = self.information[i] - self.information[i - 1]
-        mean = before + gained * self.basis.coordinates(x_hat).numpy()
-        if self.variance is None:
-            return mean, math.sqrt(gained)
-        return mean, np.sqrt(gained + gained**2 * self.variance[i - 1])
 
-    def _outcome_parameters(self, x_hat: Tensor) -> tuple[Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
-        """Mean and standard deviation of p(x | s_k), a Normal over the bins, in units of their width."""
-        place = ((x_hat - self.bins.low) / self.bins.width).reshape(-1).numpy()
-        std = 1 / (math.sqrt(self.model.method.recon_precision) * self.bins.width)
-        return place, np.full_like(place, std)
+class _GridNormal:
+    """A Normal on the multiples of `spacing`: its rounded mean, and the rest of it and its deviation in grid points."""
+
+    def __init__(self, mean: Coordinates, std: np.ndarray | float, spacing: float, reach: int) -> None:
+        self.center = np.rint(mean / spacing)
+        self.rest = (mean / spacing - self.center).reshape(-1)
+        std = np.sqrt(np.square(std / spacing) - 1 / 12)  # rounding adds 1/12
+        self.std = np.ascontiguousarray(np.broadcast_to(std, mean.shape)).reshape(-1)
+        self.reach, self.normal = reach, _models().QuantizedGaussian(-reach, reach)
+
+    def pop(self, coder: Any) -> Places:
+        offset = coder.decode(self.normal, self.rest, self.std).reshape(self.center.shape)
+        return self.center.astype(np.int64) + offset
+
+    def push(self, coder: Any, place: Places) -> None:
+        offset = place - self.center.astype(np.int64)
+        if np.abs(offset).max(initial=0) > self.reach:
+            raise UsageError(
+                "a latent lies too far from its prediction to be coded: the steps are too large for predictions this "
+                "poor. Use more steps, or a trained model."
+            )
+        coder.encode_reverse(offset.astype(np.int32).reshape(-1), self.normal, self.rest, self.std)
 
 
-# ---- Entropy coding --------------------------------------------------------------------------------------------------
-
-
-def _coder(words: np.ndarray | None = None) -> Any:
-    """A stack of bits: asymmetric numeral systems, from the package constriction."""
+def _coder(*words: np.ndarray) -> Any:
     with extra("codec", "compression"):
         import constriction
-    stack = constriction.stream.stack.AnsCoder
-    return stack() if words is None else stack(words)
+    return constriction.stream.stack.AnsCoder(*words)
 
 
-def _uniform(bins: Bins) -> Any:
+def _models() -> Any:
     import constriction
 
-    return constriction.stream.model.Uniform(bins.count)
-
-
-def _outcomes(bins: Bins) -> Any:
-    import constriction
-
-    return constriction.stream.model.QuantizedGaussian(0, bins.count - 1)
-
-
-def _near(
-    mean: np.ndarray, std: np.ndarray | float, spacing: float, reach: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any]:
-    """A Normal on a grid: its rounded mean, and the remainder of the mean and the standard deviation in grid points."""
-    import constriction
-
-    center = np.rint(mean / spacing)
-    rest = mean / spacing - center
-    scaled = np.broadcast_to(np.sqrt(np.square(std / spacing) - 1 / 12), mean.shape)  # rounding adds 1/12
-    return center, rest.reshape(-1), scaled.reshape(-1), constriction.stream.model.QuantizedGaussian(-reach, reach)
-
-
-def _pop(
-    coder: Any, mean: np.ndarray, std: np.ndarray | float, spacing: float, reach: int
-) -> Int64[np.ndarray, "batch n"]:
-    center, rest, scaled, normal = _near(mean, std, spacing, reach)
-    offset = coder.decode(normal, rest, np.ascontiguousarray(scaled)).reshape(mean.shape)
-    return center.astype(np.int64) + offset
-
-
-def _push(
-    coder: Any,
-    place: Int64[np.ndarray, "batch n"],
-    mean: np.ndarray,
-    std: np.ndarray | float,
-    spacing: float,
-    reach: int,
-) -> None:
-    center, rest, scaled, normal = _near(mean, std, spacing, reach)
-    offset = place - center.astype(np.int64)
-    if np.abs(offset).max(initial=0) > reach:
-        raise UsageError(
-            "a latent lies too far from its prediction to be coded: the steps are too large for predictions this poor. "
-            "Use more steps, or a trained model."
-        )
-    coder.encode_reverse(offset.astype(np.int32).reshape(-1), normal, rest, np.ascontiguousarray(scaled))
+    return constriction.stream.model
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from jaxtyping import Integer
 from bsi.errors import DataError, UsageError
 from bsi.model import Model
 from bsi.values import Bins
-from bsi.variance import OrthonormalBasis, Variance, dct_basis, frequency_bands, one_group, pixel_basis
+from bsi.variance import Variance, cosine_basis, frequency_bands, pixel_basis
 
 MAGIC = b"BSI\x01"
 HASH_BYTES = 32
@@ -61,10 +61,10 @@ class Header:
 
     def check(self, model: Model, bins: Bins, bits: int) -> None:
         """Raise if the file belongs to another model, or if these counts do not fit a stack of `bits`."""
-        if self.model != model_hash(model):
+        if self.model != (ours := model_hash(model)):
             raise UsageError(
                 f"the file was compressed with another model: its hash is {self.model!s:.12}, this model's is "
-                f"{model_hash(model):.12}. Pass the model that compressed it."
+                f"{ours:.12}. Pass the model that compressed it."
             )
         fits = (
             self.shape == list(model.shape)
@@ -78,6 +78,17 @@ class Header:
         )
         if not fits:
             raise DataError("the header of the compressed file contradicts itself: `bsi compress` did not write it.")
+
+    def check_predictions(self, model: Model, probe: str) -> None:
+        """Raise, before decoding, if predictions on this machine differ from the encoder's."""
+        if self.probe == probe:
+            return
+        pairs = {name: (self.machine.get(name), here) for name, here in machine(model).items()}
+        differ = [f"{name}: {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]
+        raise UsageError(
+            f"this machine computes other predictions than the one that made the file "
+            f"({'; '.join(differ) or 'with the same settings'}). Decode it on a machine of the same type."
+        )
 
 
 def pack(header: Header, words: bytes) -> bytes:
@@ -111,18 +122,6 @@ def unpack(blob: bytes) -> tuple[Header, bytes]:
     if size > len(body) or len(words) % 4:
         raise DataError("the compressed file is damaged: its sizes do not fit its length.")
     return header, words
-
-
-def check_same_machine(header: Header, model: Model, probe: str) -> None:
-    """Raise, before decoding, if predictions on this machine differ from the encoder's."""
-    if header.probe == probe:
-        return
-    ours, theirs = machine(model), header.machine
-    differ = [f"{name}: {theirs.get(name)} there, {ours[name]} here" for name in ours if ours[name] != theirs.get(name)]
-    raise UsageError(
-        f"this machine computes other predictions than the one that made the file "
-        f"({'; '.join(differ) or 'with the same settings'}). Decode it on a machine of the same type."
-    )
 
 
 def machine(model: Model) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def data_hash(index: Integer[np.ndarray, "samples n"], bins: Bins) -> str:
 
 
 def stored_variance(variance: Variance) -> dict[str, Any]:
-    """A variance in the form stored in the header: its logarithms in steps of LOG_STEP, and the principal colors."""
+    """A variance as it is stored in the header: its logarithms in steps of LOG_STEP, and the principal colors."""
     logs = torch.round(torch.log(variance.values.clamp(min=1e-12)) / LOG_STEP).clamp(-127, 127).to(torch.int8)
     matrices = variance.basis.matrices
     dct = any(matrix is not None for matrix in matrices)
@@ -170,9 +169,8 @@ def stored_variance(variance: Variance) -> dict[str, Any]:
             "fit into a file."
         )
     colors = matrices[0] if dct else None
-    groups = len(variance.values[0])
     return {
-        "kind": "dct" if dct else "level" if groups == 1 else "pixels",
+        "kind": "dct" if dct else "level" if logs.shape[1] == 1 else "pixels",
         "colors": None if colors is None else colors.tolist(),
         "knots": len(logs),
         "logs": base64.b64encode(logs.numpy().tobytes()).decode(),
@@ -185,13 +183,12 @@ def read_variance(stored: dict[str, Any], model: Model) -> Variance:
     try:
         logs = np.frombuffer(base64.b64decode(stored["logs"], validate=True), dtype=np.int8)
         values = torch.exp(LOG_STEP * torch.from_numpy(logs.copy()).double()).reshape(stored["knots"], -1)
+        basis, groups = pixel_basis(shape), torch.zeros(n, dtype=torch.long)
         if stored["kind"] == "dct":
-            blank = dct_basis(torch.zeros(2, *shape))
             colors = torch.tensor(stored["colors"], dtype=torch.float64)
-            basis, groups = OrthonormalBasis(shape, (colors, *blank.matrices[1:])), frequency_bands(shape)
-        else:
-            basis = pixel_basis(shape)
-            groups = one_group(n) if stored["kind"] == "level" else torch.arange(n)
+            basis, groups = cosine_basis(shape, colors), frequency_bands(shape)
+        elif stored["kind"] == "pixels":
+            groups = torch.arange(n)
         if len(values[0]) != int(groups.max()) + 1 or len(values) < 2:
             raise ValueError(f"{tuple(values.shape)} variances for {n} dimensions")
     except (ValueError, KeyError, TypeError, RuntimeError) as error:

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Num, Shaped
@@ -135,9 +134,12 @@ def measured(
             f"show whether a Jacobian is a covariance: got precision={precision}, iterations={iterations}"
         )
 
-    @_differentiating
     def predictor(latent: Data, level: PerSample) -> Data:
-        latent, level = _informed(method, latent, level)
+        # derivatives are needed, also under the caller's no_grad or inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            return corrected(*_informed(method, latent.clone(), level.clone()))
+
+    def corrected(latent: Data, level: PerSample) -> Data:
         encoder = method.encoder(level)
         scale = over(encoder.noise.square() / encoder.signal, latent)
         with torch.enable_grad():
@@ -158,10 +160,10 @@ def measured(
         guess = x_hat.detach()
         if not bool(torch.isfinite(guess).all()):
             raise NonFinite("the network's predictions are not finite")
-        known = _Krylov(spread, operator, precision, y - operator(guess), iterations).solve()
-        scaled = over(_variance(known.rest, transposed(known.rest)[0], precision), latent)
-        plain = _Krylov(lambda u: scaled * transposed(u)[0], operator, precision, known.rest, iterations).solve()
-        return guess + known.correction + plain.correction
+        correction, rest = _solve(spread, operator, precision, y - operator(guess), iterations)
+        scaled = over(_variance(rest, transposed(rest)[0], precision), latent)
+        unexplained, _ = _solve(lambda u: scaled * transposed(u)[0], operator, precision, rest, iterations)
+        return guess + correction + unexplained
 
     return predictor
 
@@ -208,16 +210,6 @@ def _check_values(y: Given) -> None:
         raise DataError("a measurement holds NaN or infinity: repair it, or leave that part out with a mask")
 
 
-def _differentiating(predictor: Predictor) -> Predictor:
-    """Wrap a predictor that computes derivatives, so that it can be called under no_grad or inference mode."""
-
-    def called(latent: Data, level: PerSample) -> Data:
-        with torch.inference_mode(False), torch.no_grad():
-            return predictor(latent.clone(), level.clone())
-
-    return called
-
-
 def _informed(method: Method, latent: Data, level: PerSample) -> tuple[Data, PerSample]:
     """Move latents with little or no information to sigma = 80, since V is 0 / 0 where d x_hat / d psi is 0.
 
@@ -230,55 +222,44 @@ def _informed(method: Method, latent: Data, level: PerSample) -> tuple[Data, Per
     return over(factor, latent) * latent, later
 
 
-@dataclass(frozen=True)
-class _Solved:
-    """The correction V A^T u, and the residual r - (A V A^T + 1 / a) u."""
-
-    correction: Data
-    rest: Measured
-
-
-class _Krylov:
-    """(A V A^T + 1 / a)^-1 r for each sample, in the space of r, M r, M^2 r, ... with M = A V A^T.
+def _solve(
+    spread: Callable[[Measured], Data],
+    operator: Callable[[Data], Measured],
+    precision: float,
+    residual: Measured,
+    iterations: int,
+) -> tuple[Data, Measured]:
+    """u = (A V A^T + 1 / a)^-1 r for each sample, in the Krylov space of r, M r, M^2 r, ... with M = A V A^T.
 
     `spread(u)` is V A^T u. Once M r lies in the space already, further directions are 0.
+
+    Returns:
+        The correction V A^T u, and what remains of the residual, r - (M + 1 / a) u.
     """
+    r, noise = residual.flatten(1), 1 / precision
+    tiny = torch.finfo(r.dtype).eps ** 0.5
+    directions, spreads, images = [_unit(r)], list[Data](), list[Tensor]()
+    for _ in range(iterations):
+        spreads.append(spread(directions[-1].view_as(residual)))
+        images.append(operator(spreads[-1]).flatten(1))
+        known, rest = torch.stack(directions, dim=1), images[-1]
+        for _ in range(2):  # a second pass removes rounding errors of the first
+            rest = rest - torch.einsum("bk,bkm->bm", torch.einsum("bkm,bm->bk", known, rest), known)
+        more = rest.norm(dim=1) > tiny * images[-1].norm(dim=1)
+        directions.append(torch.where(more[:, None], _unit(rest), 0.0))
+    basis, products = torch.stack(directions[:-1], dim=1), torch.stack(images, dim=1)
 
-    def __init__(
-        self,
-        spread: Callable[[Measured], Data],
-        operator: Callable[[Data], Measured],
-        precision: float,
-        r: Measured,
-        iterations: int,
-    ) -> None:
-        self.r, self.tiny = r.flatten(1), torch.finfo(r.dtype).eps ** 0.5
-        basis, spreads, products = [_unit(self.r)], [], []
-        for _ in range(iterations):
-            q = basis[-1]
-            spreads.append(spread(q.view_as(r)))
-            products.append(operator(spreads[-1]).flatten(1))
-            known, rest = torch.stack(basis, dim=1), products[-1]
-            for _ in range(2):  # a second pass removes rounding errors of the first
-                rest = rest - torch.einsum("bk,bkm->bm", torch.einsum("bkm,bm->bk", known, rest), known)
-            more = rest.norm(dim=1) > self.tiny * products[-1].norm(dim=1)
-            basis.append(torch.where(more[:, None], _unit(rest), 0.0))
-        self.basis, self.spreads = torch.stack(basis[:-1], dim=1), torch.stack(spreads, dim=1)
-        self.products, self.shape, self.noise = torch.stack(products, dim=1), r.shape, 1 / precision
-
-    def solve(self) -> _Solved:
-        projected = torch.einsum("bkm,blm->bkl", self.basis, self.products)
-        k, error = projected.shape[-1], 0.5 * (projected - projected.mT)
-        # independent errors of this variance in the entries change the symmetric part by sqrt(2 k variance) in norm
-        variance = 2 * error.square().sum((1, 2)) / max(1, k * (k - 1))
-        values, vectors = torch.linalg.eigh(projected - error)
-        positive = values > self.tiny * values[:, -1:].clamp(min=0)
-        theta = values + self.noise
-        inverse = torch.where(positive, theta / (theta.square() + 2 * k * variance[:, None]), 0.0)
-        along = torch.einsum("bkl,bkm,bm->bl", vectors, self.basis, self.r)
-        u = torch.einsum("bkl,bl->bk", vectors, inverse * along)
-        rest = self.r - torch.einsum("bk,bkm->bm", u, self.products + self.noise * self.basis)
-        return _Solved(torch.einsum("bk,bk...->b...", u, self.spreads), rest.view(self.shape))
+    projected = torch.einsum("bkm,blm->bkl", basis, products)
+    k, error = iterations, 0.5 * (projected - projected.mT)
+    # independent errors of this variance in the entries change the symmetric part by sqrt(2 k variance) in norm
+    variance = 2 * error.square().sum((1, 2)) / max(1, k * (k - 1))
+    values, vectors = torch.linalg.eigh(projected - error)
+    positive = values > tiny * values[:, -1:].clamp(min=0)
+    theta = values + noise
+    inverse = torch.where(positive, theta / (theta.square() + 2 * k * variance[:, None]), 0.0)
+    u = torch.einsum("bkl,bl->bk", vectors, inverse * torch.einsum("bkl,bkm,bm->bl", vectors, basis, r))
+    rest = r - torch.einsum("bk,bkm->bm", u, products + noise * basis)
+    return torch.einsum("bk,bk...->b...", u, torch.stack(spreads, dim=1)), rest.view(residual.shape)
 
 
 def _variance(rest: Measured, back: Data, precision: float) -> PerSample:

@@ -20,17 +20,18 @@ denoisers, whose expected error is known in closed form and whose error is corre
   histogram for each context, an interval of the value that the sample's other values predict. The context is computed
   from x, which no denoiser could do; a control variate may, because given x only eps is random.
 
-The coefficients are a weighted regression on a pilot: evaluations that never enter the estimate, so that the estimate
-stays unbiased. The prior of the coefficients is a random walk over the knots.
+For the bundled digits network the variance of L_M is 6 times smaller than with the log-uniform proposal alone; without
+`Valuewise` 3 times, without any reference 1.4 times.
 
-The proposal of least variance is p*(u) ~ sqrt(E (g - C)^2).
+The coefficients are a weighted regression on a pilot: evaluations that never enter the estimate, so that the estimate
+stays unbiased. The prior of the coefficients is a random walk over the knots. The proposal of least variance is
+p*(u) ~ sqrt(E (g - C)^2).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -50,6 +51,10 @@ SWEEPS = 2  # passes of the regression, each weighted by the residual variances 
 SMOOTHING = 2  # knots on either side over which residual variances are averaged
 FLOOR = 0.1  # the proposal's density is at least this fraction of its mean, even without pilot evaluations nearby
 
+Data = Float[Tensor, "batch *data"]
+Knots = Float64[Tensor, " knots"]
+PerSample = Float64[Tensor, " batch"]
+
 
 def knots(levels: LogUniform, count: int = KNOTS) -> Float64[Tensor, " {count}"]:
     """Knots that are equally spaced in u = ln(level)."""
@@ -61,44 +66,25 @@ class Interpolation:
     """Linear interpolation between knots: the knot to the left of each u, and how far u lies towards the next."""
 
     left: Int[Tensor, " batch"]
-    fraction: Float64[Tensor, " batch"]
+    fraction: PerSample
 
     @classmethod
-    def of(cls, at: Float64[Tensor, " knots"], u: Float64[Tensor, " batch"]) -> Interpolation:
+    def of(cls, at: Knots, u: PerSample) -> Interpolation:
         left = (torch.searchsorted(at, u.contiguous(), right=True) - 1).clamp(0, len(at) - 2)
         return cls(left, ((u - at[left]) / (at[left + 1] - at[left])).clamp(0, 1))
 
-    @property
-    def both(self) -> Int[Tensor, "batch 2"]:
-        """The knots to the left and to the right."""
-        return torch.stack([self.left, self.left + 1], 1)
-
-    def at(self, value: Float64[Tensor, " knots"]) -> Float64[Tensor, " batch"]:
+    def at(self, value: Knots) -> PerSample:
         """Values at the knots, interpolated."""
         return value[self.left] * (1 - self.fraction) + value[self.left + 1] * self.fraction
 
-    def scatter(self, value: Float64[Tensor, " batch"], count: int) -> Float64[Tensor, " knots"]:
+    def scatter(self, value: PerSample, count: int) -> Knots:
         """The adjoint of `at`: each value is distributed to its two knots and summed there."""
         sums = value.new_zeros(count).index_add(0, self.left, value * (1 - self.fraction))
         return sums.index_add(0, self.left + 1, value * self.fraction)
 
 
-# Reference denoisers
-
-
-@runtime_checkable
-class Reference(Protocol):
-    """A denoiser at each knot, described by the integrand g that its error would give."""
-
-    def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
-        """E_eps g for each sample and knot."""
-        ...
-
-    def deviations(
-        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
-    ) -> Float64[Tensor, "batch 2"]:
-        """g - E_eps g at the knots left and left + 1."""
-        ...
+# Reference denoisers. `expected(x)` is E_eps g at each knot for the error that the reference makes, and
+# `deviations(x, eps, left)` is g - E_eps g at the knots left and left + 1.
 
 
 @dataclass(frozen=True)
@@ -108,11 +94,11 @@ class Wiener:
     mean: Float64[Tensor, "*data"]
     axes: tuple[Float64[Tensor, "_ _"], ...]
     variance: Float64[Tensor, " n"]
-    rho: Float64[Tensor, " knots"]
-    half_level: Float64[Tensor, " knots"]
+    rho: Knots
+    half_level: Knots
 
     @classmethod
-    def fit(cls, method: Method, levels: Float64[Tensor, " knots"], x: Float[Tensor, "batch *data"]) -> Wiener:
+    def fit(cls, method: Method, levels: Knots, x: Data) -> Wiener:
         mean = x.double().mean(0)
         offset = x.double() - mean
         axes = tuple(torch.linalg.eigh(_covariance(offset, axis))[1] for axis in range(1, x.ndim))
@@ -123,19 +109,17 @@ class Wiener:
         rho = torch.where(nothing, 0.0, encoder.signal / torch.where(nothing, 1.0, encoder.noise))
         return cls(mean, axes, variance, rho, 0.5 * levels)
 
-    def coordinates(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch n"]:
+    def coordinates(self, x: Data) -> Float64[Tensor, "batch n"]:
         """z: x less its mean, along the axes."""
         return _rotate(x.double() - self.mean, self.axes)
 
-    def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
+    def expected(self, x: Data) -> Float64[Tensor, "batch knots"]:
         z = self.coordinates(x)
         rho, v = self.rho, self.variance[:, None]
         known = 1 / (1 + rho.square() * v)
         return self.half_level * (z.square() @ known.square() + (rho * v * known).square().sum(0))
 
-    def deviations(
-        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
-    ) -> Float64[Tensor, "batch 2"]:
+    def deviations(self, x: Data, eps: Data, left: Int[Tensor, " batch"]) -> Float64[Tensor, "batch 2"]:
         z, e = self.coordinates(x), _rotate(eps.double(), self.axes)
         found = []
         for knot in (left, left + 1):
@@ -145,6 +129,17 @@ class Wiener:
             error = gain.square() * (e.square() - 1) - 2 * gain * known * z * e
             found.append(self.half_level[knot] * error.sum(1))
         return torch.stack(found, 1)
+
+    def from_others(self, x: Data, rounding: float) -> Float64[Tensor, "batch *data"]:
+        """E [x_i | the other values] for each value, under this Gaussian plus a variance of `rounding`.
+
+        With the precision P = A diag(1 / v) A^T it is x_i - (P (x - mean))_i / P_ii, which does not depend on x_i.
+        """
+        precision = 1 / (self.variance + rounding)
+        gained = _rotate((self.coordinates(x) * precision).view_as(x), self.axes, side=1)
+        squares = tuple(axis.square() for axis in self.axes)
+        diagonal = _rotate(precision.view(1, *x.shape[1:]), squares, side=1)
+        return x.double() - (gained / diagonal).view_as(x)
 
 
 def _covariance(offset: Float64[Tensor, "batch *data"], axis: int) -> Float64[Tensor, "d d"]:
@@ -160,20 +155,6 @@ def _rotate(x: Float64[Tensor, "batch *data"], axes: tuple[Tensor, ...], side: i
     return x.flatten(1)
 
 
-def predicted_by_others(
-    wiener: Wiener, rounding: float, x: Float[Tensor, "batch *data"]
-) -> Float64[Tensor, "batch *data"]:
-    """E [x_i | the other values] for each value, under the Gaussian of `wiener` plus a variance of `rounding`.
-
-    With the precision P = A diag(1 / v) A^T this is x_i - (P (x - mean))_i / P_ii, which does not depend on x_i.
-    """
-    precision = 1 / (wiener.variance + rounding)
-    gained = _rotate((wiener.coordinates(x) * precision).view_as(x), wiener.axes, side=1)
-    squares = tuple(axis.square() for axis in wiener.axes)
-    diagonal = _rotate(precision.view(1, *x.shape[1:]), squares, side=1)
-    return x.double() - (gained / diagonal).view_as(x)
-
-
 @dataclass(frozen=True)
 class Valuewise:
     """The posterior mean of each value in its context, as tables of its squared error over (knot, kind, cell of eps).
@@ -187,7 +168,7 @@ class Valuewise:
     mean: Float64[Tensor, "knots kinds"]
 
     @classmethod
-    def fit(cls, wiener: Wiener, x: Float[Tensor, "batch *data"], bins: Bins) -> Valuewise:
+    def fit(cls, wiener: Wiener, x: Data, bins: Bins) -> Valuewise:
         """For data like x, at the knots of `wiener`."""
         centers = bins.values(torch.arange(bins.count, device=x.device), torch.float64)
         counts = torch.bincount(_kinds(wiener, bins, x).flatten(), minlength=CONTEXTS * bins.count)
@@ -209,29 +190,24 @@ class Valuewise:
         mean = table @ torch.diff(below)
         return cls(wiener, bins, table.sub_(mean[..., None]), mean)
 
-    def expected(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots"]:
+    def expected(self, x: Data) -> Float64[Tensor, "batch knots"]:
         kinds = _kinds(self.wiener, self.bins, x)
         counts = self.mean.new_zeros(len(x), self.mean.shape[1])
         counts.scatter_add_(1, kinds, torch.ones_like(kinds, dtype=torch.float64))
         return counts @ self.mean.T
 
-    def deviations(
-        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
-    ) -> Float64[Tensor, "batch 2"]:
+    def deviations(self, x: Data, eps: Data, left: Int[Tensor, " batch"]) -> Float64[Tensor, "batch 2"]:
         kinds = _kinds(self.wiener, self.bins, x)
         cells = self.deviation.shape[-1]
         cell = (torch.floor((eps.double().flatten(1) + REACH) / CELL) + 1).clamp(0, cells - 1).long()
         return torch.stack([self.deviation[knot[:, None], kinds, cell].sum(1) for knot in (left, left + 1)], 1)
 
 
-def _kinds(wiener: Wiener, bins: Bins, x: Float[Tensor, "batch *data"]) -> Int[Tensor, "batch n"]:
+def _kinds(wiener: Wiener, bins: Bins, x: Data) -> Int[Tensor, "batch n"]:
     """Context and bin of each value, as one number."""
-    others = predicted_by_others(wiener, bins.width**2 / 12, x)  # the variance of a uniform value within a bin
+    others = wiener.from_others(x, bins.width**2 / 12)  # the variance of a uniform value within a bin
     context = Bins(bins.low, bins.high, CONTEXTS).indices(others).long()
     return (bins.indices(x).long() + bins.count * context).flatten(1)
-
-
-# The basis
 
 
 @dataclass(frozen=True)
@@ -242,84 +218,40 @@ class Basis:
     data. Noisy functions are the references' deviations.
     """
 
-    knots: Float64[Tensor, " knots"]
-    references: tuple[Reference, ...]
+    knots: Knots
+    references: tuple[Wiener | Valuewise, ...]
     center: Float64[Tensor, "knots references"]
 
     @classmethod
-    def fit(cls, method: Method, x: Float[Tensor, "batch *data"], kind: DataKind) -> Basis:
+    def fit(cls, method: Method, x: Data, kind: DataKind) -> Basis:
         """For data like x."""
         at = knots(method.levels).to(x.device)
         wiener = Wiener.fit(method, torch.exp(at), x)
-        references: tuple[Reference, ...] = (wiener,)
+        references: tuple[Wiener | Valuewise, ...] = (wiener,)
         if isinstance(kind, Bins) and kind.count <= MAX_BINS:
             references += (Valuewise.fit(wiener, x, kind),)
         return cls(at, references, torch.stack([reference.expected(x).mean(0) for reference in references], 1))
 
     @property
-    def num_steady(self) -> int:
-        return 1 + len(self.references)
-
-    @property
-    def num_functions(self) -> int:
+    def count(self) -> int:
+        """The number of functions."""
         return 1 + 2 * len(self.references)
 
-    def steady(self, x: Float[Tensor, "batch *data"]) -> Float64[Tensor, "batch knots steady"]:
+    def steady(self, x: Data) -> Float64[Tensor, "batch knots steady"]:
         expected = torch.stack([reference.expected(x) for reference in self.references], 2)
         return torch.cat([torch.ones_like(expected[..., :1]), expected - self.center], 2)
 
-    def noisy(
-        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"], left: Int[Tensor, " batch"]
-    ) -> Float64[Tensor, "batch 2 noisy"]:
-        """At the knots left and left + 1."""
-        return torch.stack([reference.deviations(x, eps, left) for reference in self.references], 2)
+    def values(
+        self, steady: Float64[Tensor, "batch knots steady"], x: Data, eps: Data, u: PerSample
+    ) -> Float64[Tensor, "batch 2 functions"]:
+        """All functions at the knots to the left and to the right of u, the steady ones first.
 
-
-# The regression
-
-
-@dataclass(frozen=True)
-class Observations:
-    """Evaluations of g at u, and the basis functions at the knots to the left and to the right of u.
-
-    One row for each: u, g, then the 2 x (steady, noisy) functions. Ranks exchange rows by summing tables that are 0
-    outside their own rows.
-    """
-
-    rows: Float64[Tensor, "batch columns"]
-
-    @classmethod
-    def of(
-        cls,
-        basis: Basis,
-        steady: Float64[Tensor, "batch knots steady"],
-        x: Float[Tensor, "batch *data"],
-        eps: Float[Tensor, "batch *data"],
-        u: Float64[Tensor, " batch"],
-        g: Float64[Tensor, " batch"],
-    ) -> Observations:
-        """`steady` is `basis.steady(x)`, which all evaluations of x share."""
-        between = Interpolation.of(basis.knots, u)
+        `steady` is `steady(x)`, which all evaluations of x share.
+        """
+        left = Interpolation.of(self.knots, u).left
         rows = torch.arange(len(u), device=u.device)[:, None]
-        values = torch.cat([steady[rows, between.both], basis.noisy(x, eps, between.left)], 2)
-        return cls(torch.cat([u[:, None], g[:, None], values.flatten(1)], 1))
-
-    @staticmethod
-    def table(basis: Basis, samples: int, draws: int) -> Float64[Tensor, "samples draws columns"]:
-        columns = 2 + 2 * basis.num_functions
-        return torch.zeros(samples, draws, columns, dtype=torch.float64, device=basis.knots.device)
-
-    @property
-    def u(self) -> Float64[Tensor, " batch"]:
-        return self.rows[:, 0].contiguous()
-
-    @property
-    def g(self) -> Float64[Tensor, " batch"]:
-        return self.rows[:, 1].contiguous()
-
-    @property
-    def values(self) -> Float64[Tensor, "batch 2 functions"]:
-        return self.rows[:, 2:].unflatten(1, (2, -1))
+        noisy = torch.stack([reference.deviations(x, eps, left) for reference in self.references], 2)
+        return torch.cat([steady[rows, torch.stack([left, left + 1], 1)], noisy], 2)
 
 
 @dataclass(frozen=True)
@@ -329,66 +261,57 @@ class Control:
     basis: Basis
     coefficients: Float64[Tensor, "knots functions"]
 
-    def known(
-        self, steady: Float64[Tensor, "batch knots steady"], hats: Float64[Tensor, " knots"]
-    ) -> Float64[Tensor, " batch"]:
+    def known(self, steady: Float64[Tensor, "batch knots steady"], hats: Knots) -> PerSample:
         """The integral of E C for each sample, from the integrals of the hat functions at the knots."""
-        return (steady * self.coefficients[:, : self.basis.num_steady]).sum(2) @ hats
+        return (steady * self.coefficients[:, : steady.shape[2]]).sum(2) @ hats
 
-    def predict(self, seen: Observations) -> Float64[Tensor, " batch"]:
-        """C for each observation."""
-        between = Interpolation.of(self.basis.knots, seen.u)
-        value = (seen.values * self.coefficients[between.both]).sum(2)
-        return value[:, 0] * (1 - between.fraction) + value[:, 1] * between.fraction
+    def predict(self, u: PerSample, values: Float64[Tensor, "batch 2 functions"]) -> PerSample:
+        """C at each u, from the functions at the knots on both sides."""
+        between = Interpolation.of(self.basis.knots, u)
+        left, right = ((values[:, side] * self.coefficients[between.left + side]).sum(1) for side in (0, 1))
+        return left * (1 - between.fraction) + right * between.fraction
 
 
-def _smoothed(
-    at: Float64[Tensor, " knots"], u: Float64[Tensor, " batch"], value: Float64[Tensor, " batch"], reach: int = 0
-) -> Float64[Tensor, " knots"]:
+def fit_control(basis: Basis, u: PerSample, g: PerSample, values: Float64[Tensor, "batch 2 functions"]) -> Control:
+    """Weighted least squares with the prior N(0, KNOT_STEP^2) on differences between coefficients of neighboring knots.
+
+    The weights are the inverse residual variances of the previous pass.
+    """
+    at, count, functions = basis.knots, len(basis.knots), basis.count
+    between = Interpolation.of(at, u)
+    curve = _smoothed(at, u, g)
+    # Units in which coefficients are of order 1: the average integrand for the constant, 1 for references.
+    units = torch.ones(count, functions, dtype=torch.float64, device=at.device)
+    units[:, 0] = curve
+    design = g.new_zeros(len(g), count, functions)
+    rows = torch.arange(len(design), device=at.device)
+    for side, share in ((0, 1 - between.fraction), (1, between.fraction)):
+        knot = between.left + side
+        design[rows, knot] = share[:, None] * units[knot] * values[:, side]
+    flat = design.flatten(1)
+    eye = torch.eye(count * functions, dtype=torch.float64, device=at.device)
+    steps = torch.diff(torch.eye(count, dtype=torch.float64, device=at.device), dim=0)
+    prior = torch.kron(steps.T @ steps / KNOT_STEP**2, eye[:functions, :functions]) + 1e-3 * eye
+    smallest = 1e-12 * float(g.square().mean()) + 1e-30  # a reference may be exact up to rounding
+    residual = g - between.at(curve)
+    for _ in range(SWEEPS):
+        weight = 1 / (between.at(_smoothed(at, u, residual.square(), SMOOTHING)) + smallest)
+        found = torch.linalg.solve(flat.T @ (weight[:, None] * flat) + prior, flat.T @ (weight * g))
+        residual = g - flat @ found
+    return Control(basis, found.view(count, functions) * units)
+
+
+def fit_proposal(levels: LogUniform, at: Knots, u: PerSample, residual: PerSample) -> Fitted:
+    """p* ~ sqrt(E residual^2), with a floor."""
+    density = torch.sqrt(_smoothed(at, u, residual.square(), SMOOTHING))
+    density = density + FLOOR * density.mean() + 1e-30
+    return Fitted(levels.low, levels.high, tuple(density.tolist()))
+
+
+def _smoothed(at: Knots, u: PerSample, value: PerSample, reach: int = 0) -> Knots:
     """The average of the values around each knot, over `reach` knots on either side."""
     between = Interpolation.of(at, u)
     sums = torch.stack([between.scatter(value, len(at)), between.scatter(torch.ones_like(value), len(at))])
     for _ in range(reach):
         sums = 2 * sums + torch.nn.functional.pad(sums[:, 1:], (0, 1)) + torch.nn.functional.pad(sums[:, :-1], (1, 0))
     return sums[0] / sums[1]
-
-
-def fit_control(basis: Basis, seen: Observations) -> Control:
-    """Weighted least squares with the prior N(0, KNOT_STEP^2) on differences between coefficients of neighboring knots.
-
-    The weights are the inverse residual variances of the previous pass.
-    """
-    at, count, functions = basis.knots, len(basis.knots), basis.num_functions
-    between = Interpolation.of(at, seen.u)
-    curve = _smoothed(at, seen.u, seen.g)
-    # Units in which coefficients are of order 1: the average integrand for the constant, 1 for references.
-    units = torch.ones(count, functions, dtype=torch.float64, device=at.device)
-    units[:, 0] = curve
-    design = seen.g.new_zeros(len(seen.g), count, functions)
-    rows = torch.arange(len(design), device=at.device)
-    for side, share in ((0, 1 - between.fraction), (1, between.fraction)):
-        knot = between.left + side
-        design[rows, knot] = share[:, None] * units[knot] * seen.values[:, side]
-    flat = design.flatten(1)
-    eye = torch.eye(count * functions, dtype=torch.float64, device=at.device)
-    steps = torch.diff(torch.eye(count, dtype=torch.float64, device=at.device), dim=0)
-    prior = torch.kron(steps.T @ steps / KNOT_STEP**2, eye[:functions, :functions]) + 1e-3 * eye
-    smallest = 1e-12 * float(seen.g.square().mean()) + 1e-30  # a reference may be exact up to rounding
-    residual = seen.g - between.at(curve)
-    for _ in range(SWEEPS):
-        weight = 1 / (between.at(_smoothed(at, seen.u, residual.square(), SMOOTHING)) + smallest)
-        found = torch.linalg.solve(flat.T @ (weight[:, None] * flat) + prior, flat.T @ (weight * seen.g))
-        residual = seen.g - flat @ found
-    return Control(basis, found.view(count, functions) * units)
-
-
-def fit_proposal(
-    levels: LogUniform,
-    at: Float64[Tensor, " knots"],
-    u: Float64[Tensor, " batch"],
-    residual: Float64[Tensor, " batch"],
-) -> Fitted:
-    """p* ~ sqrt(E residual^2), with a floor."""
-    density = torch.sqrt(_smoothed(at, u, residual.square(), SMOOTHING))
-    density = density + FLOOR * density.mean() + 1e-30
-    return Fitted(levels.low, levels.high, tuple(density.tolist()))

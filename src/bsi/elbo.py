@@ -73,12 +73,7 @@ def _squared_error(method: Method, predict: Predictor, x: Data, level: PerSample
 
 
 def measurement_loss(
-    method: Method,
-    predict: Predictor,
-    x: Data,
-    t: PerSample,
-    eps: Data,
-    proposal: Proposal | None = None,
+    method: Method, predict: Predictor, x: Data, t: PerSample, eps: Data, proposal: Proposal | None = None
 ) -> PerSample:
     """Corollary "Importance Sampling": an estimate of L_M^inf at level = F^-1(t), F the proposal's CDF."""
     proposal = method.levels if proposal is None else proposal
@@ -242,6 +237,13 @@ class Elbo:
     Prints as `1.7938 bits/dim ± 0.0207 (Monte Carlo) ± 0.0163 (data set of 299)`, and continuous data in nats. A format
     applies to `bits_per_dim`, which is also `float(elbo)`. The difference of two from common random numbers,
     `a - b`, is an `Elbo` too.
+
+    Args:
+        n: Dimensions, or symbols, of a sample.
+        log_determinant: That of the standardization of continuous data, in nats per dimension.
+        element: What the bound is printed per: dim, symbol or char.
+        evaluations: Network evaluations over all samples; `pilot_evaluations` of them fitted the proposal and the
+            control variate.
     """
 
     measurements: Replicates
@@ -249,21 +251,18 @@ class Elbo:
     prior: Float64[Tensor, " samples"]
     n: int
     log_determinant: float = 0.0
-    """Log determinant of the standardization of continuous data, in nats per dimension."""
     binned: bool = True
     element: str = "dim"
-    """What the bound is printed per: dim, symbol or char."""
     estimator: Estimator | None = None
     rounds: int = 1
     evaluations: int = 0
-    """Network evaluations over all samples; `pilot_evaluations` of them fitted the proposal and control variate."""
     pilot_evaluations: int = 0
 
-    @cached_property
+    @property
     def reconstruction(self) -> PerSample:
         return self.reconstructions.mean
 
-    @cached_property
+    @property
     def measurement(self) -> PerSample:
         return self.measurements.mean
 
@@ -313,6 +312,17 @@ class Elbo:
         return float(self.nats.var()) - (self.measurements.noise_between + self.reconstructions.noise_between)
 
     @property
+    def _between_error(self) -> float:
+        """Standard error of `between`, which is an average over the samples."""
+        each = (self.nats - self.nats.mean()).square() - self.sample_variance
+        return float(each.std()) / math.sqrt(len(each))
+
+    @property
+    def data_resolved(self) -> bool:
+        """Whether the samples differ by so much more than their Monte Carlo noise that `data_error` is known."""
+        return len(self.nats) > 1 and self.between >= RESOLVED * self._between_error
+
+    @property
     def data_error(self) -> float:
         """Standard error of `bits_per_dim` because of the choice of samples, without the Monte Carlo part; an upper
         limit unless `data_resolved`.
@@ -322,17 +332,6 @@ class Elbo:
         most = min(max(0.0, self.between) + RESOLVED * self._between_error, float(self.nats.var()))
         variance = self.between if self.data_resolved else most
         return math.sqrt(variance / len(self.nats)) / (self.n * math.log(2))
-
-    @property
-    def data_resolved(self) -> bool:
-        """Whether the samples differ by so much more than their Monte Carlo noise that `data_error` is known."""
-        return len(self.nats) > 1 and self.between >= RESOLVED * self._between_error
-
-    @property
-    def _between_error(self) -> float:
-        """Standard error of `between`, which is an average over the samples."""
-        each = (self.nats - self.nats.mean()).square() - self.sample_variance
-        return float(each.std()) / math.sqrt(len(each))
 
     def __sub__(self, other: Elbo) -> Elbo:
         """The bound of one model less that of another, whose common noise cancels: see `bsi.bound.estimate_pair`."""

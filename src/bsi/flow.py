@@ -109,27 +109,35 @@ def flow_density(
     """ln p(z), z the sample with the last level's noise. `tolerance` bounds each step's error, in nats for ln p."""
     if not 0 < tolerance < 1:
         raise UsageError(f"the tolerance is a small positive number of nats: got {tolerance}")
-    low, high = method.levels.low, method.levels.high
-    first, last = rho_at(method, torch.tensor([low, high], dtype=torch.float64)).tolist()
+    first, last = _ends(method)
     samples = torch.arange(len(z), device=z.device) if samples is None else samples
 
-    def slope(u: PerSample, state: State, which: Int[Tensor, " batch"]) -> State:
+    def slope(u: PerSample, v: Data, which: Int[Tensor, " batch"]) -> tuple[Data, PerSample]:
         # derivatives are needed, also under the caller's no_grad or inference mode
         with torch.inference_mode(False), torch.enable_grad():
-            level, stretch = level_at(method, torch.sinh(u)).clamp(low, high), torch.cosh(u)
-            v = state.v.detach().clone().requires_grad_()
-            x_hat = predict((over(method.encoder(level).noise * stretch, v) * v).to(z.dtype), level)
-            trace = divergence(x_hat, v, which).double()
-        return State(x_hat.detach().double() - over(torch.tanh(u), v) * state.v, trace.detach())
+            point = v.detach().clone().requires_grad_()
+            x_hat = _prediction(method, predict, u, point, z.dtype)
+            trace = divergence(x_hat, point, which).double()
+        return x_hat.detach().double() - over(torch.tanh(u), v) * v, trace.detach()
 
-    size = math.sqrt(1 + last**2)
-    begin = State(last / size * z.double(), torch.zeros(len(z), dtype=torch.float64, device=z.device))
-    end, evaluations = _integrate(slope, begin, math.asinh(last), math.asinh(first), samples, tolerance)
+    begin = last / math.sqrt(1 + last**2) * z.double()
+    v, trace, evaluations = _integrate(slope, begin, math.asinh(last), math.asinh(first), samples, tolerance)
     variance, n = 1 + first**2, z[0].numel()  # variance of w at the first level: 1 except for VDM
-    w = math.sqrt(variance) * end.v
+    w = math.sqrt(variance) * v
     prior = -0.5 * w.square().flatten(1).sum(1) / variance - 0.5 * n * math.log(2 * math.pi * variance)
     # The trace was integrated from the data to the noise, which gives it the sign of this direction: it is added.
-    return Flow(prior + end.trace + n * math.log(last), w, evaluations, n)
+    return Flow(prior + trace + n * math.log(last), w, evaluations, n)
+
+
+def _ends(method: Method) -> list[float]:
+    """rho at the first and the last level."""
+    return rho_at(method, torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)).tolist()
+
+
+def _prediction(method: Method, predict: Predictor, u: PerSample, v: Data, dtype: torch.dtype) -> Data:
+    """x_hat at the point v = w / cosh(u) of the flow, where rho = sinh(u)."""
+    level = level_at(method, torch.sinh(u)).clamp(method.levels.low, method.levels.high)
+    return predict((over(method.encoder(level).noise * torch.cosh(u), v) * v).to(dtype), level)
 
 
 def binned_flow(
@@ -158,11 +166,7 @@ def binned_flow(
 
 def flow_encode(method: Method, predict: Predictor, z: Data, tolerance: float = 1e-4) -> Data:
     """The prior's noise w that the flow maps to z, the sample with the last level's noise."""
-
-    def nothing(x_hat: Data, v: Data, samples: Int[Tensor, " batch"]) -> PerSample:
-        return x_hat.new_zeros(len(x_hat))
-
-    return flow_density(method, predict, z, nothing, tolerance=tolerance).w
+    return flow_density(method, predict, z, lambda x_hat, v, samples: x_hat.new_zeros(len(v)), tolerance=tolerance).w
 
 
 def flow_decode(method: Method, predict: Predictor, w: Data, tolerance: float = 1e-4) -> Data:
@@ -170,23 +174,19 @@ def flow_decode(method: Method, predict: Predictor, w: Data, tolerance: float = 
 
     The flow is integrated over -u, so that it goes downwards as in `flow_density`.
     """
-    low, high = method.levels.low, method.levels.high
-    first, last = rho_at(method, torch.tensor([low, high], dtype=torch.float64)).tolist()
+    first, last = _ends(method)
 
     @torch.no_grad()
-    def slope(minus_u: PerSample, state: State, which: Int[Tensor, " batch"]) -> State:
-        u, v = -minus_u, state.v
-        level, stretch = level_at(method, torch.sinh(u)).clamp(low, high), torch.cosh(u)
-        x_hat = predict((over(method.encoder(level).noise * stretch, v) * v).to(w.dtype), level)
-        return State(over(torch.tanh(u), v) * v - x_hat.double(), torch.zeros_like(u))
+    def slope(minus_u: PerSample, v: Data, which: Int[Tensor, " batch"]) -> tuple[Data, PerSample]:
+        x_hat = _prediction(method, predict, -minus_u, v, w.dtype)
+        return over(torch.tanh(-minus_u), v) * v - x_hat.double(), torch.zeros_like(minus_u)
 
-    samples = torch.arange(len(w), device=w.device)
-    begin = State(w.double() / math.sqrt(1 + first**2), torch.zeros(len(w), dtype=torch.float64, device=w.device))
-    end, _ = _integrate(slope, begin, -math.asinh(first), -math.asinh(last), samples, tolerance)
-    level = torch.full((len(w),), high, dtype=torch.float64, device=w.device)
+    begin, samples = w.double() / math.sqrt(1 + first**2), torch.arange(len(w), device=w.device)
+    v, _, _ = _integrate(slope, begin, -math.asinh(first), -math.asinh(last), samples, tolerance)
+    level = torch.full((len(w),), method.levels.high, dtype=torch.float64, device=w.device)
     noise = method.encoder(level).noise * math.sqrt(1 + last**2)
     with torch.no_grad():
-        return method.decode((over(noise, end.v) * end.v).to(w.dtype), level, predict)
+        return method.decode((over(noise, v) * v).to(w.dtype), level, predict)
 
 
 def arc(a: Data, b: Data, num: int) -> Float[Tensor, "batch num *data"]:
@@ -198,27 +198,6 @@ def arc(a: Data, b: Data, num: int) -> Float[Tensor, "batch num *data"]:
     weights = [torch.sin(t * angle) / torch.sin(angle) for t in (1 - along, along)]
     points = weights[0][..., None] * x[:, None] + weights[1][..., None] * y[:, None]
     return points.to(a.dtype).unflatten(2, a.shape[1:]) if a.ndim > 2 else points.to(a.dtype)
-
-
-@dataclass(frozen=True)
-class State:
-    """A point of the trajectory, or its rate of change: v, and the integral of the trace."""
-
-    v: Data
-    trace: PerSample
-
-    def plus(self, h: PerSample, weights: Sequence[float], slopes: Sequence[State]) -> State:
-        """self + h sum(weight slope)."""
-        terms = list(zip(weights, slopes, strict=True))
-        v = sum((weight * slope.v for weight, slope in terms), torch.zeros_like(self.v))
-        trace = sum((weight * slope.trace for weight, slope in terms), torch.zeros_like(self.trace))
-        return State(self.v + over(h, v) * v, self.trace + h * trace)
-
-    def at(self, rows: Int[Tensor, " rows"]) -> State:
-        return State(self.v[rows], self.trace[rows])
-
-    def put(self, rows: Int[Tensor, " rows"], other: State) -> None:
-        self.v[rows], self.trace[rows] = other.v, other.trace
 
 
 # Dormand and Prince (1980): positions of the stages, their weights of earlier slopes, and fifth minus fourth order.
@@ -235,36 +214,47 @@ _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1
 
 
 def _integrate(
-    slope: Callable[[PerSample, State, Int[Tensor, " batch"]], State],
-    begin: State,
+    slope: Callable[[PerSample, Data, Int[Tensor, " batch"]], tuple[Data, PerSample]],
+    begin: Data,
     start: float,
     stop: float,
     samples: Int[Tensor, " batch"],
     tolerance: float,
-) -> tuple[State, int]:
-    """Integrate from `start` down to `stop`, with adaptive steps for each sample."""
-    state, evaluations = State(begin.v.clone(), begin.trace.clone()), 1
-    u = torch.full_like(state.trace, start)
+) -> tuple[Data, PerSample, int]:
+    """Integrate v and the trace from `start` down to `stop`, with adaptive steps for each sample.
+
+    Returns:
+        Both, and the number of evaluations. A state holds v, flattened, and the trace in its last column.
+    """
+
+    def rates(u: PerSample, state: Float[Tensor, "batch state"], which: Int[Tensor, " batch"]) -> Tensor:
+        v, trace = slope(u, state[:, :-1].reshape(-1, *begin.shape[1:]), which)
+        return torch.cat([v.flatten(1), trace[:, None]], 1)
+
+    def moved(weights: Sequence[float], slopes: Sequence[Tensor]) -> Tensor:
+        return sum((weight * each for weight, each in zip(weights, slopes, strict=True)), torch.zeros_like(slopes[0]))
+
+    state, evaluations = torch.cat([begin.flatten(1), begin.new_zeros(len(begin), 1)], 1), 1
+    u = torch.full_like(state[:, 0], start)
     h = torch.full_like(u, -0.01)
-    rate = slope(u, state, samples)
+    rate = rates(u, state, samples)
     for _ in range(MOST_STEPS):
         rows = (u > stop).nonzero()[:, 0]  # samples that have not arrived
         if not len(rows):
-            return state, evaluations
-        here, place, length = state.at(rows), u[rows], torch.maximum(h[rows], stop - u[rows])
-        slopes, there = [rate.at(rows)], here
+            return state[:, :-1].reshape(begin.shape), state[:, -1], evaluations
+        here, place, length = state[rows], u[rows], torch.maximum(h[rows], stop - u[rows])
+        slopes, there = [rate[rows]], here
         for where, weights in zip(_STAGES, _REACHED, strict=True):
-            there = here.plus(length, weights, slopes)
-            slopes.append(slope(place + where * length, there, samples[rows]))
+            there = here + length[:, None] * moved(weights, slopes)
+            slopes.append(rates(place + where * length, there, samples[rows]))
         evaluations += len(_STAGES)
-        gap = State(torch.zeros_like(here.v), torch.zeros_like(here.trace)).plus(length, _ERROR, slopes)
+        gap = length[:, None] * moved(_ERROR, slopes)
         # in units of the noise: an error of w = cosh(u) v moves ln p by about as much
-        error = torch.maximum(torch.cosh(place) * gap.v.flatten(1).norm(dim=1), gap.trace.abs()) / tolerance
+        error = torch.maximum(torch.cosh(place) * gap[:, :-1].contiguous().norm(dim=1), gap[:, -1].abs()) / tolerance
         if not bool(torch.isfinite(error).all()):
             raise NonFinite("the flow is not finite, because the network's predictions are not")
         good = error <= 1
-        state.put(rows[good], there.at(good.nonzero()[:, 0]))
-        rate.put(rows[good], slopes[-1].at(good.nonzero()[:, 0]))
+        state[rows[good]], rate[rows[good]] = there[good], slopes[-1][good]
         # the last step ends exactly at `stop`, without rounding
         u[rows[good]] = torch.where(length <= stop - place, stop, place + length)[good]
         h[rows] = length * (0.9 * error.clamp(min=1e-9) ** -0.2).clamp(0.2, 5.0)

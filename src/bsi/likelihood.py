@@ -23,6 +23,10 @@ from bsi.errors import UsageError
 from bsi.gaussian import squared_norm, sum_over_data
 from bsi.values import Bins
 
+Data = Float[Tensor, "batch *data"]
+Index = Integer[Tensor, "batch *data"]
+PerSample = Float[Tensor, " batch"]
+
 # Gauss-Legendre nodes and weights on [-1, 1]: ten points integrate exp(-m u - u^2 / 2) over |m u| <= 1/2 to rounding.
 _NODES = (0.14887433898163122, 0.4333953941292472, 0.6794095682990244, 0.8650633666889845, 0.9739065285171717)
 _WEIGHTS = (0.29552422471475287, 0.26926671930999635, 0.21908636251598204, 0.1494513491505806, 0.06667134430868814)
@@ -58,9 +62,7 @@ def _check_decoder(x: Tensor, x_hat: Tensor, precision: float) -> None:
         raise UsageError(f"a decoder's precision is positive and finite: got {precision}. The paper uses 2e6.")
 
 
-def discretized_normal(
-    bins: Bins, index: Integer[Tensor, "batch *data"], x_hat: Float[Tensor, "batch *data"], precision: float
-) -> Float[Tensor, " batch"]:
+def discretized_normal(bins: Bins, index: Index, x_hat: Data, precision: float) -> PerSample:
     """ln N'(x | x_hat, precision), summed over each sample: nats, float64, memory independent of `count`."""
     _check_decoder(index, x_hat, precision)
     scale = math.sqrt(precision)
@@ -73,9 +75,7 @@ def discretized_normal(
     return sum_over_data(log_p)
 
 
-def categorical_normal(
-    bins: Bins, index: Integer[Tensor, "batch *data"], x_hat: Float[Tensor, "batch *data"], precision: float
-) -> Float[Tensor, " batch"]:
+def categorical_normal(bins: Bins, index: Index, x_hat: Data, precision: float) -> PerSample:
     """VDM's published decoder: a softmax over the bins' centers of the Normal's log density, in nats, float64.
 
     Bins further than `reach` from the one nearest to x_hat are below rounding, so the sum runs over a fixed window and
@@ -97,9 +97,7 @@ def categorical_normal(
     return sum_over_data(own - best - torch.log(total))
 
 
-def normal(
-    x: Float[Tensor, "batch *data"], x_hat: Float[Tensor, "batch *data"], precision: float
-) -> Float[Tensor, " batch"]:
+def normal(x: Data, x_hat: Data, precision: float) -> PerSample:
     """ln N(x | x_hat, 1 / precision): the decoder of continuous data, in nats, float64."""
     _check_decoder(x, x_hat, precision)
     n = x[0].numel()

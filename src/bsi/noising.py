@@ -19,14 +19,11 @@ from bsi.errors import UsageError
 from bsi.gaussian import Normal, over
 from bsi.methods.bsi import BSI
 
+Data = Float[Tensor, "batch *data"]
+PerSample = Float[Tensor, " batch"]
 
-def noising(
-    method: BSI,
-    sharp: Float[Tensor, "batch *data"],
-    x: Float[Tensor, "batch *data"],
-    sharp_level: Float[Tensor, " batch"],
-    level: Float[Tensor, " batch"],
-) -> Normal:
+
+def noising(method: BSI, sharp: Data, x: Data, sharp_level: PerSample, level: PerSample) -> Normal:
     """Equation "diffusion BSI forward": the belief mean at `level`, given that at the higher `sharp_level`, and x."""
     alpha, gained = method.gain(level), sharp_level.double() - level.double()
     if bool((alpha < 0).any()) or bool((gained <= 0).any()):

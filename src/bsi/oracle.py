@@ -24,6 +24,9 @@ from bsi.methods.base import Method, Predictor
 from bsi.symbols import SymbolPredictor, evidence
 from bsi.values import Symbols
 
+Data = Float[Tensor, "batch *data"]
+PerComponent = Float[Tensor, "batch components n"]
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -69,27 +72,22 @@ class Mixture:
         variances, axes = torch.linalg.eigh(covariances)
         return cls(weights / weights.sum(), means, variances.clamp(min=0.0), axes)
 
-    def _along(self, offsets: Float[Tensor, "batch components n"]) -> Float[Tensor, "batch components n"]:
+    def _along(self, offsets: PerComponent) -> PerComponent:
         return offsets if self.axes is None else torch.einsum("bcn,cnm->bcm", offsets, self.axes)
 
-    def _back(self, offsets: Float[Tensor, "batch components n"]) -> Float[Tensor, "batch components n"]:
-        return offsets if self.axes is None else torch.einsum("bcm,cnm->bcn", offsets, self.axes)
-
-    def _log_weights(
-        self, offsets: Float[Tensor, "batch components n"], spread: Float[Tensor, "batch components n"]
-    ) -> Float[Tensor, "batch components"]:
+    def _log_weights(self, offsets: PerComponent, spread: PerComponent) -> Float[Tensor, "batch components"]:
         log_density = -0.5 * (offsets.square() / spread + torch.log(2 * math.pi * spread)).sum(-1)
         return log_density + torch.log(self.weights)
 
-    def posterior_mean(self, encoder: Encoder, psi: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
+    def posterior_mean(self, encoder: Encoder, psi: Data) -> Data:
         """E[x | psi]; the prior mean where psi has no information."""
         signal = encoder.signal.to(psi.dtype).expand(len(psi))[:, None, None]
         noise = encoder.noise.to(psi.dtype).expand(len(psi))[:, None, None]
-        nothing = noise == 0
-        noise = torch.where(nothing, torch.ones_like(noise), noise)
+        noise = torch.where(noise == 0, torch.ones_like(noise), noise)
         offsets = self._along(psi.reshape(len(psi), 1, -1) - signal * self.means)
         spread = signal.square() * self.variances + noise.square()
-        means = self.means + self._back(signal * self.variances / spread * offsets)
+        moved = signal * self.variances / spread * offsets
+        means = self.means + (moved if self.axes is None else torch.einsum("bcm,cnm->bcn", moved, self.axes))
         responsibilities = torch.softmax(self._log_weights(offsets, spread), dim=-1)
         return torch.einsum("bc,bcn->bn", responsibilities, means).reshape(psi.shape)
 
@@ -97,16 +95,15 @@ class Mixture:
         """The optimal f_theta(latent, level) for this data."""
         return lambda latent, level: self.posterior_mean(method.encoder(level), latent)
 
-    def log_density(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+    def log_density(self, x: Data) -> Float[Tensor, " batch"]:
         """ln p(x), in nats."""
         offsets = self._along(x.reshape(len(x), 1, -1) - self.means)
         return torch.logsumexp(self._log_weights(offsets, self.variances.expand_as(offsets)), dim=-1)
 
     def sample(self, component: Float[Tensor, " batch"], eps: Float[Tensor, "batch n"]) -> Float[Tensor, "batch n"]:
         """Samples from standard normal noise `eps` and uniform numbers in [0, 1), which select the component."""
-        chosen = torch.searchsorted(torch.cumsum(self.weights, 0), component, right=True).clamp(
-            max=len(self.weights) - 1
-        )
+        chosen = torch.searchsorted(torch.cumsum(self.weights, 0), component, right=True)
+        chosen = chosen.clamp(max=len(self.weights) - 1)
         offsets = torch.sqrt(self.variances[chosen]) * eps
         if self.axes is not None:
             offsets = torch.einsum("bm,bnm->bn", offsets, self.axes[chosen])
@@ -120,10 +117,6 @@ class Sequences:
     table: Float[Tensor, "..."]
 
     @property
-    def count(self) -> int:
-        return self.table.shape[0]
-
-    @property
     def all(self) -> Int[Tensor, "sequences n"]:
         """All sequences, in the order of the flattened table."""
         return torch.cartesian_prod(*(torch.arange(size) for size in self.table.shape)).view(-1, self.table.ndim)
@@ -134,12 +127,12 @@ class Sequences:
 
     def logits(self, evidence: Float[Tensor, "batch symbols n"]) -> Float[Tensor, "batch symbols n"]:
         """ln p(x_i = k | psi) from ln p(psi_i | k)."""
-        matches = torch.nn.functional.one_hot(self.all, self.count).mT.to(evidence.dtype)  # sequences, symbols, n
-        joint = self.log_prob.to(evidence.dtype) + evidence.flatten(1) @ matches.flatten(1).T
-        return (torch.softmax(joint, 1) @ matches.flatten(1)).view_as(evidence).log()
+        one_hot = torch.nn.functional.one_hot(self.all, len(self.table)).mT  # sequences, symbols, n
+        matches = one_hot.to(evidence.dtype).flatten(1)
+        joint = self.log_prob.to(evidence.dtype) + evidence.flatten(1) @ matches.T
+        return (torch.softmax(joint, 1) @ matches).view_as(evidence).log()
 
     def predictor(self, method: Method) -> SymbolPredictor:
         """The optimal predictor for this data."""
-        return SymbolPredictor(
-            Symbols(self.count), lambda latent, level: self.logits(evidence(method.encoder(level), latent))
-        )
+        logits = lambda latent, level: self.logits(evidence(method.encoder(level), latent))  # noqa: E731
+        return SymbolPredictor(Symbols(len(self.table)), logits)

@@ -58,35 +58,33 @@ class Integral:
     """
 
     proposal: Proposal
-    levels: Float64[Tensor, " steps"] | None = None
-    omega: Float64[Tensor, " steps"] | None = None
+    steps: tuple[Float64[Tensor, " steps"], Float64[Tensor, " steps"]] | None = None  # levels and omega
 
     @classmethod
     def of(cls, method: Method, proposal: Proposal, k: int | None) -> Integral:
         if k is None:
             return cls(proposal)
         grid = paper_grid(method, k)
-        return cls(proposal, grid[:-1], torch.diff(method.gain(grid)) / grid[:-1])
+        return cls(proposal, (grid[:-1], torch.diff(method.gain(grid)) / grid[:-1]))
 
     def at(self, t: Float[Tensor, " batch"]) -> Points:
-        if self.levels is None or self.omega is None:
+        if self.steps is None:
             level = self.proposal.icdf(t)
             return Points(level, 1 / (level * self.proposal.density(level)))
-        probability = self.omega * self.levels * self.proposal.density(self.levels)
-        levels, omega, probability = (
-            v.to(t.device) for v in (self.levels, self.omega, probability / probability.sum())
-        )
+        levels, omega = self.steps
+        probability = omega * levels * self.proposal.density(levels)
+        levels, omega, probability = (v.to(t.device) for v in (levels, omega, probability / probability.sum()))
         i = torch.searchsorted(torch.cumsum(probability, 0), t.double().contiguous(), right=True)
         i = i.clamp(max=len(levels) - 1)  # t may be above the rounded sum of all probabilities
         return Points(levels[i], omega[i] / probability[i], omega[i] * levels[i])
 
     def hats(self, at: Float64[Tensor, " knots"]) -> Float64[Tensor, " knots"]:
         """The integrals of the functions that are 1 at one knot, 0 at the others, and linear in between."""
-        if self.levels is None or self.omega is None:
+        if self.steps is None:
             half = 0.5 * torch.diff(at)
             return torch.cat([half, half.new_zeros(1)]) + torch.cat([half.new_zeros(1), half])
-        between = Interpolation.of(at, torch.log(self.levels.to(at.device)))
-        return between.scatter(self.omega.to(at.device), len(at))
+        levels, omega = (v.to(at.device) for v in self.steps)
+        return Interpolation.of(at, torch.log(levels)).scatter(omega, len(at))
 
 
 def noise(

@@ -19,9 +19,9 @@ small network, lets it depend on the prediction too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -32,14 +32,21 @@ from bsi.gaussian import sum_over_data
 from bsi.levels import low_discrepancy
 from bsi.methods.base import Method, Predictor
 from bsi.rng import standard_normal
+from bsi.sampler import VarianceKind
 
 KNOTS = 33  # levels at which a variance is fitted
 PRIOR = 4.0  # weight of the average over all coordinates, in observations per knot
 MAX_PCA = 4096
 SMALLEST = 1e-12  # lower limit of a variance, since its logarithm is interpolated
+DRAWS = 4  # levels for each training sample
 WIDTH, EPOCHS, RATE = 32, 20, 3e-3  # of a `Correction` and its training
 STEPS = 64  # a correction is fitted to the cost of the steps of a chain of about this length
 LARGEST_CORRECTION = 6.0  # of ln v
+
+Data = Float[Tensor, "batch *data"]
+Samples = Float[Tensor, "samples *data"]
+Coordinates = Float[Tensor, "batch coordinates"]
+PerSample = Float[Tensor, " batch"]
 
 
 @dataclass(frozen=True)
@@ -59,11 +66,10 @@ class OrthonormalBasis:
                 f"a basis has one square matrix for each axis, got {sizes} for data of shape {self.shape}."
             )
 
-    def coordinates(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch n"]:
-        """The coordinates of each sample."""
+    def coordinates(self, x: Data) -> Coordinates:
         return self._apply(x.reshape(-1, *self.shape), transpose=False).flatten(1)
 
-    def values(self, coordinates: Float[Tensor, "batch n"], like: Float[Tensor, "batch *data"]) -> Tensor:
+    def values(self, coordinates: Coordinates, like: Data) -> Tensor:
         """The inverse of `coordinates`, in the shape of `like`."""
         return self._apply(coordinates.reshape(-1, *self.shape), transpose=True).reshape(like.shape)
 
@@ -80,32 +86,44 @@ def pixel_basis(shape: tuple[int, ...]) -> OrthonormalBasis:
     return OrthonormalBasis(shape, (None,) * len(shape))
 
 
-def dct_basis(x: Float[Tensor, "batch channels *space"]) -> OrthonormalBasis:
-    """A cosine transform (DCT-II) over space, and the principal axes of the channels of these training samples."""
-    channels, space = x.shape[1], x.shape[2:]
-    if not space:
+def cosine_basis(shape: tuple[int, ...], colors: Float[Tensor, "channels channels"]) -> OrthonormalBasis:
+    """The orthonormal cosine transform (DCT-II) over space, and the axes `colors` of the channels."""
+    if len(shape) < 2:
         raise UsageError(
-            f"a cosine transform needs channels and at least one axis of space, got data of shape "
-            f"{tuple(x.shape[1:])}. Use the basis 'pca' for vectors."
+            f"a cosine transform needs channels and at least one axis of space, got data of shape {shape}. Use the "
+            f"basis 'pca' for vectors."
         )
-    rows = x.double().movedim(1, -1).reshape(-1, channels)
-    axes = torch.linalg.eigh(torch.cov(rows.T).reshape(channels, channels)).eigenvectors.T.flip(0)
-    return OrthonormalBasis(tuple(x.shape[1:]), (axes, *(_cosines(size) for size in space)))
+    matrices = []
+    for size in shape[1:]:
+        k = torch.arange(size, dtype=torch.float64)
+        matrix = torch.cos(math.pi / size * k[:, None] * (k + 0.5)) * math.sqrt(2 / size)
+        matrix[0] /= math.sqrt(2)
+        matrices.append(matrix)
+    return OrthonormalBasis(shape, (colors, *matrices))
 
 
-def pca_basis(x: Float[Tensor, "batch *data"]) -> OrthonormalBasis:
+def dct_basis(x: Samples) -> OrthonormalBasis:
+    """A cosine transform over space, and the principal axes of the channels of these training samples."""
+    return cosine_basis(tuple(x.shape[1:]), _principal_axes(x.movedim(1, -1).reshape(-1, x.shape[1])))
+
+
+def pca_basis(x: Samples) -> OrthonormalBasis:
     """The principal axes of these training samples."""
-    rows = x.double().flatten(1)
-    axes = torch.linalg.eigh(torch.cov(rows.T).reshape(rows.shape[1], rows.shape[1])).eigenvectors.T.flip(0)
-    return OrthonormalBasis((rows.shape[1],), (axes,))
+    axes = _principal_axes(x.flatten(1))
+    return OrthonormalBasis((len(axes),), (axes,))
 
 
-def _cosines(size: int) -> Float[Tensor, "{size} {size}"]:
-    """The orthonormal DCT-II."""
-    k = torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi / size * k[:, None] * (k + 0.5)) * math.sqrt(2 / size)
-    matrix[0] /= math.sqrt(2)
-    return matrix
+def _principal_axes(rows: Float[Tensor, "rows n"]) -> Float[Tensor, "n n"]:
+    n = rows.shape[1]
+    return torch.linalg.eigh(torch.cov(rows.double().T).reshape(n, n)).eigenvectors.T.flip(0)
+
+
+def frequency_bands(shape: tuple[int, ...]) -> Int[Tensor, " coordinates"]:
+    """For a cosine transform: coordinates of one channel whose frequencies have the same length, rounded."""
+    channels, space = shape[0], shape[1:]
+    frequencies = torch.meshgrid(*(torch.arange(size, dtype=torch.float64) for size in space), indexing="ij")
+    radius = torch.stack(frequencies).square().sum(0).sqrt().round().long().flatten()
+    return (torch.arange(channels)[:, None] * (int(radius.max()) + 1) + radius).flatten()
 
 
 @dataclass(frozen=True)
@@ -123,14 +141,12 @@ class Variance:
     groups: Int[Tensor, " coordinates"]
     correction: Correction | None = None
 
-    def at(
-        self, level: Float[Tensor, " batch"], x_hat: Float[Tensor, "batch *data"]
-    ) -> Float[Tensor, "batch coordinates"]:
+    def at(self, level: PerSample, x_hat: Data) -> Coordinates:
         """The predictive variance of each coordinate at these levels, given the predictions."""
         v = self.of_level(level)
         return v if self.correction is None else v * self.correction(x_hat, torch.log(v)).exp()
 
-    def of_level(self, level: Float[Tensor, " batch"]) -> Float[Tensor, "batch coordinates"]:
+    def of_level(self, level: PerSample) -> Coordinates:
         """The variance without the correction."""
         logs = self.values.clamp(min=SMALLEST).log().to(level.device)
         place = torch.log(level.double() / self.low) / math.log(self.high / self.low) * (len(logs) - 1)
@@ -163,60 +179,21 @@ class Correction(nn.Module):
         for parameter in self.layers[-1].parameters():
             nn.init.zeros_(parameter)
 
-    def forward(
-        self, x_hat: Float[Tensor, "batch *data"], logs: Float[Tensor, "batch coordinates"]
-    ) -> Float[Tensor, "batch coordinates"]:
+    def forward(self, x_hat: Data, logs: Coordinates) -> Coordinates:
         """`logs` are the ln v without the correction, of each value of the data."""
         given = [each.reshape(-1, *self.shape).to(next(self.parameters())) for each in (x_hat, 0.1 * logs)]
         found = self.layers(torch.cat(given, 1)).flatten(1).to(logs)
         return LARGEST_CORRECTION * torch.tanh(found / LARGEST_CORRECTION)
 
 
-def one_group(n: int) -> Int[Tensor, " {n}"]:
-    """One variance for all coordinates: a function of the level alone."""
-    return torch.zeros(n, dtype=torch.long)
-
-
-def each_alone(n: int) -> Int[Tensor, " {n}"]:
-    """A variance for each coordinate."""
-    return torch.arange(n)
-
-
-def frequency_bands(shape: tuple[int, ...]) -> Int[Tensor, " coordinates"]:
-    """For a cosine transform: coordinates of one channel whose frequencies have the same length, rounded."""
-    channels, space = shape[0], shape[1:]
-    frequencies = torch.meshgrid(*(torch.arange(size, dtype=torch.float64) for size in space), indexing="ij")
-    radius = torch.stack(frequencies).square().sum(0).sqrt().round().long().flatten()
-    return (torch.arange(channels)[:, None] * (int(radius.max()) + 1) + radius).flatten()
-
-
-def transition_kl(
-    variance: Variance,
-    x: Float[Tensor, "batch *data"],
-    x_hat: Float[Tensor, "batch *data"],
-    level: Float[Tensor, " batch"],
-    gained: Float[Tensor, " batch"],
-) -> Float[Tensor, " batch"]:
+def transition_kl(variance: Variance, x: Data, x_hat: Data, level: PerSample, gained: PerSample) -> PerSample:
     """KL( q(s' | s, x) || p(s' | s) ) in nats for steps that start at `level` and gain the precision `gained`."""
-    squared = variance.basis.coordinates((x - x_hat).double()).square()
-    d = gained.double()[:, None]
-    return _kl(squared, d, variance.at(level, x_hat))
-
-
-def _kl(
-    squared: Float[Tensor, "batch coordinates"], d: Float[Tensor, "batch 1"], v: Float[Tensor, "batch coordinates"]
-) -> Float[Tensor, " batch"]:
-    extra = d * v
+    squared, d = variance.basis.coordinates((x - x_hat).double()).square(), gained.double()[:, None]
+    extra = d * variance.at(level, x_hat)
     return 0.5 * sum_over_data(torch.log1p(extra) + (d * squared - extra) / (1 + extra))
 
 
-def widened(
-    variance: Variance,
-    eps: Float[Tensor, "batch *data"],
-    x_hat: Float[Tensor, "batch *data"],
-    level: Float[Tensor, ""],
-    gained: float,
-) -> Float[Tensor, "batch *data"]:
+def widened(variance: Variance, eps: Data, x_hat: Data, level: Float[Tensor, ""], gained: float) -> Data:
     """Noise of the solver `posterior` with the missing variance: a step draws from N(s + D x_hat, D + D^2 v)."""
     factor = torch.sqrt(1 + gained * variance.at(level.expand(len(eps)), x_hat)).to(eps.dtype)
     return variance.basis.values(variance.basis.coordinates(eps) * factor, eps)
@@ -226,27 +203,23 @@ def widened(
 def fit_variance(
     method: Method,
     predict: Predictor,
-    x: Float[Tensor, "samples *data"],
+    x: Samples,
     basis: OrthonormalBasis,
     groups: Int[Tensor, " coordinates"],
-    draws: int = 4,
     seed: int = 0,
     batch_size: int = 256,
-    progress: Callable[[int], None] = lambda count: None,
 ) -> Variance:
     """Fit v to the errors of predictions on training samples: a weighted average around each of `KNOTS` levels.
 
     Args:
         x: Training samples, as values. Test samples would make the bound too good.
-        groups: Coordinates that share a variance: `one_group`, `each_alone` or `frequency_bands`.
-        draws: Levels for each sample.
-        progress: Called with the number of evaluations after each batch.
+        groups: The group of each coordinate; one variance is fitted to each group.
     """
     groups = groups.to(x.device)
     sizes = torch.bincount(groups).double()
     sums = torch.zeros(KNOTS, len(sizes), dtype=torch.float64, device=x.device)
     counts = torch.zeros(KNOTS, 1, dtype=torch.float64, device=x.device)
-    for ids, t, x_hat in _predictions(method, predict, x, draws, seed, batch_size):
+    for ids, t, x_hat in _predictions(method, predict, x, seed, batch_size):
         squared = basis.coordinates((x[ids] - x_hat).double()).square()
         of_group = torch.zeros(len(ids), len(sizes), dtype=torch.float64, device=x.device)
         of_group.index_add_(1, groups, squared)
@@ -255,7 +228,6 @@ def fit_variance(
         for knot, share in ((left, left + 1 - place), (left + 1, place - left)):
             sums.index_add_(0, knot, share[:, None] * of_group / sizes)
             counts.index_add_(0, knot, share[:, None])
-        progress(len(ids))
     average = (sums * sizes).sum(1, keepdim=True) / (sizes.sum() * counts.clamp(min=1e-9))
     prior = PRIOR / sizes  # a large group needs less of the prior
     fitted = (sums + prior * average) / (counts + prior)
@@ -263,11 +235,11 @@ def fit_variance(
 
 
 def _predictions(
-    method: Method, predict: Predictor, x: Float[Tensor, "samples *data"], draws: int, seed: int, batch_size: int
+    method: Method, predict: Predictor, x: Samples, seed: int, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Indices of samples, positions t of their levels, and predictions, at `draws` levels of every sample."""
+    """Indices of samples, positions t of their levels, and predictions, at `DRAWS` levels of every sample."""
     generator = torch.Generator().manual_seed(seed)
-    for draw in range(draws):
+    for draw in range(DRAWS):
         order = torch.randperm(len(x), generator=generator).to(x.device)
         t = low_discrepancy(len(x), float(torch.rand((), generator=generator))).to(x.device)
         for part in torch.arange(len(x), device=x.device).split(batch_size):
@@ -277,23 +249,15 @@ def _predictions(
             yield ids, t[part], predict(method.encoder(level).encode(x[ids], eps), level)
 
 
-def fit_correction(
-    variance: Variance,
-    method: Method,
-    predict: Predictor,
-    x: Float[Tensor, "samples *data"],
-    draws: int = 4,
-    seed: int = 0,
-    batch_size: int = 256,
-    progress: Callable[[int], None] = lambda count: None,
+def _corrected(
+    variance: Variance, method: Method, predict: Predictor, x: Samples, seed: int, batch_size: int
 ) -> Variance:
     """A variance of each value with a `Correction`, which is trained on the KL divergence of steps of a chain.
 
     The divergence is lowest at v = E (x - x_hat)^2 for steps of any length.
     """
     with torch.no_grad():
-        found = list(_predictions(method, predict, x, draws, seed + 1, batch_size))
-        progress(draws * len(x))
+        found = list(_predictions(method, predict, x, seed + 1, batch_size))
     ids, t, x_hat = (torch.cat(parts) for parts in zip(*found, strict=True))
     ratio = (variance.high / variance.low) ** (1 / STEPS)
     generator = torch.Generator().manual_seed(seed)
@@ -302,8 +266,7 @@ def fit_correction(
         correction = Correction(tuple(x.shape[1:])).to(x.device)
         aware = replace(variance, correction=correction)
         optimizer = torch.optim.Adam(correction.parameters(), lr=RATE)
-        steps = EPOCHS * -(-len(ids) // batch_size)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * -(-len(ids) // batch_size))
         for _ in range(EPOCHS):
             for rows in torch.randperm(len(ids), generator=generator).to(x.device).split(batch_size):
                 level, predicted = method.levels.icdf(t[rows]), x_hat[rows]
@@ -315,17 +278,13 @@ def fit_correction(
     return replace(variance, correction=correction.requires_grad_(False).eval())
 
 
-Kind = Literal["level", "pixels", "dct", "pca", "learned"]
-
-
 def named_variance(
     name: str,
     method: Method,
     predict: Predictor,
-    x: Float[Tensor, "samples *data"],
+    x: Samples,
     seed: int = 0,
     batch_size: int = 256,
-    progress: Callable[[int], None] = lambda count: None,
 ) -> Variance:
     """Fit the variance called `name` to training samples.
 
@@ -336,18 +295,16 @@ def named_variance(
     """
     shape, n = tuple(x.shape[1:]), x[0].numel()
     if name == "level":
-        basis, groups = pixel_basis(shape), one_group(n)
+        basis, groups = pixel_basis(shape), torch.zeros(n, dtype=torch.long)
     elif name in ("pixels", "learned"):
-        basis, groups = pixel_basis(shape), each_alone(n)
+        basis, groups = pixel_basis(shape), torch.arange(n)
     elif name == "dct":
         basis, groups = dct_basis(x), frequency_bands(shape)
     elif name == "pca":
         if n > MAX_PCA:
             raise UsageError(f"a basis of principal axes is for at most {MAX_PCA} dimensions, got {n}. Use 'dct'.")
-        basis, groups = pca_basis(x), each_alone(n)
+        basis, groups = pca_basis(x), torch.arange(n)
     else:
-        raise UsageError(f"a variance is one of {', '.join(get_args(Kind))}, got {name!r}.")
-    fitted = fit_variance(method, predict, x, basis, groups, 4, seed, batch_size, progress)
-    if name != "learned":
-        return fitted
-    return fit_correction(fitted, method, predict, x, 4, seed, batch_size, progress)
+        raise UsageError(f"a variance is one of {', '.join(get_args(VarianceKind)[1:])}, got {name!r}.")
+    fitted = fit_variance(method, predict, x, basis, groups, seed, batch_size)
+    return fitted if name != "learned" else _corrected(fitted, method, predict, x, seed, batch_size)

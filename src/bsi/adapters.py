@@ -15,6 +15,7 @@ be converted too, with 1 / sigma^2 = alpha_bar / (1 - alpha_bar). All conversion
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,9 +57,17 @@ def from_denoiser(method: Method, denoiser: GaussianDenoiser, sigma_max: float =
 
 def as_denoiser(method: Method, predict: Predictor) -> GaussianDenoiser:
     """A predictor as D(z, sigma), for samplers and tools that expect EDM's interface."""
+    low, high = method.levels.low, method.levels.high
 
     def denoiser(z: Data, sigma: PerSample) -> Data:
-        level = _level(method, sigma.double())
+        level = level_at(method, 1 / sigma.double())
+        if not bool(((level >= low * (1 - 1e-6)) & (level <= high * (1 + 1e-6))).all()):
+            most, least = (1 / rho_at(method, torch.tensor([low, high], dtype=torch.float64))).tolist()
+            raise UsageError(
+                f"sigma must be in the model's range, {least:.3g} to {most:.3g}: got {float(sigma.min()):.3g} to "
+                f"{float(sigma.max()):.3g}"
+            )
+        level = level.clamp(low, high)
         return predict(over(method.encoder(level).signal, z) * z, level)
 
     return denoiser
@@ -95,8 +104,7 @@ class Schedule:
     alpha_bar: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        pairs = zip(self.alpha_bar, self.alpha_bar[1:], strict=False)
-        if len(self.alpha_bar) < 2 or not all(1 > a > b > 0 for a, b in pairs):
+        if len(self.alpha_bar) < 2 or not all(1 > a > b > 0 for a, b in itertools.pairwise(self.alpha_bar)):
             raise UsageError("a schedule needs at least two values of alpha_bar that fall from below 1 to above 0")
 
     @classmethod
@@ -119,15 +127,3 @@ class Schedule:
         right = torch.searchsorted(table, place.contiguous()).clamp(1, len(table) - 1)
         inside = (place - table[right - 1]) / (table[right] - table[right - 1])
         return (len(table) - 1 - (right - 1 + inside)).float()
-
-
-def _level(method: Method, sigma: PerSample) -> PerSample:
-    """The level whose latents have noise of this sigma. Raises outside the model's range of levels."""
-    level, low, high = level_at(method, 1 / sigma), method.levels.low, method.levels.high
-    if not bool(((level >= low * (1 - 1e-6)) & (level <= high * (1 + 1e-6))).all()):
-        most, least = (1 / rho_at(method, torch.tensor([low, high], dtype=torch.float64))).tolist()
-        raise UsageError(
-            f"this model knows noise of sigma from {least:.3g} to {most:.3g}: got {float(sigma.min()):.3g} to "
-            f"{float(sigma.max()):.3g}"
-        )
-    return level.clamp(low, high)

@@ -16,7 +16,7 @@ sum of the tables equals the table of a run on a single rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast, runtime_checkable
 
@@ -207,22 +207,23 @@ def _together(ranks: Ranks, fill: Callable[[], None], table: Tensor) -> Tensor:
     return ranks.sum(table)
 
 
+@dataclass(frozen=True)
 class _Terms:
     """The terms of the bound of all samples, in rounds of independent replicates."""
 
-    def __init__(
-        self,
-        model: EvaluatedModel,
-        estimator: Estimator,
-        ranks: Ranks,
-        plan: Plan,
-        progress: bool,
-        poll: Callable[[], None],
-    ) -> None:
-        self.model, self.estimator, self.ranks, self.plan = model, estimator, ranks, plan
-        self.show, self.poll = progress and ranks.rank == 0, poll
-        self.design = Design(model.count, estimator.measure, estimator.seed)
-        self.block = self.design.block(torch.arange(model.count))
+    model: EvaluatedModel
+    estimator: Estimator
+    ranks: Ranks
+    plan: Plan
+    progress: bool
+    poll: Callable[[], None]
+
+    @property
+    def design(self) -> Design:
+        return Design(self.model.count, self.estimator.measure, self.estimator.seed)
+
+    def _replicates(self, values: Float64[Tensor, "replicates samples"], sizes: Sequence[int]) -> Replicates:
+        return Replicates(values, torch.tensor(sizes), self.design.block(torch.arange(self.model.count)))
 
     def measurements(self, round_: int) -> Replicates:
         """L_M: for each replicate, the average over its levels."""
@@ -250,8 +251,8 @@ class _Terms:
                 found = found + control.known(steady, integral.hats(control.basis.knots))
             return found
 
-        values = self._all(term, len(design.sizes), design.measure, _numbered("levels", round_))
-        return Replicates(values, torch.tensor(design.sizes), self.block)
+        values = self._all(term, len(design.sizes), design.measure, "levels", round_)
+        return self._replicates(values, design.sizes)
 
     def reconstructions(self, round_: int) -> Replicates:
         """L_R."""
@@ -263,18 +264,18 @@ class _Terms:
             losses = [reconstruction_loss(model.method, predict, x, eps, model.kind) for eps in noises]
             return torch.stack(losses).double()
 
-        values = self._all(term, recon, recon, _numbered("reconstructions", round_))
-        return Replicates(values, torch.ones(recon, dtype=torch.int64), self.block)
+        values = self._all(term, recon, recon, "reconstructions", round_)
+        return self._replicates(values, [1] * recon)
 
     def prior(self) -> Float64[Tensor, " samples"]:
         """L_prior, which is exact."""
-        return self._all(lambda ids, x: self.model.method.prior_kl(x).double()[None], 1, 0, "prior")[0]
+        return self._all(lambda ids, x: self.model.method.prior_kl(x).double()[None], 1, 0, "prior", 0)[0]
 
     def _noise(self, ids: Ids, kind: str, draw: int, x: Data) -> Data:
         return noise(self.estimator.seed, ids, kind, draw, self.model.shape, x.dtype)
 
     def _all(
-        self, term: Callable[[Tensor, Tensor], Tensor], rows: int, evaluations: int, name: str
+        self, term: Callable[[Tensor, Tensor], Tensor], rows: int, evaluations: int, name: str, round_: int
     ) -> Float64[Tensor, "rows samples"]:
         """A term of all samples, whose batches are divided among the ranks, with a progress bar."""
         model = self.model
@@ -287,8 +288,8 @@ class _Terms:
                 table[:, ids] = term(ids, model.x(ids))
                 advance(evaluations * len(ids))
 
-        total = evaluations * sum(map(len, mine))
-        with shown(self.show and evaluations > 0, name, total, "evaluation") as advance:
+        name, total = name if round_ == 0 else f"{name}, round {round_ + 1}", evaluations * sum(map(len, mine))
+        with shown(self.progress and self.ranks.rank == 0 and total > 0, name, total, "evaluation") as advance:
             table = _together(self.ranks, fill, table).cpu()
         if bad := int((~torch.isfinite(table)).any(0).sum()):
             raise NonFinite(
@@ -296,10 +297,6 @@ class _Terms:
                 f"finite there"
             )
         return table
-
-
-def _numbered(name: str, round_: int) -> str:
-    return name if round_ == 0 else f"{name}, round {round_ + 1}"
 
 
 @torch.no_grad()
@@ -363,7 +360,4 @@ def estimate_pair(
         p_sum, q_sum = sum(p.weights), sum(q.weights)
         both = Fitted(p.low, p.high, tuple(v / p_sum + w / q_sum for v, w in pairs))
         plans = [replace(plan, proposal=both) for plan in plans]
-    first, second = (
-        estimate(model, estimator, ranks, plan, progress) for model, plan in zip((a, b), plans, strict=True)
-    )
-    return first, second
+    return estimate(a, estimator, ranks, plans[0], progress), estimate(b, estimator, ranks, plans[1], progress)

@@ -54,6 +54,10 @@ FLOOR = 0.1  # the proposal's density is at least this fraction of its mean, eve
 Data = Float[Tensor, "batch *data"]
 Knots = Float64[Tensor, " knots"]
 PerSample = Float64[Tensor, " batch"]
+AtKnots = Float64[Tensor, "batch knots"]
+Places = Int[Tensor, " batch"]
+Steady = Float64[Tensor, "batch knots steady"]
+Functions = Float64[Tensor, "batch 2 functions"]
 
 
 def knots(levels: LogUniform, count: int = KNOTS) -> Float64[Tensor, " {count}"]:
@@ -65,7 +69,7 @@ def knots(levels: LogUniform, count: int = KNOTS) -> Float64[Tensor, " {count}"]
 class Interpolation:
     """Linear interpolation between knots: the knot to the left of each u, and how far u lies towards the next."""
 
-    left: Int[Tensor, " batch"]
+    left: Places
     fraction: PerSample
 
     @classmethod
@@ -113,13 +117,13 @@ class Wiener:
         """z: x less its mean, along the axes."""
         return _rotate(x.double() - self.mean, self.axes)
 
-    def expected(self, x: Data) -> Float64[Tensor, "batch knots"]:
+    def expected(self, x: Data) -> AtKnots:
         z = self.coordinates(x)
         rho, v = self.rho, self.variance[:, None]
         known = 1 / (1 + rho.square() * v)
         return self.half_level * (z.square() @ known.square() + (rho * v * known).square().sum(0))
 
-    def deviations(self, x: Data, eps: Data, left: Int[Tensor, " batch"]) -> Float64[Tensor, "batch 2"]:
+    def deviations(self, x: Data, eps: Data, left: Places) -> Float64[Tensor, "batch 2"]:
         z, e = self.coordinates(x), _rotate(eps.double(), self.axes)
         found = []
         for knot in (left, left + 1):
@@ -190,13 +194,13 @@ class Valuewise:
         mean = table @ torch.diff(below)
         return cls(wiener, bins, table.sub_(mean[..., None]), mean)
 
-    def expected(self, x: Data) -> Float64[Tensor, "batch knots"]:
+    def expected(self, x: Data) -> AtKnots:
         kinds = _kinds(self.wiener, self.bins, x)
         counts = self.mean.new_zeros(len(x), self.mean.shape[1])
         counts.scatter_add_(1, kinds, torch.ones_like(kinds, dtype=torch.float64))
         return counts @ self.mean.T
 
-    def deviations(self, x: Data, eps: Data, left: Int[Tensor, " batch"]) -> Float64[Tensor, "batch 2"]:
+    def deviations(self, x: Data, eps: Data, left: Places) -> Float64[Tensor, "batch 2"]:
         kinds = _kinds(self.wiener, self.bins, x)
         cells = self.deviation.shape[-1]
         cell = (torch.floor((eps.double().flatten(1) + REACH) / CELL) + 1).clamp(0, cells - 1).long()
@@ -237,13 +241,11 @@ class Basis:
         """The number of functions."""
         return 1 + 2 * len(self.references)
 
-    def steady(self, x: Data) -> Float64[Tensor, "batch knots steady"]:
+    def steady(self, x: Data) -> Steady:
         expected = torch.stack([reference.expected(x) for reference in self.references], 2)
         return torch.cat([torch.ones_like(expected[..., :1]), expected - self.center], 2)
 
-    def values(
-        self, steady: Float64[Tensor, "batch knots steady"], x: Data, eps: Data, u: PerSample
-    ) -> Float64[Tensor, "batch 2 functions"]:
+    def values(self, steady: Steady, x: Data, eps: Data, u: PerSample) -> Functions:
         """All functions at the knots to the left and to the right of u, the steady ones first.
 
         `steady` is `steady(x)`, which all evaluations of x share.
@@ -261,18 +263,18 @@ class Control:
     basis: Basis
     coefficients: Float64[Tensor, "knots functions"]
 
-    def known(self, steady: Float64[Tensor, "batch knots steady"], hats: Knots) -> PerSample:
+    def known(self, steady: Steady, hats: Knots) -> PerSample:
         """The integral of E C for each sample, from the integrals of the hat functions at the knots."""
         return (steady * self.coefficients[:, : steady.shape[2]]).sum(2) @ hats
 
-    def predict(self, u: PerSample, values: Float64[Tensor, "batch 2 functions"]) -> PerSample:
+    def predict(self, u: PerSample, values: Functions) -> PerSample:
         """C at each u, from the functions at the knots on both sides."""
         between = Interpolation.of(self.basis.knots, u)
         left, right = ((values[:, side] * self.coefficients[between.left + side]).sum(1) for side in (0, 1))
         return left * (1 - between.fraction) + right * between.fraction
 
 
-def fit_control(basis: Basis, u: PerSample, g: PerSample, values: Float64[Tensor, "batch 2 functions"]) -> Control:
+def fit_control(basis: Basis, u: PerSample, g: PerSample, values: Functions) -> Control:
     """Weighted least squares with the prior N(0, KNOT_STEP^2) on differences between coefficients of neighboring knots.
 
     The weights are the inverse residual variances of the previous pass.

@@ -22,6 +22,7 @@ negative if that noise is much larger than the variance; then only an upper limi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, cast, get_args
@@ -47,29 +48,22 @@ Data = Float[Tensor, "batch *data"]
 PerSample = Float[Tensor, " batch"]
 
 
-def _encode(method: Method, x: Data, level: PerSample, eps: Data) -> Data:
-    """psi ~ q(psi | x, level) for the given noise eps."""
+def _predicted(
+    method: Method, predict: Callable[[Data, PerSample], Tensor], x: Data, level: PerSample, eps: Data
+) -> Tensor:
+    """The prediction from psi ~ q(psi | x, level) for the given noise eps."""
     if x.shape != eps.shape or level.shape != x.shape[:1]:
         raise UsageError(
             f"data and noise need one shape, and one level per sample: got data {tuple(x.shape)}, noise "
             f"{tuple(eps.shape)}, levels {tuple(level.shape)}"
         )
-    return method.encoder(level).encode(x, eps)
-
-
-def _check_prediction(x_hat: Tensor, x: Tensor) -> Tensor:
+    x_hat = predict(method.encoder(level).encode(x, eps), level)
     if x_hat.shape != x.shape:
         raise UsageError(
             f"a prediction has the data's shape: got {tuple(x_hat.shape)} for data of {tuple(x.shape)}. A predictor "
             f"maps (latent, level) to an estimate of x."
         )
     return x_hat
-
-
-def _squared_error(method: Method, predict: Predictor, x: Data, level: PerSample, eps: Data) -> PerSample:
-    """|x - x_hat|^2 at each sample's level: one draw of the integrand h(level) of Equation "h"."""
-    x_hat = predict(_encode(method, x, level, eps), level)
-    return squared_norm(x - _check_prediction(x_hat, x))
 
 
 def measurement_loss(
@@ -80,7 +74,7 @@ def measurement_loss(
     if not torch.compiler.is_compiling():
         _check_support(method, proposal)
     level = proposal.icdf(t)
-    error = _squared_error(method, predict, x, level, eps)
+    error = squared_norm(x - _predicted(method, predict, x, level, eps))
     return 0.5 * error / proposal.density(level).to(error.dtype)
 
 
@@ -94,19 +88,14 @@ def _check_support(method: Method, proposal: Proposal) -> None:
 
 
 def finite_measurement_loss(
-    method: Method,
-    predict: Predictor,
-    x: Data,
-    grid: Float[Tensor, " levels"],
-    i: Integer[Tensor, " batch"],
-    eps: Data,
+    method: Method, predict: Predictor, x: Data, grid: Float[Tensor, " levels"], i: Integer[Tensor, " batch"], eps: Data
 ) -> PerSample:
     """Theorem "ELBO": an estimate of L_M^k for the k steps of any grid, at the step i ~ U(0, k-1) of each sample."""
     # A compiled graph cannot read the values of the grid, and reading them from a GPU would synchronize.
     if not torch.compiler.is_compiling() and grid.device.type == "cpu":
         _check_schedule(method, grid)
     alpha = torch.diff(method.gain(grid))
-    error = _squared_error(method, predict, x, grid.double()[i], eps)
+    error = squared_norm(x - _predicted(method, predict, x, grid.double()[i], eps))
     return 0.5 * len(alpha) * alpha[i].to(error.dtype) * error
 
 
@@ -123,9 +112,9 @@ def reconstruction_loss(method: Method, predict: Predictor, x: Data, eps: Data, 
     """L_R: -ln p(x | x_hat) at the last level: the probability of a bin or a symbol, or a density."""
     level = torch.full((len(x),), method.levels.high, dtype=torch.float64, device=x.device)
     if isinstance(kind, Symbols):
-        logits = cast(SymbolPredictor, predict).logits(_encode(method, x, level, eps), level)
+        logits = _predicted(method, cast(SymbolPredictor, predict).logits, x, level, eps)
         return -log_prob(kind, kind.data(x), logits)
-    x_hat = _check_prediction(method.decode(_encode(method, x, level, eps), level, predict), x)
+    x_hat = _predicted(method, lambda latent, level: method.decode(latent, level, predict), x, level, eps)
     if isinstance(kind, Standardize):
         return -normal(x, x_hat, method.density_precision)
     decoder = discretized_normal if method.decoder == "cdf" else categorical_normal
@@ -157,19 +146,14 @@ class Estimator:
     batch_size: int = 256
 
     def __post_init__(self) -> None:
-        if self.measure < 2 or self.recon < 2:
-            raise UsageError(
-                f"an error is known from independent replicates: at least 2 levels and 2 reconstructions of each "
-                f"sample are needed, got measure={self.measure} and recon={self.recon}. The paper takes 5 and 2."
-            )
-        if self.finite_k is not None and self.finite_k < 1:
-            raise UsageError(f"finite_k must be at least 1, got {self.finite_k}. Leave it out for the infinite bound.")
+        # an error is known from at least two independent replicates
+        for name, least in (("measure", 2), ("recon", 2), ("finite_k", 1), ("batch_size", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise UsageError(f"{name} must be at least {least}, got {value}.")
         if self.proposal not in get_args(Proposals):
             raise UsageError(f"proposal must be one of {', '.join(get_args(Proposals))}, got {self.proposal!r}")
         if self.target_error is not None and not self.target_error > 0:
             raise UsageError(f"target_error must be a positive number of bits per dimension, got {self.target_error}")
-        if self.batch_size < 1:
-            raise UsageError(f"batch_size must be at least 1, got {self.batch_size}")
 
 
 @dataclass(frozen=True)

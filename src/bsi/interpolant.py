@@ -60,11 +60,8 @@ def euler_maruyama_step(
             f"a step has a positive length and a noise level of at least 0: got alpha={alpha.tolist()}, "
             f"noise_level={noise_level.tolist()}"
         )
-    return (
-        mu
-        + over(alpha, mu) * drift(method, level, mu, eta, noise_level)
-        + over(torch.sqrt(2 * noise_level * alpha), mu) * eps
-    )
+    moved = mu + over(alpha, mu) * drift(method, level, mu, eta, noise_level)
+    return moved + over(torch.sqrt(2 * noise_level * alpha), mu) * eps
 
 
 def interpolant_loss(eta: Data, x: Data) -> PerSample:

@@ -38,13 +38,17 @@ KINDS = {"measure": 1, "recon": 2, "pilot": 3, "step": 4}  # streams of noise, w
 DRAWS = 1 << 28  # number of draws per stream
 
 
+PerSample = Float64[Tensor, " batch"]
+Ids = Int[Tensor, " batch"]
+
+
 @dataclass(frozen=True)
 class Points:
     """Levels to evaluate at, the weight of each evaluation and, for a finite number of steps, the precision gained."""
 
-    level: Float64[Tensor, " batch"]
-    weight: Float64[Tensor, " batch"]
-    gained: Float64[Tensor, " batch"] | None = None
+    level: PerSample
+    weight: PerSample
+    gained: PerSample | None = None
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,9 @@ class Integral:
 
 
 def noise(
-    seed: int, ids: Int[Tensor, " batch"], kind: str, draw: int, shape: tuple[int, ...], dtype: torch.dtype
+    seed: int, ids: Ids, kind: str, draw: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Float[Tensor, "batch *data"]:
     """Standard normal noise for one evaluation of these samples."""
-    assert 0 <= draw < DRAWS
     return standard_normal(seed, ids, KINDS[kind] * DRAWS + draw, shape, dtype)
 
 
@@ -109,20 +112,19 @@ class Design:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of levels in each replicate.
+        """The number of levels in each replicate: two replicates, or more if there are few blocks.
 
-        There are two replicates, or more if there are few blocks. Each has at least two levels if `measure` allows it,
-        so that it is itself stratified.
+        Each has at least two levels if `measure` allows it, so that it is itself stratified.
         """
         wanted = max(2, 1 + math.ceil(FREEDOM / self.blocks))
         replicates = min(wanted, max(2, self.measure // 2), self.measure)
         return tuple(self.measure // replicates + (r < self.measure % replicates) for r in range(replicates))
 
-    def block(self, ids: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+    def block(self, ids: Ids) -> Ids:
         """The block of each sample. Blocks are interleaved, so that each represents the set regardless of its order."""
         return ids % self.blocks
 
-    def t(self, ids: Int[Tensor, " batch"], replicate: int, round_: int = 0) -> Float64[Tensor, "levels batch"]:
+    def t(self, ids: Ids, replicate: int, round_: int = 0) -> Float64[Tensor, "levels batch"]:
         """The positions of these samples' levels in one replicate of a round."""
         block = self.block(ids)
         size = (self.count - 1 - block) // self.blocks + 1

@@ -40,9 +40,10 @@ from bsi.values import EMBEDDING, Symbols
 
 Data = Float[Tensor, "batch *latent"]
 PerSample = Float[Tensor, " batch"]
+Probabilities = Float[Tensor, "batch channels symbols *space"]
 
 
-def grouped(symbols: Symbols, x: Data) -> Float[Tensor, "batch channels symbols *space"]:
+def grouped(symbols: Symbols, x: Data) -> Probabilities:
     """The K numbers of each element along an axis of their own."""
     return x.unflatten(1, (-1, symbols.count))
 
@@ -66,23 +67,18 @@ def log_posterior(symbols: Symbols, encoder: Encoder, latent: Data) -> Data:
     return torch.log_softmax(grouped(symbols, evidence(encoder, latent)) + prior, 2).flatten(1, 2)
 
 
-def probabilities(symbols: Symbols, logits: Data) -> Data:
-    """The softmax over the symbols of each element."""
-    return torch.softmax(grouped(symbols, logits), 2).flatten(1, 2)
-
-
 def expected(symbols: Symbols, logits: Data) -> Data:
-    """x_hat = sum_k p_k e_k."""
-    return EMBEDDING * (probabilities(symbols, logits) - 1 / symbols.count)
+    """x_hat = sum_k p_k e_k, p the softmax over the symbols of each element."""
+    return EMBEDDING * (torch.softmax(grouped(symbols, logits), 2).flatten(1, 2) - 1 / symbols.count)
 
 
-def beliefs(symbols: Symbols, encoder: Encoder, latent: Data, x_hat: Data) -> tuple[Tensor, Tensor]:
-    """The probabilities of each element's symbols, along axis 2: given its own latent, and as the network predicts."""
+def beliefs(symbols: Symbols, encoder: Encoder, latent: Data, x_hat: Data) -> tuple[Probabilities, Probabilities]:
+    """The probabilities of each element's symbols: given its own latent, and as the network predicts."""
     own = log_posterior(symbols, encoder, latent).exp()
     return grouped(symbols, own), grouped(symbols, x_hat / EMBEDDING + 1 / symbols.count)
 
 
-def shades(probabilities: Float[Tensor, "batch channels symbols *space"]) -> Float[Tensor, "batch channels *space"]:
+def shades(probabilities: Probabilities) -> Float[Tensor, "batch channels *space"]:
     """The expected symbol on a scale from 0 to 1: for two symbols, the probability of the second."""
     count = probabilities.shape[2]
     scale = torch.linspace(0, 1, count, device=probabilities.device, dtype=probabilities.dtype)
@@ -107,8 +103,7 @@ def mixture_kl(symbols: Symbols, x: Data, logits: Data, gained: PerSample, eps: 
     along = EMBEDDING * ((eps * own).sum(2, keepdim=True) - eps)  # <e_x - e_k, eps>
     distance = torch.where(own, 0.0, 2 * EMBEDDING**2)
     settled, change = log_p - 0.5 * d * distance, d.sqrt() * along
-    both = [torch.logsumexp(settled + sign * change, 2) for sign in (1, -1)]
-    return -0.5 * sum_over_data(both[0] + both[1])
+    return -0.5 * sum_over_data(torch.logsumexp(settled + change, 2) + torch.logsumexp(settled - change, 2))
 
 
 def known_symbols(symbols: Symbols, x: Data, mask: Shaped[Tensor, "batch *data"]) -> Data:

@@ -279,12 +279,7 @@ def _corrected(
 
 
 def named_variance(
-    name: str,
-    method: Method,
-    predict: Predictor,
-    x: Samples,
-    seed: int = 0,
-    batch_size: int = 256,
+    name: str, method: Method, predict: Predictor, x: Samples, seed: int = 0, batch_size: int = 256
 ) -> Variance:
     """Fit the variance called `name` to training samples.
 

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,8 +65,7 @@ Coordinates = Float64[np.ndarray, "batch n"]
 Places = Int64[np.ndarray, "batch n"]
 
 
-@dataclass(frozen=True)
-class CodedBatch:
+class CodedBatch(NamedTuple):
     """The size of a batch, and by how many bits it made the file larger."""
 
     samples: int
@@ -75,11 +74,7 @@ class CodedBatch:
 
 @dataclass(frozen=True)
 class Compressed:
-    """A compressed data set and its size.
-
-    `initial_bits` is the size of the `plain` samples, the first ones, which are stored uncompressed; the first batches
-    take their bits from them.
-    """
+    """A compressed data set and its size. The first `plain` samples, of `initial_bits`, are stored uncompressed."""
 
     blob: bytes
     samples: int
@@ -115,12 +110,8 @@ def compress(
         data: Bin indices.
         steps: Steps of the chain. More steps make a tighter bound and need more initial bits.
         variance: Variance of the transitions (`bsi.variance.named_variance`): `level`, `pixels` or `dct`.
-        batch_size: Maximum number of samples coded together. The first batches are smaller if the stack holds too few
-            bits for their latents.
+        batch_size: Samples coded together, at most: fewer while the stack holds too few bits for their latents.
         progress: Called with the number of network evaluations that were just completed.
-
-    Raises:
-        UsageError: The model has no bins, or the data does not fit it.
     """
     bins = _bins(model)
     if data.is_floating_point() or tuple(data.shape[1:]) != model.shape:
@@ -132,17 +123,15 @@ def compress(
         raise UsageError(f"steps and batch_size must be at least 1, got steps={steps} and batch_size={batch_size}.")
     model.check(data)
     stored = None if variance is None else stored_variance(variance)
-    chain = _Chain(model, bins, steps, None if stored is None else read_variance(stored, model), progress)
+    chain = _Chain(model, bins, steps, read_variance(stored, model), progress)
     index = data.cpu().numpy().astype(np.int32).reshape(len(data), -1)
 
-    coder, batches, done = _coder(), list[CodedBatch](), 0
-    uniform = _models().Uniform(bins.count)
+    coder, batches, plain = _stream().stack.AnsCoder(), list[CodedBatch](), 0
     per_sample = chain.initial_bits * MARGIN
-    while done < len(index) and coder.num_valid_bits() < per_sample:
-        coder.encode_reverse(index[done], uniform)
-        done += 1
-    plain, initial = done, coder.num_valid_bits()
-    checks = [checksum(index[:plain])]
+    while plain < len(index) and coder.num_valid_bits() < per_sample:
+        coder.encode_reverse(index[plain], _stream().model.Uniform(bins.count))
+        plain += 1
+    initial, done, checks = coder.num_valid_bits(), plain, [checksum(index[:plain])]
     while done < len(index):
         before = coder.num_valid_bits()
         part = index[done : done + min(batch_size, max(1, int(before / per_sample)))]
@@ -188,12 +177,11 @@ def decompress(
     bins = _bins(model)
     header.check(model, bins, 8 * len(words))
     with _threads(header.machine.get("threads")):
-        variance = None if header.variance is None else read_variance(header.variance, model)
-        chain = _Chain(model, bins, header.steps, variance, progress)
+        chain = _Chain(model, bins, header.steps, read_variance(header.variance, model), progress)
         if max(header.sizes, default=0) * chain.initial_bits > 8 * len(words):
             raise DataError("the header of the compressed file claims batches that are larger than the file.")
         header.check_predictions(model, chain.probe())
-        coder, parts = _coder(np.frombuffer(words, dtype="<u4").astype(np.uint32)), []
+        coder, parts = _stream().stack.AnsCoder(np.frombuffer(words, dtype="<u4").astype(np.uint32)), []
         for count, check in zip(reversed(header.sizes), reversed(header.checks[1:]), strict=True):
             parts.append(chain.decode(coder, count, preview))
             if checksum(parts[-1]) != check:
@@ -201,8 +189,7 @@ def decompress(
                     "a batch was decoded to values that differ from the encoded ones: predictions on this machine "
                     "differ from those of the machine that wrote the file. Decode it there; nothing was written."
                 )
-    uniform = _models().Uniform(bins.count)
-    parts += [coder.decode(uniform, chain.n)[None] for _ in range(header.plain)]
+    parts += [coder.decode(_stream().model.Uniform(bins.count), chain.n)[None] for _ in range(header.plain)]
     index = np.concatenate([np.zeros((0, chain.n), np.int32), *parts[::-1]])
     if data_hash(index, bins) != header.sha256:
         raise DataError("the decoded data has another SHA-256 than the file records: the file is damaged.")
@@ -310,7 +297,7 @@ class _Chain:
         """p(x | s_k), a Normal over the bins: its mean and standard deviation are in units of their width."""
         place = ((x_hat - self.bins.low) / self.bins.width).reshape(-1).numpy()
         std = 1 / (math.sqrt(self.model.method.recon_precision) * self.bins.width)
-        return _models().QuantizedGaussian(0, self.bins.count - 1), place, np.full_like(place, std)
+        return _stream().model.QuantizedGaussian(0, self.bins.count - 1), place, np.full_like(place, std)
 
     def _predict(self, i: int, places: np.ndarray) -> Tensor:
         """x_hat at s_i."""
@@ -337,7 +324,7 @@ class _GridNormal:
         self.rest = (mean / spacing - self.center).reshape(-1)
         std = np.sqrt(np.square(std / spacing) - 1 / 12)  # rounding adds 1/12
         self.std = np.ascontiguousarray(np.broadcast_to(std, mean.shape)).reshape(-1)
-        self.reach, self.normal = reach, _models().QuantizedGaussian(-reach, reach)
+        self.reach, self.normal = reach, _stream().model.QuantizedGaussian(-reach, reach)
 
     def pop(self, coder: Any) -> Places:
         offset = coder.decode(self.normal, self.rest, self.std).reshape(self.center.shape)
@@ -353,16 +340,11 @@ class _GridNormal:
         coder.encode_reverse(offset.astype(np.int32).reshape(-1), self.normal, self.rest, self.std)
 
 
-def _coder(*words: np.ndarray) -> Any:
+def _stream() -> Any:
+    """The entropy coder's stack of bits, and the distributions of its symbols."""
     with extra("codec", "compression"):
         import constriction
-    return constriction.stream.stack.AnsCoder(*words)
-
-
-def _models() -> Any:
-    import constriction
-
-    return constriction.stream.model
+    return constriction.stream
 
 
 @contextmanager

@@ -36,25 +36,17 @@ LOG_STEP = 0.125  # quantization step of a stored ln v
 
 @dataclass(frozen=True)
 class Header:
-    """What a decoder must know.
-
-    Args:
-        plain: Number of samples, the first ones, that are stored without the model.
-        sizes: Sizes of the batches of the others.
-        checks: Checksums of the plain samples and of each batch.
-        probe: Hash of some predictions.
-        sha256: Hash of the data.
-    """
+    """What a decoder must know."""
 
     shape: list[int]
     bins: list[float | int]
     count: int
-    plain: int
-    sizes: list[int]
-    checks: list[int]
+    plain: int  # number of samples, the first ones, that are stored without the model
+    sizes: list[int]  # of the batches of the others
+    checks: list[int]  # checksums of the plain samples and of each batch
     steps: int
     variance: dict[str, Any] | None
-    model: str
+    model: str  # hashes of the model, of some predictions and of the data
     machine: dict[str, Any]
     probe: str
     sha256: str
@@ -129,10 +121,9 @@ def machine(model: Model) -> dict[str, Any]:
     network = model.denoiser.backbone
     dtype = getattr(network, "compute_dtype", None) or next((p.dtype for p in network.parameters()), torch.float32)
     device = model.device
+    cuda = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability(),
         "dtype": str(dtype),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -177,8 +168,10 @@ def stored_variance(variance: Variance) -> dict[str, Any]:
     }
 
 
-def read_variance(stored: dict[str, Any], model: Model) -> Variance:
-    """The inverse of `stored_variance`."""
+def read_variance(stored: dict[str, Any] | None, model: Model) -> Variance | None:
+    """The inverse of `stored_variance`, or None."""
+    if stored is None:
+        return None
     shape, n, levels = model.shape, math.prod(model.shape), model.method.levels
     try:
         logs = np.frombuffer(base64.b64decode(stored["logs"], validate=True), dtype=np.int8)

@@ -117,7 +117,7 @@ def test_a_foreign_denoiser_generates_from_its_noisiest_level_on(method):
 def test_noise_outside_the_models_range_is_refused():
     for method, sigma in ((VDM(), 50.0), (VDM(), 1e-4), (BSI(), 1e-5)):
         denoiser = as_denoiser(method, data().predictor(method))
-        with pytest.raises(UsageError, match="sigma from"):
+        with pytest.raises(UsageError, match="sigma must be"):
             denoiser(torch.zeros(1, 2, dtype=torch.float64), torch.tensor([sigma], dtype=torch.float64))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import bsi
 from bsi.brownian import BrownianPath
-from bsi.conditioning import _informed, _variance, denoise, guided, inpainted, measured, replaced, start_of
+from bsi.conditioning import denoise, guided, inpainted, measured, replaced, start_of
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, NonFinite, UsageError
 from bsi.grids import geometric_grid, named_grid, onward_grid
@@ -239,20 +239,6 @@ def test_a_predictor_that_does_not_react_is_corrected_as_if_every_value_might_be
     y = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
     predict = measured(method, lambda latent, level: 0 * latent, lambda x: x, y, precision=1e6)
     torch.testing.assert_close(predict(torch.zeros_like(y), at(5.0).expand(1)), y, rtol=1e-3, atol=0)
-
-
-def test_what_is_left_unexplained_is_a_variance_of_what_was_measured_beyond_its_noise():
-    rest = torch.tensor([[2.0, 0.0, 2.0, 0.0], [0.1, 0.0, 0.1, 0.0]], dtype=torch.float64)
-    assert _variance(rest, rest, precision=1.0).tolist() == [3.0, 0.0]
-    assert _variance(rest, 2 * rest, precision=math.inf).tolist() == pytest.approx([1.0, 0.0025])
-
-
-def test_where_too_little_is_known_w_is_kept():
-    method, latent = BSI(), torch.ones(1, 2, dtype=torch.float64)
-    level = at(method.levels.low).expand(1)
-    later, there = _informed(method, latent, level)
-    assert float(method.encoder(there).noise / method.encoder(there).signal) == pytest.approx(80)
-    torch.testing.assert_close(later / method.encoder(there).noise, latent / method.encoder(level).noise)
 
 
 def test_what_is_not_known_may_be_anything():

@@ -5,17 +5,7 @@ import math
 import pytest
 import torch
 
-from bsi.control_variate import (
-    Basis,
-    Interpolation,
-    Observations,
-    Valuewise,
-    Wiener,
-    fit_control,
-    fit_proposal,
-    knots,
-    predicted_by_others,
-)
+from bsi.control_variate import Basis, Interpolation, Valuewise, Wiener, fit_control, fit_proposal, knots
 from bsi.gaussian import squared_norm
 from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
@@ -71,14 +61,14 @@ def test_a_value_is_predicted_by_the_others_as_a_gaussian_is(shape):
     n = math.prod(shape)
     covariance = axes @ torch.diag(wiener.variance + rounding) @ axes.T
     offset = (x - wiener.mean).flatten(1)
-    predicted = predicted_by_others(wiener, rounding, x).flatten(1)
+    predicted = wiener.from_others(x, rounding).flatten(1)
     for i in range(n):
         others = [j for j in range(n) if j != i]
         weights = torch.linalg.solve(covariance[others][:, others], covariance[others, i])
         torch.testing.assert_close(predicted[:, i], wiener.mean.flatten()[i] + offset[:, others] @ weights)
     flat = x.flatten(1).clone()
     flat[:, 0] += 1
-    torch.testing.assert_close(predicted_by_others(wiener, rounding, flat.view_as(x)).flatten(1)[:, 0], predicted[:, 0])
+    torch.testing.assert_close(wiener.from_others(flat.view_as(x), rounding).flatten(1)[:, 0], predicted[:, 0])
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -87,7 +77,7 @@ def test_in_context_is_the_posterior_mean_under_the_context_s_histogram(method):
     levels = torch.exp(knots(method.levels, 9))
     wiener = Wiener.fit(method, levels, x)
     in_context = Valuewise.fit(wiener, x, BINS)
-    predicted = predicted_by_others(wiener, BINS.width**2 / 12, x).flatten()
+    predicted = wiener.from_others(x, BINS.width**2 / 12).flatten()
     context = Bins(-1.0, 1.0, 17).indices(predicted)
     assert len(context.unique()) > 5
     index = BINS.indices(x).flatten().long()
@@ -126,8 +116,8 @@ def test_deviations_have_mean_zero(method):
     draws = 4000
     eps = torch.randn(draws, 8, 2, 3, 4, generator=generator(3), dtype=torch.float64)
     for k in (0, 10, 16, 22, 28):
-        left = torch.full((8 * draws,), k)
-        found = basis.noisy(x.repeat(draws, 1, 1, 1), eps.flatten(0, 1), left).view(draws, 8, -1)
+        u, many = basis.knots[k].expand(8 * draws), x.repeat(draws, 1, 1, 1)
+        found = basis.values(basis.steady(many), many, eps.flatten(0, 1), u)[..., 3:].reshape(draws, 8, -1)
         error = found.std(0) / math.sqrt(draws)
         assert bool((found.mean(0).abs() <= 4.5 * error + 1e-12).all())
 
@@ -139,48 +129,29 @@ def test_more_than_256_bins_have_no_valuewise_reference():
     assert len(Basis.fit(BSI(), x, BINS).references) == 2
 
 
-@pytest.mark.parametrize("shape", [(5,), (3, 8), (1, 4, 4)])
-def test_a_basis_takes_data_of_any_shape(shape):
-    x = torch.randn(12, *shape, generator=generator(), dtype=torch.float64)
-    basis = Basis.fit(BSI(), x, CONTINUOUS)
-    steady = basis.steady(x)
-    assert steady.shape == (12, len(basis.knots), 2)
-    assert bool(torch.isfinite(steady).all())
-    assert float(steady[..., 1:].mean(0).abs().max()) < 1e-6 * float(steady.abs().max())
-
-
-def along(basis, u, value):
-    """Values at the knots to the left and the right of u, interpolated."""
-    between = Interpolation.of(basis.knots, u)
-    return (torch.stack([1 - between.fraction, between.fraction], 1) * value).sum(1)
-
-
-def observations(basis, x, seed, count, model):
-    """Evaluations of an integrand that the control could know exactly."""
+def evaluated(basis, x, seed, count, model):
+    """u, g and the functions of the basis, where g is `model` of the functions, interpolated between the knots."""
     u = torch.linspace(float(basis.knots[0]), float(basis.knots[-1]), count, dtype=torch.float64)
-    ids = torch.arange(count) % len(x)
-    eps = torch.randn(count, *x.shape[1:], generator=generator(seed), dtype=torch.float64)
-    seen = Observations.of(basis, basis.steady(x)[ids], x[ids], eps, u, torch.zeros_like(u))
-    return Observations.of(basis, basis.steady(x)[ids], x[ids], eps, u, model(seen))
+    some = x[torch.arange(count) % len(x)]
+    eps = torch.randn(some.shape, generator=generator(seed), dtype=torch.float64)
+    values, between = basis.values(basis.steady(some), some, eps, u), Interpolation.of(basis.knots, u)
+    left, right = model(between.left, values).unbind(1)
+    return u, left * (1 - between.fraction) + right * between.fraction, values
 
 
 def test_the_regression_finds_the_coefficients_of_the_integrand():
     x = images(50)
-    basis = Basis.fit(BSI(), x, BINS)
+    basis, steady = Basis.fit(BSI(), x, BINS), Basis.fit(BSI(), x, BINS).steady(x)
 
-    def model(seen):
-        value = 40 + 0.8 * seen.values[..., 1] + 0.5 * seen.values[..., 2] + 0.6 * seen.values[..., 3]
-        return along(basis, seen.u, value)
+    def model(left, values):
+        return 40 + 0.8 * values[..., 1] + 0.5 * values[..., 2] + 0.6 * values[..., 3]
 
-    control = fit_control(basis, observations(basis, x, 0, 4000, model))
-    fresh = observations(basis, x, 10, 500, model)
-    left_over = fresh.g - control.predict(fresh)
-    assert float(left_over.var()) < 0.01 * float(fresh.g.var())
+    control = fit_control(basis, *evaluated(basis, x, 0, 4000, model))
+    u, g, values = evaluated(basis, x, 10, 500, model)
+    assert float((g - control.predict(u, values)).var()) < 0.01 * float(g.var())
     hats = Integral(BSI().levels).hats(basis.knots)
-    known = control.known(basis.steady(x), hats)
-    steady = basis.steady(x)
     exact = (40 + 0.8 * steady[..., 1] + 0.5 * steady[..., 2]) @ hats
-    torch.testing.assert_close(known, exact, rtol=0.01, atol=0.0)
+    torch.testing.assert_close(control.known(steady, hats), exact, rtol=0.01, atol=0.0)
 
 
 def test_a_small_pilot_finds_an_exact_reference():
@@ -188,15 +159,14 @@ def test_a_small_pilot_finds_an_exact_reference():
     x = images(50)
     basis = Basis.fit(BSI(), x, BINS)
 
-    def model(seen):
-        left = Interpolation.of(basis.knots, seen.u).left
-        center = basis.center[torch.stack([left, left + 1], 1), 1]
-        return along(basis, seen.u, center + seen.values[..., 2] + seen.values[..., 4])
+    def model(left, values):
+        return basis.center[torch.stack([left, left + 1], 1), 1] + values[..., 2] + values[..., 4]
 
-    few, fresh = (observations(basis, x, seed, count, model) for seed, count in ((0, 256), (10, 2000)))
-    left_over = fresh.g - fit_control(basis, few).predict(fresh)
-    for there in (fresh.u < 4, (fresh.u > 4) & (fresh.u < 6)):
-        assert float(left_over[there].var()) < 0.006 * float(fresh.g[there].var())
+    control = fit_control(basis, *evaluated(basis, x, 0, 256, model))
+    u, g, values = evaluated(basis, x, 10, 2000, model)
+    left_over = g - control.predict(u, values)
+    for there in (u < 4, (u > 4) & (u < 6)):
+        assert float(left_over[there].var()) < 0.006 * float(g[there].var())
 
 
 def test_the_fitted_proposal_follows_the_root_of_the_mean_square():
@@ -211,14 +181,3 @@ def test_the_fitted_proposal_follows_the_root_of_the_mean_square():
     wanted = torch.exp(-((at[1:-1] - 4) ** 2) / 40)
     assert float(torch.corrcoef(torch.stack([density, wanted]))[0, 1]) > 0.98
     assert min(proposal.weights) > 0.05 * max(proposal.weights)
-
-
-def test_a_proposal_follows_rare_large_residuals_and_has_a_floor():
-    levels, at = BSI().levels, knots(BSI().levels)
-    u = torch.rand(40_000, generator=generator(), dtype=torch.float64) * (at[-1] - at[0]) + at[0]
-    third = ((u - at[0]) / (at[-1] - at[0]) * 3).long()
-    seldom = 10 * (torch.rand(40_000, generator=generator(1), dtype=torch.float64) < 0.01).double()
-    left_over = torch.where(third == 0, torch.ones_like(u), torch.where(third == 1, seldom, 0.0))
-    weights = fit_proposal(levels, at, u, left_over).weights
-    assert sum(weights[13:19]) == pytest.approx(sum(weights[2:8]), rel=0.15), "the mean square is the same"
-    assert weights[-1] > 0.05 * weights[0]

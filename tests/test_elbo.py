@@ -110,15 +110,6 @@ def test_golden_infinite_bound_through_the_estimator(make, value, settings):
     assert_estimates(measurement_loss(method, gaussian_posterior(method), x, t, eps) / n, value)
 
 
-@pytest.mark.parametrize("row", GOLDEN["finite"][::3], ids=lambda row: f"k={row['k']}")
-def test_golden_finite_bound_through_the_estimator(row):
-    method, n, k = BSI(), 4, row["k"]
-    x, eps = draws(3, 20_000, n), draws(4, 20_000, n)
-    i = torch.randint(k, (20_000,), generator=torch.Generator().manual_seed(5))
-    loss = finite_measurement_loss(method, gaussian_posterior(method), x, paper_grid(method, k), i, eps)
-    assert_estimates(loss / n, row["value"])
-
-
 # The bound is a bound: a model whose density is known
 
 

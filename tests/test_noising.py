@@ -88,9 +88,3 @@ def test_noising_inverts_the_encoder(method):
 def test_noising_goes_from_a_sharper_belief_to_a_broader_one_alone(sharp, level):
     with pytest.raises(UsageError, match="lambda_0 <= level < sharp_level"):
         noising(BELIEFS[0], at(0.0), at(0.0), at(sharp), at(level))
-
-
-def test_noising_back_to_a_deterministic_start_is_deterministic():
-    method = BSI(0.2, gamma_0=math.inf)
-    ours = noising(method, at(0.5)[:, None], at(1.0)[:, None], at(3.0), at(0.2))
-    assert (ours.mean.item(), ours.std.item()) == (0.0, 0.0)

@@ -59,20 +59,6 @@ def test_posterior_mean_in_one_dimension_is_the_integral(method, t):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_posterior_mean_in_the_plane_is_the_integral(method):
-    """Two components with full covariances, on a grid of 300 by 300 points."""
-    level = method.levels.icdf(tensor([0.45]))
-    signal, noise = (float(v) for v in (method.encoder(level).signal, method.encoder(level).noise))
-    psi = signal * np.array([0.2, -0.1]) + noise * np.array([1.1, -0.7])
-    axis = np.linspace(-6, 6, 301)
-    x = np.stack(np.meshgrid(axis, axis, indexing="ij"), axis=-1)
-    weight = density(PLANE, x) * np.exp(-0.5 * (((psi - signal * x) / noise) ** 2).sum(-1))
-    expected = (weight[..., None] * x).sum((0, 1)) / weight.sum()
-    ours = PLANE.predictor(method)(tensor(psi)[None], level)[0]
-    np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_gaussian_data_with_a_full_covariance_is_conditioned_by_linear_algebra(method):
     """One latent dimension after the other, as six jointly Gaussian numbers."""
     mean, root = np.array([0.3, -1.0, 0.5]), np.array([[1.0, 0, 0], [0.6, 0.5, 0], [-0.3, 0.8, 0.2]])
@@ -85,15 +71,6 @@ def test_gaussian_data_with_a_full_covariance_is_conditioned_by_linear_algebra(m
     oracle = Mixture.gaussian(tensor(mean), tensor(root @ root.T))
     ours = oracle.predictor(method)(tensor([values]), level)[0]
     assert ours.tolist() == pytest.approx(expected, rel=1e-8)
-
-
-def test_levels_are_batched_like_the_latents():
-    method = BSI()
-    level = method.levels.icdf(torch.linspace(0, 1, 5, dtype=torch.float64))
-    psi = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    together = PLANE.predictor(method)(psi, level)
-    alone = torch.cat([PLANE.predictor(method)(psi[i : i + 1], level[i : i + 1]) for i in range(5)])
-    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-14)
 
 
 def test_points_without_width_are_recovered_at_the_sharp_end_and_averaged_at_the_start():

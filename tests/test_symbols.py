@@ -19,7 +19,7 @@ from bsi.rng import SeededNoise
 from bsi.runtime.data_spec import DataSpec
 from bsi.runtime.serialization import from_plain, to_plain
 from bsi.sampling import drawing, end_of, trajectory
-from bsi.symbols import SymbolPredictor, drawn, expected, log_posterior, log_prob, mixture_kl, probabilities
+from bsi.symbols import SymbolPredictor, drawn, expected, log_posterior, log_prob, mixture_kl
 
 K, N = 3, 4
 LAST = 20.0
@@ -121,16 +121,8 @@ def test_the_bound_of_the_exact_predictor_is_the_likelihood(method):
     assert mean_nats(worse) > ENTROPY + 0.3
 
 
-def test_the_bound_does_not_depend_on_the_last_level_once_symbols_are_certain():
-    values = [
-        nats(bound(m, CHAIN.predictor(m), measure=64))
-        for m in (bsi.BSI(1e-3, alpha_M=12.0), bsi.BSI(1e-3, alpha_M=60.0))
-    ]
-    assert values[0][0] == pytest.approx(values[1][0], abs=4 * math.hypot(values[0][1], values[1][1]) + 1e-3)
-
-
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-@pytest.mark.parametrize("k", [None, 1, 5])
+@pytest.mark.parametrize("k", [None, 5])
 def test_a_network_of_zeros_is_exact_for_independent_symbols(method, k):
     """For one element the mixture over symbols is the exact transition of any length."""
     prior = (0.6, 0.3, 0.1)
@@ -182,16 +174,6 @@ def test_the_divergence_of_a_step_is_that_of_a_mixture():
 # The law of samples
 
 
-class Always:
-    """Noise that is given."""
-
-    def __init__(self, noise: torch.Tensor) -> None:
-        self.noise = noise
-
-    def __call__(self, start: float, end: float) -> torch.Tensor:
-        return self.noise
-
-
 def flow_probability(prior: float, method, k: int, solver: str) -> float:
     """P(symbol 0) of one binary symbol under a deterministic solver, from where the flow splits the prior."""
     kind = bsi.Symbols(2, prior=(prior, 1 - prior))
@@ -208,13 +190,13 @@ def flow_probability(prior: float, method, k: int, solver: str) -> float:
     return 0.5 * math.erfc(float(low) / math.sqrt(2))
 
 
-@pytest.mark.parametrize(("solver", "order"), [("churn:0", 2), ("ode2", 2)])
-def test_the_probability_of_a_symbol_converges_at_the_order_of_the_solver(solver, order):
+@pytest.mark.parametrize("solver", ["churn:0", "ode2"])
+def test_the_probability_of_a_symbol_converges_at_the_order_of_the_solver(solver):
     method = bsi.BSI(alpha_M=LAST)
     errors = [abs(flow_probability(0.3, method, k, solver) - 0.3) for k in (16, 32, 64)]
     assert errors[-1] < 2e-3
     for coarse, fine in itertools.pairwise(errors):
-        assert math.log2(coarse / fine) == pytest.approx(order, abs=0.5)
+        assert math.log2(coarse / fine) == pytest.approx(2, abs=0.5)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -416,10 +398,3 @@ def test_impossible_symbols_are_rejected(wrong, match):
 
 def model_of_letters() -> bsi.Model:
     return bsi.Model(Zero(), METHODS[0], (N,), data=bsi.Symbols(K))
-
-
-def test_probabilities_are_those_of_the_logits():
-    logits = torch.randn(2, 2 * K, 5, dtype=torch.float64)
-    p = probabilities(bsi.Symbols(K), logits).view(2, 2, K, 5)
-    torch.testing.assert_close(p, torch.softmax(logits.view(2, 2, K, 5), 2))
-    torch.testing.assert_close(expected(bsi.Symbols(K), logits).view(2, 2, K, 5), 2 * (p - 1 / K))

@@ -131,12 +131,12 @@ def test_a_model_in_double_precision_trains_samples_and_is_evaluated(data: torch
     assert model.float()(x.float() if bins is None else x).dtype == torch.float32
 
 
-def test_half_precision_weights_are_rejected_with_what_to_do() -> None:
-    model = bsi.Model(bsi.backbones.build("mlp-8x1", (4,)), bsi.BSI(), (4,))
-    for convert in (model.half, model.bfloat16, lambda: model.to(torch.bfloat16), lambda: model.to("cpu", torch.half)):
-        with pytest.raises(UsageError, match="compute_dtype"):
-            convert()
-    model.denoiser.backbone.compute_dtype = torch.bfloat16
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_in_16_bits_are_computed_with_and_samples_and_bounds_are_not_in_16_bits(dtype: torch.dtype) -> None:
+    model, x = bsi.Model(bsi.backbones.build("mlp-8x1", (4,)), bsi.BSI(), (4,)), normal(8, 4)
+    exact = model.elbo(x)
+    found = model.to(dtype).elbo(x)
+    assert float(found) == pytest.approx(float(exact), rel=0.02)
     assert model.sample(2, steps=2).dtype == torch.float32
 
 

@@ -23,7 +23,6 @@ of the same type, so the format is not suitable for archives.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -203,31 +202,25 @@ def evaluations(blob: bytes) -> int:
 
 
 class _Chain:
-    """The chain of latents of a model: its grid, standard deviations and network, and coding a batch with it.
-
-    `places` are the latents s_0 ... s_k of a batch, as numbers of grid points.
-    """
+    """The chain of latents of a model. `places` are the latents s_0 ... s_k of a batch, as numbers of grid points."""
 
     def __init__(self, model: Model, bins: Bins, steps: int, variance: Variance | None, progress: Report) -> None:
         self.model, self.bins, self.progress, self.last = model, bins, progress, steps
         method = model.method
         self.levels = paper_grid(method, steps)
         path = Path.of(method, self.levels)
-        self.scale, self.information = path.scale.tolist(), path.information.tolist()
-        self.alpha = method.gain(self.levels).tolist()
+        self.scale, self.information = path.scale.numpy(), path.information.numpy()
+        self.alpha = method.gain(self.levels).numpy()
         self.basis = pixel_basis(model.shape) if variance is None else variance.basis
         self.n = math.prod(model.shape)
         self.variance = None if variance is None else variance.of_level(self.levels[:-1]).numpy()
-        following = [*self.information[1:], math.inf]
+        gained = np.diff(self.information, prepend=-math.inf)  # no step leads to the prior
         # standard deviations of q(s_i | s_{i+1}, x), and of q(s_k | x) as the case Lambda_{k+1} = inf
-        self.std = [math.sqrt(a * (1 - a / b)) for a, b in zip(self.information, following, strict=True)]
-        gained = [math.inf, *(b - a for a, b in itertools.pairwise(self.information))]  # no step leads to the prior
-        self.spacing = [SPACING * min(std, math.sqrt(d)) for std, d in zip(self.std, gained, strict=True)]
+        self.std = np.sqrt(self.information * (1 - self.information / np.append(self.information[1:], math.inf)))
+        self.spacing = SPACING * np.minimum(self.std, np.sqrt(gained))
         # p must be able to code any draw of q, even if the prediction is wrong by the whole range of the data.
-        wrong = [0.0, *((bins.high - bins.low) * d for d in gained[1:])]
-        self.reach = [
-            min(MOST, LEAST + int(w / step)) if step else LEAST for w, step in zip(wrong, self.spacing, strict=True)
-        ]
+        wrong = (bins.high - bins.low) * gained[1:] / self.spacing[1:]
+        self.reach = [LEAST, *np.minimum(MOST, LEAST + np.floor(wrong)).astype(int).tolist()]
         self.coded = range(0 if self.std[0] > 0 else 1, steps + 1)  # BFN's first latent is 0, and needs no code
 
     @property

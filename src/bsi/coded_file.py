@@ -84,18 +84,13 @@ class Header:
 
 
 def pack(header: Header, words: bytes) -> bytes:
-    """The bytes of a file."""
     text = zlib.compress(json.dumps(asdict(header), sort_keys=True, separators=(",", ":")).encode(), 9)
     body = MAGIC + struct.pack("<I", len(text)) + text + words
     return body + hashlib.sha256(body).digest()
 
 
 def unpack(blob: bytes) -> tuple[Header, bytes]:
-    """The header and the words of a file.
-
-    Raises:
-        DataError: The bytes are damaged, cut off, or not from `bsi compress`.
-    """
+    """The header and the words of a file; a DataError if it is damaged, cut off, or not from `bsi compress`."""
     start = len(MAGIC) + 4
     if blob[: len(MAGIC)] != MAGIC:
         raise DataError("this is not a file that `bsi compress` wrote, or its first bytes are damaged.")
@@ -140,7 +135,6 @@ def model_hash(model: Model) -> str:
 
 
 def checksum(index: Integer[np.ndarray, "batch n"]) -> int:
-    """CRC-32 of a batch."""
     return zlib.crc32(np.ascontiguousarray(index, dtype="<i4").tobytes())
 
 
@@ -178,7 +172,7 @@ def read_variance(stored: dict[str, Any] | None, model: Model) -> Variance | Non
         values = torch.exp(LOG_STEP * torch.from_numpy(logs.copy()).double()).reshape(stored["knots"], -1)
         basis, groups = pixel_basis(shape), torch.zeros(n, dtype=torch.long)
         if stored["kind"] == "dct":
-            colors = torch.tensor(stored["colors"], dtype=torch.float64)
+            colors = torch.tensor(stored["colors"], dtype=torch.float64).reshape(shape[0], shape[0])
             basis, groups = cosine_basis(shape, colors), frequency_bands(shape)
         elif stored["kind"] == "pixels":
             groups = torch.arange(n)

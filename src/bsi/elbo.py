@@ -149,7 +149,7 @@ class Estimator:
         # an error is known from at least two independent replicates
         for name, least in (("measure", 2), ("recon", 2), ("finite_k", 1), ("batch_size", 1)):
             if (value := getattr(self, name)) is not None and value < least:
-                raise UsageError(f"{name} must be at least {least}, got {value}.")
+                raise UsageError(f"{name} must be at least {least}, got {name}={value}.")
         if self.proposal not in get_args(Proposals):
             raise UsageError(f"proposal must be one of {', '.join(get_args(Proposals))}, got {self.proposal!r}")
         if self.target_error is not None and not self.target_error > 0:

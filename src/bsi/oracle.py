@@ -41,10 +41,11 @@ class Mixture:
     axes: Float[Tensor, "components n n"] | None = None  # columns are eigenvectors; None: the coordinate axes
 
     def __post_init__(self) -> None:
-        if not (self.variances.shape == self.means.shape and self.weights.shape == self.means.shape[:1]):
+        weights, means, variances = (tuple(each.shape) for each in (self.weights, self.means, self.variances))
+        if weights != means[:1] or variances != means:
             raise UsageError(
-                f"a mixture has one weight, one mean and one row of variances per component: got weights "
-                f"{tuple(self.weights.shape)}, means {tuple(self.means.shape)}, variances {tuple(self.variances.shape)}"
+                f"a mixture has one weight, one mean and one row of variances per component: got weights {weights}, "
+                f"means {means}, variances {variances}"
             )
         if bool((self.weights <= 0).any()) or bool((self.variances < 0).any()):
             raise UsageError("a mixture needs positive weights and non-negative variances")
@@ -134,5 +135,5 @@ class Sequences:
 
     def predictor(self, method: Method) -> SymbolPredictor:
         """The optimal predictor for this data."""
-        logits = lambda latent, level: self.logits(evidence(method.encoder(level), latent))  # noqa: E731
-        return SymbolPredictor(Symbols(len(self.table)), logits)
+        symbols = Symbols(len(self.table))
+        return SymbolPredictor(symbols, lambda psi, level: self.logits(evidence(method.encoder(level), psi)))

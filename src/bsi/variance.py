@@ -59,13 +59,6 @@ class OrthonormalBasis:
     shape: tuple[int, ...]
     matrices: tuple[Float[Tensor, "_ _"] | None, ...]
 
-    def __post_init__(self) -> None:
-        sizes = tuple(size if m is None else len(m) for size, m in zip(self.shape, self.matrices, strict=True))
-        if sizes != self.shape:
-            raise UsageError(
-                f"a basis has one square matrix for each axis, got {sizes} for data of shape {self.shape}."
-            )
-
     def coordinates(self, x: Data) -> Coordinates:
         return self._apply(x.reshape(-1, *self.shape), transpose=False).flatten(1)
 

@@ -20,8 +20,8 @@ from bsi.cli.eval import bound_line
 from bsi.data.store import open_dataset
 from bsi.elbo import Estimator
 from bsi.errors import DataError, UsageError
-from bsi.evaluation.quality import check_images, drawn_images, measure_quality, quality_record
 from bsi.evaluation.runs import bound_record, evaluated, open_run, open_split, weights_hash
+from bsi.evaluation.samples import check_images, drawn_images, measure_quality, quality_record
 from bsi.metrics import QualityWarning
 from bsi.recipe import Every
 from bsi.runtime.distributed import Place, World
@@ -252,7 +252,7 @@ def test_a_distance_between_enlarged_images_says_what_it_is_worth(tmp_path, monk
         found = measure_quality(run.model, split, Sampler(steps=2), 8, Enlarged(), ALONE)
     assert found is not None
     assert "--bpd" in found.cautions[-1]
-    monkeypatch.setattr("bsi.evaluation.quality.SMALL", 8)
+    monkeypatch.setattr("bsi.evaluation.samples.SMALL", 8)
     measure_quality(run.model, split, Sampler(steps=2), 8, Enlarged(), ALONE)  # of the smallest size, without a word
 
 

@@ -74,7 +74,7 @@ from bsi.runtime.run_folder import read_journal  # noqa: E402
 from bsi.sampler import Sampler  # noqa: E402
 from bsi.sampling import levels_of  # noqa: E402
 from bsi.solvers import SOLVERS  # noqa: E402
-from bsi.studies.digits_features import DigitsFeatures  # noqa: E402
+from bsi.studies.measure import DigitsFeatures  # noqa: E402
 from bsi.training.stream import Stream, pieces, shards_of  # noqa: E402
 
 

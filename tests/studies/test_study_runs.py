@@ -18,15 +18,13 @@ from bsi.cli import main
 from bsi.errors import DataError, Preempted, UsageError
 from bsi.recipe import Every
 from bsi.studies.job import Bound, LevelErrors, Store, Training, bound, name_of, paper_sampler, quality
-from bsi.studies.measure import Deadline, Laboratory, load_network
-from bsi.studies.publish import page, publish
-from bsi.studies.registry import STUDIES, named_studies
-from bsi.studies.runner import Planned, Worker, plan, plan_text, run
+from bsi.studies.measure import Deadline, load_network, measure
+from bsi.studies.runner import STUDIES, Planned, do, named_studies, page, plan, plan_text, publish, run, train
 from bsi.studies.scale import SCALES, Comparison
 from bsi.training.lock import hold
 from tiny_studies import TINY, tiny
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS, CPU = Path(__file__).parents[2] / "docs", torch.device("cpu")
 SEEDED = {"comparison", "architecture", "disentangle", "initial-precision", "finite-k", "weighting"}
 
 
@@ -53,7 +51,7 @@ def test_a_study_writes_its_figure_and_finite_numbers(folder, name):
     assert found["command"] == f"bsi study {name} --scale smoke --out FOLDER"
     assert found["commits"]
     assert found["hardware"]
-    assert found["seeds"] == {"comparison": 2, "illustration": 0, "noise-levels": 0, "samples": 0}.get(name, 1)
+    assert found["seeds"] == {"comparison": 2, "illustration": 0, "noise-levels": 0}.get(name, 1)
     assert {claim["verdict"] for claim in found["claims"]} <= {"held", "not held", "undecided"}
     rows = [row for table in found["tables"] for row in table["rows"]]
     numbers = [value for row in rows for value in row.values() if isinstance(value, float)]
@@ -78,6 +76,8 @@ def test_each_network_is_one_file_and_is_shared_between_studies(folder):
 
 def test_a_finished_study_needs_no_network_and_draws_the_same_figure(folder, tmp_path):
     store = copy_of(folder, tmp_path)
+    with hold(tmp_path, print), pytest.raises(UsageError, match="pid"):  # one process works in a folder
+        run([STUDIES["comparison"]], TINY, tmp_path, device="cpu")
     run([STUDIES["comparison"]], TINY, tmp_path, device="cpu")
     assert not (tmp_path / "networks").exists()
     before, after = (out / "comparison-smoke" / "figure.png" for out in (folder, store.folder))
@@ -97,18 +97,16 @@ def test_only_what_is_missing_is_done_and_more_seeds_keep_the_first(folder, tmp_
     assert text.splitlines()[-1].startswith("0 of ")
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_more_seeds_are_for_networks_that_are_compared(name):
-    seeds = {job.network.seed for job in STUDIES[name].measures(TINY.with_seeds(3))}
-    assert seeds == ({0, 1, 2} if name in SEEDED else {0} if seeds else set())
-    asked = " --seeds 3" if name in SEEDED else ""
-    assert STUDIES[name].command(TINY.with_seeds(3)) == f"bsi study {name} --scale smoke{asked} --out FOLDER"
-
-
-def test_networks_compared_with_published_values_keep_their_one_seed():
-    alone = Comparison(tiny, seeds=(0,), methods=("bsi",), samples=False)
-    scale = replace(TINY, comparisons=(*TINY.comparisons, alone))
-    assert scale.with_seeds(3).comparisons == (replace(TINY.comparisons[0], seeds=(0, 1, 2)), alone)
+def test_more_seeds_are_for_networks_that_are_compared():
+    scale = TINY.with_seeds(3)
+    for name, study in STUDIES.items():
+        seeds = {job.network.seed for job in study.measures(scale)}
+        assert seeds == ({0, 1, 2} if name in SEEDED else {0} if seeds else set())
+        asked = " --seeds 3" if name in SEEDED else ""
+        assert study.command(scale) == f"bsi study {name} --scale smoke{asked} --out FOLDER"
+    alone = Comparison(tiny, seeds=(0,), methods=("bsi",), samples=False)  # compared with published values
+    scale = replace(TINY, comparisons=(*TINY.comparisons, alone)).with_seeds(3)
+    assert scale.comparisons == (replace(TINY.comparisons[0], seeds=(0, 1, 2)), alone)
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
@@ -124,7 +122,7 @@ def test_jobs_are_planned_once_seed_by_seed_and_networks_before_their_measuremen
     assert seeds == sorted(seeds)
 
 
-# Time limits, locks and damage
+# Time limits and damage
 
 
 class Passing(Deadline):
@@ -142,11 +140,11 @@ class Passing(Deadline):
 def test_training_that_runs_out_of_time_resumes_to_the_same_network(tmp_path):
     recipe = replace(tiny("bsi"), steps=6, every=Every(journal=1, checkpoint=100))
     whole, parts = Store(tmp_path / "whole"), Store(tmp_path / "parts")
-    Worker(TINY, whole, Deadline(), "cpu").train(recipe)
+    train(recipe, whole, Deadline(), CPU)
     with pytest.raises(Preempted, match="step 3 of 6"):
-        Worker(TINY, parts, Passing(3), "cpu").train(recipe)
+        train(recipe, parts, Passing(3), CPU)
     assert not parts.done(Training(recipe))
-    Worker(TINY, parts, Deadline(), "cpu").train(recipe)
+    train(recipe, parts, Deadline(), CPU)
     ours, theirs = (safetensors.torch.load_file(store.weights(recipe)) for store in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -154,33 +152,24 @@ def test_training_that_runs_out_of_time_resumes_to_the_same_network(tmp_path):
 def test_drawing_that_runs_out_of_time_resumes_to_the_same_samples(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(bsi.evaluation.samples, "PART", 16)
     store, job = Store(folder), quality(TINY, tiny("bsi"), paper_sampler(4))
-    model = load_network(store.weights(job.network), job.network, torch.device("cpu"))
+    model = load_network(store.weights(job.network), job.network, CPU)
     with pytest.raises(Preempted, match="32 of 40 samples"):
-        Laboratory.of(model, job.network, TINY, tmp_path, Passing(3)).measure(job)
-    found = Laboratory.of(model, job.network, TINY, tmp_path, Deadline()).measure(job)
+        measure(job, model, TINY, tmp_path, Passing(3))
+    found = measure(job, model, TINY, tmp_path, Deadline())
     assert np.array_equal(found.arrays["images"], store.read(job).arrays["images"])
     assert found.arrays["images"].shape == (40, 1, 8, 8)
     assert found.values["distance_test"] == pytest.approx(store.read(job).values["distance_test"], rel=1e-4)
 
 
 def test_a_job_starts_only_if_its_time_is_left_but_training_saves(tmp_path):
-    worker = Worker(TINY, Store(tmp_path), Deadline.after(1.0), "cpu")
+    store, training = Store(tmp_path), Planned(Training(tiny("bsi")), "study", 7000.0, False)
     with pytest.raises(Preempted, match="next is bits/dim") as caught:
-        worker.do(Planned(Bound(tiny("bsi"), 4, 2), "study", 70.0, False))
+        do(Planned(Bound(tiny("bsi"), 4, 2), "study", 1e9, False), TINY, store, Passing(60), CPU)
     assert caught.value.code == 75
-    worker.deadline = Deadline.after(0.5)
     with pytest.raises(Preempted, match="next is train"):
-        worker.do(Planned(Training(tiny("bsi")), "study", 7000.0, False))
-    worker.deadline = Deadline.after(2.0)
-    worker.do(Planned(Training(tiny("bsi")), "study", 7000.0, False))
-    assert worker.store.done(Training(tiny("bsi")))
-
-
-def test_one_process_works_in_a_folder(folder, tmp_path):
-    store = copy_of(folder, tmp_path)
-    with hold(tmp_path, print), pytest.raises(UsageError, match="pid"):
-        run([STUDIES["comparison"]], TINY, store.folder, device="cpu")
-    run([STUDIES["comparison"]], TINY, store.folder, device="cpu")
+        do(training, TINY, store, Passing(30), CPU)
+    do(training, TINY, store, Passing(100), CPU)
+    assert store.done(training.job)
 
 
 def test_damaged_measurements_and_those_of_other_networks_are_rejected(folder, tmp_path):

@@ -19,7 +19,7 @@ from bsi.data.files import for_testing
 from bsi.data.prepare import prepare
 from bsi.denoiser import Denoiser
 from bsi.errors import DataError, UsageError
-from bsi.evaluation.quality import drawn_images
+from bsi.evaluation.samples import drawn_images
 from bsi.methods import BSI
 from bsi.recipe import Data, Every, Objective, Optimizer, Recipe
 from bsi.runtime.data_spec import DataSpec

@@ -204,7 +204,7 @@ def paired(args: Eval, world: World) -> Found:
 def quality(args: Eval, world: World) -> Iterator[Found]:
     """One result for each guidance, on the first rank."""
     from bsi.evaluation import runs
-    from bsi.evaluation.quality import check_images, measure_quality, quality_record
+    from bsi.evaluation.samples import check_images, measure_quality, quality_record
     from bsi.metrics import Inception
     from bsi.sampling import levels_of
 

@@ -44,8 +44,7 @@ class StudyOptions:
     def execute(self) -> int:
         from bsi.studies import runner
         from bsi.studies.job import Store
-        from bsi.studies.publish import publish
-        from bsi.studies.registry import STUDIES, named_studies
+        from bsi.studies.runner import STUDIES, named_studies, publish
         from bsi.studies.scale import SCALES
 
         if self.name is None:

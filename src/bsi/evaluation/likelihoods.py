@@ -20,7 +20,7 @@ from bsi import codec
 from bsi.bound import EvaluatedModel, OneRank, estimate
 from bsi.data.batches import as_source
 from bsi.elbo import Elbo, Estimator
-from bsi.errors import BsiError
+from bsi.errors import BsiError, UsageError
 from bsi.evaluation.runs import Run, Split, evaluated, fitted_variance
 from bsi.gaussian import squared_norm
 from bsi.grids import paper_grid
@@ -70,27 +70,26 @@ def audit(run: Run, split: Split, limit: int, steps: int, kind: str, draws: int,
     """
     subject, model = evaluated(run, split, limit), run.model
     data = as_source(split.rows, model.device).take(subset(len(split.rows), subject.count))
-    variance = None
+
+    def bound(name: str, k: int | None, variance: Variance | None = None) -> tuple[Likelihood, Elbo]:
+        estimator = Estimator(MEASURE, RECON, finite_k=k, seed=seed)
+        found = estimate(replace(subject, variance=variance), estimator, progress=True)
+        return Likelihood(f"bound, {name}", float(found), found.monte_carlo_error, len(found.nats)), found
+
+    first, infinite = bound("infinitely many steps", None)
+    last, finite = bound(f"{steps} steps, the paper's transition", steps)
+    rows, variance = [first, last], None
     if kind != "none" and model.symbols is None:
         variance = fitted_variance(model, split.dataset, kind)
-    infinite = _bound(subject, None, None, seed)
-    finite = _bound(subject, steps, None, seed)
-    rows = [
-        _row("bound, infinitely many steps", infinite),
-        _row(f"bound, {steps} steps, the paper's transition", finite),
-    ]
-    compared = []
-    if variance is not None:
-        finite = _bound(subject, steps, variance, seed)
-        rows.append(_row(f"bound, {steps} steps, variance {kind}", finite))
+        last, finite = bound(f"{steps} steps, variance {kind}", steps, variance)
+        rows.append(last)
     error = math.hypot(finite.monte_carlo_error, infinite.monte_carlo_error)
-    names = [row.name for row in rows]
-    compared.append(Comparison(names[-1], names[0], float(finite) - float(infinite), error))
-    if model.bins is not None:
-        coded = _coded(model, data, steps, variance, finite)
-        if coded is not None:
-            rows.append(coded[0])
-            compared.append(Comparison(coded[0].name, names[-1], *coded[1]))
+    compared = [Comparison(last.name, first.name, float(finite) - float(infinite), error)]
+    coded = _coded(model, data, steps, variance, finite) if model.bins is not None else None
+    if coded is not None:
+        row, excess, error_of_excess = coded
+        rows.append(row)
+        compared.append(Comparison(row.name, last.name, excess, error_of_excess))
     if model.symbols is None:
         rows.append(_flow(model, data, draws, seed, infinite.n))
     return {
@@ -108,26 +107,16 @@ def audit(run: Run, split: Split, limit: int, steps: int, kind: str, draws: int,
     }
 
 
-def _bound(subject: EvaluatedModel, steps: int | None, variance: Variance | None, seed: int) -> Elbo:
-    estimator = Estimator(MEASURE, RECON, finite_k=steps, seed=seed)
-    return estimate(replace(subject, variance=variance), estimator, progress=True)
-
-
-def _row(name: str, found: Elbo) -> Likelihood:
-    return Likelihood(name, float(found), found.monte_carlo_error, len(found.nats))
-
-
 def _coded(
     model: Model, data: Tensor, steps: int, variance: Variance | None, bound: Elbo
-) -> tuple[Likelihood, tuple[float, float | None]] | None:
-    """The coded size of the samples after those that are stored without the model, and its excess over their bound."""
+) -> tuple[Likelihood, float, float | None] | None:
+    """The coded size, and its excess over the bound of the samples that are coded by the model, with its error."""
     try:
         packed = codec.compress(model, data, steps, variance, CODED_TOGETHER)
+        if not packed.batches:
+            raise UsageError(f"{len(data)} samples are too few to be coded with {steps} steps.")
     except BsiError as failure:
         log(f"bsi audit: without a coded size: {failure}")
-        return None
-    if not packed.batches:
-        log(f"bsi audit: without a coded size: {len(data)} samples are too few to be coded with {steps} steps.")
         return None
     bits = torch.tensor([each.bits for each in packed.batches], dtype=torch.float64)
     sizes = [each.samples for each in packed.batches]
@@ -135,7 +124,7 @@ def _coded(
     excess, dimensions = bits - expected, sum(sizes) * packed.n
     error = None if len(excess) < 2 else math.sqrt(len(excess)) * float(excess.std()) / dimensions
     row = Likelihood(f"coded with {steps} steps, net", packed.net_bits_per_dim, error, sum(sizes))
-    return row, (float(excess.sum()) / dimensions, error)
+    return row, float(excess.sum()) / dimensions, error
 
 
 def _flow(model: Model, data: Tensor, draws: int, seed: int, n: int) -> Likelihood:
@@ -179,10 +168,12 @@ def rate_distortion(model: EvaluatedModel, steps: int, batch_size: int = 256, se
             eps = noise(seed, ids, "measure", i, model.shape, x.dtype)
             x_hat = predict(model.method.encoder(level).encode(x, eps), level)
             errors[i] += squared_norm(x - x_hat).double().sum().cpu()
-            if i < steps and model.variance is not None:
+            if i == steps:
+                continue
+            if model.variance is None:
+                rates[i + 1] += 0.5 * gained[i] * squared_norm(x - x_hat).double().sum().cpu()
+            else:
                 step = gained[i].expand(len(ids)).to(model.device)
                 rates[i + 1] += transition_kl(model.variance, x, x_hat, level, step).sum().cpu()
-            elif i < steps:
-                rates[i + 1] += 0.5 * gained[i] * squared_norm(x - x_hat).double().sum().cpu()
     bits = torch.cumsum(rates, 0) / (model.count * n * math.log(2))
     return RateDistortion(tuple(bits.tolist()), tuple((errors / (model.count * n)).tolist()))

@@ -81,7 +81,6 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
     model = build_model(trained.recipe, trained.data)
     set_weights(model, trained, str(path))
     model = model.to(world.device).eval()
-    found = weights_hash(model.denoiser.backbone)
     network = model.denoiser.backbone
     if isinstance(network, Backbone):
         network.compute_dtype = compute_dtype(precision, world.device)
@@ -92,7 +91,7 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
         step=trained.step,
         dataset=trained.dataset,
         dataset_version=trained.data.version,
-        weights=found,
+        weights=weights_hash(network),
         ema=ema,
         precision=inner_precision(model),
     )
@@ -149,7 +148,7 @@ def open_split(run: Run, split: str, other: str | None = None) -> Split:
             f"{run.path.name} models data of shape {run.model.shape}, got {dataset.name!r} of shape {dataset.shape}"
         )
     ours, theirs = run.model.kind, dataset.kind
-    if (type(ours), _counted(ours)) != (type(theirs), _counted(theirs)):
+    if _compared(ours) != _compared(theirs):
         raise DataError(
             f"{run.path.name} models {ours!s:.200}, got {dataset.name!r} with {theirs!s:.200}. Evaluate it on "
             f"data of the same kind."
@@ -157,9 +156,11 @@ def open_split(run: Run, split: str, other: str | None = None) -> Split:
     return Split(dataset, split)
 
 
-def _counted(kind: DataKind) -> object:
+def _compared(kind: DataKind) -> tuple[object, ...]:
     """What data of this kind must have in common to be evaluated by one model."""
-    return (kind.count, kind.names) if isinstance(kind, Symbols) else kind.count if isinstance(kind, Bins) else None
+    if isinstance(kind, Symbols):
+        return Symbols, kind.count, kind.names
+    return type(kind), kind.count if isinstance(kind, Bins) else None
 
 
 def evaluated(run: Run, split: Split, limit: int | None = None) -> EvaluatedModel:
@@ -173,12 +174,10 @@ def fitted_variance(model: Model, dataset: Dataset | str, kind: str, batch_size:
     try:
         rows = (open_dataset(dataset) if isinstance(dataset, str) else dataset).split("train")
     except DataError as error:
-        raise DataError(
-            f"the variance {kind} is fitted to training samples: {error} Or use --variance none."
-        ) from error
-    train = as_source(rows, model.device)
-    log(f"fitting the variance {kind} to {min(len(train), FITTED)} training samples")
-    return model.fit_variance(train.take(subset(len(train), min(len(train), FITTED))), kind, batch_size=batch_size)
+        raise DataError(f"the variance {kind} is fitted to training samples: {error} Use --variance none.") from error
+    train, count = as_source(rows, model.device), min(len(rows), FITTED)
+    log(f"fitting the variance {kind} to {count} training samples")
+    return model.fit_variance(train.take(subset(len(train), count)), kind, batch_size=batch_size)
 
 
 @contextmanager
@@ -201,12 +200,11 @@ def difference_record(a: Run, b: Run, split: Split, first: Elbo, second: Elbo) -
     """The bound of a less that of b. `unpaired_error` would be the Monte Carlo error with independent noise."""
     found = first - second
     record = found.record()
-    unpaired = math.hypot(first.monte_carlo_error, second.monte_carlo_error)
     errors = ("monte_carlo_error", "degrees_of_freedom", "data_error", "data_resolved", "binned")
     return {
         "difference": record["bits_per_dim"],
         **{name: record[name] for name in errors},
-        "unpaired_error": unpaired,
+        "unpaired_error": math.hypot(first.monte_carlo_error, second.monte_carlo_error),
         **_effort(found),
         **split.record(),
         "a": a.record(),
@@ -244,8 +242,6 @@ def store(run: Run, what: str, record: Mapping[str, Any]) -> Path | None:
 
 def save_samples(path: Path, elbo: Elbo) -> None:
     """The bound of every sample in nats, with its terms and its Monte Carlo variance, as one .npz."""
-    names = {name: name for name in ("nats", "measurement", "reconstruction", "prior")} | {
-        "variance": "sample_variance"
-    }
+    arrays = {name: getattr(elbo, name).numpy() for name in ("nats", "measurement", "reconstruction", "prior")}
     with atomic(path, "--per-sample") as temporary, temporary.open("wb") as file:
-        np.savez(file, **{name: getattr(elbo, source).numpy() for name, source in names.items()})
+        np.savez(file, **arrays, variance=elbo.sample_variance.numpy())

@@ -1,4 +1,4 @@
-"""Many samples of one network in one file, drawn part by part by any number of ranks.
+"""Samples of a trained model: drawn part by part into a file, compared with a dataset, or animated.
 
     samples.npz.parts/          while samples are drawn: one .npy for each part, written atomically
       about.json                which samples these are; parts of other samples are never joined with them
@@ -8,6 +8,9 @@
 Sample i depends on (seed, i) alone, so it does not matter which process draws a part. Rank r of w draws the parts r,
 r + w, r + 2w, ... of those that are missing. Finished parts are kept if the process is interrupted, and the same
 command draws the missing ones.
+
+The Fréchet distance needs features only: rank r of w draws the samples r, r + w, r + 2w, ... and computes their
+features, which are gathered in the order of the samples. The result does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,28 +19,34 @@ import io
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
-from jaxtyping import Int64, Shaped
+import torch
+from jaxtyping import Int64, Shaped, UInt8
 from torch import Tensor
 
 from bsi.errors import BsiError, DataError, UsageError
-from bsi.evaluation.runs import inner_precision, weights_hash
+from bsi.evaluation.runs import Run, Split, inner_precision, weights_hash
 from bsi.io import atomic, make_folder, open_untrusted, parse_json, read_json
+from bsi.metrics import KEPT, Extractor, Generation, QualityWarning, SampleQuality, collect, reference, sample_quality
+from bsi.metrics.features import array_batches
 from bsi.model import Model
-from bsi.pictures import SMALLEST, Moment, animate, belief_frames
+from bsi.pictures import SMALLEST, Moment, animate, belief_frames, is_image
 from bsi.progress import Progress
 from bsi.runtime.distributed import World
 from bsi.sampler import Sampler
-from bsi.sampling import Step, belief, measurement
+from bsi.sampling import Step, belief, evaluations, levels_of, measurement
 from bsi.symbols import beliefs, shades
+from bsi.values import Bins, to_uint8
 
 PART = 1024  # samples
+SMALL = 32  # pixels: the smallest images, CIFAR-10's, with published distances by Inception
 
 Label = int | Sequence[int] | None
 
@@ -47,6 +56,9 @@ def described(sampler: Sampler, seed: int, label: Label) -> dict[str, Any]:
     one = label if isinstance(label, int) else None
     classes = 0 if label is None or isinstance(label, int) else len(label)
     return {**sampler.record(), "seed": seed, "label": one, "classes": classes}
+
+
+# A file of samples
 
 
 @dataclass(frozen=True)
@@ -168,6 +180,7 @@ def draw_into(
     label: Label,
     batch_size: int,
     world: World,
+    before_part: Callable[[range], None] | None = None,
 ) -> Shaped[np.ndarray, "num ..."] | None:
     """Draw the missing parts. Every rank calls it; the first rank gets all samples, the others None."""
     mine, fresh = missing[world.rank :: world.size], sum(map(len, missing))
@@ -177,6 +190,8 @@ def draw_into(
     try:
         with Progress("sample", total * each, "step", done * each, stream) as progress:
             for ids in mine:
+                if before_part is not None:
+                    before_part(ids)
                 drawn = model.sample(
                     ids, sampler, seed=seed, label=label, batch_size=batch_size, progress=progress.advance
                 )
@@ -187,6 +202,106 @@ def draw_into(
         kept = file.num - sum(map(len, file.missing()))
         message = f"{kept} of {file.num} samples are kept, in parts of {PART}. Run the same command to continue."
         raise KeyboardInterrupt(message) from None
+
+
+# The quality of samples
+
+
+def image_batches(rows: Shaped[np.ndarray, "n *shape"], bins: Bins, batch: int) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
+    """Bin indices as batches of 8-bit images."""
+    for start in range(0, len(rows), batch):
+        index = np.asarray(rows[start : start + batch])
+        pixels = index if bins.count == 256 else to_uint8(bins.values(index), bins.low, bins.high)
+        yield from array_batches([pixels], batch, "images")
+
+
+def check_images(model: Model) -> Bins:
+    """The bins of a model of images; raises if its data has no features, before weights are fetched or images drawn."""
+    if model.bins is None or not is_image(model.shape):
+        raise UsageError(
+            f"only binned images with 1 or 3 channels have features, got data of shape {model.shape}. Use --bpd, which "
+            f"evaluates any model."
+        )
+    return model.bins
+
+
+def drawn_images(
+    model: Model, sampler: Sampler, num: int, world: World, batch: int, seed: int = 0, label: Label = None
+) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
+    """This rank's samples of 0 .. num - 1 as 8-bit images."""
+    bins, mine = check_images(model), range(world.rank, num, world.size)
+    for start in range(0, len(mine), batch):
+        drawn = model.sample(mine[start : start + batch], sampler, seed=seed, label=label, batch_size=batch)
+        yield from image_batches(drawn.cpu().numpy(), bins, batch)
+
+
+def _shown(what: str, count: int, show: bool, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    with Progress(what, count, "image", stream=None if show else io.StringIO()) as progress:
+        for batch in batches:
+            yield batch
+            progress.advance(len(batch))
+
+
+@torch.no_grad()
+def measure_quality(
+    model: Model,
+    split: Split,
+    sampler: Sampler,
+    num: int,
+    extractor: Extractor,
+    world: World,
+    seed: int = 0,
+    label: Label = None,
+    batch: int = 256,
+    kid: bool = False,
+    precision_and_recall: bool = False,
+    show: bool = False,
+) -> SampleQuality | None:
+    """Draw `num` samples and compare them with the split. Every rank calls it; the first gets the result."""
+    if num < 1 or batch < 1:
+        raise UsageError(f"num and batch must be at least 1, got num={num} and batch={batch}")
+    levels_of(model.method, sampler)  # raises if the sampler cannot draw
+    dataset = split.dataset
+    if dataset.bins is None:
+        raise DataError(f"a distance between images needs 8-bit images, got continuous data: {dataset.name}")
+    if len(split.rows) < 2:  # before samples are drawn, which may take hours
+        raise DataError(
+            f"a distance needs at least 2 images of each set: {dataset.name} has {len(split.rows)} in its "
+            f"{split.name} split"
+        )
+    keep = kid or precision_and_recall
+    drawn = drawn_images(model, sampler, num, world, batch, seed, label)
+    drawn = _shown("samples", len(range(world.rank, num, world.size)), show and world.first, drawn)
+    samples = collect(drawn, extractor, keep or num <= KEPT).over_ranks()
+    if not world.first:
+        return None
+    images = _shown("reference", len(split.rows), show, image_batches(split.rows, dataset.bins, batch))
+    known = reference(dataset.name, dataset.version, split.name, images, extractor, keep)
+    spent = evaluations(model.method, sampler.steps, sampler.guidance != 1)
+    generation = Generation(sampler.solver_for(model.method), spent, seed)
+    found = sample_quality(samples, known, extractor, kid, precision_and_recall, generation)
+    height, width = model.shape[1:]
+    if extractor.resize == "none" or min(height, width) >= SMALL:
+        return found
+    caution = (
+        f"images of {height} x {width} pixels are enlarged by {extractor.resize}, unlike what {extractor.name} was "
+        f"trained on: compare {found.metric} only between models of this data. --bpd evaluates the model itself."
+    )
+    warnings.warn(caution, QualityWarning, stacklevel=2)
+    return replace(found, cautions=(*found.cautions, caution))
+
+
+def quality_record(run: Run, sampler: Sampler, seed: int, label: Label, found: SampleQuality) -> dict[str, Any]:
+    """The metric's own record, the sampler and the model. `precision` is the network's, as in the record of a bound."""
+    return {
+        **found.record(),
+        "extractor_precision": found.precision,
+        "drawing": described(sampler, seed, label),
+        **run.record(),
+    }
+
+
+# Animations
 
 
 def animate_beliefs(model: Model, sampler: Sampler, seed: int, label: Label, num: int, path: Path) -> None:

@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,10 +111,6 @@ class Start:
         now = since_process_start()
         self.parts_s[part], self._last = now - self._last, now
 
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts_s.values())
-
 
 def since_process_start() -> float:
     """Seconds since the start of this process, imports included; NaN where the system does not provide them."""
@@ -138,11 +134,12 @@ def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, st
         start = Start()
         start.lap("imports")
     torch.manual_seed(0)
-    if case.device.type == "cuda":
+    cuda = case.device.type == "cuda"
+    if cuda:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(case.device)
-    with _WORK[case.work](case) as running:
+    with {"train": _train, "sample": _sample, "elbo": _elbo}[case.work](case) as running:
         _wait(case.device)
         start.lap("build")
         if running.prepare is not None:
@@ -154,23 +151,24 @@ def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, st
         start.lap("step")
         times = _times(running.step, case.device, repeats)
         recorded = running.recorded()
-    seconds = statistics.median(times)
-    work = case.batch * running.evaluations * cost(case.backbone, case.shape, BINS.count).flops
-    tflops = work * (TRAINING_COST if case.work == "train" else 1) / seconds / 1e12
-    peak = torch.cuda.max_memory_allocated(case.device) / 2**30 if case.device.type == "cuda" else float("nan")
+    seconds, images = statistics.median(times), case.batch * running.evaluations
+    costs = cost(case.backbone, case.shape, BINS.count)
+    passes = TRAINING_COST if case.work == "train" else 1
+    tflops = images * costs.flops * passes / seconds / 1e12
+    peak = torch.cuda.max_memory_allocated(case.device) / 2**30 if cuda else float("nan")
     reachable = matmul_tflops or measure_matmul(case.device, case.precision)
     return Speed(
-        images_per_s=case.batch * running.evaluations / seconds,
+        images_per_s=images / seconds,
         milliseconds=1e3 * seconds,
         spread=(max(times) - min(times)) / seconds,
         tflops=tflops,
         matmul_tflops=reachable,
         fraction=tflops / reachable,
         peak_gib=peak,
-        first_step_s=start.seconds,
+        first_step_s=sum(start.parts_s.values()),
         first_step_parts_s=dict(start.parts_s),
         recorded=recorded,
-        parameters=cost(case.backbone, case.shape, BINS.count).parameters,
+        parameters=costs.parameters,
         repeats=repeats,
     )
 
@@ -190,33 +188,31 @@ def _wait(device: torch.device) -> None:
 
 def _times(step: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     """Seconds of a step, `repeats` times: each the mean over as many steps as fill about a third of a second."""
-    for _ in range(WARM_STEPS[device.type]):
-        step()
-    _wait(device)
-    began = time.perf_counter()
-    step()
-    _wait(device)
-    inner = max(1, min(100, round(0.3 / max(time.perf_counter() - began, 1e-6))))
-    found = []
-    for _ in range(repeats):
+
+    def seconds(steps: int) -> float:
+        began = time.perf_counter()
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            for _ in range(inner):
-                step()
+        for _ in range(steps):
+            step()
+        if device.type == "cuda":
             end.record()
             end.synchronize()
-            found.append(start.elapsed_time(end) / inner / 1e3)
-        else:
-            began = time.perf_counter()
-            for _ in range(inner):
-                step()
-            found.append((time.perf_counter() - began) / inner)
-    return found
+            return start.elapsed_time(end) / steps / 1e3
+        return (time.perf_counter() - began) / steps
+
+    for _ in range(WARM_STEPS[device.type]):
+        step()
+    _wait(device)
+    inner = max(1, min(100, round(0.3 / max(seconds(1), 1e-6))))
+    return [seconds(inner) for _ in range(repeats)]
 
 
-def _recipe(case: Case) -> Recipe:
-    return Recipe(
+@contextmanager
+def _train(case: Case) -> Iterator[Running]:
+    """The trainer's step, on random images that lie on the device."""
+    recipe = Recipe(
         name="bench",
         method=METHODS[case.method](),
         backbone=case.backbone,
@@ -227,17 +223,12 @@ def _recipe(case: Case) -> Recipe:
         virtual_shards=1,
         precision=case.precision,
     )
-
-
-@contextmanager
-def _train(case: Case) -> Iterator[Running]:
-    """The trainer's step, on random images that lie on the device."""
-    recipe, world = _recipe(case), World(Place(), case.device)
+    world = World(Place(), case.device)
     images = torch.randint(BINS.count, (4 * case.batch, *case.shape), dtype=torch.uint8)
     data = open_training_data(recipe, case.device, images)
     with case.device:
         model = build_model(recipe, data.spec, None)
-    model = _fast(model.to(case.device).train(), case)
+    _accelerate(model.to(case.device).train().denoiser.backbone, case)
     engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device), case.record)
     stream = Stream(recipe, data.train, data.spec.latent_shape, world, 0)
     with watching(world.place, limit_s=600.0) as watchdog, contextlib.closing(stream):
@@ -272,31 +263,18 @@ def _elbo(case: Case) -> Iterator[Running]:
     yield Running(step, 1)
 
 
-_WORK: dict[Work, Callable[[Case], AbstractContextManager[Running]]] = {
-    "train": _train,
-    "sample": _sample,
-    "elbo": _elbo,
-}
-
-
 def _trained(case: Case) -> Model:
     """A model as it is used after training, with its weights in the type of the computation."""
     with case.device:
         network = build(case.backbone, case.shape, BINS.count)
-    model = Model(network, METHODS[case.method](), case.shape, BINS)
-    model = _fast(model.to(case.device).eval(), case)
+    model = Model(network, METHODS[case.method](), case.shape, BINS).to(case.device).eval()
+    _accelerate(network, case)
     freeze(network)
     return model
 
 
-def _fast(model: Model, case: Case) -> Model:
-    network = model.denoiser.backbone
+def _accelerate(network: nn.Module, case: Case) -> None:
     assert isinstance(network, Backbone)
-    _accelerate(network, case)
-    return model
-
-
-def _accelerate(network: Backbone, case: Case) -> None:
     network.compute_dtype = compute_dtype(case.precision, case.device)
     accelerate(network, case.device, case.lean, fp8=case.precision == "fp8")
 

@@ -7,9 +7,8 @@ studies share networks and measurements, and an interrupted study resumes when t
     scale.py      the settings of each scale: digits on a CPU, CIFAR-10 on one GPU, or the paper's own
     job.py        the kinds of jobs, their names and estimated times, and the store of their results
     measure.py    bits per dimension, sample quality, errors over the levels
-    runner.py     the plan, training, resuming, and time limits
-    outcome.py    estimates with errors, tables, claims
-    figures.py    the style of the figures
-    publish.py    the files of a study, and docs/results.md
-    registry.py   the studies by name, which are in illustration, comparison, convergence, proposals and ablations
+    outcome.py    estimates with errors, claims, tables, figures
+    runner.py     the studies by name; the plan, training, resuming, and time limits; docs/results.md
+
+The studies are in illustration, comparison, bounds and ablations.
 """

@@ -1,7 +1,12 @@
-"""BFN, VDM and BSI with the same backbone, budget, data order and noise: Tables "imagenet32", "cifar10-bpd" and
-"architecture", and Figure "samples".
+"""BFN, VDM and BSI with the same backbone, budget, data order and noise.
 
-The paper's claim: equal bits per dimension, and a FID of BSI below VDM's, below BFN's, with a DiT and with VDM's U-Net.
+comparison        Tables "imagenet32" and "cifar10-bpd". The paper's claim: equal bits per dimension, and a FID of BSI
+                  below VDM's, below BFN's.
+architecture      Table "architecture": the same with another backbone, in the paper VDM's U-Net.
+samples           Figure "samples".
+fid-convergence   Figure "fid-convergence". The paper's claim: from 16 steps upwards BSI's samples are better than those
+                  of BFN and VDM with the same number of steps. Ours: solvers of second order need a fraction of the
+                  steps, for all three methods.
 """
 
 from __future__ import annotations
@@ -14,10 +19,22 @@ import numpy as np
 from bsi.data.store import open_dataset
 from bsi.pictures import grid
 from bsi.recipe import Recipe
-from bsi.sampler import Sampler
-from bsi.studies import figures
-from bsi.studies.job import OURS, OURS_NAME, Measure, Quality, measures_of, paper_sampler, quality
-from bsi.studies.outcome import Cell, Claim, Outcome, Results, ResultTable, equal, less
+from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler
+from bsi.studies.job import OURS, Measure, Quality, measures_of, paper_sampler, quality, samplers_of
+from bsi.studies.outcome import (
+    COLORS,
+    Claim,
+    Outcome,
+    Results,
+    ResultTable,
+    Row,
+    all_of,
+    curves,
+    equal,
+    less,
+    panels,
+    study,
+)
 from bsi.studies.scale import DATASETS, METHOD_NAMES, Comparison, Scale
 
 if TYPE_CHECKING:
@@ -56,18 +73,18 @@ PAPER_NOTE = (
 UNET_NOTE = "The paper's values are for ImageNet32, a U-Net of width 256 and 100k steps, over three seeds."
 
 
-def comparison_measures(scale: Scale) -> list[Measure]:
-    found: list[Measure] = []
-    for comparison in scale.comparisons:
-        samplers = [*map(paper_sampler, scale.steps), OURS] if comparison.samples else []
-        for method in comparison.methods:
-            found += measures_of(scale, comparison.networks(method), *samplers)
-    return found
+def our_solvers(*recipes: Recipe) -> str:
+    """A note with the solver of the default sampler for each method."""
+    found = (f"{OURS.solver_for(recipe.method)} for {type(recipe.method).__name__}" for recipe in recipes)
+    return f"Our solver is {', '.join(found)}."
 
 
-def architecture_measures(scale: Scale) -> list[Measure]:
-    samplers, comparison = (paper_sampler(scale.most_steps), OURS), scale.architecture
-    return [job for m in METHOD_NAMES for job in measures_of(scale, comparison.networks(m), *samplers)]
+# comparison and architecture
+
+
+def _measures(scale: Scale, comparison: Comparison, *steps: int) -> list[Measure]:
+    samplers = samplers_of(scale, *steps) if comparison.samples else {}
+    return [job for m in comparison.methods for job in measures_of(scale, comparison.networks(m), samplers)]
 
 
 def _printed(recipe: Recipe) -> Printed:
@@ -82,105 +99,85 @@ def comparison_table(
 ) -> ResultTable:
     """Bits per dimension and Fréchet distances, next to the paper's values."""
     recipe, samplers = comparison.recipe("bsi"), samplers if comparison.samples else {}
-    networks = {method: comparison.networks(method) for method in comparison.methods}
-    named = {figures.NAMES[method]: found for method, found in networks.items()}
-    table = results.table(f"{DATASETS[recipe.data.name].title}, {recipe.steps} steps", "method", named, samplers)
-    if "train" in results.scale.references:
-        against = {
-            f"{name}, training set": [results.distance(found, sampler, "train") for found in networks.values()]
-            for name, sampler in samplers.items()
-        }
-        table = table.with_columns(len(table.columns), against) if against else table
-    theirs = [printed.get(method, ("–", None)) for method in networks]
-    table = table.with_columns(2, {"paper's bits/dim": [bits for bits, _ in theirs]})
-    if samplers:
-        table = table.with_columns(len(table.columns), {"paper's FID": [fid for _, fid in theirs]})
-    others: list[tuple[Cell, ...]] = [  # reported by their authors for this budget
-        (figures.NAMES[method], None, bits, *[None] * (len(table.columns) - 3))
+    rows: list[Row] = [
+        {"method": method.upper(), "paper's bits/dim": bits}  # reported by its authors for this budget
         for method, (bits, _) in printed.items()
-        if method not in networks
+        if method not in comparison.methods
     ]
-    return ResultTable(table.name, table.columns, (*others, *table.rows))
+    for method in comparison.methods:
+        networks, (bits, fid) = comparison.networks(method), printed.get(method, ("–", None))
+        row = {"method": method.upper(), "bits/dim": None, "paper's bits/dim": bits}
+        row |= results.row(networks, samplers)
+        if "train" in results.scale.references:
+            row |= {f"{n}, training set": results.distance(networks, how, "train") for n, how in samplers.items()}
+        rows.append(row | ({"paper's FID": fid} if samplers else {}))
+    return ResultTable(f"{DATASETS[recipe.data.name].title}, {recipe.steps} steps", rows)
 
 
-def differences(results: Results, comparison: Comparison, on: str = "") -> tuple[ResultTable, tuple[Claim, ...]]:
+def differences(results: Results, comparison: Comparison, on: str = "") -> tuple[ResultTable, list[Claim]]:
     """The paired differences of the methods, and the claims: equal bits per dimension; FID of BSI < VDM < BFN."""
-    scale, sampler = results.scale, paper_sampler(results.scale.most_steps)
-    rows, bits_gaps, ordered = [], [], []
+    metric, sampler = results.scale.metric, paper_sampler(results.scale.most_steps)
+    bits, rows, ordered = {}, [], []
     for a, b in PAIRS:
         p, q = comparison.networks(a), comparison.networks(b)
-        bits_gap, gap = results.bits_difference(p, q), results.distance_difference(p, q, sampler)
-        name = f"{figures.NAMES[a]} - {figures.NAMES[b]}"
-        rows.append((name, bits_gap, gap))
-        bits_gaps.append((name, bits_gap))
-        statement = f"{scale.metric} of {figures.NAMES[a]} below {figures.NAMES[b]}'s at {sampler.steps} steps{on}"
-        ordered.append(less(statement, results.distance(p, sampler), results.distance(q, sampler), gap))
-    columns = ("", "bits/dim", f"{scale.metric} at {sampler.steps}")
-    table = ResultTable(f"paired differences{on}", columns, tuple(rows))
-    return table, (equal(f"Equal bits/dim{on}", bits_gaps, EQUAL_BITS), *ordered)
-
-
-def our_solvers(networks: Mapping[str, Recipe], scale: Scale) -> str:
-    """A note with the solvers of the default sampler."""
-    found = ", ".join(f"{quality(scale, network).sampler.solver} for {name}" for name, network in networks.items())
-    return f"Our solver is {found}."
+        name = f"{a.upper()} - {b.upper()}"
+        bits[name], gap = results.bits_difference(p, q), results.distance_difference(p, q, sampler)
+        rows.append({"": name, "bits/dim": bits[name], f"{metric} at {sampler.steps}": gap})
+        statement = f"{metric} of {a.upper()} below {b.upper()}'s at {sampler.steps} steps{on}"
+        ordered.append(results.less_distance(statement, p, q, sampler))
+    return ResultTable(f"paired differences{on}", rows), [equal(f"Equal bits/dim{on}", bits, EQUAL_BITS), *ordered]
 
 
 def _draw(results: Results, comparison: Comparison, steps: tuple[int, ...], note: str) -> Figure:
     """Bits per dimension of every seed with their mean, and the distances by steps of the paper's sampler."""
-    figure, (left, right) = figures.panels(2)
+    figure, (left, right) = panels(2)
+    found = {}
     for i, method in enumerate(METHOD_NAMES):
-        networks, color, mark = comparison.networks(method), figures.COLORS[method], figures.MARKS[method]
+        networks, color = comparison.networks(method), COLORS[method]
         mean = results.bits(networks)
         left.plot([i + 0.15] * len(networks), [results.bits([n]).value for n in networks], ".", color=color, alpha=0.5)
-        figures.line(left, [i], [mean], color, mark)
-        figures.label(left, i, mean.value, f"{mean.value:.3f}", color, dx=-10, dy=11)
-        means = [results.distance(networks, paper_sampler(k)) for k in steps]
-        figures.line(right, steps, means, color, mark, label=figures.NAMES[method])
-    left.set(xlim=(-0.8, len(METHOD_NAMES) - 0.5), ylabel="bits per dimension", title=f"Likelihood{note}")
-    left.set_xticks(range(len(METHOD_NAMES)), [figures.NAMES[method] for method in METHOD_NAMES])
-    left.margins(y=0.25)
-    figures.log_axis(right, steps)
-    right.set(xlabel="steps", ylabel=results.scale.metric, title=f"Sample quality, the paper's sampler{note}")
-    right.legend()
+        left.errorbar(i, mean.value, mean.error, fmt="o", color=color, capsize=2)
+        found[method.upper()] = [results.distance(networks, paper_sampler(k)) for k in steps]
+    left.set(ylabel="bits per dimension", title=f"Likelihood{note}")
+    left.set_xticks(range(len(found)), list(found))
+    title = f"Sample quality, the paper's sampler{note}"
+    curves(right, steps, found, xlabel="steps", ylabel=results.scale.metric, title=title)
     return figure
 
 
-def report_comparison(results: Results) -> Outcome:
+@study(
+    'Tables "imagenet32" and "cifar10-bpd"',
+    "BFN, VDM and BSI, same backbone and budget: equal bits/dim, FID ordered BSI < VDM < BFN",
+    lambda scale: [job for each in scale.comparisons for job in _measures(scale, each, *scale.steps)],
+)
+def comparison(results: Results) -> Outcome:
     scale, first = results.scale, results.scale.comparisons[0]
-    samplers = {f"{scale.metric} at {k}": paper_sampler(k) for k in scale.steps}
-    samplers |= {f"{scale.metric}, {OURS_NAME}": OURS}
+    samplers, claims = samplers_of(scale, *scale.steps), []
     tables = [comparison_table(results, c, _printed(c.recipe("bsi")), samplers) for c in scale.comparisons]
-    compared = [comparison for comparison in scale.comparisons if comparison.samples]
-    judged: list[Claim] = []
-    for comparison in compared:
-        on = f" on {DATASETS[comparison.recipe('bsi').data.name].title}" if len(compared) > 1 else ""
-        table, found = differences(results, comparison, on)
+    compared = [each for each in scale.comparisons if each.samples]
+    for each in compared:
+        on = f" on {DATASETS[each.recipe('bsi').data.name].title}" if len(compared) > 1 else ""
+        table, found = differences(results, each, on)
         tables.append(table)
-        judged += found
-    notes = (our_solvers({figures.NAMES[m]: first.recipe(m) for m in METHOD_NAMES}, scale),)
-    return Outcome(
-        tables=tuple(tables),
-        claims=tuple(judged),
-        figure=_draw(results, first, scale.steps, ""),
-        notes=notes if scale.name == "paper" else (*notes, PAPER_NOTE),
-        seeds=min(len(comparison.seeds) for comparison in compared),
-    )
+        claims += found
+    notes = [our_solvers(*map(first.recipe, METHOD_NAMES)), *([] if scale.name == "paper" else [PAPER_NOTE])]
+    return Outcome(tables, claims, _draw(results, first, scale.steps, ""), notes)
 
 
-def report_architecture(results: Results) -> Outcome:
-    scale, comparison = results.scale, results.scale.architecture
-    sampler = paper_sampler(scale.most_steps)
-    samplers = {f"{scale.metric} at {sampler.steps}": sampler, f"{scale.metric}, {OURS_NAME}": OURS}
-    table, judged = differences(results, comparison)
-    notes = (our_solvers({figures.NAMES[m]: comparison.recipe(m) for m in METHOD_NAMES}, scale),)
-    return Outcome(
-        tables=(comparison_table(results, comparison, UNET, samplers), table),
-        claims=judged,
-        figure=_draw(results, comparison, (scale.most_steps,), ", the other backbone"),
-        notes=notes if scale.name == "paper" else (*notes, UNET_NOTE),
-        seeds=len(comparison.seeds),
-    )
+@study(
+    'Table "architecture"',
+    "the same comparison with another backbone, in the paper the U-Net",
+    lambda scale: _measures(scale, scale.architecture, scale.most_steps),
+)
+def architecture(results: Results) -> Outcome:
+    scale, compared, steps = results.scale, results.scale.architecture, results.scale.most_steps
+    table, claims = differences(results, compared)
+    tables = [comparison_table(results, compared, UNET, samplers_of(scale, steps)), table]
+    notes = [our_solvers(*map(compared.recipe, METHOD_NAMES)), *([] if scale.name == "paper" else [UNET_NOTE])]
+    return Outcome(tables, claims, _draw(results, compared, (steps,), ", the other backbone"), notes)
+
+
+# samples
 
 
 ROWS, COLUMNS = 8, 4
@@ -191,29 +188,85 @@ def _shown(scale: Scale, method: str) -> Quality:
     return quality(scale, scale.comparisons[0].networks(method)[0], paper_sampler(scale.most_steps))
 
 
-def samples_measures(scale: Scale) -> list[Measure]:
-    return [_shown(scale, method) for method in METHOD_NAMES]
-
-
-def report_samples(results: Results) -> Outcome:
+@study(
+    'Figure "samples"',
+    "samples of the three methods next to data",
+    lambda scale: [_shown(scale, method) for method in METHOD_NAMES],
+)
+def samples(results: Results) -> Outcome:
     scale, num = results.scale, ROWS * COLUMNS
-    comparison, steps = scale.comparisons[0], scale.most_steps
-    dataset = open_dataset(comparison.recipe("bsi").data.name)
+    dataset = open_dataset(scale.comparisons[0].recipe("bsi").data.name)
     assert dataset.bins is not None
     test = dataset.split("test")
-    shown = {"data": np.asarray(test)[np.arange(num) * len(test) // num]}
-    shown |= {figures.NAMES[m]: results.read(_shown(scale, m)).arrays["images"][:num] for m in METHOD_NAMES}
-    figure, panels = figures.panels(len(shown), width=1.75, height=3.4)
-    for panel, (name, indices) in zip(panels, shown.items(), strict=True):
+    shown, rows = {"data": np.asarray(test)[np.arange(num) * len(test) // num]}, []
+    for method in METHOD_NAMES:
+        job = _shown(scale, method)
+        shown[method.upper()] = results.read(job).arrays["images"][:num]
+        distance = results.distance([job.network], job.sampler)
+        rows.append({"method": method.upper(), f"{scale.metric} at {scale.most_steps}": distance})
+    figure, axes = panels(len(shown), width=1.75, height=3.4)
+    for panel, (name, indices) in zip(axes, shown.items(), strict=True):
         panel.imshow(grid(dataset.bins.values(indices), COLUMNS, towards=1), interpolation="nearest")
         panel.set_title(name, loc="center")
         panel.set_axis_off()
-    rows = [
-        (figures.NAMES[m], results.distance(comparison.networks(m)[:1], paper_sampler(steps))) for m in METHOD_NAMES
+    note = f"{scale.most_steps} steps of the paper's sampler; samples 0 to {num - 1} of seed 0, not selected."
+    return Outcome([ResultTable("samples", rows)], [], figure, [note])
+
+
+# fid-convergence
+
+
+FROM = 16  # steps, in the paper's claim
+ENOUGH = 64  # steps, after which solvers of second order have converged
+PAPERS = "paper's sampler"
+
+
+def _curves(scale: Scale) -> dict[str, list[Sampler]]:
+    """The samplers along each curve."""
+    found = {PAPERS: [paper_sampler(k) for k in scale.convergence_steps]}
+    for solver in (FLOW_SOLVER, NOISY_SOLVER):
+        found[f"{solver}, {OURS.grid}"] = [
+            Sampler(k, solver, OURS.grid) for k in scale.convergence_steps if k <= ENOUGH
+        ]
+    return found
+
+
+def _convergence_measures(scale: Scale) -> list[Measure]:
+    samplers = [sampler for curve in _curves(scale).values() for sampler in curve]
+    return [quality(scale, scale.convergence(method), sampler) for method in METHOD_NAMES for sampler in samplers]
+
+
+@study(
+    'Figure "fid-convergence"', "FID against steps for the three methods, and for our solvers", _convergence_measures
+)
+def fid_convergence(results: Results) -> Outcome:
+    scale, steps = results.scale, results.scale.convergence_steps
+    networks = {method.upper(): scale.convergence(method) for method in METHOD_NAMES}
+    found = {
+        curve: {name: [results.distance([network], how) for how in samplers] for name, network in networks.items()}
+        for curve, samplers in _curves(scale).items()
+    }
+    figure, axes = panels(len(found), width=2.8)
+    rows: list[Row] = []
+    for panel, (curve, each) in zip(axes, found.items(), strict=True):
+        curves(panel, steps[: len(each["BSI"])], each, xlabel="steps", ylabel=scale.metric, yscale="log", title=curve)
+        for method, estimates in each.items():
+            rows.append({"sampler": f"{method}, {curve}", **dict(zip(map(str, steps), estimates, strict=False))})
+    paper = found[PAPERS]
+    order = [
+        less(f"{k} steps, against {other}", paper["BSI"][i], paper[other][i])
+        for i, k in enumerate(steps)
+        for other in ("VDM", "BFN")
+        if k >= FROM
     ]
-    return Outcome(
-        tables=(ResultTable("samples", ("method", f"{scale.metric} at {steps}"), tuple(rows)),),
-        claims=(),
-        figure=figure,
-        notes=(f"{steps} steps of the paper's sampler; samples 0 to {num - 1} of seed 0, not selected.",),
-    )
+    at, ours = steps.index(FROM), []
+    for name, network in networks.items():
+        curve = f"{OURS.solver_for(network.method)}, {OURS.grid}"
+        ours.append(less(name, found[curve][name][at], paper[name][at]))
+    better = f"At {FROM} steps, our solver on {OURS.grid} is better than the paper's sampler, for each method"
+    claims = [
+        all_of(f"From {FROM} steps upwards, BSI is better than BFN and VDM at the same number", order),
+        all_of(better, ours),
+    ]
+    table = ResultTable(f"sample quality ({scale.metric}) by steps", rows)
+    return Outcome([table], claims, figure, [our_solvers(*networks.values())])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,9 +27,8 @@ from bsi.oracle import Mixture
 from bsi.pictures import grid
 from bsi.rng import SeededNoise, standard_normal
 from bsi.sampling import Step, measurement, trajectory
-from bsi.studies import figures
-from bsi.studies.outcome import Claim, Outcome, Results, ResultTable, Verdict
-from bsi.studies.scale import METHOD_NAMES, Scale
+from bsi.studies.outcome import PALETTE, Claim, Outcome, Results, ResultTable, Verdict, panels, study
+from bsi.studies.scale import METHOD_NAMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 METHOD = BSI(lambda_0=0.3, alpha_M=1e3)
 GRID = (0.3, 1.2, 4.0, 16.0, 80.0, METHOD.levels.high)
 SEED = 32
-BELIEF, GUESS, MEASURED = figures.PALETTE[0], figures.PALETTE[4], figures.PALETTE[1]
+BELIEF, GUESS, MEASURED = PALETTE[0], PALETTE[4], PALETTE[1]
 
 
 def spiral(arms: int = 60) -> Mixture:
@@ -64,8 +64,12 @@ def _circle(axes: Axes, center: Float[Tensor, " 2"], precision: float) -> None:
     axes.plot(*center.tolist(), "+", color=BELIEF, markersize=8, markeredgewidth=1.6)
 
 
+def _label(axes: Axes, point: list[float], text: str, color: str) -> None:
+    axes.annotate(text, point, xytext=(8, 0), textcoords="offset points", color=color, va="center", fontweight="bold")
+
+
 def _draw(found: list[Step]) -> Figure:
-    figure, axes = figures.panels(5, width=1.75, height=2.15)
+    figure, axes = panels(5, width=1.75, height=2.15)
     generator = torch.Generator().manual_seed(0)
     chosen, eps = torch.rand(900, generator=generator), torch.randn(900, 2, generator=generator)
     points = spiral().sample(chosen.double(), eps.double())
@@ -79,11 +83,11 @@ def _draw(found: list[Step]) -> Figure:
         _circle(panel, first.latent[0], GRID[0])
     for panel in axes[1:3]:
         panel.plot(*guess, "o", color=GUESS, markersize=6, zorder=3)
-    figures.label(axes[1], guess[0], guess[1], r"$\hat{x}$", GUESS, dx=8)
-    axes[2].plot(*zip(guess, y, strict=True), ":", color=MEASURED, linewidth=1.2)
-    figures.label(axes[2], y[0], y[1], r"$y$", MEASURED, dx=8)
     for panel in axes[2:4]:
         panel.plot(*y, "X", color=MEASURED, markersize=7, zorder=3)
+    _label(axes[1], guess, r"$\hat{x}$", GUESS)
+    _label(axes[2], y, r"$y$", MEASURED)
+    axes[2].plot(*zip(guess, y, strict=True), ":", color=MEASURED, linewidth=1.2)
     _circle(axes[3], second.latent[0], GRID[1])
     for step in found[1:-1]:
         _circle(axes[4], step.latent[0], float(step.level))
@@ -94,20 +98,26 @@ def _draw(found: list[Step]) -> Figure:
     return figure
 
 
-def report_illustration(results: Results) -> Outcome:
+@study(
+    'Figure "illustration"',
+    "the five-step picture",
+    lambda scale: [],
+)
+def illustration(results: Results) -> Outcome:
     """Lemma "Posterior Update" holds at each step."""
     found, error = steps(), 0.0
     for a, b in itertools.pairwise(found):
         belief = Belief(a.latent, a.level[None]).update(measurement(METHOD, a, b), (b.level - a.level)[None])
         error = max(error, float((belief.mean - b.latent).abs().max()))
-    rows = [(i, float(step.level), *step.latent[0].tolist(), *step.x_hat[0].tolist()) for i, step in enumerate(found)]
+    columns = ("i", "lambda", "mu_1", "mu_2", "x_hat_1", "x_hat_2")
+    rows = []
+    for i, step in enumerate(found):
+        cells = (i, float(step.level), *step.latent[0].tolist(), *step.x_hat[0].tolist())
+        rows.append(dict(zip(columns, cells, strict=True)))
     verdict: Verdict = "held" if error < 1e-9 else "not held"
-    return Outcome(
-        tables=(ResultTable("belief", ("i", "lambda", "mu_1", "mu_2", "x_hat_1", "x_hat_2"), tuple(rows)),),
-        claims=(Claim("Each belief is the posterior of the one before", verdict, f"largest difference {error:.1e}"),),
-        figure=_draw(found),
-        notes=("Exact predictions for a mixture of 60 Gaussians on a spiral; the same at every scale.",),
-    )
+    claim = Claim("Each belief is the posterior of the one before", verdict, f"largest difference {error:.1e}")
+    note = "Exact predictions for a mixture of 60 Gaussians on a spiral; the same at every scale."
+    return Outcome([ResultTable("belief", rows)], [claim], _draw(found), [note])
 
 
 TIMES = tuple(i / 10 for i in range(11))
@@ -120,52 +130,60 @@ def encoder(method: str, t: float) -> Encoder:
     return built.encoder(built.levels.icdf(torch.tensor(t, dtype=torch.float64)))
 
 
-def _image(scale: Scale) -> Float[Tensor, "channels height width"]:
-    dataset = open_dataset(scale.comparisons[0].recipe("bsi").data.name)
-    assert dataset.bins is not None
-    return torch.from_numpy(dataset.bins.values(np.asarray(dataset.split("test")[IMAGES[dataset.name]]))).float()
-
-
 def _rounds_to(statement: str, value: float, printed: float, places: int) -> Claim:
     """The claim that an exact value rounds to the printed one."""
     verdict: Verdict = "held" if round(value, places) == printed else "not held"
     return Claim(statement, verdict, f"{value:.4f}, printed {printed:g}")
 
 
-def report_noise_levels(results: Results) -> Outcome:
-    encoders = {(method, t): encoder(method, t) for method in METHOD_NAMES for t in TIMES}
-    columns = [f"{figures.NAMES[method]} {part}" for method in METHOD_NAMES for part in ("signal", "variance")]
-    rows = []
-    for t in TIMES:
-        seen = [encoders[method, t] for method in METHOD_NAMES]
-        rows.append((t, *(float(value) for e in seen for value in (e.signal, e.noise**2))))
-    variance = {key: float(e.noise) ** 2 for key, e in encoders.items()}
-    largest = max(float(encoder("bfn", t / 1000).noise) ** 2 for t in range(1001))
-
-    x = _image(results.scale)
+def _draw_encoders(dataset_name: str, encoders: Mapping[tuple[str, float], Encoder]) -> Figure:
+    """A test image under each encoder, a row for each method."""
+    dataset = open_dataset(dataset_name)
+    assert dataset.bins is not None
+    image = np.asarray(dataset.split("test")[IMAGES[dataset.name]])
+    x = torch.from_numpy(dataset.bins.values(image)).float()
     eps = standard_normal(0, torch.zeros(1, dtype=torch.long), 0, tuple(x.shape))[0]
     half, pictures = x.shape[1] // 2, []
     for e in encoders.values():
         mean = float(e.signal) * x
         sample = mean + float(e.noise) * eps
         pictures.append(torch.cat([mean[:, :half], sample[:, half:]], dim=1).numpy())
-    figure, (axes,) = figures.panels(1, width=7.4, height=2.4)
-    image = np.asarray(grid(np.stack(pictures), len(TIMES)))
-    width, height = image.shape[1] / len(TIMES), image.shape[0] / len(METHOD_NAMES)
-    axes.imshow(image, interpolation="nearest")
+    figure, (axes,) = panels(1, width=7.4, height=2.4)
+    sheet = np.asarray(grid(np.stack(pictures), len(TIMES)))
+    width, height = sheet.shape[1] / len(TIMES), sheet.shape[0] / len(METHOD_NAMES)
+    axes.imshow(sheet, interpolation="nearest")
     axes.set_xticks([(i + 0.5) * width for i in range(len(TIMES))], [f"{t:g}" for t in TIMES])
-    axes.set_yticks([(i + 0.5) * height for i in range(len(METHOD_NAMES))], [figures.NAMES[m] for m in METHOD_NAMES])
+    names = [method.upper() for method in METHOD_NAMES]
+    axes.set_yticks([(i + 0.5) * height for i in range(len(names))], names)
     axes.set_xlabel("t: noise at 0, data at 1 (top the mean, bottom a sample)")
     axes.grid(False)
+    return figure
+
+
+@study(
+    'Figure "noise-levels"',
+    "encoders of the three methods, mean and sample, over t",
+    lambda scale: [],
+)
+def noise_levels(results: Results) -> Outcome:
+    encoders = {(method, t): encoder(method, t) for method in METHOD_NAMES for t in TIMES}
+    rows = []
+    for t in TIMES:
+        row = {"t": t}
+        for method in METHOD_NAMES:
+            e = encoders[method, t]
+            row |= {f"{method.upper()} signal": float(e.signal), f"{method.upper()} variance": float(e.noise**2)}
+        rows.append(row)
+    variance = {key: float(e.noise) ** 2 for key, e in encoders.items()}
+    largest = max(float(encoder("bfn", t / 1000).noise) ** 2 for t in range(1001))
+    claims = [
+        _rounds_to("BSI's variance at t = 0.1", variance["bsi", 0.1], 15.85, 2),
+        _rounds_to("VDM's variance at t = 0.1", variance["vdm", 0.1], 0.96, 2),
+        _rounds_to("VDM's share of the image at t = 0", float(encoders["vdm", 0.0].signal), 0.08, 2),
+        _rounds_to("BFN is deterministic at t = 0: its variance", variance["bfn", 0.0], 0.0, 12),
+        _rounds_to("BSI's share of the image at t = 0", float(encoders["bsi", 0.0].signal), 0.0, 12),
+    ]
+    figure = _draw_encoders(results.scale.comparisons[0].recipe("bsi").data.name, encoders)
     return Outcome(
-        tables=(ResultTable("encoders", ("t", *columns), tuple(rows)),),
-        claims=(
-            _rounds_to("BSI's variance at t = 0.1", variance["bsi", 0.1], 15.85, 2),
-            _rounds_to("VDM's variance at t = 0.1", variance["vdm", 0.1], 0.96, 2),
-            _rounds_to("VDM's share of the image at t = 0", float(encoders["vdm", 0.0].signal), 0.08, 2),
-            _rounds_to("BFN is deterministic at t = 0: its variance", variance["bfn", 0.0], 0.0, 12),
-            _rounds_to("BSI's share of the image at t = 0", float(encoders["bsi", 0.0].signal), 0.0, 12),
-        ),
-        figure=figure,
-        notes=(f"BFN's variance is at most {largest:.4g}, at any t.",),
+        [ResultTable("encoders", rows)], claims, figure, [f"BFN's variance is at most {largest:.4g}, at any t."]
     )

@@ -5,6 +5,7 @@
     Reconstruction   L_R for several precisions alpha_R of the decoder
     LevelErrors      errors of the predictions at levels from the first to the last
     Quality          the Fréchet distance of samples to the test set, or to the training set too
+    Rate             the rate and the distortion after each step of a chain
 
 A job is a record, and its name is a hash of the record. Results are files under that name, written atomically:
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,21 @@ def quality(scale: Scale, network: Recipe, sampler: Sampler = OURS) -> Quality:
     return Quality(network, scale.metric, scale.samples, sampler.named(network.method), scale.references)
 
 
-def measures_of(scale: Scale, networks: Sequence[Recipe], *samplers: Sampler) -> list[Measure]:
+def samplers_of(scale: Scale, *steps: int, ours: Sampler = OURS) -> dict[str, Sampler]:
+    """The paper's sampler with these numbers of steps, and ours, by the columns of their distances."""
+    return {f"{scale.metric} at {k}": paper_sampler(k) for k in steps} | {f"{scale.metric}, {OURS_NAME}": ours}
+
+
+def measures_of(scale: Scale, networks: Iterable[Recipe], samplers: Mapping[str, Sampler]) -> list[Measure]:
     """The bound of each network, and the quality of its samples by each sampler."""
-    found: list[Measure] = []
-    for network in networks:
-        found += [bound(scale, network), *(quality(scale, network, sampler) for sampler in samplers)]
-    return found
+    return [
+        job
+        for network in networks
+        for job in (bound(scale, network), *(quality(scale, network, sampler) for sampler in samplers.values()))
+    ]
+
+
+# Names
 
 
 def network_name(recipe: Recipe) -> str:
@@ -131,10 +141,22 @@ def network_name(recipe: Recipe) -> str:
     return _hash(_changed_settings(recipe, ""))
 
 
+def name_of(job: Job) -> str:
+    """The name of a job's result, unique to its settings."""
+    network = network_name(job.network)
+    if isinstance(job, Training):
+        return network
+    return f"{type(job).__name__.lower()}-{_hash({'network': network, **_settings(job)})}"
+
+
 def check_network(stored: object, wanted: Recipe, path: Path) -> None:
     """Raise if two recipes with one name differ in a setting that decides the weights."""
     if not all(_keeps_weights(change.name) for change in changes(stored, wanted)):
         raise DataError(f"{path} is of a network trained with other defaults. Delete it and run the study again.")
+
+
+def _hash(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(plain).encode()).hexdigest()[:12]
 
 
 def _keeps_weights(name: str) -> bool:
@@ -153,14 +175,6 @@ def _changed_settings(record: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def name_of(job: Job) -> str:
-    """The name of a job's result, unique to its settings."""
-    network = network_name(job.network)
-    if isinstance(job, Training):
-        return network
-    return f"{type(job).__name__.lower()}-{_hash({'network': network, **_settings(job)})}"
-
-
 def _settings(job: Measure) -> dict[str, Any]:
     found = {f.name: to_plain(getattr(job, f.name)) for f in fields(job) if f.name not in ("network", "sampler")}
     if found.get("variance") == "none":  # the names of results without a variance are those of earlier versions
@@ -168,22 +182,20 @@ def _settings(job: Measure) -> dict[str, Any]:
     return found | ({"sampler": job.sampler.record()} if isinstance(job, Quality) else {})
 
 
-def _hash(plain: dict[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(plain).encode()).hexdigest()[:12]
+# Words and times
 
 
 def describe(recipe: Recipe) -> str:
     """A network in a few words: its method, the settings that studies vary, and its seed."""
     method, objective = recipe.method, recipe.objective
-    words = [type(method).__name__]
-    words += _differing(method, type(method)(), ("lambda_0", "gamma_0", "clips"))
+    words = [type(method).__name__, *_differing(method, type(method)(), "lambda_0", "gamma_0", "clips")]
     words += ["U-Net"] if isinstance(recipe.backbone, UNetConfig) else []
     words += [recipe.parametrization] if recipe.parametrization is not None else []
-    words += _differing(objective, Objective(), tuple(f.name for f in fields(objective)))
+    words += _differing(objective, Objective(), *(f.name for f in fields(objective)))
     return f"{' '.join(words)}, seed {recipe.seed}"
 
 
-def _differing(record: object, default: object, names: Sequence[str]) -> list[str]:
+def _differing(record: object, default: object, *names: str) -> list[str]:
     values = {name: (getattr(record, name, None), getattr(default, name, None)) for name in names}
     return [f"{name}={value}" for name, (value, usual) in values.items() if value != usual]
 
@@ -195,17 +207,21 @@ def title(job: Job) -> str:
         case Training(network=recipe):
             return f"train {network}: {recipe.steps} steps of {recipe.batch}"
         case Bound(finite_k=k, levels=levels, variance=kind):
-            variance = "" if kind == "none" else f", variance {kind}"
-            return f"bits/dim of {network}{'' if k is None else f' at k={k}'}: {levels} levels{variance}"
+            at = "" if k is None else f" at k={k}"
+            return f"bits/dim of {network}{at}: {levels} levels{_with_variance(kind)}"
         case Reconstruction(factors=factors):
             return f"L_R of {network} for {len(factors)} values of alpha_R"
         case LevelErrors(levels=levels, images=images):
             return f"errors of {network}: {images} images at {levels} levels"
         case Quality(metric=metric, num=num, sampler=how):
-            variance = "" if how.variance == "none" else f", variance {how.variance}"
-            return f"{metric} of {network}: {num} samples, {how.steps} steps of {how.solver} on {how.grid}{variance}"
+            drawn = f"{num} samples, {how.steps} steps of {how.solver} on {how.grid}"
+            return f"{metric} of {network}: {drawn}{_with_variance(how.variance)}"
         case Rate(steps=steps, variance=kind):
             return f"rate and distortion of {network}: {steps} steps, variance {kind}"
+
+
+def _with_variance(kind: VarianceKind) -> str:
+    return "" if kind == "none" else f", variance {kind}"
 
 
 def estimate_s(job: Job, scale: Scale) -> float:
@@ -213,7 +229,6 @@ def estimate_s(job: Job, scale: Scale) -> float:
     backbone, speed, data = job.network.backbone, scale.throughput, DATASETS[job.network.data.name]
     assert backbone is not None
     flops = cost(backbone, data.shape, data.bins).flops / (1.0 if isinstance(backbone, DiTConfig) else speed.unet)
-    images = 0
     match job:
         case Training(network=recipe):
             return speed.startup_s + 3 * flops * recipe.batch * recipe.steps / speed.training
@@ -224,10 +239,14 @@ def estimate_s(job: Job, scale: Scale) -> float:
         case LevelErrors(levels=levels, images=shown):
             evaluations = levels * shown
         case Quality(num=num, sampler=how):
-            evaluations, images = num * (how.steps + 1), num
+            evaluations = num * (how.steps + 1)
         case Rate(steps=steps):
             evaluations = data.test_images * (steps + 1)
-    return 0.2 * speed.startup_s + flops * evaluations / speed.evaluation + images / speed.metric
+    features = job.num / speed.metric if isinstance(job, Quality) else 0.0
+    return 0.2 * speed.startup_s + flops * evaluations / speed.evaluation + features
+
+
+# Results
 
 
 @dataclass(frozen=True)
@@ -261,9 +280,6 @@ class Store:
     def record(self, job: Measure) -> Path:
         return self.folder / "measurements" / f"{name_of(job)}.json"
 
-    def results(self, study: str, scale: Scale) -> Path:
-        return self.folder / f"{study}-{scale.name}"
-
     def done(self, job: Job) -> bool:
         return (self.weights(job.network) if isinstance(job, Training) else self.record(job)).is_file()
 
@@ -274,17 +290,16 @@ class Store:
         if result.arrays:
             with atomic(path.with_suffix(".npz")) as temporary:
                 np.savez_compressed(temporary, allow_pickle=False, **result.arrays)
-        described = {"kind": type(job).__name__.lower(), "recipe": to_plain(job.network), **_settings(job)}
-        found = {"job": described, "values": dict(result.values), "arrays": sorted(result.arrays)}
+        settings = {"kind": type(job).__name__.lower(), "recipe": to_plain(job.network), **_settings(job)}
+        found = {"job": settings, "values": dict(result.values), "arrays": sorted(result.arrays)}
         write_json(path, {**found, "about": dict(result.about)})
 
     def read(self, job: Measure) -> Result:
         """Read a result. Raises a DataError if files are missing, damaged, or belong to another network."""
-        path = self.record(job)
+        path, arrays = self.record(job), {}
         try:
             found = json.loads(path.read_text("utf-8"))
             recipe = from_plain(Recipe, found["job"]["recipe"], "recipe")
-            arrays = {}
             if found["arrays"]:
                 with np.load(path.with_suffix(".npz"), allow_pickle=False) as stored:
                     arrays = {name: stored[name] for name in found["arrays"]}

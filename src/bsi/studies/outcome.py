@@ -1,4 +1,4 @@
-"""From results to a report: estimates with standard errors, tables, and a verdict on each claim.
+"""From results to a report: estimates with standard errors, a verdict on each claim, tables and figures.
 
 An error is one standard error:
 
@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,12 +29,14 @@ import torch
 from jaxtyping import Float64
 
 from bsi.elbo import Replicates
+from bsi.errors import extra
 from bsi.recipe import Recipe
 from bsi.sampler import Sampler
 from bsi.studies.job import OURS, Bound, Measure, Result, Store, bound, quality
 from bsi.studies.scale import Scale
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STANDARD_ERRORS = 2.0
@@ -41,6 +44,13 @@ PRACTICAL_BITS = 0.001
 PRACTICAL_SHARE = 0.01  # of the value that is compared with
 
 PerImage = Float64[np.ndarray, "seeds images"]
+Networks = Sequence[Recipe]
+"""One network trained from several seeds."""
+Row = Mapping[str, Any]
+"""The cells of a table by column: text, numbers, estimates, or None."""
+
+
+# Estimates
 
 
 @dataclass(frozen=True)
@@ -87,8 +97,7 @@ class Difference(Estimate):
     @property
     def not_lower(self) -> bool:
         """Whether two standard errors rule out that it is below 0 by its practical size."""
-        margin = STANDARD_ERRORS * self.error
-        return self.value - margin > -self.size
+        return self.value - STANDARD_ERRORS * self.error > -self.size
 
 
 def mean_of_seeds(each: Sequence[Estimate]) -> Estimate:
@@ -122,118 +131,7 @@ def _error_of_mean(values: Float64[np.ndarray, " n"]) -> float:
     return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-@dataclass(frozen=True)
-class Results:
-    """What was measured at a scale. `networks` are one network trained from several seeds."""
-
-    scale: Scale
-    store: Store
-
-    def read(self, job: Measure) -> Result:
-        return self.store.read(job)
-
-    def bits(self, networks: Sequence[Recipe]) -> Estimate:
-        """Bits per dimension."""
-        found = [self.read(bound(self.scale, network)).values for network in networks]
-        return mean_of_seeds([Estimate(v["bits_per_dim"], v["monte_carlo_error"]) for v in found])
-
-    def image_bits(self, networks: Sequence[Recipe], finite_k: int | None = None) -> PerImage:
-        """The bound of every image in bits per dimension, for each seed."""
-        rows = []
-        for network in networks:
-            found = self.read(bound(self.scale, network, finite_k))
-            nats = found.arrays["prior"] + sum(
-                np.average(found.arrays[term], axis=0, weights=found.arrays[f"{term}_sizes"])
-                for term in ("measurement", "reconstruction")
-            )
-            rows.append(nats / (found.values["dimensions"] * math.log(2)))
-        return np.stack(rows)
-
-    def bits_difference(self, a: Sequence[Recipe], b: Sequence[Recipe], finite_k: int | None = None) -> Difference:
-        """a - b in bits per dimension, paired by image and by seed."""
-        found = mean_of_images(self.image_bits(a, finite_k) - self.image_bits(b, finite_k))
-        return Difference(found.value, found.error, PRACTICAL_BITS)
-
-    def finite_gap(self, a: Bound, b: Bound) -> Difference:
-        """L_M of `a` less that of `b`, at two values of k, with the Monte Carlo error of the difference."""
-        p, q = self.read(a), self.read(b)
-        values = torch.from_numpy(p.arrays["measurement"] - q.arrays["measurement"])
-        sizes, block = (torch.from_numpy(p.arrays[name]) for name in ("measurement_sizes", "block"))
-        found = Replicates(values, sizes, block)
-        unit = len(found.mean) * p.values["dimensions"] * math.log(2)
-        return Difference(float(found.mean.sum()) / unit, math.sqrt(found.sum_variance) / unit, PRACTICAL_BITS)
-
-    def distance(self, networks: Sequence[Recipe], sampler: Sampler = OURS, part: str = "test") -> Estimate:
-        """The Fréchet distance of samples to a part of the dataset."""
-        return mean_of_seeds([self._distance(network, sampler, part) for network in networks])
-
-    def distance_difference(self, a: Sequence[Recipe], b: Sequence[Recipe], sampler: Sampler = OURS) -> Difference:
-        """a - b of Fréchet distances, paired by seed."""
-        pairs = zip(a, b, strict=True)
-        found = mean_of_seeds([self._distance(p, sampler) - self._distance(q, sampler) for p, q in pairs])
-        return Difference(found.value, found.error, PRACTICAL_SHARE * self.distance(b, sampler).value)
-
-    def _distance(self, network: Recipe, sampler: Sampler, part: str = "test") -> Estimate:
-        found = self.read(quality(self.scale, network, sampler)).values
-        return Estimate(found[f"distance_{part}"], found[f"error_{part}"])
-
-    def table(
-        self,
-        name: str,
-        first: str,
-        rows: Mapping[str, Sequence[Recipe]] | Mapping[float, Sequence[Recipe]],
-        samplers: Mapping[str, Sampler],
-    ) -> ResultTable:
-        """Bits per dimension, and the distance by each sampler, of networks by name."""
-        cells = [
-            (label, self.bits(networks), *(self.distance(networks, how) for how in samplers.values()))
-            for label, networks in rows.items()
-        ]
-        return ResultTable(name, (first, "bits/dim", *samplers), tuple(cells))
-
-
-Cell = str | int | float | Estimate | None
-
-
-@dataclass(frozen=True)
-class ResultTable:
-    """Rows of cells under named columns."""
-
-    name: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-
-    def __post_init__(self) -> None:
-        assert all(len(row) == len(self.columns) for row in self.rows), self.name
-
-    def with_columns(self, where: int, columns: Mapping[str, Sequence[Cell]]) -> ResultTable:
-        """The same with more columns in front of column `where`."""
-        added = zip(*columns.values(), strict=True)
-        rows = tuple((*row[:where], *new, *row[where:]) for row, new in zip(self.rows, added, strict=True))
-        return ResultTable(self.name, (*self.columns[:where], *columns, *self.columns[where:]), rows)
-
-    def records(self) -> list[dict[str, Any]]:
-        """One dictionary for each row; an estimate has two entries, its value and its error."""
-        found = []
-        for row in self.rows:
-            record: dict[str, Any] = {}
-            for column, cell in zip(self.columns, row, strict=True):
-                if isinstance(cell, Estimate):
-                    record |= {column: cell.value, f"{column} error": cell.error}
-                else:
-                    record[column] = cell
-            found.append(record)
-        return found
-
-    def markdown(self) -> str:
-        lines = [self.columns, ["---"] * len(self.columns), *([_text(cell) for cell in row] for row in self.rows)]
-        return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |" for cells in lines)
-
-
-def _text(cell: Cell) -> str:
-    if cell is None:
-        return "–"
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+# Claims
 
 
 Verdict = Literal["held", "not held", "undecided"]
@@ -255,16 +153,16 @@ def less(statement: str, a: Estimate, b: Estimate, difference: Difference | None
     return Claim(statement, verdict, f"{a} against {b}, difference {gap}; it matters from {gap.size:.2g}")
 
 
-def equal(statement: str, differences: Sequence[tuple[str, Estimate]], tolerance: float) -> Claim:
+def equal(statement: str, differences: Mapping[str, Estimate], tolerance: float) -> Claim:
     """The claim that all differences are smaller than `tolerance`."""
     verdicts: list[Verdict] = []
-    for _, gap in differences:
+    for gap in differences.values():
         margin = STANDARD_ERRORS * gap.error
         if abs(gap.value) + margin < tolerance:
             verdicts.append("held")
         else:
             verdicts.append("not held" if abs(gap.value) - margin > tolerance else "undecided")
-    shown = ", ".join(f"{name} {gap}" for name, gap in differences)
+    shown = ", ".join(f"{name} {gap}" for name, gap in differences.items())
     return Claim(statement, _all(verdicts), f"{shown}; equal means less than {tolerance:g} apart")
 
 
@@ -279,17 +177,124 @@ def _all(verdicts: Sequence[Verdict]) -> Verdict:
     return "not held" if "not held" in verdicts else "undecided" if "undecided" in verdicts else "held"
 
 
+# Results
+
+
+@dataclass(frozen=True)
+class Results:
+    """What was measured at a scale."""
+
+    scale: Scale
+    store: Store
+
+    def read(self, job: Measure) -> Result:
+        return self.store.read(job)
+
+    def bits(self, networks: Networks) -> Estimate:
+        """Bits per dimension."""
+        found = [self.read(bound(self.scale, network)).values for network in networks]
+        return mean_of_seeds([Estimate(v["bits_per_dim"], v["monte_carlo_error"]) for v in found])
+
+    def image_bits(self, networks: Networks, finite_k: int | None = None) -> PerImage:
+        """The bound of every image in bits per dimension, for each seed."""
+        rows = []
+        for network in networks:
+            found = self.read(bound(self.scale, network, finite_k))
+            nats = found.arrays["prior"] + sum(
+                np.average(found.arrays[term], axis=0, weights=found.arrays[f"{term}_sizes"])
+                for term in ("measurement", "reconstruction")
+            )
+            rows.append(nats / (found.values["dimensions"] * math.log(2)))
+        return np.stack(rows)
+
+    def bits_difference(self, a: Networks, b: Networks, finite_k: int | None = None) -> Difference:
+        """a - b in bits per dimension, paired by image and by seed."""
+        found = mean_of_images(self.image_bits(a, finite_k) - self.image_bits(b, finite_k))
+        return Difference(found.value, found.error, PRACTICAL_BITS)
+
+    def finite_gap(self, a: Bound, b: Bound) -> Difference:
+        """L_M of `a` less that of `b`, at two values of k, with the Monte Carlo error of the difference."""
+        p, q = self.read(a), self.read(b)
+        values = torch.from_numpy(p.arrays["measurement"] - q.arrays["measurement"])
+        sizes, block = (torch.from_numpy(p.arrays[name]) for name in ("measurement_sizes", "block"))
+        found = Replicates(values, sizes, block)
+        unit = len(found.mean) * p.values["dimensions"] * math.log(2)
+        return Difference(float(found.mean.sum()) / unit, math.sqrt(found.sum_variance) / unit, PRACTICAL_BITS)
+
+    def distance(self, networks: Networks, sampler: Sampler = OURS, part: str = "test") -> Estimate:
+        """The Fréchet distance of samples to a part of the dataset."""
+        return mean_of_seeds([self._distance(network, sampler, part) for network in networks])
+
+    def distance_difference(self, a: Networks, b: Networks, sampler: Sampler = OURS) -> Difference:
+        """a - b of Fréchet distances, paired by seed."""
+        pairs = zip(a, b, strict=True)
+        found = mean_of_seeds([self._distance(p, sampler) - self._distance(q, sampler) for p, q in pairs])
+        return Difference(found.value, found.error, PRACTICAL_SHARE * self.distance(b, sampler).value)
+
+    def _distance(self, network: Recipe, sampler: Sampler, part: str = "test") -> Estimate:
+        found = self.read(quality(self.scale, network, sampler)).values
+        return Estimate(found[f"distance_{part}"], found[f"error_{part}"])
+
+    def row(self, networks: Networks, samplers: Mapping[str, Sampler]) -> Row:
+        """Bits per dimension, and the distance by each sampler."""
+        distances = {name: self.distance(networks, sampler) for name, sampler in samplers.items()}
+        return {"bits/dim": self.bits(networks), **distances}
+
+    def less_bits(self, statement: str, a: Networks, b: Networks) -> Claim:
+        """The claim that the bound of a is below that of b."""
+        return less(statement, self.bits(a), self.bits(b), self.bits_difference(a, b))
+
+    def less_distance(self, statement: str, a: Networks, b: Networks, sampler: Sampler) -> Claim:
+        """The claim that the Fréchet distance of a is below that of b."""
+        gap = self.distance_difference(a, b, sampler)
+        return less(statement, self.distance(a, sampler), self.distance(b, sampler), gap)
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """Rows of cells by column. The longest row has all columns."""
+
+    name: str
+    rows: Sequence[Row]
+
+    @property
+    def columns(self) -> list[str]:
+        return list(max(self.rows, key=len))
+
+    def records(self) -> list[dict[str, Any]]:
+        """One dictionary for each row; an estimate has two entries, its value and its error."""
+        found = []
+        for row in self.rows:
+            record: dict[str, Any] = {}
+            for column in self.columns:
+                cell = row.get(column)
+                if isinstance(cell, Estimate):
+                    record |= {column: cell.value, f"{column} error": cell.error}
+                else:
+                    record[column] = cell
+            found.append(record)
+        return found
+
+    def markdown(self) -> str:
+        rows = [[_text(row.get(column)) for column in self.columns] for row in self.rows]
+        lines = [self.columns, ["---"] * len(self.columns), *rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |" for cells in lines)
+
+
+def _text(cell: str | int | float | Estimate | None) -> str:
+    if cell is None:
+        return "–"
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a study at one scale."""
+    """The outcome of a study at one scale. The first table is published on the page, all of them as JSON."""
 
-    tables: tuple[ResultTable, ...]
-    """The first one is published on the page of results, all of them as JSON."""
-    claims: tuple[Claim, ...]
+    tables: Sequence[ResultTable]
+    claims: Sequence[Claim]
     figure: Figure
-    notes: tuple[str, ...] = ()
-    seeds: int = 0
-    """The number of seeds of each network that the claims compare; 0 if nothing is trained."""
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -300,7 +305,7 @@ class Study:
     paper: str
     """The paper's tables and figures by name, or "new"."""
     shows: str
-    measures: Callable[[Scale], list[Measure]]
+    measures: Callable[[Scale], Sequence[Measure]]
     report: Callable[[Results], Outcome]
 
     def runs_at(self, scale: Scale) -> bool:
@@ -315,3 +320,67 @@ class Study:
         asked = scale.asked_seeds is not None and self.takes_seeds(scale)
         seeds = f" --seeds {scale.asked_seeds}" if asked else ""
         return f"bsi study {self.name} --scale {scale.name}{seeds} --out FOLDER"
+
+
+def study(
+    paper: str, shows: str, measures: Callable[[Scale], Sequence[Measure]]
+) -> Callable[[Callable[[Results], Outcome]], Study]:
+    """Make a study of the function that reports it; `fid_convergence` reports the study "fid-convergence"."""
+    return lambda report: Study(report.__name__.replace("_", "-"), paper, shows, measures, report)
+
+
+# Figures. matplotlib is imported only when one is drawn (extra `figures`).
+
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
+MARKS = "os^Dvp*"
+COLORS = {"bsi": PALETTE[0], "vdm": PALETTE[1], "bfn": PALETTE[2]}
+GREY = "#6F6F78"
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4EA",
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+@contextmanager
+def figure_style() -> Iterator[None]:
+    """Figures are drawn and saved inside this block."""
+    with extra("figures", "drawing a figure"):
+        import matplotlib
+    with matplotlib.rc_context(STYLE):
+        yield
+
+
+def panels(columns: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Axes]]:
+    """An empty figure of panels in a row; sizes of one panel in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(columns * width, height), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False).flat)
+
+
+def curves(
+    axes: Axes, x: Sequence[float | int], found: Mapping[str, Sequence[Estimate]], base: int = 2, **labels: Any
+) -> None:
+    """Estimates by name, with bars of one standard error, over a logarithmic axis. Methods have colors of their own."""
+    for i, (name, estimates) in enumerate(found.items()):
+        color = COLORS.get(name.lower(), PALETTE[i % len(PALETTE)])
+        axes.errorbar(
+            x[: len(estimates)], [e.value for e in estimates], yerr=[e.error for e in estimates], color=color,
+            marker=MARKS[PALETTE.index(color)], capsize=2, elinewidth=1, label=name,
+        )  # fmt: skip
+    axes.set_xscale("log", base=base)
+    axes.set_xticks(x, [f"{tick:g}" for tick in x])
+    axes.minorticks_off()
+    axes.set(**labels)
+    axes.legend()

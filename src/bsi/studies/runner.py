@@ -1,21 +1,29 @@
-"""Plan and run studies: train each network, measure it, and write the reports.
+"""Plan and run studies: train each network, measure it, and write the outcomes and docs/results.md.
 
 A job is done if its file exists, so a study resumes when the same command is run again. With a time limit, training
 and drawing save what they have and stop; any other job starts only if its estimated time is left. One process at a
 time works in a folder.
+
+NAME-SCALE/figure.png, numbers.json            what a study writes
+docs/results/NAME-SCALE.png, NAME-SCALE.json   copies of the figure and the numbers
+docs/results/NAME-SCALE.txt                    a remark, written by hand, if there is one
+docs/results/conclusion.txt                    what all of it shows, written by hand
+docs/results.md                                generated from these by `page`; a test compares them
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import os
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +31,74 @@ import torch
 
 from bsi import __version__
 from bsi.errors import UsageError
+from bsi.io import write_json, write_text
 from bsi.methods import METHODS
+from bsi.model import Model
 from bsi.progress import log
 from bsi.recipe import Recipe
 from bsi.recipes import named_recipe
 from bsi.runtime.distributed import find_place, pick_device
 from bsi.runtime.export import export, read_trained
-from bsi.runtime.run_folder import RunFolder, Sink, Value, read_journal
+from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.runtime.serialization import changes
+from bsi.studies import ablations, bounds, comparison, illustration
 from bsi.studies.job import (
+    Bound,
     Job,
     Measure,
     Quality,
     Store,
     Training,
     check_network,
+    describe,
     estimate_s,
     name_of,
     network_name,
     title,
 )
-from bsi.studies.measure import Deadline, Laboratory, load_network
-from bsi.studies.outcome import Study
-from bsi.studies.publish import write_outcome
-from bsi.studies.scale import Scale
+from bsi.studies.measure import Deadline, load_network, measure
+from bsi.studies.outcome import Results, Study, figure_style
+from bsi.studies.scale import SCALES, Scale
 from bsi.training.lock import hold
 from bsi.training.train import run_training
+
+# The most informative for their time first: the first ones share six networks.
+STUDIES: dict[str, Study] = {
+    study.name: study
+    for study in (
+        illustration.illustration,
+        illustration.noise_levels,
+        comparison.comparison,
+        comparison.fid_convergence,
+        bounds.elbo_convergence,
+        bounds.importance_sampling,
+        bounds.proposal,
+        comparison.samples,
+        ablations.disentangle,
+        ablations.initial_precision,
+        ablations.weighting,
+        ablations.finite_k,
+        bounds.variance_aware,
+        comparison.architecture,
+    )
+}
+
+
+def named_studies(name: str, scale: Scale) -> list[Study]:
+    """The study of that name, or all studies that run at the scale."""
+    if name == "all":
+        return [study for study in STUDIES.values() if study.runs_at(scale)]
+    if name not in STUDIES:
+        near = difflib.get_close_matches(name, STUDIES, n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise UsageError(f"unknown study {name!r}. {hint}Use one of {', '.join(STUDIES)}, or all.")
+    if not STUDIES[name].runs_at(scale):
+        allowed = ", ".join(scale.studies or ())
+        raise UsageError(f"{name} does not run at the scale {scale.name}, which is for {allowed}. Use another --scale.")
+    return [STUDIES[name]]
+
+
+# The plan
 
 
 @dataclass(frozen=True)
@@ -72,14 +122,14 @@ def plan(studies: Sequence[Study], scale: Scale, store: Store) -> list[Planned]:
     planned: dict[str, Planned] = {}
     wanted = {study.name: study.measures(scale) for study in studies}
     unfinished = {network_name(job.network) for jobs in wanted.values() for job in jobs if not store.done(job)}
-    for name, measures in wanted.items():
-        groups: dict[str, list[Measure]] = {}
+    for study, measures in wanted.items():
+        groups: dict[str, list[Job]] = {}
         for job in sorted(measures, key=lambda job: job.network.seed):
-            groups.setdefault(network_name(job.network), []).append(job)
-        for group in groups.values():
-            for each in (Training(group[0].network), *group):
-                done = store.done(each) or network_name(each.network) not in unfinished
-                planned.setdefault(name_of(each), Planned(each, name, estimate_s(each, scale), done))
+            groups.setdefault(network_name(job.network), [Training(job.network)]).append(job)
+        for network, group in groups.items():
+            for each in group:
+                done = store.done(each) or network not in unfinished
+                planned.setdefault(name_of(each), Planned(each, study, estimate_s(each, scale), done))
     return list(planned.values())
 
 
@@ -110,12 +160,11 @@ def train_command(recipe: Recipe, store: Store) -> str:
     return " ".join([*words, "--out", str(store.network(recipe))])
 
 
+# The jobs
+
+
 def run(
-    studies: Sequence[Study],
-    scale: Scale,
-    folder: Path,
-    minutes: float | None = None,
-    device: str | None = None,
+    studies: Sequence[Study], scale: Scale, folder: Path, minutes: float | None = None, device: str | None = None
 ) -> list[Path]:
     """Run the remaining jobs, write the report of each study, and return the folders of the reports.
 
@@ -125,93 +174,77 @@ def run(
     if find_place(os.environ).size > 1:
         hint = "Train its networks with the commands that --plan prints" if scale.name == "paper" else "Drop torchrun"
         raise UsageError(f"a study runs in one process, got a process group. {hint} and run the study on one GPU.")
-    worker = Worker(scale, Store(folder), Deadline.after(minutes), device)
+    deadline = Deadline(math.inf if minutes is None else time.monotonic() + 60 * minutes)
+    store, where, written = Store(folder), pick_device(device, 0), []
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
     with hold(folder, log):
         for study in studies:
-            todo = [p for p in plan([study], scale, worker.store) if not p.done]
+            todo = [p for p in plan([study], scale, store) if not p.done]
             for i, planned in enumerate(todo):
                 log(f"{study.name}, {len(todo) - i} jobs left: {title(planned.job)}")
-                worker.do(planned)
-            written.append(write_outcome(study, scale, worker.store, worker.about()))
+                do(planned, scale, store, deadline, where)
+            written.append(write_outcome(study, scale, store, _about(where)))
+    _network.cache_clear()
     return written
 
 
-class Worker:
-    """Runs jobs one after the other; consecutive measurements of one network load it once."""
-
-    def __init__(self, scale: Scale, store: Store, deadline: Deadline, device: str | None) -> None:
-        self.scale, self.store, self.deadline = scale, store, deadline
-        self.device, self.commit = pick_device(device, 0), commit()
-        self._laboratory: tuple[str, Laboratory] | None = None
-
-    def do(self, planned: Planned) -> None:
-        """Do a job and store its result."""
-        job, started = planned.job, time.monotonic()
-        # Training and drawing save what they have, so they need only enough time to make progress.
-        needed = min(planned.seconds, 60.0) if isinstance(job, Training | Quality) else planned.seconds
-        self.deadline.check(f"next is {title(job)} ({planned.seconds / 60:.1f} min)", needed)
-        if isinstance(job, Training):
-            self._laboratory = None  # frees its memory
-            found = self.train(job.network)
-        else:
-            result = self.laboratory(job.network).measure(job)
-            about = {**self.about(), "seconds": round(time.monotonic() - started, 1)}
-            self.store.write(job, replace(result, about=about))
-            found = str(result)
-        print(f"{title(job)}: {found} ({time.monotonic() - started:.0f} s)", flush=True)
-
-    def train(self, recipe: Recipe) -> str:
-        """Train a network, or resume, and keep its moving average in one file; returns a summary.
-
-        `bsi train --out` into the same folder gives the same result, on any number of GPUs.
-        """
-        sinks = [_stop_at(self.deadline)]
-        folder = run_training(recipe, out=self.store.network(recipe), sinks=sinks, device=self.device.type)
-        export(folder, self.store.weights(recipe))
-        shutil.rmtree(RunFolder(folder).checkpoints)
-        lines = [line for line in read_journal(folder) if line["event"] == "train"]
-        rates = sorted(float(line["images_per_s"]) for line in lines)
-        return f"loss {lines[-1]['loss']:.4f}, {rates[len(rates) // 2]:.4g} images/s"
-
-    def laboratory(self, recipe: Recipe) -> Laboratory:
-        """The laboratory with this network."""
-        name = network_name(recipe)
-        if self._laboratory is None or self._laboratory[0] != name:
-            weights = self.store.weights(recipe)
-            check_network(read_trained(weights).recipe, recipe, weights)
-            model = load_network(weights, recipe, self.device)
-            self._laboratory = name, Laboratory.of(model, recipe, self.scale, self.store.folder, self.deadline)
-        return self._laboratory[1]
-
-    def about(self) -> dict[str, Any]:
-        """The time, the machine and the commit of the measurement."""
-        cuda = self.device.type == "cuda"
-        return {
-            "bsi": __version__,
-            "commit": self.commit,
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(self.device) if cuda else f"CPU, threads: {torch.get_num_threads()}",
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
+def do(planned: Planned, scale: Scale, store: Store, deadline: Deadline, device: torch.device) -> None:
+    """Do a job and store its result."""
+    job, started = planned.job, time.monotonic()
+    # Training and drawing save what they have, so they need only enough time to make progress.
+    needed = min(planned.seconds, 60.0) if isinstance(job, Training | Quality) else planned.seconds
+    deadline.check(f"next is {title(job)} ({planned.seconds / 60:.1f} min)", needed)
+    if isinstance(job, Training):
+        _network.cache_clear()  # frees its memory
+        found = train(job.network, store, deadline, device)
+    else:
+        model = _network(store.weights(job.network), job.network, device)
+        result = measure(job, model, scale, store.folder, deadline)
+        about = {**_about(device), "seconds": round(time.monotonic() - started, 1)}
+        store.write(job, replace(result, about=about))
+        found = str(result)
+    print(f"{title(job)}: {found} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
-def _stop_at(deadline: Deadline) -> Sink:
-    """A sink that makes the trainer save and stop when the time limit is reached, like a scheduler's signal."""
+def train(recipe: Recipe, store: Store, deadline: Deadline, device: torch.device) -> str:
+    """Train a network, or resume, and keep its moving average in one file; returns a summary.
 
-    def sink(record: Mapping[str, Value]) -> None:
-        if deadline.left_s > 0:
-            return
-        if threading.current_thread() is threading.main_thread():
+    `bsi train --out` into the same folder gives the same result, on any number of GPUs.
+    """
+
+    def stop_at_deadline(record: Mapping[str, Value]) -> None:
+        """Make the trainer save and stop, like the signal of a scheduler."""
+        if deadline.left_s <= 0:
             signal.raise_signal(signal.SIGTERM)
-        else:  # the trainer handles signals in the main thread only
-            deadline.check("training resumes from its last checkpoint")
 
-    return sink
+    folder = run_training(recipe, out=store.network(recipe), sinks=[stop_at_deadline], device=device.type)
+    export(folder, store.weights(recipe))
+    shutil.rmtree(RunFolder(folder).checkpoints)
+    lines = [line for line in read_journal(folder) if line["event"] == "train"]
+    rates = sorted(float(line["images_per_s"]) for line in lines)
+    return f"loss {lines[-1]['loss']:.4f}, {rates[len(rates) // 2]:.4g} images/s"
 
 
-def commit() -> str:
+@lru_cache(maxsize=1)  # consecutive measurements of one network load it once
+def _network(weights: Path, recipe: Recipe, device: torch.device) -> Model:
+    check_network(read_trained(weights).recipe, recipe, weights)
+    return load_network(weights, recipe, device)
+
+
+def _about(device: torch.device) -> dict[str, Any]:
+    """The time, the machine and the commit of a measurement."""
+    cuda = device.type == "cuda"
+    return {
+        "bsi": __version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if cuda else f"CPU, threads: {torch.get_num_threads()}",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+@lru_cache
+def _commit() -> str:
     """The commit of this code, marked if the code was changed since; $BSI_COMMIT if there is no repository."""
     command = ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty= with changes"]
     try:
@@ -219,3 +252,132 @@ def commit() -> str:
         return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("BSI_COMMIT", "unknown")
+
+
+# The outcome, and the page of results
+
+
+INTRODUCTION = """# Results
+
+{conclusion}
+
+`bsi study NAME --scale SCALE --out FOLDER` repeats a study, and `--plan` lists its jobs with their estimated minutes.
+This page is generated by `--publish docs`.
+
+| scale | what is trained | what it can show |
+|---|---|---|
+{scales}
+
+## All claims
+
+Numbers have one standard error: over seeds if there are several, otherwise the Monte Carlo error of a bound, or the
+error from drawing these samples. **Held**: the difference is larger than two standard errors and than its practical
+size, which is 0.001 bits/dim or 1 % of the value that is compared with. **Not held**: two standard errors rule out a
+difference of that size. **Undecided**: neither. With one seed, another training run may reverse a verdict; with two,
+the error has one degree of freedom. `--seeds 3` trains more.
+
+| study | claim | scale, seeds | verdict | numbers |
+|---|---|---|---|---|
+{claims}
+
+Not yet run: {missing}.
+"""
+
+
+def write_outcome(study: Study, scale: Scale, store: Store, about: Mapping[str, Any]) -> Path:
+    """Write the outcome of a study whose measurements are complete; returns its folder."""
+    jobs, folder = study.measures(scale), store.folder / f"{study.name}-{scale.name}"
+    with figure_style():
+        outcome = study.report(Results(scale, store))
+        folder.mkdir(parents=True, exist_ok=True)
+        outcome.figure.savefig(folder / "figure.png", dpi=150, metadata={"Software": None})
+    made = [store.read(job).about for job in jobs] or [about]
+    seeds = len({job.network.seed for job in jobs})
+    numbers = {
+        "study": study.name,
+        "scale": scale.name,
+        "hardware": sorted({str(each["device"]) for each in made}),
+        "commits": sorted({str(each["commit"]) for each in made}),
+        "command": study.command(scale),
+        "claims": [asdict(claim) for claim in outcome.claims],
+        "seeds": seeds,
+        "notes": [*outcome.notes, *_protocol(jobs)],
+        "tables": [{"name": t.name, "markdown": t.markdown(), "rows": t.records()} for t in outcome.tables],
+        "networks": {network_name(job.network): describe(job.network) for job in jobs},
+        "measurements": {name_of(job): title(job) for job in jobs},
+        "about": dict(about),
+    }
+    write_json(folder / "numbers.json", numbers)
+    for claim in outcome.claims:
+        print(f"{claim.statement}: {claim.verdict}, {_seeds(seeds)} ({claim.because}).", flush=True)
+    print(folder, flush=True)
+    return folder
+
+
+def _protocol(jobs: Sequence[Measure]) -> list[str]:
+    """How precisely bounds and distances were estimated."""
+    found: dict[str, None] = {}
+    for job in jobs:
+        if isinstance(job, Bound):
+            found[f"bits/dim: the test set, {job.levels} levels and {job.recon} reconstructions of each image."] = None
+        elif isinstance(job, Quality):
+            found[f'{job.metric}: {job.num:,} samples against the test set if not stated; "at k" is in k steps.'] = None
+    return list(found)
+
+
+def publish(folders: Sequence[Path], docs: Path) -> Path:
+    """Copy outcomes into docs/results and write the page; results at the scale smoke are left out."""
+    target = docs / "results"
+    target.mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        found = json.loads((folder / "numbers.json").read_text("utf-8"))
+        if found["scale"] != "smoke":
+            path = target / f"{found['study']}-{found['scale']}.json"
+            shutil.copyfile(folder / "figure.png", path.with_suffix(".png"))
+            write_json(path, found)
+    write_text(docs / "results.md", page(target))
+    return docs / "results.md"
+
+
+def page(results: Path) -> str:
+    """The page, from the published results."""
+    scales = [scale for scale in SCALES.values() if scale.name != "smoke"]
+    wanted = [(study, scale) for study in STUDIES.values() for scale in scales if study.runs_at(scale)]
+    paths = {(study.name, scale.name): results / f"{study.name}-{scale.name}.json" for study, scale in wanted}
+    found = {key: json.loads(path.read_text("utf-8")) for key, path in paths.items() if path.is_file()}
+    missing = {
+        scale.name: [name for name, at in paths if at == scale.name and (name, at) not in found] for scale in scales
+    }
+    conclusion = results / "conclusion.txt"
+    introduction = INTRODUCTION.format(
+        conclusion=conclusion.read_text("utf-8").strip() if conclusion.is_file() else "The studies of this package.",
+        scales="\n".join(f"| {scale.name} | {scale.summary} | {scale.evidence} |" for scale in scales),
+        claims="\n".join(_claim(numbers, claim) for numbers in found.values() for claim in numbers["claims"]),
+        missing="; ".join(f"{name}: {', '.join(studies)}" for name, studies in missing.items() if studies),
+    )
+    return "\n".join([introduction, *(_section(numbers, results) for numbers in found.values())])
+
+
+def _claim(numbers: Mapping[str, Any], claim: Mapping[str, str]) -> str:
+    where = f"[{numbers['study']}](#{numbers['study']}-{numbers['scale']})"
+    seeds = _seeds(numbers["seeds"])
+    cells = (where, claim["statement"], f"{numbers['scale']}, {seeds}", f"**{claim['verdict']}**", claim["because"])
+    return f"| {' | '.join(cells)} |"
+
+
+def _seeds(seeds: int) -> str:
+    return {0: "nothing trained", 1: "1 seed"}.get(seeds, f"{seeds} seeds")
+
+
+def _section(numbers: Mapping[str, Any], results: Path) -> str:
+    """One screen: the figure, the first table, and how it was made. The other tables are in the JSON file."""
+    study, scale = STUDIES[numbers["study"]], numbers["scale"]
+    name, (table, *others) = f"{study.name}-{scale}", numbers["tables"]
+    where = "New, not in the paper" if study.paper == "new" else f"The paper's {study.paper}"
+    lines = [f"## {study.name}, {scale}", "", f"{where}: {study.shows}.", "", f"![{name}](results/{name}.png)", ""]
+    remark = results / f"{name}.txt"
+    lines += [f"*Remark.* {remark.read_text('utf-8').strip()}", ""] if remark.is_file() else []
+    lines += [f"{table['name'][0].upper()}{table['name'][1:]}:", "", table["markdown"], ""]
+    more = [f"[The other tables](results/{name}.json): {', '.join(each['name'] for each in others)}."] if others else []
+    made = f"`{numbers['command']}` · {', '.join(numbers['hardware'])}; commit {', '.join(numbers['commits'])}"
+    return "\n".join([*lines, " ".join([*numbers["notes"], *more]), "", made, ""])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.recipe import Ema, Every, Keep, Optimizer, Recipe
@@ -32,9 +32,8 @@ RecipeOf = Callable[[str], Recipe]
 """The recipe for a method."""
 
 
-@dataclass(frozen=True)
-class DatasetSize:
-    """The properties of a dataset that a time estimate needs; the dataset need not be on this machine."""
+class DatasetSize(NamedTuple):
+    """What a time estimate needs of a dataset, which need not be on this machine."""
 
     title: str
     shape: tuple[int, ...]
@@ -42,7 +41,7 @@ class DatasetSize:
     test_images: int
 
 
-DATASETS: dict[str, DatasetSize] = {
+DATASETS = {
     "digits": DatasetSize("digits", (1, 8, 8), 17, 299),
     "cifar10": DatasetSize("CIFAR-10", (3, 32, 32), 256, 10_000),
     "imagenet32": DatasetSize("ImageNet32", (3, 32, 32), 256, 50_000),
@@ -50,20 +49,15 @@ DATASETS: dict[str, DatasetSize] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Throughput:
     """The speed of a scale's hardware, for time estimates."""
 
-    training: float
-    """FLOP/s of a DiT in training."""
-    evaluation: float
-    """FLOP/s of a DiT in evaluation."""
-    unet: float
-    """FLOP/s of a U-Net relative to a DiT."""
-    metric: float
-    """Images per second through the feature network of the Fréchet distance."""
-    startup_s: float
-    """Loading and compiling, once for each job."""
+    training: float  # FLOP/s of a DiT
+    evaluation: float  # FLOP/s of a DiT
+    unet: float  # FLOP/s of a U-Net relative to a DiT
+    metric: float  # images per second through the feature network of the Fréchet distance
+    startup_s: float  # loading and compiling, once for each job
 
 
 @dataclass(frozen=True)
@@ -89,57 +83,43 @@ class Scale:
 
     name: str
     summary: str
-    evidence: str
-    """The conclusions that results at this scale support."""
+    evidence: str  # the conclusions that results at this scale support
+    studies: tuple[str, ...] | None = None  # the studies that this scale is for; None for all of them
 
-    comparisons: tuple[Comparison, ...]
-    """The first one is shown in figures."""
-    architecture: Comparison
-    """The comparison with the other backbone."""
-    parameters: Comparison
-    """The networks of the parameter studies; the paper trains them for fewer steps."""
-    convergence: RecipeOf
-    """The networks whose samples are drawn in few and many steps; the paper takes ImageNet64."""
-    profiled: RecipeOf
-    """The network whose range of h / p is measured; the paper takes CIFAR-10."""
+    # Networks
+    comparisons: tuple[Comparison, ...]  # the first one is shown in figures
+    architecture: Comparison  # the comparison with the other backbone
+    parameters: Comparison  # of the parameter studies; the paper trains them for fewer steps
+    convergence: RecipeOf  # whose samples are drawn in few and many steps; the paper takes ImageNet64
+    profiled: RecipeOf  # whose range of h / p is measured; the paper takes CIFAR-10
 
+    # Samples
     metric: MetricName
-    samples: int
-    """Samples of a Fréchet distance."""
-    references: tuple[str, ...] = ("test",)
-    """The parts of the dataset that samples are compared with. The paper takes the test set, most others "train"."""
+    samples: int  # of a Fréchet distance
+    references: tuple[str, ...] = ("test",)  # parts of the dataset to compare with: the paper takes the test set
     sample_batch: int
-    steps: tuple[int, ...]
-    """Steps of the paper's sampler for each network of a comparison."""
-    convergence_steps: tuple[int, ...]
-    """Steps along the curves of Figure "fid-convergence"."""
+    steps: tuple[int, ...]  # of the paper's sampler, for each network of a comparison
+    convergence_steps: tuple[int, ...]  # along the curves of Figure "fid-convergence"
 
-    levels: int
-    """Evaluations of each image for L_M^inf; the paper takes 5."""
-    recon: int
-    """Evaluations of each image for L_R; the paper takes 2."""
-    finite_levels: int = 100
-    """Evaluations of each image for L_M^k - L_M^inf, as in the paper."""
+    # Evaluations of each image
+    levels: int  # for L_M^inf; the paper takes 5
+    recon: int  # for L_R; the paper takes 2
+    finite_levels: int = 100  # for L_M^k - L_M^inf, as in the paper
     ks: tuple[int, ...]
     profile_levels: int
     profile_images: int
     batch: int
 
+    # Parameter studies
     lambda_0: tuple[float, ...]
-    lambda_0_steps: tuple[int, ...]
-    """Steps of the paper's sampler for each lambda_0, from few to many."""
-    gamma_0: tuple[float, ...]
-    """Values between lambda_0, which is BSI, and infinity, which is its BFN."""
+    lambda_0_steps: tuple[int, ...]  # of the paper's sampler for each lambda_0, from few to many
+    gamma_0: tuple[float, ...]  # between lambda_0, which is BSI, and infinity, which is its BFN
     trained_k: tuple[int, ...]
     evaluated_k: tuple[int, ...]
-    bias: tuple[float, ...]
-    """The values of ln SNR at which a sigmoid weight is one half."""
+    bias: tuple[float, ...]  # values of ln SNR at which a sigmoid weight is one half
 
     throughput: Throughput
-    studies: tuple[str, ...] | None = None
-    """The studies that this scale is for; None for all of them."""
-    asked_seeds: int | None = None
-    """The number of seeds given by --seeds, in place of the scale's own."""
+    asked_seeds: int | None = None  # the number of seeds given by --seeds, in place of the scale's own
 
     @property
     def most_steps(self) -> int:

@@ -18,6 +18,7 @@ from bsi.methods import BFN, BSI, METHODS, VDM, check_last_level
 from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.runtime.serialization import changes, flat, from_plain, kinds, to_plain
+from bsi.values import Bins, Standardize, Symbols
 
 ALL = [(name, method) for name in RECIPES for method in METHODS]
 
@@ -96,7 +97,7 @@ def test_infinity_survives_json() -> None:
 
 
 def test_every_kind_is_one_of_ours() -> None:
-    assert set(kinds().values()) == {BSI, BFN, VDM, DiTConfig, UNetConfig, MLPConfig}
+    assert set(kinds().values()) == {BSI, BFN, VDM, DiTConfig, UNetConfig, MLPConfig, Bins, Symbols, Standardize}
 
 
 @pytest.mark.parametrize(
@@ -161,10 +162,8 @@ def test_something_is_due_at_multiples_and_at_the_end() -> None:
     every = Every(journal=50, evaluate=0, sample=100, checkpoint=0)
     assert every.due(49, 1000) == every.due(0 + 1, 1000)
     assert not every.due(49, 1000)
-    assert every.due(50, 1000).journal
-    assert not every.due(50, 1000).sample
-    assert every.due(1000, 1000).checkpoint, "the last step is always saved"
-    assert not every.due(1000, 1000).evaluate, "never means never"
+    assert every.due(50, 1000) == {"journal"}
+    assert every.due(1000, 1000) == {"journal", "sample", "checkpoint"}, "the last is saved, never means never"
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from bsi.recipe import Recipe as Recipe
     from bsi.runtime.export import load as load
     from bsi.sampler import Sampler as Sampler
-    from bsi.training.run import Run as Run
-    from bsi.training.run import train as train
+    from bsi.training.train import Run as Run
+    from bsi.training.train import train as train
     from bsi.values import Bins as Bins
     from bsi.values import Standardize as Standardize
     from bsi.values import Symbols as Symbols
@@ -43,10 +43,10 @@ _HOME = {
     "Symbols": "bsi.values",
     "Model": "bsi.model",
     "Recipe": "bsi.recipe",
-    "Run": "bsi.training.run",
+    "Run": "bsi.training.train",
     "Sampler": "bsi.sampler",
     "load": "bsi.runtime.export",
-    "train": "bsi.training.run",
+    "train": "bsi.training.train",
 }
 
 _MODULES = ("backbones", "conditioning", "data", "methods", "metrics", "recipes", "sampling", "solvers")

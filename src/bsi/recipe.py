@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from bsi.backbones.config import BackboneConfig
@@ -23,6 +23,8 @@ SHARDS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST = 10**12  # steps, samples in a batch: larger numbers are mistakes
 FIRST_RATE = 1e-8  # the paper's warm-up starts here
+
+Action = Literal["journal", "evaluate", "sample", "checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,8 @@ class Data:
     """Threads that fetch the samples of a Dataset; the order does not depend on their number."""
 
     def __post_init__(self) -> None:
-        _at_least("data.workers", self.workers, 0)
-        if not 0 < self.unlabeled < 1:
-            raise UsageError(f"data.unlabeled is a share of the samples, between 0 and 1: got {self.unlabeled}")
+        _at_least(self, "data.", workers=0)
+        _require("data.unlabeled", self.unlabeled, 0 < self.unlabeled < 1, "between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ class Objective:
     Default: paper with the ELBO's weight, expected with others."""
 
     def __post_init__(self) -> None:
-        if self.finite_k is not None:
-            _at_least("objective.finite_k", self.finite_k, 1)
-            for name, value, only in (("weight", self.weight, "elbo"), ("levels", self.levels, None)):
-                if value != only:
-                    raise UsageError(
-                        f"L_M^k has the ELBO's weights and the levels of its grid: got objective.{name}={value} with "
-                        f"finite_k={self.finite_k}. Leave one of them out."
-                    )
+        if self.finite_k is None:
+            return
+        _at_least(self, "objective.", finite_k=1)
+        if self.weight != "elbo" or self.levels is not None:
+            raise UsageError(
+                f"L_M^k has the ELBO's weights and the levels of its grid, got objective.weight={self.weight} and "
+                f"objective.levels={self.levels} with finite_k={self.finite_k}. Leave them or finite_k out."
+            )
 
     @property
     def expected_levels(self) -> bool:
@@ -95,19 +96,13 @@ class Optimizer:
     """Largest norm of the gradient; inf does not clip."""
 
     def __post_init__(self) -> None:
-        _at_least("optimizer.warmup", self.warmup, 0)
-        for name, value in (("lr", self.lr), ("clip", self.clip)):
-            if not value > 0:
-                raise UsageError(f"optimizer.{name} must be positive: got {value}")
-        if not 0 <= self.final_lr <= self.lr:
-            raise UsageError(f"optimizer.final_lr lies in 0 .. lr: got final_lr={self.final_lr}, lr={self.lr}")
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"optimizer.momentum lies in [0, 1): got {self.momentum}")
-        if not (0 <= self.beta_1 < 1 and 0 <= self.beta_2 < 1 and self.weight_decay >= 0):
-            raise UsageError(
-                f"AdamW needs betas in [0, 1) and weight_decay >= 0: got beta_1={self.beta_1}, beta_2={self.beta_2}, "
-                f"weight_decay={self.weight_decay}"
-            )
+        _at_least(self, "optimizer.", warmup=0)
+        for name in ("lr", "clip"):
+            _require(f"optimizer.{name}", getattr(self, name), getattr(self, name) > 0, "positive")
+        for name in ("momentum", "beta_1", "beta_2"):
+            _require(f"optimizer.{name}", getattr(self, name), 0 <= getattr(self, name) < 1, "in [0, 1)")
+        _require("optimizer.weight_decay", self.weight_decay, self.weight_decay >= 0, "at least 0")
+        _require("optimizer.final_lr", self.final_lr, 0 <= self.final_lr <= self.lr, f"in 0 .. lr={self.lr}")
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of the next update after `step` completed updates, out of `steps` in total."""
@@ -131,12 +126,10 @@ class Ema:
     """Steps between two stored power-function averages."""
 
     def __post_init__(self) -> None:
-        _at_least("ema.start", self.start, 0)
-        _at_least("ema.snapshot", self.snapshot, 1)
-        if not all(0 < width < 0.288 for width in self.powers):
-            raise UsageError(f"ema.powers are relative widths between 0 and 0.288: got {self.powers}. Use 0.05 0.1.")
-        if not 0 <= self.beta < 1:
-            raise UsageError(f"ema.beta lies in [0, 1): got {self.beta}. The paper uses 0.9999.")
+        _at_least(self, "ema.", start=0, snapshot=1)
+        _require("ema.beta", self.beta, 0 <= self.beta < 1, "in [0, 1); the paper uses 0.9999")
+        fits = all(0 < width < 0.288 for width in self.powers)
+        _require("ema.powers", self.powers, fits, "relative widths between 0 and 0.288, such as 0.05 0.1")
 
     def weight(self, step: int) -> float:
         """The factor of the weights in the update of the average after `step` updates; 1 replaces the average."""
@@ -145,19 +138,6 @@ class Ema:
     def stores(self, step: int, last: int) -> bool:
         """Whether the power-function averages are stored when `step` steps are done of `last`."""
         return bool(self.powers) and (step % self.snapshot == 0 or step == last)
-
-
-@dataclass(frozen=True)
-class Due:
-    """The actions that are due after a step."""
-
-    journal: bool
-    evaluate: bool
-    sample: bool
-    checkpoint: bool
-
-    def __bool__(self) -> bool:
-        return self.journal or self.evaluate or self.sample or self.checkpoint
 
 
 @dataclass(frozen=True)
@@ -170,17 +150,16 @@ class Every:
     checkpoint: int = 1000
 
     def __post_init__(self) -> None:
-        _at_least("every.journal", self.journal, 1)
-        for name, value in (("evaluate", self.evaluate), ("sample", self.sample), ("checkpoint", self.checkpoint)):
-            _at_least(f"every.{name}", value, 0)
+        _at_least(self, "every.", journal=1, evaluate=0, sample=0, checkpoint=0)
 
-    def due(self, step: int, last: int) -> Due:
-        """The actions due after `step` of `last` steps: at multiples of an interval, and at the end unless it is 0."""
+    def due(self, step: int, last: int) -> set[Action]:
+        """The actions due after `step` of `last` steps: at multiples of an interval, and at the end unless it is 0.
 
-        def now(interval: int) -> bool:
-            return interval > 0 and (step % interval == 0 or step == last)
-
-        return Due(now(self.journal), now(self.evaluate), now(self.sample), now(self.checkpoint) or step == last)
+        The last step always has a checkpoint.
+        """
+        intervals: dict[Action, int] = asdict(self)  # type: ignore[assignment]
+        found = {name for name, every in intervals.items() if every and (step % every == 0 or step == last)}
+        return found | {"checkpoint"} if step == last else found
 
 
 @dataclass(frozen=True)
@@ -194,9 +173,7 @@ class Evaluation:
     """Samples evaluated at a time."""
 
     def __post_init__(self) -> None:
-        least = {"images": 1, "measure": 2, "recon": 2, "batch": 1}
-        for name, value in least.items():
-            _at_least(f"evaluation.{name}", getattr(self, name), value)
+        _at_least(self, "evaluation.", images=1, measure=2, recon=2, batch=1)
 
 
 @dataclass(frozen=True)
@@ -207,7 +184,7 @@ class Samples:
     sampler: Sampler = field(default_factory=Sampler)
 
     def __post_init__(self) -> None:
-        _at_least("samples.count", self.count, 1)
+        _at_least(self, "samples.", count=1)
 
 
 @dataclass(frozen=True)
@@ -220,8 +197,7 @@ class Keep:
     """Write while the next steps run; the state is first copied into host memory."""
 
     def __post_init__(self) -> None:
-        _at_least("keep.last", self.last, 1)
-        _at_least("keep.every", self.every, 0)
+        _at_least(self, "keep.", last=1, every=0)
 
 
 @dataclass(frozen=True)
@@ -269,28 +245,21 @@ class Recipe:
             raise UsageError(
                 f"backbone must be a config, got {self.backbone!r}. Use bsi.backbones.resolve({self.backbone!r})."
             )
-        counts = (self.steps, self.batch, self.accumulation, self.virtual_shards)
-        for name, value in zip(("steps", "batch", "accumulation", "virtual_shards"), counts, strict=True):
-            _at_least(name, value, 1)
-            if value > MOST:
-                raise UsageError(f"{name} must be at most {MOST}, got {value:.3g}. Use a smaller number.")
+        _at_least(self, "", steps=1, batch=1, accumulation=1, virtual_shards=1)
+        for name in ("steps", "batch", "accumulation", "virtual_shards"):
+            _require(name, getattr(self, name), getattr(self, name) <= MOST, f"at most {MOST}")
         if self.threads is not None:
-            _at_least("threads", self.threads, 1)
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"a seed lies in 0 .. 2**63 - 1: got {self.seed}")
-        if not self.sigma_data > 0:
-            raise UsageError(f"sigma_data is a standard deviation, positive: got {self.sigma_data}")
-        if self.audit and self.virtual_shards & (self.virtual_shards - 1):
-            raise UsageError(
-                f"the audit mode adds gradients in a binary tree and needs a power of two virtual shards: got "
-                f"{self.virtual_shards}. Use {2 ** (self.virtual_shards.bit_length() - 1)}."
-            )
-        if self.audit and self.precision not in ("auto", "float32"):
-            raise UsageError(f"the audit mode computes in float32: got precision={self.precision}")
-        if self.precision == "fp8" and self.lean:
-            raise UsageError("precision fp8 has no lean form: it already stores few activations. Leave lean out.")
-        if self.precision == "fp8" and not self.compile:
-            raise UsageError("precision fp8 needs compile, got compile=False. Leave compile on.")
+            _at_least(self, "", threads=1)
+        _require("seed", self.seed, 0 <= self.seed < 2**63, "in 0 .. 2**63 - 1")
+        _require("sigma_data", self.sigma_data, self.sigma_data > 0, "positive")
+        if self.audit:
+            power = 2 ** (self.virtual_shards.bit_length() - 1)
+            fits = self.virtual_shards == power
+            _require("virtual_shards", self.virtual_shards, fits, f"a power of two in the audit mode, such as {power}")
+            _require("precision", self.precision, self.precision in ("auto", "float32"), "float32 in the audit mode")
+        if self.precision == "fp8":
+            _require("lean", self.lean, not self.lean, "off with precision fp8, which already stores few activations")
+            _require("compile", self.compile, self.compile, "on with precision fp8")
 
     @property
     def shards(self) -> int:
@@ -341,6 +310,13 @@ def check_name(name: str) -> None:
         )
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise UsageError(f"{name} must be at least {least}: got {value}")
+def _at_least(record: object, prefix: str, **least: int) -> None:
+    """Raise if a field of the record is smaller than its given minimum."""
+    for name, smallest in least.items():
+        value = getattr(record, name)
+        _require(f"{prefix}{name}", value, value >= smallest, f"at least {smallest}")
+
+
+def _require(name: str, value: object, valid: bool, rule: str) -> None:
+    if not valid:
+        raise UsageError(f"{name} must be {rule}, got {value}.")

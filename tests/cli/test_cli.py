@@ -527,7 +527,7 @@ def test_a_network_too_large_for_a_cpu_is_cautioned_about(
         begin()
         pytest.fail("here training would begin")
 
-    monkeypatch.setattr("bsi.training.train.run_training", begins)
+    monkeypatch.setattr("bsi.training.train.train", begins)
     with pytest.raises(pytest.fail.Exception, match="would begin"):
         call("train", "digits", "--device", "cpu", "--backbone", "dit-l/2")
     err = capsys.readouterr().err

@@ -26,7 +26,7 @@ from bsi.report import write_report
 from bsi.report.charts import Axis, Point, Series, chart, label, log_ticks, nice_ticks
 from bsi.report.contents import belief_animation, bits_by_level
 from bsi.sampler import Sampler
-from bsi.training.train import run_training
+from bsi.training.train import train
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluation=Evaluation(images=8, measure=2, recon=2),
         samples=Samples(4, Sampler(steps=2)),
     )
-    return run_training(recipe, out=tmp_path_factory.mktemp("runs") / "tiny", device="cpu", named=named)
+    return train(recipe, out=tmp_path_factory.mktemp("runs") / "tiny", device="cpu", named=named).path
 
 
 @pytest.fixture(scope="module")

@@ -168,12 +168,12 @@ def test_all_that_differs_between_two_steps_is_in_the_held_batch_and_the_scalars
         function(place[0])
 
     held._replay = step  # type: ignore[assignment]
-    pointers = {name: t.data_ptr() for group in held._state().values() for name, t in group.items()}
+    pointers = {name: t.data_ptr() for group in held.state().values() for name, t in group.items()}
     for _ in range(6):
         plain.step(stream, watchdog)
         held.step(again, watchdog)
     assert_same(plain, held)
-    assert pointers == {name: t.data_ptr() for group in held._state().values() for name, t in group.items()}
+    assert pointers == {name: t.data_ptr() for group in held.state().values() for name, t in group.items()}
 
 
 @pytest.mark.parametrize(

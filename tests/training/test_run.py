@@ -18,8 +18,7 @@ from bsi.errors import Preempted, UsageError
 from bsi.progress import wording
 from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
 from bsi.runtime.trackers import TRACKERS
-from bsi.training.run import in_python
-from bsi.training.train import run_training
+from bsi.training.train import in_python
 
 DATA = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
 RECIPE = Recipe(
@@ -85,10 +84,11 @@ def test_a_message_names_arguments_where_the_command_names_options(text: str) ->
 
 
 def test_errors_and_lines_are_in_the_words_of_their_caller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for call, words in ((bsi.train, "another out"), (run_training, "another --out")):
-        call(RECIPE, data=DATA, out=tmp_path / "run", device="cpu")
+    changed = replace(RECIPE, optimizer=Optimizer(lr=2e-3))
+    bsi.train(RECIPE, data=DATA, out=tmp_path / "run", device="cpu")
+    for command_line, words in ((False, "another out"), (True, "another --out")):
         with pytest.raises(UsageError, match=words):
-            call(replace(RECIPE, optimizer=Optimizer(lr=2e-3)), data=DATA, out=tmp_path / "run", device="cpu")
+            bsi.train(changed, data=DATA, out=tmp_path / "run", device="cpu", command_line=command_line)
     capsys.readouterr()
     bsi.train(RECIPE, data=DATA, out=tmp_path / "run", device="cpu")
     assert "Use another out" in capsys.readouterr().err

@@ -21,8 +21,7 @@ from bsi.recipe import Ema, Optimizer, Recipe
 from bsi.rng import derive
 from bsi.runtime.distributed import Place, Watchdog, World, watching
 from bsi.runtime.ema import exponent
-from bsi.training.parallel import TreeSum
-from bsi.training.step import Engine
+from bsi.training.step import Engine, tree_sum
 from bsi.training.stream import Batch, Piece, Stream, piece_ids, piece_levels, pieces
 
 CPU = World(Place(), torch.device("cpu"))
@@ -378,13 +377,8 @@ def test_a_tree_adds_alike_however_it_is_cut() -> None:
     vectors = [torch.randn(50, generator=torch.Generator().manual_seed(i)) * 10.0 ** (i % 7) for i in range(16)]
 
     def cut(ranks: int) -> torch.Tensor:
-        top, each = TreeSum(), 16 // ranks
-        for rank in range(ranks):
-            mine = TreeSum()
-            for vector in vectors[rank * each : (rank + 1) * each]:
-                mine.add(vector)
-            top.add(mine.total())
-        return top.total()
+        each = 16 // ranks
+        return tree_sum(tree_sum(vectors[rank * each : (rank + 1) * each]) for rank in range(ranks))
 
     assert all(torch.equal(cut(1), cut(ranks)) for ranks in (2, 4, 8, 16))
     assert not torch.equal(cut(1), sum(vectors[1:], vectors[0])), "an ordinary sum is rounded differently"

@@ -27,13 +27,12 @@ from bsi.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe, Samples
 from bsi.runtime.data_spec import config_of
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import export, read_trained
-from bsi.runtime.run_folder import Value, read_journal
+from bsi.runtime.run_folder import RunRecord, Value, read_journal
 from bsi.sampler import Sampler
 from bsi.training.dataset import open_training_data
 from bsi.training.loop import StopFlag, bound
 from bsi.training.resume import check_changes
 from bsi.training.stream import Piece, piece_ids
-from bsi.training.train import run_training
 
 IMAGES = torch.randint(0, 256, (200, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
 
@@ -401,18 +400,17 @@ def test_who_lost_the_folder_leaves_the_winners_status_alone(tmp_path: Path) -> 
 def test_the_names_to_allow_are_all_of_them_though_not_all_changes_are_listed() -> None:
     before, rates = recipe(), replace(recipe().optimizer, lr=0.1, clip=2.0, beta_1=0.8, beta_2=0.9, momentum=0.9)
     now = replace(before, optimizer=rates, seed=1, batch=32, sigma_data=0.5, ema=Ema(0.8, 5))
+    then, now = RunRecord(before, ""), RunRecord(now, "")
     with pytest.raises(UsageError, match="and 3 more") as refused:
-        check_changes(before, now, ("", ""), ("a", "a"), 5, ())
+        check_changes(then, now, ("a", "a"), 5, ())
     assert len(str(refused.value).splitlines()) <= 10
-    check_changes(
-        before, now, ("", ""), ("a", "a"), 5, str(refused.value).rpartition("--allow ")[2].rstrip(".").split()
-    )
+    check_changes(then, now, ("a", "a"), 5, str(refused.value).rpartition("--allow ")[2].rstrip(".").split())
 
 
 def test_what_changes_rounding_alone_may_change_on_the_way() -> None:
     before = recipe()
     for now in (replace(before, lean=True), replace(before, accumulation=2)):
-        assert [str(change) for change in check_changes(before, now, ("", ""), ("a", "a"), 5, ())]
+        assert check_changes(RunRecord(before, ""), RunRecord(now, ""), ("a", "a"), 5, ())
 
 
 def test_what_decides_which_tensors_a_checkpoint_has_cannot_be_allowed(tmp_path: Path) -> None:
@@ -428,7 +426,7 @@ def test_what_decides_which_tensors_a_checkpoint_has_cannot_be_allowed(tmp_path:
     }
     for name, other in changed.items():
         labels = torch.arange(len(IMAGES)) % 3 if other.data.labels else None
-        with pytest.raises(UsageError, match=f"{name}[^:]*: (.|\n)*another --out"):
+        with pytest.raises(UsageError, match=f"{name}[^:]*: (.|\n)*another out"):
             bsi.train(other, data=IMAGES, labels=labels, out=out, allow=[name, "data.version"])
 
 
@@ -525,7 +523,7 @@ def test_continuous_data_is_standardized_and_keeps_its_units(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (torch.zeros(10, 1, 4, 4, dtype=torch.int64), UsageError, "needs bins"),
+        (torch.zeros(10, 1, 4, 4, dtype=torch.int64), UsageError, "needs a kind"),
         (torch.full((10, 1, 4, 4), float("nan")), DataError, "NaN or infinity in 10 of 10 samples"),
         (torch.zeros(10, 1, 4, 4), DataError, "constant"),
         ([1, 2, 3], UsageError, "not a set of samples"),
@@ -578,7 +576,7 @@ def test_a_run_folder_holds_no_secrets_and_no_home(
     monkeypatch.setenv("HOME", "/home/somebody")
     paths = ["/home/somebody/runs/x", "--data.name=/home/somebody", "/mnt/home/me/x", "/home/some", "/home/somebodys/x"]
     monkeypatch.setattr("sys.argv", ["/home/somebody/bin/bsi", "train", "--out", *paths])
-    run = run_training(recipe(steps=1), data=IMAGES, backbone=MyNet(), out=tmp_path / "run", named=recipe())
+    run = bsi.train(recipe(steps=1), data=IMAGES, backbone=MyNet(), out=tmp_path / "run", named=recipe()).path
     text = (run / "run.json").read_text()
     assert "hf_secret" not in text
     assert not re.search(r"somebody\b", text)

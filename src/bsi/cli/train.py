@@ -87,12 +87,12 @@ def run(words: Sequence[str]) -> int:
     dataset = _opened(recipe, out)  # before torch is imported: a missing dataset is the most frequent mistake
     from bsi.pictures import is_image
     from bsi.runtime.distributed import find_place, pick_device
-    from bsi.training.train import run_training
+    from bsi.training.train import train
 
     place = find_place(os.environ)
     recipe.check(place.size)
     device, first = pick_device(options.device, place.local_rank), place.rank == 0
-    run_training(
+    train(
         recipe,
         out=out,
         init_from=options.init_from,
@@ -102,6 +102,7 @@ def run(words: Sequence[str]) -> int:
         hang_after_s=options.hang_after_s,
         named=named,
         begin=(lambda: _announce(recipe, dataset, out, device.type)) if first else None,
+        command_line=True,
     )
     if first:
         answer(options.json, {"run": str(out), **json.loads((out / "status.json").read_text("utf-8"))}, out)

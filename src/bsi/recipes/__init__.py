@@ -5,7 +5,6 @@
 
 A docstring has a summary line and the fields `Command`, `Hardware`, `Time`, `Expected` and `Paper`, the last two in
 bits per dimension and FID. "Not yet run" means that the command was not run to its end, and no value of ours exists.
-Settings from the paper's tables have no comment in these files; ours are marked "ours".
 """
 
 from __future__ import annotations
@@ -16,65 +15,43 @@ from dataclasses import dataclass
 
 from bsi.errors import UsageError
 from bsi.recipe import Recipe
-from bsi.recipes.cifar10 import (
+from bsi.recipes.images import (
     cifar10_20min_bpd,
     cifar10_20min_fid,
     cifar10_dit_mini,
     cifar10_dit_s,
     cifar10_unet,
+    folder,
+    folder_mini,
+    imagenet32_dit_l2,
+    imagenet32_unet,
+    imagenet64_dit_l4,
 )
-from bsi.recipes.digits import digits
-from bsi.recipes.discrete import binary_digits, mnist_binary, text8, text_mini
-from bsi.recipes.imagenet import imagenet32_dit_l2, imagenet32_unet, imagenet64_dit_l4
-from bsi.recipes.own import arrays, audio_mini, folder, folder_mini, series_mini, table_mini
+from bsi.recipes.others import (
+    arrays,
+    audio_mini,
+    binary_digits,
+    digits,
+    mnist_binary,
+    series_mini,
+    table_mini,
+    text8,
+    text_mini,
+)
+
+FUNCTIONS = (
+    digits, binary_digits, text_mini, cifar10_unet, cifar10_dit_s, cifar10_dit_mini, cifar10_20min_bpd,
+    cifar10_20min_fid, imagenet32_dit_l2, imagenet64_dit_l4, imagenet32_unet, mnist_binary, text8, folder, folder_mini,
+    arrays, table_mini, series_mini, audio_mini,
+)  # fmt: skip
+RECIPES: dict[str, Callable[[str], Recipe]] = {function.__name__.replace("_", "-"): function for function in FUNCTIONS}
 
 __all__ = [
-    "RECIPES",
-    "Evidence",
-    "arrays",
-    "audio_mini",
-    "binary_digits",
-    "cifar10_20min_bpd",
-    "cifar10_20min_fid",
-    "cifar10_dit_mini",
-    "cifar10_dit_s",
-    "cifar10_unet",
-    "digits",
-    "evidence",
-    "folder",
-    "folder_mini",
-    "imagenet32_dit_l2",
-    "imagenet32_unet",
-    "imagenet64_dit_l4",
-    "mnist_binary",
-    "named_recipe",
-    "series_mini",
-    "table_mini",
-    "text8",
-    "text_mini",
-]
-
-RECIPES: dict[str, Callable[[str], Recipe]] = {
-    "digits": digits,
-    "binary-digits": binary_digits,
-    "text-mini": text_mini,
-    "cifar10-unet": cifar10_unet,
-    "cifar10-dit-s": cifar10_dit_s,
-    "cifar10-dit-mini": cifar10_dit_mini,
-    "cifar10-20min-bpd": cifar10_20min_bpd,
-    "cifar10-20min-fid": cifar10_20min_fid,
-    "imagenet32-dit-l2": imagenet32_dit_l2,
-    "imagenet64-dit-l4": imagenet64_dit_l4,
-    "imagenet32-unet": imagenet32_unet,
-    "mnist-binary": mnist_binary,
-    "text8": text8,
-    "folder": folder,
-    "folder-mini": folder_mini,
-    "arrays": arrays,
-    "table-mini": table_mini,
-    "series-mini": series_mini,
-    "audio-mini": audio_mini,
-}
+    "RECIPES", "Evidence", "arrays", "audio_mini", "binary_digits", "cifar10_20min_bpd", "cifar10_20min_fid",
+    "cifar10_dit_mini", "cifar10_dit_s", "cifar10_unet", "digits", "evidence", "folder", "folder_mini",
+    "imagenet32_dit_l2", "imagenet32_unet", "imagenet64_dit_l4", "mnist_binary", "named_recipe", "series_mini",
+    "table_mini", "text8", "text_mini",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

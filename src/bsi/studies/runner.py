@@ -59,8 +59,8 @@ from bsi.studies.job import (
 from bsi.studies.measure import Deadline, load_network, measure
 from bsi.studies.outcome import Results, Study, figure_style
 from bsi.studies.scale import SCALES, Scale
+from bsi.training import train as trainer
 from bsi.training.lock import hold
-from bsi.training.train import run_training
 
 # The most informative for their time first: the first ones share six networks.
 STUDIES: dict[str, Study] = {
@@ -217,7 +217,8 @@ def train(recipe: Recipe, store: Store, deadline: Deadline, device: torch.device
         if deadline.left_s <= 0:
             signal.raise_signal(signal.SIGTERM)
 
-    folder = run_training(recipe, out=store.network(recipe), sinks=[stop_at_deadline], device=device.type)
+    out, sinks = store.network(recipe), [stop_at_deadline]
+    folder = trainer.train(recipe, out=out, sinks=sinks, device=device.type, command_line=True).path
     export(folder, store.weights(recipe))
     shutil.rmtree(RunFolder(folder).checkpoints)
     lines = [line for line in read_journal(folder) if line["event"] == "train"]

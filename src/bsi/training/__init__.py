@@ -1,8 +1,8 @@
 """Training, from a recipe to a finished run folder.
 
-train.py      `bsi.train`
+train.py      `bsi.train`: everything is opened, checked and restored, then the loop runs
 loop.py       the training loop: steps, journal, evaluation, checkpoints and signals
-step.py       gradients and update; parallel.py sums over ranks, replay.py CUDA graphs
+step.py       gradients and update, on any number of ranks; replay.py records a step as a CUDA graph
 optimizers.py AdamW and Muon
 dataset.py    the training data; stream.py its batches, a function of the seed and the step
 resume.py     which checkpoint a run resumes from, and which settings may differ

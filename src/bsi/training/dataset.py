@@ -1,7 +1,7 @@
 """The data of a run: a prepared dataset, or a tensor, array or Dataset that the caller passes.
 
-Both are described by a `DataSpec` with a hash of the content. The hash of a Dataset, which can only be indexed, covers
-its length and 64 samples.
+Both are described by a `DataSpec` with a hash of the content. What is computed from all samples of a tensor or array
+(the hash, the mean, the largest value) is computed from a random subset of a Dataset, which can only be indexed.
 """
 
 from __future__ import annotations
@@ -77,42 +77,28 @@ def open_training_data(
         raise UsageError("labels were given, and the recipe learns none. Set data.labels=True in it.")
     train = as_source(data, device, recipe.data.workers)
     first = train.take(np.zeros(1, np.int64))
-    shape = tuple(first.shape[1:])
-    note = ""
-    if kind is None and not first.is_floating_point():
-        if first.dtype != torch.uint8:
-            raise UsageError(
-                f"integer data other than uint8 needs a kind, got {first.dtype}. Pass kind=bsi.Bins(low, high, count) "
-                f"or kind=bsi.Symbols(count), or convert continuous data to floats."
-            )
-        note = _as_images(_largest(data, train))
-        kind = Bins.uint8()
-    if isinstance(kind, Symbols) and kind.prior is None:
-        kind = _with_prior(kind, data, train)
-    kind = _fit(data, train) if kind is None else kind
+    kind, note = _resolve(kind, first, data, train)
     known = _labels(labels, len(train), "the data") if recipe.data.labels else None
     version = _version(data, train)
     spec = DataSpec(
         name=recipe.data.name,
         version=version if known is None else fingerprint([version, digest([known.tobytes()])]),
         count=len(train),
-        shape=shape,
+        shape=tuple(first.shape[1:]),
         kind=kind,
         classes=_classes(known),
     )
+    floats = first.is_floating_point()
     tested = None if test is None else as_source(test, device, recipe.data.workers)
-    if first.is_floating_point():
-        train = InFloat32(train)
     if tested is not None:
         example = tested.take(np.zeros(1, np.int64))
-        if tuple(example.shape[1:]) != shape or first.is_floating_point() > example.is_floating_point():
+        if example.shape != first.shape or floats > example.is_floating_point():
             raise UsageError(
-                f"test samples must be like training samples, of shape {shape} and {first.dtype}, got "
+                f"test samples must be like training samples, of shape {spec.shape} and {first.dtype}, got "
                 f"{tuple(example.shape[1:])} and {example.dtype}. Pass test=None to train without."
             )
-        if example.is_floating_point():
-            tested = InFloat32(tested)
-    return TrainingData(train, tested, spec, known, note)
+        tested = InFloat32(tested) if example.is_floating_point() else tested
+    return TrainingData(InFloat32(train) if floats else train, tested, spec, known, note)
 
 
 def _prepared(recipe: Recipe, device: torch.device, run: Path | None) -> TrainingData:
@@ -155,28 +141,29 @@ def _classes(labels: Labels | None) -> int:
     return 0 if labels is None else int(labels.max(initial=-1)) + 1
 
 
-def _fit(data: object, source: BatchSource) -> Standardize:
-    """Mean and standard deviation of a whole tensor, or of a subset of the samples of other data."""
-    x = data.double() if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES)).double()
-    check_finite(x)
-    return Standardize.fit(x)
+def _resolve(kind: DataKind | None, first: Tensor, data: object, train: BatchSource) -> tuple[DataKind, str]:
+    """The kind of the caller's data, fitted if that is left to do, with a note on what was assumed."""
+    if kind is None and first.is_floating_point():
+        x = data.double() if isinstance(data, Tensor) else _some(train, FIT_SAMPLES).double()
+        check_finite(x)
+        return Standardize.fit(x), ""
+    if kind is None and first.dtype != torch.uint8:
+        raise UsageError(
+            f"integer data other than uint8 needs a kind, got {first.dtype}. Pass kind=bsi.Bins(low, high, count) "
+            f"or kind=bsi.Symbols(count), or convert continuous data to floats."
+        )
+    if kind is None:
+        return Bins.uint8(), _as_images(data, train)
+    if isinstance(kind, Symbols) and kind.prior is None:
+        rows = data if isinstance(data, Tensor) else _some(train, FIT_SAMPLES)
+        kind.check(rows)
+        return Symbols.fit(rows.cpu(), kind.count, kind.names), ""
+    return kind, ""
 
 
-def _with_prior(symbols: Symbols, data: object, source: BatchSource) -> Symbols:
-    """The symbols with the frequencies of a whole tensor or array, or of a subset of the samples of other data."""
-    rows = data if isinstance(data, Tensor) else source.take(_spread(source, FIT_SAMPLES))
-    symbols.check(rows)
-    return Symbols.fit(rows.cpu(), symbols.count, symbols.names)
-
-
-def _largest(data: object, source: BatchSource) -> int:
-    """The largest value of a whole tensor or array, or of a subset of the samples of other data."""
-    values = data if isinstance(data, Tensor | np.ndarray) else source.take(_spread(source, FIT_SAMPLES))
-    return int(values.max())
-
-
-def _as_images(largest: int) -> str:
+def _as_images(data: object, train: BatchSource) -> str:
     """A note on uint8 data without a kind that does not use all 256 levels; raises if it cannot be 8-bit images."""
+    largest = int((data if isinstance(data, Tensor | np.ndarray) else _some(train, FIT_SAMPLES)).max())
     if largest < DARKEST:
         raise UsageError(
             f"uint8 data without a kind must be 8-bit images, 0 to 255, got a maximum of {largest}. Pass "
@@ -196,10 +183,10 @@ def _version(data: object, source: BatchSource) -> str:
     if isinstance(data, Tensor | np.ndarray):
         array = data.detach().cpu().numpy() if isinstance(data, Tensor) else data
         return fingerprint([str(array.dtype), list(array.shape), digest([np.ascontiguousarray(array).tobytes()])])
-    sample = source.take(_spread(source, SPOT_CHECK)).cpu().numpy()
+    sample = _some(source, SPOT_CHECK).cpu().numpy()
     return fingerprint([len(source), str(sample.dtype), list(sample.shape), digest([sample.tobytes()])])
 
 
-def _spread(source: BatchSource, count: int) -> Int64[np.ndarray, " count"]:
-    """A fixed random subset of samples, independent of the training order of any seed."""
-    return subset(len(source), count)
+def _some(source: BatchSource, count: int) -> Tensor:
+    """A random subset of the samples, the same for any seed of the run."""
+    return source.take(subset(len(source), count))

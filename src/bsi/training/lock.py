@@ -5,10 +5,8 @@ heartbeat). If the heartbeat has stopped for EXPIRES_S, the next job takes the l
 
 - the owner ran in the same boot and PID namespace, and its process has ended;
 - the owner is the same batch job, which Slurm has requeued (SLURM_RESTART_COUNT is larger) or whose ranks torchrun has
-  restarted.
-
-Steps of one batch job share its number and may run in parallel on several nodes, so an equal number is not sufficient.
-Any other job gets an error that names the owner.
+  restarted. Steps of one batch job share its number and may run in parallel on several nodes, so an equal number is
+  not sufficient.
 
 Ages are differences of modification times on the file system of the lock, since the clocks of two hosts may differ.
 """
@@ -60,11 +58,17 @@ class Owner:
     def me(cls) -> Owner:
         group = os.environ.get("TORCHELASTIC_RUN_ID", "")
         group = "" if group == NO_ID else group
-        job = os.environ.get("SLURM_JOB_ID") or group
         count = os.environ.get("SLURM_RESTART_COUNT", "")  # not set before the first requeue
-        requeues = int(count) if re.fullmatch(r"[0-9]{1,9}", count) else 0
-        pid, token = os.getpid(), uuid.uuid4().hex
-        return cls(socket.gethostname(), pid, _process_start(pid), job, token, requeues, group, _system())
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=_process_start(os.getpid()),
+            job=os.environ.get("SLURM_JOB_ID") or group,
+            token=uuid.uuid4().hex,
+            requeues=int(count) if re.fullmatch(r"[0-9]{1,9}", count) else 0,
+            group=group,
+            system=_system(),
+        )
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}" + (f", job {self.job}" if self.job else "")
@@ -72,7 +76,7 @@ class Owner:
     def ended(self, me: Owner) -> bool:
         """Whether the owner's process has certainly ended. False if `me` cannot see its processes."""
         if self.host != me.host or self.system != me.system:
-            return False  # another machine or container: its processes are not visible here
+            return False  # another machine or container
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -80,14 +84,6 @@ class Owner:
         except (PermissionError, OverflowError):  # another user's process, or an invalid PID
             return False
         return bool(self.started) and _process_start(self.pid) != self.started
-
-
-class InUse(UsageError):
-    """Another process holds the lock."""
-
-    def __init__(self, message: str, holder: Owner) -> None:
-        super().__init__(message)
-        self.holder = holder
 
 
 def _process_start(pid: int) -> str:
@@ -144,13 +140,9 @@ class Lock:
 
 
 @contextmanager
-def hold(folder: Path, warn: Callable[[str], None], name: str = FILE, owner: Owner | None = None) -> Iterator[Lock]:
-    """Hold the lock `name` of a folder while the block runs.
-
-    Raises:
-        InUse: Another process holds it.
-    """
-    lock = Lock(folder / name, _acquire(folder / name, owner or Owner.me(), warn))
+def hold(folder: Path, warn: Callable[[str], None], owner: Owner | None = None) -> Iterator[Lock]:
+    """Hold the lock of a folder while the block runs; raises a UsageError if another process holds it."""
+    lock = Lock(folder / FILE, _acquire(folder / FILE, owner or Owner.me(), warn))
     try:
         yield lock
     finally:
@@ -158,13 +150,23 @@ def hold(folder: Path, warn: Callable[[str], None], name: str = FILE, owner: Own
 
 
 def _acquire(path: Path, me: Owner, warn: Callable[[str], None]) -> Owner:
+    """Write the lock, if there is none or it may be replaced.
+
+    flock serializes jobs that find the same expired lock. On a file system without it, two jobs may both take the lock;
+    the check before each write then stops one of them.
+    """
     try:
-        with _one_at_a_time(path.parent):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
             holder = _read(path)
             if holder is not None:
                 with contextlib.suppress(FileNotFoundError):  # it was just released
                     warn(_reason_to_take_over(path, holder, me))
             write_text(path, json.dumps(asdict(me)))
+        finally:
+            os.close(folder)
     except OSError as error:
         raise UsageError(
             f"cannot write in the run folder {path.parent}: {error.strerror}. Use another --out."
@@ -172,38 +174,24 @@ def _acquire(path: Path, me: Owner, warn: Callable[[str], None]) -> Owner:
     return me
 
 
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Serialize jobs that find the same expired lock.
-
-    On a file system without flock, two jobs may both take the lock; the check before each write then stops one of them.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _reason_to_take_over(path: Path, holder: Owner, me: Owner) -> str:
-    """The reason why an existing lock may be replaced, for the log; raises InUse if it may not."""
+    """The reason why an existing lock may be replaced, for the log; raises if it may not."""
     age = _age(path)
+    same_job = holder.host != me.host and me.job and holder.job == me.job
     if holder.ended(me):
-        return f"taking over the lock of {holder}: its process has ended"
-    if holder.host != me.host and me.job and holder.job == me.job:
-        if me.requeues > holder.requeues:
-            return f"taking over the lock of {holder}: this is the same job, requeued"
-        if me.group and holder.group == me.group:
-            return f"taking over the lock of {holder}: these are the same ranks, restarted"
-    if age < EXPIRES_S:
-        raise InUse(
+        reason = "its process has ended"
+    elif same_job and me.requeues > holder.requeues:
+        reason = "this is the same job, requeued"
+    elif same_job and me.group and holder.group == me.group:
+        reason = "these are the same ranks, restarted"
+    elif age >= EXPIRES_S:
+        reason = f"no heartbeat for {age:.0f} s"
+    else:
+        raise UsageError(
             f"{path.parent} is in use by {holder} (last heartbeat {age:.0f} s ago). Wait for it, stop it, or use "
-            f"another --out. The lock of a job that died expires after {EXPIRES_S:.0f} s.",
-            holder,
+            f"another --out. The lock of a job that died expires after {EXPIRES_S:.0f} s."
         )
-    return f"taking over the lock of {holder}: no heartbeat for {age:.0f} s"
+    return f"taking over the lock of {holder}: {reason}"
 
 
 def _read(path: Path) -> Owner | None:

@@ -34,6 +34,47 @@ STEPS = 5
 ADAMS_SIZE = 0.2
 
 
+class Optimizers:
+    """The optimizers of a network's parameters, with the recipe's settings."""
+
+    def __init__(self, network: nn.Module, settings: Optimizer) -> None:
+        named = {n: p for n, p in network.named_parameters() if p.requires_grad}
+        inner = inner_matrices(network) if settings.kind == "muon" else []
+        contiguous = {id(p) for p in inner if by_rows(p, p).data_ptr() == p.data_ptr()}
+        self._muon = {n: p for n, p in named.items() if id(p) in contiguous}
+        self._adam = {n: p for n, p in named.items() if id(p) not in contiguous}
+        self.muon = Muon(list(self._muon.values()), settings.momentum, settings.weight_decay)
+        self.adam = GatedAdamW(
+            self._adam.values(),
+            lr=settings.lr,
+            betas=(settings.beta_1, settings.beta_2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+            capturable=True,  # keeps the step count on the device
+        )
+        for p in self._adam.values():  # as in AdamW's first step, so that checkpoints always have all tensors
+            self.adam.state[p] = {"step": torch.zeros((), device=p.device)} | {
+                kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in ("exp_avg", "exp_avg_sq")
+            }
+
+    def zero_grad(self) -> None:
+        for p in (*self._adam.values(), *self._muon.values()):
+            p.grad = None
+
+    def step(self, lr: Float[Tensor, ""], scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
+        """Update the weights with their gradients divided by `scale`, if the step counts."""
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.found_inf, self.adam.grad_scale = (~counts).float(), scale
+        self.adam.step()
+        self.muon.step(lr, scale, counts)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors that the next step depends on, by name."""
+        adam = {f"{kind}/{n}": value for n, p in self._adam.items() for kind, value in self.adam.state[p].items()}
+        return adam | {f"momentum/{n}": m for n, m in zip(self._muon, self.muon.momenta, strict=True)}
+
+
 class GatedAdamW(torch.optim.AdamW):
     """Fused AdamW that changes nothing if `found_inf` is 1, and divides the gradients by `grad_scale`.
 
@@ -42,30 +83,6 @@ class GatedAdamW(torch.optim.AdamW):
 
     found_inf: Tensor
     grad_scale: Tensor
-
-
-def polar(matrices: Float[Tensor, "count rows columns"]) -> Float[Tensor, "count rows columns"]:
-    """An approximation of U V^T for each matrix U S V^T.
-
-    It is computed in bfloat16 on a GPU: the rounding error is smaller than the error of the approximation.
-    """
-    x = matrices.bfloat16() if matrices.is_cuda else matrices
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(STEPS):
-        gram = x @ x.mT
-        x = A * x + (B * gram + C * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrices.dtype)
-
-
-def by_rows(matrix: Tensor, like: Tensor) -> Float[Tensor, "rows columns"]:
-    """A view of shape (out, in x window), with the columns in the order in which `like` has them in memory.
-
-    The polar factor does not depend on that order: permuting the columns of a matrix permutes those of its factor.
-    """
-    order = sorted(range(1, like.ndim), key=like.stride, reverse=True)
-    return matrix.permute(0, *order).flatten(1)
 
 
 class Muon:
@@ -97,51 +114,33 @@ class Muon:
         return by_rows(torch.zeros_like(matrix) if matrix.grad is None else matrix.grad, matrix)
 
 
+def polar(matrices: Float[Tensor, "count rows columns"]) -> Float[Tensor, "count rows columns"]:
+    """An approximation of U V^T for each matrix U S V^T.
+
+    It is computed in bfloat16 on a GPU: the rounding error is smaller than the error of the approximation.
+    """
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = A * x + (B * gram + C * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+def by_rows(matrix: Tensor, like: Tensor) -> Float[Tensor, "rows columns"]:
+    """A view of shape (out, in x window), with the columns in the order in which `like` has them in memory.
+
+    The polar factor does not depend on that order: permuting the columns of a matrix permutes those of its factor.
+    """
+    order = sorted(range(1, like.ndim), key=like.stride, reverse=True)
+    return matrix.permute(0, *order).flatten(1)
+
+
 def inner_matrices(network: nn.Module) -> Sequence[Tensor]:
     """The matrices between hidden features; for other networks, the weights of all layers but the first and last."""
     if isinstance(network, Backbone):
         return network.matrices()
     layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     return [layer.weight for layer in layers[1:-1]]
-
-
-class Optimizers:
-    """The optimizers of a network's parameters, with the recipe's settings."""
-
-    def __init__(self, network: nn.Module, settings: Optimizer) -> None:
-        named = {n: p for n, p in network.named_parameters() if p.requires_grad}
-        inner = inner_matrices(network) if settings.kind == "muon" else []
-        contiguous = {id(p) for p in inner if by_rows(p, p).data_ptr() == p.data_ptr()}
-        self._muon = {n: p for n, p in named.items() if id(p) in contiguous}
-        self._adam = {n: p for n, p in named.items() if id(p) not in contiguous}
-        self.muon = Muon(list(self._muon.values()), settings.momentum, settings.weight_decay)
-        betas = (settings.beta_1, settings.beta_2)
-        self.adam = GatedAdamW(
-            self._adam.values(),
-            lr=settings.lr,
-            betas=betas,
-            weight_decay=settings.weight_decay,
-            fused=True,
-            capturable=True,  # keeps the step count on the device
-        )
-        for p in self._adam.values():  # as in AdamW's first step, so that checkpoints always have all tensors
-            self.adam.state[p] = {"step": torch.zeros((), device=p.device)} | {
-                kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in ("exp_avg", "exp_avg_sq")
-            }
-
-    def zero_grad(self) -> None:
-        for p in (*self._adam.values(), *self._muon.values()):
-            p.grad = None
-
-    def step(self, lr: Float[Tensor, ""], scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
-        """Update the weights with their gradients divided by `scale`, if the step counts."""
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.found_inf, self.adam.grad_scale = (~counts).float(), scale
-        self.adam.step()
-        self.muon.step(lr, scale, counts)
-
-    def state(self) -> dict[str, Tensor]:
-        """The tensors that the next step depends on, by name."""
-        adam = {f"{kind}/{n}": value for n, p in self._adam.items() for kind, value in self.adam.state[p].items()}
-        return adam | {f"momentum/{n}": m for n, m in zip(self._muon, self.muon.momenta, strict=True)}

@@ -6,13 +6,12 @@ inputs of all steps must be at the same address (`held`), and values that change
 (`Scalars` in step.py). The network's random numbers come from torch's generator, whose seed each replay reads.
 
 The first steps run normally, on the stream that will record: they choose algorithms, compile, and allocate the
-workspace of matrix products, which belongs to a stream. Two recordings never share a stream at the same time: when a
-recording is deleted, torch frees the workspace of its stream, even if another one uses it. Streams are reused after
-that, so that few workspaces are allocated.
+workspace of matrix products, which belongs to a stream. When a recording is deleted, torch frees the workspace of its
+stream. So two recordings never share a stream at the same time; it is reused after that, for few workspaces.
 
 A recording never releases its memory, and evaluations need memory too, so a step that takes a large share of it is not
-recorded. Such a step would gain nothing, since the device is then slower than the host. Steps that may wait for the
-host, and steps of several ranks or pieces, are not recorded either (`replayable` in step.py).
+recorded. It would gain nothing, since the device is then slower than the host. `replayable` in step.py lists the other
+steps that are not recorded.
 
 If recording fails, the state is unchanged: kernels do not run while they are recorded, and every step begins by
 clearing the gradients that the attempt left. All steps then run normally, on the caller's stream.

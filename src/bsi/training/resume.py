@@ -56,7 +56,17 @@ def find_checkpoint(
         try:
             found = checkpoint.find(folder.checkpoints, log)
             if found is not None:
-                _compare(folder, found, record, data, world, allow, log)
+                state = found.state
+                before = folder.read_record() or RunRecord(from_plain(Recipe, state["recipe"]), str(state["network"]))
+                versions = (state["data"]["version"], data.version)
+                for change in check_changes(before, record, versions, found.step, allow):
+                    log(f"changed since the run began: {change}")
+                pieces = state["ranks"] * before.recipe.accumulation, world.size * record.recipe.accumulation
+                if pieces[0] != pieces[1] and not record.recipe.audit:
+                    log(
+                        f"ranks x accumulation was {pieces[0]} and is {pieces[1]}: samples, levels and noise stay the "
+                        f"same, dropout masks differ, and sums are rounded differently"
+                    )
         except BsiError as raised:
             error = raised
     world.agree(error)
@@ -70,11 +80,11 @@ def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> Data
     now = data.kind
     if not isinstance(now, Standardize):
         return data
-    before = None if found is None else from_plain(DataSpec, found.state["data"]).kind
+    before = now if found is None else from_plain(DataSpec, found.state["data"]).kind
     numbers = len(now.mean) if isinstance(now.mean, tuple) else 1
     moments = torch.empty(2, numbers, dtype=torch.float64, device=world.device)
     for row, moment in zip(moments, ("mean", "std"), strict=True):
-        row[:] = row.new_tensor(getattr(before or now, moment))
+        row[:] = row.new_tensor(getattr(before, moment))
     world.broadcast(moments)
     mean, std = moments.tolist()
     if len(set(mean)) == len(set(std)) == 1:
@@ -82,39 +92,12 @@ def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> Data
     return replace(data, kind=Standardize(tuple(mean), tuple(std)))
 
 
-def _compare(
-    folder: RunFolder,
-    found: Checkpoint,
-    record: RunRecord,
-    data: DataSpec,
-    world: World,
-    allow: Sequence[str],
-    log: Log,
-) -> None:
-    state = found.state
-    before = folder.read_record() or RunRecord(from_plain(Recipe, state["recipe"]), str(state["network"]))
-    if before.recipe.backbone is None and before.network == record.network:  # not described by earlier versions
-        before = replace(before, recipe=replace(before.recipe, backbone=record.recipe.backbone))
-    changed = check_changes(
-        before.recipe, record.recipe, (before.network, record.network),
-        (state["data"]["version"], data.version), found.step, allow,
-    )  # fmt: skip
-    for change in changed:
-        log(f"changed since the run began: {change}")
-    pieces = (state["ranks"] * before.recipe.accumulation, world.size * record.recipe.accumulation)
-    if pieces[0] != pieces[1] and not record.recipe.audit:
-        log(
-            f"ranks x accumulation was {pieces[0]} and is {pieces[1]}: samples, levels and noise stay the same, "
-            f"dropout masks differ, and sums are rounded differently"
-        )
-
-
 def restore(engine: Engine, found: Checkpoint | None, world: World, log: Log) -> None:
     """Load a checkpoint's state into the engine, on the rank that has found it."""
     error = None
     if found is not None:
         try:
-            engine.restore(found.step, {name: checkpoint.read_tensors(found, name) for name in engine.files})
+            engine.restore(found.step, {name: checkpoint.read_tensors(found, name) for name in engine.state()})
             log(f"resuming from {found.folder}")
         except UsageError as raised:
             error = raised
@@ -122,37 +105,35 @@ def restore(engine: Engine, found: Checkpoint | None, world: World, log: Log) ->
 
 
 def check_changes(
-    before: Recipe, now: Recipe, networks: tuple[str, str], versions: tuple[str, str], step: int, allow: Sequence[str]
+    before: RunRecord, now: RunRecord, versions: tuple[str, str], step: int, allow: Sequence[str]
 ) -> list[Change]:
     """The changes since a run began; raises if one is neither safe nor allowed by name.
 
-    Args:
-        before: The recipe of the run.
-        now: The recipe asked for.
-        networks: The class of the caller's network, then and now.
-        versions: The hash of the data, then and now.
-        step: The step that the run has reached.
-        allow: Names of settings that may differ.
+    `versions` are the hashes of the data, then and now; `step` is the step that the run has reached.
     """
-    known = [*flat(now), DATA_VERSION]
+    known = [*flat(now.recipe), DATA_VERSION]
     for name in allow:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Some names: {', '.join(known[:8])}."
             raise UsageError(f"--allow must name a setting, got {name!r}. {hint}")
-    found = [change for change in changes(before, now) if change.name != "data.name"]
-    if networks[0] != networks[1]:
-        found.append(Change("network", *networks))
+    if before.recipe.backbone is None and before.network == now.network:  # not described by earlier versions
+        before = replace(before, recipe=replace(before.recipe, backbone=now.recipe.backbone))
+    found = [change for change in changes(before.recipe, now.recipe) if change.name != "data.name"]
+    if before.network != now.network:
+        found.append(Change("network", before.network, now.network))
     if versions[0] != versions[1]:
         found.append(Change(DATA_VERSION, versions[0][:12], versions[1][:12]))
 
+    constant = now.recipe.optimizer.schedule == "constant"
+
     def accepted(change: Change) -> bool:
-        extended = change.name == "steps" and now.optimizer.schedule == "constant" and now.steps >= step
+        extended = change.name == "steps" and constant and now.recipe.steps >= step
         safe = extended or _within(change.name, SAFE) or change.name in allow
         return safe and not _within(change.name, NEVER)
 
     if rejected := [change for change in found if not accepted(change)]:
-        raise UsageError(_explain(rejected, now, step))
+        raise UsageError(_explain(rejected, constant, step))
     return found
 
 
@@ -160,24 +141,24 @@ def _within(name: str, groups: Sequence[str]) -> bool:
     return any(name == group or name.startswith(f"{group}.") for group in groups)
 
 
-def _explain(rejected: Sequence[Change], now: Recipe, step: int) -> str:
+def _explain(rejected: Sequence[Change], constant: bool, step: int) -> str:
     lines = [f"this run began with other settings, and has reached step {step}:"]
     lines += [f"  {change}" for change in rejected[:SHOWN]]
     if len(rejected) > SHOWN:
         lines.append(f"  and {len(rejected) - SHOWN} more")
     names = [change.name for change in rejected]
     if any(_within(name, NEVER) for name in names):
-        lines.append(
+        advice = (
             "A checkpoint cannot be read into another network, optimizer or objective. Use another --out; --init-from "
             "takes over the weights of a network of the same shape."
         )
-    elif names == ["steps"] and now.optimizer.schedule == "cosine":
-        lines.append(
+    elif names == ["steps"] and constant:
+        advice = f"A run cannot end before the step it has reached. Use --steps {step} or more."
+    elif "steps" in names:
+        advice = (
             "The length of a cosine schedule decides all its rates: an extended run would differ from a new one. Use "
-            "another --out with --init-from, or --allow steps to extend it nevertheless."
+            f"another --out with --init-from, or --allow {' '.join(names)} to extend it nevertheless."
         )
-    elif names == ["steps"]:
-        lines.append(f"A run cannot end before the step it has reached. Use --steps {step} or more.")
     else:
-        lines.append(f"Use the old values, another --out, or --allow {' '.join(names)}.")
-    return "\n".join(lines)
+        advice = f"Use the old values, another --out, or --allow {' '.join(names)}."
+    return "\n".join([*lines, advice])

@@ -1,7 +1,7 @@
 """One training step: gradients of the global batch, then an update that happens only if everything is finite.
 
     loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch, with the weights of the recipe's objective
-    gradient  DDP's sum over ranks and pieces; in the audit mode a sum over virtual shards in a fixed order (audit.py)
+    gradient  DDP's sum over ranks and pieces; in the audit mode a sum over virtual shards in a fixed order
     update    AdamW or Muon (optimizers.py) with the norm of the gradient clipped, then the averages of the weights
 
 A flag on the device decides whether a step counts: it is set as long as all losses and gradient norms have been finite.
@@ -9,6 +9,11 @@ After the first non-finite step no rank changes its state any more, since the su
 gradient are the same on all ranks. The host reads the flag some steps later, so that no step waits for it. A step
 changes its state in place, and all values that differ between steps are in tensors (`Scalars` and the batch), so that
 a step can be recorded once and replayed on a single GPU (replay.py).
+
+In the audit mode the gradient has the same bits for any number of ranks. Floating-point sums depend on their order. So
+each virtual shard is computed separately, with its own dropout, and the gradients are added in a binary tree over shard
+numbers: ((g_0 + g_1) + (g_2 + g_3)) + ... A rank holds a power of two of consecutive shards, which is a subtree; the
+ranks exchange the sums of their subtrees and all add the rest of the tree in the same order.
 """
 
 from __future__ import annotations
@@ -35,101 +40,15 @@ from bsi.runtime.checkpoint import differences
 from bsi.runtime.distributed import Watchdog, World
 from bsi.runtime.ema import EmaModel, PowerAverages, Profile
 from bsi.training.optimizers import Optimizers
-from bsi.training.parallel import TreeSum, flatten_gradients, set_gradients
 from bsi.training.replay import Replay
 from bsi.training.stream import Batch, Stream
 
 PerSample = Float[Tensor, " batch"]
+Vector = Float[Tensor, " n"]
 
 # The loss scale in float16, as in torch.amp.GradScaler: halved if a gradient overflows, doubled after good steps.
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 MOST_LABELS = 3072  # for larger batches the gradient of torch's embedding sorts the labels and synchronizes
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The loss of a recipe's objective, see bsi.objective. `grid` is that of L_M^k, or None for L_M^inf."""
-
-    method: Method
-    weight: Weight | None
-    levels: Proposal
-    grid: Float[Tensor, " levels"] | None
-
-    @classmethod
-    def of(cls, objective: Objective, method: Method, device: torch.device) -> Loss:
-        """The loss with its tables on the device."""
-        weight: Weight | None = None
-        if objective.weight == "sigmoid":
-            weight = sigmoid_weight(method, objective.bias)
-        elif objective.weight == "edm":
-            weight = edm_weight(method)
-        levels: Proposal = expected_levels(method, weight).to(device) if objective.expected_levels else method.levels
-        grid = None if objective.finite_k is None else paper_grid(method, objective.finite_k).to(device)
-        return cls(method, weight, levels, grid)
-
-    def __call__(
-        self, predict: Predictor, x: Float[Tensor, "batch *data"], t: PerSample, eps: Float[Tensor, "batch *data"]
-    ) -> PerSample:
-        if self.grid is None:
-            return training_loss(self.method, predict, x, t, eps, self.weight, self.levels)
-        return finite_training_loss(self.method, predict, x, self.grid, self._measurement(self.grid, t), eps)
-
-    def level(self, t: PerSample) -> PerSample:
-        """The level of each t of a batch."""
-        return self.levels.icdf(t) if self.grid is None else self.grid[self._measurement(self.grid, t)]
-
-    def sums(self, losses: PerSample, t: PerSample) -> Float[Tensor, " terms"]:
-        """The sum of a batch's losses; if the loss is weighted, also the sum of the losses without the weight."""
-        losses = losses.detach()
-        if self.weight is None:
-            return losses.sum().reshape(1)
-        weight = self.weight(self.level(t)).clamp(min=1e-300)  # EDM's is zero at level 0
-        return torch.stack([losses.sum(), (losses / weight).sum().to(losses.dtype)])
-
-    @property
-    def terms(self) -> int:
-        """The length of `sums`."""
-        return 1 if self.weight is None else 2
-
-    @staticmethod
-    def _measurement(grid: Float[Tensor, " levels"], t: PerSample) -> Int64[Tensor, " batch"]:
-        """The index of a measurement on the grid for each t in [0, 1); it is stratified over the batch like t."""
-        k = len(grid) - 1
-        return (t * k).long().clamp(max=k - 1)
-
-
-@dataclass(frozen=True)
-class Scalars:
-    """The per-step scalars, on the device: a recorded step would repeat values passed from the host."""
-
-    step: Int64[Tensor, ""]
-    lr: Float[Tensor, ""]
-    ema: Float[Tensor, ""]
-    """The weight of the new parameters in the EMA."""
-    powers: tuple[Float[Tensor, ""], ...]
-    """The same for each power-function average."""
-
-    @classmethod
-    def new(cls, recipe: Recipe, device: torch.device) -> Scalars:
-        lr, ema, *powers = torch.zeros(2 + len(recipe.ema.powers), device=device).unbind()
-        return cls(torch.zeros((), dtype=torch.int64, device=device), lr, ema, tuple(powers))
-
-    def set(self, recipe: Recipe, step: int) -> None:
-        """Set the values for the next step after `step` updates, without waiting for the device."""
-        self.step.fill_(step)
-        self.lr.fill_(recipe.rate(step))
-        self.ema.fill_(recipe.ema.weight(step + 1))
-        for power, width in zip(self.powers, recipe.ema.powers, strict=True):
-            power.fill_(1 - Profile(step + 1, width).beta)
-
-
-@dataclass(frozen=True)
-class Means:
-    """Averages over the steps since the host last read them. `measured` is 2 L_M / n, the loss without its weight."""
-
-    loss: float
-    grad_norm: float
-    measured: float
 
 
 class Engine:
@@ -199,26 +118,30 @@ class Engine:
 
     def _audited(self, batches: Iterable[Batch]) -> Float[Tensor, " terms"]:
         """The same shard by shard, in an order that does not depend on the number of ranks."""
-        mine, all_ranks = TreeSum(), TreeSum()
-        for batch in batches:
-            losses = self._losses(batch)
-            (losses.sum() / self.recipe.batch).backward()
-            mine.add(flatten_gradients(self.parameters, self.loss.sums(losses, batch.t) / self.recipe.batch))
-        for part in self.world.gather(mine.total()):
-            all_ranks.add(part)
-        return set_gradients(self.parameters, all_ranks.total())
+        mine = tree_sum(self._gradient(batch) for batch in batches)
+        total = tree_sum(self.world.gather(mine))
+        *parts, losses = total.split([*(p.numel() for p in self.parameters), self.loss.terms])
+        for p, part in zip(self.parameters, parts, strict=True):
+            p.grad = part.view_as(p)
+        return losses
+
+    def _gradient(self, batch: Batch) -> Vector:
+        """The gradients and losses of a piece as one vector."""
+        losses = self._losses(batch)
+        (losses.sum() / self.recipe.batch).backward()
+        parts = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        return torch.cat([*parts, self.loss.sums(losses, batch.t) / self.recipe.batch])
 
     def _losses(self, batch: Batch) -> PerSample:
-        x = self.model.values(batch.data)
+        x = self.model.kind.values(batch.data, torch.float32)
         # Our backbones set their compute dtype themselves; networks passed by the caller run under autocast.
         foreign = self.half is not None and not isinstance(self.model.denoiser.backbone, Backbone)
+        network, cond = cast(Predictor, self._network), batch.cond
+        predict = network if cond is None else lambda latent, level: self._network(latent, level, cond)
         with torch.autocast(self.world.device.type, self.half, enabled=foreign):
-            return self.loss(self._predictor(batch.cond), x, batch.t, batch.eps)
-
-    def _predictor(self, cond: Tensor | None) -> Predictor:
-        """The network, wrapped in DDP if it is used, as a predictor with a fixed condition."""
-        network = cast(Predictor, self._network)
-        return network if cond is None else lambda latent, level: self._network(latent, level, cond)
+            return self.loss(predict, x, batch.t, batch.eps)
 
     @torch.no_grad()
     def _update(self, losses: Float[Tensor, " terms"]) -> None:
@@ -266,17 +189,27 @@ class Engine:
 
     # ---- The state ----
 
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors that the next step depends on, by file and name."""
+        counters = {"counter/sums": self.sums, "counter/scale": self.scale, "counter/scale_age": self.scale_age}
+        return {
+            "model": self.model.denoiser.backbone.state_dict(),
+            "ema": self.ema.model.denoiser.backbone.state_dict(),
+            "optimizer": {**self.optimizer.state(), **counters},
+            **({"powers": self.powers.state()} if self.recipe.ema.powers else {}),
+        }
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Everything that the next step depends on, copied to the host, by file and name."""
+        """A copy of the state on the host."""
         return {
             file: {name: t.detach().to("cpu", copy=True).contiguous() for name, t in group.items()}
-            for file, group in self._state().items()
+            for file, group in self.state().items()
         }
 
     @torch.no_grad()
     def restore(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Set the state that `tensors` returned; raises if names or shapes do not match this network."""
-        state = self._state()
+        state = self.state()
         for file, group in state.items():
             if found := differences(tensors[file], group):
                 lines = [f"the {file} of the checkpoint is of another network. Pass the same, or use another --out."]
@@ -290,24 +223,9 @@ class Engine:
     def share(self) -> None:
         """Copy the first rank's state to all others."""
         step = torch.tensor(self.steps_done, device=self.world.device)
-        for tensor in (step, *(t for group in self._state().values() for t in group.values())):
+        for tensor in (step, *(t for group in self.state().values() for t in group.values())):
             self.world.broadcast(tensor)
         self.steps_done = int(step)
-
-    def _state(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors themselves, by file and name."""
-        counters = {"counter/sums": self.sums, "counter/scale": self.scale, "counter/scale_age": self.scale_age}
-        return {
-            "model": self.model.denoiser.backbone.state_dict(),
-            "ema": self.ema.model.denoiser.backbone.state_dict(),
-            "optimizer": {**self.optimizer.state(), **counters},
-            **({"powers": self.powers.state()} if self.recipe.ema.powers else {}),
-        }
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files of `tensors` and `restore`."""
-        return tuple(self._state())
 
     # ---- DDP ----
 
@@ -351,3 +269,102 @@ def replayable(recipe: Recipe, model: Model, world: World) -> bool:
     single = world.size == 1 and recipe.accumulation == 1 and not recipe.audit
     few = not recipe.data.labels or recipe.batch <= MOST_LABELS
     return recipe.compile and single and few and isinstance(model.denoiser.backbone, Backbone)
+
+
+def tree_sum(vectors: Iterable[Vector]) -> Vector:
+    """The sum of 2^k vectors in a binary tree. Like a binary counter it keeps at most one sum of each height."""
+    heights: dict[int, Vector] = {}
+    for vector in vectors:
+        height = 0
+        while height in heights:
+            vector = heights.pop(height) + vector
+            height += 1
+        heights[height] = vector
+    (total,) = heights.values()
+    return total
+
+
+@dataclass(frozen=True)
+class Means:
+    """Averages over the steps since the host last read them. `measured` is 2 L_M / n, the loss without its weight."""
+
+    loss: float
+    grad_norm: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The per-step scalars, on the device: a recorded step would repeat values passed from the host."""
+
+    step: Int64[Tensor, ""]
+    lr: Float[Tensor, ""]
+    ema: Float[Tensor, ""]
+    """The weight of the new parameters in the EMA."""
+    powers: tuple[Float[Tensor, ""], ...]
+    """The same for each power-function average."""
+
+    @classmethod
+    def new(cls, recipe: Recipe, device: torch.device) -> Scalars:
+        lr, ema, *powers = torch.zeros(2 + len(recipe.ema.powers), device=device).unbind()
+        return cls(torch.zeros((), dtype=torch.int64, device=device), lr, ema, tuple(powers))
+
+    def set(self, recipe: Recipe, step: int) -> None:
+        """Set the values for the next step after `step` updates, without waiting for the device."""
+        self.step.fill_(step)
+        self.lr.fill_(recipe.rate(step))
+        self.ema.fill_(recipe.ema.weight(step + 1))
+        for power, width in zip(self.powers, recipe.ema.powers, strict=True):
+            power.fill_(1 - Profile(step + 1, width).beta)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a recipe's objective, see bsi.objective. `grid` is that of L_M^k, or None for L_M^inf."""
+
+    method: Method
+    weight: Weight | None
+    levels: Proposal
+    grid: Float[Tensor, " levels"] | None
+
+    @classmethod
+    def of(cls, objective: Objective, method: Method, device: torch.device) -> Loss:
+        """The loss with its tables on the device."""
+        weight: Weight | None = None
+        if objective.weight == "sigmoid":
+            weight = sigmoid_weight(method, objective.bias)
+        elif objective.weight == "edm":
+            weight = edm_weight(method)
+        levels: Proposal = expected_levels(method, weight).to(device) if objective.expected_levels else method.levels
+        grid = None if objective.finite_k is None else paper_grid(method, objective.finite_k).to(device)
+        return cls(method, weight, levels, grid)
+
+    def __call__(
+        self, predict: Predictor, x: Float[Tensor, "batch *data"], t: PerSample, eps: Float[Tensor, "batch *data"]
+    ) -> PerSample:
+        if self.grid is None:
+            return training_loss(self.method, predict, x, t, eps, self.weight, self.levels)
+        return finite_training_loss(self.method, predict, x, self.grid, self._measurement(self.grid, t), eps)
+
+    def level(self, t: PerSample) -> PerSample:
+        """The level of each t of a batch."""
+        return self.levels.icdf(t) if self.grid is None else self.grid[self._measurement(self.grid, t)]
+
+    def sums(self, losses: PerSample, t: PerSample) -> Float[Tensor, " terms"]:
+        """The sum of a batch's losses; if the loss is weighted, also the sum of the losses without the weight."""
+        losses = losses.detach()
+        if self.weight is None:
+            return losses.sum().reshape(1)
+        weight = self.weight(self.level(t)).clamp(min=1e-300)  # EDM's is zero at level 0
+        return torch.stack([losses.sum(), (losses / weight).sum().to(losses.dtype)])
+
+    @property
+    def terms(self) -> int:
+        """The length of `sums`."""
+        return 1 if self.weight is None else 2
+
+    @staticmethod
+    def _measurement(grid: Float[Tensor, " levels"], t: PerSample) -> Int64[Tensor, " batch"]:
+        """The index of a measurement on the grid for each t in [0, 1); it is stratified over the batch like t."""
+        k = len(grid) - 1
+        return (t * k).long().clamp(max=k - 1)

@@ -78,7 +78,6 @@ class Batch:
     """Labels; the number of classes stands for a hidden label."""
 
     def clone(self) -> Batch:
-        """A copy."""
         cond = None if self.cond is None else self.cond.clone()
         return Batch(self.piece, self.data.clone(), self.t.clone(), self.eps.clone(), cond)
 
@@ -142,11 +141,9 @@ class Stream:
         positions = torch.arange(start, start + piece.count, device=device)
         eps = standard_normal(self._noise_seed, positions, 0, self.shape)
         t = piece_levels(self.recipe, piece).to(device, non_blocking=True)
-        return Batch(piece, data, t, eps, self._condition(piece, start))
-
-    def _condition(self, piece: Piece, start: int) -> Int64[Tensor, " batch"] | None:
-        if self.labels is None:
-            return None
-        chance = uniforms(derive(self.recipe.seed, "unlabelled"), start, piece.count)
-        seen = np.where(chance < self.recipe.data.unlabeled, self._classes, self.labels[self._ids(piece)])
-        return torch.from_numpy(seen).to(self.world.device, non_blocking=True)
+        cond = None
+        if self.labels is not None:
+            hidden = uniforms(derive(self.recipe.seed, "unlabelled"), start, piece.count) < self.recipe.data.unlabeled
+            seen = np.where(hidden, self._classes, self.labels[self._ids(piece)])
+            cond = torch.from_numpy(seen).to(device, non_blocking=True)
+        return Batch(piece, data, t, eps, cond)

@@ -1,14 +1,22 @@
-"""Train a recipe on any number of ranks, from the first step or from the latest checkpoint.
+"""`bsi.train`: train a recipe on any number of ranks, from the first step or from the latest checkpoint.
 
-`bsi.train` (run.py) and the command `bsi train` call `run_training`.
+    run = bsi.train(bsi.recipes.digits(), out="runs/digits")                       # a prepared dataset, our network
+    run = bsi.train(recipe, data=tensor_or_dataset, backbone=MyNet(), out="runs/mine")
+    images = run.model().sample(16)
+
+A call with the same `out` resumes; for a finished run it returns at once. `bsi train` calls the same function. Messages
+name the options of the command; for callers in Python they are translated to arguments and fields of the recipe.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -20,22 +28,21 @@ from bsi.devices import compiles, compute_dtype, seconds_by_threads
 from bsi.errors import BsiError, Preempted, UsageError
 from bsi.methods import check_last_level
 from bsi.model import Model
-from bsi.progress import Progress
+from bsi.progress import Progress, wording
 from bsi.recipe import Recipe
 from bsi.rng import derive
 from bsi.runtime.checkpoint import Saver
 from bsi.runtime.data_spec import build_model, config_of
 from bsi.runtime.distributed import World, find_place, join, watching
-from bsi.runtime.export import class_name, read_trained, set_weights
+from bsi.runtime.export import class_name, load, read_trained, set_weights
 from bsi.runtime.out_of_memory import check_host, enough_to_train
-from bsi.runtime.run_folder import JsonLines, RunFolder, RunRecord, Sink, State
+from bsi.runtime.run_folder import JsonLines, RunFolder, RunRecord, Sink, State, Value, read_journal
 from bsi.runtime.serialization import to_plain
 from bsi.runtime.trackers import check_trackers, tracking
 from bsi.sampling import levels_of
 from bsi.training.dataset import TrainingData, open_training_data
 from bsi.training.lock import hold
-from bsi.training.loop import Job, listening, log, run
-from bsi.training.parallel import numerics
+from bsi.training.loop import Loop, listening, log
 from bsi.training.resume import find_checkpoint, restore
 from bsi.training.step import Engine
 from bsi.training.stream import Stream
@@ -45,8 +52,46 @@ LONGEST_S = 1e8  # three years: the longest wait for another rank
 MEASURED_IMAGES = 16  # batch size for comparing one thread with all threads
 WORTH_SAYING = 1.5  # speedup with one thread from which a message is logged
 
+SETTING = r"[a-z_\d]+(?:\.[a-z_\d]+)*"
+ALLOW = re.compile(rf"--allow ((?!must ){SETTING}(?: (?!to ){SETTING})*)")
+OPTION = re.compile(r"--([a-z][\w.-]*\w)(?: (\d\S*\d|\d)| (cpu|bf16)\b)?")
 
-def run_training(
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, as `bsi.train` returns it. It can be passed wherever a path is expected."""
+
+    path: Path
+    backbone: nn.Module | None = field(default=None, repr=False)
+    """The network that was passed to `bsi.train`, for `model`."""
+
+    def model(self, ema: bool = True, step: int | None = None) -> Model:
+        """The trained model, by default with the moving average of the weights at the latest checkpoint."""
+        record = RunFolder(self.path).read_record()
+        described = record is not None and record.recipe.backbone is not None
+        return load(self.path, ema, None if described else self.backbone, step)
+
+    def journal(self) -> list[dict[str, Value]]:
+        """The records that were written during training, such as {"event": "train", "step": 50, "loss": ...}."""
+        return read_journal(self.path)
+
+    def evaluations(self) -> list[dict[str, Value]]:
+        """The journal's bounds of test samples, the latest last."""
+        return [record for record in self.journal() if record["event"] == "evaluate"]
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        status = RunFolder(self.path).read_status()
+        lines = [f"{self.path}: {status.get('state', 'not begun')}, step {status.get('step', 0)}"]
+        for found in self.evaluations()[-1:]:
+            error = f" ± {found['error']:.4f} (Monte Carlo) ± {found['data_error']:.4f} (data set)"
+            lines.append(f"test samples: {found['bits_per_dim']:.4f} bits/dim{error}, step {found['step']}")
+        return "\n  ".join(lines)
+
+
+def train(
     recipe: Recipe,
     data: object = None,
     backbone: nn.Module | None = None,
@@ -63,79 +108,93 @@ def run_training(
     hang_after_s: float = 600.0,
     named: Recipe | None = None,
     begin: Callable[[], None] | None = None,
-) -> Path:
-    """Train a recipe and return its run folder. The arguments are those of `bsi.train`, and two of the command line:
+    command_line: bool = False,
+) -> Run:
+    """Train a recipe, or resume, and return its run.
 
     Args:
+        recipe: What to train, e.g. `bsi.recipes.digits()`.
+        data: A tensor, array or map-style Dataset of uint8, of integers with a `kind`, or of floats. By default the
+            recipe's prepared dataset.
+        backbone: Your own network. By default the recipe's.
+        out: The run folder, by default `runs/NAME`. The same folder resumes.
+        test: Test data like `data`, for the bound during training.
+        kind: What the integers of `data` are: `bsi.Bins`, or `bsi.Symbols`, whose prior is then fitted.
+        labels: The labels of `data`, for a recipe with `data.labels`.
+        init_from: A run or an export whose weights are the initialization.
+        allow: Names of settings that may differ from the interrupted run's.
+        track: Where to send the journal as well: tensorboard, wandb, trackio, mlflow.
+        sinks: Functions that are called with every record of the journal.
+        device: cuda or cpu. By default a GPU, if there is one.
+        hang_after_s: Seconds without progress after which the run ends, naming the rank that hangs.
         named: The recipe that this one was derived from; run.json lists the differences.
         begin: Called after all checks, if there is something to train.
+        command_line: Whether messages name options of the command line.
     """
-    if not isinstance(recipe, Recipe):
-        name = (recipe if isinstance(recipe, str) else getattr(recipe, "__name__", "")).replace("-", "_")
-        call = name if name.isidentifier() else "digits"
-        raise UsageError(f"recipe must be a bsi.Recipe, got {recipe!r}. Pass bsi.recipes.{call}().")
-    if not hang_after_s > 0:
-        raise UsageError(f"hang_after_s must be positive, got {hang_after_s}. Use inf to wait for ever.")
-    check_trackers(track)
-    recipe.check(find_place(os.environ).size)
-    folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
     with (
+        contextlib.nullcontext() if command_line else _python_wording(),
         listening() as stop,
-        join(device, timeout_s=min(hang_after_s, LONGEST_S) + 60) as world,
-        numerics(recipe),
-        _own_random_numbers(world),
-        _locked(folder, world) as folder,
-        watching(world.place, hang_after_s, world.meeting) as watchdog,
     ):
-        log_once: Callable[[str], None] = log if world.first else _silent
-        training_data = open_training_data(recipe, world.device, data, test, kind, labels, folder.path)
-        if training_data.note:
-            log_once(training_data.note)
-        if backbone is not None:
-            recipe = replace(recipe, backbone=config_of(backbone, training_data.spec))
-        record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
-        resumed = find_checkpoint(folder, record, training_data.spec, world, allow, log)
-        training_data = replace(training_data, spec=resumed.data)
-        if resumed.finished:
-            more = ", or more --steps" if recipe.optimizer.schedule == "constant" else ""
-            log_once(f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")
-            if world.first and folder.read_status().get("state") != "finished":  # killed after its last save
-                folder.write_status("finished", recipe.steps)
-            return folder.path
-        check_host(recipe, training_data.spec, world)
-        with enough_to_train(recipe, training_data.spec, world, watchdog):
-            model = _model(recipe, training_data, backbone, init_from if resumed.checkpoint is None else None, world)
-            engine = Engine(recipe, model, world, _half(recipe, world))
-        if begin is not None:
-            begin()
-        if world.device.type == "cpu" and recipe.threads is None and not recipe.audit:
-            _check_threads(model, recipe.batch // recipe.accumulation // world.size, log_once)
-        restore(engine, resumed.checkpoint, world, log)
-        engine.share()
-        spec, done = training_data.spec, engine.steps_done
-        stream = Stream(recipe, training_data.train, spec.latent_shape, world, done, training_data.labels, spec.classes)
-        saver = Saver(folder.checkpoints, recipe.keep, folder.check)
-        journal: list[Sink] = []
-        if world.first:
-            folder.write_record(record, named, spec.version, world)
-            due = recipe.every.due(done, recipe.steps)
-            repeated = ["evaluate"] * (due.evaluate and training_data.test is not None) + ["sample"] * due.sample
-            journal.append(JsonLines(folder, done, repeated if resumed.evaluation_pending else []))
+        if not isinstance(recipe, Recipe):
+            raise UsageError(f"recipe must be a bsi.Recipe, got {recipe!r}. Pass for example bsi.recipes.digits().")
+        if not hang_after_s > 0:
+            raise UsageError(f"hang_after_s must be positive, got {hang_after_s}. Use inf to wait for ever.")
+        check_trackers(track)
+        recipe.check(find_place(os.environ).size)
+        folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
         with (
-            _progress(recipe, engine, world) as progress,
-            _status(folder, engine, world),
-            contextlib.closing(saver),  # inside the lock: nothing is written without it
-            contextlib.closing(engine),
-            contextlib.closing(stream),
-            tracking(track if world.first else (), folder.path, recipe) as trackers,
-            enough_to_train(recipe, training_data.spec, world, watchdog),
+            join(device, timeout_s=min(hang_after_s, LONGEST_S) + 60) as world,
+            _numerics(recipe, world),
+            _locked(folder, world) as folder,
+            watching(world.place, hang_after_s, world.meeting) as watchdog,
         ):
-            engine.begin(stream)
-            about = {"recipe": to_plain(recipe), "data": to_plain(training_data.spec), "network": record.network}
-            run(
-                Job(
+            log_once: Callable[[str], None] = log if world.first else lambda line: None
+            opened = open_training_data(recipe, world.device, data, test, kind, labels, folder.path)
+            if opened.note:
+                log_once(opened.note)
+            if backbone is not None:
+                recipe = replace(recipe, backbone=config_of(backbone, opened.spec))
+            record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
+            resumed = find_checkpoint(folder, record, opened.spec, world, allow, log)
+            opened, spec = replace(opened, spec=resumed.data), resumed.data
+            if resumed.finished:
+                more = ", or more --steps" if recipe.optimizer.schedule == "constant" else ""
+                log_once(f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")
+                if world.first and folder.read_status().get("state") != "finished":  # killed after its last save
+                    folder.write_status("finished", recipe.steps)
+                return Run(folder.path, backbone)
+            check_host(recipe, spec, world)
+            with enough_to_train(recipe, spec, world, watchdog):
+                model = _model(recipe, opened, backbone, init_from if resumed.checkpoint is None else None, world)
+                engine = Engine(recipe, model, world, _half(recipe, world))
+            if begin is not None:
+                begin()
+            if world.device.type == "cpu" and recipe.threads is None and not recipe.audit:
+                _check_threads(model, recipe.batch // recipe.accumulation // world.size, log_once)
+            restore(engine, resumed.checkpoint, world, log)
+            engine.share()
+            done, journal = engine.steps_done, list[Sink]()
+            stream = Stream(recipe, opened.train, spec.latent_shape, world, done, opened.labels, spec.classes)
+            saver = Saver(folder.checkpoints, recipe.keep, folder.check)
+            if world.first:
+                folder.write_record(record, named, spec.version, world)
+                due = recipe.every.due(done, recipe.steps) if resumed.evaluation_pending else set()
+                possible = ("evaluate", "sample") if opened.test is not None else ("sample",)
+                journal.append(JsonLines(folder, done, [name for name in possible if name in due]))
+            with (
+                Progress("train", recipe.steps, "step", done, None if world.first else StringIO()) as progress,
+                _status(folder, engine, world),
+                contextlib.closing(saver),  # inside the lock: nothing is written without it
+                contextlib.closing(engine),
+                contextlib.closing(stream),
+                tracking(track if world.first else (), folder.path, recipe) as trackers,
+                enough_to_train(recipe, spec, world, watchdog),
+            ):
+                engine.begin(stream)
+                about = {"recipe": to_plain(recipe), "data": to_plain(spec), "network": record.network}
+                Loop(
                     recipe=recipe,
-                    data=training_data,
+                    data=opened,
                     engine=engine,
                     stream=stream,
                     world=world,
@@ -147,20 +206,28 @@ def run_training(
                     stop=stop,
                     about={**about, "ranks": world.size},
                     pending=resumed.evaluation_pending,
-                )
-            )
-    return folder.path
-
-
-def _silent(line: str) -> None:
-    """Discard the message, on ranks other than the first."""
+                ).run()
+    return Run(folder.path, backbone)
 
 
 @contextlib.contextmanager
-def _own_random_numbers(world: World) -> Iterator[None]:
-    """Restore the caller's random number generators at the end: training seeds torch's."""
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-        yield
+def _numerics(recipe: Recipe, world: World) -> Iterator[None]:
+    """The threads of the recipe; in the audit mode, one thread and deterministic kernels. Restored at the end, like the
+    caller's random number generators, since training seeds torch's.
+    """
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    wanted = 1 if recipe.audit else recipe.threads
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    if recipe.audit:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
+        torch.use_deterministic_algorithms(True)
+    try:
+        with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
@@ -210,6 +277,10 @@ def _model(
     return model
 
 
+def _half(recipe: Recipe, world: World) -> torch.dtype | None:
+    return compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
+
+
 def _check_threads(model: Model, images: int, log: Callable[[str], None]) -> None:
     """Log a message if one thread is much faster than all threads: the machine is busy, or the network is small.
 
@@ -225,18 +296,6 @@ def _check_threads(model: Model, images: int, log: Callable[[str], None]) -> Non
         network.train()
     if (factor := seconds[threads] / seconds[1]) > WORTH_SAYING:
         log(f"{threads} threads are {factor:.1f} times slower than one on this machine now. Start with --threads 1.")
-
-
-def _half(recipe: Recipe, world: World) -> torch.dtype | None:
-    return compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
-
-
-@contextlib.contextmanager
-def _progress(recipe: Recipe, engine: Engine, world: World) -> Iterator[Progress]:
-    """Progress that is shown by the first rank only."""
-    with contextlib.ExitStack() as stack:
-        silent = None if world.first else stack.enter_context(open(os.devnull, "w"))
-        yield stack.enter_context(Progress("train", recipe.steps, "step", engine.steps_done, silent))
 
 
 @contextlib.contextmanager
@@ -256,3 +315,30 @@ def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
         write("preempted" if isinstance(error, Preempted) else "failed", str(error) or type(error).__name__)
         raise
     write("finished")
+
+
+@contextlib.contextmanager
+def _python_wording() -> Iterator[None]:
+    """Messages for callers in Python. A Ctrl-C does not end an interactive session."""
+    token = wording.set(in_python)
+    try:
+        yield
+    except BsiError as error:
+        error.args = (in_python(str(error)), *error.args[1:])
+        if isinstance(error, Preempted) and hasattr(sys, "ps1"):
+            raise KeyboardInterrupt(str(error)) from None
+        raise
+    finally:
+        wording.reset(token)
+
+
+def in_python(text: str) -> str:
+    """A message of the trainer with arguments and fields of the recipe in place of options of the command line."""
+    text = ALLOW.sub(lambda found: f"allow={found[1].split()}", text)
+    text = re.sub(r"\b([Rr])un the same command", "call bsi.train with the same arguments", text)
+
+    def named(found: re.Match[str]) -> str:
+        name = found[1].replace("-", "_")
+        return f"{name}={found[2]}" if found[2] else f'{name}="{found[3]}"' if found[3] else name
+
+    return OPTION.sub(named, text)

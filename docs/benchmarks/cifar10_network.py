@@ -30,7 +30,6 @@ from bsi import codec
 from bsi.backbones.config import UNetConfig
 from bsi.recipe import Ema, Every, Recipe
 from bsi.rng import subset
-from bsi.training.train import run_training
 
 CANDIDATES = {
     "edm": ("edm", False),
@@ -81,9 +80,7 @@ def search(out: Path, args: argparse.Namespace) -> None:
     for name, (parametrization, clips) in CANDIDATES.items():
         run = out / name.replace(", ", "-")
         began = time.monotonic()
-        run_training(
-            recipe(parametrization, clips, args.search_steps, args.tiny), train, out=run, kind=bsi.Bins.uint8()
-        )
+        bsi.train(recipe(parametrization, clips, args.search_steps, args.tiny), train, out=run, kind=bsi.Bins.uint8())
         model = bsi.load(run).eval().to(args.device)
         spent = time.monotonic() - began
         result = bound(model, held_out, measure=args.levels, recon=4)
@@ -110,7 +107,7 @@ def train(out: Path, args: argparse.Namespace) -> None:
     images = cifar10("train")
     chosen = recipe(*CANDIDATES[best], args.steps, args.tiny)
     try:
-        run_training(
+        bsi.train(
             chosen, images[:256] if args.tiny else images, out=out / "network", kind=bsi.Bins.uint8(), sinks=[stop]
         )
         say(trained=best)

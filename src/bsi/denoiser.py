@@ -17,8 +17,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -34,6 +35,8 @@ from bsi.symbols import SymbolPredictor, expected, log_posterior
 from bsi.values import Symbols
 
 IMPOSSIBLE = -1e4  # the logarithm of a probability of 0, which guidance can still subtract
+
+Data = Float[Tensor, "batch *data"]
 
 # A condition of predictions: class labels, an image, or several of these by name.
 Condition = Tensor | dict[str, Tensor]
@@ -57,10 +60,12 @@ def edm(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
     signal, noise = encoder.signal, encoder.noise
     d = (signal * sigma_data).square() + noise.square()
     nothing = d == 0
-    d = torch.where(nothing, torch.ones_like(d), d)
-    c_out = torch.where(nothing, torch.full_like(d, sigma_data), noise * sigma_data * torch.rsqrt(d))
-    c_in = torch.where(nothing, torch.zeros_like(d), torch.rsqrt(d))
-    return Coefficients(c_skip=signal * sigma_data**2 / d, c_out=c_out, c_in=c_in)
+    d = torch.where(nothing, 1.0, d)
+    return Coefficients(
+        c_skip=signal * sigma_data**2 / d,
+        c_out=torch.where(nothing, sigma_data, noise * sigma_data * torch.rsqrt(d)),
+        c_in=torch.where(nothing, 0.0, torch.rsqrt(d)),
+    )
 
 
 def epsilon(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
@@ -70,11 +75,10 @@ def epsilon(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
     error of eps_hat is multiplied by noise / signal, whose mean square over the levels is infinite.
     """
     nothing = encoder.signal == 0
-    signal = torch.where(nothing, torch.ones_like(encoder.signal), encoder.signal)
-    zero = torch.zeros_like(signal)
+    signal = torch.where(nothing, 1.0, encoder.signal)
     return Coefficients(
-        c_skip=torch.where(nothing, zero, 1 / signal),
-        c_out=torch.where(nothing, zero, -encoder.noise / signal),
+        c_skip=torch.where(nothing, 0.0, 1 / signal),
+        c_out=torch.where(nothing, 0.0, -encoder.noise / signal),
         c_in=torch.ones_like(signal),
     )
 
@@ -93,16 +97,13 @@ def blend(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
 
 
 COEFFICIENTS: dict[Parametrization, Callable[[Encoder, float], Coefficients]] = {
-    "edm": edm,
-    "epsilon": epsilon,
-    "blend": blend,
-}
+    "edm": edm, "epsilon": epsilon, "blend": blend
+}  # fmt: skip
 
 
 class Denoiser(nn.Module):
     """f_theta: a backbone with its preconditioning. Called as `denoiser(latent, level)`, it is a Predictor.
 
-    `backbone(input, t)` or, given a condition, `backbone(input, t, cond)` returns something of the input's shape.
     `clip` is the range that x_hat is clipped to, or None. With `symbols` the input are the probabilities of the symbols
     given each element's own latent, and the output is added to their logarithms: see `bsi.symbols`.
     """
@@ -127,9 +128,7 @@ class Denoiser(nn.Module):
             raise UsageError(f"sigma_data must be a positive standard deviation, got {sigma_data}")
         self.sigma_data, self.clip, self.symbols = sigma_data, clip, symbols
 
-    def forward(
-        self, latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"], cond: Condition | None = None
-    ) -> Float[Tensor, "batch *data"]:
+    def forward(self, latent: Data, level: Float[Tensor, " batch"], cond: Condition | None = None) -> Data:
         if self.symbols is not None:
             return expected(self.symbols, self.logits(latent, level, cond))
         coefficients = COEFFICIENTS[self.parametrization](self.method.encoder(level), self.sigma_data)
@@ -137,10 +136,13 @@ class Denoiser(nn.Module):
         x_hat = over(coefficients.c_skip, latent) * latent + over(coefficients.c_out, latent) * output
         return x_hat if self.clip is None else x_hat.clamp(*self.clip)
 
-    def _output(self, scaled: Tensor, level: Float[Tensor, " batch"], cond: Condition | None) -> Tensor:
-        t = self.method.levels.cdf(level).to(scaled.dtype)
-        with self._inside(scaled.device.type):
-            output = self.backbone(scaled, t) if cond is None else self.backbone(scaled, t, cond)
+    def _output(self, scaled: Data, level: Float[Tensor, " batch"], cond: Condition | None) -> Data:
+        """What the network returns, with autocast if its weights were converted to 16 bits."""
+        arguments = (scaled, self.method.levels.cdf(level).to(scaled.dtype), *(() if cond is None else (cond,)))
+        weights = self.backbone.parameters() if isinstance(self.backbone, nn.Module) else ()
+        half = next((p.dtype for p in weights if p.dtype in (torch.float16, torch.bfloat16)), None)
+        with nullcontext() if half is None else torch.autocast(scaled.device.type, half):
+            output = self.backbone(*arguments)
         if output.shape != scaled.shape:
             raise UsageError(
                 f"the backbone must return the shape of its input, got {tuple(output.shape)} for an input of "
@@ -148,19 +150,9 @@ class Denoiser(nn.Module):
             )
         return output.to(scaled.dtype)
 
-    def _inside(self, device: str) -> AbstractContextManager[object]:
-        """Autocast for a network whose weights were converted to 16 bits, as by `model.to(torch.bfloat16)`."""
-        weights = self.backbone.parameters() if isinstance(self.backbone, nn.Module) else ()
-        half = next((p.dtype for p in weights if p.dtype in (torch.float16, torch.bfloat16)), None)
-        return nullcontext() if half is None else torch.autocast(device, half)
-
     def logits(
-        self,
-        latent: Float[Tensor, "batch *latent"],
-        level: Float[Tensor, " batch"],
-        cond: Condition | None = None,
-        known: Float[Tensor, "batch *latent"] | None = None,
-    ) -> Float[Tensor, "batch *latent"]:
+        self, latent: Data, level: Float[Tensor, " batch"], cond: Condition | None = None, known: Data | None = None
+    ) -> Data:
         """The logarithms of the predicted probabilities of symbols, up to a constant for each element.
 
         `known` are embedded symbols that are known exactly, and NaN elsewhere.
@@ -168,51 +160,27 @@ class Denoiser(nn.Module):
         assert self.symbols is not None
         log_p = log_posterior(self.symbols, self.method.encoder(level), latent)
         if known is not None:
-            certain = torch.where(known > 0, 0.0, IMPOSSIBLE)
-            log_p = torch.where(known.isnan(), log_p, certain)
+            log_p = torch.where(known.isnan(), log_p, torch.where(known > 0, 0.0, IMPOSSIBLE))
         # Unit variance if a symbol is certain and all are equally frequent.
         scaled = (self.symbols.count * log_p.exp() - 1) / math.sqrt(self.symbols.count - 1)
         return log_p + self._output(scaled, level, cond)
 
-    def given(
-        self, cond: Condition | None, guidance: float = 1.0, known: Float[Tensor, "batch *latent"] | None = None
-    ) -> Predictor:
+    def given(self, cond: Condition | None, guidance: float = 1.0, known: Data | None = None) -> Predictor:
         """This denoiser as a predictor with a fixed condition, for losses, the ELBO and solvers.
 
-        A `guidance` other than 1 scales the change that the condition makes, and takes twice the evaluations. `known`
-        are symbols that are known exactly, see `logits`.
+        A `guidance` other than 1 scales the change that the condition makes to the prediction, or to the logits of
+        symbols, and takes twice the evaluations. `known` are symbols that are known exactly, see `logits`.
         """
         check_guidance(guidance)
         if cond is None and guidance != 1:
             raise UsageError(f"guidance needs a condition to follow, such as a label, got guidance={guidance:g}.")
-        if self.symbols is not None:
-            return SymbolPredictor(self.symbols, self._given_logits(cond, guidance, known))
-        if cond is None:
+        if cond is None and self.symbols is None:
             return cast(Predictor, self)
-
-        def conditional(
-            latent: Float[Tensor, "batch *data"], level: Float[Tensor, " batch"]
-        ) -> Float[Tensor, "batch *data"]:
-            return self(latent, level, cond)
-
-        return conditional if guidance == 1 else guided(conditional, cast(Predictor, self), guidance)
-
-    def _given_logits(
-        self, cond: Condition | None, guidance: float, known: Float[Tensor, "batch *latent"] | None
-    ) -> Predictor:
-        """`logits` with a fixed condition. Guidance scales the change of the logits."""
-
-        def conditional(
-            latent: Float[Tensor, "batch *latent"], level: Float[Tensor, " batch"]
-        ) -> Float[Tensor, "batch *latent"]:
-            return self.logits(latent, level, cond, known)
-
-        def unconditional(
-            latent: Float[Tensor, "batch *latent"], level: Float[Tensor, " batch"]
-        ) -> Float[Tensor, "batch *latent"]:
-            return self.logits(latent, level, None, known)
-
-        return conditional if guidance == 1 else guided(conditional, unconditional, guidance)
+        outputs = self if self.symbols is None else partial(self.logits, known=known)
+        predict: Predictor = partial(outputs, cond=cond)
+        if guidance != 1:
+            predict = guided(predict, partial(outputs, cond=None), guidance)
+        return predict if self.symbols is None else SymbolPredictor(self.symbols, predict)
 
 
 def _check_backbone(backbone: object) -> None:
@@ -229,11 +197,9 @@ def _check_backbone(backbone: object) -> None:
     except (TypeError, ValueError):  # not written in Python
         return
     for arguments in (("input", "t"), ("input", "t", "cond")):
-        try:
+        with suppress(TypeError):
             takes.bind(*arguments)
             return
-        except TypeError:
-            pass
     raise UsageError(
         f"a network is called as network(input, t), or network(input, t, cond) with a condition: got "
         f"{type(backbone).__name__}, whose forward is {takes}. Give it a forward(self, input, t), where t in [0, 1] is "
@@ -250,13 +216,11 @@ def check_condition(cond: Condition | None, num: int) -> None:
                 f"a condition must be a torch.Tensor or a dict of them, got a {type(value).__name__} as {name}. Labels "
                 f"are numbers, one for each sample: torch.tensor([0, 1, ...])."
             )
-        if value.ndim == 0:
+        if value.ndim == 0 or len(value) != num:
+            got = f"one number as {name}" if value.ndim == 0 else f"{len(value)} rows of {name}"
             raise UsageError(
-                f"a condition needs one row per sample, got one number as {name}. Use {name}.expand({num})."
-            )
-        if len(value) != num:
-            raise UsageError(
-                f"a condition needs one row per sample, got {len(value)} rows of {name} for {num} samples."
+                f"a condition needs one row per sample, got {got} for {num} samples. Use {name}.expand({num}) for one "
+                f"that all share."
             )
 
 
@@ -265,8 +229,7 @@ def check_labels(cond: Condition | None, classes: int | None) -> None:
 
     Label `classes`, one past the last, stands for no label.
     """
-    if not isinstance(cond, Tensor) or not classes or cond.is_floating_point():
-        return
-    low, high = int(cond.min()), int(cond.max())
-    if low < 0 or high > classes:
-        raise UsageError(f"this network has labels 0 to {classes - 1}, got {low if low < 0 else high}.")
+    if isinstance(cond, Tensor) and classes and not cond.is_floating_point():
+        low, high = int(cond.min()), int(cond.max())
+        if low < 0 or high > classes:
+            raise UsageError(f"this network has labels 0 to {classes - 1}, got {low if low < 0 else high}.")

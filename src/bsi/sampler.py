@@ -1,20 +1,14 @@
 """`Sampler`: how samples are drawn. Imports no torch.
 
-This record is used by `Model.sample`, recipes, `bsi sample`, `bsi eval`, the studies, the page and the report. Its
-defaults were chosen by the FIDs in docs/benchmarks/solvers.md, measured with one CIFAR-10 network; with another, 16
-evaluations gave 0.981 +- 0.007 times the FID of the paper's sampler with 1024 steps.
+`Model.sample`, recipes, commands, studies, the page and the report use this record. Its defaults were chosen by the
+FIDs in docs/benchmarks/solvers.md, measured with one CIFAR-10 network; with another, 16 evaluations gave 0.981 +- 0.007
+times the FID of the paper's sampler with 1024 steps.
 
 Sample i depends on (seed, i) alone: not on the batch it is computed in, the number of samples, the ranks or the order,
 up to rounding. Its noise is bit-identical on one type of device. But a network rounds differently in batches of another
-size, and a network with Fourier features of its input, such as the paper's, amplifies rounding errors: a perturbation
-of 1e-6 becomes 0.004. With 16 evaluations in float32 on a CPU, small batches compared with large ones give
-
-    digits (17 bins)            values that differ by 4e-6 (root mean square), and the same bins
-    CIFAR-10, dit-mini/2        values in [-1, 1] that differ by 0.001 to 0.003 with ode2 and 0.004 to 0.008 with sde2:
-                                one pixel in twenty to three in five differ by one or two bins of 256, none by more
-                                than 8
-
-The images are visually the same. Keep the batch size fixed for bit-identical results.
+size, and Fourier features of the input, such as the paper's, amplify rounding errors: a perturbation of 1e-6 becomes
+0.004. With 16 evaluations in float32 on a CPU, small and large batches of CIFAR-10 differ in one pixel in twenty to
+three in five, by one or two bins of 256 and none by more than 8. Keep the batch size fixed for bit-identical results.
 """
 
 from __future__ import annotations
@@ -47,11 +41,10 @@ NOISY_SOLVER = "sde2"
 
 
 def default_solver(method: Method) -> str:
-    """The flow if the distribution of the first latent is exact, otherwise a solver with noise.
+    """The flow if the distribution of the first latent is exact (c > 0: BSI), otherwise a solver with noise.
 
-    Under the flow an error of the first latent persists; noise in each step reduces it. BSI starts from its exact
-    prior, a random belief whose c > 0 is part of the information. With c = 0 the start is not exact: VDM's first
-    latent contains 8 % of the signal while its prior contains none, and BFN starts without any information.
+    Under the flow an error of the first latent persists; noise in each step reduces it. VDM's first latent contains 8 %
+    of the signal while its prior contains none, and BFN starts without any information.
     """
     return FLOW_SOLVER if method.c > 0 else NOISY_SOLVER
 
@@ -78,11 +71,10 @@ class Sampler:
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MOST_STEPS:
             raise UsageError(f"sampling needs at least one step and at most {MOST_STEPS}, got steps={self.steps}.")
-        if self.noise not in get_args(NoiseKind):
-            raise UsageError(f"noise must be path or independent, got {self.noise!r}")
+        for name, kind in (("noise", NoiseKind), ("variance", VarianceKind)):
+            if getattr(self, name) not in get_args(kind):
+                raise UsageError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         check_guidance(self.guidance)
-        if self.variance not in get_args(VarianceKind):
-            raise UsageError(f"variance must be one of {', '.join(get_args(VarianceKind))}, got {self.variance!r}")
         if self.variance != "none" and self.solver not in (None, "posterior"):
             raise UsageError(
                 f"a variance belongs to the steps of the solver posterior, got variance={self.variance!r} and "
@@ -91,17 +83,14 @@ class Sampler:
 
     def record(self) -> dict[str, Any]:
         """The settings that samples depend on, for records. Without a variance it is left out, as before 0.2."""
-        record = asdict(self)
-        return record if self.variance != "none" else {k: v for k, v in record.items() if k != "variance"}
+        return {key: value for key, value in asdict(self).items() if (key, value) != ("variance", "none")}
 
     def named(self, method: Method) -> Sampler:
         """The same sampler with an explicit solver, in place of None for the method's default."""
         return replace(self, solver=self.solver_for(method))
 
     def solver_for(self, method: Method) -> str:
-        if self.variance != "none":
-            return "posterior"
-        return self.solver or default_solver(method)
+        return "posterior" if self.variance != "none" else self.solver or default_solver(method)
 
 
 def check_guidance(guidance: float) -> None:

@@ -6,8 +6,8 @@ There is one loop, `trajectory`, which yields every step; `sample` returns the r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,23 +25,20 @@ from bsi.solvers import Path, Solver, Table, named_solver, posterior
 from bsi.symbols import SymbolPredictor, drawn
 from bsi.variance import Variance, widened
 
+Data = Float[Tensor, "batch *data"]
+Levels = Float[Tensor, " levels"]
+
 
 @dataclass(frozen=True)
 class Step:
     """A latent, its level, and the prediction from it. The last step's x_hat is the sample."""
 
-    latent: Float[Tensor, "batch *data"]
+    latent: Data
     level: Float[Tensor, ""]
-    x_hat: Float[Tensor, "batch *data"]
+    x_hat: Data
 
 
-def advance(
-    latent: Float[Tensor, "batch *data"],
-    x_hat: Float[Tensor, "batch *data"],
-    previous: Float[Tensor, "batch *data"],
-    eps: Float[Tensor, "batch *data"],
-    row: Float[Tensor, "4"],
-) -> Float[Tensor, "batch *data"]:
+def advance(latent: Data, x_hat: Data, previous: Data, eps: Data, row: Float[Tensor, "4"]) -> Data:
     """One step of any solver: its row of the table applied to the latent, predictions and noise."""
     return row[0] * latent + row[1] * x_hat + row[2] * previous + row[3] * eps
 
@@ -50,9 +47,9 @@ def trajectory(
     method: Method,
     predict: Predictor,
     noise: Noise,
-    grid: Float[Tensor, " levels"] | Sequence[float],
+    grid: Levels | Sequence[float],
     solver: Solver | str = "posterior",
-    start: Float[Tensor, "batch *data"] | None = None,
+    start: Data | None = None,
     differentiable: bool = False,
     variance: Variance | None = None,
 ) -> Iterator[Step]:
@@ -74,22 +71,22 @@ def trajectory(
         raise UsageError("a variance belongs to the steps of the solver posterior. Use it, or leave variance out.")
     levels = check_grid(method, grid, from_prior=start is None).cpu()
     rows = _rows(method, levels, solve(method, levels))
-    gradients = nullcontext if differentiable else torch.no_grad
-    return _steps(method, predict, noise, levels, rows, start, gradients, variance)
+    return _steps(method, predict, noise, levels, rows, start, differentiable, variance)
 
 
 def _steps(
     method: Method,
     predict: Predictor,
     noise: Noise,
-    grid: Float[Tensor, " levels"],
+    grid: Levels,
     rows: Float[Tensor, "steps 4"],
-    start: Float[Tensor, "batch *data"] | None,
-    gradients: Callable[[], AbstractContextManager[object]],
+    start: Data | None,
+    differentiable: bool,
     variance: Variance | None,
 ) -> Iterator[Step]:
     # The context is left before each yield, so that it does not change the gradient mode of the caller.
-    informations = [float(value) for value in Path.of(method, grid).information]
+    gradients = nullcontext if differentiable else torch.no_grad
+    informations = Path.of(method, grid).information.tolist()
     latent = method.prior(noise(0.0, informations[0])) if start is None else start
     noisy_rows, levels = (rows[:, 3] != 0).tolist(), grid.to(latent.device)
     rows = rows.to(latent.device, latent.dtype)
@@ -108,7 +105,7 @@ def _steps(
     yield Step(latent, levels[-1], x)
 
 
-def _rows(method: Method, grid: Float[Tensor, " levels"], table: Table) -> Float[Tensor, "steps 4"]:
+def _rows(method: Method, grid: Levels, table: Table) -> Float[Tensor, "steps 4"]:
     """The rows of a table. Raises if one is missing or not finite: some solvers do not support some methods."""
     columns = (table.latent, table.x_hat, table.previous, table.eps)
     lengths = {len(column) for column in columns}
@@ -131,32 +128,33 @@ def sample(
     method: Method,
     predict: Predictor,
     noise: Noise,
-    grid: Float[Tensor, " levels"] | Sequence[float],
+    grid: Levels | Sequence[float],
     solver: Solver | str = "posterior",
-    start: Float[Tensor, "batch *data"] | None = None,
+    start: Data | None = None,
     differentiable: bool = False,
     variance: Variance | None = None,
-) -> Float[Tensor, "batch *data"]:
-    """Draw one sample for each row of noise, as values (not bins)."""
+) -> Data:
+    """Draw one sample for each row of noise, as values (not bins). The arguments are those of `trajectory`."""
     return end_of(trajectory(method, predict, noise, grid, solver, start, differentiable, variance))
 
 
-def end_of(steps: Iterator[Step]) -> Float[Tensor, "batch *data"]:
+def end_of(steps: Iterator[Step]) -> Data:
     """The x_hat of the last step of a trajectory, without keeping the other steps in memory."""
     (last,) = deque(steps, maxlen=1)
     return last.x_hat
 
 
-def levels_of(method: Method, sampler: Sampler) -> Float[Tensor, " levels"]:
+def levels_of(method: Method, sampler: Sampler) -> Levels:
     """The levels that a sampler visits.
 
     Raises:
         UsageError: whatever drawing with this sampler would raise, before any evaluation of the network.
     """
     levels = named_grid(sampler.grid)(method, sampler.steps)
-    steps = noisy_steps(method, levels, _solver(method, sampler))
+    noisy = named_solver(_solver(method, sampler))(method, levels).eps != 0
     if sampler.noise == "path":
-        check_resolved(steps)
+        informations = Path.of(method, levels).information
+        check_resolved(torch.stack([informations[:-1], informations[1:]], 1)[noisy].tolist())
     return levels
 
 
@@ -192,31 +190,19 @@ def noise_of(
     return (BrownianPath if sampler.noise == "path" else SeededNoise)(seed, ids, shape, dtype)
 
 
-def noisy_steps(
-    method: Method, grid: Float[Tensor, " levels"], solver: Solver | str = "posterior"
-) -> list[tuple[float, float]]:
-    """The pairs of informations between which a solver adds noise."""
-    solve = named_solver(solver) if isinstance(solver, str) else solver
-    informations = Path.of(method, grid).information.tolist()
-    ends = zip(informations, informations[1:], (solve(method, grid).eps != 0).tolist(), strict=False)
-    return [(start, end) for start, end, noisy in ends if noisy]
-
-
 def evaluations(method: Method, k: int, guided: bool = False) -> int:
     """The number of network evaluations in k steps: k, plus one if the sample is a final prediction (BSI and BFN).
 
     Guidance doubles the number: each prediction is made with and without the condition.
     """
-    count = 0
+    calls = []
 
     def counting(latent: Tensor, level: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
+        calls.append(level)
         return latent
 
-    level = torch.tensor([method.levels.high], dtype=torch.float64)
-    method.decode(torch.zeros(1, 1), level, counting)
-    return (k + count) * (2 if guided else 1)
+    method.decode(torch.zeros(1, 1), torch.tensor([method.levels.high], dtype=torch.float64), counting)
+    return (k + len(calls)) * (2 if guided else 1)
 
 
 def belief(method: Method, step: Step) -> Belief:
@@ -225,7 +211,7 @@ def belief(method: Method, step: Step) -> Belief:
     return Belief(over(scale / step.level, step.latent) * step.latent, step.level)
 
 
-def measurement(method: Method, before: Step, after: Step) -> Float[Tensor, "batch *data"]:
+def measurement(method: Method, before: Step, after: Step) -> Data:
     """The measurement y of x_hat that leads from one belief to the next: the mean gain (s' - s) / dLambda."""
     path = Path.of(method, torch.stack([before.level, after.level]).cpu())
     gained = torch.diff(path.information)[0]

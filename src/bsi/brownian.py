@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +31,7 @@ from bsi.rng import seed_words, weighted_normals
 LOW, HIGH = 2.0**-16, 2.0**32
 DEPTH = 13
 RESOLUTION = math.log(HIGH / LOW) / 2**DEPTH
+Weights = dict[int, float]  # of Normals, by key
 CACHED = 2**18  # Normals drawn at a time on a CPU: twice as fast, because intermediate results stay in the cache
 
 # Keys of the Normals. Node i of the tree, counted from 1 as in a heap, is 1 + i; the leaves follow.
@@ -70,17 +71,14 @@ def expansion(information: float) -> Expansion:
     return Expansion(tuple(value), tuple(value.values()), leaf)
 
 
-def _bridge(
-    a: float, left: dict[int, float], b: float, right: dict[int, float], m: float, key: int
-) -> dict[int, float]:
+def _bridge(a: float, left: Weights, b: float, right: Weights, m: float, key: int) -> Weights:
     """W(m) from W(a), W(b) and the Normal `key`, each as weights of Normals."""
-    value = {
-        name: ((b - m) * left.get(name, 0.0) + (m - a) * right.get(name, 0.0)) / (b - a) for name in {**left, **right}
-    }
+    names = {**left, **right}
+    value = {name: ((b - m) * left.get(name, 0.0) + (m - a) * right.get(name, 0.0)) / (b - a) for name in names}
     return {**value, key: math.sqrt((m - a) * (b - m) / (b - a))}
 
 
-def check_resolved(steps: Iterable[tuple[float, float]]) -> None:
+def check_resolved(steps: Iterable[Sequence[float]]) -> None:
     """Raise if both ends of one of these steps lie in the same leaf."""
     for start, end in steps:
         if start > 0 and expansion(start).leaf == expansion(end).leaf:

@@ -28,15 +28,13 @@ from torch import Tensor, nn
 
 from bsi.conditioning import guided
 from bsi.errors import UsageError
-from bsi.gaussian import Encoder, over
+from bsi.gaussian import Data, Encoder, PerSample, over
 from bsi.methods.base import Method, Parametrization, Predictor
 from bsi.sampler import check_guidance
 from bsi.symbols import SymbolPredictor, expected, log_posterior
 from bsi.values import Symbols
 
 IMPOSSIBLE = -1e4  # the logarithm of a probability of 0, which guidance can still subtract
-
-Data = Float[Tensor, "batch *data"]
 
 # A condition of predictions: class labels, an image, or several of these by name.
 Condition = Tensor | dict[str, Tensor]
@@ -128,7 +126,7 @@ class Denoiser(nn.Module):
             raise UsageError(f"sigma_data must be a positive standard deviation, got {sigma_data}")
         self.sigma_data, self.clip, self.symbols = sigma_data, clip, symbols
 
-    def forward(self, latent: Data, level: Float[Tensor, " batch"], cond: Condition | None = None) -> Data:
+    def forward(self, latent: Data, level: PerSample, cond: Condition | None = None) -> Data:
         if self.symbols is not None:
             return expected(self.symbols, self.logits(latent, level, cond))
         coefficients = COEFFICIENTS[self.parametrization](self.method.encoder(level), self.sigma_data)
@@ -136,7 +134,7 @@ class Denoiser(nn.Module):
         x_hat = over(coefficients.c_skip, latent) * latent + over(coefficients.c_out, latent) * output
         return x_hat if self.clip is None else x_hat.clamp(*self.clip)
 
-    def _output(self, scaled: Data, level: Float[Tensor, " batch"], cond: Condition | None) -> Data:
+    def _output(self, scaled: Data, level: PerSample, cond: Condition | None) -> Data:
         """What the network returns, with autocast if its weights were converted to 16 bits."""
         arguments = (scaled, self.method.levels.cdf(level).to(scaled.dtype), *(() if cond is None else (cond,)))
         weights = self.backbone.parameters() if isinstance(self.backbone, nn.Module) else ()
@@ -150,9 +148,7 @@ class Denoiser(nn.Module):
             )
         return output.to(scaled.dtype)
 
-    def logits(
-        self, latent: Data, level: Float[Tensor, " batch"], cond: Condition | None = None, known: Data | None = None
-    ) -> Data:
+    def logits(self, latent: Data, level: PerSample, cond: Condition | None = None, known: Data | None = None) -> Data:
         """The logarithms of the predicted probabilities of symbols, up to a constant for each element.
 
         `known` are embedded symbols that are known exactly, and NaN elsewhere.

@@ -24,7 +24,7 @@ from bsi.denoiser import Condition, Denoiser, check_condition
 from bsi.elbo import Elbo, Estimator, Proposals
 from bsi.errors import UsageError
 from bsi.flow import binned_flow, exact_divergence, flow_density, hutchinson
-from bsi.gaussian import over
+from bsi.gaussian import Data, PerSample, over
 from bsi.levels import low_discrepancy
 from bsi.methods import check_resolution
 from bsi.methods.base import Method, Parametrization, Predictor
@@ -33,8 +33,6 @@ from bsi.progress import shown
 from bsi.rng import standard_normal
 from bsi.values import CONTINUOUS, Bins, DataKind, Standardize, Symbols, as_tensor, check_finite
 from bsi.variance import Variance, named_variance
-
-Data = Float[Tensor, "batch *data"]
 
 DEQUANTIZATION = 1 << 27  # the stream of noise for the positions within bins, apart from those of probes
 SEARCHED_VALUES, SEARCHED_ROWS = 4096, 1024  # how much of the data is searched for repetitions
@@ -137,9 +135,7 @@ class Density(nn.Module):
         check_resolution(self.method, max(float(stored), torch.finfo(x.dtype).eps * float(x.abs().max())))
         _warn_repeated(data)
 
-    def forward(
-        self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None
-    ) -> Float[Tensor, " batch"]:
+    def forward(self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None) -> PerSample:
         """The training loss 2 L_M / n of each sample, at levels stratified over the global batch."""
         data = as_tensor(data)
         if data.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -380,7 +376,7 @@ def rows_of(cond: Condition | None, ids: Integer[Tensor, " batch"], device: torc
     return None if cond is None else cond[ids.to(cond.device)].to(device)
 
 
-def _levels(x: Data) -> Float[Tensor, " batch"]:
+def _levels(x: Data) -> PerSample:
     """t for this rank's part of the global batch, with the same delta on all ranks."""
     delta = torch.rand((), dtype=torch.float64, device=x.device)
     if not (dist.is_available() and dist.is_initialized()):

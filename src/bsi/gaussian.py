@@ -8,9 +8,8 @@ and, before y is known, the new mean is itself Gaussian around the sample that w
 
     mu' | mu, x ~ N((lambda mu + alpha x) / lambda', alpha / lambda'^2)               (Lemma "Update Marginal")
 
-Everything is generic over data of any shape: a level is one number per sample (or one for all), the data has the
-shape `batch *data`. Standard deviations are used rather than precisions, so that a deterministic belief (gamma_0 =
-inf) is noise = 0 and needs no branch.
+A level is one number per sample (or one for all), the data has the shape `batch *data`. Standard deviations are used
+rather than precisions, so that a deterministic belief (gamma_0 = inf) is noise = 0 and needs no branch.
 """
 
 from __future__ import annotations
@@ -24,6 +23,9 @@ from torch import Tensor
 
 from bsi.errors import UsageError
 
+Data = Float[Tensor, "batch *data"]
+PerSample = Float[Tensor, " batch"]
+
 
 def over(value: Float[Tensor, " *batch"], data: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """One number per sample, cast to the data's dtype and reshaped to broadcast over the data's dimensions.
@@ -33,12 +35,12 @@ def over(value: Float[Tensor, " *batch"], data: Float[Tensor, "..."]) -> Float[T
     return value.to(data.dtype).reshape(value.shape + (1,) * (data.ndim - value.ndim))
 
 
-def sum_over_data(value: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+def sum_over_data(value: Data) -> PerSample:
     """The sum over each sample's own dimensions. There may be none: a sample may be a single number."""
     return value.reshape(len(value), -1).sum(1)
 
 
-def squared_norm(data: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+def squared_norm(data: Data) -> PerSample:
     """|x|_2^2 for each sample."""
     return sum_over_data(data.square())
 
@@ -47,19 +49,19 @@ def squared_norm(data: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
 class Normal:
     """N(mean, std^2), isotropic."""
 
-    mean: Float[Tensor, "batch *data"]
+    mean: Data
     std: Float[Tensor, "*batch"]
 
-    def sample(self, eps: Float[Tensor, "batch *data"]) -> Float[Tensor, "batch *data"]:
+    def sample(self, eps: Data) -> Data:
         return self.mean + over(self.std, self.mean) * eps
 
-    def log_prob(self, x: Float[Tensor, "batch *data"]) -> Float[Tensor, " batch"]:
+    def log_prob(self, x: Data) -> PerSample:
         n = x[0].numel()
         distance = squared_norm((x - self.mean) / over(self.std, x))
         return -0.5 * distance - n * (torch.log(self.std).to(x.dtype) + 0.5 * math.log(2 * math.pi))
 
 
-def kl_divergence(p: Normal, q: Normal) -> Float[Tensor, " batch"]:
+def kl_divergence(p: Normal, q: Normal) -> PerSample:
     """KL(p || q) of isotropic Normals, in nats."""
     n = p.mean[0].numel()
     ratio = (p.std / q.std).square().to(p.mean.dtype)
@@ -74,12 +76,10 @@ class Encoder:
     signal: Float[Tensor, "*batch"]
     noise: Float[Tensor, "*batch"]
 
-    def encode(
-        self, x: Float[Tensor, "batch *data"], eps: Float[Tensor, "batch *data"]
-    ) -> Float[Tensor, "batch *data"]:
+    def encode(self, x: Data, eps: Data) -> Data:
         return over(self.signal, x) * x + over(self.noise, x) * eps
 
-    def distribution(self, x: Float[Tensor, "batch *data"]) -> Normal:
+    def distribution(self, x: Data) -> Normal:
         return Normal(over(self.signal, x) * x, self.noise)
 
 
@@ -93,13 +93,13 @@ def _check_precision(what: str, precision: Float[Tensor, "*batch"]) -> None:
 class Belief:
     """N(mean, 1 / precision): the knowledge about the unknown sample."""
 
-    mean: Float[Tensor, "batch *data"]
+    mean: Data
     precision: Float[Tensor, "*batch"]
 
     def __post_init__(self) -> None:
         _check_precision("a belief", self.precision)
 
-    def update(self, y: Float[Tensor, "batch *data"], alpha: Float[Tensor, "*batch"]) -> Belief:
+    def update(self, y: Data, alpha: Float[Tensor, "*batch"]) -> Belief:
         """Lemma "Posterior Update": the belief after the measurement y ~ N(x, 1 / alpha)."""
         _check_precision("a measurement", alpha)
         if y.shape != self.mean.shape:
@@ -110,6 +110,6 @@ class Belief:
         mean = over(self.precision / precision, y) * self.mean + over(alpha / precision, y) * y
         return Belief(mean, precision)
 
-    def update_marginal(self, x: Float[Tensor, "batch *data"], alpha: Float[Tensor, "*batch"]) -> Normal:
+    def update_marginal(self, x: Data, alpha: Float[Tensor, "*batch"]) -> Normal:
         """Lemma "Update Marginal": the updated mean's distribution over all measurements of x at precision alpha."""
         return Normal(self.update(x, alpha).mean, torch.sqrt(alpha) / (self.precision + alpha))

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from bsi.errors import UsageError
 
+Shaped = Float[Tensor, "*shape"]
+
 
 @runtime_checkable
 class Proposal(Protocol):
@@ -33,13 +35,8 @@ class Proposal(Protocol):
     def low(self) -> float: ...
     @property
     def high(self) -> float: ...
-    def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]: ...
-    def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]: ...
-
-
-def _check_range(what: str, low: float, high: float) -> None:
-    if not (0 < low < high < math.inf):
-        raise UsageError(f"{what} needs levels 0 < low < high < inf: got low={low}, high={high}")
+    def icdf(self, t: Shaped) -> Shaped: ...
+    def density(self, level: Shaped) -> Shaped: ...
 
 
 def low_discrepancy(count: int, delta: Float[Tensor, ""] | float) -> Float[Tensor, " {count}"]:
@@ -54,75 +51,72 @@ def low_discrepancy(count: int, delta: Float[Tensor, ""] | float) -> Float[Tenso
 
 
 @dataclass(frozen=True)
-class LogUniform:
-    """p(level) = 1 / (level (ln high - ln low)): the paper's proposal, precision encoding and sampling schedule."""
+class _Range:
+    """The levels from `low` to `high`."""
 
     low: float
     high: float
 
     def __post_init__(self) -> None:
-        _check_range("a log-uniform proposal", self.low, self.high)
+        if not 0 < self.low < self.high < math.inf:
+            raise UsageError(f"a proposal needs levels 0 < low < high < inf: got low={self.low}, high={self.high}")
 
     @property
     def log_range(self) -> float:
         return math.log(self.high) - math.log(self.low)
 
-    def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+
+@dataclass(frozen=True)
+class LogUniform(_Range):
+    """p(level) = 1 / (level (ln high - ln low)): the paper's proposal, precision encoding and sampling schedule."""
+
+    def icdf(self, t: Shaped) -> Shaped:
         level = self.low * torch.exp(t.double() * self.log_range)
         return level.clamp(self.low, self.high)  # t = 1 must give exactly `high`, without rounding error
 
-    def cdf(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def cdf(self, level: Shaped) -> Shaped:
         """The precision encoding t = F(level): 0 at the noisy end, 1 at the data."""
         return torch.log(level.double() / self.low) / self.log_range
 
-    def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def density(self, level: Shaped) -> Shaped:
         return 1 / (level.double() * self.log_range)
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(_Range):
     """p(level) = 1 / (high - low): the proposal of Theorem "infinite ELBO", without variance reduction."""
 
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        _check_range("a uniform proposal", self.low, self.high)
-
-    def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def icdf(self, t: Shaped) -> Shaped:
         return self.low + t.double() * (self.high - self.low)
 
-    def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def density(self, level: Shaped) -> Shaped:
         return torch.full_like(level.double(), 1 / (self.high - self.low))
 
 
 @dataclass(frozen=True)
-class ExpectedError:
+class ExpectedError(_Range):
     """p(level) ~ offset / level^2 + 1 / level: Equation "expected-h", with offset = lambda_0^2 for BSI.
 
     The CDF in u = ln(level / low) is, up to its normalizer, G(u) = u + (offset / low) (1 - e^-u): increasing and
     concave, so that Newton's method from the left converges from the left, and quadratically.
     """
 
-    low: float
-    high: float
     offset: float
 
     def __post_init__(self) -> None:
-        _check_range("the expected-error proposal", self.low, self.high)
+        super().__post_init__()
         if self.offset < 0:
             raise UsageError(f"the expected-error proposal needs offset >= 0 (lambda_0^2 for BSI): got {self.offset}")
 
     @property
     def _mass(self) -> float:
-        u = math.log(self.high) - math.log(self.low)
-        return u - self.offset / self.low * math.expm1(-u)
+        return self.log_range - self.offset / self.low * math.expm1(-self.log_range)
 
-    def cdf(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def cdf(self, level: Shaped) -> Shaped:
         u = torch.log(level.double() / self.low)
         return (u - self.offset / self.low * torch.expm1(-u)) / self._mass
 
-    def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def icdf(self, t: Shaped) -> Shaped:
         bend = self.offset / self.low
         target = t.double() * self._mass
         u = torch.clamp(target - bend, min=0.0)  # G(u) <= u + bend: at or left of the root
@@ -130,33 +124,31 @@ class ExpectedError:
             u = u + (target - u + bend * torch.expm1(-u)) / (1 + bend * torch.exp(-u))
         return (self.low * torch.exp(u)).clamp(self.low, self.high)
 
-    def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def density(self, level: Shaped) -> Shaped:
         level = level.double()
         return (self.offset / level + 1) / (level * self._mass)
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fitted(_Range):
     """A density in ln(level) that is linear between `weights` at equally spaced points from low to high.
 
     The proposal of least variance is p* ~ sqrt(E |x - x_hat|^4). Fitted on earlier batches only, it leaves the estimate
     unbiased. A single weight is the log-uniform proposal.
     """
 
-    low: float
-    high: float
     weights: tuple[float, ...]
-    # The weights, scaled to a total mass of 1 for cells of unit length, and the mass below each point.
-    # Summed once, on the host: a GPU's cumulative sum is not deterministic, as the audit mode requires.
+    # The weights, scaled to a total mass of 1 for cells of unit length, and the mass below each point. Summed once, on
+    # the host: a GPU's cumulative sum is not deterministic, as the audit mode requires.
     _heights: Float[Tensor, " points"] = field(init=False, repr=False, compare=False)
     _below: Float[Tensor, " points"] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_range("a fitted proposal", self.low, self.high)
+        super().__post_init__()
         if not self.weights or not all(0 < w < math.inf for w in self.weights):
             raise UsageError(
-                f"a fitted proposal needs positive finite weights (a level of density 0 is never seen, "
-                f"and the estimate would be biased): got {self.weights}"
+                f"a fitted proposal needs positive finite weights (a level of density 0 is never seen, and the "
+                f"estimate would be biased): got {self.weights}"
             )
         heights = torch.tensor(self.weights * 2 if len(self.weights) == 1 else self.weights, dtype=torch.float64)
         below = torch.nn.functional.pad(torch.cumsum(0.5 * (heights[1:] + heights[:-1]), 0), (1, 0))
@@ -172,11 +164,7 @@ class Fitted:
         moved._hold(self._heights.to(device), self._below.to(device))
         return moved
 
-    @property
-    def log_range(self) -> float:
-        return math.log(self.high) - math.log(self.low)
-
-    def icdf(self, t: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def icdf(self, t: Shaped) -> Shaped:
         heights, below = self._heights.to(t.device), self._below.to(t.device)
         count = len(heights) - 1
         j = torch.searchsorted(below, t.double().contiguous(), right=True).clamp(1, count) - 1
@@ -185,7 +173,7 @@ class Fitted:
         inside = 2 * mass / (left + torch.sqrt((left.square() + 2 * slope * mass).clamp(min=0)))
         return (self.low * torch.exp((j + inside) / count * self.log_range)).clamp(self.low, self.high)
 
-    def density(self, level: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def density(self, level: Shaped) -> Shaped:
         heights = self._heights.to(level.device)
         count = len(heights) - 1
         place = torch.log(level.double() / self.low) / self.log_range * count

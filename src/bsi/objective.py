@@ -25,18 +25,19 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from bsi.elbo import finite_measurement_loss, measurement_loss
+from bsi.gaussian import Data, PerSample
 from bsi.levels import Fitted, Proposal
 from bsi.methods.base import Method, Predictor
 
 # A factor on the loss at each level (float64 in, float64 out).
-Weight = Callable[[Float[Tensor, " batch"]], Float[Tensor, " batch"]]
+Weight = Callable[[PerSample], PerSample]
 
 SIGMA_DATA = 0.5  # EDM's, of images in [-1, 1]
 POINTS = 513  # number of points of the tabulated density of levels
 EVEN = 0.05  # fraction of draws that is log-uniform for any weight, since sampling visits all levels
 
 
-def _log_snr(method: Method, level: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+def _log_snr(method: Method, level: PerSample) -> PerSample:
     gain = method.gain(level).clamp(min=1e-30)  # at gain 0, ln SNR is -inf
     return 2 * torch.log(gain) - torch.log(gain + method.c)
 
@@ -49,7 +50,7 @@ def sigmoid_weight(method: Method, bias: float) -> Weight:
 def edm_weight(method: Method, mean: float = 2.4, std: float = 2.4) -> Weight:
     """EDM's training (Karras et al., 2022), written as a factor on the ELBO's weight."""
 
-    def weight(level: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    def weight(level: PerSample) -> PerSample:
         l = _log_snr(method, level)
         scale = torch.logaddexp(-l, torch.full_like(l, 2 * math.log(SIGMA_DATA)))
         return torch.exp(scale - 0.5 * ((l - mean) / std).square()) / (std * math.sqrt(2 * math.pi))
@@ -71,12 +72,12 @@ def expected_levels(method: Method, weight: Weight | None = None) -> Fitted:
 def training_loss(
     method: Method,
     predict: Predictor,
-    x: Float[Tensor, "batch *data"],
-    t: Float[Tensor, " batch"],
-    eps: Float[Tensor, "batch *data"],
+    x: Data,
+    t: PerSample,
+    eps: Data,
     weight: Weight | None = None,
     proposal: Proposal | None = None,
-) -> Float[Tensor, " batch"]:
+) -> PerSample:
     """2 L_M^inf / n per sample at level = F^-1(t): log-uniform, or drawn from a proposal and divided by its density."""
     loss = 2 / x[0].numel() * measurement_loss(method, predict, x, t, eps, proposal)
     if weight is None:
@@ -86,12 +87,7 @@ def training_loss(
 
 
 def finite_training_loss(
-    method: Method,
-    predict: Predictor,
-    x: Float[Tensor, "batch *data"],
-    grid: Float[Tensor, " levels"],
-    i: Integer[Tensor, " batch"],
-    eps: Float[Tensor, "batch *data"],
-) -> Float[Tensor, " batch"]:
+    method: Method, predict: Predictor, x: Data, grid: Float[Tensor, " levels"], i: Integer[Tensor, " batch"], eps: Data
+) -> PerSample:
     """2 L_M^k / n per sample, for training on the bound of k steps (Figure "train finite k")."""
     return 2 / x[0].numel() * finite_measurement_loss(method, predict, x, grid, i, eps)

@@ -117,11 +117,7 @@ def seed_words(seed: int, device: torch.device) -> Seed:
 
 
 def weighted_normals(
-    seed: Seed,
-    samples: Int[Tensor, " batch"],
-    places: Int[Tensor, " terms"],
-    weights: Float[Tensor, " terms"],
-    n: int,
+    seed: Seed, samples: Int[Tensor, " batch"], places: Int[Tensor, " terms"], weights: Float[Tensor, " terms"], n: int
 ) -> Float[Tensor, "batch n"]:
     """For each sample and each of its n elements the sum of weights[i] times the Normal of places[i]."""
     import torch

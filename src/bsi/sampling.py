@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bsi.brownian import BrownianPath, check_resolved
 from bsi.errors import UsageError
-from bsi.gaussian import Belief, over
+from bsi.gaussian import Belief, Data, over
 from bsi.grids import check_grid, named_grid
 from bsi.methods.base import Method, Predictor
 from bsi.rng import Noise, SeededNoise, derive
@@ -25,7 +25,6 @@ from bsi.solvers import Path, Solver, Table, named_solver, posterior
 from bsi.symbols import SymbolPredictor, drawn
 from bsi.variance import Variance, widened
 
-Data = Float[Tensor, "batch *data"]
 Levels = Float[Tensor, " levels"]
 
 

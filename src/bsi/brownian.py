@@ -50,15 +50,16 @@ class Expansion:
 @functools.lru_cache(maxsize=4096)
 def expansion(information: float) -> Expansion:
     """The expansion of W(information), in float64, so that differences of nearby values keep their precision."""
-    first, last = {_FIRST: math.sqrt(LOW)}, {_FIRST: math.sqrt(LOW), _LAST: math.sqrt(HIGH - LOW)}
+    a, left = LOW, {_FIRST: math.sqrt(LOW)}
+    b, right = HIGH, {_FIRST: math.sqrt(LOW), _LAST: math.sqrt(HIGH - LOW)}
     if information <= LOW:
         leaf = _LEAVES + 2**DEPTH
-        value = _bridge(0.0, {}, LOW, first, information, leaf)
+        value = _bridge(0.0, {}, LOW, left, information, leaf)
     elif information >= HIGH:
         leaf = _LEAVES + 2**DEPTH + 1
-        value = {**last, leaf: math.sqrt(information - HIGH)}
+        value = {**right, leaf: math.sqrt(information - HIGH)}
     else:
-        a, b, left, right, node = LOW, HIGH, first, last, 1
+        node = 1
         for _ in range(DEPTH):
             middle = math.sqrt(a * b)
             between = _bridge(a, left, b, right, middle, 1 + node)

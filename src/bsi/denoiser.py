@@ -52,8 +52,8 @@ class Coefficients:
 def edm(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
     """EDM's coefficients: unit variance of the network's input and target, minimal c_out.
 
-    Where the latent is deterministic (BFN's first: signal = noise = 0) the limits are taken. The limit of c_in is
-    infinite, but the latent is 0: the network sees 0 and predicts the data's mean.
+    Where the latent is deterministic (BFN's first: signal = noise = 0) the limits are taken, except that c_in is 0: the
+    latent is 0, and the network predicts the data's mean.
     """
     signal, noise = encoder.signal, encoder.noise
     d = (signal * sigma_data).square() + noise.square()

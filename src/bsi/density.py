@@ -1,8 +1,6 @@
 """`Density`: a network, a method and a description of the data, with the training loss, predictions and likelihoods.
 
-`bsi.Model` is a `Density` that also draws samples. Both draw the noise that the functions of (method, predict, ...)
-take as an argument, call them batch by batch, and convert between values and the units of the data. Everything outside
-the network is computed in float32 or wider.
+`bsi.Model` is a `Density` that also draws samples. Everything outside the network is computed in float32 or wider.
 """
 
 from __future__ import annotations
@@ -52,11 +50,11 @@ class Density(nn.Module):
         class_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
-        if isinstance(method, type):
-            name = method.__name__
-            raise UsageError(f"a method must be an object, not its class: got {name}. Pass {name}().")
-        if not isinstance(method, Method):
-            raise UsageError(f"a method must be bsi.BSI(), bsi.BFN(), bsi.VDM() or like them, got {method!r}")
+        if isinstance(method, type) or not isinstance(method, Method):
+            hint = (
+                f"got {method.__name__}. Pass {method.__name__}()." if isinstance(method, type) else f"got {method!r}"
+            )
+            raise UsageError(f"a method must be an object, bsi.BSI(), bsi.BFN(), bsi.VDM() or like them: {hint}")
         kind = CONTINUOUS if data is None else data
         if not isinstance(kind, DataKind):
             raise UsageError(f"data must be bsi.Bins, bsi.Symbols or bsi.Standardize, got {kind!r:.80}.")
@@ -74,12 +72,10 @@ class Density(nn.Module):
 
     @property
     def bins(self) -> Bins | None:
-        """The bins of binned data, else None."""
         return self.kind if isinstance(self.kind, Bins) else None
 
     @property
     def symbols(self) -> Symbols | None:
-        """The symbols of discrete data, else None."""
         return self.kind if isinstance(self.kind, Symbols) else None
 
     @property
@@ -89,8 +85,7 @@ class Density(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of computations outside the network: float64 after `model.double()`, else float32."""
-        wide = any(p.dtype == torch.float64 for p in self.parameters())
-        return torch.float64 if wide else torch.float32
+        return torch.float64 if any(p.dtype == torch.float64 for p in self.parameters()) else torch.float32
 
     @property
     def classes(self) -> int | None:
@@ -98,10 +93,7 @@ class Density(nn.Module):
         return getattr(self.denoiser.backbone, "num_classes", None)
 
     def values(self, data: Tensor | np.ndarray) -> Data:
-        """Convert data to the values that the method works with, of shape `latent_shape`.
-
-        They are bin centers, embedded symbols or standardized continuous data.
-        """
+        """Convert data to the method's values: bin centers, embedded symbols or standardized continuous data."""
         data = as_tensor(data)
         if data.shape[1:] != self.shape:
             raise UsageError(
@@ -113,7 +105,7 @@ class Density(nn.Module):
         return x.to(self.dtype) if any(p.is_floating_point() for p in self.parameters()) else x
 
     def data(self, x: Data) -> Tensor:
-        """Convert values back to data: the nearest bin or symbol, or the original units of continuous data."""
+        """Convert values back to data: the nearest bin or symbol, or the original units."""
         return self.kind.data(x).reshape(len(x), *self.shape)
 
     def check(self, data: Tensor | np.ndarray) -> None:
@@ -149,13 +141,10 @@ class Density(nn.Module):
     ) -> Data:
         """Predict x from a latent at a level of the method: E[x | latent] for a perfect network, as values.
 
-        `model(x)` is not a prediction but the training loss.
-
         Args:
             latent: A point of a trajectory, such as `method.encoder(level).encode(x, eps)`.
             level: One level for all, or one for each; the precision of the belief for BSI and BFN, the SNR for VDM.
             cond: A condition with one row for each latent.
-            guidance: See `Sampler`.
 
         Example:
 
@@ -173,9 +162,7 @@ class Density(nn.Module):
     def score(
         self, latent: Data, level: float | Float[Tensor, "..."], cond: Condition | None = None, guidance: float = 1.0
     ) -> Data:
-        """The gradient of ln p(latent) at a level: (signal x_hat - latent) / noise^2, by Tweedie's formula.
-
-        The arguments are those of `predict`.
+        """The gradient of ln p(latent) at a level: (signal x_hat - latent) / noise^2. Arguments as in `predict`.
 
         Example:
 
@@ -206,8 +193,7 @@ class Density(nn.Module):
 
         The other arguments are those of `bsi.elbo.Estimator`. `proposal="fitted"` and `target_error` together reach a
         given error with the fewest evaluations. With `finite_k`, a `variance` or its kind makes the bound tighter: see
-        `fit_variance`. The result prints with its errors; its `nats` has the bound of each sample, to find outliers
-        for example.
+        `fit_variance`. The result prints with its errors; its `nats` has the bound of each sample.
 
         Example:
 
@@ -243,13 +229,10 @@ class Density(nn.Module):
         than the one that `elbo` bounds: report the two separately.
 
         Args:
-            data: Like that of `elbo`.
-            cond: A condition with one row for each sample.
             probes: Random vectors for an unbiased estimate of each trace; None computes it exactly, with as many
                 backward passes as a sample has dimensions.
-            draws: Positions within the bins of each sample. The bound is the importance-weighted one, ln of the mean
-                of the draws' weights, which rises with their number; more than one draw needs `probes=None`, because
-                the noise of an estimated trace would raise it too.
+            draws: Positions within the bins of each sample. The bound, ln of the mean of their weights, rises with
+                their number. More than one needs `probes=None`: the noise of an estimated trace would raise it too.
             tolerance: Error of each step of the integration, in nats.
 
         Example:
@@ -292,9 +275,7 @@ class Density(nn.Module):
     def fit_variance(
         self, data: Tensor | np.ndarray, kind: str = "dct", seed: int = 0, batch_size: int = 256
     ) -> Variance:
-        """Fit the predictive variance of transitions to training samples, for `elbo`, `sample` and compression.
-
-        The model keeps it under its kind.
+        """Fit the predictive variance of transitions, for `elbo`, `sample` and compression. It is kept under its kind.
 
         Args:
             data: Training samples; a few thousand are enough. Test samples would make the bound too good.
@@ -329,10 +310,7 @@ class Density(nn.Module):
         cond: Condition | None = None,
         ids: Sequence[int] | np.ndarray | None = None,
     ) -> EvaluatedModel:
-        """This model on the samples `ids` of the data (by default all), as the argument of `bsi.bound.estimate`.
-
-        The model must be in evaluation mode.
-        """
+        """The argument of `bsi.bound.estimate`: this model, in evaluation mode, on samples, by default on all."""
         if isinstance(data, np.ndarray) or not isinstance(data, Samples):
             data = as_tensor(data)
         check_condition(cond, len(data))
@@ -360,7 +338,7 @@ class Density(nn.Module):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context manager that puts the model into evaluation mode."""
+        """Put the model into evaluation mode for a `with` block."""
         was_training = self.training
         self.eval()
         try:
@@ -387,10 +365,7 @@ def _levels(x: Data) -> PerSample:
 
 
 def _warn_repeated(data: Data) -> None:
-    """Warn if values of continuous data are repeated: in one column of a table, or anywhere in other data.
-
-    Repeated values have a probability, not a density: a model that learns them can reach any density.
-    """
+    """Warn if values are repeated, in one column of a table or anywhere in other data: they have no density."""
     columns, most = (data, SEARCHED_ROWS) if data.ndim == 2 else (data.reshape(-1, 1), SEARCHED_VALUES)
     some = columns[:: max(1, len(columns) // most)]
     repeated = (some.sort(dim=0).values.diff(dim=0) == 0).sum(dim=0)

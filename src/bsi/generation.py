@@ -60,7 +60,6 @@ class Generation(Density):
         Args:
             num: How many samples, or a range of their numbers i.
             sampler: How to draw them; `changes` are fields of it: `model.sample(16, steps=32, guidance=2.0)`.
-            seed: `bsi sample` with the same seed draws the same samples.
             label: The class of all samples, or a sequence of classes that sample i takes in turn: `range(10)`.
             cond: A condition with one row for each sample, in place of `label`.
             batch_size: Samples that are drawn together.
@@ -125,14 +124,12 @@ class Generation(Density):
         """Draw a sample from p(x | y) for each measurement y = x + noise of variance 1 / precision.
 
         This is exact up to the network's errors: see `bsi.conditioning`. For several draws given one measurement,
-        repeat it: `y.expand(8, *model.shape)`.
+        repeat it: `y.expand(8, *model.shape)`. The other arguments are those of `sample`.
 
         Args:
             y: Floats in the units of the data; for binned data its values, e.g. in [-1, 1].
             precision: 1 / (standard deviation of the noise)^2, in the same units.
-            steps: Steps from the measurement to the sample.
             solver: One that adds the noise of measurements: posterior or sde2.
-            guidance: See `Sampler`. The other arguments are those of `sample`.
 
         Example:
 
@@ -145,8 +142,8 @@ class Generation(Density):
         std = self.kind.std if isinstance(self.kind, Standardize) else 1.0
         if isinstance(std, tuple):
             raise UsageError(
-                "this data is standardized with another std for each element or channel, so that the noise of one "
-                "precision becomes noise of several. Use model.restore(y, lambda x: x, precision)."
+                "the noise has another precision for each element or channel, because the data is standardized with "
+                "several std. Use model.restore(y, lambda x: x, precision)."
             )
         y = as_tensor(y)
         if not y.is_floating_point():
@@ -176,12 +173,11 @@ class Generation(Density):
         progress: Shown = False,
         **changes: Any,
     ) -> Tensor:
-        """Draw the unknown part of each sample, given the part that is known.
+        """Draw the unknown part of each sample, given the part that is known. By default with 15 steps of sde2.
 
         Args:
-            x: Data. What it has where the mask is 0 is ignored.
+            x: Data; ignored where the mask is 0.
             mask: 1 or True where x is known; one for all samples, or one for each.
-            sampler: How to draw, by default with 15 steps of sde2; `changes` are fields of it.
             precision: By default x is known exactly; a finite number is that of measurements with noise.
             iterations: Backward passes for each prediction. The other arguments are those of `sample`.
 
@@ -229,11 +225,9 @@ class Generation(Density):
         """Draw a sample given each linear measurement y = operator(x) + noise of variance 1 / precision.
 
         Args:
-            y: One measurement for each sample, in the units of `operator(x)`.
             operator: A linear (or affine) map of a batch in the units of the data: a blur, a projection, fewer pixels.
-            precision: 1 / (standard deviation of the noise)^2.
-            sampler: How to draw, by default with 15 steps of sde2; `changes` are fields of it.
-            iterations: Backward passes for each prediction. The other arguments are those of `sample`.
+            iterations: Backward passes for each prediction. The other arguments are those of `sample`, by default with
+                15 steps of sde2.
 
         Example:
 
@@ -267,13 +261,11 @@ class Generation(Density):
         cond: Condition | None = None,
         tolerance: float = 1e-2,
     ) -> Tensor:
-        """Interpolate between samples through the probability flow: `num` samples from each a to its b.
+        """Interpolate between samples through the probability flow: `num` samples from each a to its b, both included.
 
         The flow maps a and b to the noise they come from. Points between them, on the arc of a sphere, are mapped back.
 
         Args:
-            num: The number of samples from a to b, both included.
-            cond: A condition with one row for each result.
             tolerance: Error of each step of the flow, in nats.
 
         Returns:
@@ -288,10 +280,8 @@ class Generation(Density):
         """
         ends = [self.values(each).to(self.device) for each in (a, b)]
         if ends[0].shape != ends[1].shape or num < 2:
-            raise UsageError(
-                f"interpolation needs num >= 2 and two batches of one shape, got num={num}, {tuple(ends[0].shape)} and "
-                f"{tuple(ends[1].shape)}"
-            )
+            shapes = " and ".join(str(tuple(x.shape)) for x in ends)
+            raise UsageError(f"interpolation needs num >= 2 and two batches of one shape, got num={num}, {shapes}")
         check_condition(cond, len(ends[0]))
         rows = torch.arange(len(ends[0]))
         with self.evaluating():
@@ -354,10 +344,8 @@ class Generation(Density):
             yield step
         finite = torch.isfinite(x).reshape(len(x), -1).all(1)
         if not bool(finite.all()):
-            raise NonFinite(
-                f"{int((~finite).sum())} of {len(x)} samples drawn together hold NaN or infinity: the network's "
-                f"predictions are not finite"
-            )
+            count = f"{int((~finite).sum())} of {len(x)} samples drawn together hold NaN or infinity"
+            raise NonFinite(f"{count}: the network's predictions are not finite")
 
 
 def _ids(num: int | range, batch_size: int = 1) -> range:

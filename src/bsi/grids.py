@@ -30,11 +30,6 @@ FIRST_SIGMA = 20.0
 ROUNDING = 1e-6  # relative distance of a grid's ends from the method's: the rounding of float32
 
 
-def _check_steps(k: int) -> None:
-    if k < 1:
-        raise UsageError(f"sampling needs at least one step: got k={k}")
-
-
 def check_grid(method: Method, grid: Levels | Sequence[float], from_prior: bool = True) -> Levels:
     """A grid given by the user, in float64, if it rises within the method's range and starts at the prior's level.
 
@@ -62,51 +57,48 @@ def check_grid(method: Method, grid: Levels | Sequence[float], from_prior: bool 
 
 def paper_grid(method: Method, k: int) -> Levels:
     """Section "Hyperparameters": uniform steps through the inverse CDF of the log-uniform proposal."""
-    _check_steps(k)
-    return _ended(method, method.levels.icdf(torch.linspace(0, 1, k + 1, dtype=torch.float64)[1:]))
+    ends = _ends(method, k)
+    return _joined(ends, method.levels.icdf(torch.linspace(0, 1, k + 1, dtype=torch.float64)[1:]))
 
 
-def _ended(method: Method, levels: Float[Tensor, " steps"]) -> Levels:
-    """A grid from the levels that its steps reach; the ends are the method's own, free of rounding."""
-    ends = _ends(method)
-    return torch.cat([ends[:1], levels[:-1], ends[1:]])
-
-
-def _ends(method: Method) -> Float[Tensor, "2"]:
+def _ends(method: Method, k: int) -> Float[Tensor, "2"]:
+    if k < 1:
+        raise UsageError(f"sampling needs at least one step: got k={k}")
     return torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)
+
+
+def _joined(ends: Float[Tensor, "2"], levels: Float[Tensor, " steps"]) -> Levels:
+    """A grid from the levels that its steps reach; the ends are the method's own, free of rounding."""
+    return torch.cat([ends[:1], levels[:-1], ends[1:]])
 
 
 def edm_grid(method: Method, k: int, power: float = 7.0) -> Levels:
     """sigma^(1 / power) uniform from the noisiest sigma (80 at most; 20 if the information starts at 0) to the last."""
-    _check_steps(k)
-    first, last = rho_at(method, _ends(method)).tolist()
+    ends = _ends(method, k)
+    first, last = rho_at(method, ends).tolist()
     noisiest = min(EDM_SIGMA, 1 / first) if first > 0 else (FIRST_SIGMA if method.c == 0 else EDM_SIGMA)
     roots = torch.linspace(noisiest ** (1 / power), (1 / last) ** (1 / power), k + 1, dtype=torch.float64)
-    return _ended(method, level_at(method, roots[1:] ** -power))
+    return _joined(ends, level_at(method, roots[1:] ** -power))
 
 
 def geometric_grid(method: Method, k: int) -> Levels:
     """ln Lambda uniform. Where Lambda starts at 0 (BFN), its first step is to sigma = 80 if there is more than one."""
-    _check_steps(k)
-    low, high = (method.gain(_ends(method)) + method.c).tolist()
-    if low > 0:
-        informations = torch.logspace(math.log(low), math.log(high), k + 1, base=math.e, dtype=torch.float64)[1:]
-    else:
-        informations = torch.logspace(-2 * math.log(EDM_SIGMA), math.log(high), k, base=math.e, dtype=torch.float64)
-    return _ended(method, method.level(informations - method.c))
+    ends = _ends(method, k)
+    low, high = (method.gain(ends) + method.c).tolist()
+    first, count = (math.log(low), k + 1) if low > 0 else (-2 * math.log(EDM_SIGMA), k)
+    informations = torch.logspace(first, math.log(high), count, base=math.e, dtype=torch.float64)[-k:]
+    return _joined(ends, method.level(informations - method.c))
 
 
 def onward_grid(method: Method, level: float, k: int) -> Levels:
     """k steps, uniform in ln Lambda, from any level to the last, for sampling that does not start at the prior."""
-    _check_steps(k)
-    low, high = method.levels.low, method.levels.high
+    ends, (low, high) = _ends(method, k), (method.levels.low, method.levels.high)
     if not low < level < high:
         raise UsageError(f"sampling can start from levels between {low:g} and {high:g}, got {level:g}")
-    first, last = (float(method.gain(torch.tensor(end, dtype=torch.float64))) + method.c for end in (level, high))
+    ends[0] = level
+    first, last = (method.gain(ends) + method.c).tolist()
     informations = torch.logspace(math.log(first), math.log(last), k + 1, base=math.e, dtype=torch.float64)
-    grid = method.level(informations - method.c)
-    grid[0], grid[-1] = level, high
-    return grid
+    return _joined(ends, method.level(informations[1:] - method.c))
 
 
 GRIDS: dict[str, Grid] = {"paper": paper_grid, "edm": edm_grid, "geometric": geometric_grid}

@@ -25,6 +25,7 @@ from torch import Tensor
 from bsi.errors import UsageError
 
 Shaped = Float[Tensor, "*shape"]
+Points = Float[Tensor, " points"]
 
 
 @runtime_checkable
@@ -98,7 +99,7 @@ class ExpectedError(_Range):
     """p(level) ~ offset / level^2 + 1 / level: Equation "expected-h", with offset = lambda_0^2 for BSI.
 
     The CDF in u = ln(level / low) is, up to its normalizer, G(u) = u + (offset / low) (1 - e^-u): increasing and
-    concave, so that Newton's method from the left converges from the left, and quadratically.
+    concave, so that Newton's method converges from the left, and quadratically.
     """
 
     offset: float
@@ -140,8 +141,8 @@ class Fitted(_Range):
     weights: tuple[float, ...]
     # The weights, scaled to a total mass of 1 for cells of unit length, and the mass below each point. Summed once, on
     # the host: a GPU's cumulative sum is not deterministic, as the audit mode requires.
-    _heights: Float[Tensor, " points"] = field(init=False, repr=False, compare=False)
-    _below: Float[Tensor, " points"] = field(init=False, repr=False, compare=False)
+    _heights: Points = field(init=False, repr=False, compare=False)
+    _below: Points = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,7 +155,7 @@ class Fitted(_Range):
         below = torch.nn.functional.pad(torch.cumsum(0.5 * (heights[1:] + heights[:-1]), 0), (1, 0))
         self._hold(heights / below[-1], below / below[-1])
 
-    def _hold(self, heights: Float[Tensor, " points"], below: Float[Tensor, " points"]) -> None:
+    def _hold(self, heights: Points, below: Points) -> None:
         object.__setattr__(self, "_heights", heights)
         object.__setattr__(self, "_below", below)
 

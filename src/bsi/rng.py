@@ -12,9 +12,8 @@ A draw does not depend on the batch, the number of ranks, the order of computati
     dropout                       backbones: dropout(x, p, seed)          Squares, in 32 bits that a compiler can redo
     seeds for all of these        derive(seed, purpose, *numbers)         SHA-256
 
-Two uses of one seed differ in the purpose given to `derive`, or in the `draw`. The trainer uses torch's generator only
-for initial weights and for the seeds of dropout masks, and seeds it with `derive` before each piece. Outside the
-trainer, `Model.forward` and `bsi.variance.fit_variance` draw from torch's generators.
+The trainer uses torch's generator only for initial weights and for the seeds of dropout masks, and seeds it with
+`derive` before each piece. `Model.forward` and `bsi.variance.fit_variance` draw from torch's generators.
 
 Philox-4x32-10 (Salmon et al., 2011) is a function from a counter to random bits, so that sample 17 of seed 0 can be
 drawn by itself. Here it is written in tensor operations; on a GPU with Triton one kernel does the same (kernels/).
@@ -49,8 +48,6 @@ def derive(seed: int, purpose: str, *numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-# ---- Philox: noise -------------------------------------------------------------------------------------------------
-
 # noise(start, end) -> standard noise: the increment of a Brownian path between two informations Lambda, over its
 # standard deviation. The prior's is drawn from 0 to the first information, then one for each step.
 Noise = Callable[[float, float], Float[Tensor, "batch *data"]]
@@ -58,10 +55,11 @@ Noise = Callable[[float, float], Float[Tensor, "batch *data"]]
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
 
 Words = Int[Tensor, "*shape"]
+Counter = tuple[Words, Words, Words, Words]
 Key = int | Int[Tensor, ""]
+Ids = Int[Tensor, " batch"]
 Seed = Int[Tensor, "2"]  # the low and the high 32 bits of a seed, on the device
 
 
@@ -75,11 +73,11 @@ def _multiply(word: Words, multiplier: int) -> tuple[Words, Words]:
     return (product >> 32) + word, product & _MASK
 
 
-def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Key, Key]) -> tuple[Words, Words, Words, Words]:
+def philox(counter: Counter, key: tuple[Key, Key]) -> Counter:
     """Four random 32-bit words for each counter, as int64."""
     a, b, c, d = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
+    for _ in range(10):
         high_a, low_a = _multiply(a, _MULTIPLIERS[0])
         high_c, low_c = _multiply(c, _MULTIPLIERS[1])
         a, b, c, d = high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a
@@ -87,9 +85,7 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Key, Key]) -> 
     return a, b, c, d
 
 
-def normals(
-    counter: tuple[Words, Words, Words, Words], key: tuple[Key, Key], dtype: torch.dtype
-) -> list[Float[Tensor, "*shape"]]:
+def normals(counter: Counter, key: tuple[Key, Key], dtype: torch.dtype) -> list[Float[Tensor, "*shape"]]:
     """Four standard Normals for each counter, by Box and Muller, in float32 or wider."""
     import torch
 
@@ -100,7 +96,7 @@ def normals(
     return [f(a) * r for r, a in zip(radius, angle, strict=True) for f in (torch.cos, torch.sin)]
 
 
-def uniform(seed: int, block: Int[Tensor, " batch"], replicate: int, turn: int) -> Float64[Tensor, " batch"]:
+def uniform(seed: int, block: Ids, replicate: int, turn: int) -> Float64[Tensor, " batch"]:
     """U(0, 1) with 53 bits for each block, replicate and round."""
     import torch
 
@@ -138,11 +134,7 @@ def weighted_normals(
 
 
 def standard_normal(
-    seed: int | Seed,
-    samples: Int[Tensor, " batch"],
-    draw: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None = None,
+    seed: int | Seed, samples: Ids, draw: int, shape: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> Float[Tensor, "batch *data"]:
     """N(0, 1) noise of `shape` for each of `samples`: draw number `draw` under this seed. float32 by default."""
     import torch
@@ -160,7 +152,7 @@ class SeededNoise:
     """Independent noise for each step: `Noise` for the given samples of one seed."""
 
     seed: int
-    samples: Int[Tensor, " batch"]
+    samples: Ids
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
     draws: int = field(default=0, init=False)
@@ -170,8 +162,6 @@ class SeededNoise:
         return standard_normal(self.seed, self.samples, self.draws - 1, self.shape, self.dtype)
 
 
-# ---- splitmix64: the order of the data -----------------------------------------------------------------------------
-
 _GOLDEN = 0x9E3779B97F4A7C15
 _FEISTEL_ROUNDS = 24  # with 12, orders of five samples were measurably not uniform; with 20, they were
 
@@ -179,18 +169,15 @@ _FEISTEL_ROUNDS = 24  # with 12, orders of five samples were measurably not unif
 def sample_ids(seed: int, n: int, start: int, count: int) -> Int64[np.ndarray, " count"]:
     """The samples at positions start .. start + count - 1 of a training stream over n samples.
 
-    Position p belongs to epoch p // n, and an epoch is a permutation of the n samples keyed by (seed, epoch): every
-    epoch visits each sample once, and any position costs the same. The permutation is a Feistel network on Z_a x Z_b,
-    a b >= n, a ~ sqrt n, whose rounds add a hash of one half to the other; a value that falls outside 0 .. n - 1 is
-    permuted again until it falls inside (cycle walking), which keeps it a bijection. It uses integer arithmetic only,
-    so it does not depend on the version of any library.
+    Position p belongs to epoch p // n, and an epoch is a permutation of the n samples keyed by (seed, epoch). It is a
+    Feistel network on Z_a x Z_b, a b >= n, a ~ sqrt n, whose rounds add a hash of one half to the other; a value that
+    falls outside 0 .. n - 1 is permuted again until it falls inside (cycle walking), which keeps it a bijection.
     """
     if not 1 <= n < 2**62:
         raise UsageError(f"an order needs 1 to 2**62 - 1 samples, got n={n}")
     if start < 0 or count < 0 or start + count >= 2**62:
         raise UsageError(f"positions of a stream lie in 0 .. 2**62 - 1, got start={start}, count={count}")
-    positions = np.uint64(start) + np.arange(count, dtype=np.uint64)
-    epoch, offset = positions // np.uint64(n), positions % np.uint64(n)
+    epoch, offset = np.divmod(_positions(start, count), np.uint64(n))
     keys = _hash(_key(seed, purpose=1) + epoch * np.uint64(_GOLDEN))
     return _permute(offset, keys, n).astype(np.int64)
 
@@ -202,14 +189,17 @@ def subset(n: int, count: int, seed: int = 2**63) -> Int64[np.ndarray, " chosen"
 
 def uniforms(seed: int, start: int, count: int) -> Float64[np.ndarray, " count"]:
     """One number in [0, 1) for each position start .. start + count - 1 of a stream, a multiple of 2^-53."""
-    positions = np.uint64(start) + np.arange(count, dtype=np.uint64)
-    bits = _hash(_key(seed, purpose=2) + positions * np.uint64(_GOLDEN)) >> np.uint64(11)
+    bits = _hash(_key(seed, purpose=2) + _positions(start, count) * np.uint64(_GOLDEN)) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
 
 def coins(seed: int, start: int, count: int) -> Bool[np.ndarray, " count"]:
     """One fair coin for each position of a stream: True where the image is flipped."""
     return uniforms(seed, start, count) >= 0.5
+
+
+def _positions(start: int, count: int) -> UInt64[np.ndarray, " count"]:
+    return np.uint64(start) + np.arange(count, dtype=np.uint64)
 
 
 def _hash(x: UInt64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
@@ -228,9 +218,10 @@ def _key(seed: int, purpose: int) -> UInt64[np.ndarray, "1"]:
     return _hash(mixed + np.array([purpose * _GOLDEN % 2**64], np.uint64))
 
 
-def _permute(
-    x: UInt64[np.ndarray, " count"], key: UInt64[np.ndarray, " count"], n: int
-) -> UInt64[np.ndarray, " count"]:
+Counts = UInt64[np.ndarray, " count"]
+
+
+def _permute(x: Counts, key: Counts, n: int) -> Counts:
     """The image of each x under the permutation of 0 .. n - 1 that is selected by its key."""
     a = math.isqrt(n - 1) + 1
     a += a % 2  # cycles of odd length are even permutations: odd a and b would make half of all orders unreachable

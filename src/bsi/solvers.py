@@ -6,10 +6,10 @@ dw = x_hat d rho, and from
 
     dw = [-zeta w + (1 + zeta) rho x_hat] d ln rho + sqrt(2 zeta) dW                          for any churn zeta >= 0.
 
-With x_hat constant during a step these equations are linear and have exact solutions. The solutions are methods of
-first order, since predictions change during the step. `posterior` is the solution of the first equation, the paper's
-sampler. `midpoint` makes each method second-order without further evaluations: it extrapolates the prediction to the
-middle of the step, in ln Lambda, by the line through the last two predictions,
+With x_hat constant during a step these equations are linear and have exact solutions, which are of first order, since
+predictions change during the step. `posterior` is the solution of the first equation, the paper's sampler. `midpoint`
+makes each method second-order: it extrapolates the prediction to the middle of the step, in ln Lambda, by the line
+through the last two predictions,
 
     x_mid = x_hat + h / (2 h_before) (x_hat - x_hat_before),               h = ln Lambda' - ln Lambda.
 
@@ -18,8 +18,7 @@ At c = 0 `sde2` and `ode2` are DPM-Solver++(2M), stochastic and not, as publishe
 worse at few steps: it extrapolates further, while predictions converge towards the data (docs/benchmarks/solvers.md).
 
 So a solver is a table: for each step of a grid, the coefficients of the latent, the prediction, the previous prediction
-and new noise. Tables are computed in float64, before the first evaluation of the network. A step without a previous
-prediction is of first order.
+and new noise, computed in float64 before the first evaluation. A step without a previous prediction is of first order.
 """
 
 from __future__ import annotations
@@ -147,12 +146,7 @@ def churn(zeta: float) -> Solver:
 
 sde2, ode2 = midpoint(posterior), midpoint(_flow)
 
-SOLVERS: dict[str, Solver] = {
-    "posterior": posterior,
-    "sde2": sde2,
-    "ode2": ode2,
-    "churn": churn(0.5),
-}
+SOLVERS: dict[str, Solver] = {"posterior": posterior, "sde2": sde2, "ode2": ode2, "churn": churn(0.5)}
 
 
 def named_solver(name: str) -> Solver:
@@ -165,6 +159,5 @@ def named_solver(name: str) -> Solver:
             return churn(float(zeta))
         except ValueError:
             raise UsageError(f"churn takes a number from 0 upwards, as in churn:0.3: got {name!r}") from None
-    near = difflib.get_close_matches(name, SOLVERS, n=1)
-    hint = f"did you mean {near[0]!r}? The" if near else "the"
-    raise UsageError(f"unknown solver {name!r}: {hint} solvers are {', '.join(SOLVERS)}.")
+    near = difflib.get_close_matches(name, SOLVERS, n=1, cutoff=0.0)
+    raise UsageError(f"unknown solver {name!r}: did you mean {near[0]!r}? The solvers are {', '.join(SOLVERS)}.")

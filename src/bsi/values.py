@@ -13,9 +13,9 @@ so that any two symbols have the same squared distance 8, and K = 2 gives (1, -1
 are channels: text of shape (length,) becomes (K, length), an image of shape (channels, *space) becomes
 (channels K, *space). Continuous data is shifted and scaled, x = (data - mean) / std, per element or per channel.
 
-All kinds have `values(data)`, its inverse `data(x)`, `check(data)`, `channels`, the numbers of x for each element of
-the data, `latent_shape(shape)`, the shape of x for data of a shape, `element`, the unit that bounds are printed per,
-and `log_determinant`, ln |d data / d x| per dimension. The methods of `Bins` take tensors or NumPy arrays.
+All kinds have `values(data)`, its inverse `data(x)`, `check(data)`, which reads the data, `channels`, the numbers of x
+for each element of the data, `latent_shape(shape)`, the shape of x for data of a shape, `dtype`, the smallest that
+stores the data, `element`, the unit of bounds, and `log_determinant`, ln |d data / d x| per dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import builtins
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Integer, Num, UInt8
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 else:
     Tensor = Any
 
+Array = TypeVar("Array", np.ndarray, Tensor)
+
 EMBEDDING = 2.0  # scale of the embedding of symbols
 MOST = 1 << 16  # bins or symbols
 LARGEST_EMBEDDED = 1 << 24  # numbers in an embedded sample
@@ -45,8 +47,8 @@ LARGEST_EMBEDDED = 1 << 24  # numbers in an embedded sample
 MAX_OFFSET = 1e5
 
 
-def _check_range(what: str, index: Integer[Tensor, "*shape"], count: int, instead: str) -> None:
-    low, high = int(index.min()), int(index.max())
+def _check_range(what: str, index: Num[Tensor, "*shape"], count: int, instead: str) -> None:
+    low, high = (int(index.min()), int(index.max())) if index.numel() else (0, 0)
     if low < 0 or high >= count:
         raise DataError(f"{what} {low} to {high}, expected 0 to {count - 1}. Describe the data with {instead}.")
 
@@ -86,14 +88,9 @@ class Bins:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest unsigned integer type that holds every index."""
         return np.min_scalar_type(self.count - 1)
 
-    @overload
-    def values(self, index: Integer[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]: ...
-    @overload
-    def values(self, index: Num[Tensor, "*shape"], dtype: torch.dtype | None = None) -> Float[Tensor, "*shape"]: ...
-    def values(self, index: Any, dtype: torch.dtype | None = None) -> Any:
+    def values(self, index: Array, dtype: torch.dtype | None = None) -> Array:
         """The centers of the bins `index`: arrays in float64, tensors in float32 unless another dtype is given.
 
         Floating-point tensors are values already.
@@ -106,11 +103,7 @@ class Bins:
             return index if dtype is None else index.to(dtype)
         return (self.low + index.double() * self.width).to(dtype or torch.float32)
 
-    @overload
-    def indices(self, x: Float[np.ndarray, "*shape"]) -> Integer[np.ndarray, "*shape"]: ...
-    @overload
-    def indices(self, x: Float[Tensor, "*shape"]) -> Integer[Tensor, "*shape"]: ...
-    def indices(self, x: Any) -> Any:
+    def indices(self, x: Array) -> Array:
         """The bin nearest to each finite value; values outside belong to the first or last bin.
 
         A value on the edge of two bins belongs to the upper one, as in the paper: floor(x + 1/2), not half to even.
@@ -137,13 +130,8 @@ class Bins:
         return self.indices(self.low + (x.double() - low) * ((self.high - self.low) / (high - low)))
 
     def check(self, data: Num[Tensor, "*shape"]) -> None:
-        """Raise if an index is outside 0 .. count - 1, or a value outside the bins. Reads the data.
-
-        Values in [0, 1] that are not on the centers of bins with low < 0 raise too.
-        """
-        if not data.numel():
-            return
-        if not data.is_floating_point():
+        """Raise if an index is outside 0 .. count - 1, a value outside the bins, or images in [0, 1] no bin centers."""
+        if not data.is_floating_point() or not data.numel():
             _check_range("data outside its bins: found indices", data, self.count, "bsi.Bins(low, high, count)")
             return
         low, high = float(data.min()), float(data.max())
@@ -167,7 +155,6 @@ class Symbols:
     """`count` symbols without an order, such as the characters of a text.
 
     Args:
-        count: The number K of symbols; data are integers 0 .. K - 1.
         names: The text of each symbol, for printing. Without names, 256 symbols are the bytes of UTF-8.
         prior: The frequency of each symbol, which `fit` measures; by default all are equal. It is part of the network's
             first guess, and a good one is learned faster.
@@ -196,13 +183,11 @@ class Symbols:
         object.__setattr__(self, "names", tuple(self.names))
         if not 2 <= self.count <= MOST:
             raise UsageError(
-                f"symbols need a count of 2 to {MOST}, got {self.count}. One symbol carries no information; write each "
-                f"of more symbols as several bytes, bsi.Symbols.bytes()."
+                f"symbols need a count of 2 to {MOST}, got {self.count}. Write each of more as bytes, Symbols.bytes()."
             )
         if self.names and not (len(self.names) == len(set(self.names)) == self.count):
             raise UsageError(
-                f"symbols need one name each, all different: got {len(set(self.names))} different names for "
-                f"{self.count} symbols. Leave names out, or list all of them."
+                f"symbols need different names for all, or no names: got {len(set(self.names))} for {self.count}."
             )
         if self.prior is not None:
             prior = tuple(map(float, self.prior))
@@ -232,7 +217,6 @@ class Symbols:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest unsigned integer type that holds every symbol."""
         return np.min_scalar_type(self.count - 1)
 
     def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -241,9 +225,8 @@ class Symbols:
             raise UsageError("symbols need at least one axis, got samples of shape (). Use data[:, None].")
         if math.prod(shape) * self.count > LARGEST_EMBEDDED:
             raise UsageError(
-                f"a sample of {math.prod(shape)} symbols of {self.count} kinds has {math.prod(shape) * self.count} "
-                f"numbers when it is embedded, more than {LARGEST_EMBEDDED}. Use shorter samples, or fewer symbols: "
-                f"write each as several bytes, bsi.Symbols.bytes()."
+                f"a sample of {math.prod(shape)} symbols of {self.count} kinds has over {LARGEST_EMBEDDED} numbers "
+                f"when it is embedded. Use shorter samples, or write each symbol as several bytes, bsi.Symbols.bytes()."
             )
         channels, *space = shape if len(shape) > 1 else (1, *shape)
         return (channels * self.count, *space)
@@ -266,10 +249,8 @@ class Symbols:
         return nearest.to(torch.uint8 if self.count <= 256 else torch.int32)
 
     def check(self, data: Num[Tensor, "*shape"]) -> None:
-        """Raise unless the data are integers 0 .. count - 1. Reads the data."""
         self._check_type(data)
-        if data.numel():
-            _check_range("data holds other symbols: found", data, self.count, "bsi.Symbols(count)")
+        _check_range("data holds other symbols: found", data, self.count, "bsi.Symbols(count)")
 
     def _check_type(self, data: Num[Tensor, "*shape"]) -> None:
         if data.is_floating_point():
@@ -339,8 +320,7 @@ class Standardize:
             if math.isfinite(m) and math.isfinite(s) and not (s > 0 and abs(m) <= MAX_OFFSET * s):
                 which = f"element or channel {i} of the data" if len(mean) > 1 else "the data"
                 raise DataError(
-                    f"{which} is constant in float32: its mean is {m:.6g} and its std {s:.6g}. Remove it if it is "
-                    f"constant, or subtract its mean."
+                    f"{which} is constant in float32, got mean {m:.6g} and std {s:.6g}. Remove it or subtract its mean."
                 )
         return cls(tuple(mean), tuple(std)) if len(mean) > 1 else cls(mean[0], std[0])
 
@@ -373,8 +353,7 @@ class Standardize:
         if key not in cache:
             if x.ndim < 2 or x.shape[1] != len(self.mean):
                 raise UsageError(
-                    f"data of shape {tuple(x.shape)} does not fit a standardization of {len(self.mean)} elements or "
-                    f"channels. Fit one with bsi.Standardize.fit(train)."
+                    f"data of shape {tuple(x.shape)} does not fit {len(self.mean)} means. Use Standardize.fit(train)."
                 )
             shape = (-1, *[1] * (x.ndim - 2))
             cache[key] = tuple(x.new_tensor(values).view(shape) for values in (self.mean, self.std))

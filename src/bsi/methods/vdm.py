@@ -7,8 +7,8 @@ level, so that the ELBO has a prior term. The sample is the rescaled last latent
 published decoder is a softmax over the bins' centers of N(z / signal, 1 / nu); `decoder="cdf"` uses the mass on the bin
 instead, as BSI and BFN do.
 
-The update from nu to nu' > nu printed in the paper's table is, in information coordinates s = sqrt(nu (1 + nu)) z,
-the same addition of information as BSI's: no evaluation in log space is needed.
+The update from nu to nu' > nu of the paper's table is, in information coordinates s = sqrt(nu (1 + nu)) z, the same
+addition of information as BSI's: no evaluation in log space is needed.
 """
 
 from __future__ import annotations

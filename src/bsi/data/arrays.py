@@ -1,10 +1,9 @@
 """Arrays of any shape from a `.npy` or `.npz` file: the source for data that is not images.
 
 With bins, integers are bin indices, and floats are values that are stored as the index of the nearest bin. With a
-number of symbols, integers are symbols. Otherwise the data is continuous: it is stored as float32 in its own units, and
-the manifest has the mean and standard deviation of the training split, with which a model standardizes it. An archive
-with arrays named `train` and `test` keeps these splits; a single array is split by a hash of the row's number. Labels
-are arrays named `train_labels` and `test_labels`; those of a single array can also be named `labels` or `y`.
+number of symbols, integers are symbols. Otherwise the data is continuous and stored as float32 in its own units. An
+archive with arrays named `train` and `test` keeps these splits; a single array is split by a hash of the row's number.
+Labels are arrays named `train_labels` and `test_labels`; those of a single array can also be named `labels` or `y`.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class Arrays:
 
     def plan(self) -> Plan:
         check_fraction(self.test_fraction)
-        path = self.path.expanduser()
-        if self.bins is not None and self.symbols is not None:
+        path, bins, symbols = self.path.expanduser(), self.bins, self.symbols
+        if bins and symbols is not None:
             raise UsageError("--bins are for numbers and --symbols for integers without an order: leave one out.")
-        kind = Bins(*self.bins) if self.bins else Symbols(self.symbols) if self.symbols is not None else None
+        kind = Bins(*bins) if bins else None if symbols is None else Symbols(symbols)
         with ExitStack() as stack:
             arrays = _opened(path, stack)
             data = {name: array for name, array in arrays.items() if not name.endswith("_labels")}
@@ -96,8 +95,8 @@ def _names(path: Path, names: Sequence[str]) -> dict[str, str]:
             raise DataError(f"{held}: name one of them `train`, or keep only one, with its labels as `labels`.")
         known, labels = {"train": data[0]}, [name for name in labels if name != data[0]]
     if labels and ("test" in known or "train_labels" in known or len(labels) > 1):
-        unclear = f"{path} holds {', '.join([*known, *labels])}: it is unclear what {labels[-1]} belongs to"
-        raise DataError(f"{unclear}. Name labels train_labels and test_labels.")
+        unclear = f"it is unclear what {labels[-1]} belongs to"
+        raise DataError(f"{path} holds {', '.join([*known, *labels])}: {unclear}. Name it train_labels or test_labels.")
     if ("train_labels" in known) != ("test_labels" in known) and "test" in known:
         raise DataError(f"{path} has labels for one split only: give both train_labels and test_labels, or neither.")
     return {**known, **({"train_labels": labels[0]} if labels else {})}
@@ -110,10 +109,8 @@ def _check(array: ArrayFile, first: ArrayFile, kind: Kind) -> None:
     if not array.row_bytes:
         raise DataError(f"{array.name} has shape {array.shape}: its samples are empty.")
     if kind is None and array.dtype.kind != "f":
-        raise UsageError(
-            f"{array.name} holds {array.dtype}: give the values of the integers with --bins LOW HIGH COUNT (8-bit "
-            f"images: --bins -1 1 256) or their number with --symbols COUNT, or convert continuous data to float."
-        )
+        fix = "Give --bins LOW HIGH COUNT (8-bit images: -1 1 256), --symbols COUNT, or convert it to float"
+        raise UsageError(f"{array.name} holds {array.dtype}. {fix}.")
     if isinstance(kind, Symbols) and array.dtype.kind == "f":
         raise UsageError(f"{array.name} holds {array.dtype}, and symbols are integers. Convert them with .astype(int).")
 

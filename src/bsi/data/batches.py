@@ -45,10 +45,8 @@ def as_source(data: object, device: torch.device | str = "cpu", workers: int = 0
     if isinstance(data, Sequence | dict):
         raise UsageError(f"a {kind} is not a set of samples. Use one tensor or a torch Dataset.")
     if not (callable(getattr(data, "__getitem__", None)) and callable(getattr(data, "__len__", None))):
-        raise UsageError(
-            f"cannot take samples from a {kind}. Give a tensor, a NumPy array, a map-style torch Dataset "
-            f"(__getitem__ and __len__), or an object with __len__ and take(ids)."
-        )
+        instead = "a tensor, an array, a map-style Dataset (__getitem__, __len__) or an object with __len__ and take"
+        raise UsageError(f"cannot take samples from a {kind}. Give {instead}.")
     samples: Any = data
     if getattr(data, "ndim", 1) == 0 or not len(samples):
         raise DataError(f"a set of samples needs at least one: got an empty {kind} or a single number.")
@@ -104,14 +102,11 @@ class MapSource:
 
     def take(self, ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
         samples = list((self.pool.map if self.pool else map)(self._sample, ids.tolist()))
-        first = samples[0]
-        for index, sample in zip(ids.tolist(), samples, strict=True):
-            if (sample.shape, sample.dtype) != (first.shape, first.dtype):
-                raise DataError(
-                    f"samples of {self.name} differ: {ids[0]} is {first.dtype} of shape {tuple(first.shape)}, {index} "
-                    f"is {sample.dtype} of shape {tuple(sample.shape)}. Give all of them one type and one shape in the "
-                    f"Dataset's __getitem__."
-                )
+        forms = [f"{sample.dtype} of shape {tuple(sample.shape)}" for sample in samples]
+        for index, form in zip(ids.tolist(), forms, strict=True):
+            if form != forms[0]:
+                found = f"{ids[0]} is {forms[0]}, {index} is {form}"
+                raise DataError(f"samples of {self.name} differ: {found}. Give all one form in its __getitem__.")
         return _to_device(torch.stack(samples), self.device)
 
     def _sample(self, index: int) -> Tensor:
@@ -121,10 +116,8 @@ class MapSource:
         if isinstance(item, np.ndarray):
             return _tensor(np.array(item))
         if not isinstance(item, Tensor):
-            raise DataError(
-                f"sample {index} of {self.name} is a {type(item).__name__}; expected a tensor or an array, alone or "
-                f"first in a tuple. Convert it in the Dataset's __getitem__."
-            )
+            found = f"sample {index} of {self.name} is a {type(item).__name__}"
+            raise DataError(f"{found}, expected a tensor or an array, alone or first in a tuple. Convert it.")
         return item
 
 

@@ -230,9 +230,7 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
         """Shape, dtype, and the position of the first element."""
         name, prefix = self.name, self._read(10)
         if prefix[:6] != b"\x93NUMPY":
-            raise DataError(
-                f"{name} is not a .npy file (it begins with {prefix[:6]!r}). Use numpy.save or numpy.savez."
-            )
+            raise DataError(f"{name} is not a .npy file (it begins with {prefix[:6]!r}). Use numpy.save.")
         if prefix[6:7] != b"\x01":  # later versions are for arrays with very long headers
             raise DataError(f"{name} has .npy format version {prefix[6:7].hex()}, expected 01. Save a plain array.")
         size = int.from_bytes(prefix[8:], "little")
@@ -271,9 +269,7 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
     def labels(self, count: int, low: int, high: int) -> Integer[np.ndarray, " count"]:
         """All rows, if they are `count` integers from `low` to `high`. They fit into memory: one number per sample."""
         if self.shape != (count,) or self.dtype.kind not in "iu":
-            raise DataError(
-                f"{self.name} holds {self.shape} of {self.dtype}, expected one integer per sample ({count})."
-            )
+            raise DataError(f"{self.name} holds {self.shape} of {self.dtype}, expected one integer per sample, {count}")
         labels = np.concatenate([np.empty(0, self.dtype), *self.blocks()])
         bad = np.flatnonzero((labels < low) | (labels > high))
         if len(bad):

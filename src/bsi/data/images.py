@@ -1,9 +1,9 @@
-"""Images from files and from the Hugging Face hub, and binary images.
+"""Images from files and from the Hugging Face hub.
 
 An image becomes its largest centered square, resampled to size x size; the manifest records this. Files that cannot be
 converted faithfully are rejected by name: truncated files, more than eight bits per channel, CMYK, transparency,
-several frames, more than 2^26 pixels, and images smaller than the size. Images are decoded by a few threads: the memory
-is that of one folder's listing and one block, at any number of images.
+several frames, more than 2^26 pixels, and images smaller than the size. The memory is that of one folder's listing and
+one block, at any number of images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import UInt8
 from PIL import Image, ImageOps
 
 from bsi.data.files import BLOCK_BYTES, for_testing, walk
@@ -174,16 +174,14 @@ class ImageOptions:
         rest = itertools.islice(items(), start, None)
         with ThreadPoolExecutor(threads) as pool:
             while batch := list(itertools.islice(rest, max(1, min(512, BLOCK_BYTES // (channels * size**2))))):
-                results = list(zip(batch, pool.map(read, batch), strict=True))
-                used = [(item, image) for item, image in results if not isinstance(image, str)]
-                rows = np.empty((len(used), channels, size, size), np.uint8)
-                for row, (_, image) in zip(rows, used, strict=True):
-                    row[:] = image
+                found = list(pool.map(read, batch))
+                used = np.array([not isinstance(image, str) for image in found])
+                rows = [image for image in found if not isinstance(image, str)]
                 yield Block(
-                    rows,
-                    for_testing=np.array([item.for_testing for item, _ in used], bool),
-                    labels=np.array([item.label for item, _ in used], "<i4"),
-                    skipped=tuple(reason for _, reason in results if isinstance(reason, str)),
+                    rows=np.array(rows, np.uint8).reshape(len(rows), channels, size, size),
+                    for_testing=np.array([item.for_testing for item in batch])[used],
+                    labels=np.array([item.label for item in batch], "<i4")[used],
+                    skipped=tuple(reason for reason in found if isinstance(reason, str)),
                 )
 
 
@@ -226,10 +224,8 @@ class Folder(ImageOptions):
         described = {
             "name": path.resolve().name,
             "source": f"the images of a folder {path.resolve().name!r}, cropped to their largest centered square",
-            "options": {
-                "split": f"an image is for testing if sha256(relative path) < {self.test_fraction}",
-                **({"labels": "the folder below the root"} if self.labels else {}),
-            },
+            "options": {"split": f"an image is for testing if sha256(relative path) < {self.test_fraction}"}
+            | ({"labels": "the folder below the root"} if self.labels else {}),
             "input": listing.hexdigest(),
             "total": total,
             "label_dtype": np.dtype("<i4") if self.labels else None,
@@ -249,9 +245,7 @@ class Folder(ImageOptions):
         """The folder below the root that a relative path begins with."""
         folder, slash, _ = name.partition("/")
         if not slash:
-            raise DataError(
-                f"{self.path / name} is in no class, which is a folder. Move it into one, or omit --labels."
-            )
+            raise DataError(f"{self.path / name} is in no class. Move it into a folder of its class, or omit --labels.")
         return folder
 
 
@@ -278,7 +272,7 @@ class HuggingFace(ImageOptions):
     def plan(self) -> Plan:
         parts = self._parts()
         counts = {split: len(part) for split, part in parts.items()}
-        column, numbers, classes = _hub_labels(parts)
+        column, classes = _hub_labels(parts)
         headers = Counter[Header]()
         for part in parts.values():
             for index in range(min(HUB_SURVEYED, len(part))):
@@ -299,7 +293,7 @@ class HuggingFace(ImageOptions):
             "label_dtype": np.dtype("<i4") if column else None,
             "classes": classes,
         }
-        return self.planned(headers, partial(self._items, parts, numbers), 1, described)
+        return self.planned(headers, partial(self._items, parts, column), 1, described)
 
     def _parts(self) -> dict[str, Any]:
         """The hub's parts by the names of splits."""
@@ -316,19 +310,17 @@ class HuggingFace(ImageOptions):
         for part in parts.values():
             if self.column not in part.column_names:
                 has = ", ".join(part.column_names)
-                raise UsageError(
-                    f"{self.path!r} has no column {self.column!r}; it has {has}. Choose one with --column."
-                )
+                raise UsageError(f"{self.path!r} has no column {self.column!r}; it has {has}. Choose a --column.")
         return parts
 
-    def _items(self, parts: Mapping[str, Any], numbers: Mapping[str, Int64[np.ndarray, " rows"]]) -> Iterator[Item]:
+    def _items(self, parts: Mapping[str, Any], column: str) -> Iterator[Item]:
         for split, part in parts.items():
             chosen = np.full(len(part), split == "test")
             if "test" not in parts:
                 chosen = rows_for_testing(0, len(part), self.test_fraction)
-            labels = numbers.get(split, np.zeros(len(part), np.int64))
-            for index in range(len(part)):
-                yield Item(f"row {index}", bool(chosen[index]), int(labels[index]), partial(self._image, part, index))
+            labels = part[column][:] if column else [0] * len(part)
+            for index, (is_test, label) in enumerate(zip(chosen, labels, strict=True)):
+                yield Item(f"row {index}", bool(is_test), label, partial(self._image, part, index))
 
     def _image(self, part: Any, index: int) -> Image.Image:
         name = f"row {index}"
@@ -341,10 +333,8 @@ class HuggingFace(ImageOptions):
         return checked(image, name)
 
 
-def _hub_labels(
-    parts: Mapping[str, Any],
-) -> tuple[str, dict[str, Int64[np.ndarray, " rows"]], tuple[str, ...]]:
-    """The column of the labels, the labels of each part and the names of the classes, if every row has a label."""
+def _hub_labels(parts: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The column of the labels and the names of the classes; an empty name if not every row has a label."""
     import datasets  # type: ignore[import-not-found, unused-ignore]
 
     features = parts["train"].features
@@ -356,8 +346,7 @@ def _hub_labels(
         if any(part.features.get(column) != feature for part in parts.values()):
             continue
         classes = check_classes(feature.names) if named else ()
-        cells = {split: part[column][:] for split, part in parts.items()}
         most = len(classes) or MAX_CLASSES
-        if all(cell is not None and 0 <= cell < most for part in cells.values() for cell in part):
-            return column, {split: np.array(part, np.int64) for split, part in cells.items()}, classes
-    return "", {}, ()
+        if all(cell is not None and 0 <= cell < most for part in parts.values() for cell in part[column][:]):
+            return column, classes
+    return "", ()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import IO, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Integer, Shaped
@@ -132,7 +132,6 @@ class Plan:
             start = max(0, start - part.items)
 
 
-@runtime_checkable
 class Source(Protocol):
     """The origin of a dataset: a frozen dataclass of options, `path` among them if it needs one."""
 

@@ -11,7 +11,7 @@ distributed (one for 32 pixels, two for 64, and one for validation).
 
 MNIST (LeCun, Cortes and Burges, 1998): four idx files, packed with gzip or not.
 
-Files are read in place as a stream. Pickled versions are never read, because loading a pickle can run code.
+Files are streamed. Pickled versions are never read, because loading a pickle can run code.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Shaped, UInt8
@@ -70,10 +70,9 @@ PICKLES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz
 MAX_BYTES = {"cifar10": 1 << 30, "imagenet": 64 << 30}  # unpacked
 
 
-def _plan(name: str, source: str, shape: tuple[int, ...], **described: object) -> Plan:
+def _plan(name: str, source: str, shape: tuple[int, ...], **described: Any) -> Plan:
     """The plan of 8-bit images without options."""
-    described = {"label_dtype": np.dtype("uint8"), **described}
-    return Plan(name, source, shape, Bins.uint8(), {}, **described)  # type: ignore[arg-type]
+    return Plan(name, source, shape, Bins.uint8(), {}, **{"label_dtype": np.dtype("uint8"), **described})
 
 
 def _require(path: Path, found: Collection[str], names: Iterable[str], instead: str) -> None:
@@ -162,11 +161,9 @@ class ImageNet32:
                         raise UsageError(f"{data.name} holds {data.shape} of {data.dtype}, {expected}.")
                     counts[name] = (len(data), found[name].size)
                 progress.advance()
-        described = {"input": fingerprint(counts), "total": sum(count for count, _ in counts.values())}
-        parts = partial(_imagenet_parts, path, size)
-        return _plan(
-            f"imagenet{size}", IMAGENET, (3, size, size), parts=parts, label_dtype=np.dtype("<u2"), **described
-        )
+        described: dict[str, Any] = {"input": fingerprint(counts), "total": sum(count for count, _ in counts.values())}
+        described |= {"parts": partial(_imagenet_parts, path, size, counts), "label_dtype": np.dtype("<u2")}
+        return _plan(f"imagenet{size}", IMAGENET, (3, size, size), **described)
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ def _opened(found: dict[str, Member], name: str) -> NpzFile:
     return NpzFile(found[name].open(), found[name].name)
 
 
-def _imagenet_parts(path: Path, size: int) -> Iterator[Part]:
+def _imagenet_parts(path: Path, size: int, counts: Mapping[str, tuple[int, int]]) -> Iterator[Part]:
     def blocks(name: str, count: int, start: int) -> Iterator[Block]:
         with _opened(found, name) as batch:
             with batch.array("labels") as array:  # before the images: alternating would rewind a nested archive
@@ -203,9 +200,7 @@ def _imagenet_parts(path: Path, size: int) -> Iterator[Part]:
                     yield Block(rows.reshape(-1, 3, size, size), name == "val_data.npz", here)
 
     with _batches(path) as found:
-        for name in BATCHES:
-            with _opened(found, name) as batch, batch.array("data") as data:
-                count = len(data)
+        for name, (count, _) in counts.items():
             yield Part(count, partial(blocks, name, count))
 
 
@@ -288,10 +283,8 @@ class Binary:
             raise UsageError(f"threshold is a value between 0 (black) and 1 (white), got {self.threshold:g}.")
         images = self._images()
         if not isinstance(images.kind, Bins) or len(images.shape) != 3 or images.shape[0] != 1:
-            raise UsageError(
-                f"{self.path} holds samples of shape {images.shape}. Binary images are made from gray ones, of "
-                f"shape (1, height, width): prepare them with --channels 1."
-            )
+            expected = "gray images, of shape (1, height, width): prepare them with --channels 1"
+            raise UsageError(f"{self.path} holds samples of shape {images.shape}, expected {expected}.")
         white = images.kind.count - 1
 
         def blocks(start: int) -> Iterator[Block]:

@@ -170,9 +170,7 @@ class _TextFile:
                     fix = "Convert it, or use --vocabulary bytes."
                     raise DataError(f"{self.path} is not text in UTF-8: byte {at} is {byte:#04x}. {fix}") from error
                 if "\0" in text:
-                    raise DataError(
-                        f"{self.path} is binary: it holds zero bytes. Give text, or use --vocabulary bytes."
-                    )
+                    raise DataError(f"{self.path} is binary: it holds zero bytes. Give text, or --vocabulary bytes.")
                 yield np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
@@ -200,10 +198,8 @@ class Wav:
                 rate, channels, frames = file.getframerate(), file.getnchannels(), file.getnframes()
             first = first or (name, rate, channels)
             if (rate, channels) != first[1:]:
-                raise DataError(
-                    f"{path / name} has {channels} channels at {rate} Hz, {first[0]} has {first[2]} at {first[1]} Hz. "
-                    f"Convert them to one format."
-                )
+                expected = f"{first[2]} at {first[1]} Hz as {first[0]}. Convert them to one format"
+                raise DataError(f"{path / name} has {channels} channels at {rate} Hz, expected {expected}.")
             counts[name] = frames // self.length
             listing.update(f"{name}\0{frames}\n".encode("utf-8", "surrogateescape"))
         if first is None:

@@ -37,15 +37,10 @@ class QualityWarning(UserWarning):
 
 @runtime_checkable
 class Extractor(Protocol):
-    """Features of 8-bit images. `Inception` is one; a classifier of your own data can be another.
+    """`dim` features of 8-bit images, on `device`. `Inception` is one; a classifier of your own data can be another.
 
-    Attributes:
-        name: Part of the metric's name: the Frechet distance is called "fd-" + name.
-        hash: SHA-256 of the weights.
-        resize: Name of the resize between the images and the network, "none" without one.
-        precision: The precision of its computation: "float32", "tf32", ...
-        dim: Number of features.
-        device: Device of the features.
+    The Frechet distance is called "fd-" + `name`. `hash` is the SHA-256 of the weights, `resize` the name of the resize
+    between the images and the network, "none" without one, and `precision` that of the products: "float32", ...
     """
 
     @property
@@ -111,15 +106,11 @@ def require_images(images: Tensor) -> UInt8[Tensor, "n 3 h w"]:
     changes.
     """
     if images.dtype != torch.uint8:
-        raise DataError(
-            f"images must be 8-bit (torch.uint8, values 0 to 255), got {images.dtype}. Round first, never truncate: "
-            "for values in [-1, 1], ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)."
-        )
+        fix = "Round, never truncate: ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8) for values in [-1, 1]"
+        raise DataError(f"images must be 8-bit, 0 to 255, got {images.dtype}. {fix}.")
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
-        raise DataError(
-            f"images must have the shape (n, 3, height, width), got {tuple(images.shape)}. "
-            "Repeat a single gray channel three times; use permute(0, 3, 1, 2) if channels come last."
-        )
+        fix = "Repeat a single gray channel three times; use permute(0, 3, 1, 2) if channels come last"
+        raise DataError(f"images must have the shape (n, 3, height, width), got {tuple(images.shape)}. {fix}.")
     return images
 
 
@@ -167,10 +158,8 @@ def array_batches(
     """Batches of at most `size` from arrays of shape (n, h, w), (n, c, h, w) or (n, h, w, c) with c of 1 or 3."""
     for block in blocks:
         if block.dtype != np.uint8:
-            raise DataError(
-                f"{name} holds {block.dtype}; images must be uint8, 0 to 255. Round first, never truncate: for values "
-                "in [-1, 1], np.clip(np.rint((x + 1) * 127.5), 0, 255).astype(np.uint8)."
-            )
+            fix = "Round, never truncate: np.clip(np.rint((x + 1) * 127.5), 0, 255).astype(np.uint8) for [-1, 1]"
+            raise DataError(f"{name} holds {block.dtype}; images must be uint8, 0 to 255. {fix}.")
         images = block[:, None] if block.ndim == 3 else block
         if images.ndim != 4 or (block.ndim == 4 and (block.shape[1] in (1, 3)) == (block.shape[3] in (1, 3))):
             shapes = "(n, h, w), (n, c, h, w) or (n, h, w, c) with 1 or 3 channels"

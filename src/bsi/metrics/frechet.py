@@ -99,10 +99,8 @@ def frechet_distance(a: Moments, b: Moments) -> float:
     """d^2 of the module's formula: with Inception's published features, the FID."""
     for moments in (a, b):
         if not (moments.mean.isfinite().all() and moments.scatter.isfinite().all()):
-            raise NonFinite(
-                f"the features of {moments.n} images hold NaN or infinity. Check the extractor's weights, and use "
-                "precision float32 if it was float16."
-            )
+            fix = "Check the extractor's weights, and use precision float32 if it was float16"
+            raise NonFinite(f"the features of {moments.n} images hold NaN or infinity. {fix}.")
     if len(a.mean) != len(b.mean):
         raise DataError(f"features must have one dimension, got {len(a.mean)} and {len(b.mean)}. Use one extractor.")
     m_1, S_1, m_2, S_2 = a.mean, a.covariance, b.mean, b.covariance

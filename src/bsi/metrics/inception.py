@@ -1,8 +1,8 @@
 """The FID extractor: 8-bit images of any size to 2048 features, with the published weights.
 
 An image is resized to 299 x 299 by the bilinear resize of TensorFlow 1 and scaled to (x - 128) / 128. Output pixel i of
-that resize reads the input at i * in / out: no half-pixel shift, no antialiasing. The value is
-interpolated between the two nearest pixels (the upper one clamped to the image), with f the fraction of the coordinate:
+that resize reads the input at i * in / out: no half-pixel shift, no antialiasing. The value is interpolated between the
+two nearest pixels (the upper one clamped to the image), with f the fraction of the coordinate:
 
     value = lower + (upper - lower) * f        along each row first, then along each column,
 
@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -74,23 +74,21 @@ class Inception:
         precision: Precision | None = None,
         batch: int = 128,
     ) -> None:
-        self.device, self.batch = _present(device), batch
-        self.precision: Precision = precision or ("tf32" if self.device.type == "cuda" else "float32")
-        if self.precision not in get_args(Precision):
-            raise UsageError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
-        if self.precision == "tf32" and self.device.type != "cuda":
+        self.device, self.batch = torch.device(device), batch
+        cuda, gpus = self.device.type == "cuda", torch.cuda.device_count()
+        if cuda and (self.device.index or 0) >= gpus:
+            raise UsageError(f"device {str(device)!r} does not exist: torch has {gpus} GPUs. Use cpu.")
+        self.precision: Precision = precision or ("tf32" if cuda else "float32")
+        if self.precision == "tf32" and not cuda:
             raise UsageError(f"precision 'tf32' needs an NVIDIA GPU, got device {self.device}. Use 'float32'.")
         published = read_weights(weights or cached_weights())
         self.hash = weights_hash(published)
         self.name = NAME if self.hash == PUBLISHED_HASH else OTHER_NAME
         if self.hash != PUBLISHED_HASH:
-            warnings.warn(
-                f"these are not the published weights of {NAME} (expected {PUBLISHED_HASH[:16]}, found "
-                f'{self.hash[:16]}): distances are called "fd-{self.name}" and cannot be compared with a published FID',
-                QualityWarning,
-                stacklevel=2,
-            )
-        self.dtype = torch.float16 if self.precision == "float16" else torch.float32
+            found = f"not the published weights of {NAME} (expected {PUBLISHED_HASH[:16]}, found {self.hash[:16]})"
+            called = f'distances are called "fd-{self.name}" and cannot be compared with a published FID'
+            warnings.warn(f"{found}: {called}", QualityWarning, stacklevel=2)
+        self.dtype = {"float32": torch.float32, "tf32": torch.float32, "float16": torch.float16}[self.precision]
         network = Network().eval().requires_grad_(False)
         network.load_state_dict(folded(published))
         for conv in network.modules():
@@ -111,31 +109,18 @@ class Inception:
 
 
 def tf1_bilinear(images: Float[Tensor, "n c h w"], size: int) -> Float[Tensor, "n c size size"]:
-    """`images` resized to size x size."""
-    rows = _interpolate(images, size, dim=3)
-    return _interpolate(rows, size, dim=2)
-
-
-def _interpolate(x: Float[Tensor, "n c h w"], size: int, dim: int) -> Float[Tensor, "n c _ _"]:
-    length = x.shape[dim]
-    scale = torch.tensor(length, dtype=torch.float32, device=x.device) / size
-    coordinate = torch.arange(size, dtype=torch.float32, device=x.device) * scale
-    lower = coordinate.floor()
-    fraction = (coordinate - lower).view([-1 if axis == dim else 1 for axis in range(4)])
-    start = lower.long()
-    end = (start + 1).clamp(max=length - 1)
-    below, above = x.index_select(dim, start), x.index_select(dim, end)
-    return below + (above - below) * fraction
-
-
-def _present(device: str | torch.device) -> torch.device:
-    """The device, if it exists. Only CPUs and CUDA GPUs have the float64 that the moments need."""
-    kind, _, index = str(device).partition(":")
-    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
-        raise UsageError(f"device must be cpu, cuda or cuda:INDEX, got {str(device)!r}.")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"device {str(device)!r} does not exist: torch has {torch.cuda.device_count()} GPUs. Use cpu.")
-    return torch.device(device)
+    """`images` resized to size x size: along each row, then along each column."""
+    x = images
+    for dim in (3, 2):
+        length = x.shape[dim]
+        scale = torch.tensor(length, dtype=torch.float32, device=x.device) / size
+        coordinate = torch.arange(size, dtype=torch.float32, device=x.device) * scale
+        lower = coordinate.floor()
+        fraction = (coordinate - lower).view([-1 if axis == dim else 1 for axis in range(4)])
+        start = lower.long()
+        below, above = x.index_select(dim, start), x.index_select(dim, (start + 1).clamp(max=length - 1))
+        x = below + (above - below) * fraction
+    return x
 
 
 def weights_path() -> Path:
@@ -161,21 +146,16 @@ def cached_weights() -> Path:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors that the network needs, by pytorch-fid's names, validated; others (its last layer) are not used."""
     if not os.path.isfile(path):
-        raise DataError(
-            f"the weights of the FID network are not at {path}. Save the state dict of pytorch-fid's network "
-            f"(pt_{NAME}) there with safetensors, or name the file: bsi fid A B --weights PATH, bsi eval RUN --fid "
-            f"--inception PATH."
-        )
+        fix = "bsi fid A B --weights PATH, bsi eval RUN --fid --inception PATH"
+        raise DataError(f"pytorch-fid's weights pt_{NAME}, as safetensors, are not at {path}. Name the file: {fix}.")
     try:
         found = load_file(path)
     except SafetensorError as error:
         raise DataError(f"{path} is not a valid safetensors file ({error}). Download or convert it again.") from error
     expected = expected_shapes()
     if missing := sorted(expected.keys() - found.keys()):
-        raise DataError(
-            f"{path} lacks {len(missing)} of the {len(expected)} tensors of the FID network, {missing[0]} first. "
-            "Use the weights of pytorch-fid, in its own key names."
-        )
+        lacks = f"lacks {len(missing)} of the {len(expected)} tensors of the FID network, {missing[0]} first"
+        raise DataError(f"{path} {lacks}. Use the weights of pytorch-fid, in its own key names.")
     for name, shape in expected.items():
         if tuple(found[name].shape) != shape:
             raise DataError(f"{path}: {name} must have the shape {shape}, got {tuple(found[name].shape)}.")

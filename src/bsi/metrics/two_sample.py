@@ -48,9 +48,7 @@ def kernel_distance(a: Float[Tensor, "n dim"], b: Float[Tensor, "m dim"], block_
     """
     smaller = min(len(a), len(b))
     if smaller < 2 or block_size < 2:
-        raise DataError(
-            f"KID needs at least 2 samples of each set in a block, got {len(a)}, {len(b)}, block {block_size}."
-        )
+        raise DataError(f"KID needs at least 2 samples of each set, got {len(a)}, {len(b)}, block {block_size}.")
     size = min(block_size, smaller)
     blocks = smaller // size
     generator = torch.Generator().manual_seed(0)  # each set has its own order
@@ -86,9 +84,8 @@ class PrecisionRecall:
 def precision_recall(samples: Float[Tensor, "n dim"], real: Float[Tensor, "m dim"], k: int = 3) -> PrecisionRecall:
     """Precision and recall of `samples` against `real`, both as features."""
     if k < 1 or min(len(samples), len(real)) <= k:
-        raise DataError(
-            f"precision and recall with k = {k} need more than k samples, got {len(samples)} and {len(real)}."
-        )
+        found = f"{len(samples)} and {len(real)}"
+        raise DataError(f"precision and recall with k = {k} need more than k samples, got {found}.")
     if not (samples.isfinite().all() and real.isfinite().all()):
         raise NonFinite("the features hold NaN or infinity. Check the extractor's weights.")
     # Distances are differences of squared norms and a product: float64 and a mean near zero keep their digits.

@@ -92,7 +92,7 @@ def test_options_reach_their_source_and_others_are_refused(
         assert why in err
         assert out == ""
     Path(path).rename(tmp_path / "cifar10.npy")
-    assert main(["data", "arrays", "--from", str(tmp_path / "cifar10.npy"), "--symbols", "4"]) == 2
+    assert main(["data", "arrays", "--from", str(tmp_path / "cifar10.npy"), "--bins", "0", "1", "4"]) == 2
     assert "like a source" in capsys.readouterr().err
 
 

@@ -366,6 +366,20 @@ def test_a_hub_datasets_labels_are_left_out_where_rows_have_none(
         assert (len(dataset.test), dataset.labels, dataset.manifest.classes) == (2, None, ())
 
 
+def test_a_dataset_of_the_real_package_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets", reason="read by the package itself: pip install datasets")
+    for i in range(6):
+        path = tmp_path / "photos" / "train" / ("cats" if i % 2 else "dogs") / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise(i % 2, 8, 8)).save(path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    dataset = prepare(HuggingFace(str(tmp_path / "photos"), size=8, test_fraction=0.0).plan(), tmp_path / "out")
+    assert dataset.labels is not None
+    assert dataset.labels.names == ("cats", "dogs")
+    for image, label in zip(dataset.train, dataset.labels.train, strict=True):
+        assert np.array_equal(image, noise(1 - int(label), 8, 8).transpose(2, 0, 1))
+
+
 def test_the_hub_without_its_package_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UsageError, match=r"bsi\[hub\]"):

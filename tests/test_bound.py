@@ -17,9 +17,9 @@ import bsi
 from bsi.bound import FEWEST, EvaluatedModel, estimate, estimate_pair, expected_error, make_plan
 from bsi.control_variate import KNOTS
 from bsi.data.batches import as_source
-from bsi.elbo import Estimator, finite_measurement_loss, measurement_loss
+from bsi.elbo import Estimator
 from bsi.errors import NonFinite
-from bsi.gaussian import over, squared_norm
+from bsi.gaussian import over
 from bsi.grids import paper_grid
 from bsi.levels import Fitted
 from bsi.methods import BFN, BSI, VDM
@@ -108,25 +108,6 @@ def test_points_integrate_over_ln_level_under_any_proposal(method, k):
         found = float((points.weight * torch.log(points.level) ** 2).mean())
         assert found == pytest.approx(exact, rel=1e-6 if k is None else 1e-3)
         assert bool(Integral.of(method, proposal, k).at(torch.ones(1)).level <= method.levels.high)
-
-
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_log_uniform_points_are_the_paper_s_estimators(method):
-    x = rough(6)
-    eps = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    predict = squash(method)
-    t = torch.rand(6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-    def estimate_at(k: int | None) -> torch.Tensor:
-        points = Integral.of(method, method.levels, k).at(t)
-        x_hat = predict(method.encoder(points.level).encode(x, eps), points.level)
-        return points.weight * 0.5 * points.level * squared_norm(x - x_hat)
-
-    torch.testing.assert_close(estimate_at(None), measurement_loss(method, predict, x, t, eps))
-    grid, i = paper_grid(method, 9), (t * 9).long()
-    torch.testing.assert_close(
-        estimate_at(9), finite_measurement_loss(method, predict, x, grid, i, eps), rtol=1e-9, atol=0
-    )
 
 
 def test_exact_is_the_paper_s_equation_for_bsi_and_log_uniform_elsewhere():
@@ -241,13 +222,6 @@ def test_the_error_of_the_data_set_is_that_of_the_exact_bounds(measure):
     assert error < 0.15 * true
 
 
-def test_the_formula_for_independent_draws_would_be_wrong():
-    """Errors of stratified levels cancel, and the replicates show it."""
-    method, x = BSI(), rough(64)
-    found = estimate(EvaluatedModel.of(method, squash(method), x, BINS), Estimator(measure=8)).measurements
-    assert found.sum_variance < 0.5 * float(found.sample_variance.sum())
-
-
 def unit_gaussian(method, count: int) -> EvaluatedModel:
     x = torch.randn(count, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     predict = Mixture.gaussian(torch.zeros(8).double(), torch.eye(8).double()).predictor(method)
@@ -307,13 +281,6 @@ def test_a_model_has_every_option_of_the_estimator_and_counts_its_evaluations():
     assert sharper.rounds > 1
     assert sharper.evaluations > found.evaluations
     assert sharper.measurements.values.shape == (2 * sharper.rounds, 40)
-
-
-def test_progress_is_shown_when_asked_for(capsys):
-    small_model().elbo(pixels(8))
-    assert capsys.readouterr().err == ""
-    small_model().elbo(pixels(8), progress=True)
-    assert "levels" in capsys.readouterr().err
 
 
 def test_the_result_does_not_depend_on_the_batch_size():

@@ -203,29 +203,6 @@ def test_half_a_digit_is_finished_better_than_by_replacement(solver, grid):
     assert gap.mean() < -3 * gap.std() / math.sqrt(len(gap))
 
 
-@pytest.mark.slow
-def test_a_blurred_and_noisy_digit_is_sharpened_and_stays_near_what_was_measured():
-    model, x = digits(8)
-    blur = lambda v: torch.nn.functional.avg_pool2d(v, 2)  # noqa: E731
-    y = blur(x) + 0.1 * torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    noise, levels = (
-        BrownianPath(0, torch.arange(48), model.shape),
-        named_grid(Sampler.grid)(model.method, Sampler.steps),
-    )
-    six = y.repeat_interleave(6, dim=0)
-    with torch.no_grad():
-        drawn = sample(
-            model.method, measured(model.method, model.denoiser, blur, six, 100.0), noise, levels, FLOW_SOLVER
-        )
-        free = model.values(model.sample(48))
-    assert drawn.abs().max() < 1.5
-    off = (blur(drawn) - six).square().mean().sqrt()
-    assert off < 0.2  # twice the noise
-    assert (blur(free) - six).square().mean().sqrt() > 2 * off
-    mean, smooth = drawn.unflatten(0, (8, 6)).mean(1), torch.nn.functional.interpolate(y, scale_factor=2)
-    assert (mean - x).square().mean() < 0.8 * (smooth - x).square().mean()
-
-
 def test_what_is_known_exactly_is_known_to_the_last_bit():
     method, data = BSI(), mixture()
     y, mask = torch.full((3, 2), 1 / 3, dtype=torch.float64), torch.tensor([[1.0, 0.0]]).double().expand(3, 2)

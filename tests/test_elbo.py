@@ -242,29 +242,9 @@ def test_finite_bound_converges_to_the_infinite_one_from_above(case):
 # Importance sampling
 
 
-@dataclass(frozen=True)
-class Triangular:
-    """A proposal of a user's own: density in ln(level) falling linearly to the sharp end, not quite to 0."""
-
-    low: float
-    high: float
-
-    @property
-    def _range(self) -> float:
-        return math.log(self.high / self.low)
-
-    def icdf(self, t: torch.Tensor) -> torch.Tensor:
-        # the mass below v = (u / range) is (3 v - v^2) / 2
-        return self.low * torch.exp(self._range * (1.5 - torch.sqrt(2.25 - 2 * t.double())))
-
-    def density(self, level: torch.Tensor) -> torch.Tensor:
-        v = torch.log(level.double() / self.low) / self._range
-        return (1.5 - v) / (self._range * level.double())
-
-
 @pytest.mark.parametrize("method", [BSI(0.1, alpha_M=300.0), BFN(0.06), VDM(0.05, 300.0)], ids=repr)
 def test_estimates_agree_whatever_the_proposal(method):
-    """Corollary "Importance Sampling": one integral, five proposals, none of them biased."""
+    """Corollary "Importance Sampling": one integral, four proposals, none of them biased."""
     ends = method.levels.low, method.levels.high
     proposals = [
         None,
@@ -272,7 +252,6 @@ def test_estimates_agree_whatever_the_proposal(method):
         Uniform(*ends),
         ExpectedError(*ends, offset=0.01),
         Fitted(*ends, weights=(1.0, 3.0, 2.0, 0.5)),
-        Triangular(*ends),
     ]
     predict, n, count = gaussian_posterior(method), 2, 40_000
     x, eps = draws(6, count, n), draws(7, count, n)
@@ -401,16 +380,6 @@ def test_block_sums_show_errors_that_cancel():
     found = replicates(torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64))
     assert found.sample_variance.tolist() == [1.0, 1.0]
     assert found.sum_variance == 0
-
-
-def test_degrees_of_freedom_add_over_blocks():
-    generator = torch.Generator().manual_seed(1)
-    many = []
-    for _ in range(200):
-        values = torch.randn(2, 32, generator=generator, dtype=torch.float64)
-        exact = replicates(torch.zeros_like(values), blocks=32)
-        many.append(Elbo(replicates(values, blocks=32), exact, torch.zeros_like(values[0]), 1).degrees_of_freedom)
-    assert np.mean(many) == pytest.approx(32, abs=4 * np.std(many) / math.sqrt(200) + 2)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own errors", "shared errors"])

@@ -217,7 +217,7 @@ def test_samples_converge_to_the_law_in_total_variation(method, solver):
 
 
 def test_inpainting_follows_the_law_given_the_known_symbols():
-    method, num = bsi.BSI(alpha_M=LAST), 3000
+    method, num = bsi.BSI(alpha_M=LAST), 2000
     model = bsi.Model(Exact(), method, (N,), data=bsi.Symbols(K)).eval()
     given, mask = torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 0, 1])
     found = model.inpaint(given.expand(num, N), mask, steps=48, solver="posterior", grid="geometric").long()

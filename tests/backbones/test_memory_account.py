@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from bsi.backbones import Backbone, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, build, compile_regions, resolve
-from bsi.backbones.memory import CONTEXT, Form, training_memory
+from bsi.backbones.config import CONTEXT, Form, training_memory
 from bsi.recipe import Optimizer
 from bsi.training.optimizers import Optimizers
 

@@ -43,8 +43,7 @@ CLOSE = 1e-5  # allowed on another machine or with another torch, relative and a
 # --- adapters: the names of bsi that a refactor may move; adjust them here alone --------------------------------------
 
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, build, cost, resolve  # noqa: E402
-from bsi.backbones.config import KNOWN_NAMES  # noqa: E402
-from bsi.backbones.memory import training_memory  # noqa: E402
+from bsi.backbones.config import KNOWN_NAMES, training_memory  # noqa: E402
 from bsi.brownian import BrownianPath  # noqa: E402
 from bsi.cli import main as command_line  # noqa: E402
 from bsi.data import open_dataset  # noqa: E402

@@ -80,7 +80,7 @@ from bsi.kernels import fused_unet
 from bsi.kernels import group_norm as group_kernels
 from bsi.backbones import freeze
 from bsi.kernels.group_norm import GroupMoments
-from bsi.backbones.memory import training_memory
+from bsi.backbones.config import training_memory
 
 def awake(config, shape, classes=0):
     torch.manual_seed(0)

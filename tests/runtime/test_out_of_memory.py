@@ -12,7 +12,7 @@ import torch
 
 import bsi
 from bsi.backbones import Backbone, DiTConfig, resolve
-from bsi.backbones.memory import CONTEXT, OptimizerKind, training_memory
+from bsi.backbones.config import CONTEXT, OptimizerKind, training_memory
 from bsi.cli import main
 from bsi.cli.train import parse
 from bsi.errors import UsageError

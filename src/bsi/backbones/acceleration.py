@@ -15,9 +15,8 @@ import sys
 import torch
 from torch import nn
 
-from bsi.backbones.config import BackboneConfig, DiTConfig, UNetConfig
+from bsi.backbones.config import BackboneConfig, DiTConfig, Form, UNetConfig
 from bsi.backbones.layers import Backbone
-from bsi.backbones.memory import Form
 from bsi.backbones.unet import UNet
 from bsi.devices import compiles
 from bsi.errors import UsageError

@@ -1,4 +1,4 @@
-"""Sizes of networks, the names by which recipes and the command line refer to them, and their cost in closed form.
+"""Networks in closed form: their sizes and names, parameters and operations, and the memory of a training step.
 
 A config is a frozen dataclass that imports no torch, so that a recipe can hold it, a JSON file can store it, and
 invalid sizes raise an error before memory is allocated. The data's properties are given to `build`: the shape, the
@@ -16,7 +16,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import pairwise
+from typing import Literal
 
 from bsi.errors import UsageError
 
@@ -38,37 +38,18 @@ def _check_sizes(width: int, heads: int = 1, dropout: float = 0.0, **sizes: int)
         if not 1 <= size <= LARGEST[name]:
             raise UsageError(f"{name} must be at least 1 and at most {LARGEST[name]}, got {size}.")
     if width % heads:
-        fits = [h for h in range(1, width + 1) if width % h == 0 and h <= 2 * heads]
-        raise UsageError(
-            f"heads must divide width (each head gets width / heads channels), "
-            f"got width={width}, heads={heads}. Use {_or(fits)} heads."
-        )
+        fits = max(h for h in range(1, heads) if width % h == 0)
+        raise UsageError(f"heads must divide width, got width={width}, heads={heads}. Use heads={fits}.")
     if not 0 <= dropout < 1:
         raise UsageError(f"dropout is a probability in [0, 1), got {dropout}.")
 
 
-def _check_space(network: str, shape: tuple[int, ...], most: int | None) -> None:
-    many = most is not None and len(shape) > most + 1
-    if len(shape) < 2 or min(shape) < 1 or many:
-        axes = "at least one spatial axis" if most is None else f"1 to {most} spatial axes"
-        instead = (
-            "a DiT (dit-s/2) for more axes"
-            if many
-            else "an MLP (mlp-256x4) for vectors; a series needs an axis of channels (data[:, None])"
-        )
+def _check_space(network: str, shape: tuple[int, ...]) -> None:
+    if len(shape) < 2 or min(shape) < 1:
         raise UsageError(
-            f"{network} takes data of shape (channels, *space) with {axes}, all sizes at least 1, got {shape}. "
-            f"Use {instead}."
+            f"{network} takes data of shape (channels, *space) with all sizes at least 1, got {shape}. "
+            "Use an MLP (mlp-256x4) for vectors; a series needs an axis of channels (data[:, None])."
         )
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return "x".join(str(size) for size in shape[1:])
-
-
-def _or(numbers: list[int]) -> str:
-    *first, last = (str(number) for number in numbers)
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 @dataclass(frozen=True)
@@ -99,13 +80,11 @@ class DiTConfig:
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise UsageError for data that this network cannot take."""
-        _check_space("a DiT", shape, most=None)
+        _check_space("a DiT", shape)
         if any(size % self.patch for size in shape[1:]):
-            common = math.gcd(*shape[1:])
-            fits = [p for p in range(1, min(common, LARGEST["patch"]) + 1) if common % p == 0]
             raise UsageError(
-                f"a DiT with patch {self.patch} needs every spatial size to be a multiple of {self.patch}, "
-                f"got {_by(shape)}. Use a patch of {_or(fits)}, or crop or pad the data."
+                f"a DiT needs spatial sizes that are multiples of its patch, got {shape[1:]} and patch {self.patch}. "
+                f"Use a patch that divides {math.gcd(*shape[1:])}, or crop or pad the data."
             )
         axes = len(shape) - 1
         if self.width < 2 * axes:
@@ -152,18 +131,19 @@ class UNetConfig:
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise UsageError for data that this network cannot take."""
-        _check_space("a U-Net", shape, most=3)
-        halvings = len(self.coarser)
-        if any(size % 2**halvings for size in shape[1:]):
-            most = min((size & -size).bit_length() - 1 for size in shape[1:])
+        _check_space("a U-Net", shape)
+        if len(shape) > 4:
+            raise UsageError(f"a U-Net takes 1 to 3 spatial axes, got {shape}. Use a DiT (dit-s/2) for more axes.")
+        factor = 2 ** len(self.coarser)
+        if any(size % factor for size in shape[1:]):
             raise UsageError(
-                f"a U-Net at {halvings + 1} resolutions needs every spatial size to be a multiple of {2**halvings}, "
-                f"got {_by(shape)}. Use at most {most + 1}, or crop or pad the data."
+                f"a U-Net at {len(self.widths)} resolutions needs every spatial size to be a multiple of {factor}, "
+                f"got {shape[1:]}. Use fewer resolutions, or crop or pad the data."
             )
 
-    def spaces(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The spatial sizes at all resolutions."""
-        return tuple(tuple(size >> i for size in shape[1:]) for i in range(len(self.widths)))
+    def pixels(self, shape: tuple[int, ...]) -> list[int]:
+        """The number of pixels at each resolution."""
+        return [math.prod(size >> i for size in shape[1:]) for i in range(len(self.widths))]
 
 
 @dataclass(frozen=True)
@@ -244,14 +224,9 @@ def input_channels(channels: int, bins_count: int | None) -> int:
     return channels * (1 + 2 * len(fourier_exponents(bins_count)))
 
 
-# ---- Cost in closed form: parameters, and floating-point operations of a forward pass of one image.
-#
-# The count includes matrix products, convolutions and attention, with two operations per multiply-add. Norms and
-# activations are not counted, as is usual. A training step without checkpointing costs three times the forward pass.
-#
-#     DiT block, T tokens of width W:  2 T W^2 (3 + 1 + 2 mlp_ratio) + 4 T^2 W
-#     U-Net block, P pixels, k = 3^dim: 2 P k (in W + W^2), and 2 P in W for the shortcut of an up block (in = 2W)
-#     attention over P pixels:         8 P W^2 + 4 P^2 W; after every block at the coarser resolutions of a U-Net
+# ---- Parameters, and floating-point operations of a forward pass of one image: two per multiply-add of a matrix
+# product, convolution or attention. Norms and activations are not counted, as is usual. A training step without
+# checkpointing costs three times the forward pass.
 
 
 @dataclass(frozen=True)
@@ -259,7 +234,7 @@ class Cost:
     """Parameters, and forward FLOPs per image (or other sample)."""
 
     parameters: int
-    flops: int
+    flops: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.parameters + other.parameters, self.flops + other.flops)
@@ -277,92 +252,163 @@ def cost(
 ) -> Cost:
     """The cost of `build` with the same arguments, without building the network."""
     config.check(shape)
-    channels, space = input_channels(shape[0], bins_count), shape[1:]
+    inputs = input_channels(shape[0], bins_count)
     outputs = shape[0] if out_channels is None else out_channels
-    match config:
-        case DiTConfig(width=width):
-            tokens, pixels = math.prod(config.grid(shape)), config.patch ** len(space)
-            block = _total(
-                _linear(width, 3 * width, tokens),
-                Cost(0, 4 * tokens**2 * width),
-                _linear(width, width, tokens),
-                _feed_forward(width, config.mlp_ratio, tokens),
-            )
-            return _total(
-                _condition(width, num_classes),
-                _linear(width, (6 * config.depth + 2) * width),
-                _linear(channels * pixels, width, tokens),
-                block * config.depth,
-                _linear(width, outputs * pixels, tokens),
-            )
-        case MLPConfig(width=width):
-            values = math.prod(space)
-            return _total(
-                _condition(width, num_classes),
-                _linear(width, (3 * config.depth + 2) * width),
-                _linear(channels * values, width),
-                _feed_forward(width, config.mlp_ratio) * config.depth,
-                _linear(width, outputs * values),
-            )
-        case UNetConfig(width=width, levels=levels):
-            pixels, kernel = [math.prod(axes) for axes in config.spaces(shape)], 3 ** len(space)
-            *_, (deepest, fewest) = sizes = list(zip(config.widths, pixels, strict=True))
-            blocks = (
-                _residual(w, w, kernel, p) * levels + _residual(2 * w, w, kernel, p) * (levels + 1) for w, p in sizes
-            )
-            between = (
-                _convolution(w, v, kernel, q) + _convolution(v, w, kernel, p) + _attention(v, q) * (2 * levels + 1)
-                for (w, p), (v, q) in pairwise(sizes)
-            )
-            return _total(
-                _condition(4 * width, num_classes),
-                _linear(4 * width, (2 * levels + 1) * sum(config.widths) + 2 * deepest, bias=False),
-                _convolution(channels, width, kernel, pixels[0]),
-                *blocks,
-                *between,
-                _residual(deepest, deepest, kernel, fewest) * 2,
-                _attention(deepest, fewest),
-                _norm(width),
-                _convolution(width, outputs, kernel, pixels[0]),
-            )
+    unet = isinstance(config, UNetConfig)
+    width = 4 * config.width if unet else config.width
+    labels = Cost((num_classes + 1) * width if num_classes else 0)
+    condition = _product(PRECISION_DIM, width) + _product(width, width) + labels
+    return condition + (_unet_cost if unet else _blocks_cost)(config, shape, inputs, outputs)
 
 
-def _total(*parts: Cost) -> Cost:
-    return sum(parts, Cost(0, 0))
+def _blocks_cost(config: DiTConfig | MLPConfig, shape: tuple[int, ...], inputs: int, outputs: int) -> Cost:
+    """An MLP has one token, the complete input, and a block without attention."""
+    width, ratio, axes = config.width, config.mlp_ratio, len(shape) - 1
+    dit = isinstance(config, DiTConfig)
+    tokens, pixels = (math.prod(config.grid(shape)), config.patch**axes) if dit else (1, math.prod(shape[1:]))
+    block = _product(width, ratio * width, tokens) + _product(ratio * width, width, tokens)
+    if dit:
+        block += _attention(width, tokens)
+    modulation = _product(width, ((6 if dit else 3) * config.depth + 2) * width)
+    ends = _product(inputs * pixels, width, tokens) + _product(width, outputs * pixels, tokens)
+    return modulation + block * config.depth + ends
 
 
-def _linear(inputs: int, outputs: int, times: int = 1, bias: bool = True) -> Cost:
-    return Cost(inputs * outputs + (outputs if bias else 0), 2 * inputs * outputs * times)
+def _unet_cost(config: UNetConfig, shape: tuple[int, ...], inputs: int, outputs: int) -> Cost:
+    kernel, levels, width = 3 ** (len(shape) - 1), config.levels, config.width
+    sizes = list(zip(config.widths, config.pixels(shape), strict=True))
+    (_, pixels), (deepest, fewest) = sizes[0], sizes[-1]
+    shifts = _product(4 * width, (2 * levels + 1) * sum(config.widths) + 2 * deepest, bias=False)
+    ends = _product(inputs, width, pixels, kernel) + _norm(width) + _product(width, outputs, pixels, kernel)
+    total = shifts + ends + _residual(deepest, deepest, kernel, fewest) * 2 + _norm(deepest)
+    total += _attention(deepest, fewest)
+    for i, (w, p) in enumerate(sizes):
+        total += _residual(w, w, kernel, p) * levels + _residual(2 * w, w, kernel, p) * (levels + 1)
+        if i > 0:
+            finer, more = sizes[i - 1]
+            total += _product(finer, w, p, kernel) + _product(w, finer, more, kernel)
+            total += (_norm(w) + _attention(w, p)) * (2 * levels + 1)
+    return total
 
 
-def _convolution(inputs: int, outputs: int, kernel: int, pixels: int) -> Cost:
-    return Cost(kernel * inputs * outputs + outputs, 2 * kernel * inputs * outputs * pixels)
+def _product(inputs: int, outputs: int, times: int = 1, kernel: int = 1, bias: bool = True) -> Cost:
+    """A linear layer, or a convolution with a kernel of some pixels, at `times` tokens or pixels."""
+    weights = kernel * inputs * outputs
+    return Cost(weights + (outputs if bias else 0), 2 * weights * times)
 
 
-def _attention(width: int, pixels: int) -> Cost:
-    projections = _linear(width, 3 * width, pixels) + _linear(width, width, pixels)
-    return _norm(width) + projections + Cost(0, 4 * pixels**2 * width)
+def _attention(width: int, tokens: int) -> Cost:
+    products = _product(width, 3 * width, tokens) + _product(width, width, tokens)
+    return products + Cost(0, 4 * tokens**2 * width)
 
 
 def _norm(channels: int) -> Cost:
-    return Cost(2 * channels, 0)
-
-
-def _feed_forward(width: int, ratio: int, times: int = 1) -> Cost:
-    return _linear(width, ratio * width, times) + _linear(ratio * width, width, times)
-
-
-def _condition(width: int, num_classes: int) -> Cost:
-    labels = Cost((num_classes + 1) * width if num_classes else 0, 0)
-    return _total(_linear(PRECISION_DIM, width), _linear(width, width), labels)
+    return Cost(2 * channels)
 
 
 def _residual(inputs: int, width: int, kernel: int, pixels: int) -> Cost:
-    shortcut = _linear(inputs, width, pixels) if inputs != width else Cost(0, 0)
-    return _total(
-        _norm(inputs),
-        _convolution(inputs, width, kernel, pixels),
-        _norm(width),
-        _convolution(width, width, kernel, pixels),
-        shortcut,
+    """A block of a U-Net; one that reads a skip has a shortcut."""
+    convolutions = _product(inputs, width, pixels, kernel) + _product(width, width, pixels, kernel)
+    shortcut = _product(inputs, width, pixels) if inputs != width else Cost(0)
+    return _norm(inputs) + _norm(width) + convolutions + shortcut
+
+
+# ---- Memory of a training step. With float32 weights it takes, in bytes for P parameters,
+#
+#     4 P  weights          8 P  Adam's two moments          4 P  for each moving average          4 P  gradients
+#
+# and, if it computes in 16 bits, 2 P of rounded weights. Muon has one moment for matrices inside the network: at most
+# 6 P in all. Its update orthogonalizes all matrices of one shape at once, when activations are freed and gradients
+# exist; the copies in MUON_UPDATE are half as large again in float32.
+#
+# Activations of every image are stored for the backward pass. The unit of the tables below is one pass over the stream
+# of a block: tokens x width for a DiT; pixels x width for a U-Net, summed over its resolutions; width for an MLP. The
+# backward pass of one block needs about as much additional memory as autograd would store for that block. The peak is
+# at the start of the backward pass: gradients then take the memory that activations free, so the larger of the two
+# counts. With several ranks, DDP's buckets hold the gradients from the start.
+#
+# Measured on an H200 in bfloat16, without the driver's own memory, and in brackets this estimate: DiT-L/2 compiled 26.7
+# GiB at batch 128 (26.8), fused 63 GiB at batch 256 (65.4); U-Net 128 x 32 at batch 128 fused 10.5 GiB (11.2), lean 5.3
+# (5.8).
+
+Form = Literal["plain", "compiled", "fused", "lean"]
+OptimizerKind = Literal["adamw", "muon"]
+
+CONTEXT = 1 << 30  # the driver, workspaces of libraries, and memory that the allocator cannot use
+SLACK = 1.03  # small tensors, and rounding up to pages
+MUON_UPDATE = {DiTConfig: 5, UNetConfig: 11, MLPConfig: 7}
+DIT: dict[Form, float] = {"plain": 21.3, "compiled": 11.3, "fused": 18.1, "lean": 12.1}  # a block; its input: 1.1
+UNET: dict[Form, tuple[float, float, float]] = {  # a level down and up, the ends, attention after a block
+    "plain": (28.1, 51.0, 7.1), "compiled": (6.1, 14.9, 5.1), "fused": (9.1, 21.2, 6.1), "lean": (4.1, 14.2, 6.1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An estimate in bytes."""
+
+    state: int  # weights, moments and averages
+    gradients: int
+    update: int  # the optimizer's update, in addition to the gradients
+    per_image: int  # activations in a forward and backward pass
+
+    def bytes(self, images: int, ranks: int = 1) -> int:
+        """The peak, with this number of images at a time on each rank."""
+        backward = images * self.per_image + (self.gradients if ranks > 1 else 0)
+        return CONTEXT + round(SLACK * (self.state + max(backward, self.gradients + self.update)))
+
+    def largest(self, available: int, ranks: int = 1) -> int:
+        """The number of images at a time that fit into `available` bytes; 0 if none fits."""
+        if self.bytes(1, ranks) > available:
+            return 0
+        shared = self.gradients if ranks > 1 else 0
+        return int(((available - CONTEXT) / SLACK - self.state - shared) // max(1, self.per_image))
+
+
+def training_memory(
+    config: BackboneConfig,
+    shape: tuple[int, ...],
+    bins_count: int | None = None,
+    num_classes: int = 0,
+    form: Form = "compiled",
+    half: bool = True,
+    averages: int = 1,
+    optimizer: OptimizerKind = "adamw",
+) -> Memory:
+    """The memory of a training step of `build(config, shape, bins_count, num_classes)`.
+
+    Args:
+        form: The form in which the network is computed (`bsi.backbones.acceleration.form_of`).
+        half: Whether it computes in 16 bits.
+        averages: The number of moving averages of the weights.
+        optimizer: Which optimizer updates the weights.
+    """
+    parameters = cost(config, shape, bins_count, num_classes).parameters
+    moments, update = (8, 0) if optimizer == "adamw" else (6, MUON_UPDATE[type(config)] * (2 if half else 3) // 2)
+    size = 2 if half else 4
+    features = input_channels(shape[0], bins_count) * math.prod(shape[1:])
+    return Memory(
+        state=parameters * (4 + 4 * averages + (2 if half else 0) + moments),
+        gradients=4 * parameters,
+        update=update * parameters,
+        per_image=round(size * _stored(config, shape, form, half)) + size * features,
     )
+
+
+def _stored(config: BackboneConfig, shape: tuple[int, ...], form: Form, half: bool) -> float:
+    """Elements for each image: stored by all blocks, before and after them, and needed by the current block."""
+    plain = form == "plain"
+    match config:
+        case DiTConfig(width=width, depth=depth):
+            working = 11.0 if form in ("fused", "lean") else DIT["plain"]
+            passes = depth * (1.1 if config.checkpoint else DIT[form]) + (3.3 if plain else 1.3) + working
+            return math.prod(config.grid(shape)) * width * passes
+        case UNetConfig(levels=levels, width=width):
+            pair, ends, attention = UNET[form] if half or not plain else (14.6, 30.0, 6.1)
+            if config.checkpoint:  # every block's input and skip, and the middle's attention
+                pair, ends, attention = 2.0, 15.9, 0.0
+            stream = sum(p * w for p, w in zip(config.pixels(shape), config.widths, strict=True))
+            coarser = 1 - math.prod(shape[1:]) * width / stream  # their share of the stream
+            return stream * (levels * pair + (2 * levels + 1) * attention * coarser + ends + 18.0)
+        case MLPConfig(width=width, depth=depth):
+            return width * (depth * (16.1 if plain else 9.1) + 3.3 + 16.1)

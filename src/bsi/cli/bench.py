@@ -14,7 +14,7 @@ from bsi.errors import UsageError
 from bsi.progress import log, readable_bytes
 
 if TYPE_CHECKING:
-    from bsi.backbones.memory import Memory
+    from bsi.backbones.config import Memory
     from bsi.evaluation.speed import Agreement, Case
 
 
@@ -49,7 +49,7 @@ class Bench:
         cost(backbone, shape, 256)  # raises for a network that cannot be built, before torch allocates anything
 
         from bsi.backbones.acceleration import check_fp8, form_of
-        from bsi.backbones.memory import training_memory
+        from bsi.backbones.config import training_memory
         from bsi.devices import type_name
         from bsi.evaluation.speed import Case, Start, measure, since_process_start
         from bsi.runtime.distributed import pick_device
@@ -110,7 +110,7 @@ def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
 
 def _check_host(memory: Memory, batch: int) -> None:
     """Reject a training step that exceeds the host memory, for which the operating system would kill the process."""
-    from bsi.backbones.memory import CONTEXT
+    from bsi.backbones.config import CONTEXT
     from bsi.runtime.out_of_memory import LEAST, MOST, host_memory
 
     needed, free = round(LEAST * (memory.bytes(batch) - CONTEXT)), host_memory()

@@ -1,7 +1,7 @@
 """Out-of-memory errors: the available memory, and errors that name the option that makes the work fit.
 
 A batch can be computed in more and smaller pieces (`--accumulation`), which changes only rounding and dropout masks.
-The number of images that fit is estimated by `bsi.backbones.memory`; for a network passed by the caller half as many
+The number of images that fit is estimated by `bsi.backbones.config`; for a network passed by the caller half as many
 are suggested.
 
 A GPU reports that its memory is full. Linux does not: an allocation succeeds, and the kernel kills the process when it
@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from bsi.backbones.acceleration import form_of
-from bsi.backbones.config import MLPConfig
-from bsi.backbones.memory import CONTEXT, Memory, training_memory
+from bsi.backbones.config import CONTEXT, Memory, MLPConfig, training_memory
 from bsi.devices import compute_dtype
 from bsi.errors import UsageError
 from bsi.progress import readable_bytes

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,6 @@ from bsi.progress import readable_bytes
 if TYPE_CHECKING:
     from bsi.backbones.acceleration import accelerate, compile_regions, freeze
     from bsi.backbones.layers import Backbone
-
-_HOME = {
-    "accelerate": "bsi.backbones.acceleration",
-    "freeze": "bsi.backbones.acceleration",
-    "compile_regions": "bsi.backbones.acceleration",
-    "Backbone": "bsi.backbones.layers",
-}
 
 __all__ = [
     "Backbone",
@@ -73,19 +67,12 @@ def build(
         config = resolve(config)
     _check_memory(4 * cost(config, shape, bins_count, num_classes, out_channels).parameters)
     # Imported here because they import torch.
-    match config:
-        case DiTConfig():
-            from bsi.backbones.dit import DiT
+    from bsi.backbones.dit import DiT
+    from bsi.backbones.mlp import MLP
+    from bsi.backbones.unet import UNet
 
-            return DiT(config, shape, bins_count, num_classes, out_channels)
-        case UNetConfig():
-            from bsi.backbones.unet import UNet
-
-            return UNet(config, shape, bins_count, num_classes, out_channels)
-        case MLPConfig():
-            from bsi.backbones.mlp import MLP
-
-            return MLP(config, shape, bins_count, num_classes, out_channels)
+    networks: dict[type, Callable[..., Backbone]] = {DiTConfig: DiT, UNetConfig: UNet, MLPConfig: MLP}
+    return networks[type(config)](config, shape, bins_count, num_classes, out_channels)
 
 
 def _check_memory(needed: int) -> None:
@@ -103,6 +90,6 @@ def _check_memory(needed: int) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'bsi.backbones' has no attribute {name!r}; it has {', '.join(__all__)}")
+    if name not in __all__:
+        raise AttributeError(f"module 'bsi.backbones' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"bsi.backbones.{'layers' if name == 'Backbone' else 'acceleration'}"), name)

@@ -43,28 +43,19 @@ def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8
     if fp8:
         check_fp8(backbone.config, backbone.shape)
     form = form_of(backbone.config, backbone.compute_dtype, device, lean)
-    if form in ("fused", "lean"):
-        _fuse(backbone, form == "lean", fp8)
+    if form in ("fused", "lean"):  # imported here because they need Triton, which may not be installed
+        if isinstance(backbone, UNet):
+            from bsi.kernels.fused_unet import FusedUNet
+
+            backbone.fast = FusedUNet(form == "lean")
+        else:
+            from bsi.kernels.fused_dit import FusedDiT
+
+            backbone.fast = FusedDiT(form == "lean" and not fp8, fp8)
     elif fp8:
         raise UsageError("fp8 needs Triton, and a network that computes in bfloat16. Use --precision bf16.")
     elif form == "compiled":
         compile_regions(backbone)
-
-
-def _fuse(backbone: Backbone, lean: bool, fp8: bool) -> None:
-    """Set `backbone.fast`. The modules are imported here because they need Triton, which may not be installed."""
-    if isinstance(backbone, UNet):
-        from bsi.kernels.fused_unet import FusedUNet
-
-        backbone.fast = FusedUNet(lean)
-    elif fp8:
-        from bsi.kernels.fp8 import FusedDiT8
-
-        backbone.fast = FusedDiT8()
-    else:
-        from bsi.kernels.fused_dit import FusedDiT
-
-        backbone.fast = FusedDiT(lean)
 
 
 def form_of(
@@ -76,11 +67,10 @@ def form_of(
     generation = torch.cuda.get_device_capability(device)
     # cuBLASLt (kernels/cublaslt.py) needs CUDA, is loaded by its file name on Linux, and needs 16-byte aligned rows.
     fuses = generation >= (8, 0) and torch.version.cuda is not None and sys.platform == "linux"
-    if fuses and compute_dtype == torch.bfloat16 and isinstance(config, DiTConfig | UNetConfig):
-        if isinstance(config, DiTConfig) and config.width % 8:
-            return "compiled"
-        return "compiled" if config.checkpoint else "lean" if lean else "fused"
-    return "compiled"
+    unaligned = isinstance(config, DiTConfig) and config.width % 8 > 0
+    if not fuses or unaligned or compute_dtype != torch.bfloat16 or not isinstance(config, DiTConfig | UNetConfig):
+        return "compiled"
+    return "compiled" if config.checkpoint else "lean" if lean else "fused"
 
 
 def check_fp8(config: BackboneConfig | None, shape: tuple[int, ...]) -> None:

@@ -9,8 +9,7 @@ draw random numbers. layers.py implements adaLN-Zero and describes a block's mem
 
 from collections.abc import Iterator
 
-from einops import rearrange
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int32
 from torch import Tensor, nn
 
 from bsi.backbones.config import DiTConfig, input_channels
@@ -18,10 +17,13 @@ from bsi.backbones.layers import (
     Backbone,
     ConditionEmbedding,
     FeedForward,
+    Image,
+    Labels,
     ModulatedHead,
     Modulation,
+    Times,
+    Tokens,
     attend,
-    draw_seeds,
     gated_residual,
     modulated_norm,
     positions,
@@ -36,16 +38,9 @@ class DiT(Backbone):
     config: DiTConfig
 
     def __init__(
-        self,
-        config: DiTConfig,
-        shape: tuple[int, ...],
-        bins_count: int | None = None,
-        num_classes: int = 0,
-        out_channels: int | None = None,
+        self, config: DiTConfig, shape: tuple[int, ...], bins_count: int | None, num_classes: int, outputs: int | None
     ) -> None:
-        config.check(shape)
-        super().__init__(shape, bins_count, out_channels)
-        self.config = config
+        super().__init__(config, shape, bins_count, outputs)
         self.grid = config.grid(shape)
         pixels = config.patch ** len(self.grid)
         self.register_buffer("positions", positions(self.grid, config.width), persistent=False)
@@ -57,34 +52,20 @@ class DiT(Backbone):
         self.head = ModulatedHead(config.width, self.out_shape[0] * pixels)
         xavier_(self.embed)
 
-    def network(
-        self,
-        features: Float[Tensor, "batch more_channels *space"],
-        t: Float[Tensor, " batch"],
-        cond: Int[Tensor, " batch"] | None,
-    ) -> Float[Tensor, "batch out_channels *space"]:
+    def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
         *per_block, last = self.modulation(self.condition(t, cond))
         x = self.embed(patchify(features, self.config.patch))
         x = x + self.positions.to(x.dtype)  # the residual stream has the compute dtype
-        drops = self.training and self.config.dropout > 0
-        seeds = draw_seeds(2 * self.config.depth, x.device).view(-1, 2, 2) if drops else None
+        seeds = self.seeds(2 * self.config.depth, x.device)
         if self.fast is None:
-            out = self.head(self.run_blocks(x, per_block, seeds), last)
+            recompute = self.config.checkpoint and self.training
+            for i, (block, modulation) in enumerate(zip(self.blocks, per_block, strict=True)):
+                pair = None if seeds is None else seeds[2 * i : 2 * i + 2]
+                x = run_block(block, recompute, x, modulation, pair)
+            tokens = self.head(x, last)
         else:
-            out = self.head.project(self.fast(self, x, per_block, last, seeds))
-        return unpatchify(out, self.grid, self.config.patch)
-
-    def run_blocks(
-        self,
-        x: Float[Tensor, "batch tokens width"],
-        modulations: list[Float[Tensor, "batch 6 width"]],
-        seeds: Int32[Tensor, "depth 2 2"] | None,
-    ) -> Float[Tensor, "batch tokens width"]:
-        """The residual stream after all blocks."""
-        recompute = self.config.checkpoint and self.training
-        for i, (block, modulation) in enumerate(zip(self.blocks, modulations, strict=True)):
-            x = run_block(block, recompute, x, modulation, None if seeds is None else seeds[i])
-        return x
+            tokens = self.head.project(self.fast(self, x, per_block, last, seeds))
+        return unpatchify(tokens, self.grid, self.config.patch)
 
     def regions(self) -> Iterator[nn.Module]:
         yield from self.blocks
@@ -101,11 +82,8 @@ class DiTBlock(nn.Module):
         self.mlp = FeedForward(config.width, config.mlp_ratio)
 
     def forward(
-        self,
-        x: Float[Tensor, "batch tokens width"],
-        modulation: Float[Tensor, "batch 6 width"],
-        seeds: Int32[Tensor, "2 2"] | None,
-    ) -> Float[Tensor, "batch tokens width"]:
+        self, x: Tokens, modulation: Float[Tensor, "batch 6 width"], seeds: Int32[Tensor, "2 2"] | None
+    ) -> Tokens:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.unbind(1)
         seed_a, seed_m = (None, None) if seeds is None else seeds.unbind(0)
         x = gated_residual(x, gate_a, self.attention(modulated_norm(x, shift_a, scale_a)), self.dropout, seed_a)
@@ -123,26 +101,22 @@ class SelfAttention(nn.Module):
         xavier_(self.qkv)
         xavier_(self.out)
 
-    def forward(self, h: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+    def forward(self, h: Tokens) -> Tokens:
         return self.out(attend(self.qkv(h), self.heads))
 
 
-def patchify(x: Float[Tensor, "batch channels *space"], patch: int) -> Float[Tensor, "batch tokens inputs"]:
+def patchify(x: Image, patch: int) -> Tokens:
     """Split every spatial axis into patches. A token is one patch with its channels and pixels concatenated."""
-    cut, grid, pixels = _axes(x.ndim - 2)
-    return rearrange(x, f"b c {cut} -> b ({grid}) (c {pixels})", **dict.fromkeys(pixels.split(), patch))
+    axes = x.ndim - 2
+    for axis in range(axes):
+        x = x.unflatten(2 + 2 * axis, (-1, patch))
+    x = x.movedim(tuple(range(2, 2 + 2 * axes, 2)), tuple(range(1, 1 + axes)))  # the patches' axes before the channels
+    return x.flatten(1 + axes).flatten(1, axes)
 
 
-def unpatchify(
-    tokens: Float[Tensor, "batch tokens outputs"], grid: tuple[int, ...], patch: int
-) -> Float[Tensor, "batch channels *space"]:
+def unpatchify(tokens: Tokens, grid: tuple[int, ...], patch: int) -> Image:
     """The inverse of `patchify` on a grid of patches."""
-    cut, names, pixels = _axes(len(grid))
-    sizes = dict(zip(names.split(), grid, strict=True)) | dict.fromkeys(pixels.split(), patch)
-    return rearrange(tokens, f"b ({names}) (c {pixels}) -> b c {cut}", **sizes)
-
-
-def _axes(count: int) -> tuple[str, str, str]:
-    """Names for einops, e.g. for two axes: "(n0 p0) (n1 p1)", "n0 n1", "p0 p1"."""
-    n, p = [f"n{i}" for i in range(count)], [f"p{i}" for i in range(count)]
-    return " ".join(f"({a} {b})" for a, b in zip(n, p, strict=True)), " ".join(n), " ".join(p)
+    axes = len(grid)
+    x = tokens.unflatten(2, (-1, *[patch] * axes)).unflatten(1, grid)
+    x = x.movedim(tuple(range(1, 1 + axes)), tuple(range(2, 2 + 2 * axes, 2)))
+    return x.reshape(*x.shape[:2], *(patch * n for n in grid))

@@ -22,6 +22,13 @@ from bsi.errors import UsageError
 
 NORM_EPS = 1e-6  # as in the DiT and in VDM's U-Net (Flax's default)
 
+Image = Float[Tensor, "batch _ *space"]
+Tokens = Float[Tensor, "batch tokens width"]
+PerSample = Float[Tensor, "batch width"]
+Times = Float[Tensor, " batch"]
+Labels = Int[Tensor, " batch"]
+Seed = Int32[Tensor, " 2"]
+
 
 class Wide(nn.Module):
     """A module whose parameters and buffers stay in float32 when a network is converted to 16 bits."""
@@ -41,7 +48,7 @@ class Backbone(nn.Module, ABC):
         shape: The shape of one input, (channels, *space).
         out_shape: The shape of one output, (out_channels, *space).
         compute_dtype: The dtype inside the network, under autocast. With None the caller's autocast applies.
-        fast: A faster implementation of the blocks, set by `accelerate`; None for PyTorch's own operations.
+        fast: A faster implementation of everything before the last linear layer, set by `accelerate`; or None.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -49,8 +56,12 @@ class Backbone(nn.Module, ABC):
     condition: "ConditionEmbedding"
     config: BackboneConfig
 
-    def __init__(self, shape: tuple[int, ...], bins_count: int | None, out_channels: int | None) -> None:
+    def __init__(
+        self, config: BackboneConfig, shape: tuple[int, ...], bins_count: int | None, out_channels: int | None
+    ) -> None:
+        config.check(shape)
         super().__init__()
+        self.config = config
         self.shape = shape
         self.out_shape = (shape[0] if out_channels is None else out_channels, *shape[1:])
         self.fourier = FourierFeatures(bins_count)
@@ -61,12 +72,7 @@ class Backbone(nn.Module, ABC):
         return self.condition.num_classes
 
     @abstractmethod
-    def network(
-        self,
-        features: Float[Tensor, "batch more_channels *space"],
-        t: Float[Tensor, " batch"],
-        cond: Int[Tensor, " batch"] | None,
-    ) -> Float[Tensor, "batch out_channels *space"]:
+    def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
         """The network from the Fourier features to the output, in the dtype selected by autocast."""
 
     @abstractmethod
@@ -76,6 +82,10 @@ class Backbone(nn.Module, ABC):
     def matrices(self) -> list[nn.Parameter]:
         """Weights between hidden features: those of all regions except the last one, the head."""
         return [p for region in list(self.regions())[:-1] for p in region.parameters() if p.ndim >= 2]
+
+    def seeds(self, count: int, device: torch.device) -> Int32[Tensor, "count 2"] | None:
+        """Seeds for the dropout masks of one pass; None if nothing is dropped."""
+        return draw_seeds(count, device) if self.training and self.config.dropout > 0 else None
 
     def forward(
         self,
@@ -95,6 +105,9 @@ class Backbone(nn.Module, ABC):
         return out.to(x.dtype)
 
 
+# ---- Embeddings.
+
+
 class FourierFeatures(nn.Module):
     """(u, sin(2^i pi u) for all i, cos(2^i pi u) for all i), concatenated along the channels; u alone without bins.
 
@@ -107,7 +120,7 @@ class FourierFeatures(nn.Module):
         super().__init__()
         self.exponents = fourier_exponents(bins_count)
 
-    def forward(self, u: Float[Tensor, "batch channels *space"]) -> Float[Tensor, "batch more_channels *space"]:
+    def forward(self, u: Image) -> Image:
         phases = [2.0**i * math.pi * u for i in self.exponents]
         return torch.cat([u, *map(torch.sin, phases), *map(torch.cos, phases)], dim=1)
 
@@ -136,7 +149,7 @@ class PrecisionEmbedding(nn.Module):
         self.angular: Tensor
         self.amplitude: Tensor
 
-    def forward(self, t: Float[Tensor, " batch"]) -> Float[Tensor, "batch dim"]:
+    def forward(self, t: Times) -> Float[Tensor, "batch dim"]:
         phase = t[:, None] * self.angular
         return torch.cat([self.amplitude * phase.sin(), self.amplitude * phase.cos()], dim=1)
 
@@ -162,9 +175,7 @@ class ConditionEmbedding(Wide):
         if self.labels is not None:
             nn.init.normal_(self.labels.weight, std=0.5)  # about the standard deviation that t contributes
 
-    def forward(
-        self, t: Float[Tensor, " batch"], cond: Int[Tensor, " batch"] | None = None
-    ) -> Float[Tensor, "batch width"]:
+    def forward(self, t: Times, cond: Labels | None = None) -> PerSample:
         with torch.autocast(t.device.type, enabled=False):
             condition = self.mix(silu(self.expand(self.embed(t))))
             if self.labels is not None:
@@ -189,35 +200,33 @@ def positions(grid: tuple[int, ...], width: int) -> Float[Tensor, "tokens width"
     return pad(features, (0, width - features.shape[1])).float()
 
 
-# ---- Initialization: the last layer of every network is 0. The others are as published: Xavier for the DiT's blocks,
-# LeCun for VDM's U-Net and for the embedding of the condition.
+# ---- Initialization: biases and the last layer of every network are 0. The other weights are as published: Xavier for
+# the DiT's blocks, LeCun for VDM's U-Net and for the embedding of the condition.
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def zero_(layer: Layer) -> None:
-    """Set the weight and the bias to 0."""
     nn.init.zeros_(layer.weight)
-    _clear(layer)
+    _clear_bias(layer)
 
 
 def xavier_(layer: nn.Linear) -> None:
-    """Draw the weight from Xavier's uniform distribution; the bias is 0."""
     nn.init.xavier_uniform_(layer.weight)
-    _clear(layer)
+    _clear_bias(layer)
 
 
 def lecun_(layer: Layer) -> None:
-    """Draw the weight from a Normal of variance 1 / inputs, which preserves the scale of activations; the bias is 0.
+    """Draw the weight from a Normal of variance 1 / inputs, which preserves the scale of activations.
 
     PyTorch's default has a third of this variance. After the 33 shortcuts of the U-Net's up blocks, the input would
     have vanished.
     """
     nn.init.normal_(layer.weight, std=layer.weight[0].numel() ** -0.5)
-    _clear(layer)
+    _clear_bias(layer)
 
 
-def _clear(layer: Layer) -> None:
+def _clear_bias(layer: Layer) -> None:
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
 
@@ -237,14 +246,14 @@ def draw_seeds(count: int, device: torch.device) -> Int32[Tensor, "count 2"]:
     return torch.randint(-(2**31), 2**31, (count, 2), dtype=torch.int32, device=device)
 
 
-def dropout(x: Float[Tensor, "..."], p: float, seed: Int32[Tensor, " 2"]) -> Float[Tensor, "..."]:
+def dropout(x: Float[Tensor, "..."], p: float, seed: Seed) -> Float[Tensor, "..."]:
     """x / (1 - p) where the mask keeps x, else 0."""
     index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     threshold = round(p * 2**32) - 2**31
     return torch.where(_hash(index, seed) >= threshold, x * (1 / (1 - p)), 0.0)
 
 
-def _hash(index: Int32[Tensor, "..."], seed: Int32[Tensor, " 2"]) -> Int32[Tensor, "..."]:
+def _hash(index: Int32[Tensor, "..."], seed: Seed) -> Int32[Tensor, "..."]:
     """Three rounds of Widynski's Squares (square, add, swap the halves) in 32-bit integers that wrap around.
 
     It uses only shifts, sums and products, which the compiler considers cheap to recompute, unlike xor.
@@ -280,28 +289,20 @@ def run_block(block: nn.Module, recompute: bool, *inputs: Any) -> Tensor:
     return block(*inputs)
 
 
-def attend(qkv: Float[Tensor, "batch tokens three_widths"], heads: int) -> Float[Tensor, "batch tokens width"]:
+def attend(qkv: Float[Tensor, "batch tokens three_widths"], heads: int) -> Tokens:
     """Multi-head attention of concatenated queries, keys and values, which are not copied."""
     batch, tokens, three_widths = qkv.shape
     q, k, v = qkv.view(batch, tokens, 3, heads, three_widths // 3 // heads).transpose(1, 3).unbind(2)
     return scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, three_widths // 3)
 
 
-def modulated_norm(
-    x: Float[Tensor, "batch tokens width"], shift: Float[Tensor, "batch width"], scale: Float[Tensor, "batch width"]
-) -> Float[Tensor, "batch tokens width"]:
+def modulated_norm(x: Tokens, shift: PerSample, scale: PerSample) -> Tokens:
     """LayerNorm(x) * (1 + scale) + shift, in the dtype of x."""
     normed = layer_norm(x, x.shape[-1:], eps=NORM_EPS)
     return (normed * (1 + scale[:, None]) + shift[:, None]).to(x.dtype)
 
 
-def gated_residual(
-    x: Float[Tensor, "batch tokens width"],
-    gate: Float[Tensor, "batch width"],
-    branch: Float[Tensor, "batch tokens width"],
-    p: float,
-    seed: Int32[Tensor, " 2"] | None,
-) -> Float[Tensor, "batch tokens width"]:
+def gated_residual(x: Tokens, gate: PerSample, branch: Tokens, p: float, seed: Seed | None) -> Tokens:
     """x + gate * dropout(branch), without dropout if there is no seed."""
     if seed is not None:
         branch = dropout(branch, p, seed)
@@ -318,15 +319,12 @@ class FeedForward(nn.Module):
         xavier_(self.expand)
         xavier_(self.contract)
 
-    def forward(self, h: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+    def forward(self, h: Tokens) -> Tokens:
         return self.contract(gelu(self.expand(h), approximate="tanh"))
 
 
 class Modulation(nn.Module):
-    """Shifts, scales and gates of all blocks and of the head, computed from the condition by one linear layer.
-
-    Its weight and bias are initialized to 0.
-    """
+    """Shifts, scales and gates of all blocks and of the head, by one linear layer that is initialized to 0."""
 
     def __init__(self, width: int, per_block: int, depth: int) -> None:
         super().__init__()
@@ -335,7 +333,7 @@ class Modulation(nn.Module):
         self.project = nn.Linear(width, sum(self.sizes) * width)
         zero_(self.project)
 
-    def forward(self, condition: Float[Tensor, "batch width"]) -> tuple[Float[Tensor, "batch _ width"], ...]:
+    def forward(self, condition: PerSample) -> tuple[Float[Tensor, "batch _ width"], ...]:
         """One (batch, per_block, width) for each block, then (batch, 2, width) for the head."""
         return self.project(condition).unflatten(1, (-1, self.width)).split(self.sizes, dim=1)
 
@@ -348,8 +346,6 @@ class ModulatedHead(nn.Module):
         self.project = nn.Linear(width, outputs)
         zero_(self.project)
 
-    def forward(
-        self, x: Float[Tensor, "batch tokens width"], modulation: Float[Tensor, "batch 2 width"]
-    ) -> Float[Tensor, "batch tokens outputs"]:
+    def forward(self, x: Tokens, modulation: Float[Tensor, "batch 2 width"]) -> Float[Tensor, "batch tokens outputs"]:
         shift, scale = modulation.unbind(1)
         return self.project(modulated_norm(x, shift, scale))

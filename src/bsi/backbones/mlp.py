@@ -6,7 +6,7 @@ flatten -> linear -> depth x [modulated norm, MLP, gate] -> norm, linear
 import math
 from collections.abc import Iterator
 
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from bsi.backbones.config import MLPConfig, input_channels
@@ -14,9 +14,13 @@ from bsi.backbones.layers import (
     Backbone,
     ConditionEmbedding,
     FeedForward,
+    Image,
+    Labels,
     ModulatedHead,
     Modulation,
-    draw_seeds,
+    Seed,
+    Times,
+    Tokens,
     gated_residual,
     modulated_norm,
     xavier_,
@@ -29,16 +33,9 @@ class MLP(Backbone):
     config: MLPConfig
 
     def __init__(
-        self,
-        config: MLPConfig,
-        shape: tuple[int, ...],
-        bins_count: int | None = None,
-        num_classes: int = 0,
-        out_channels: int | None = None,
+        self, config: MLPConfig, shape: tuple[int, ...], bins_count: int | None, num_classes: int, outputs: int | None
     ) -> None:
-        config.check(shape)
-        super().__init__(shape, bins_count, out_channels)
-        self.config = config
+        super().__init__(config, shape, bins_count, outputs)
         self.embed = nn.Linear(input_channels(math.prod(shape), bins_count), config.width)
         self.condition = ConditionEmbedding(config.width, num_classes)
         self.modulation = Modulation(config.width, per_block=3, depth=config.depth)
@@ -46,18 +43,12 @@ class MLP(Backbone):
         self.head = ModulatedHead(config.width, math.prod(self.out_shape))
         xavier_(self.embed)
 
-    def network(
-        self,
-        features: Float[Tensor, "batch more_channels *space"],
-        t: Float[Tensor, " batch"],
-        cond: Int[Tensor, " batch"] | None,
-    ) -> Float[Tensor, "batch out_channels *space"]:
+    def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
         *per_block, last = self.modulation(self.condition(t, cond))
         x = self.embed(features.flatten(1))[:, None]
-        drops = self.training and self.config.dropout > 0
-        seeds = draw_seeds(self.config.depth, x.device) if drops else [None] * self.config.depth
-        for block, modulation, seed in zip(self.blocks, per_block, seeds, strict=True):
-            x = block(x, modulation, seed)
+        seeds = self.seeds(self.config.depth, x.device)
+        for i, (block, modulation) in enumerate(zip(self.blocks, per_block, strict=True)):
+            x = block(x, modulation, None if seeds is None else seeds[i])
         return self.head(x, last).view(-1, *self.out_shape)
 
     def regions(self) -> Iterator[nn.Module]:
@@ -73,11 +64,6 @@ class MLPBlock(nn.Module):
         self.dropout = config.dropout
         self.mlp = FeedForward(config.width, config.mlp_ratio)
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch tokens width"],
-        modulation: Float[Tensor, "batch 3 width"],
-        seed: Int32[Tensor, " 2"] | None,
-    ) -> Float[Tensor, "batch tokens width"]:
+    def forward(self, x: Tokens, modulation: Float[Tensor, "batch 3 width"], seed: Seed | None) -> Tokens:
         shift, scale, gate = modulation.unbind(1)
         return gated_residual(x, gate, self.mlp(modulated_norm(x, shift, scale)), self.dropout, seed)

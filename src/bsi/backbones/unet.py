@@ -16,11 +16,10 @@ Images are channels-last from the first convolution to the last and in the backw
 have the same memory format, which `accelerate` sets; otherwise every convolution copies its weights first.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, conv2d, conv3d, interpolate, linear, silu
 
@@ -29,22 +28,23 @@ from bsi.backbones.layers import (
     NORM_EPS,
     Backbone,
     ConditionEmbedding,
+    Image,
+    Labels,
+    PerSample,
+    Seed,
+    Times,
     Wide,
     attend,
-    draw_seeds,
     dropout,
     lecun_,
     run_block,
     zero_,
 )
 
+Rows = Float[Tensor, "batch pixels channels"]
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
-CONVOLUTIONS: dict[int, type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = {
-    1: nn.Conv1d,
-    2: nn.Conv2d,
-    3: nn.Conv3d,
-}
-CONVOLVE = {1: conv1d, 2: conv2d, 3: conv3d}
+CONVOLUTIONS: list[type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
+CONVOLVE = [conv1d, conv2d, conv3d]
 
 
 class UNet(Backbone):
@@ -53,21 +53,16 @@ class UNet(Backbone):
     config: UNetConfig
 
     def __init__(
-        self,
-        config: UNetConfig,
-        shape: tuple[int, ...],
-        bins_count: int | None = None,
-        num_classes: int = 0,
-        out_channels: int | None = None,
+        self, config: UNetConfig, shape: tuple[int, ...], bins_count: int | None, num_classes: int, outputs: int | None
     ) -> None:
-        config.check(shape)
-        super().__init__(shape, bins_count, out_channels)
-        self.config = config
+        super().__init__(config, shape, bins_count, outputs)
         width, deepest, dim = config.width, config.widths[-1], len(shape) - 1
+        down = [w for w in config.widths for _ in range(config.levels)]
+        up = [w for w in reversed(config.widths) for _ in range(config.levels + 1)]
+        self.widths = [*down, deepest, deepest, *up]  # of all blocks in the order in which they run
         self.condition = ConditionEmbedding(4 * width, num_classes)
-        self.widths = _widths(config)
         self.project = nn.Linear(4 * width, sum(self.widths), bias=False)
-        self.stem = CONVOLUTIONS[dim](input_channels(shape[0], bins_count), width, 3, padding=1)
+        self.stem = convolution(input_channels(shape[0], bins_count), width, dim)
         self.down = nn.ModuleList(_down(config, dim))
         self.before = UNetBlock(deepest, config, dim)
         self.attention = PixelAttention(deepest, config.heads)
@@ -77,63 +72,29 @@ class UNet(Backbone):
         lecun_(self.stem)
         zero_(self.project)
 
-    def network(
-        self,
-        features: Float[Tensor, "batch more_channels *space"],
-        t: Float[Tensor, " batch"],
-        cond: Int[Tensor, " batch"] | None,
-    ) -> Float[Tensor, "batch out_channels *space"]:
+    def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
         x = self.stem(to_image(to_rows(features).contiguous(), features))
         shifts = self.project(self.condition(t, cond))
-        weights: Sequence[Any] = [None] * len(self.widths)
-        if self.fast is not None:
-            shifts, weights = self.fast.prepare(list(self.blocks()), shifts, x.dtype)
-        drops = self.training and self.config.dropout > 0
+        drawn = self.seeds(2 * len(self.widths), t.device)
         # Every second seed is used: kernels expect inputs aligned to 16 bytes, and copy others first.
-        seeds = draw_seeds(2 * len(self.widths), t.device)[::2] if drops else [None] * len(self.widths)
-        inputs = zip(shifts.split(self.widths, dim=1), seeds, weights, strict=True)
+        seeds = [None] * len(self.widths) if drawn is None else list(drawn[::2])
+        if self.fast is not None:
+            return self.head.conv(self.fast(self, x, shifts, seeds))
+
+        recompute = self.config.checkpoint and self.training
+        inputs = zip(shifts.split(self.widths, dim=1), seeds, strict=True)
         skips = [x]
         for layer in [*self.down, self.before]:
-            if isinstance(layer, UNetBlock):
-                x, skips[-1] = self._run(layer, x, None, *next(inputs))
-            else:
-                x = layer(x)
+            x = run_block(layer, recompute, x, None, *next(inputs)) if isinstance(layer, UNetBlock) else layer(x)
             skips.append(x)
-        x = self._attend(self.attention, skips.pop())
-        x, _ = self._run(self.after, x, None, *next(inputs))
+        x = self.attention(skips.pop())
+        x = run_block(self.after, recompute, x, None, *next(inputs))
         for layer in self.up:
-            x = self._run(layer, x, skips.pop(), *next(inputs))[0] if isinstance(layer, UNetBlock) else layer(x)
-        return self.head(x) if self.fast is None else self.fast.head(self.head, x)
-
-    def _run(
-        self, block: "UNetBlock", x: Tensor, skip: Tensor | None, shift: Tensor, seed: Tensor | None, weights: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The block's output, and x in the form in which a later block reads it as a skip."""
-        if self.fast is None:
-            return run_block(block, self.config.checkpoint and self.training, x, skip, shift, seed), x
-        out, x = self.fast.block(block, x, skip, shift, seed, weights)
-        return out if block.attention is None else self._attend(block.attention, out), x
-
-    def _attend(self, attention: "PixelAttention", x: Tensor) -> Tensor:
-        return attention(x) if self.fast is None else self.fast.attention(attention, x)
-
-    def blocks(self) -> Iterator["UNetBlock"]:
-        """The blocks in the order in which they run."""
-        layers = [*self.down, self.before, self.after, *self.up]
-        yield from (layer for layer in layers if isinstance(layer, UNetBlock))
+            x = run_block(layer, recompute, x, skips.pop(), *next(inputs)) if isinstance(layer, UNetBlock) else layer(x)
+        return self.head(x)
 
     def regions(self) -> Iterator[nn.Module]:
-        yield from self.down
-        yield from (self.before, self.attention, self.after)
-        yield from self.up
-        yield self.head
-
-
-def _widths(config: UNetConfig) -> list[int]:
-    """The widths of all blocks in the order in which they run."""
-    down = [width for width in config.widths for _ in range(config.levels)]
-    up = [width for width in reversed(config.widths) for _ in range(config.levels + 1)]
-    return [*down, *2 * [config.widths[-1]], *up]
+        yield from [*self.down, self.before, self.attention, self.after, *self.up, self.head]
 
 
 def _down(config: UNetConfig, dim: int) -> Iterator[nn.Module]:
@@ -162,29 +123,19 @@ class UNetBlock(nn.Module):
     def __init__(self, width: int, config: UNetConfig, dim: int, joins: bool = False, attends: bool = False) -> None:
         super().__init__()
         self.dropout = config.dropout
-        convolution, inputs = CONVOLUTIONS[dim], 2 * width if joins else width
+        inputs = 2 * width if joins else width
         self.norm_in = group_norm(inputs, parts=inputs // width)
-        self.conv_in = convolution(inputs, width, 3, padding=1)
+        self.conv_in = convolution(inputs, width, dim)
         self.norm_out = group_norm(width)
-        self.conv_out = convolution(width, width, 3, padding=1)
-        self.shortcut = convolution(inputs, width, 1) if joins else None
+        self.conv_out = convolution(width, width, dim)
+        self.shortcut = CONVOLUTIONS[dim - 1](inputs, width, 1) if joins else None
         self.attention = PixelAttention(width, config.heads) if attends else None
         lecun_(self.conv_in)
         zero_(self.conv_out)
         if self.shortcut is not None:
             lecun_(self.shortcut)
 
-    def layers(self) -> list[Convolution]:
-        """The block's convolutions."""
-        return [self.conv_in, self.conv_out, *([] if self.shortcut is None else [self.shortcut])]
-
-    def forward(
-        self,
-        x: Float[Tensor, "batch width *space"],
-        skip: Float[Tensor, "batch width *space"] | None,
-        shift: Float[Tensor, "batch width"],
-        seed: Int32[Tensor, " 2"] | None,
-    ) -> Float[Tensor, "batch width *space"]:
+    def forward(self, x: Image, skip: Image | None, shift: PerSample, seed: Seed | None) -> Image:
         images = [x] if skip is None else [x, skip]
         h = convolve(self.conv_in, torch.cat([silu(image) for image in self.norm_in.each(images)], dim=1))
         h = silu(self.norm_out(h, shift + bias_of(self.conv_in, shift.dtype)))
@@ -200,9 +151,13 @@ class UNetBlock(nn.Module):
         return x if self.attention is None else self.attention(x)
 
 
-def convolve(conv: Convolution, x: Float[Tensor, "batch inputs *space"]) -> Float[Tensor, "batch outputs *space"]:
+def convolution(inputs: int, outputs: int, dim: int, stride: int = 1) -> Convolution:
+    return CONVOLUTIONS[dim - 1](inputs, outputs, 3, stride=stride, padding=1)
+
+
+def convolve(conv: Convolution, x: Image) -> Image:
     """A convolution without its bias, which the block adds together with other terms."""
-    return CONVOLVE[x.ndim - 2](x, conv.weight, padding=1)
+    return CONVOLVE[x.ndim - 3](x, conv.weight, padding=1)
 
 
 def bias_of(conv: Convolution, dtype: torch.dtype) -> Float[Tensor, " outputs"]:
@@ -222,7 +177,7 @@ class PixelAttention(nn.Module):
         lecun_(self.qkv)
         zero_(self.out)
 
-    def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch width *space"]:
+    def forward(self, x: Image) -> Image:
         return x + to_image(self.out(attend(self.qkv(to_rows(self.norm(x))), self.heads)), x)
 
 
@@ -231,10 +186,10 @@ class Downsample(nn.Module):
 
     def __init__(self, width: int, coarser: int, dim: int) -> None:
         super().__init__()
-        self.conv = CONVOLUTIONS[dim](width, coarser, 3, stride=2, padding=1)
+        self.conv = convolution(width, coarser, dim, stride=2)
         lecun_(self.conv)
 
-    def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch coarser *half"]:
+    def forward(self, x: Image) -> Float[Tensor, "batch coarser *half"]:
         return self.conv(x)
 
 
@@ -243,10 +198,10 @@ class Upsample(nn.Module):
 
     def __init__(self, coarser: int, width: int, dim: int) -> None:
         super().__init__()
-        self.conv = CONVOLUTIONS[dim](coarser, width, 3, padding=1)
+        self.conv = convolution(coarser, width, dim)
         lecun_(self.conv)
 
-    def forward(self, x: Float[Tensor, "batch coarser *space"]) -> Float[Tensor, "batch width *double"]:
+    def forward(self, x: Image) -> Float[Tensor, "batch width *double"]:
         return self.conv(interpolate(x, scale_factor=2, mode="nearest"))
 
 
@@ -256,10 +211,10 @@ class ConvHead(nn.Module):
     def __init__(self, width: int, channels: int, dim: int) -> None:
         super().__init__()
         self.norm = group_norm(width)
-        self.conv = CONVOLUTIONS[dim](width, channels, 3, padding=1)
+        self.conv = convolution(width, channels, dim)
         zero_(self.conv)
 
-    def forward(self, x: Float[Tensor, "batch width *space"]) -> Float[Tensor, "batch channels *space"]:
+    def forward(self, x: Image) -> Image:
         return self.conv(silu(self.norm(x)))
 
 
@@ -274,15 +229,11 @@ class GroupNorm(Wide, nn.GroupNorm):
     would copy each image to the contiguous format and back.
     """
 
-    def forward(
-        self, x: Float[Tensor, "batch channels *space"], shift: Float[Tensor, "batch channels"] | None = None
-    ) -> Float[Tensor, "batch channels *space"]:
+    def forward(self, x: Image, shift: PerSample | None = None) -> Image:
         """The norm of x + shift."""
         return self.each([x], shift)[0]
 
-    def each(
-        self, images: list[Float[Tensor, "batch _ *space"]], shift: Float[Tensor, "batch channels"] | None = None
-    ) -> list[Float[Tensor, "batch _ *space"]]:
+    def each(self, images: list[Image], shift: PerSample | None = None) -> list[Image]:
         """The norm of images concatenated along the channels, as one part per image, without concatenating them."""
         groups = self.num_groups, self.num_channels // self.num_groups
         rows = [to_rows(_wide(image)) for image in images]
@@ -309,14 +260,12 @@ def group_norm(channels: int, parts: int = 1) -> GroupNorm:
     return GroupNorm(max(g for g in fitting if 4 * g <= channels or g == parts), channels, eps=NORM_EPS)
 
 
-def to_rows(x: Float[Tensor, "batch channels *space"]) -> Float[Tensor, "batch pixels channels"]:
+def to_rows(x: Image) -> Rows:
     """A row of channels for each pixel: a view of a channels-last image."""
     return x.flatten(2).transpose(1, 2)
 
 
-def to_image(
-    rows: Float[Tensor, "batch pixels channels"], like: Float[Tensor, "batch _ *space"]
-) -> Float[Tensor, "batch channels *space"]:
+def to_image(rows: Rows, like: Image) -> Image:
     """The inverse of `to_rows`, with the spatial sizes of `like`."""
     return rows.transpose(1, 2).unflatten(2, like.shape[2:])
 

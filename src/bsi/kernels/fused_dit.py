@@ -1,7 +1,7 @@
 """A DiT's blocks with one kernel between two matrix products, and an explicit backward pass.
 
 The residual stream is passed between half-blocks as (stream, branch, gate): one kernel adds a branch and computes the
-norm that follows (layer_norm.py). A half-block is then one of
+norm that follows (dit_kernels.py). A half-block is then one of
 
     gated_layer_norm -> product -> attention -> product
     gated_layer_norm -> product with GELU -> product
@@ -14,228 +14,251 @@ Weights may be float32: they are rounded when they are used, and their gradients
 
 The lean form stores neither h nor GELU's output for the backward pass and recomputes them from the stored tensors by
 pointwise operations. No product or attention is recomputed.
+
+With 8-bit products (experimental), weights and activations are e4m3 and gradients e5m2. Each matrix has one scale, a
+power of two, which depends on the current step alone:
+
+    activations   Fixed. A norm bounds its output (by sqrt(width), before modulation), and e4m3 covers eighteen powers
+                  of two.
+    weights       From their largest magnitude, in every step; only once for a frozen network.
+    gradients     Of a half-block's output and of q, k and v: from their largest magnitude. Of GELU's argument: from the
+                  bound 1.13 max|d| sum_i |W_ij|, with d the gradient of the output and W the second weight. The bound
+                  is loose, but e5m2 covers thirty powers of two.
+
+Rounding to four significant bits has an error of 2.6 % (root mean square), which acts as noise in the prediction. If
+the network explains a fraction R^2 of the variance, a relative noise e of its output raises the squared error by the
+factor 1 + e^2 R^2 / (1 - R^2). So the loss reported while training in 8 bits is some tenths of a percent higher than
+that of the same weights in bfloat16.
 """
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int32
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bsi.backbones.dit import DiT, DiTBlock
-from bsi.kernels import cublaslt
-from bsi.kernels.branch_gradients import gelu_backward, stack_qkv
-from bsi.kernels.layer_norm import Normed, gated_layer_norm, gated_layer_norm_backward
+from bsi.backbones.dit import DiT
+from bsi.backbones.layers import PerSample, Seed
+from bsi.kernels.cublaslt import Epilogue, input_gradient, product, weight_gradient
+from bsi.kernels.dit_kernels import (
+    Matrix,
+    PerChannel,
+    Rows,
+    Scalar,
+    Stream,
+    gated_layer_norm,
+    gated_layer_norm_backward,
+    gelu_backward,
+    quantize,
+    stack_qkv,
+)
 
-Stream = Float[Tensor, "batch tokens width"]
-PerSample = Float[Tensor, "batch width"]
-Inputs = tuple[Tensor | None, ...]
-
-NO_GRADIENT = (None,) * 5  # gradients of the non-tensor arguments, which come last
+ACTIVATION8 = torch.float8_e4m3fn
+H_SCALE, MIXED_SCALE, HIDDEN_SCALE = 4.0, 16.0, 2.0
+GELU_SLOPE = 1.13 * 1.125 * 1.0625  # GELU's steepest slope, times the rounding of a gradient and of a weight
 
 
-class Half:
-    """Common part of the half-blocks: the fused norm before the branch, and its gradients after those of the branch.
+@dataclass(frozen=True)
+class Weights8:
+    """The two weights of a half-block. `bound` is that of the gradient of GELU for output gradients of 1."""
+
+    first: Matrix
+    second: Matrix
+    bound: Scalar | None = None
+
+
+@torch.no_grad()
+def quantize_weights(blocks: nn.ModuleList, for_training: bool) -> list[Weights8]:
+    """The weights of all half-blocks in 8 bits; for training, with the bounds of gradients."""
+    weights, bounds = [], []
+    for block in blocks:
+        attention, mlp = block.attention, block.mlp
+        weights += [attention.qkv.weight, attention.out.weight, mlp.expand.weight, mlp.contract.weight]
+        bound = torch.linalg.vector_norm(mlp.contract.weight, 1, dim=0).amax().float() if for_training else None
+        bounds += [None, None if bound is None else bound * GELU_SLOPE]
+    largest = torch._foreach_norm(weights, ord=float("inf"))
+    eight = [quantize(w.detach(), m, ACTIVATION8) for w, m in zip(weights, largest, strict=True)]
+    return [Weights8(*each) for each in zip(eight[0::2], eight[1::2], bounds, strict=True)]
+
+
+@functools.cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, device=device)
+
+
+def _largest(*tensors: Tensor) -> Scalar:
+    """The largest magnitude over all tensors."""
+    return torch.stack([torch.linalg.vector_norm(t, float("inf")) for t in tensors]).amax()
+
+
+@dataclass(frozen=True)
+class _Branch(ABC):
+    """What a half-block computes from h: a product with the first weight, a function, a product with the second."""
+
+    lean: bool
+    eight: Weights8 | None
+
+    def matrix(self, rows: Rows, scale: float) -> Matrix:
+        """An activation, which was multiplied by `scale` if it is in 8 bits."""
+        return Matrix(rows, None if self.eight is None else _constant(1.0 / scale, rows.device))
+
+    @abstractmethod
+    def forward(
+        self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, shape: torch.Size, keep: bool
+    ) -> tuple[Rows, tuple[Tensor | None, Tensor | None]]:
+        """The output, and two tensors to store for the backward pass."""
+
+    @abstractmethod
+    def backward(
+        self, ctx: Any, dout: Matrix, largest: Scalar | None, second: Matrix, own: Sequence[Tensor | None]
+    ) -> tuple[Matrix, PerChannel, Rows]:
+        """The gradients of the first product, of its bias and of the second weight."""
+
+
+@dataclass(frozen=True)
+class _Attention(_Branch):
+    heads: int
+
+    def forward(
+        self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, shape: torch.Size, keep: bool
+    ) -> tuple[Rows, tuple[Tensor | None, Tensor | None]]:
+        batch, tokens, width = shape
+        qkv = product(h, first, Epilogue.BIAS, bias)
+        parts = qkv.view(batch, tokens, 3, self.heads, width // self.heads).transpose(1, 3).unbind(2)
+        with torch.set_grad_enabled(keep):
+            q, k, v = (part.detach().requires_grad_(keep) for part in parts)
+            mixed = scaled_dot_product_attention(q, k, v)
+        if keep:
+            ctx.attention = (q, k, v), mixed
+        rows = mixed.detach().transpose(1, 2).reshape(batch * tokens, width)
+        if self.eight is None:
+            return product(Matrix(rows), second), (None, None)
+        rows8 = quantize(rows, _constant(torch.finfo(ACTIVATION8).max / MIXED_SCALE, rows.device), ACTIVATION8)
+        return product(rows8, second), (rows8.rows, rows8.inverse)
+
+    def backward(
+        self, ctx: Any, dout: Matrix, largest: Scalar | None, second: Matrix, own: Sequence[Tensor | None]
+    ) -> tuple[Matrix, PerChannel, Rows]:
+        if ctx.attention is None:
+            raise RuntimeError(
+                "a fused DiT has one backward pass for each forward pass, got a second one. For Jacobians "
+                "(retain_graph=True), do not accelerate the network."
+            )
+        (parts, mixed), ctx.attention = ctx.attention, None  # the graph of the attention is freed
+        batch, heads, tokens, size = mixed.shape
+        dmixed = input_gradient(dout, second).view(batch, tokens, heads, size).transpose(1, 2)
+        rows8, inverse = own
+        rows = mixed.detach().transpose(1, 2).reshape(batch * tokens, heads * size) if rows8 is None else rows8
+        dsecond = weight_gradient(dout, Matrix(rows, inverse), ctx.dtype)
+        grads = torch.autograd.grad(mixed, parts, dmixed)
+        bound = None if self.eight is None else _largest(*(grad.transpose(1, 2) for grad in grads))
+        return *stack_qkv(*grads, bound), dsecond
+
+
+@dataclass(frozen=True)
+class _Mlp(_Branch):
+    def forward(
+        self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, shape: torch.Size, keep: bool
+    ) -> tuple[Rows, tuple[Tensor | None, Tensor | None]]:
+        before = torch.empty(len(h.rows), len(first.rows), dtype=bias.dtype, device=bias.device) if keep else None
+        epilogue = Epilogue.GELU_AUX_BIAS if keep else Epilogue.GELU_BIAS
+        format8 = () if self.eight is None else (ACTIVATION8, _constant(HIDDEN_SCALE, bias.device))
+        hidden = product(h, first, epilogue, bias, before, *format8)
+        return product(self.matrix(hidden, HIDDEN_SCALE), second), (before, None if self.lean else hidden)
+
+    def backward(
+        self, ctx: Any, dout: Matrix, largest: Scalar | None, second: Matrix, own: Sequence[Tensor | None]
+    ) -> tuple[Matrix, PerChannel, Rows]:
+        before, hidden = own
+        dhidden = input_gradient(dout, second)
+        again = torch.empty_like(before) if hidden is None else None
+        bound = None if self.eight is None else largest * self.eight.bound
+        dbefore, dbias = gelu_backward(dhidden, before, again, bound)
+        hidden8 = self.matrix(again if hidden is None else hidden, HIDDEN_SCALE)
+        return dbefore, dbias, weight_gradient(dout, hidden8, ctx.dtype)
+
+
+class _HalfBlock(torch.autograd.Function):
+    """Norm and branch. The bias of the branch's second product is added with its gate, by the next half-block.
 
     Tensors are stored by `save_for_backward`: the stream is an output, and as an attribute of the context it would form
     a reference cycle that only the garbage collector frees.
     """
 
     @staticmethod
-    def save(ctx: Any, normed: Normed, inputs: Inputs, dropout: float, lean: bool, *own: Tensor | None) -> None:
-        """Store `inputs` (branch, bias, gate, shift, scale, seed) and `own`, the tensors that the branch needs."""
-        h = None if lean else normed.h
-        ctx.save_for_backward(normed.stream, h, normed.mean, normed.rstd, *inputs, *own)
-        ctx.dropout = dropout
-
-    def __init__(self, ctx: Any) -> None:
-        stream, h, mean, rstd, *rest = ctx.saved_tensors
-        self.branch, self.bias, self.gate, self.shift, self.scale, self.seed, *self.own = rest
-        self.normed = Normed(stream, stream if h is None else h, mean, rstd)
-        self.lean, self.dropout = h is None, ctx.dropout
-
-    @staticmethod
-    def attention(ctx: Any) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """q, k and v, and the attention's output with its graph, which the first backward pass frees."""
-        kept, ctx.attention = ctx.attention, None
-        if kept is None:
-            raise RuntimeError(
-                "a fused DiT has one backward pass for each forward pass, got a second one. For Jacobians "
-                "(retain_graph=True), do not accelerate the network."
-            )
-        return kept
-
-    def h(self) -> Float[Tensor, "rows width"]:
-        again = (
-            gated_layer_norm(self.normed.stream, None, None, None, self.shift, self.scale, 0.0, None)
-            if self.lean
-            else self.normed
-        )
-        return again.h.flatten(0, 1)
-
-    def finish(self, dstream: Stream, dh: Stream) -> tuple[Tensor | None, ...]:
-        """Gradients of x, branch, bias, gate, shift and scale."""
-        grads = gated_layer_norm_backward(
-            dstream.contiguous(),
-            dh,
-            self.normed,
-            self.branch,
-            self.bias,
-            self.gate,
-            self.scale,
-            self.dropout,
-            self.seed,
-        )
-        return grads.x, grads.branch, grads.bias, grads.gate, grads.shift, grads.scale
-
-
-class _AttentionHalf(torch.autograd.Function):
-    """Norm, q k v, attention, output product. The output's bias is added with its gate, in the next half-block."""
-
-    @staticmethod
     def forward(
-        ctx: Any, x: Stream, branch: Stream | None, bias: Tensor | None, gate: PerSample | None, shift: PerSample,
-        scale: PerSample, qkv_weight: Tensor, qkv_bias: Tensor, out_weight: Tensor,
-        lean: bool, heads: int, dropout: float, seed: Tensor | None, keep: bool,
+        ctx: Any, x: Stream, before: Stream | None, bias: PerChannel | None, gate: PerSample | None, shift: PerSample,
+        scale: PerSample, first_weight: Rows, first_bias: PerChannel, second_weight: Rows,
+        branch: _Branch, dropout: float, seed: Seed | None, keep: bool,
     ) -> tuple[Stream, Stream]:  # fmt: skip
-        normed = gated_layer_norm(x, branch, bias, gate, shift, scale, dropout, seed)
-        batch, tokens, width = x.shape
-        qkv_half, out_half = qkv_weight.to(x.dtype), out_weight.to(x.dtype)
-        qkv = cublaslt.linear(normed.h.flatten(0, 1), qkv_half, qkv_bias.to(x.dtype))
-        parts = qkv.view(batch, tokens, 3, heads, width // heads).transpose(1, 3).unbind(2)
-        with torch.set_grad_enabled(keep):
-            q, k, v = (part.detach().requires_grad_(keep) for part in parts)
-            mixed = scaled_dot_product_attention(q, k, v)
-        rows = mixed.detach().transpose(1, 2).reshape(batch * tokens, width)
-        out = cublaslt.product(rows, out_half, transpose_b=True).view(batch, tokens, width)
+        eight = branch.eight
+        format8 = () if eight is None else (H_SCALE, ACTIVATION8)
+        normed = gated_layer_norm(x, before, bias, gate, shift, scale, dropout, seed, *format8)
+        if eight is None:
+            first, second = Matrix(first_weight.to(x.dtype)), Matrix(second_weight.to(x.dtype))
+        else:
+            first, second = eight.first, eight.second
+        h = branch.matrix(normed.h.flatten(0, 1), H_SCALE)
+        out, own = branch.forward(ctx, h, first, first_bias.to(x.dtype), second, x.shape, keep)
         if keep:
-            inputs = (branch, bias, gate, shift, scale, seed)
-            Half.save(ctx, normed, inputs, dropout, lean, qkv_half, out_half, qkv_weight)
-            ctx.attention = (q, k, v), mixed
-        return normed.stream, out
+            ctx.branch, ctx.dropout, ctx.dtype = branch, dropout, first_weight.dtype
+            ctx.save_for_backward(
+                normed.stream, normed.mean, normed.rstd, before, bias, gate, scale, seed,
+                shift, None if branch.lean else normed.h, *own, first.rows, first.inverse, second.rows, second.inverse,
+            )  # fmt: skip
+        return normed.stream, out.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
-        half = Half(ctx)
-        (qkv_half, out_half, master), (parts, mixed) = half.own, half.attention(ctx)
-        batch, heads, tokens, size = mixed.shape
+        *norm, shift, h, own_1, own_2, first_rows, first_inverse, second_rows, second_inverse = ctx.saved_tensors
+        branch, (stream, _, _, _, _, _, scale, _) = ctx.branch, norm
+        first, second = Matrix(first_rows, first_inverse), Matrix(second_rows, second_inverse)
+        largest = None if branch.eight is None else _largest(dout)
         rows = dout.flatten(0, 1)
-        dmixed = cublaslt.product(rows, out_half).view(batch, tokens, heads, size).transpose(1, 2)
-        kept = mixed.detach().transpose(1, 2).reshape(batch * tokens, heads * size)
-        dout_weight = cublaslt.weight_grad(rows, kept, master)
-        dqkv = stack_qkv(*torch.autograd.grad(mixed, parts, dmixed))
-        dqkv_weight = cublaslt.weight_grad(dqkv.qkv, half.h(), master)
-        dh = cublaslt.product(dqkv.qkv, qkv_half).view_as(dout)
-        return *half.finish(dstream, dh), dqkv_weight, dqkv.bias, dout_weight, *NO_GRADIENT
+        dout_rows = Matrix(rows) if largest is None else quantize(rows, largest)
+        dfirst, dbias, dsecond = branch.backward(ctx, dout_rows, largest, second, (own_1, own_2))
+        if h is None:
+            h = gated_layer_norm(stream, None, None, None, shift, scale, 0.0, None).h
+        dfirst_weight = weight_gradient(dfirst, branch.matrix(h.flatten(0, 1), H_SCALE), ctx.dtype)
+        dh = input_gradient(dfirst, first).view_as(dout)
+        inputs = gated_layer_norm_backward(dstream.contiguous(), dh, *norm, ctx.dropout)
+        return *inputs, dfirst_weight, dbias, dsecond, None, None, None, None
 
 
-class _MlpHalf(torch.autograd.Function):
-    """Norm, product with GELU, product. The last bias is added with its gate, in the next half-block."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Stream, branch: Stream, bias: Tensor, gate: PerSample, shift: PerSample, scale: PerSample,
-        expand_weight: Tensor, expand_bias: Tensor, contract_weight: Tensor,
-        lean: bool, dropout: float, seed: Tensor | None, keep: bool,
-    ) -> tuple[Stream, Stream]:  # fmt: skip
-        normed = gated_layer_norm(x, branch, bias, gate, shift, scale, dropout, seed)
-        rows = normed.h.flatten(0, 1)
-        expand_half, contract_half = expand_weight.to(x.dtype), contract_weight.to(x.dtype)
-        before = torch.empty(len(rows), len(expand_weight), dtype=rows.dtype, device=rows.device) if keep else None
-        hidden = cublaslt.linear_gelu(rows, expand_half, expand_bias.to(x.dtype), before)
-        out = cublaslt.product(hidden, contract_half, transpose_b=True).view_as(x)
-        if keep:
-            inputs, own = (branch, bias, gate, shift, scale, seed), (before, None if lean else hidden)
-            Half.save(ctx, normed, inputs, dropout, lean, *own, expand_half, contract_half, expand_weight)
-        return normed.stream, out
-
-    @staticmethod
-    def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
-        half = Half(ctx)
-        before, kept, expand_half, contract_half, master = half.own
-        rows = dout.flatten(0, 1)
-        grads = gelu_backward(cublaslt.product(rows, contract_half), before, again=kept is None)
-        hidden = kept if grads.hidden is None else grads.hidden
-        dcontract_weight = cublaslt.weight_grad(rows, hidden, master)
-        dexpand_weight = cublaslt.weight_grad(grads.before, half.h(), master)
-        dh = cublaslt.product(grads.before, expand_half).view_as(dout)
-        return *half.finish(dstream, dh), dexpand_weight, grads.bias, dcontract_weight, *NO_GRADIENT[:4]
-
-
-class LastNorm(torch.autograd.Function):
+class _LastNorm(torch.autograd.Function):
     """Add the last branch, and compute the head's norm."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Stream, branch: Stream, bias: Tensor, gate: PerSample, shift: PerSample, scale: PerSample,
-        dropout: float, seed: Tensor | None, keep: bool,
+        ctx: Any, x: Stream, branch: Stream, bias: PerChannel, gate: PerSample, shift: PerSample, scale: PerSample,
+        dropout: float, seed: Seed | None, keep: bool,
     ) -> Stream:  # fmt: skip
         normed = gated_layer_norm(x, branch, bias, gate, shift, scale, dropout, seed)
         if keep:
-            Half.save(ctx, normed, (branch, bias, gate, shift, scale, seed), dropout, lean=True)
+            ctx.save_for_backward(normed.stream, normed.mean, normed.rstd, branch, bias, gate, scale, seed)
+            ctx.dropout = dropout
         return normed.h
 
     @staticmethod
     def backward(ctx: Any, dh: Stream) -> tuple[Tensor | None, ...]:
-        return *Half(ctx).finish(torch.zeros_like(dh), dh.contiguous()), *NO_GRADIENT[:3]
-
-
-@dataclass(frozen=True)
-class BlockForm:
-    """The implementation of a block: its two half-blocks, and a setting of both (lean or not, or 8-bit weights)."""
-
-    attention: type[torch.autograd.Function]
-    mlp: type[torch.autograd.Function]
-    setting: Any
-
-
-def bf16(lean: bool = False) -> BlockForm:
-    return BlockForm(_AttentionHalf, _MlpHalf, lean)
-
-
-def fused_trunk(
-    x: Stream,
-    blocks: Sequence[DiTBlock],
-    modulations: Sequence[Float[Tensor, "batch 6 width"]],
-    last: Float[Tensor, "batch 2 width"],
-    heads: int,
-    dropout: float,
-    seeds: Int32[Tensor, "depth 2 2"] | None,
-    forms: Sequence[BlockForm],
-) -> Stream:
-    """All blocks and the head's norm: the input of the head's linear layer. x is bfloat16, on a CUDA device.
-
-    Each branch's dropout has the same seed as in `DiTBlock`. Without seeds nothing is dropped.
-    """
-    dropout = 0.0 if seeds is None else dropout
-    pairs = [(None, None)] * len(blocks) if seeds is None else [tuple(pair.unbind()) for pair in seeds]
-    keep = torch.is_grad_enabled()
-    branch = bias = gate = seed = None
-    for block, form, modulation, (seed_a, seed_m) in zip(blocks, forms, modulations, pairs, strict=True):
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.unbind(1)
-        attention, mlp = block.attention, block.mlp
-        x, branch = form.attention.apply(
-            x, branch, bias, gate, shift_a, scale_a, attention.qkv.weight, attention.qkv.bias, attention.out.weight,
-            form.setting, heads, dropout, seed, keep,
-        )  # fmt: skip
-        x, branch = form.mlp.apply(
-            x, branch, attention.out.bias, gate_a, shift_m, scale_m, mlp.expand.weight, mlp.expand.bias,
-            mlp.contract.weight, form.setting, dropout, seed_a, keep,
-        )  # fmt: skip
-        bias, gate, seed = mlp.contract.bias, gate_m, seed_m
-    return LastNorm.apply(x, branch, bias, gate, *last.unbind(1), dropout, seed, keep)
+        inputs = gated_layer_norm_backward(torch.zeros_like(dh), dh.contiguous(), *ctx.saved_tensors, ctx.dropout)
+        return *inputs, None, None, None
 
 
 @dataclass
 class FusedDiT:
-    """The blocks of a DiT by `fused_trunk`: `DiT.fast`."""
+    """`DiT.fast`: all blocks and the head's norm, for a bfloat16 stream on a CUDA device."""
 
     lean: bool = False
+    fp8: bool = False
+    frozen: list[Weights8] | None = None  # used when gradients are disabled
 
     def __call__(
         self,
@@ -243,14 +266,30 @@ class FusedDiT:
         x: Stream,
         modulations: Sequence[Float[Tensor, "batch 6 width"]],
         last: Float[Tensor, "batch 2 width"],
-        seeds: Int32[Tensor, "depth 2 2"] | None,
+        seeds: Int32[Tensor, "twice_depth 2"] | None,
     ) -> Stream:
-        blocks = [cast(DiTBlock, block) for block in network.blocks]
-        config = network.config
-        return fused_trunk(x, blocks, modulations, last, config.heads, config.dropout, seeds, self.forms(blocks))
-
-    def forms(self, blocks: Sequence[DiTBlock]) -> list[BlockForm]:
-        return [bf16(self.lean)] * len(blocks)
+        halves, keep = 2 * len(network.blocks), torch.is_grad_enabled()
+        eight: Sequence[Weights8 | None] = [None] * halves
+        if self.fp8:
+            eight = self.frozen if self.frozen and not keep else quantize_weights(network.blocks, keep)
+        dropout = 0.0 if seeds is None else network.config.dropout
+        each: Sequence[Tensor | None] = [None] * halves if seeds is None else list(seeds)
+        branch = bias = gate = seed = None
+        for i, (block, modulation) in enumerate(zip(network.blocks, modulations, strict=True)):
+            shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.unbind(1)
+            attention, mlp = block.attention, block.mlp
+            x, branch = _HalfBlock.apply(
+                x, branch, bias, gate, shift_a, scale_a, attention.qkv.weight, attention.qkv.bias, attention.out.weight,
+                _Attention(self.lean, eight[2 * i], attention.heads), dropout, seed, keep,
+            )  # fmt: skip
+            x, branch = _HalfBlock.apply(
+                x, branch, attention.out.bias, gate_a, shift_m, scale_m, mlp.expand.weight, mlp.expand.bias,
+                mlp.contract.weight, _Mlp(self.lean, eight[2 * i + 1]), dropout, each[2 * i], keep,
+            )  # fmt: skip
+            bias, gate, seed = mlp.contract.bias, gate_m, each[2 * i + 1]
+        return _LastNorm.apply(x, branch, bias, gate, *last.unbind(1), dropout, seed, keep)
 
     def freeze(self, network: DiT) -> None:
-        """Nothing to prepare: weights that are already rounded are used as they are."""
+        """Store the blocks' weights in 8 bits, before they are rounded to 16 bits."""
+        if self.fp8:
+            self.frozen = quantize_weights(network.blocks, for_training=False)

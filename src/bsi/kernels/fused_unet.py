@@ -17,22 +17,25 @@ is recomputed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from bsi.backbones.layers import attend
-from bsi.backbones.unet import ConvHead, GroupNorm, PixelAttention, UNet, UNetBlock, bias_of, to_image, to_rows
-from bsi.kernels.group_norm import GroupMoments, group_norm_act, group_norm_act_backward
-from bsi.kernels.residual_sum import pixel_sums, residual_sum, residual_sum_with_skip
-
-Image = Float[Tensor, "batch channels *space"]
-Rows = Float[Tensor, "batch pixels channels"]
+from bsi.backbones.layers import Image, attend
+from bsi.backbones.unet import GroupNorm, PixelAttention, Rows, UNet, UNetBlock, bias_of, to_image, to_rows
+from bsi.kernels.unet_kernels import (
+    Moments,
+    group_norm_act,
+    group_norm_act_backward,
+    pixel_sums,
+    residual_sum,
+    residual_sum_with_skip,
+)
 
 
 def rows_of(x: Image) -> Rows:
@@ -62,7 +65,7 @@ def slices(whole: Tensor, images: list[Rows]) -> tuple[Tensor, ...]:
     return whole.split([image.shape[2] for image in images], dim=-1)
 
 
-def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> tuple[Rows, list[GroupMoments]]:
+def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> tuple[Rows, list[Moments]]:
     """SiLU of the norm of several images, concatenated, and their moments."""
     batch, count, _ = images[0].shape
     y = images[0].new_empty(batch, count, len(weight))
@@ -70,53 +73,35 @@ def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> 
     return y, [group_norm_act(image, w, b, groups // len(images), out) for image, w, b, out in parts]
 
 
-@dataclass(frozen=True)
-class Rounded:
-    """A block's weights in the compute dtype."""
-
-    conv_in: Tensor
-    conv_out: Tensor
-    shortcut: Tensor | None
-
-
-@torch.no_grad()
-def round_weights(blocks: list[UNetBlock], dtype: torch.dtype) -> list[Rounded]:
-    """The weights of all blocks, rounded to `dtype` at once."""
-    whole = [layer.weight for block in blocks for layer in block.layers()]
-    if whole[0].dtype != dtype:
-        rounded = [torch.empty_like(weight, dtype=dtype) for weight in whole]
-        torch._foreach_copy_(rounded, whole)
-        whole = rounded
-    left = iter(whole)
-    return [Rounded(next(left), next(left), None if block.shortcut is None else next(left)) for block in blocks]
-
-
 class _Block(torch.autograd.Function):
-    """`UNetBlock` without its attention; returns its output and x. `shift` contains the first convolution's bias."""
+    """`UNetBlock` without its attention; returns its output and x. `shift` contains the first convolution's bias.
+
+    `rounded` are the weights of the convolutions in the compute dtype: conv_in, conv_out and shortcut.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Image, skip: Image | None, shift: Tensor,
         weight_in: Tensor, bias_in: Tensor, conv_in: Tensor, weight_out: Tensor, bias_out: Tensor, conv_out: Tensor,
         bias: Tensor, shortcut: Tensor | None,
-        rounded: Rounded, groups: tuple[int, int], dropout: float, seed: Tensor | None, lean: bool,
+        rounded: Sequence[Tensor | None], groups: tuple[int, int], dropout: float, seed: Tensor | None, lean: bool,
     ) -> tuple[Image, Image]:  # fmt: skip
         images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
+        half_in, half_out, half_shortcut = rounded
         y_in, moments_in = norm_each(images, weight_in, bias_in, groups[0])
-        h = rows_of(convolve(to_image(y_in, x), rounded.conv_in))
+        h = rows_of(convolve(to_image(y_in, x), half_in))
         y_out = torch.empty_like(h)
         moments_out = group_norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
-        branch = rows_of(convolve(to_image(y_out, x), rounded.conv_out))
-        if rounded.shortcut is None:
+        branch = rows_of(convolve(to_image(y_out, x), half_out))
+        if half_shortcut is None:
             out = residual_sum(images[0], branch, bias)
         else:
-            out = residual_sum_with_skip(images[0], images[1], rounded.shortcut.flatten(1), branch, bias)
+            out = residual_sum_with_skip(images[0], images[1], half_shortcut.flatten(1), branch, bias)
         kept = (None, None) if lean else (y_in, y_out)
-        moments = [t for m in (*moments_in, moments_out) for t in (m.mean, m.rstd, m.own)]
+        moments = [tensor for each in (moments_out, *moments_in) for tensor in each]
         ctx.save_for_backward(
-            x, skip, h, *kept, rounded.conv_in, rounded.conv_out, rounded.shortcut, shift,
-            weight_in, bias_in, weight_out, bias_out, seed, *moments,
-        )  # fmt: skip
+            x, skip, h, *kept, *rounded, shift, weight_in, bias_in, weight_out, bias_out, seed, *moments
+        )
         ctx.settings = groups, dropout, conv_in.dtype, bias.dtype
         ctx.set_materialize_grads(False)
         return to_image(out, x), x
@@ -128,9 +113,7 @@ class _Block(torch.autograd.Function):
         weight_in, bias_in, weight_out, bias_out, seed, *moments = rest
         groups, dropout, dtype, bias_dtype = ctx.settings
         images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
-        *moments_in, moments_out = (
-            GroupMoments(*pair) for pair in zip(*(moments[i::3] for i in range(3)), strict=True)
-        )
+        moments_out, *moments_in = (Moments(*moments[i : i + 3]) for i in range(0, len(moments), 3))
         drows, inputs = rows_of(dout), len(weight_in)
         sums = torch.empty(len(x), 4, inputs + len(weight_out), dtype=torch.float32, device=x.device)
         if y_out is None:
@@ -175,8 +158,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Image, weight: Tensor, bias: Tensor, groups: int, act: bool) -> Image:
         rows = rows_of(x)
         y = torch.empty_like(rows)
-        moments = group_norm_act(rows, weight, bias, groups, y, act)
-        ctx.save_for_backward(x, weight, bias, moments.mean, moments.rstd, moments.own)
+        ctx.save_for_backward(x, weight, bias, *group_norm_act(rows, weight, bias, groups, y, act))
         ctx.settings = groups, act
         return to_image(y, x)
 
@@ -186,7 +168,7 @@ class _Norm(torch.autograd.Function):
         x, weight, bias, *moments = ctx.saved_tensors
         groups, act = ctx.settings
         sums = torch.empty(len(x), 4, len(weight), dtype=torch.float32, device=x.device)
-        dx = group_norm_act_backward(rows_of(dy), rows_of(x), GroupMoments(*moments), weight, bias, groups, sums, act)
+        dx = group_norm_act_backward(rows_of(dy), rows_of(x), Moments(*moments), weight, bias, groups, sums, act)
         dweight, dbias, _, _ = sums.sum(0)
         return to_image(dx, x), dweight, dbias, None, None
 
@@ -216,60 +198,62 @@ def fused_norm(norm: GroupNorm, x: Image, act: bool = False) -> Image:
 
 
 def fused_attention(attention: PixelAttention, x: Image) -> Image:
-    """`PixelAttention`."""
     qkv, out = attention.qkv, attention.out
     mixed = attend(_Linear.apply(rows_of(fused_norm(attention.norm, x)), qkv.weight, qkv.bias), attention.heads)
     return x + to_image(_Linear.apply(mixed, out.weight, out.bias), x)
 
 
-def fused_block(
-    block: UNetBlock,
-    x: Image,
-    skip: Image | None,
-    shift: Float[Tensor, "batch channels"],
-    seed: Int32[Tensor, " 2"] | None,
-    rounded: Rounded,
-    lean: bool = False,
-) -> tuple[Image, Image]:
-    """`UNetBlock` without its attention, and x in the form in which a later block reads it. x has the compute dtype.
-
-    `shift` contains the first convolution's bias, which is added for all blocks at once.
-    """
-    conv_in, conv_out, shortcut = block.conv_in, block.conv_out, block.shortcut
-    assert conv_out.bias is not None
-    bias = conv_out.bias
-    if shortcut is not None:
-        assert shortcut.bias is not None
-        bias = bias + shortcut.bias
-    return _Block.apply(
-        x, skip, shift, block.norm_in.weight, block.norm_in.bias, conv_in.weight,
-        block.norm_out.weight, block.norm_out.bias, conv_out.weight, bias,
-        None if shortcut is None else shortcut.weight, rounded,
-        (block.norm_in.num_groups, block.norm_out.num_groups), 0.0 if seed is None else block.dropout, seed, lean,
-    )  # fmt: skip
+@torch.no_grad()
+def round_weights(weights: list[Tensor], dtype: torch.dtype) -> dict[Tensor | None, Tensor]:
+    """The weights rounded to `dtype`, all at once."""
+    rounded = weights
+    if weights[0].dtype != dtype:
+        rounded = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+        torch._foreach_copy_(rounded, weights)
+    return dict(zip(weights, rounded, strict=True))
 
 
 @dataclass
 class FusedUNet:
-    """The fused implementation of a U-Net's layers: `UNet.fast`."""
+    """`UNet.fast`: everything between the first convolution and the last. x has the compute dtype."""
 
     lean: bool = False
 
-    def prepare(self, blocks: list[UNetBlock], shifts: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Rounded]]:
-        """The blocks' shifts with the first convolutions' biases added, and their weights in the compute dtype."""
+    def __call__(self, network: UNet, x: Image, shifts: Tensor, seeds: Sequence[Tensor | None]) -> Image:
+        blocks = [module for module in network.modules() if isinstance(module, UNetBlock)]  # in the order they run
+        layers = [(block.conv_in, block.conv_out, block.shortcut) for block in blocks]
+        rounded = round_weights([layer.weight for each in layers for layer in each if layer is not None], x.dtype)
+        # The first convolutions' biases are added for all blocks at once.
         shifts = shifts + torch.cat([bias_of(block.conv_in, torch.float32) for block in blocks])
-        return shifts, round_weights(blocks, dtype)
+        inputs = zip(shifts.split(network.widths, dim=1), seeds, strict=True)
 
-    def block(
-        self, block: UNetBlock, x: Image, skip: Image | None, shift: Tensor, seed: Tensor | None, weights: Rounded
-    ) -> tuple[Image, Image]:
-        return fused_block(block, x, skip, shift, seed, weights, self.lean)
+        def run(block: UNetBlock, x: Image, skip: Image | None) -> tuple[Image, Image]:
+            """The block's output, and x in the form in which a later block reads it as a skip."""
+            shift, seed = next(inputs)
+            conv_in, conv_out, shortcut, bias = block.conv_in, block.conv_out, block.shortcut, block.conv_out.bias
+            if shortcut is not None:
+                bias = bias + shortcut.bias
+            masters = conv_in.weight, conv_out.weight, None if shortcut is None else shortcut.weight
+            out, x = _Block.apply(
+                x, skip, shift, block.norm_in.weight, block.norm_in.bias, masters[0],
+                block.norm_out.weight, block.norm_out.bias, masters[1], bias, masters[2],
+                [rounded.get(weight) for weight in masters], (block.norm_in.num_groups, block.norm_out.num_groups),
+                0.0 if seed is None else block.dropout, seed, self.lean,
+            )  # fmt: skip
+            return out if block.attention is None else fused_attention(block.attention, out), x
 
-    def attention(self, attention: PixelAttention, x: Image) -> Image:
-        return fused_attention(attention, x)
-
-    def head(self, head: ConvHead, x: Image) -> Image:
-        return head.conv(fused_norm(head.norm, x, act=True))
+        skips = [x]
+        for layer in [*network.down, network.before]:
+            if isinstance(layer, UNetBlock):
+                x, skips[-1] = run(layer, x, None)
+            else:
+                x = layer(x)
+            skips.append(x)
+        x = fused_attention(network.attention, skips.pop())
+        x, _ = run(network.after, x, None)
+        for layer in network.up:
+            x = run(layer, x, skips.pop())[0] if isinstance(layer, UNetBlock) else layer(x)
+        return fused_norm(network.head.norm, x, act=True)
 
     def freeze(self, network: UNet) -> None:
         """Nothing to prepare: weights that are already rounded are used as they are."""

@@ -1,11 +1,14 @@
-"""Triton kernels for group normalization in a U-Net, on images given as rows of channels, one row for each pixel.
+"""Triton kernels for a U-Net, on images given as rows of channels, one row for each pixel.
 
-    group_norm_act    y = dropout(act(GroupNorm(x + shift))),   act the identity or SiLU
+    group_norm_act            y = dropout(act(GroupNorm(x + shift))),   act the identity or SiLU
+    residual_sum              y = x + branch + bias
+    residual_sum_with_skip    y = x W_x' + skip W_s' + branch + bias
+    pixel_sums                the sum of each channel over the pixels of an image
 
-A program handles some complete groups of channels (a slab) of one image, so that it can compute their norm by itself.
-It reads the pixels twice: first for the sums, then in reverse order for the result, since the pixels read last are
-still in the cache. Moments are computed as in `layers.GroupNorm`, in float32: first for each channel, relative to its
-first pixel (to avoid cancellation), then for the groups. The gradient is
+A program of group_norm_act handles some complete groups of channels (a slab) of one image, so that it can compute
+their norm by itself. It reads the pixels twice: first for the sums, then in reverse order for the result, since the
+pixels read last are still in the cache. Moments are computed as in `unet.GroupNorm`, in float32: first for each
+channel, relative to its first pixel (to avoid cancellation), then for the groups. The gradient is
 
     z = xn w + b,  xn = (x + shift - mean) rstd,  d = act'(z) dropout(dy)
     dx = rstd (w d - A - xn B),                   A, B = sums of w d and of w d xn over the group / its size
@@ -22,17 +25,17 @@ hardware's approximate 2^x and 1/x.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 from torch import Tensor
 
-from bsi.backbones.layers import NORM_EPS
-from bsi.kernels.layer_norm import dropout_keeps, mask_constants
+from bsi.backbones.layers import NORM_EPS, PerSample, Seed
+from bsi.backbones.unet import Rows
+from bsi.kernels.dit_kernels import PerChannel, dropout_keeps, mask_constants
 
 SLAB = 64  # channels of a program; larger if a group has more
 REGISTERS = 128  # maximum per thread
@@ -231,57 +234,86 @@ def _group_norm_act_backward(
     tl.store(base + 3 * stride_row, tl.sum(sum_add, axis=0), mask=inside)
 
 
-Rows = Float[Tensor, "batch pixels channels"]
-PerChannel = Float[Tensor, " channels"]
+@triton.jit
+@no_type_check
+def _residual_sum(x, branch, bias, y, count, channels, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = place < count
+    value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+    value += tl.load(branch + place, mask=here, other=0.0).to(tl.float32)
+    value += tl.load(bias + place % channels, mask=here, other=0.0).to(tl.float32)
+    tl.store(y + place, value, mask=here)
 
 
-@dataclass(frozen=True)
-class GroupMoments:
+@triton.jit
+@no_type_check
+def _residual_sum_with_skip(
+    x, skip, weight, branch, bias, y, rows, channels,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in range(0, channels, DEPTH):
+        depth = k + tl.arange(0, DEPTH)
+        place = row[:, None] * channels + depth[None, :]
+        here = (row < rows)[:, None] & (depth < channels)[None, :]
+        place_w = column[None, :] * (2 * channels) + depth[:, None]
+        here_w = (column < channels)[None, :] & (depth < channels)[:, None]
+        a, b = tl.load(x + place, mask=here, other=0.0), tl.load(weight + place_w, mask=here_w, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        a, b = tl.load(skip + place, mask=here, other=0.0), tl.load(weight + channels + place_w, mask=here_w, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    place = row[:, None] * channels + column[None, :]
+    here = (row < rows)[:, None] & (column < channels)[None, :]
+    total += tl.load(branch + place, mask=here, other=0.0).to(tl.float32)
+    total += tl.load(bias + column, mask=column < channels, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + place, total, mask=here)
+
+
+@triton.jit
+@no_type_check
+def _pixel_sums(x, sums, pixels, channels, SLAB: tl.constexpr, TILE: tl.constexpr):
+    sample = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * SLAB + tl.arange(0, SLAB)
+    x += sample * pixels * channels
+    total = tl.zeros([TILE, SLAB], tl.float32)
+    for i in range(0, pixels, TILE):
+        pixel = i + tl.arange(0, TILE)
+        here = (pixel < pixels)[:, None] & (channel < channels)[None, :]
+        total += tl.load(x + pixel[:, None] * channels + channel[None, :], mask=here, other=0.0).to(tl.float32)
+    tl.store(sums + sample * channels + channel, tl.sum(total, axis=0), mask=channel < channels)
+
+
+class Moments(NamedTuple):
     """For each image and channel: the group's mean minus the shift, 1 / the group's deviation, the channel's mean."""
 
-    mean: Float[Tensor, "batch channels"]
-    rstd: Float[Tensor, "batch channels"]
-    own: Float[Tensor, "batch channels"]
+    mean: PerSample
+    rstd: PerSample
+    own: PerSample
 
 
 def group_norm_act(
-    x: Rows,
-    weight: PerChannel,
-    bias: PerChannel,
-    groups: int,
-    y: Rows,
-    act: bool = True,
-    shift: Float[Tensor, "batch channels"] | None = None,
-    dropout: float = 0.0,
-    seed: Int32[Tensor, " 2"] | None = None,
-) -> GroupMoments:
+    x: Rows, weight: PerChannel, bias: PerChannel, groups: int, y: Rows, act: bool = True,
+    shift: PerSample | None = None, dropout: float = 0.0, seed: Seed | None = None,
+) -> Moments:  # fmt: skip
     """Write dropout(act(norm of x + shift)) to y, whose rows may be slices of longer rows. Return the moments."""
     batch, pixels, channels = x.shape
-    moments = GroupMoments(*(torch.empty(batch, channels, dtype=torch.float32, device=x.device) for _ in range(3)))
-    _group_norm_act[_grid(x, groups)](
-        x, weight, bias, weight if shift is None else shift, x if seed is None else seed, y,
-        moments.mean, moments.rstd, moments.own,
+    moments = Moments(*(torch.empty(batch, channels, dtype=torch.float32, device=x.device) for _ in range(3)))
+    grid, cut = _cut(x, groups)
+    _group_norm_act[grid](
+        x, weight, bias, weight if shift is None else shift, x if seed is None else seed, y, *moments,
         pixels, channels, _row(y), 0 if shift is None else shift.stride(0), NORM_EPS,
-        GROUP=channels // groups, ACT=act, SHIFT=shift is not None, **mask_constants(dropout),
-        **_cut(x, groups),
+        GROUP=channels // groups, ACT=act, SHIFT=shift is not None, **mask_constants(dropout), **cut,
     )  # fmt: skip
     return moments
 
 
 def group_norm_act_backward(
-    dy: Rows,
-    x: Rows,
-    moments: GroupMoments,
-    weight: PerChannel,
-    bias: PerChannel,
-    groups: int,
-    sums: Float[Tensor, "batch 4 channels"],
-    act: bool = True,
-    dropout: float = 0.0,
-    seed: Int32[Tensor, " 2"] | None = None,
-    add: Rows | None = None,
-    more: Rows | None = None,
-) -> Rows:
+    dy: Rows, x: Rows, moments: Moments, weight: PerChannel, bias: PerChannel, groups: int,
+    sums: Float[Tensor, "batch 4 channels"], act: bool = True, dropout: float = 0.0, seed: Seed | None = None,
+    add: Rows | None = None, more: Rows | None = None,
+) -> Rows:  # fmt: skip
     """The gradient of x from that of y, plus `add` and `more`.
 
     Each image's part of the gradients of weight, bias and shift, and the sum of `add` over its pixels, are written to
@@ -289,12 +321,12 @@ def group_norm_act_backward(
     """
     _, pixels, channels = x.shape
     dx = torch.empty_like(x)
-    _group_norm_act_backward[_grid(x, groups)](
-        dy, x, moments.mean, moments.rstd, moments.own, weight, bias,
+    grid, cut = _cut(x, groups)
+    _group_norm_act_backward[grid](
+        dy, x, *moments, weight, bias,
         x if seed is None else seed, x if add is None else add, x if more is None else more, dx, sums,
         pixels, channels, _row(dy), 0 if add is None else _row(add), sums.stride(0), sums.stride(1),
-        GROUP=channels // groups, ACT=act, ADD=add is not None, MORE=more is not None, **mask_constants(dropout),
-        **_cut(x, groups),
+        GROUP=channels // groups, ACT=act, ADD=add is not None, MORE=more is not None, **mask_constants(dropout), **cut,
     )  # fmt: skip
     return dx
 
@@ -305,31 +337,47 @@ def _row(rows: Rows) -> int:
     return rows.stride(1 if rows.shape[1] > 1 else 0)
 
 
-def _slab(group: int) -> int:
-    """The number of channels of a program, a power of two: at least one complete group."""
-    return max(SLAB, triton.next_power_of_2(group))
-
-
-def _cut(x: Rows, groups: int) -> dict[str, int | bool]:
-    """Launch parameters that divide images among programs; EVEN if the tiles cover them exactly.
+def _cut(x: Rows, groups: int) -> tuple[tuple[int], dict[str, int | bool]]:
+    """The grid, a program for each image and slab, and its launch parameters; EVEN if the tiles cover images exactly.
 
     For a large image, one program fills a multiprocessor, since the data of several would exceed the cache. For small
     images, programs have half as many warps and two run at a time, so that one computes while the other waits for
     memory.
     """
-    _, pixels, channels = x.shape
+    batch, pixels, channels = x.shape
     tile, warps = (64, 16) if pixels >= 1024 else (32, 8)
     group = channels // groups
-    slab = _slab(group)
+    slab = max(SLAB, triton.next_power_of_2(group))  # at least one complete group
     tile = max(1, tile * SLAB // slab)
     even = pixels % tile == 0 and channels % slab == 0 and slab % group == 0
-    return {
-        "SLAB": slab, "TILE": tile, "EVEN": even, "FAST": x.dtype == torch.bfloat16,
-        "num_warps": warps, "maxnreg": REGISTERS,
-    }  # fmt: skip
+    fast = x.dtype == torch.bfloat16
+    cut = {"SLAB": slab, "TILE": tile, "EVEN": even, "FAST": fast, "num_warps": warps, "maxnreg": REGISTERS}
+    return (batch * triton.cdiv(groups, slab // group),), cut
 
 
-def _grid(x: Rows, groups: int) -> tuple[int]:
-    """A program for each image and slab."""
-    group = x.shape[2] // groups
-    return (len(x) * triton.cdiv(groups, _slab(group) // group),)
+def residual_sum(x: Rows, branch: Rows, bias: PerChannel) -> Rows:
+    """x + branch + bias."""
+    y = torch.empty_like(x)
+    _residual_sum[(triton.cdiv(x.numel(), 2048),)](x, branch, bias, y, x.numel(), x.shape[2], BLOCK=2048, num_warps=8)
+    return y
+
+
+def residual_sum_with_skip(
+    x: Rows, skip: Rows, weight: Float[Tensor, "channels twice_channels"], branch: Rows, bias: PerChannel
+) -> Rows:
+    """x W_x' + skip W_s' + branch + bias, with both weights concatenated in `weight`."""
+    y, channels = torch.empty_like(x), x.shape[2]
+    rows = x.numel() // channels
+    columns, depth = (max(16, min(most, triton.next_power_of_2(channels))) for most in (128, 32))
+    _residual_sum_with_skip[triton.cdiv(rows, 128), triton.cdiv(channels, columns)](
+        x, skip, weight, branch, bias, y, rows, channels,
+        ROWS=128, COLUMNS=columns, DEPTH=depth, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return y
+
+
+def pixel_sums(x: Rows) -> Float[Tensor, "batch channels"]:
+    batch, pixels, channels = x.shape
+    sums = torch.empty(batch, channels, dtype=torch.float32, device=x.device)
+    _pixel_sums[batch, triton.cdiv(channels, 64)](x, sums, pixels, channels, SLAB=64, TILE=128, num_warps=8)
+    return sums

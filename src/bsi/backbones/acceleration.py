@@ -3,7 +3,7 @@
 A DiT or a U-Net in bfloat16 on an NVIDIA GPU with Triton takes the fused form (kernels/fused_dit.py, fused_unet.py),
 unless it is checkpointed. Everything else is compiled region by region (kernels/compiled.py). Each form computes the
 same function as the plain one, dropout included, up to rounding. Without Triton, on a GPU that is too old for it, or on
-a CPU, a network is not changed: there, compiling would cost more time than it saves. 8-bit products (kernels/fp8.py)
+a CPU, a network is not changed: there, compiling would cost more time than it saves. 8-bit products in a DiT
 have large rounding errors and are used only on request.
 """
 

@@ -1,4 +1,4 @@
-"""What the networks share: their interface, embeddings, initialization, dropout, attention and adaLN-Zero.
+"""What the networks share: their interface, embeddings, initialization, dropout and attention.
 
 A backbone maps (x, t, cond) to an array like x. x is scaled to unit variance (c_in mu), t in [0, 1] is 0 at the noisy
 end, and the output is exactly 0 before training, so that the preconditioned f = c_skip mu + c_out backbone(c_in mu,
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import pad, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from bsi.backbones.config import PRECISION_DIM, BackboneConfig, fourier_exponents
@@ -270,17 +270,6 @@ def _swap(h: Int32[Tensor, "..."]) -> Int32[Tensor, "..."]:
     return (h >> 16) + (h << 16)
 
 
-# ---- Attention, and adaLN-Zero (Peebles & Xie, 2023), which surrounds each branch (attention or MLP) of a block by
-#
-#     h = modulated_norm(x, shift, scale)   = LayerNorm(x) * (1 + scale) + shift
-#     x = gated_residual(x, gate, branch)   = x + gate * dropout(branch)
-#
-# with shifts, scales and gates computed from the condition. The residual stream x has the compute dtype (bfloat16 under
-# autocast); means and variances are float32. Apart from products and attention, a block's memory traffic is 17 passes
-# over the stream. After `compile_regions` it stores 11 for the backward pass (x, q, k, v, the attention's output, both
-# branches, and the four of GELU's input) and recomputes the rest, which is pointwise; eager autograd stores 22.
-
-
 def run_block(block: nn.Module, recompute: bool, *inputs: Any) -> Tensor:
     """block(*inputs). With `recompute`, only its inputs are stored and the backward pass recomputes the block."""
     if recompute:
@@ -294,58 +283,3 @@ def attend(qkv: Float[Tensor, "batch tokens three_widths"], heads: int) -> Token
     batch, tokens, three_widths = qkv.shape
     q, k, v = qkv.view(batch, tokens, 3, heads, three_widths // 3 // heads).transpose(1, 3).unbind(2)
     return scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, three_widths // 3)
-
-
-def modulated_norm(x: Tokens, shift: PerSample, scale: PerSample) -> Tokens:
-    """LayerNorm(x) * (1 + scale) + shift, in the dtype of x."""
-    normed = layer_norm(x, x.shape[-1:], eps=NORM_EPS)
-    return (normed * (1 + scale[:, None]) + shift[:, None]).to(x.dtype)
-
-
-def gated_residual(x: Tokens, gate: PerSample, branch: Tokens, p: float, seed: Seed | None) -> Tokens:
-    """x + gate * dropout(branch), without dropout if there is no seed."""
-    if seed is not None:
-        branch = dropout(branch, p, seed)
-    return torch.addcmul(x, gate[:, None], branch)
-
-
-class FeedForward(nn.Module):
-    """Linear, GELU (tanh form), Linear."""
-
-    def __init__(self, width: int, ratio: int) -> None:
-        super().__init__()
-        self.expand = nn.Linear(width, ratio * width)
-        self.contract = nn.Linear(ratio * width, width)
-        xavier_(self.expand)
-        xavier_(self.contract)
-
-    def forward(self, h: Tokens) -> Tokens:
-        return self.contract(gelu(self.expand(h), approximate="tanh"))
-
-
-class Modulation(nn.Module):
-    """Shifts, scales and gates of all blocks and of the head, by one linear layer that is initialized to 0."""
-
-    def __init__(self, width: int, per_block: int, depth: int) -> None:
-        super().__init__()
-        self.width = width
-        self.sizes = [per_block] * depth + [2]
-        self.project = nn.Linear(width, sum(self.sizes) * width)
-        zero_(self.project)
-
-    def forward(self, condition: PerSample) -> tuple[Float[Tensor, "batch _ width"], ...]:
-        """One (batch, per_block, width) for each block, then (batch, 2, width) for the head."""
-        return self.project(condition).unflatten(1, (-1, self.width)).split(self.sizes, dim=1)
-
-
-class ModulatedHead(nn.Module):
-    """Modulated norm, then a linear layer that is initialized to 0."""
-
-    def __init__(self, width: int, outputs: int) -> None:
-        super().__init__()
-        self.project = nn.Linear(width, outputs)
-        zero_(self.project)
-
-    def forward(self, x: Tokens, modulation: Float[Tensor, "batch 2 width"]) -> Float[Tensor, "batch tokens outputs"]:
-        shift, scale = modulation.unbind(1)
-        return self.project(modulated_norm(x, shift, scale))

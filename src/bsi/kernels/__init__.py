@@ -5,11 +5,9 @@ import this package only when they use it, and both work without it, but are slo
 
 | file | content |
 |---|---|
-| fused_dit.py, fp8.py | a DiT's blocks, with one kernel between two matrix products; the same with 8-bit products |
-| fused_unet.py | a U-Net's blocks, with one kernel between two convolutions |
-| compiled.py | the blocks of any network, each type compiled once by torch.compile |
-| layer_norm.py, branch_gradients.py | gated residual, LayerNorm; gradients of GELU, q, k, v; 8-bit conversion |
-| group_norm.py, residual_sum.py | GroupNorm with SiLU and dropout; residual sums |
+| fused_dit.py, dit_kernels.py | a DiT's blocks, with one kernel between two matrix products in 16 or 8 bits |
+| fused_unet.py, unet_kernels.py | a U-Net's blocks, with one kernel between two convolutions |
 | cublaslt.py | matrix products with GELU in the epilogue, in bfloat16 or 8 bits |
+| compiled.py | the blocks of any network, each type compiled once by torch.compile |
 | philox.py | normal random numbers from counters |
 """

@@ -5,16 +5,14 @@ and take their parameters as inputs of the graph, so every further block uses th
 size may be a dynamic shape. By default the compiler would also make every size dynamic that differs between two blocks
 (as between two resolutions of a U-Net), and such kernels are slower.
 
-The compiler splits a block into forward and backward. By default it stores all tensors that the backward pass would
-otherwise have to write to memory again before a matrix product can read them. Here it may recompute everything except
-matrix products, convolutions and attention: pointwise operations are cheap, and their results take most of the memory
-(see backbones/layers.py).
+By default the compiler stores all tensors that the backward pass would otherwise have to write to memory again before a
+matrix product can read them. Here it may recompute everything except matrix products, convolutions and attention:
+pointwise operations are cheap, and their results take most of the memory (see backbones/dit.py).
 
-Inductor then decides which results to write to memory between kernels. By default it writes a result that needs more
-than a few reads or operations and is used twice: in a norm's gradient, complete images in float32. Here pointwise
-results are never written but recomputed in the kernel that reads them. Results with one number per channel or group are
-written, since otherwise the threads of all pixels would compute them. For a training step of the U-Net 128x32, without
-the convolutions and products, this is 62 GB of memory traffic instead of 76 GB.
+By default Inductor also writes a result that needs more than a few reads or operations and is used twice: in a norm's
+gradient, complete images in float32. Here pointwise results are recomputed in the kernel that reads them. Results with
+one number per channel or group are written, since otherwise the threads of all pixels would compute them. For a
+training step of the U-Net 128x32, without convolutions and products, this is 62 GB of memory traffic instead of 76 GB.
 """
 
 import functools
@@ -33,14 +31,12 @@ RECOMPUTE_POINTWISE = {
 }
 
 # Raise Inductor's limits for recomputing a result instead of writing it; sums of a few numbers are not unrolled.
-NEVER = 10**6
 WRITE_NO_POINTWISE = {
-    "realize_reads_threshold": NEVER,
-    "realize_acc_reads_threshold": NEVER,
-    "realize_opcount_threshold": NEVER,
+    "realize_reads_threshold": 10**6,
+    "realize_acc_reads_threshold": 10**6,
+    "realize_opcount_threshold": 10**6,
     "unroll_reductions_threshold": 1,
 }
-
 
 # Limit on the compiled variants of one block: down and up, at each resolution, in training and evaluation, for a fixed
 # and for a dynamic batch size. With torch's default of 8 the compilation would fail.

@@ -34,7 +34,6 @@ that of the same weights in bfloat16.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,32 +97,18 @@ def _largest(*tensors: Tensor) -> Scalar:
     return torch.stack([torch.linalg.vector_norm(t, float("inf")) for t in tensors]).amax()
 
 
-@dataclass(frozen=True)
-class _Branch(ABC):
-    """What a half-block computes from h: a product with the first weight, a function, a product with the second."""
+def _activation(rows: Rows, scale: float, eight: Weights8 | None) -> Matrix:
+    """In 8 bits, the rows are `scale` times the activation."""
+    return Matrix(rows, None if eight is None else _constant(1.0 / scale, rows.device))
 
-    lean: bool
+
+# A branch is a product with the first weight, a function, and a product with the second weight. `forward` returns its
+# output and two tensors to store; `backward` the gradients of the first product, of its bias and of the second weight.
+
+
+@dataclass(frozen=True)
+class _Attention:
     eight: Weights8 | None
-
-    def matrix(self, rows: Rows, scale: float) -> Matrix:
-        """An activation, which was multiplied by `scale` if it is in 8 bits."""
-        return Matrix(rows, None if self.eight is None else _constant(1.0 / scale, rows.device))
-
-    @abstractmethod
-    def forward(
-        self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, shape: torch.Size, keep: bool
-    ) -> tuple[Rows, tuple[Tensor | None, Tensor | None]]:
-        """The output, and two tensors to store for the backward pass."""
-
-    @abstractmethod
-    def backward(
-        self, ctx: Any, dout: Matrix, largest: Scalar | None, second: Matrix, own: Sequence[Tensor | None]
-    ) -> tuple[Matrix, PerChannel, Rows]:
-        """The gradients of the first product, of its bias and of the second weight."""
-
-
-@dataclass(frozen=True)
-class _Attention(_Branch):
     heads: int
 
     def forward(
@@ -163,7 +148,10 @@ class _Attention(_Branch):
 
 
 @dataclass(frozen=True)
-class _Mlp(_Branch):
+class _Mlp:
+    eight: Weights8 | None
+    lean: bool
+
     def forward(
         self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, shape: torch.Size, keep: bool
     ) -> tuple[Rows, tuple[Tensor | None, Tensor | None]]:
@@ -171,7 +159,7 @@ class _Mlp(_Branch):
         epilogue = Epilogue.GELU_AUX_BIAS if keep else Epilogue.GELU_BIAS
         format8 = () if self.eight is None else (ACTIVATION8, _constant(HIDDEN_SCALE, bias.device))
         hidden = product(h, first, epilogue, bias, before, *format8)
-        return product(self.matrix(hidden, HIDDEN_SCALE), second), (before, None if self.lean else hidden)
+        return product(_activation(hidden, HIDDEN_SCALE, self.eight), second), (before, None if self.lean else hidden)
 
     def backward(
         self, ctx: Any, dout: Matrix, largest: Scalar | None, second: Matrix, own: Sequence[Tensor | None]
@@ -181,7 +169,7 @@ class _Mlp(_Branch):
         again = torch.empty_like(before) if hidden is None else None
         bound = None if self.eight is None else largest * self.eight.bound
         dbefore, dbias = gelu_backward(dhidden, before, again, bound)
-        hidden8 = self.matrix(again if hidden is None else hidden, HIDDEN_SCALE)
+        hidden8 = _activation(again if hidden is None else hidden, HIDDEN_SCALE, self.eight)
         return dbefore, dbias, weight_gradient(dout, hidden8, ctx.dtype)
 
 
@@ -196,7 +184,7 @@ class _HalfBlock(torch.autograd.Function):
     def forward(
         ctx: Any, x: Stream, before: Stream | None, bias: PerChannel | None, gate: PerSample | None, shift: PerSample,
         scale: PerSample, first_weight: Rows, first_bias: PerChannel, second_weight: Rows,
-        branch: _Branch, dropout: float, seed: Seed | None, keep: bool,
+        branch: _Attention | _Mlp, lean: bool, dropout: float, seed: Seed | None, keep: bool,
     ) -> tuple[Stream, Stream]:  # fmt: skip
         eight = branch.eight
         format8 = () if eight is None else (H_SCALE, ACTIVATION8)
@@ -205,13 +193,13 @@ class _HalfBlock(torch.autograd.Function):
             first, second = Matrix(first_weight.to(x.dtype)), Matrix(second_weight.to(x.dtype))
         else:
             first, second = eight.first, eight.second
-        h = branch.matrix(normed.h.flatten(0, 1), H_SCALE)
+        h = _activation(normed.h.flatten(0, 1), H_SCALE, eight)
         out, own = branch.forward(ctx, h, first, first_bias.to(x.dtype), second, x.shape, keep)
         if keep:
             ctx.branch, ctx.dropout, ctx.dtype = branch, dropout, first_weight.dtype
             ctx.save_for_backward(
                 normed.stream, normed.mean, normed.rstd, before, bias, gate, scale, seed,
-                shift, None if branch.lean else normed.h, *own, first.rows, first.inverse, second.rows, second.inverse,
+                shift, None if lean else normed.h, *own, first.rows, first.inverse, second.rows, second.inverse,
             )  # fmt: skip
         return normed.stream, out.view_as(x)
 
@@ -226,10 +214,10 @@ class _HalfBlock(torch.autograd.Function):
         dfirst, dbias, dsecond = branch.backward(ctx, dout_rows, largest, second, (own_1, own_2))
         if h is None:
             h = gated_layer_norm(stream, None, None, None, shift, scale, 0.0, None).h
-        dfirst_weight = weight_gradient(dfirst, branch.matrix(h.flatten(0, 1), H_SCALE), ctx.dtype)
+        dfirst_weight = weight_gradient(dfirst, _activation(h.flatten(0, 1), H_SCALE, branch.eight), ctx.dtype)
         dh = input_gradient(dfirst, first).view_as(dout)
         inputs = gated_layer_norm_backward(dstream.contiguous(), dh, *norm, ctx.dropout)
-        return *inputs, dfirst_weight, dbias, dsecond, None, None, None, None
+        return *inputs, dfirst_weight, dbias, dsecond, *[None] * 5
 
 
 class _LastNorm(torch.autograd.Function):
@@ -280,11 +268,11 @@ class FusedDiT:
             attention, mlp = block.attention, block.mlp
             x, branch = _HalfBlock.apply(
                 x, branch, bias, gate, shift_a, scale_a, attention.qkv.weight, attention.qkv.bias, attention.out.weight,
-                _Attention(self.lean, eight[2 * i], attention.heads), dropout, seed, keep,
+                _Attention(eight[2 * i], attention.heads), self.lean, dropout, seed, keep,
             )  # fmt: skip
             x, branch = _HalfBlock.apply(
                 x, branch, attention.out.bias, gate_a, shift_m, scale_m, mlp.expand.weight, mlp.expand.bias,
-                mlp.contract.weight, _Mlp(self.lean, eight[2 * i + 1]), dropout, each[2 * i], keep,
+                mlp.contract.weight, _Mlp(eight[2 * i + 1], self.lean), self.lean, dropout, each[2 * i], keep,
             )  # fmt: skip
             bias, gate, seed = mlp.contract.bias, gate_m, each[2 * i + 1]
         return _LastNorm.apply(x, branch, bias, gate, *last.unbind(1), dropout, seed, keep)

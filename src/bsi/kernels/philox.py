@@ -54,12 +54,9 @@ def _weighted_normals(seed, samples, places, weights, out, n, terms, QUADS: tl.c
 
 
 def weighted_normals(
-    seed: Int[Tensor, "2"],
-    samples: Int[Tensor, " batch"],
-    places: Int[Tensor, " terms"],
-    weights: Float[Tensor, " terms"],
-    n: int,
-) -> Float[Tensor, "batch n"]:
+    seed: Int[Tensor, "2"], samples: Int[Tensor, " batch"], places: Int[Tensor, " terms"],
+    weights: Float[Tensor, " terms"], n: int,
+) -> Float[Tensor, "batch n"]:  # fmt: skip
     """`rng.weighted_normals` in float32."""
     out = torch.empty(len(samples), n, dtype=torch.float32, device=samples.device)
     grid = (len(samples), triton.cdiv(n, 4 * QUADS))

@@ -13,10 +13,10 @@ import torch
 from torch.nn.functional import silu
 
 from bsi.backbones.layers import draw_seeds, dropout
-from bsi.kernels.fused_unet import rows_of
-from bsi.kernels.group_norm import _grid, group_norm_act, group_norm_act_backward
-from bsi.kernels.residual_sum import pixel_sums, residual_sum, residual_sum_with_skip
 from bsi.backbones.unet import GroupNorm, to_image, to_rows
+from bsi.kernels.fused_unet import rows_of
+from bsi.kernels.unet_kernels import (
+    _cut, group_norm_act, group_norm_act_backward, pixel_sums, residual_sum, residual_sum_with_skip)
 
 def distances(wanted, found):
     return [float((mine - theirs).norm() / theirs.norm()) for theirs, mine in zip(wanted, found, strict=True)]
@@ -58,7 +58,7 @@ output, gradient, *_ = norm_errors(2, 9, 70, 14, 0.0, False, 1000.0)  # far from
 print("far", output)
 print("far", gradient)
 
-assert max(_grid(torch.empty(70_000, 1, 8), 2)[1:], default=0) < 2**16, "no more programs than a GPU allows"
+assert max(_cut(torch.empty(70_000, 1, 8), 2)[0][1:], default=0) < 2**16, "no more programs than a GPU allows"
 
 for batch, count, channels in ((2, 1, 8), (2, 150, 20), (1, 3, 150)):
     torch.manual_seed(0)
@@ -75,12 +75,9 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-from bsi.backbones import UNetConfig, build
-from bsi.kernels import fused_unet
-from bsi.kernels import group_norm as group_kernels
-from bsi.backbones import freeze
-from bsi.kernels.group_norm import GroupMoments
+from bsi.backbones import UNetConfig, build, freeze
 from bsi.backbones.config import training_memory
+from bsi.kernels import fused_unet, unet_kernels
 
 def awake(config, shape, classes=0):
     torch.manual_seed(0)
@@ -116,7 +113,7 @@ for config, shape, form in (
     print("float32", farthest(wanted, found))
 
 dot = interpreter.InterpreterBuilder.create_dot
-cut = group_kernels._cut
+cut = unet_kernels._cut
 
 def widened(handle):
     if handle.dtype.scalar != tl.bfloat16:
@@ -124,7 +121,7 @@ def widened(handle):
     return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
-group_kernels._cut = lambda *inputs: cut(*inputs) | {"FAST": False}
+unet_kernels._cut = lambda *inputs: (cut(*inputs)[0], cut(*inputs)[1] | {"FAST": False})
 
 network = awake(UNetConfig(width=8, levels=1, dropout=0.2), (3, 4, 4))
 for name, parameter in network.named_parameters():
@@ -142,7 +139,7 @@ with torch.no_grad():
     print("frozen", farthest(wanted[:1], [network(x, t)]))
 
 # What is kept does not depend on the numbers: nothing is computed.
-fused_unet.group_norm_act = lambda x, *_: GroupMoments(*torch.empty(3, len(x), x.shape[2]).unbind())
+fused_unet.group_norm_act = lambda x, *_: unet_kernels.Moments(*torch.empty(3, len(x), x.shape[2]))
 fused_unet.residual_sum = fused_unet.residual_sum_with_skip = lambda x, *_: torch.empty_like(x)
 
 def kept(network, batch, shape):
@@ -156,16 +153,15 @@ def kept(network, batch, shape):
         out = network(torch.randn(batch, *shape), torch.rand(batch))
     return sum(found.values())
 
-for coarser in ((), (64,)):
-    for form in ("fused", "lean"):
-        sizes, accounts = [], []
-        for levels in (1, 2):
-            config = UNetConfig(width=32, levels=levels, dropout=0.1, coarser=coarser)
-            network = build(config, (3, 12, 12), 256).train().to(memory_format=torch.channels_last)
-            network.fast = fused_unet.FusedUNet(lean=form == "lean")
-            sizes.append(kept(network, 2, (3, 12, 12)) - kept(network, 1, (3, 12, 12)))
-            accounts.append(training_memory(config, (3, 12, 12), 256, form=form, half=False).per_image)
-        print("kept", (sizes[1] - sizes[0]) / (accounts[1] - accounts[0]), sizes[0] / accounts[0])
+for form, coarser in (("fused", ()), ("lean", ()), ("lean", (64,))):
+    sizes, accounts = [], []
+    for levels in (1, 2):
+        config = UNetConfig(width=32, levels=levels, dropout=0.1, coarser=coarser)
+        network = build(config, (3, 12, 12), 256).train().to(memory_format=torch.channels_last)
+        network.fast = fused_unet.FusedUNet(lean=form == "lean")
+        sizes.append(kept(network, 2, (3, 12, 12)) - kept(network, 1, (3, 12, 12)))
+        accounts.append(training_memory(config, (3, 12, 12), 256, form=form, half=False).per_image)
+    print("kept", (sizes[1] - sizes[0]) / (accounts[1] - accounts[0]), sizes[0] / accounts[0])
 """
 
 COMPILED = """
@@ -174,31 +170,33 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bsi.kernels import group_norm as group_kernels
-from bsi.kernels import residual_sum as sum_kernels
-from bsi.kernels.layer_norm import mask_constants
+from bsi.kernels import philox, unet_kernels
+from bsi.kernels.dit_kernels import mask_constants
 
 def kind(name, half):
     numbers = name in ("pixels", "channels", "rows", "count") or name.startswith("stride")
     return "i32" if numbers else {"eps": "fp32", "seed": "*i32"}.get(name, "*bf16" if name in half else "*fp32")
 
-def build(kernel, constants, num_warps, maxnreg=None, half=("x", "y", "dy", "dx", "add", "more", "skip", "branch")):
-    signature = {n: "constexpr" if n in constants else kind(n, half) for n in kernel.arg_names}
+def build(kernel, constants, num_warps, maxnreg=None, half=("x", "y", "dy", "dx", "add", "more", "skip", "branch"),
+          **kinds):
+    signature = {n: "constexpr" if n in constants else kinds.get(n) or kind(n, half) for n in kernel.arg_names}
     options = {"num_warps": num_warps} | ({} if maxnreg is None else {"maxnreg": maxnreg})
     done = triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
     print(kernel.__name__, len(done.asm["cubin"]))
 
 for count, channels, groups in ((1024, 128, 32), (1024, 192, 32), (1, 2051, 1)):
-    cut = group_kernels._cut(torch.empty(1, count, channels, dtype=torch.bfloat16), groups)
+    _, cut = unet_kernels._cut(torch.empty(1, count, channels, dtype=torch.bfloat16), groups)
     options = {name: cut.pop(name) for name in ("num_warps", "maxnreg")}
     shared = {"GROUP": channels // groups, "ACT": True} | mask_constants(0.1) | cut
     shared |= {"pixels": 1} if count == 1 else {}
-    build(group_kernels._group_norm_act, shared | {"SHIFT": True}, **options)
-    build(group_kernels._group_norm_act_backward, shared | {"ADD": True, "MORE": True}, **options)
+    build(unet_kernels._group_norm_act, shared | {"SHIFT": True}, **options)
+    build(unet_kernels._group_norm_act_backward, shared | {"ADD": True, "MORE": True}, **options)
 weighed = ("x", "y", "skip", "branch", "weight")
-build(sum_kernels._residual_sum, {"BLOCK": 2048}, 8)
-build(sum_kernels._residual_sum_with_skip, {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32}, 4, half=weighed)
-build(sum_kernels._pixel_sums, {"SLAB": 64, "TILE": 128}, 8)
+build(unet_kernels._residual_sum, {"BLOCK": 2048}, 8)
+build(unet_kernels._residual_sum_with_skip, {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32}, 4, half=weighed)
+build(unet_kernels._pixel_sums, {"SLAB": 64, "TILE": 128}, 8)
+integers = dict.fromkeys(("n", "terms"), "i32") | dict.fromkeys(("seed", "samples", "places"), "*i64")
+build(philox._weighted_normals, {"QUADS": philox.QUADS}, 4, **integers)
 """
 
 
@@ -219,7 +217,7 @@ def test_the_kernels_are_group_norm_and_sums_for_all_remainders() -> None:
 def test_the_kernels_compile_for_an_h200_without_one() -> None:
     """The interpreter does not show whether code fits the registers and the instructions of a GPU."""
     lines = printed(COMPILED, interpret=False)
-    assert len(lines) == 9
+    assert len(lines) == 10
     assert all(int(line.split()[1]) > 0 for line in lines)
 
 
@@ -237,7 +235,7 @@ def test_the_fused_unet_is_the_plain_one_and_keeps_what_the_account_says() -> No
     assert float(with_gradient) < 0.03
     assert float(without) < 0.01
     accounts = about(lines, "kept")
-    assert len(accounts) == 4
+    assert len(accounts) == 3
     for more, all_levels in accounts:
         assert float(more) == pytest.approx(1, rel=0.05), "of one more level"
         assert 1 / 2.5 < float(all_levels) < 1, "the working memory of one block comes on top"

@@ -21,7 +21,7 @@ from torch import nn
 import bsi
 from bsi import recipes
 from bsi.backbones import DiTConfig, MLPConfig, build, resolve
-from bsi.backbones.dit import MLP
+from bsi.backbones.mlp import MLP
 from bsi.errors import BsiError, DataError, NonFinite, Preempted, UsageError
 from bsi.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe, Samples
 from bsi.runtime.data_spec import config_of

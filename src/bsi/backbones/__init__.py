@@ -67,7 +67,8 @@ def build(
         config = resolve(config)
     _check_memory(4 * cost(config, shape, bins_count, num_classes, out_channels).parameters)
     # Imported here because they import torch.
-    from bsi.backbones.dit import MLP, DiT
+    from bsi.backbones.dit import DiT
+    from bsi.backbones.mlp import MLP
     from bsi.backbones.unet import UNet
 
     networks: dict[type, Callable[..., Backbone]] = {DiTConfig: DiT, UNetConfig: UNet, MLPConfig: MLP}

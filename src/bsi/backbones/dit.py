@@ -1,10 +1,9 @@
-"""DiT (Peebles & Xie, "Scalable Diffusion Models with Transformers"), and a residual MLP.
+"""DiT (Peebles & Xie, "Scalable Diffusion Models with Transformers") for data with any number of spatial axes.
 
     patches -> linear + fixed positions -> depth x [attention, MLP] with adaLN-Zero -> norm, linear -> patches
 
-as published, for data with any number of spatial axes, with three additions from the paper: Fourier features at the
-input, a 32-dimensional precision embedding, and dropout (0.05) of the output of each branch before its gate. The MLP is
-a DiT without attention, on a single token, the flattened data.
+as published, with three additions from the paper: Fourier features at the input, a 32-dimensional precision embedding,
+and dropout (0.05) of the output of each branch before its gate.
 
 adaLN-Zero surrounds each branch (attention or MLP) of a block by
 
@@ -17,7 +16,6 @@ over the stream. After `compile_regions` it stores 11 for the backward pass (x, 
 branches, and the four of GELU's input) and recomputes the rest, which is pointwise; eager autograd stores 22.
 """
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -80,9 +78,15 @@ class DiT(ResidualNetwork):
     config: DiTConfig
 
     def __init__(
-        self, config: DiTConfig, shape: tuple[int, ...], bins: int | None, num_classes: int, outputs: int | None
+        self,
+        config: DiTConfig,
+        shape: tuple[int, ...],
+        bins_count: int | None = None,
+        num_classes: int = 0,
+        out_channels: int | None = None,
     ) -> None:
-        super().__init__(config, shape, bins, num_classes, outputs, DiTBlock, 6, config.patch ** (len(shape) - 1))
+        pixels = config.patch ** (len(shape) - 1)
+        super().__init__(config, shape, bins_count, num_classes, out_channels, DiTBlock, 6, pixels)
         self.grid = config.grid(shape)
         self.register_buffer("positions", positions(self.grid, config.width), persistent=False)
         self.positions: Tensor
@@ -101,25 +105,6 @@ class DiT(ResidualNetwork):
         else:
             tokens = self.head.project(self.fast(self, x, per_block, last, seeds))
         return unpatchify(tokens, self.grid, self.config.patch)
-
-
-class MLP(ResidualNetwork):
-    """A residual MLP for data of one shape."""
-
-    config: MLPConfig
-
-    def __init__(
-        self, config: MLPConfig, shape: tuple[int, ...], bins: int | None, num_classes: int, outputs: int | None
-    ) -> None:
-        super().__init__(config, shape, bins, num_classes, outputs, MLPBlock, 3, math.prod(shape[1:]))
-
-    def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
-        *per_block, last = self.modulation(self.condition(t, cond))
-        x = self.embed(features.flatten(1))[:, None]
-        seeds = self.seeds(self.config.depth, x.device)
-        for i, (block, modulation) in enumerate(zip(self.blocks, per_block, strict=True)):
-            x = block(x, modulation, None if seeds is None else seeds[i])
-        return self.head(x, last).view(-1, *self.out_shape)
 
 
 class DiTBlock(nn.Module):
@@ -153,19 +138,6 @@ class SelfAttention(nn.Module):
 
     def forward(self, h: Tokens) -> Tokens:
         return self.out(attend(self.qkv(h), self.heads))
-
-
-class MLPBlock(nn.Module):
-    """x + gate * MLP(modulated norm of x)."""
-
-    def __init__(self, config: MLPConfig) -> None:
-        super().__init__()
-        self.dropout = config.dropout
-        self.mlp = FeedForward(config.width, config.mlp_ratio)
-
-    def forward(self, x: Tokens, modulation: Float[Tensor, "batch 3 width"], seed: Seed | None) -> Tokens:
-        shift, scale, gate = modulation.unbind(1)
-        return gated_residual(x, gate, self.mlp(modulated_norm(x, shift, scale)), self.dropout, seed)
 
 
 def modulated_norm(x: Tokens, shift: PerSample, scale: PerSample) -> Tokens:

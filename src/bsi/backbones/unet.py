@@ -53,9 +53,14 @@ class UNet(Backbone):
     config: UNetConfig
 
     def __init__(
-        self, config: UNetConfig, shape: tuple[int, ...], bins_count: int | None, num_classes: int, outputs: int | None
+        self,
+        config: UNetConfig,
+        shape: tuple[int, ...],
+        bins_count: int | None = None,
+        num_classes: int = 0,
+        out_channels: int | None = None,
     ) -> None:
-        super().__init__(config, shape, bins_count, outputs)
+        super().__init__(config, shape, bins_count, out_channels)
         width, deepest, dim = config.width, config.widths[-1], len(shape) - 1
         down = [w for w in config.widths for _ in range(config.levels)]
         up = [w for w in reversed(config.widths) for _ in range(config.levels + 1)]

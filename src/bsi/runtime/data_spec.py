@@ -14,8 +14,9 @@ from torch import nn
 
 from bsi.backbones import build
 from bsi.backbones.config import BackboneConfig
-from bsi.backbones.dit import MLP, DiT
+from bsi.backbones.dit import DiT
 from bsi.backbones.layers import Backbone
+from bsi.backbones.mlp import MLP
 from bsi.backbones.unet import UNet
 from bsi.data.store import check_classes
 from bsi.errors import UsageError

@@ -1,13 +1,16 @@
-"""How many threads of a CPU pay off, and that a run says so."""
+"""The memory of a host and the number of threads that pays off, and that commands and runs report them."""
 
+import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import bsi
-from bsi.devices import seconds_by_threads
+from bsi.devices import enough_for_batch, host_memory, seconds_by_threads
+from bsi.errors import UsageError
 
 
 def busy(slow: int):
@@ -48,5 +51,42 @@ def test_a_run_says_when_one_thread_is_faster(slow, threads, said, monkeypatch, 
     monkeypatch.setattr("bsi.backbones.mlp.MLP.network", network)
     quiet = replace(recipe, every=replace(recipe.every, evaluate=0, sample=0))
     bsi.train(quiet, out=tmp_path / "run", device="cpu")
-    assert ("Start with --threads 1" in capfd.readouterr().err) == said
+    assert ("Start with threads=1" in capfd.readouterr().err) == said
     assert torch.get_num_threads() == 3
+
+
+def test_too_little_memory_for_a_batch_names_the_option_of_the_command():
+    device = torch.device("cpu")
+    with (
+        pytest.raises(UsageError, match=r"with 256 samples at a time\. Use --batch-size 128\."),
+        enough_for_batch(256, "--batch-size", device),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(UsageError, match="smaller network"), enough_for_batch(1, "--batch-size", device):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(UsageError, match="out of memory on cpu"), enough_for_batch(8, "--batch-size", device):
+        torch.empty(1 << 60, dtype=torch.uint8)  # more than any host has
+
+
+def test_the_memory_of_a_host_is_what_is_available_and_what_the_process_holds(tmp_path: Path) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    files(tmp_path, {"meminfo": "MemAvailable: 4000 kB\nSwapFree: 1000 kB\n", "self/statm": "900 300 20\n"})
+    assert host_memory(1, tmp_path, tmp_path / "none") == 5000 * 1024 + 300 * page
+    assert host_memory(2, tmp_path, tmp_path / "none") == 2500 * 1024 + 300 * page
+    nothing = tmp_path / "self"  # as on other systems
+    assert host_memory(1, nothing, nothing) == os.sysconf("SC_PHYS_PAGES") * page
+
+
+def test_a_control_group_above_the_process_limits_it_and_cached_files_do_not_count(tmp_path: Path) -> None:
+    own = "1:cpu:/\n0::/job/step\n"
+    files(tmp_path / "proc", {"meminfo": "MemAvailable: 9000 kB\n", "self/statm": "9 0 2\n", "self/cgroup": own})
+    stat = "anon 7\ninactive_file 100000\n"
+    files(tmp_path / "cgroup/job", {"memory.max": "700000\n", "memory.current": "500000\n", "memory.stat": stat})
+    files(tmp_path / "cgroup/job/step", {"memory.max": "max", "memory.current": "1", "memory.stat": "anon 7\n"})
+    assert host_memory(1, tmp_path / "proc", tmp_path / "cgroup") == 300_000
+
+
+def files(root: Path, contents: dict[str, str]) -> None:
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)

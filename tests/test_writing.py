@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bsi import io
@@ -93,7 +94,7 @@ PLACES = [
     ("export digits --hub-folder file", "cannot write file: Not a directory. Give another --hub-folder."),
     ("study finite-k --out file", "cannot write file: Not a directory. Give another --out."),
     ("study finite-k --publish file/docs", "cannot write file/docs: Not a directory. Give another --publish."),
-    ("data digits --to file/digits", "file: Not a directory. Give another --to."),
+    ("data arrays --from a.npy --to file/a", "file: Not a directory. Give another --to."),
 ]
 
 
@@ -108,6 +109,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     for name in ("taken.png", "taken.npz", "taken.gif"):
         (elsewhere / name).mkdir()
     (elsewhere / "file").touch()
+    np.save(elsewhere / "a.npy", np.zeros((20, 3), np.float32))
     before = sorted(os.listdir(elsewhere))
     assert main(words.split()) == 2
     err = capsys.readouterr().err
@@ -131,11 +133,13 @@ FULL = """
 import contextlib, io, json, os, resource, sys
 from dataclasses import replace
 from pathlib import Path
+import numpy as np
 import bsi
 from bsi.backbones.config import MLPConfig
 from bsi.cli import main
 recipe = replace(bsi.recipes.digits(), backbone=MLPConfig(width=16, depth=1), steps=1, batch=32)
 bsi.train(recipe, out="run", device="cpu")
+np.save("x.npy", np.random.default_rng(0).normal(size=(400, 3)).astype(np.float32))
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
 there = lambda: sorted(str(path) for path in Path().rglob("*"))
 found = {}
@@ -156,7 +160,7 @@ WRITING = {
     "eval run --bpd --limit 8 --device cpu --per-sample a.npz": ["a.npz", "another --per-sample"],
     "report run --device cpu --no-model": ["report.html", "another --out"],
     "export run": ["run/digits-1.safetensors", "another --out"],
-    "data digits --to a": ["a", "another --to"],
+    "data arrays --from x.npy --to a": ["a", "another --to"],
     "train digits --out other --steps 1": ["other/run.json", "another place"],
 }
 # What is left is what the same command goes on with, or a folder.

@@ -1,4 +1,4 @@
-"""The compute dtype of a device, its support for Triton kernels, and timings of CPU threads.
+"""What a device computes in, which kernels run on it, how much memory it has, and how many CPU threads pay off.
 
 The parameters, the optimizer, the Fourier features and everything around a network stay in float32. Inside the network,
 after `backbone.compute_dtype = compute_dtype("auto", device)`, autocast runs matrix products, convolutions and
@@ -9,16 +9,25 @@ the products of a DiT's blocks in 8 bits (experimental).
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from bsi.errors import UsageError
+from bsi.progress import readable_bytes
 
 if TYPE_CHECKING:
     import torch
 
 Precision = Literal["auto", "bf16", "fp8", "float16", "float32"]
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+# ---- Precision and kernels -------------------------------------------------------------------------------------------
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
@@ -73,8 +82,7 @@ def compiles(device: torch.device) -> bool:
 def seconds_by_threads(work: Callable[[], object], repeats: int = 3) -> dict[int, float]:
     """The least time of `work` on the CPU with one thread, and with PyTorch's current number of threads.
 
-    On a busy machine one thread can be several times as fast as all threads, which wait for each other. On a machine
-    with one thread the result has one entry.
+    On a busy machine one thread can be several times as fast as all threads, which wait for each other.
     """
     import torch
 
@@ -83,12 +91,88 @@ def seconds_by_threads(work: Callable[[], object], repeats: int = 3) -> dict[int
         for count in {1, threads}:
             torch.set_num_threads(count)
             work()  # starts the threads
-            times = []
-            for _ in range(repeats):
-                start = time.perf_counter()
-                work()
-                times.append(time.perf_counter() - start)
-            seconds[count] = min(times)
+            seconds[count] = min(_seconds(work) for _ in range(repeats))
     finally:
         torch.set_num_threads(threads)
     return seconds
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def available(device: torch.device, sharing: int = 1) -> int:
+    """Bytes that this process has or could allocate; on a CPU, `sharing` ranks share the free memory."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return host_memory(sharing)
+
+
+def host_memory(sharing: int = 1, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Bytes that this process has or could allocate on its host.
+
+    This is the memory that it has, plus its share of the free memory: `MemAvailable` and free swap, within the limits
+    of the control groups of containers and Slurm jobs. Cached files count as free. On a system without these files all
+    memory is assumed to be free.
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    try:
+        known = _numbers(proc / "meminfo")
+        free = 1024 * (known["MemAvailable:"] + known.get("SwapFree:", 0))
+        own = page * int((proc / "self" / "statm").read_text().split()[1])
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * page // sharing
+    return max(0, min([free, *_free_in_groups(proc, cgroups)])) // sharing + own
+
+
+def _free_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
+    """The free bytes of each control group (version 2), from this process's own up to the root."""
+    try:
+        path = next(line[3:] for line in (proc / "self" / "cgroup").read_text().splitlines() if line[:3] == "0::")
+    except (OSError, StopIteration):
+        return
+    group = cgroups / path.lstrip("/")
+    for folder in (group, *group.parents):
+        try:
+            most = (folder / "memory.max").read_text().strip() if folder.is_relative_to(cgroups) else "max"
+            if most != "max":
+                stat = _numbers(folder / "memory.stat")
+                cached = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+                yield int(most) - int((folder / "memory.current").read_text()) + cached
+        except OSError:  # not visible from here, or without limits
+            continue
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """A file of lines "name number"."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1}
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation has failed, on a GPU or on the host."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def enough_for_batch(batch: int, option: str, device: torch.device) -> Iterator[None]:
+    """Add advice to an out-of-memory error of work on `batch` samples at a time, a number set by `option`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        fix = f"Use {option} {batch // 2}." if batch > 1 else "Use a larger device, or a smaller network."
+        free = readable_bytes(available(device))
+        raise UsageError(
+            f"out of memory on {device} ({free} for this process) with {batch} samples at a time. {fix}"
+        ) from error

@@ -1,4 +1,4 @@
-"""Files: atomic writing, untrusted reading, hashes and the data folder. Imports no torch.
+"""Files: atomic writing, untrusted reading, hashes, downloads and the data folder. Imports no torch.
 
     check_writable(path, "--out")                 # before the work
     with atomic(path, "--out") as temporary:      # after it
@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from bsi.errors import BsiError, DataError, UsageError
+from bsi.progress import Progress
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64
 STEM = 40  # characters of a file's name in the name of its temporary file: names are limited to 255 bytes
+CHUNK = 1 << 18  # bytes of a download
 
 
 def data_folder() -> Path:
@@ -46,12 +48,7 @@ def data_folder() -> Path:
 def atomic(path: Path, option: str | None = None) -> Iterator[Path]:
     """Yield a temporary path to write to, which replaces `path` at the end and is removed after any failure.
 
-    Args:
-        path: The file to write.
-        option: The command-line option that sets the path, for the error message.
-
-    Raises:
-        BsiError: The system cannot write the file.
+    `option` is the command-line option that sets the path, for the BsiError that a failed write raises.
     """
     try:
         with _replacing(path) as temporary:
@@ -74,10 +71,12 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically, in UTF-8."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write JSON in its canonical form atomically."""
     write_text(path, canonical_json(value))
 
 
@@ -138,12 +137,8 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Wait until a folder's entries are on the disk, where the file system can sync folders."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        sync_file(path)
 
 
 def share(path: Path) -> None:
@@ -187,43 +182,38 @@ def check_writable(path: Path, option: str) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: there is no folder {path.parent}. Make it, or give another {option}.")
     try:
-        regular = _is_regular(path)
+        if _is_regular(path):
+            _try(path.resolve().parent)
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise cannot_write(path, error, option) from error
-    if regular:
-        _try(path.resolve().parent, path, option)
-    elif not os.access(path, os.W_OK):
-        raise cannot_write(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), option)
 
 
 def make_folder(folder: Path, option: str | None = None) -> None:
     """Make a folder if it does not exist, and raise if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _try(folder)
     except FileExistsError as error:  # a file
         raise cannot_write(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), option) from error
     except OSError as error:
         raise cannot_write(folder, error, option) from error
-    _try(folder, folder, option)
 
 
-def _try(folder: Path, path: Path, option: str | None) -> None:
+def _try(folder: Path) -> None:
     """Write a temporary file, since permissions alone are not conclusive (root, network disks, read-only mounts)."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise cannot_write(path, error, option) from error
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 # ---- Untrusted files -------------------------------------------------------------------------------------------------
 
 
 def open_untrusted(path: Path | str, limit: int | None = None) -> BufferedReader:
-    """Open an untrusted file: only a regular file of at most `limit` bytes is accepted.
+    """Open an untrusted file, or raise a DataError.
 
-    Raises:
-        DataError: The file is missing, unreadable or too large, or is a folder, pipe or device (which could block).
+    Only a regular file of at most `limit` bytes is accepted: a folder, pipe or device could block.
     """
     try:
         mode = os.stat(path).st_mode
@@ -248,11 +238,7 @@ def open_untrusted(path: Path | str, limit: int | None = None) -> BufferedReader
 
 
 def parse_json(data: bytes, name: Path | str) -> Any:
-    """Parse untrusted JSON text. Error messages start with `name`.
-
-    Raises:
-        DataError: The text is not JSON, or is nested deeper than 64 levels.
-    """
+    """Parse untrusted JSON text of at most 64 levels. The message of a DataError starts with `name`."""
     try:
         value = json.loads(data)
     except RecursionError as error:
@@ -293,3 +279,52 @@ def digest_file(path: Path) -> str:
 def fingerprint(content: Any) -> str:
     """SHA-256 of JSON-serializable content."""
     return digest([json.dumps(content, sort_keys=True, separators=(",", ":")).encode()])
+
+
+# ---- Downloads -------------------------------------------------------------------------------------------------------
+
+
+def download(url: str, to: Path, sha256: str, instead: str, timeout_s: float = 30.0) -> Path:
+    """Download a file once; it must have the pinned SHA-256.
+
+    The file appears only when it is complete. An interrupted download is stored next to it and resumes. `instead` is
+    what to do with a file fetched by other means, for the error message.
+    """
+    import urllib.request
+    from http.client import HTTPException
+
+    if to.is_file():
+        found = digest_file(to)
+        if found != sha256:
+            raise DataError(f"{to} is not the file of {url}: expected sha256 {sha256}, found {found}. Delete it.")
+        return to
+    part = to.with_name(to.name + ".part")
+    have = part.stat().st_size if part.is_file() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            have = have if response.status == 206 else 0  # a server that ignores the range sends everything
+            total = have + int(response.headers.get("Content-Length") or 0)
+            with (
+                part.open("r+b" if have else "wb") as file,
+                Progress(f"download {to.name}", total, "B", done=have) as progress,
+            ):
+                file.seek(have)
+                while chunk := response.read(CHUNK):
+                    file.write(chunk)
+                    progress.advance(len(chunk))
+        if part.stat().st_size < total:
+            raise DataError(f"the download of {url} ended early. Run the same command again to resume.")
+    except (OSError, HTTPException) as error:
+        if getattr(error, "code", None) != 416:  # 416: everything was received; the hash decides
+            raise DataError(
+                f"cannot download {url}: {error}. Fetch it by other means and {instead}, or run the same command again."
+            ) from error
+    found = digest_file(part)
+    if found != sha256:
+        part.unlink()
+        raise DataError(f"{url} is not the expected file: expected sha256 {sha256}, found {found}. It was deleted.")
+    sync_file(part)
+    part.replace(to)
+    return to

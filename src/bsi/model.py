@@ -75,7 +75,7 @@ class Model(Generation):
         from bsi.runtime import export, hub
 
         name = name or re.sub(r"\W+", "-", Path(folder).resolve().name).strip("-") or "model"
-        return hub.write_model_folder(export.described(self, name), Path(folder))
+        return hub.write_model_folder(export.Trained.of(self, name), Path(folder))
 
     def push_to_hub(self, repository: str, private: bool = True) -> str:
         """Upload the model to the Hugging Face hub, with the token of `hf auth login`, and return its address.

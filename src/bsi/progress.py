@@ -1,8 +1,8 @@
 """Progress with rate and remaining time on stderr: a live bar in a terminal, plain lines elsewhere.
 
-with Progress("train", total=1000, unit="step") as progress:
-    for step in range(1000):
-        progress.advance(1, note=f"loss {loss:.3f}")
+    with Progress("train", total=1000, unit="step") as progress:
+        for step in range(1000):
+            progress.advance(1, note=f"loss {loss:.3f}")
 
 A log that cannot be written (a full disk, a closed terminal, a closed pipe) never stops the program. Imports no torch,
 and imports rich only to draw a bar.
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from io import StringIO
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, ClassVar, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
@@ -47,22 +46,21 @@ class Stream(Protocol):
 wording: ContextVar[Callable[[str], str]] = ContextVar("wording", default=str)
 
 
+# ---- Lines on stderr -------------------------------------------------------------------------------------------------
+
+
 def log(text: str, stream: Stream | None = None) -> None:
     """Print a line on stderr, above a progress bar if one is shown. Never raises."""
     text = wording.get()(text)
-    write(default_stream() if stream is None else stream, f"{CLEAR if Progress.bars else ''}{text}\n")
+    _write(_stderr() if stream is None else stream, f"{CLEAR if Progress.bars else ''}{text}\n")
 
 
-def default_stream() -> Stream:
+def _stderr() -> Stream:
     """sys.stderr, or a stream that discards everything in a process without one."""
     return sys.stderr or StringIO()
 
 
-def is_terminal(stream: Stream) -> bool:
-    return not stream.closed and stream.isatty()
-
-
-def write(stream: Stream, text: str) -> None:
+def _write(stream: Stream, text: str) -> None:
     """Write and flush `text`; a stream that cannot be written is silenced from then on."""
     try:
         try:
@@ -83,10 +81,28 @@ def silence(descriptor: int) -> None:
     os.close(nowhere)
 
 
+def supports_unicode(encoding: str | None) -> bool:
+    """Whether a stream of this encoding can print every character. A stream without an encoding holds strings."""
+    return encoding is None or encoding.lower().startswith("utf")
+
+
+def supports_bars(stream: Stream) -> bool:
+    """Whether a stream is a terminal that can clear a row."""
+    return not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def supports_color(stream: Stream) -> bool:
+    """Whether to print colors: in a terminal, unless NO_COLOR or TERM=dumb is set."""
+    return supports_bars(stream) and not os.environ.get("NO_COLOR")
+
+
+# ---- Readable numbers ------------------------------------------------------------------------------------------------
+
+
 def readable_seconds(seconds: float) -> str:
     """`75` -> `1:15`, `3700` -> `1:01:40`."""
-    total = max(0, round(seconds))
-    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
@@ -100,18 +116,11 @@ def amount(count: float | int, unit: str) -> str:
     """`3 steps`, `2 batches`; bytes as `12.3 MB`."""
     if unit == "B":
         return f"{count / 1e6:.1f} MB"
-    shown = f"{count:d}" if isinstance(count, int) else f"{count:.4g}"
-    return f"{shown} {unit}{'es' if unit.endswith('ch') else 's'}"
+    number = f"{count:d}" if isinstance(count, int) else f"{count:.4g}"
+    return f"{number} {unit}{'es' if unit.endswith('ch') else 's'}"
 
 
-def supports_unicode(encoding: str | None) -> bool:
-    """Whether a stream of this encoding can print every character. A stream without an encoding holds strings."""
-    return encoding is None or encoding.lower().startswith("utf")
-
-
-def supports_color(stream: Stream) -> bool:
-    """Whether to print colors: in a terminal, unless NO_COLOR or TERM=dumb is set."""
-    return is_terminal(stream) and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+# ---- Progress --------------------------------------------------------------------------------------------------------
 
 
 class Progress:
@@ -131,32 +140,30 @@ class Progress:
 
     def __init__(self, what: str, total: int, unit: str = "it", done: int = 0, stream: Stream | None = None) -> None:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""
-        self.stream = default_stream() if stream is None else stream
-        self.live = is_terminal(self.stream) and os.environ.get("TERM") != "dumb"
+        self.stream = _stderr() if stream is None else stream
+        self.live = supports_bars(self.stream)
         self._console = _console(self.stream) if self.live else None
         self._first = self._shown_count = done
-        self._started = self._shown = time.monotonic()
+        self._started = self._shown_at = time.monotonic()
 
     def __enter__(self) -> Progress:
         Progress.bars += self.live
         self._show()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.live or self.done != self._shown_count:  # a plain line is not repeated
             self._show()
         if self.live:
             Progress.bars -= 1
-            write(self.stream, "\n")
+            _write(self.stream, "\n")
 
     def advance(self, count: int = 1, note: str | None = None) -> None:
         """Add to the count, and show it if it was last shown long enough ago."""
         self.done += count
         if note is not None:
             self.note = note
-        if time.monotonic() - self._shown >= (BAR_EVERY_S if self.live else LINE_EVERY_S):
+        if time.monotonic() - self._shown_at >= (BAR_EVERY_S if self.live else LINE_EVERY_S):
             self._show()
 
     def line(self) -> str:
@@ -176,9 +183,8 @@ class Progress:
         return separator.join([*parts, self.note] if self.note else parts)
 
     def _show(self) -> None:
-        self._shown, self._shown_count = time.monotonic(), self.done
-        bar = f"{self.line()}\n" if self._console is None else f"{CLEAR}{self._row(self._console)}"
-        write(self.stream, bar)
+        self._shown_at, self._shown_count = time.monotonic(), self.done
+        _write(self.stream, f"{self.line()}\n" if self._console is None else CLEAR + self._row(self._console))
 
     def _row(self, console: Console) -> str:
         """The bar and the line in one row. It must not wrap: a row that wraps could not be cleared."""
@@ -190,13 +196,18 @@ class Progress:
         line = Text(self.line(), no_wrap=True, overflow="crop")
         row = Table.grid(padding=(0, 1))
         if columns >= len(line) + BAR_COLUMNS + 1:
-            bar = ProgressBar(total=max(self.total, 1), completed=self.done, width=BAR_COLUMNS)
-            row.add_row(bar, line)
+            row.add_row(ProgressBar(total=max(self.total, 1), completed=self.done, width=BAR_COLUMNS), line)
         else:
             row.add_row(line)
         with console.capture() as captured:
             console.print(row, end="", width=columns)
         return captured.get().strip("\n")
+
+
+def _console(stream: Stream) -> Console:
+    from rich.console import Console
+
+    return Console(file=cast(IO[str], stream), highlight=False)
 
 
 # Whether to show progress, or a function that is called with each count.
@@ -208,12 +219,6 @@ def shown(progress: Shown, what: str, total: int, unit: str) -> Iterator[Callabl
     """A function to call with each count: the given one, that of a `Progress`, or one that does nothing."""
     if callable(progress):
         yield progress
-        return
-    with Progress(what, total, unit, stream=None if progress else StringIO()) as bar:
-        yield bar.advance
-
-
-def _console(stream: Stream) -> Console:
-    from rich.console import Console
-
-    return Console(file=cast(IO[str], stream), highlight=False)
+    else:
+        with Progress(what, total, unit, stream=None if progress else StringIO()) as bar:
+            yield bar.advance

@@ -23,7 +23,7 @@ import pytest
 import torch
 from PIL import Image
 
-from bsi import BFN, BSI, VDM, Bins, Model, pretrained, train
+from bsi import BFN, BSI, VDM, Bins, Model, train
 from bsi.app import guard
 from bsi.app.server import create_app, listen, server_of
 from bsi.app.workbench import Frame, Limits, Request, Workbench, open_workbench
@@ -44,7 +44,7 @@ DRAW: dict[str, Any] = {"kind": "draw", "seed": 3, "num": 2, "evaluations": 5, "
 
 @pytest.fixture(scope="module")
 def bench() -> Workbench:
-    return open_workbench(pretrained.find("digits"), "digits", torch.device("cpu"))
+    return open_workbench(Path("digits"), "digits", torch.device("cpu"))
 
 
 @contextmanager

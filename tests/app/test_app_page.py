@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from bsi import pretrained
 from bsi.app.workbench import Workbench, open_workbench
 from bsi.sampler import Sampler
 from test_app import TOKEN, Squashing, bench_of, labeled_bench, serving
@@ -29,7 +28,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def bench() -> Workbench:
-    return open_workbench(pretrained.find("digits"), "digits", torch.device("cpu"))
+    return open_workbench(Path("digits"), "digits", torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

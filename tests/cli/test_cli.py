@@ -20,11 +20,11 @@ import pytest
 import torch
 
 import bsi
-from bsi import pretrained
 from bsi.cli import COMMANDS, main
 from bsi.cli.options import completion, fill
 from bsi.data.store import open_dataset
 from bsi.errors import UsageError
+from bsi.runtime.export import find_bundled
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
@@ -370,7 +370,7 @@ def test_a_bundled_network_is_there_at_once(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_bundled_network_is_what_its_text_says() -> None:
-    file = pretrained.find("digits")
+    file = find_bundled(Path("digits"))
     assert file.stat().st_size < 1_000_000
     claim = re.search(r"each: ([\d.]+) bits/dim", file.with_suffix(".txt").read_text())
     test = torch.from_numpy(open_dataset("digits").test.copy())
@@ -380,10 +380,10 @@ def test_the_bundled_network_is_what_its_text_says() -> None:
 
 
 def test_a_file_of_ones_own_comes_before_a_bundled_one(elsewhere: Path) -> None:
-    assert pretrained.find("digits").parent.name == "pretrained"
-    assert pretrained.find("runs/digits") == Path("runs/digits")
+    assert find_bundled(Path("digits")).parent.name == "pretrained"
+    assert find_bundled(Path("runs/digits")) == Path("runs/digits")
     (elsewhere / "digits").mkdir()
-    assert pretrained.find("digits") == Path("digits")
+    assert find_bundled(Path("digits")) == Path("digits")
 
 
 # ---- Completion ----------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_a_step_that_exceeds_the_host_memory_is_rejected(
     gib: int, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The defaults of `bsi bench train`: DiT-L/2 at 128 images, by autograd in float32."""
-    monkeypatch.setattr("bsi.runtime.out_of_memory.host_memory", lambda sharing=1: gib * 2**30)
+    monkeypatch.setattr("bsi.devices.host_memory", lambda sharing=1: gib * 2**30)
     monkeypatch.setattr("bsi.evaluation.speed.measure", lambda *_: pytest.fail("it was timed"))
     with pytest.raises(
         UsageError, match=rf"at least .* GiB, and this process can have {gib}.0 GiB\. {answer}"

@@ -26,9 +26,8 @@ from bsi.data.files import ArrayFile, NpzFile, header_bytes
 from bsi.data.prepare import prepare
 from bsi.data.published import BATCHES, Cifar10, ImageNet32, ImageNet64
 from bsi.data.sequences import Wav
-from bsi.download import download
 from bsi.errors import DataError, UsageError
-from bsi.io import data_folder, open_untrusted, parse_json, read_json
+from bsi.io import data_folder, download, open_untrusted, parse_json, read_json
 
 RECORDS = 20
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bsi.download import download
 from bsi.errors import DataError, UsageError
-from bsi.io import data_folder
+from bsi.io import data_folder, download
 from bsi.metrics import inception
 from bsi.metrics.features import Extractor, QualityWarning, require_images
 from bsi.metrics.inception import (

@@ -14,12 +14,12 @@ import torch
 import bsi
 from bsi.cli import main
 from bsi.errors import BsiError
-from bsi.pretrained import find
+from bsi.runtime.export import BUNDLED
 
 
 def changed(path: Path, **values: Any) -> Path:
     """The bundled network with other values in its description, by their dotted names with _ for the dots."""
-    with safetensors.safe_open(find("digits"), framework="pt") as file:
+    with safetensors.safe_open(BUNDLED["digits"], framework="pt") as file:
         about = json.loads(file.metadata()["bsi"])
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name, value in values.items():

@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -15,8 +14,7 @@ from bsi.backbones import build
 from bsi.backbones.config import DiTConfig
 from bsi.cli import main
 from bsi.errors import UsageError
-from bsi.pretrained import find
-from bsi.runtime.export import read_trained
+from bsi.runtime.export import BUNDLED, read_trained
 from bsi.runtime.hub import is_repository
 
 METHODS = [bsi.BSI(alpha_M=1e4), bsi.BFN(sigma_1=1e-2), bsi.VDM(nu_max=1e4)]
@@ -83,7 +81,7 @@ def test_a_network_of_this_package_is_rebuilt_and_usable_from_the_command_line(
 def test_a_loaded_model_keeps_its_recipe(tmp_path: Path) -> None:
     model = bsi.Model.from_pretrained("digits")
     folder = model.save_pretrained(tmp_path / "copy")
-    assert read_trained(folder).recipe == read_trained(find("digits")).recipe
+    assert read_trained(folder).recipe == read_trained(BUNDLED["digits"]).recipe
     assert "bsi train digits" in (folder / "README.md").read_text()
     assert same(model, bsi.Model.from_pretrained(folder))
     model.method = replace(model.method, alpha_M=2e4)  # no longer what the recipe trained
@@ -153,12 +151,3 @@ def test_an_upload_needs_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert same(bsi.load(tmp_path / "hub"), bsi.load("digits"))
     assert main(["export", "digits", "--upload", "me/mine"]) == 2
     assert "--hub-folder" in capsys.readouterr().err
-
-
-def test_half_precision_models_say_what_to_do() -> None:
-    model = bsi.load("digits")
-    for call in (model.half, model.bfloat16, lambda: model.to(torch.bfloat16)):
-        with pytest.raises(UsageError, match="compute_dtype"):
-            call()
-    assert model.double().sample(1, steps=2).dtype == torch.uint8
-    assert np.isfinite(float(model.elbo(np.zeros((2, 1, 8, 8), np.uint8))))

@@ -22,9 +22,8 @@ from bsi.errors import DataError, UsageError
 from bsi.evaluation.samples import drawn_images
 from bsi.methods import BSI
 from bsi.recipe import Data, Every, Objective, Optimizer, Recipe
-from bsi.runtime.data_spec import DataSpec
 from bsi.runtime.distributed import Place, World
-from bsi.runtime.export import export
+from bsi.runtime.export import DataSpec, export
 from bsi.sampler import Sampler
 from bsi.sampling import drawing
 from bsi.training.stream import Stream

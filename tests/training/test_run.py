@@ -17,7 +17,7 @@ from bsi.backbones.config import MLPConfig
 from bsi.errors import Preempted, UsageError
 from bsi.progress import wording
 from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
-from bsi.runtime.trackers import TRACKERS
+from bsi.runtime.run_folder import TRACKERS
 from bsi.training.train import in_python
 
 DATA = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))

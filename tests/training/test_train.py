@@ -24,9 +24,8 @@ from bsi.backbones import DiTConfig, MLPConfig, build, resolve
 from bsi.backbones.mlp import MLP
 from bsi.errors import BsiError, DataError, NonFinite, Preempted, UsageError
 from bsi.recipe import Ema, Evaluation, Every, Keep, Objective, Recipe, Samples
-from bsi.runtime.data_spec import config_of
 from bsi.runtime.distributed import Place, World
-from bsi.runtime.export import export, read_trained
+from bsi.runtime.export import config_of, export, read_trained
 from bsi.runtime.run_folder import RunRecord, Value, read_journal
 from bsi.sampler import Sampler
 from bsi.training.dataset import open_training_data

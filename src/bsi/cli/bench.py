@@ -50,10 +50,9 @@ class Bench:
 
         from bsi.backbones.acceleration import check_fp8, form_of
         from bsi.backbones.config import training_memory
-        from bsi.devices import type_name
+        from bsi.devices import enough_for_batch, type_name
         from bsi.evaluation.speed import Case, Start, measure, since_process_start
         from bsi.runtime.distributed import pick_device
-        from bsi.runtime.out_of_memory import enough_for_batch
 
         start = Start()
         start.lap("imports")
@@ -91,7 +90,7 @@ class Bench:
                     f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
                     f"{agreement.tolerance:.0e}: {'holds' if agreement.holds else 'BROKEN'}"
                 )
-            with enough_for_batch(self.batch, "--batch", device, memory):
+            with enough_for_batch(self.batch, "--batch", device):
                 speed = measure(case, self.repeats, matmul, start)
             matmul = speed.matmul_tflops
             record |= asdict(speed)
@@ -111,7 +110,8 @@ def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
 def _check_host(memory: Memory, batch: int) -> None:
     """Reject a training step that exceeds the host memory, for which the operating system would kill the process."""
     from bsi.backbones.config import CONTEXT
-    from bsi.runtime.out_of_memory import LEAST, MOST, host_memory
+    from bsi.devices import host_memory
+    from bsi.runtime.out_of_memory import LEAST, MOST
 
     needed, free = round(LEAST * (memory.bytes(batch) - CONTEXT)), host_memory()
     if needed > free:

@@ -27,8 +27,8 @@ class Demo:
         import bsi
         from bsi import pictures
         from bsi.cli import eval as evaluation
+        from bsi.data.baselines import baselines_text
         from bsi.report import write_report
-        from bsi.runtime.baselines import baselines_text
         from bsi.runtime.distributed import join
 
         recipe = replace(bsi.recipes.digits(), seed=self.seed)

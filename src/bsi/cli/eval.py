@@ -90,9 +90,9 @@ class Eval:
 
     def execute(self) -> int:
         self.check()
+        from bsi.devices import enough_for_batch
         from bsi.evaluation.runs import save_samples
         from bsi.runtime.distributed import join
-        from bsi.runtime.out_of_memory import enough_for_batch
 
         with join(self.device, TIMEOUT_S) as world, enough_for_batch(self.batch_size, "--batch-size", world.device):
             records: list[Mapping[str, Any]] = []
@@ -259,7 +259,7 @@ def _estimator(args: Eval) -> Estimator:
 
 def _paragraph(record: Mapping[str, Any]) -> str:
     """One record as text."""
-    from bsi.runtime.baselines import baselines_text
+    from bsi.data.baselines import baselines_text
 
     if "metric" in record:
         made, error, drawing = record["generation"], record["error"], record["drawing"]

@@ -69,9 +69,9 @@ class Sample:
 
     def execute(self) -> int:
         from bsi.backbones import Backbone, accelerate, compute_dtype
+        from bsi.devices import enough_for_batch
         from bsi.runtime.distributed import join
         from bsi.runtime.export import model_of, read_trained
-        from bsi.runtime.out_of_memory import enough_for_batch
 
         with join(None if self.device == "auto" else self.device, TIMEOUT_S) as world:
             trained = read_trained(self.run, not self.weights)
@@ -216,8 +216,8 @@ def summary(record: dict[str, Any]) -> str:
 
 def check_files(model: Model, args: Sample, form: str, out: Path | None) -> None:
     """Raise for output files that do not suit the data, cannot be written, or take too much memory."""
+    from bsi.devices import host_memory
     from bsi.pictures import ANIMATIONS, animation_bytes
-    from bsi.runtime.out_of_memory import host_memory
 
     if (args.animate and form != "picture") or (out and not form):
         raise UsageError(f"data of shape {model.shape} has no picture: save it with --npz FILE")

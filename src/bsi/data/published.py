@@ -35,9 +35,8 @@ from bsi.data.files import Member, NpzFile, members
 from bsi.data.images import Folder
 from bsi.data.prepare import Block, Part, Plan, array_part
 from bsi.data.store import MANIFEST, check_classes, open_dataset
-from bsi.download import download
 from bsi.errors import DataError, UsageError
-from bsi.io import data_folder, digest, fingerprint
+from bsi.io import data_folder, digest, download, fingerprint
 from bsi.progress import Progress
 from bsi.values import Bins, Symbols
 

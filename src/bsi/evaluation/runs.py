@@ -24,6 +24,7 @@ from torch import nn
 from bsi import __version__
 from bsi.backbones import Backbone, Precision, accelerate, compute_dtype, freeze
 from bsi.bound import EvaluatedModel
+from bsi.data.baselines import baselines
 from bsi.data.batches import as_source
 from bsi.data.store import Dataset, open_dataset
 from bsi.devices import type_name
@@ -33,10 +34,8 @@ from bsi.io import atomic, canonical_json, make_folder
 from bsi.model import Model
 from bsi.progress import log
 from bsi.rng import subset
-from bsi.runtime.baselines import baselines
-from bsi.runtime.data_spec import build_model
 from bsi.runtime.distributed import FailedTogether, World
-from bsi.runtime.export import read_trained, set_weights
+from bsi.runtime.export import model_of, read_trained
 from bsi.values import Bins, DataKind, Symbols
 from bsi.variance import Variance
 
@@ -78,9 +77,7 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
             f"{path} was trained with a network of your own, {trained.network}. Evaluate it in Python: "
             f"bsi.load(run, backbone=...).bits_per_dim(data)."
         )
-    model = build_model(trained.recipe, trained.data)
-    set_weights(model, trained, str(path))
-    model = model.to(world.device).eval()
+    model = model_of(trained, str(path)).to(world.device)
     network = model.denoiser.backbone
     if isinstance(network, Backbone):
         network.compute_dtype = compute_dtype(precision, world.device)

@@ -30,8 +30,8 @@ from bsi.methods import METHODS
 from bsi.model import Model
 from bsi.recipe import Data, Optimizer, Recipe
 from bsi.rng import SeededNoise
-from bsi.runtime.data_spec import build_model
 from bsi.runtime.distributed import Place, World, watching
+from bsi.runtime.export import build_model
 from bsi.sampling import evaluations, sample
 from bsi.training.dataset import open_training_data
 from bsi.training.replay import PLAIN_STEPS

@@ -34,9 +34,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from bsi.data.prepare import exclusive
-from bsi.download import download
 from bsi.errors import DataError, UsageError
-from bsi.io import data_folder, write_bytes
+from bsi.io import data_folder, download, write_bytes
 from bsi.metrics.features import QualityWarning, require_images
 
 NAME = "inception-2015-12-05"

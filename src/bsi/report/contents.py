@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bsi.backbones.config import cost
+from bsi.data.baselines import baselines
 from bsi.data.store import find_dataset
 from bsi.elbo import measurement_loss
 from bsi.errors import BsiError, DataError, UsageError
@@ -28,7 +29,6 @@ from bsi.pictures import is_image
 from bsi.recipe import Recipe
 from bsi.report.charts import Point
 from bsi.rng import standard_normal, subset
-from bsi.runtime.baselines import baselines
 from bsi.runtime.export import load
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.runtime.serialization import flat

@@ -18,11 +18,11 @@ from typing import Any
 from torch import nn
 
 from bsi import __version__
+from bsi.data.baselines import baselines_text
 from bsi.io import atomic, check_writable
 from bsi.progress import readable_seconds
 from bsi.report.charts import Axis, Point, Role, Series, chart
 from bsi.report.contents import Measured, Run, measure, number, read_run
-from bsi.runtime.baselines import baselines_text
 from bsi.runtime.distributed import pick_device
 from bsi.runtime.serialization import flat, to_plain
 

@@ -28,27 +28,16 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from bsi import io
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
-from bsi.io import (
-    canonical_json,
-    digest_file,
-    fingerprint,
-    is_full,
-    open_untrusted,
-    parse_json,
-    read_json,
-    share,
-    sync_file,
-    sync_folder,
-    write_text,
-)
+from bsi.io import canonical_json, digest_file, fingerprint, sync_file
+from bsi.progress import readable_bytes
 from bsi.recipe import Keep
 
 FORMAT = 1
 STATE, MANIFEST, LATEST = "state.json", "manifest.json", "latest"
 FORMER = {"optimizer": "optimiser"}  # file names of version 0.1.0
 SPARE_BYTES = 16 << 20  # disk space that a checkpoint leaves free, for the journal and the samples
-SHOWN = 7  # differences in a message of at most ten lines
 
 
 class DiskFull(BsiError):
@@ -77,6 +66,9 @@ class Checkpoint:
     state: Mapping[str, Any]
 
 
+# ---- Writing ---------------------------------------------------------------------------------------------------------
+
+
 def save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None] = lambda: None) -> Path:
     """Write a checkpoint into `root` and make it the latest. `check` raises if the run folder's lock is lost."""
     check()
@@ -92,7 +84,7 @@ def save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None] =
         move_latest(root, final.name)
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if is_full(error):
+        if io.is_full(error):
             raise _disk_full(root, snapshot.bytes) from error
         raise
     prune(root, keep, snapshot.step)
@@ -109,7 +101,7 @@ def _disk_full(root: Path, needed: int) -> DiskFull:
     free = shutil.disk_usage(root).free
     limit = "" if free < needed + SPARE_BYTES else ", but a quota or the limit on a file's size (ulimit -f) is reached"
     return DiskFull(
-        f"no space for a checkpoint in {root}: it takes {needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
+        f"no space for a checkpoint in {root}: it takes {readable_bytes(needed)}, {readable_bytes(free)} are free"
         f"{limit}. The previous checkpoint is unchanged. Free some space, or lower --keep.last, and run the same "
         f"command again."
     )
@@ -120,15 +112,15 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
     folder.mkdir()
     for name, tensors in snapshot.tensors.items():
         safetensors.torch.save_file(dict(tensors), folder / f"{name}.safetensors")
-        share(folder / f"{name}.safetensors")
+        io.share(folder / f"{name}.safetensors")
     (folder / STATE).write_text(canonical_json({"format": FORMAT, "step": snapshot.step, **snapshot.state}), "utf-8")
     files = {}
     for path in sorted(folder.iterdir()):
         sync_file(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": digest_file(path)}
     manifest = {"format": FORMAT, "files": files}
-    write_text(folder / MANIFEST, canonical_json({**manifest, "sha256": fingerprint(manifest)}))
-    sync_folder(folder)
+    io.write_json(folder / MANIFEST, {**manifest, "sha256": fingerprint(manifest)})
+    io.sync_folder(folder)
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -136,19 +128,19 @@ def publish(temporary: Path, final: Path) -> None:
     if final.exists():
         final.rename(final.with_name(f".{final.name}.replaced.{os.getpid()}"))
     temporary.rename(final)
-    sync_folder(final.parent)
+    io.sync_folder(final.parent)
 
 
 def move_latest(root: Path, name: str) -> None:
     """Make `latest` name this checkpoint."""
-    write_text(root / LATEST, name + "\n")
+    io.write_text(root / LATEST, name + "\n")
 
 
 def prune(root: Path, keep: Keep, step: int) -> None:
     """Delete all but the last few checkpoints up to `step` and those at multiples of `keep.every`."""
-    past = [(s, folder) for s, folder in _steps(root) if s <= step]
-    for s, folder in past[keep.last :]:
-        if not (keep.every and s % keep.every == 0):
+    past = [(at, folder) for at, folder in _steps(root).items() if at <= step]
+    for at, folder in past[keep.last :]:
+        if not (keep.every and at % keep.every == 0):
             hidden = folder.with_name(f".{folder.name}.old.{os.getpid()}")
             folder.rename(hidden)  # so that a partly deleted checkpoint is never found
             shutil.rmtree(hidden, ignore_errors=True)
@@ -160,136 +152,6 @@ def _clear_leftovers(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in root.glob(f".{LATEST}.*"):
         path.unlink(missing_ok=True)
-
-
-def _steps(root: Path) -> list[tuple[int, Path]]:
-    """The checkpoint folders with their steps, the newest first."""
-    named = [(re.fullmatch(r"step-(\d{8,})", path.name), path) for path in root.glob("step-*")]
-    return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
-
-
-def find(root: Path, warn: Callable[[str], None], step: int | None = None) -> Checkpoint | None:
-    """The checkpoint to resume from, or the one of a given step; None if there has never been one.
-
-    `latest` names it. If it is damaged, the previous one is used after a call of `warn`.
-
-    Raises:
-        CorruptCheckpoint: All checkpoints are damaged.
-    """
-    if step is not None:
-        folder = root / f"step-{step:08d}"
-        if not folder.is_dir():
-            steps = ", ".join(str(s) for s, _ in _steps(root)) or "none"
-            raise UsageError(f"{root} has no checkpoint of step {step}. There are: {steps}.")
-        return verify(folder)
-    candidates = _candidates(root, warn)
-    for folder in candidates:
-        try:
-            return verify(folder)
-        except (CorruptCheckpoint, DataError, FileNotFoundError) as error:
-            if not folder.exists():  # a running training has deleted it, and has a newer one
-                return find(root, warn)
-            then = "there is no earlier one" if folder == candidates[-1] else "falling back to the previous one"
-            warn(f"DAMAGED CHECKPOINT: {error}\n{then}")
-    if candidates:
-        raise CorruptCheckpoint(
-            f"all {len(candidates)} checkpoints in {root} are damaged, see above. Restore one from a copy, or train "
-            f"again with another --out."
-        )
-    if (root / LATEST).is_file():
-        raise CorruptCheckpoint(
-            f"{root / LATEST} names a checkpoint, but there is none. Restore it, or use another --out."
-        )
-    return None
-
-
-def _candidates(root: Path, warn: Callable[[str], None]) -> list[Path]:
-    """The checkpoint named by `latest` and the older ones, the newest first. Newer ones were not completed."""
-    name = _latest(root)
-    while True:
-        folders = [folder for _, folder in _steps(root)]
-        if name in (names := [folder.name for folder in folders]):
-            return folders[names.index(name) :]
-        name, before = _latest(root), name
-        if name == before:  # otherwise a running training has changed `latest` meanwhile
-            break
-    if folders:
-        warn(f"DAMAGED CHECKPOINT: {root / LATEST} does not name one of the checkpoints: got {name!r:.40}")
-    return folders
-
-
-def _latest(root: Path) -> str:
-    """The content of `latest`, empty if it cannot be read."""
-    try:
-        with open_untrusted(root / LATEST) as file:
-            return file.read(1000).decode().strip()
-    except (DataError, UnicodeDecodeError):
-        return ""
-
-
-def verify(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder. Raises if a file does not match its hash."""
-    files = _manifest(folder)
-    for name, record in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise CorruptCheckpoint(f"{path} is missing, expected sha256 {record['sha256']}.")
-        found = digest_file(path)
-        if found != record["sha256"]:
-            raise CorruptCheckpoint(
-                f"{path} is damaged: expected {record['bytes']} bytes of sha256 {record['sha256']}, got "
-                f"{path.stat().st_size} bytes of sha256 {found}."
-            )
-    try:
-        state = read_json(folder / STATE)
-    except DataError as error:
-        raise CorruptCheckpoint(str(error)) from error
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int) or "format" not in state:
-        raise CorruptCheckpoint(f"{folder / STATE} is not the state of a checkpoint.")
-    if state["format"] != FORMAT:
-        raise UsageError(
-            f"{folder} has checkpoint format {state['format']!r}, and this version of bsi reads format {FORMAT}. "
-            f"Resume with the version that wrote it, or start a new run with --init-from an export of it."
-        )
-    return Checkpoint(folder, state["step"], state)
-
-
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The table of files. It is stored in canonical form with its own hash, so that any changed byte is detected."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CorruptCheckpoint(f"{path} is missing.")
-    try:
-        with open_untrusted(path) as file:
-            text = file.read().decode()
-        manifest = parse_json(text.encode(), path)
-        files: dict[str, dict[str, Any]] = manifest["files"]
-        expected, found = manifest["sha256"], fingerprint({"format": manifest["format"], "files": files})
-        same = canonical_json(manifest) == text
-    except (DataError, ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpoint(f"{path} is damaged: it is not a manifest ({type(error).__name__}).") from error
-    if expected != found or not same or any(Path(name).name != name for name in files) or STATE not in files:
-        raise CorruptCheckpoint(f"{path} is damaged: expected sha256 {expected} of its table, got {found}.")
-    return files
-
-
-def read_tensors(checkpoint: Checkpoint, name: str, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint."""
-    path = checkpoint.folder / f"{name}.safetensors"
-    if not path.is_file() and name in FORMER:
-        path = checkpoint.folder / f"{FORMER[name]}.safetensors"
-    return safetensors.torch.load_file(path, device=device)
-
-
-def differences(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> list[str]:
-    """A line for each tensor that is missing on one side or differs in shape, at most eight lines."""
-
-    def shape(tensor: Tensor | None) -> str:
-        return "missing" if tensor is None else str(tuple(tensor.shape))
-
-    both = [(name, shape(there.get(name)), shape(here.get(name))) for name in {**here, **there}]
-    lines = [f"  {name}: {theirs} there, {ours} here" for name, theirs, ours in both if theirs != ours]
-    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"  and {len(lines) - SHOWN} more"]
 
 
 class Saver:
@@ -323,8 +185,8 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the save is on the disk, and raise its error."""
-        if self._running is not None:
-            running, self._running = self._running, None
+        running, self._running = self._running, None
+        if running is not None:
             _until_done(running)
             running.result()
 
@@ -339,3 +201,122 @@ def _until_done(running: Future[None]) -> None:
     """Wait in short intervals, so that the main thread can handle signals that another thread has received."""
     while not wait([running], timeout=0.2).done:
         pass
+
+
+# ---- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def find(root: Path, warn: Callable[[str], None], step: int | None = None) -> Checkpoint | None:
+    """The checkpoint to resume from, or the one of a given step; None if there has never been one.
+
+    `latest` names it. If it is damaged, the previous one is used after a call of `warn`; if all of them are, this
+    raises CorruptCheckpoint.
+    """
+    if step is not None:
+        if step not in (known := _steps(root)):
+            steps = ", ".join(map(str, known)) or "none"
+            raise UsageError(f"{root} has no checkpoint of step {step}. There are: {steps}.")
+        return verify(known[step])
+    candidates = _candidates(root, warn)
+    for folder in candidates:
+        try:
+            return verify(folder)
+        except (CorruptCheckpoint, DataError, FileNotFoundError) as error:
+            if not folder.exists():  # a running training has deleted it, and has a newer one
+                return find(root, warn)
+            then = "there is no earlier one" if folder == candidates[-1] else "falling back to the previous one"
+            warn(f"DAMAGED CHECKPOINT: {error}\n{then}")
+    if candidates:
+        raise CorruptCheckpoint(
+            f"all {len(candidates)} checkpoints in {root} are damaged, see above. Restore one from a copy, or train "
+            f"again with another --out."
+        )
+    if (root / LATEST).is_file():
+        raise CorruptCheckpoint(
+            f"{root / LATEST} names a checkpoint, but there is none. Restore it, or use another --out."
+        )
+    return None
+
+
+def _candidates(root: Path, warn: Callable[[str], None]) -> list[Path]:
+    """The checkpoint named by `latest` and the older ones, the newest first. Newer ones were not completed."""
+    name = _latest(root)
+    while True:
+        folders = list(_steps(root).values())
+        names = [folder.name for folder in folders]
+        if name in names:
+            return folders[names.index(name) :]
+        name, before = _latest(root), name
+        if name == before:  # otherwise a running training has changed `latest` meanwhile
+            break
+    if folders:
+        warn(f"DAMAGED CHECKPOINT: {root / LATEST} does not name one of the checkpoints: got {name!r:.40}")
+    return folders
+
+
+def _steps(root: Path) -> dict[int, Path]:
+    """The checkpoint folders by their steps, the newest first."""
+    named = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return dict(sorted(((int(path.name[5:]), path) for path in named), reverse=True))
+
+
+def _latest(root: Path) -> str:
+    """The content of `latest`, empty if it cannot be read."""
+    try:
+        with io.open_untrusted(root / LATEST) as file:
+            return file.read(1000).decode().strip()
+    except (DataError, UnicodeDecodeError):
+        return ""
+
+
+def verify(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder. Raises if a file does not match its hash."""
+    for name, record in _manifest(folder).items():
+        path = folder / name
+        if not path.is_file():
+            raise CorruptCheckpoint(f"{path} is missing, expected sha256 {record['sha256']}.")
+        found = digest_file(path)
+        if found != record["sha256"]:
+            raise CorruptCheckpoint(
+                f"{path} is damaged: expected {record['bytes']} bytes of sha256 {record['sha256']}, got "
+                f"{path.stat().st_size} bytes of sha256 {found}."
+            )
+    try:
+        state = io.read_json(folder / STATE)
+    except DataError as error:
+        raise CorruptCheckpoint(str(error)) from error
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int) or "format" not in state:
+        raise CorruptCheckpoint(f"{folder / STATE} is not the state of a checkpoint.")
+    if state["format"] != FORMAT:
+        raise UsageError(
+            f"{folder} has checkpoint format {state['format']!r}, and this version of bsi reads format {FORMAT}. "
+            f"Resume with the version that wrote it, or start a new run with --init-from an export of it."
+        )
+    return Checkpoint(folder, state["step"], state)
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """The table of files. It is stored in canonical form with its own hash, so that any changed byte is detected."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CorruptCheckpoint(f"{path} is missing.")
+    try:
+        with io.open_untrusted(path, io.MAX_JSON_BYTES) as file:
+            text = file.read()
+        manifest = io.parse_json(text, path)
+        files: dict[str, dict[str, Any]] = manifest["files"]
+        expected, found = manifest["sha256"], fingerprint({"format": manifest["format"], "files": files})
+        same = canonical_json(manifest).encode() == text
+    except (DataError, ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpoint(f"{path} is damaged: it is not a manifest ({type(error).__name__}).") from error
+    if expected != found or not same or any(Path(name).name != name for name in files) or STATE not in files:
+        raise CorruptCheckpoint(f"{path} is damaged: expected sha256 {expected} of its table, got {found}.")
+    return files
+
+
+def read_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
+    """The tensors of one file of a checkpoint."""
+    path = checkpoint.folder / f"{name}.safetensors"
+    if not path.is_file() and name in FORMER:
+        path = checkpoint.folder / f"{FORMER[name]}.safetensors"
+    return safetensors.torch.load_file(path)

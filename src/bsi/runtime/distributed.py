@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ ELSEWHERE = "this rank stops because another one has failed. The error is printe
 HUNG = 1  # exit code of a rank that the watchdog ends
 
 Phase = Literal["start", "data", "compute", "update", "journal", "evaluate", "save"]
-PHASES: tuple[Phase, ...] = ("start", "data", "compute", "update", "journal", "evaluate", "save")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 # ---- The ranks of a run ----------------------------------------------------------------------------------------------
@@ -64,10 +64,8 @@ def find_place(env: Mapping[str, str]) -> Place:
                 f"RANK must be less than WORLD_SIZE, got RANK={rank} and WORLD_SIZE={size}. Start the ranks with "
                 f"torchrun, or unset both to run a single one."
             )
-        return Place(
-            rank, size, _integer(env, "LOCAL_RANK", 0), env.get("MASTER_ADDR", "localhost"),
-            _integer(env, "MASTER_PORT", 29500), _integer(env, "LOCAL_WORLD_SIZE", 1),
-        )  # fmt: skip
+        host, port = env.get("MASTER_ADDR", "localhost"), _integer(env, "MASTER_PORT", 29500)
+        return Place(rank, size, _integer(env, "LOCAL_RANK", 0), host, port, _integer(env, "LOCAL_WORLD_SIZE", 1))
     # SLURM_STEP_NUM_TASKS is set by srun; the shell of sbatch has only the job's variables and is one process.
     if "SLURM_PROCID" in env and (tasks := _integer(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
         host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
@@ -108,21 +106,13 @@ class FailedTogether(Exception):
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The host and port of the ranks' store, and the prefix of this attempt's keys."""
-
-    host: str
-    port: int
-    token: str = ""
-
-
-@dataclass(frozen=True)
 class World:
     """The ranks of a run and the device of this one. With a single rank no method communicates."""
 
     place: Place
     device: torch.device
-    meeting: Meeting | None = None
+    token: str = ""
+    """The name of this attempt in the store of several ranks."""
 
     @property
     def rank(self) -> int:
@@ -163,18 +153,12 @@ class World:
 
     def agree(self, error: BsiError | None) -> None:
         """Raise on every rank if there is an error on one: its own error there, a short note elsewhere."""
-        if error is not None and self.size == 1:
-            raise error
-        code = torch.tensor(0 if error is None else error.code, device=self.device)
-        if self.size > 1:
-            dist.all_reduce(code, dist.ReduceOp.MAX)
+        codes = self.gather(torch.tensor([0 if error is None else error.code], device=self.device))
         if error is not None:
             raise error
-        for known in (UsageError, DataError, CorruptCheckpoint):
-            if int(code) == known.code:
-                raise known(ELSEWHERE)
-        if int(code):
-            raise BsiError(ELSEWHERE)
+        if code := max(map(int, codes)):
+            known = {kind.code: kind for kind in (UsageError, DataError, CorruptCheckpoint)}
+            raise known.get(code, BsiError)(ELSEWHERE)
 
     def fail_together(self, error: Exception | None) -> None:
         """Raise FailedTogether on all ranks if one has an error, before they combine their results.
@@ -199,7 +183,7 @@ def join(device: str | None, timeout_s: float) -> Iterator[World]:
     if place.size == 1:
         yield world
         return
-    store, meeting = meet(place, timeout_s)
+    store, token = meet(place, timeout_s)
     dist.init_process_group(
         "nccl" if world.device.type == "cuda" else "gloo",
         store=store,
@@ -209,7 +193,7 @@ def join(device: str | None, timeout_s: float) -> Iterator[World]:
         device_id=world.device if world.device.type == "cuda" else None,
     )
     try:
-        yield replace(world, meeting=meeting)
+        yield replace(world, token=token)
     except BaseException as error:
         _clear_frames(error)
         raise
@@ -256,20 +240,18 @@ def pick_device(device: str | None, local_rank: int) -> torch.device:
 # Messages of earlier attempts are ignored: an old reply has the wrong nonce, and an old ack the wrong token.
 
 
-def connect(meeting: Meeting, serve: bool, timeout_s: float) -> Store:
+def connect(place: Place, token: str, timeout_s: float, serve: bool = False) -> Store:
     """A new connection to the store; with `serve`, this process also hosts the store."""
-    store = TCPStore(
-        meeting.host, meeting.port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
-    return PrefixStore(f"bsi/{meeting.token}", store) if meeting.token else store
+    limit = timedelta(seconds=timeout_s)
+    store = TCPStore(place.host, place.port, is_master=serve, wait_for_workers=False, timeout=limit)
+    return PrefixStore(f"bsi/{token}", store) if token else store
 
 
-def meet(place: Place, timeout_s: float) -> tuple[Store, Meeting]:
-    """The store of this attempt, once all ranks are connected to it."""
+def meet(place: Place, timeout_s: float) -> tuple[Store, str]:
+    """The store and the token of this attempt, once all ranks are connected to it."""
     deadline = time.monotonic() + timeout_s
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serve = place.rank == 0 and not launcher_serves
-    store = connect(Meeting(place.host, place.port), serve, timeout_s)
+    store = connect(place, "", timeout_s, serve=place.rank == 0 and not launcher_serves)
 
     def read(key: str) -> str:
         return store.get(key).decode() if store.check([key]) else ""
@@ -293,15 +275,13 @@ def meet(place: Place, timeout_s: float) -> tuple[Store, Meeting]:
             if waiting:
                 pause(f"ranks {', '.join(map(str, sorted(waiting)))}")
     else:
-        nonce, answered = uuid.uuid4().hex, ""
+        nonce = uuid.uuid4().hex
         store.set(f"bsi/hello/{place.rank}", nonce)
-        while True:
-            answered, _, token = read(f"bsi/reply/{place.rank}").partition(" ")
-            if answered == nonce:
-                break
+        while not (reply := read(f"bsi/reply/{place.rank}")).startswith(f"{nonce} "):
             pause("rank 0")
+        token = reply.partition(" ")[2]
         store.set(f"bsi/ack/{place.rank}", token)
-    return PrefixStore(f"bsi/{token}", store), Meeting(place.host, place.port, token)
+    return PrefixStore(f"bsi/{token}", store), token
 
 
 # ---- The watchdog ----------------------------------------------------------------------------------------------------
@@ -316,8 +296,8 @@ class Watchdog:
     a thread that is stuck in a collective cannot be interrupted.
     """
 
-    def __init__(self, place: Place, limit_s: float, meeting: Meeting | None) -> None:
-        self.place, self.meeting, self.limit_s = place, meeting, limit_s
+    def __init__(self, place: Place, limit_s: float, token: str) -> None:
+        self.place, self.limit_s, self.token = place, limit_s, token
         self.where: tuple[int, Phase] = (0, "start")
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._since = math.inf  # the rendezvous has its own time limit: time counts from the first call of `at`
@@ -334,7 +314,7 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        store = None if self.meeting is None else connect(self.meeting, serve=False, timeout_s=10.0)
+        store = connect(self.place, self.token, timeout_s=10.0) if self.token else None
         tick = min(5.0, self.limit_s / 4)
         while not self._stopped.wait(tick):
             if self._launcher is not None and os.getppid() != self._launcher:
@@ -343,11 +323,12 @@ class Watchdog:
             if store is not None:
                 with contextlib.suppress(RuntimeError):  # the rank that serves the store has ended
                     store.set(f"at/{self.place.rank}", "{} {}".format(*self.where))
-            if time.monotonic() - self._since > self.limit_s:
-                # Wait again, so that the other ranks can publish where they are stuck.
-                if self._stopped.wait(2 * tick) or time.monotonic() - self._since <= self.limit_s:
-                    continue
+            # Wait again before the end, so that the other ranks can publish where they are stuck.
+            if self._hangs() and not self._stopped.wait(2 * tick) and self._hangs():
                 self._give_up(store)
+
+    def _hangs(self) -> bool:
+        return time.monotonic() - self._since > self.limit_s
 
     def _give_up(self, store: Store | None) -> None:
         places = {self.place.rank: self.where}
@@ -366,23 +347,20 @@ class Watchdog:
 
 def verdict(me: int, places: dict[int, tuple[int, Phase]], size: int, limit_s: float) -> str:
     """A message that names the ranks that the others wait for: those furthest behind, and those that never reported."""
-
-    def progress(rank: int) -> tuple[int, int]:
-        step, phase = places[rank]
-        return step, PHASES.index(phase)
-
-    behind = [rank for rank in places if progress(rank) == min(map(progress, places))]
-    named = [f"rank {rank} hangs in step {places[rank][0]} ({places[rank][1]})" for rank in behind]
+    progress = {rank: (step, PHASES.index(phase)) for rank, (step, phase) in places.items()}
+    text = {rank: f"in step {step} ({phase})" for rank, (step, phase) in places.items()}
+    behind = [rank for rank in places if progress[rank] == min(progress.values())]
+    named = [f"rank {rank} hangs {text[rank]}" for rank in behind]
     named += [f"rank {rank} never reported" for rank in range(size) if rank not in places]
-    waiting = [f"rank {rank} in step {places[rank][0]} ({places[rank][1]})" for rank in places if rank not in behind]
+    waiting = [f"rank {rank} {text[rank]}" for rank in places if rank not in behind]
     rest = f"; waiting for it: {', '.join(waiting[:8])}" if waiting else ""
     return f"bsi train: no progress for {limit_s:.0f} s on rank {me}: {', '.join(named[:8])}{rest}"
 
 
 @contextmanager
-def watching(place: Place, limit_s: float, meeting: Meeting | None = None) -> Iterator[Watchdog]:
-    """Run a watchdog while the block runs. Without a meeting there is a single rank, which reports only itself."""
-    watchdog = Watchdog(place, limit_s, meeting)
+def watching(place: Place, limit_s: float, token: str = "") -> Iterator[Watchdog]:
+    """Run a watchdog while the block runs. Without a token it reports only this rank."""
+    watchdog = Watchdog(place, limit_s, token)
     try:
         yield watchdog
     finally:

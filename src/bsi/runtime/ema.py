@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +166,6 @@ def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> tuple[i
         with safetensors.safe_open(stored[profile], framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
                 width, _, name = key.partition("/")
-                if math.isclose(float(width), profile.sigma_rel):
-                    part = float(share) * file.get_tensor(key).double()
-                    found[name] = found[name] + part if name in found else part
+                if float(width) == profile.sigma_rel:
+                    found[name] = found.get(name, 0.0) + float(share) * file.get_tensor(key).double()
     return end, {name: tensor.float() for name, tensor in found.items()}

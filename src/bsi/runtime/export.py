@@ -1,13 +1,12 @@
-"""Models as files: loading them from a run folder or an exported file, and writing a run or any model as one file.
+"""Trained models: their description, building them, loading them from a run or a file, and writing them as one file.
 
     model = bsi.load("runs/digits")                 # the EMA of the latest checkpoint, verified
     images = model.sample(16)
 
 An export is a safetensors file: the weights, and in its metadata the recipe and the description of the data as JSON. A
-model that no recipe trained has a `ModelSpec` in place of the recipe.
-Neither can contain code. A network passed by the caller is never imported by name and must be passed again:
-`bsi.load(run, backbone=MyNet())`. Before a network is built, its shapes are compared with those of the weights, so that
-a small file cannot make the loader allocate a large network.
+model that no recipe trained has a `ModelSpec` in place of the recipe. Neither can contain code. A network passed by the
+caller is never imported by name and must be passed again: `bsi.load(run, backbone=MyNet())`. Before a network is built,
+its shapes are compared with those of the weights, so that a small file cannot make the loader allocate a large network.
 """
 
 from __future__ import annotations
@@ -19,31 +18,90 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from bsi import __version__, pretrained
+from bsi import __version__
+from bsi.backbones import build
+from bsi.backbones.config import BackboneConfig
+from bsi.backbones.dit import DiT
+from bsi.backbones.layers import Backbone
+from bsi.backbones.mlp import MLP
+from bsi.backbones.unet import UNet
+from bsi.data.store import check_classes
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError
 from bsi.io import atomic, check_writable, share
-from bsi.methods import METHODS
+from bsi.methods import METHODS, Method
+from bsi.methods.base import Parametrization
 from bsi.model import Model
 from bsi.progress import log
-from bsi.recipe import Recipe
+from bsi.recipe import Recipe, check_name
 from bsi.runtime import checkpoint
-from bsi.runtime.data_spec import DataSpec, ModelSpec, build_model, config_of
 from bsi.runtime.ema import reconstruct
 from bsi.runtime.run_folder import RunFolder
 from bsi.runtime.serialization import from_plain, to_plain
+from bsi.values import Bins, DataKind
 
 EXPORT_FORMAT = 1
 MODEL_FILE = "model.safetensors"  # the file name in a folder for the Hugging Face hub
 METADATA = "bsi"
+BUNDLED = {"digits": Path(__file__).parents[1] / "pretrained" / "digits.safetensors"}  # `bsi.load("digits")`
 LARGEST_SAMPLE = 2**31  # largest number of values in one sample
-MOST_SHOWN = 3  # largest number of suggestions in a message
+SHOWN = 7  # differences in a message of at most ten lines
+MOST_SUGGESTED = 3
+
+
+# ---- Description -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """The properties of the data that a model and a resumed run depend on; `version` is a hash of the content."""
+
+    name: str
+    version: str
+    count: int
+    shape: tuple[int, ...]
+    kind: DataKind
+    classes: int = 0
+    """The number of classes, with labels 0 .. classes - 1; 0 without labels."""
+    class_names: tuple[str, ...] = ()
+    """The names of the learned labels, if the data has any."""
+
+    def __post_init__(self) -> None:
+        check_classes(self.class_names)  # they may come from a file
+
+    @property
+    def bins(self) -> Bins | None:
+        """The values of binned data, else None."""
+        return self.kind if isinstance(self.kind, Bins) else None
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """The shape of a sample's values, which networks are built for."""
+        return self.kind.latent_shape(self.shape)
+
+    def build(self, config: BackboneConfig) -> Backbone:
+        """A network for this data."""
+        return build(config, self.latent_shape, None if self.bins is None else self.bins.count, self.classes)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What `build_model` needs of a `Recipe`: the description of a model that was not trained by one."""
+
+    name: str
+    method: Method
+    backbone: BackboneConfig | None
+    parametrization: Parametrization | None = None
+    sigma_data: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
 
 
 @dataclass(frozen=True)
@@ -67,13 +125,43 @@ class Trained:
         steps = self.recipe.steps if isinstance(self.recipe, Recipe) else 0
         return f"step {self.step} of {steps}" if self.step < steps else ""
 
+    @staticmethod
+    def read(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Trained:
+        """The weights with their description from a file; raises KeyError or TypeError if it is incomplete."""
+        recipe: Recipe | ModelSpec
+        if "model" in given:
+            recipe = from_plain(ModelSpec, given["model"], "model")
+        else:
+            recipe = from_plain(Recipe, given["recipe"], "recipe")
+        data = from_plain(DataSpec, given["data"], "data")
+        return Trained(recipe, data, str(given["network"]), int(given["step"]), weights)
+
+    @staticmethod
+    def of(model: Model, name: str) -> Trained:
+        """The description of a model. One that was loaded, and not changed since, keeps its recipe, step and data."""
+        network = getattr(model.denoiser.backbone, "_orig_mod", model.denoiser.backbone)  # of a compiled network
+        if type(model.method) not in METHODS.values():
+            raise UsageError(
+                f"the method {model.method!r} could not be loaded again by its name. Register it first: "
+                f"bsi.methods.register(name, {type(model.method).__name__})."
+            )
+        data = DataSpec("", "", 0, model.shape, model.kind, model.classes or 0, model.class_names)
+        config, denoiser = config_of(network, data), model.denoiser
+        recipe: Recipe | ModelSpec = ModelSpec(
+            name, model.method, config, denoiser.parametrization, denoiser.sigma_data
+        )
+        known, step = model.origin, 0
+        if isinstance(known, Trained) and (known.recipe.method, known.recipe.backbone) == (model.method, config):
+            recipe, data, step = known.recipe, known.data, known.step
+        weights = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in network.state_dict().items()}
+        return Trained(recipe, data, "" if config is not None else class_name(network), step, weights)
+
     def about(self, ema: bool, sigma_rel: float | None = None) -> dict[str, Any]:
         """The JSON in the metadata of an export."""
-        kind = "recipe" if isinstance(self.recipe, Recipe) else "model"
         return {
             "format": EXPORT_FORMAT,
             "bsi": __version__,
-            kind: to_plain(self.recipe),
+            "recipe" if isinstance(self.recipe, Recipe) else "model": to_plain(self.recipe),
             "data": to_plain(self.data),
             "network": self.network,
             "step": self.step,
@@ -82,32 +170,70 @@ class Trained:
         }
 
 
-def described(model: Model, name: str) -> Trained:
-    """A model as what `read_trained` would read from its file.
-
-    A model that was loaded keeps its recipe, its step and the description of its data, if it has not been changed.
-    """
-    network = getattr(model.denoiser.backbone, "_orig_mod", model.denoiser.backbone)  # of a compiled network
-    if type(model.method) not in METHODS.values():
-        raise UsageError(
-            f"the method {model.method!r} could not be loaded again by its name. Register it first: "
-            f"bsi.methods.register(name, {type(model.method).__name__})."
-        )
-    data = DataSpec("", "", 0, model.shape, model.kind, model.classes or 0, model.class_names)
-    config = config_of(network, data)
-    recipe: Recipe | ModelSpec = ModelSpec(
-        name, model.method, config, model.denoiser.parametrization, model.denoiser.sigma_data
-    )
-    known, step = model.origin, 0
-    if isinstance(known, Trained) and (known.recipe.method, known.recipe.backbone) == (model.method, config):
-        recipe, data, step = known.recipe, known.data, known.step
-    weights = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in network.state_dict().items()}
-    return Trained(recipe, data, "" if config is not None else class_name(network), step, weights)
-
-
 def class_name(network: nn.Module) -> str:
     """The full name of a network's class."""
     return f"{type(network).__module__}.{type(network).__qualname__}"
+
+
+# ---- Building --------------------------------------------------------------------------------------------------------
+
+
+def build_model(recipe: Recipe | ModelSpec, data: DataSpec, backbone: nn.Module | None = None) -> Model:
+    """Build the model of a recipe for the described data; `backbone` is the caller's own network."""
+    if backbone is None:
+        if recipe.backbone is None:
+            raise UsageError("this recipe has no network of its own. Pass backbone=...")
+        backbone = data.build(recipe.backbone)
+    elif isinstance(backbone, Backbone) and backbone.shape != data.latent_shape:
+        raise UsageError(
+            f"the network and the data have different shapes, got {backbone.shape} and {data.latent_shape}. Build the "
+            f"network for the shape of the data."
+        )
+    return Model(
+        backbone, recipe.method, data.shape, data=data.kind, parametrization=recipe.parametrization,
+        sigma_data=recipe.sigma_data, class_names=data.class_names,
+    )  # fmt: skip
+
+
+def config_of(backbone: nn.Module, data: DataSpec) -> BackboneConfig | None:
+    """The config from which `build_model` would build this network for this data; None for any other network."""
+    if type(backbone) not in (DiT, UNet, MLP):  # a subclass may compute anything
+        return None
+    ours = cast(DiT | UNet | MLP, backbone)
+    with torch.device("meta"):
+        again = data.build(ours.config)
+    same = ours.shape == data.latent_shape and again.fourier.exponents == ours.fourier.exponents
+    return ours.config if same and _layout(again) == _layout(ours) else None
+
+
+def _layout(network: nn.Module) -> tuple[str, dict[str, torch.Size]]:
+    return repr(network), {name: tensor.shape for name, tensor in network.state_dict().items()}
+
+
+def differences(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> list[str]:
+    """A line for each tensor that is missing on one side or differs in shape, at most eight lines."""
+
+    def shape(tensor: Tensor | None) -> str:
+        return "missing" if tensor is None else str(tuple(tensor.shape))
+
+    both = [(name, shape(there.get(name)), shape(here.get(name))) for name in {**here, **there}]
+    lines = [f"  {name}: {theirs} there, {ours} here" for name, theirs, ours in both if theirs != ours]
+    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"  and {len(lines) - SHOWN} more"]
+
+
+def set_weights(model: Model, trained: Trained, where: str) -> None:
+    """Copy weights into a model, whose network must have the same tensors."""
+    _check_same(trained, model.denoiser.backbone, where)
+    model.denoiser.backbone.load_state_dict(dict(trained.weights))
+
+
+def _check_same(trained: Trained, network: nn.Module, where: str) -> None:
+    if found := differences(trained.weights, network.state_dict()):
+        theirs = trained.network or str(trained.recipe.backbone)
+        raise UsageError("\n".join([f"the weights of {where} are those of another network, {theirs}:", *found]))
+
+
+# ---- Loading ---------------------------------------------------------------------------------------------------------
 
 
 def load(
@@ -126,48 +252,35 @@ def load(
 
 def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) -> Model:
     """Build the model of trained weights, in evaluation mode; error messages name `where` they were read from."""
-    if trained.recipe.backbone is None and backbone is None:
+    config, data = trained.recipe.backbone, trained.data
+    if config is None and backbone is None:
         raise UsageError(
             f"{where} was trained with your own network, {trained.network}, and has only its weights. Pass one like it "
             f"again, backbone={trained.network.rpartition('.')[2]}(...)."
         )
-    if backbone is not None and trained.recipe.backbone is not None:
+    if config is not None and backbone is not None:
         raise UsageError(f"{where} describes its network itself. Leave backbone out.")
-    _check_shapes(trained, where)
-    model = build_model(trained.recipe, trained.data, backbone)
+    if config is not None:  # compare the shapes before memory is allocated
+        deep = max(getattr(config, "depth", 0), getattr(config, "levels", 0))
+        if deep > len(trained.weights) or math.prod(data.shape) > LARGEST_SAMPLE:
+            raise CorruptCheckpoint(f"{where} is damaged: its weights are not those of {config} for {data.shape}.")
+        with torch.device("meta"):
+            _check_same(trained, data.build(config), where)
+    model = build_model(trained.recipe, data, backbone)
     set_weights(model, trained, where)
     model.origin = replace(trained, weights={})
     return model.eval()
 
 
-def _check_shapes(trained: Trained, where: str) -> None:
-    """Raise if the recipe describes another network than that of the weights, before its memory is allocated."""
-    config, data = trained.recipe.backbone, trained.data
-    if config is None:
-        return
-    deep = max(getattr(config, "depth", 0), getattr(config, "levels", 0))
-    if deep > len(trained.weights) or math.prod(data.shape) > LARGEST_SAMPLE:
-        raise CorruptCheckpoint(f"{where} is damaged: its weights are not those of {config} for shape {data.shape}.")
-    with torch.device("meta"):
-        network = data.build(config)
-    _check_same(trained, network.state_dict(), where)
-
-
-def _check_same(trained: Trained, here: Mapping[str, Tensor], where: str) -> None:
-    if found := checkpoint.differences(trained.weights, here):
-        theirs = trained.network or str(trained.recipe.backbone)
-        raise UsageError("\n".join([f"the weights of {where} are those of another network, {theirs}:", *found]))
-
-
-def set_weights(model: Model, trained: Trained, where: str) -> None:
-    """Copy weights into a model, whose network must have the same tensors."""
-    _check_same(trained, model.denoiser.backbone.state_dict(), where)
-    model.denoiser.backbone.load_state_dict(dict(trained.weights))
+def find_bundled(path: Path) -> Path:
+    """The file of a bundled network by its name, or the path as it is. A file or folder of that name comes first."""
+    path = path.expanduser()
+    return path if path.exists() else BUNDLED.get(str(path), path)
 
 
 def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Trained:
     """Weights and their description, from a run folder, an exported file or the name of a bundled network."""
-    path = pretrained.find(path)
+    path = find_bundled(path)
     if path.is_file():
         return _read_export(path, step)
     if (path / MODEL_FILE).is_file():
@@ -175,29 +288,25 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
     root = RunFolder(path).checkpoints
     while (found := checkpoint.find(root, log, step) if root.is_dir() else None) is not None:
         try:
-            return _described(found.state, checkpoint.read_tensors(found, "ema" if ema else "model"))
+            return Trained.read(found.state, checkpoint.read_tensors(found, "ema" if ema else "model"))
         except (OSError, safetensors.SafetensorError):
             if found.folder.exists():
                 raise
             # A running training has deleted this checkpoint, and has a newer one.
-    if str(path) in pretrained.BUNDLED:
+    if str(path) in BUNDLED:
         raise UsageError(
             f"the folder {path} here is not a run, and hides the bundled network of that name. Rename it, or run in "
             f"another folder."
         )
+    near = {found.name: found for found in _trained_in(path.parent)}
+    near |= {name: Path(name) for name in BUNDLED if path.name == str(path)}
+    close = [near[name] for name in difflib.get_close_matches(path.name, near, n=1)]
+    meant = " or ".join(map(str, _trained_in(path)[:MOST_SUGGESTED] or close))
     raise UsageError(
-        f"{path} is neither a run folder with a checkpoint nor an exported file. {_instead(path)}`bsi train` makes "
-        f"one; {', '.join(pretrained.BUNDLED)} comes with the package."
+        f"{path} is neither a run folder with a checkpoint nor an exported file. "
+        f"{f'Did you mean {meant}? ' if meant else ''}`bsi train` makes one; {', '.join(BUNDLED)} comes with the "
+        f"package."
     )
-
-
-def _instead(path: Path) -> str:
-    """A suggestion: the runs and exports in the folder, or one of a similar name next to it."""
-    others = {found.name: found for found in _trained_in(path.parent)}
-    others |= {name: Path(name) for name in pretrained.BUNDLED if path.name == str(path)}
-    near = [others[name] for name in difflib.get_close_matches(path.name, others, n=1)]
-    meant = _trained_in(path)[:MOST_SHOWN] or near
-    return f"Did you mean {' or '.join(map(str, meant))}? " if meant else ""
 
 
 def _trained_in(folder: Path) -> list[Path]:
@@ -208,23 +317,6 @@ def _trained_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)
 
 
-def _described(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Trained:
-    """The weights with their description; raises KeyError or TypeError if it is incomplete."""
-    recipe: Recipe | ModelSpec
-    if "model" in given:
-        recipe = from_plain(ModelSpec, given["model"], "model")
-    else:
-        recipe = from_plain(Recipe, given["recipe"], "recipe")
-    data = from_plain(DataSpec, given["data"], "data")
-    return Trained(recipe, data, str(given["network"]), int(given["step"]), weights)
-
-
-def _begins_well(path: Path) -> bool:
-    """Whether a file begins like a safetensors file: the length of the header in eight bytes, then a JSON object."""
-    with path.open("rb") as file:
-        return file.read(9)[8:] == b"{"
-
-
 def _read_export(path: Path, step: int | None) -> Trained:
     if step is not None:
         raise UsageError(f"{path} is an exported file, which holds a single step. Leave step out.")
@@ -233,7 +325,9 @@ def _read_export(path: Path, step: int | None) -> Trained:
             metadata = file.metadata() or {}
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        if _begins_well(path):
+        with path.open("rb") as file:
+            begins_well = file.read(9)[8:] == b"{"  # the length of the header in eight bytes, then a JSON object
+        if begins_well:
             raise CorruptCheckpoint(
                 f"{path} is damaged or incomplete ({error}). Copy it again, or make it again with `bsi export`."
             ) from error
@@ -246,7 +340,7 @@ def _read_export(path: Path, step: int | None) -> Trained:
         given = json.loads(metadata[METADATA])
         if given["format"] != EXPORT_FORMAT:
             raise UsageError(f"{path} has export format {given['format']!r}, and this version reads {EXPORT_FORMAT}.")
-        return _described(given, weights)
+        return Trained.read(given, weights)
     except BsiError as error:
         if (written := given.get("bsi", __version__)) == __version__:
             raise
@@ -255,6 +349,9 @@ def _read_export(path: Path, step: int | None) -> Trained:
         ) from error
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path} does not describe its model: it was not written by `bsi export`.") from error
+
+
+# ---- Writing ---------------------------------------------------------------------------------------------------------
 
 
 def export(
@@ -278,9 +375,8 @@ def export(
     if sigma_rel is not None:
         end, weights = reconstruct(Path(run), sigma_rel, step)
         trained, kind = replace(trained, step=end, weights={**trained.weights, **weights}), f"-{sigma_rel:g}"
-    name = f"{trained.recipe.name}-{trained.step}{kind}.safetensors"
     folder = Path(run) if Path(run).is_dir() else Path()
-    target = folder / name if out is None else Path(out)
+    target = Path(out or folder / f"{trained.recipe.name}-{trained.step}{kind}.safetensors")
     check_writable(target, "--out")
     return write_export(target, trained, trained.about(ema, sigma_rel))
 

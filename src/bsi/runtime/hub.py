@@ -58,18 +58,17 @@ def write_model_folder(trained: Trained, folder: Path, ema: bool = False) -> Pat
 
 
 def _card(trained: Trained, about: dict[str, Any]) -> str:
-    name, recipe = trained.recipe.name, trained.recipe
-    kind = str(about["recipe" if isinstance(recipe, Recipe) else "model"]["method"]["kind"])
-    data = trained.data.name or "your data"
+    name, training, kind = trained.recipe.name, "", about.get("recipe", about.get("model"))["method"]["kind"]
+    if isinstance(trained.recipe, Recipe):
+        data = trained.data.name or "your data"
+        training = f", trained on {data} with `bsi train {name}`, step {trained.step}"
     return CARD.format(
         name=name,
         kind=kind,
         kind_name=kind.upper(),
         shape=" x ".join(map(str, trained.data.shape)),
-        training=f", trained on {data} with `bsi train {name}`, step {trained.step}"
-        if isinstance(recipe, Recipe)
-        else "",
-        backbone="" if recipe.backbone is not None else f", backbone={trained.network.rpartition('.')[2]}(...)",
+        training=training,
+        backbone="" if trained.recipe.backbone else f", backbone={trained.network.rpartition('.')[2]}(...)",
         weights="an exponential moving average" if about["ema"] else "those that the model had",
     )
 

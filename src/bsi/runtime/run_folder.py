@@ -1,4 +1,4 @@
-"""A run folder: the files of one training run.
+"""A run folder: the files of one training run, and the services that show its journal.
 
     run.json          the resolved recipe, its difference from the named one, the command, the environment
     status.json       running, preempted, finished or failed, with the step and the time
@@ -9,6 +9,7 @@
     evaluations/      records of `bsi eval`
     lock.json         the process that trains in this folder, see bsi.training.lock
     replay-*.json     the inputs of a step whose loss or gradient was not finite
+    trackers.json     the identifier that each tracker gave the run
 
 The environment is limited to versions, the type of machine and a few variables: it contains no tokens or home paths.
 
@@ -24,6 +25,8 @@ an "evaluate" line `bits_per_dim` is the complete bound, of test samples under t
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import json
 import math
 import os
@@ -31,8 +34,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,16 +43,18 @@ from typing import Any, Literal
 import torch
 
 from bsi import __version__
-from bsi.errors import DataError, UsageError
+from bsi.errors import DataError, UsageError, extra
 from bsi.io import append_line, read_json, write_json, write_text
 from bsi.progress import log
 from bsi.recipe import Recipe
 from bsi.runtime.distributed import World
-from bsi.runtime.serialization import changes, from_plain, to_plain
+from bsi.runtime.serialization import changes, flat, from_plain, to_plain
 
 FORMAT = 1
 State = Literal["running", "preempted", "finished", "failed"]
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT")
+TRACKED = "trackers.json"
+PROJECT = "bsi"  # of trackers
 
 Value = int | float | str
 Sink = Callable[[Mapping[str, Value]], None]
@@ -63,16 +68,12 @@ class RunRecord:
     network: str
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class RunFolder:
     """The paths of a run, and its small files. `check` is called before each write: it raises if the lock is lost."""
 
     path: Path
-    check: Callable[[], None] = _nothing
+    check: Callable[[], None] = lambda: None
 
     @property
     def checkpoints(self) -> Path:
@@ -144,11 +145,16 @@ class RunFolder:
 
     def read_status(self) -> Mapping[str, Any]:
         """The status, or an empty dictionary if it cannot be read."""
-        try:
-            found = read_json(self.path / "status.json")
-        except DataError:
-            return {}
-        return found if isinstance(found, dict) else {}
+        return _read_table(self.path / "status.json")
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if it cannot be read."""
+    try:
+        found = read_json(path)
+    except DataError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _without_home(words: list[str]) -> list[str]:
@@ -192,29 +198,24 @@ class JsonLines:
 
     def __call__(self, record: Mapping[str, Value]) -> None:
         self.folder.check()
+        # JSON has no NaN and no infinity.
+        known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
-            append_line(self.folder.journal, json.dumps({name: _finite(value) for name, value in record.items()}))
+            append_line(self.folder.journal, json.dumps(known))
         except OSError as error:  # a full disk: the journal only reports
             if not self._failed:
                 log(f"bsi train: cannot write {self.folder.journal}: {error.strerror}. Training continues without it.")
             self._failed = True
 
 
-def _finite(value: Value) -> Value | None:
-    """Replace NaN and infinity by None (null in JSON)."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _lines(path: Path) -> list[dict[str, Value]]:
     """The valid lines of a journal; the last one may be incomplete after a crash."""
     found = []
     for line in path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else []:
-        try:
+        with suppress(ValueError, RecursionError):
             record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found.append(record)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                found.append(record)
     return found
 
 
@@ -224,3 +225,125 @@ def read_journal(run: Path) -> list[dict[str, Value]]:
     if not path.is_file():
         raise UsageError(f"{run} has no journal. Give the folder of a run.")
     return _lines(path)
+
+
+# ---- Trackers --------------------------------------------------------------------------------------------------------
+#
+# Each is a context manager that yields a function of a step and its numbers by name (`train/loss`), and the identifier
+# with which a resumed run continues its record.
+
+Write = Callable[[int, dict[str, float]], object]
+
+
+@contextmanager
+def _tensorboard(folder: Path, recipe: Recipe, known: str | None) -> Iterator[tuple[Write, str]]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+
+        def write(step: int, values: dict[str, float]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        yield write, "tensorboard"
+
+
+@contextmanager
+def _wandb(folder: Path, recipe: Recipe, known: str | None) -> Iterator[tuple[Write, str]]:
+    module = importlib.import_module("wandb")
+    names = {"project": PROJECT, "name": folder.name, "dir": str(folder), "id": known}
+    with module.init(**names, resume="allow", config=flat(recipe)) as run:
+        yield (lambda step, values: run.log(values, step=step)), run.id
+
+
+@contextmanager
+def _trackio(folder: Path, recipe: Recipe, known: str | None) -> Iterator[tuple[Write, str]]:
+    name = known or folder.name
+    run = importlib.import_module("trackio").init(project=PROJECT, name=name, resume="allow", config=flat(recipe))
+    try:
+        yield (lambda step, values: run.log(values, step=step)), name
+    finally:
+        run.finish()
+
+
+@contextmanager
+def _mlflow(folder: Path, recipe: Recipe, known: str | None) -> Iterator[tuple[Write, str]]:
+    client = importlib.import_module("mlflow").MlflowClient()
+    if known is None:
+        experiment = client.get_experiment_by_name(PROJECT)
+        identifier = client.create_experiment(PROJECT) if experiment is None else experiment.experiment_id
+        known = str(client.create_run(identifier, run_name=folder.name).info.run_id)
+        for name, value in flat(recipe).items():
+            client.log_param(known, name, value)
+    client.update_run(known, status="RUNNING")
+    try:
+        yield (lambda step, values: [client.log_metric(known, k, v, step=step) for k, v in values.items()]), known
+    finally:
+        client.set_terminated(known)
+
+
+# Each with the package that it needs, which the extra of the same name installs.
+TRACKERS: dict[str, tuple[str, Callable[[Path, Recipe, str | None], Any]]] = {
+    "tensorboard": ("torch.utils.tensorboard", _tensorboard),
+    "wandb": ("wandb", _wandb),
+    "trackio": ("trackio", _trackio),
+    "mlflow": ("mlflow", _mlflow),
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise for an unknown name or a missing package, on all ranks alike."""
+    if isinstance(names, str):
+        raise UsageError(f"track is a list of names, got {names!r}. Pass track=[{names!r}].")
+    for name in names:
+        if name not in TRACKERS:
+            near = difflib.get_close_matches(name, TRACKERS, n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise UsageError(f"unknown tracker {name!r}. {hint}Known: {', '.join(TRACKERS)}.")
+        with extra(name, f"--track {name}"):
+            importlib.import_module(TRACKERS[name][0])
+
+
+@contextmanager
+def tracking(names: Sequence[str], folder: Path, recipe: Recipe) -> Iterator[list[Sink]]:
+    """Sinks that send the journal to the trackers with these names.
+
+    Tracking only reports: it may depend on a network, an account or a disk. What a tracker raises is printed, and
+    training continues.
+    """
+    known, opened = _read_table(folder / TRACKED), {name: ExitStack() for name in names}
+    sinks: list[Sink] = []
+    try:
+        for name, stack in opened.items():
+            with _reported(name):
+                write, known[name] = stack.enter_context(TRACKERS[name][1](folder, recipe, known.get(name)))
+                write_json(folder / TRACKED, known)
+                sinks.append(_sink(name, write))
+        yield sinks
+    finally:
+        for name, stack in reversed(opened.items()):
+            with _reported(name):
+                stack.close()
+
+
+def _sink(name: str, write: Write) -> Sink:
+    def sink(record: Mapping[str, Value]) -> None:
+        values = {
+            f"{record['event']}/{key}": float(value)
+            for key, value in record.items()
+            if key not in ("step", "event", "time") and isinstance(value, int | float)
+        }
+        with _reported(name):
+            write(int(record["step"]), values)
+
+    return sink
+
+
+@contextmanager
+def _reported(name: str) -> Iterator[None]:
+    """Print what a tracker raises."""
+    try:
+        yield
+    except Exception as error:
+        log(f"bsi train: the tracker {name} failed, and training continues without this record: {error!s:.300}")

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union
 
@@ -21,7 +21,6 @@ from bsi.methods import METHODS, Method
 from bsi.values import CONTINUOUS, Bins, Standardize, Symbols
 
 NETWORKS: dict[str, type] = {"dit": DiTConfig, "unet": UNetConfig, "mlp": MLPConfig}
-
 DATA_KINDS: dict[str, type] = {"bins": Bins, "symbols": Symbols, "standardize": Standardize}
 
 # Fields that version 0.1.0 wrote under other names.
@@ -32,8 +31,7 @@ FORMER = {
     "standard": "standardize",
 }
 
-# Version 0.1.0 wrote the fields of a sampler into the record that holds it.
-FORMER_SAMPLER = ("steps", "solver", "grid")
+Record = TypeVar("Record")
 
 
 def kinds() -> dict[str, type]:
@@ -41,15 +39,11 @@ def kinds() -> dict[str, type]:
     return {**METHODS, **NETWORKS, **DATA_KINDS}
 
 
-Record = TypeVar("Record")
-
-
 def to_plain(value: Any) -> Any:
     """Convert a record to dictionaries, lists, numbers and strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = next((name for name, cls in kinds().items() if cls is type(value)), None)
-        fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return fields if kind is None else {"kind": kind, **fields}
+        kind = next(({"kind": name} for name, cls in kinds().items() if cls is type(value)), {})
+        return {**kind, **{f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}}
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -63,25 +57,29 @@ def from_plain(cls: type[Record], data: object, where: str = "") -> Record:
         raise UsageError(f"{where or cls.__name__} must be a table of fields: got {data!r:.80}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    if "sampler" in fields and "sampler" not in data and set(data) & set(FORMER_SAMPLER):
-        rest = {name: value for name, value in data.items() if name not in FORMER_SAMPLER}
-        data = {**rest, "sampler": {name: data[name] for name in FORMER_SAMPLER if name in data}}
-    given = {
-        FORMER.get(str(name), str(name)): value for name, value in data.items() if name != "kind" or "kind" in fields
-    }
-    if "kind" in fields and "bins" in given:  # as version 0.1.0 wrote it
-        former = {name: given.pop(name, None) for name in ("bins", "standardize")}
-        given["kind"] = next(({"kind": name, **value} for name, value in former.items() if value), to_plain(CONTINUOUS))
-    unknown = sorted(set(given) - set(fields))
+    given = _in_current_form({str(name): value for name, value in data.items()}, fields.keys())
+    unknown = sorted(given.keys() - fields.keys())
     missing = [
         name for name, f in fields.items()
         if name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]  # fmt: skip
     if unknown or missing:
-        what = f"unknown {', '.join(map(str, unknown))}" if unknown else f"missing {', '.join(missing)}"
+        what = f"unknown {', '.join(unknown)}" if unknown else f"missing {', '.join(missing)}"
         raise UsageError(f"{where or cls.__name__}: {what}; its fields are {', '.join(fields)}")
     prefix = f"{where}." if where else ""
     return cls(**{name: _value(hints[name], value, prefix + name) for name, value in given.items()})
+
+
+def _in_current_form(data: dict[str, Any], fields: Collection[str]) -> dict[str, Any]:
+    """The values by the current names of their fields; version 0.1.0 wrote some records in another form."""
+    given = {FORMER.get(name, name): value for name, value in data.items() if name != "kind" or "kind" in fields}
+    if "sampler" in fields and "sampler" not in given:  # its fields were those of the record that holds it
+        moved = {name: given.pop(name) for name in ("steps", "solver", "grid") if name in given}
+        given |= {"sampler": moved} if moved else {}
+    if "kind" in fields and "bins" in given:
+        former = {name: given.pop(name, None) for name in ("bins", "standardize")}
+        given["kind"] = next(({"kind": name, **value} for name, value in former.items() if value), to_plain(CONTINUOUS))
+    return given
 
 
 def _value(hint: Any, value: object, where: str) -> Any:
@@ -95,11 +93,9 @@ def _value(hint: Any, value: object, where: str) -> Any:
         if value is None and type(None) in choices:
             return None
         rest = tuple(choice for choice in choices if choice is not type(None))
-        if len(rest) == 1:
-            return _value(rest[0], value, where)
-        if float in rest:  # or a list of them
-            return _value(float if isinstance(value, int | float | str) else rest[1], value, where)
-        return _one_of(rest, value, where)
+        if float in rest and len(rest) == 2:  # or a list of them
+            rest = (float,) if isinstance(value, int | float | str) else rest[1:]
+        return _value(rest[0], value, where) if len(rest) == 1 else _one_of(rest, value, where)
     if origin is tuple:
         if not isinstance(value, list):
             raise UsageError(f"{where} must be a list: got {value!r:.80}")
@@ -108,7 +104,13 @@ def _value(hint: Any, value: object, where: str) -> Any:
         return _one_of(tuple(METHODS.values()), value, where)
     if dataclasses.is_dataclass(hint):
         return from_plain(typing.cast(type, hint), value, where)
-    return _number_or_string(hint, value, where)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and value in ("inf", "-inf", "nan"):
+        return float(typing.cast(str, value))
+    if hint in (int, bool, str) and type(value) is hint:
+        return value
+    raise UsageError(f"{where} must be {getattr(hint, '__name__', hint)}: got {value!r:.80}")
 
 
 def _one_of(classes: tuple[Any, ...], value: object, where: str) -> Any:
@@ -120,27 +122,19 @@ def _one_of(classes: tuple[Any, ...], value: object, where: str) -> Any:
     return from_plain(known[kind], value, where)
 
 
-def _number_or_string(hint: Any, value: object, where: str) -> Any:
-    if hint is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
-        return float(value)
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if hint in (int, bool, str) and type(value) is hint:
-        return value
-    raise UsageError(f"{where} must be {getattr(hint, '__name__', hint)}: got {value!r:.80}")
-
-
 def flat(record: object) -> dict[str, Any]:
     """A record's values by dotted name: {"optimizer.lr": 0.0002, ...}."""
-    return dict(_walk("", to_plain(record)))
+    found: dict[str, Any] = {}
 
+    def collect(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                collect(f"{prefix}.{name}" if prefix else name, inner)
+        else:
+            found[prefix] = value
 
-def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _walk(f"{prefix}.{name}" if prefix else name, inner)
-    else:
-        yield prefix, value
+    collect("", to_plain(record))
+    return found
 
 
 @dataclass(frozen=True)

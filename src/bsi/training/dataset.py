@@ -20,7 +20,7 @@ from bsi.errors import DataError, UsageError
 from bsi.io import digest, fingerprint
 from bsi.recipe import Recipe
 from bsi.rng import subset
-from bsi.runtime.data_spec import DataSpec
+from bsi.runtime.export import DataSpec
 from bsi.values import Bins, DataKind, Standardize, Symbols, check_finite
 
 Labels = Int64[np.ndarray, " count"]

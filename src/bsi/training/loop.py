@@ -28,6 +28,7 @@ import numpy as np
 
 from bsi import progress
 from bsi.bound import estimate
+from bsi.data.baselines import MOST_TRAIN, baselines, baselines_text
 from bsi.data.batches import BatchSource
 from bsi.elbo import Elbo, Estimator
 from bsi.errors import NonFinite, Preempted
@@ -36,7 +37,6 @@ from bsi.pictures import class_columns, grid, is_image
 from bsi.progress import Progress, readable_seconds
 from bsi.recipe import Recipe
 from bsi.rng import derive, subset
-from bsi.runtime.baselines import MOST_TRAIN, baselines, baselines_text
 from bsi.runtime.checkpoint import Saver, Snapshot
 from bsi.runtime.distributed import FailedTogether, Watchdog, World
 from bsi.runtime.ema import store_averages

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 
 import torch
 
-from bsi.runtime.out_of_memory import available
+from bsi.devices import available
 from bsi.training.stream import Batch
 
 PLAIN_STEPS = 3

@@ -22,8 +22,8 @@ from bsi.errors import BsiError, UsageError
 from bsi.recipe import Recipe
 from bsi.runtime import checkpoint
 from bsi.runtime.checkpoint import Checkpoint
-from bsi.runtime.data_spec import DataSpec
 from bsi.runtime.distributed import World
+from bsi.runtime.export import DataSpec
 from bsi.runtime.run_folder import RunFolder, RunRecord
 from bsi.runtime.serialization import Change, changes, flat, from_plain
 from bsi.training.step import Engine

@@ -36,9 +36,9 @@ from bsi.methods.base import Method, Predictor
 from bsi.model import Model
 from bsi.objective import Weight, edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
 from bsi.recipe import Objective, Recipe
-from bsi.runtime.checkpoint import differences
 from bsi.runtime.distributed import Watchdog, World
 from bsi.runtime.ema import EmaModel, PowerAverages, Profile
+from bsi.runtime.export import differences
 from bsi.training.optimizers import Optimizers
 from bsi.training.replay import Replay
 from bsi.training.stream import Batch, Stream

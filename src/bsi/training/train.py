@@ -32,13 +32,21 @@ from bsi.progress import Progress, wording
 from bsi.recipe import Recipe
 from bsi.rng import derive
 from bsi.runtime.checkpoint import Saver
-from bsi.runtime.data_spec import build_model, config_of
 from bsi.runtime.distributed import World, find_place, join, watching
-from bsi.runtime.export import class_name, load, read_trained, set_weights
+from bsi.runtime.export import build_model, class_name, config_of, load, read_trained, set_weights
 from bsi.runtime.out_of_memory import check_host, enough_to_train
-from bsi.runtime.run_folder import JsonLines, RunFolder, RunRecord, Sink, State, Value, read_journal
+from bsi.runtime.run_folder import (
+    JsonLines,
+    RunFolder,
+    RunRecord,
+    Sink,
+    State,
+    Value,
+    check_trackers,
+    read_journal,
+    tracking,
+)
 from bsi.runtime.serialization import to_plain
-from bsi.runtime.trackers import check_trackers, tracking
 from bsi.sampling import levels_of
 from bsi.training.dataset import TrainingData, open_training_data
 from bsi.training.lock import hold
@@ -146,7 +154,7 @@ def train(
             join(device, timeout_s=min(hang_after_s, LONGEST_S) + 60) as world,
             _numerics(recipe, world),
             _locked(folder, world) as folder,
-            watching(world.place, hang_after_s, world.meeting) as watchdog,
+            watching(world.place, hang_after_s, world.token) as watchdog,
         ):
             log_once: Callable[[str], None] = log if world.first else lambda line: None
             opened = open_training_data(recipe, world.device, data, test, kind, labels, folder.path)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from bsi.runtime.baselines import baselines, baselines_text
+from bsi.data.baselines import baselines, baselines_text
 from bsi.values import Bins
 
 SOUND = Bins(-1.0, 1.0, 65536)

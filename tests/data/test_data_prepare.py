@@ -338,7 +338,7 @@ def test_a_manifest_names_its_classes_or_none_and_nonsense_is_refused(tmp_path: 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Did you mean 'digits'"):
-        open_dataset("digit", root=tmp_path)
+        open_dataset("digit")
     with pytest.raises(DataError, match="bsi data NAME"):
         open_dataset(tmp_path / "nothing")
 
@@ -350,7 +350,7 @@ def test_a_bare_name_means_the_data_folder_whatever_the_working_directory(
         np.save(tmp_path / "x.npy", np.arange(float(count)))
         prepare(Arrays(tmp_path / "x.npy", test_fraction=0.0).plan(), tmp_path / folder / "x")
     monkeypatch.chdir(tmp_path / "here")
-    assert len(open_dataset("x", root=tmp_path / "root").train) == 3
-    assert len(open_dataset("./x", root=tmp_path / "root").train) == 4
-    assert len(open_dataset(Path("x"), root=tmp_path / "root").train) == 4
-    assert len(open_dataset("x", root=tmp_path).train) == 4
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "root"))
+    assert [len(open_dataset(name).train) for name in ("x", "./x", Path("x"))] == [3, 4, 4]
+    monkeypatch.setenv("BSI_DATA", str(tmp_path))
+    assert len(open_dataset("x").train) == 4

@@ -32,11 +32,7 @@ from bsi.values import Bins, DataKind, Standardize, Symbols
 DIGITS = Path(str(resources.files("bsi.data"))) / "digits"  # part of the package; ORIGIN.txt names its authors
 FORMAT = 1
 MANIFEST = "manifest.json"
-KINDS: dict[str, type[Bins] | type[Symbols] | type[Standardize]] = {
-    "bins": Bins,
-    "symbols": Symbols,
-    "standardize": Standardize,
-}
+KINDS: dict[str, type[DataKind]] = {"bins": Bins, "symbols": Symbols, "standardize": Standardize}
 FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy")
 AGAIN = "Delete its folder and prepare the dataset again."
 OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER"}  # sources of one's own data, and what they are made from
@@ -57,7 +53,7 @@ class Manifest:
     Attributes:
         counts: Number of samples of each split.
         shape, dtype: Of one sample.
-        kind: What the stored numbers are: bins, symbols or, for continuous data, their standardization.
+        kind: What the stored numbers are.
         options: The options of the source.
         input: A hash or name of the files that the dataset was made from.
         skipped: The input files that could not be read, with the reason.
@@ -195,10 +191,8 @@ def prepared(root: Path | None = None) -> list[Path]:
     return sorted(manifest.parent for manifest in root.glob(f"[!.]*/{MANIFEST}"))
 
 
-def open_dataset(
-    name_or_path: str | Path, root: Path | None = None, check_hashes: bool = False, version: str | None = None
-) -> Dataset:
-    """The dataset of that name in `root` (by default the data folder), or in that folder. `digits` always exists.
+def open_dataset(name_or_path: str | Path, check_hashes: bool = False, version: str | None = None) -> Dataset:
+    """The dataset of that name in the data folder, or in that folder. `digits` always exists.
 
     Args:
         check_hashes: Compare every file with its hash.
@@ -206,14 +200,14 @@ def open_dataset(
             this content is opened: a dataset that was renamed is still found.
     """
     try:
-        found = _open(name_or_path, root, check_hashes)
+        found = _open(_find(name_or_path), check_hashes)
     except DataError:
-        if (same := _with_version(version, root)) is None:
+        if (same := _with_version(version)) is None:
             raise
     else:
-        if version in (None, found.version) or (same := _with_version(version, root)) is None:
+        if version in (None, found.version) or (same := _with_version(version)) is None:
             return found
-    return _open(same, root, check_hashes)
+    return _open(same, check_hashes)
 
 
 def open_for_run(name: str, run: Path | None) -> Dataset:
@@ -238,24 +232,33 @@ def find_dataset(name: str, version: str) -> Dataset | None:
     return dataset if dataset.version == version and len(dataset.test) else None
 
 
-def _with_version(version: str | None, root: Path | None) -> Path | None:
+def _with_version(version: str | None) -> Path | None:
     """The folder of a prepared dataset with this content."""
-    for folder in prepared(root) if version is not None else ():
+    for folder in prepared() if version is not None else ():
         with suppress(DataError):  # damaged: another one
             if Manifest.read(folder / MANIFEST).version == version:
                 return folder
     return None
 
 
-def _open(name_or_path: str | Path, root: Path | None, check_hashes: bool) -> Dataset:
-    root = data_folder() if root is None else root
-    folder = Path(name_or_path).expanduser()
-    # A bare name is looked up in the data folder first: its meaning must not depend on the working directory.
+def _find(name_or_path: str | Path) -> Path:
+    """The folder of a dataset. A bare name is looked up in the data folder first, whatever the working directory."""
+    wanted, folder = str(name_or_path), Path(name_or_path).expanduser()
     bare = isinstance(name_or_path, str) and os.sep not in name_or_path
-    places = [DIGITS] if name_or_path == "digits" else [root / folder, folder] if bare else [folder]
-    folder = next((place for place in places if os.path.isfile(place / MANIFEST)), places[0])
-    if not os.path.isfile(folder / MANIFEST):
-        raise DataError(_not_found(str(name_or_path), folder, root))
+    places = [DIGITS] if wanted == "digits" else [data_folder() / folder, folder] if bare else [folder]
+    for place in places:
+        if os.path.isfile(place / MANIFEST):
+            return place
+    near = difflib.get_close_matches(wanted, ["digits", *(path.name for path in prepared())], 1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    command = f"bsi data {wanted} --from {OWN[wanted]}" if wanted in OWN else "bsi data NAME"
+    raise DataError(
+        f"no prepared dataset {wanted!r} ({places[0] / MANIFEST} does not exist). {hint}`bsi data --list` lists the "
+        f"prepared ones; `{command}` prepares one."
+    )
+
+
+def _open(folder: Path, check_hashes: bool) -> Dataset:
     manifest = Manifest.read(folder / MANIFEST)
     arrays = {name: _map(folder / name, manifest) for name in manifest.files}
     if check_hashes:
@@ -305,13 +308,3 @@ def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
         return np.empty(array.shape, array.dtype)
     # The digits are also for trying things out: changes stay in memory, and torch does not warn of read-only memory.
     return np.memmap(path, array.dtype, "c" if path.parent == DIGITS else "r", array.offset, array.shape)
-
-
-def _not_found(wanted: str, folder: Path, root: Path) -> str:
-    near = difflib.get_close_matches(wanted, ["digits", *(path.name for path in prepared(root))], 1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
-    command = f"bsi data {wanted} --from {OWN[wanted]}" if wanted in OWN else "bsi data NAME"
-    return (
-        f"no prepared dataset {wanted!r} ({folder / MANIFEST} does not exist). {hint}`bsi data --list` lists the "
-        f"prepared ones; `{command}` prepares one."
-    )

@@ -51,19 +51,13 @@ CIFAR10_FILES = {
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
 CIFAR10_NAMES = "batches.meta.txt"
-RECORD = 1 + 3 * 32 * 32
-ROWS = 1000
 
 IMAGENET = "https://image-net.org/download-images.php (downsampled images, npz format; needs an account)"
 BATCHES = (*(f"train_data_batch_{i}.npz" for i in range(1, 11)), "val_data.npz")
 
-STEMS = {"train": "train", "test": "t10k"}
-IDX = {  # the names of the arrays, and those under which they are distributed
-    f"{stem}-{kind}": [f"{stem}-{kind.replace('-', between)}-ubyte{end}" for between in "-." for end in ("", ".gz")]
-    for stem in STEMS.values()
-    for kind in ("images-idx3", "labels-idx1")
-}
-IDX_FILES = [name for names in IDX.values() for name in names]
+IDX = [f"{stem}-{kind}" for stem in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+IDX_FILES = {f"{name}-ubyte{end}": name for name in IDX for end in ("", ".gz")}
+IDX_FILES |= {file.replace("-idx", ".idx"): name for file, name in IDX_FILES.items()}  # the other published spelling
 
 PICKLES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz", "train_data_batch_1")
 MAX_BYTES = {"cifar10": 1 << 30, "imagenet": 64 << 30}  # unpacked
@@ -97,15 +91,14 @@ class Cifar10:
         path = _downloaded() if self.path is None else self.path.expanduser()
         with members(path, {*CIFAR10_FILES, *PICKLES, CIFAR10_NAMES}, MAX_BYTES["cifar10"]) as found:
             _require(path, found, CIFAR10_FILES, f"the binary version ({CIFAR10}), packed or unpacked")
-            for name, expected in CIFAR10_FILES.items():
-                with found[name].open() as file:
-                    sha256 = digest(iter(partial(file.read, 1 << 20), b""))
-                if sha256 != expected:
-                    why = f"{name} is damaged: expected sha256 {expected}, found {sha256}"
-                    raise DataError(f"{path}: {why}. Download it again.")
-            classes = _class_names(path, found[CIFAR10_NAMES]) if CIFAR10_NAMES in found else ()
-            total = sum(found[name].size // RECORD for name in CIFAR10_FILES)
-        described = {"input": fingerprint(CIFAR10_FILES), "total": total, "classes": classes}
+            names: list[str] = []
+            if CIFAR10_NAMES in found:
+                with found[CIFAR10_NAMES].open() as file:
+                    names = file.read(1024).decode("ascii", "backslashreplace").split()
+                if len(names) != 10:
+                    raise DataError(f"{path}: {CIFAR10_NAMES} holds {len(names)} names of ten. Download it again.")
+        total = sum(part.items for part in _cifar10_parts(path))  # reads every file
+        described = {"input": fingerprint(CIFAR10_FILES), "total": total, "classes": check_classes(names)}
         return _plan("cifar10", CIFAR10, (3, 32, 32), parts=partial(_cifar10_parts, path), **described)
 
 
@@ -116,25 +109,16 @@ def _downloaded() -> Path:
     return folder if folder.is_dir() else download(CIFAR10, archive, CIFAR10_SHA256, "give it with --from")
 
 
-def _class_names(path: Path, member: Member) -> tuple[str, ...]:
-    with member.open() as file:
-        names = file.read(1024).decode("ascii", "backslashreplace").split()
-    if len(names) != 10:
-        raise DataError(f"{path}: {CIFAR10_NAMES} holds {len(names)} names of classes, expected 10. Download it again.")
-    return check_classes(names)
-
-
 def _cifar10_parts(path: Path) -> Iterator[Part]:
-    def blocks(name: str, start: int) -> Iterator[Block]:
-        with found[name].open() as file:
-            file.seek(start * RECORD)
-            while raw := file.read(ROWS * RECORD):
-                records = np.frombuffer(raw, np.uint8).reshape(-1, RECORD)
-                yield Block(records[:, 1:].reshape(-1, 3, 32, 32), name == "test_batch.bin", records[:, 0])
-
     with members(path, CIFAR10_FILES, MAX_BYTES["cifar10"]) as found:
-        for name in CIFAR10_FILES:
-            yield Part(found[name].size // RECORD, partial(blocks, name))
+        for name, expected in CIFAR10_FILES.items():
+            with found[name].open() as file:
+                raw = file.read(MAX_BYTES["cifar10"])
+            if (sha256 := digest([raw])) != expected:
+                why = f"{name} is damaged: expected sha256 {expected}, found {sha256}"
+                raise DataError(f"{path}: {why}. Download it again.")
+            records = np.frombuffer(raw, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
+            yield array_part(records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0], name == "test_batch.bin")
 
 
 # ---- Downsampled ImageNet --------------------------------------------------------------------------------------------
@@ -216,28 +200,29 @@ class Mnist:
 
     def plan(self) -> Plan:
         path = self.path.expanduser()
-        with members(path, IDX_FILES, MAX_BYTES["cifar10"]) as found:
-            images = {split: _idx(path, found, f"{stem}-images-idx3") for split, stem in STEMS.items()}
-            labels = {split: _idx(path, found, f"{stem}-labels-idx1") for split, stem in STEMS.items()}
-        for split, rows in images.items():
-            if rows.shape[1:] != images["train"].shape[1:] or labels[split].shape != (len(rows),):
-                shapes = f"images of shape {rows.shape} and labels of shape {labels[split].shape}"
-                raise DataError(f"{path}: {split} has {shapes}. Download them again.")
+        with members(path, IDX_FILES, MAX_BYTES["cifar10"]) as members_found:
+            found = {IDX_FILES[name]: member for name, member in members_found.items()}
+            _require(path, found, IDX, "the folder with MNIST's four idx files")
+            train, train_labels, test, test_labels = (_idx(path, found[name], name) for name in IDX)
+        for rows, labels in ((train, train_labels), (test, test_labels)):
+            if rows.shape[1:] != train.shape[1:] or labels.shape != rows.shape[:1]:
+                shapes = f"images of shape {rows.shape} and labels of shape {labels.shape}"
+                raise DataError(f"{path} holds {shapes}. Download them again.")
         return _plan(
             "mnist",
             "MNIST (LeCun, Cortes and Burges, 1998)",
-            (1, *images["train"].shape[1:]),
-            input=fingerprint([digest([array.tobytes()]) for array in (*images.values(), *labels.values())]),
-            total=sum(map(len, images.values())),
-            parts=lambda: [array_part(images[split][:, None], labels[split], split == "test") for split in STEMS],
+            (1, *train.shape[1:]),
+            input=fingerprint([digest([array.tobytes()]) for array in (train, test, train_labels, test_labels)]),
+            total=len(train) + len(test),
+            parts=lambda: [
+                array_part(train[:, None], train_labels, False),
+                array_part(test[:, None], test_labels, True),
+            ],
         )
 
 
-def _idx(path: Path, found: dict[str, Member], name: str) -> UInt8[np.ndarray, "..."]:
+def _idx(path: Path, given: Member, name: str) -> UInt8[np.ndarray, "..."]:
     """An array of bytes in the idx format: two zeros, the type, the number of axes, the axes, the elements."""
-    given = next((found[known] for known in IDX[name] if known in found), None)
-    if given is None:
-        raise DataError(f"{path} holds no {name}-ubyte. Give the folder with MNIST's four idx files.")
     axes = 3 if "idx3" in name else 1
     try:
         with given.open() as file:

@@ -32,9 +32,7 @@ LABELS = ("labels", "y")  # names of the labels of a single array
 class Arrays:
     """The rows of an array, with the arguments of their `Bins`, the number of their `Symbols`, or neither."""
 
-    summary: ClassVar[str] = (
-        "arrays of any shape from a .npy or .npz file; --bins LOW HIGH COUNT, --symbols COUNT, or none if continuous"
-    )
+    summary: ClassVar[str] = "arrays of any shape from a .npy or .npz file; --bins LOW HIGH COUNT, --symbols COUNT"
 
     path: Path
     bins: tuple[float, float, int] | None = None

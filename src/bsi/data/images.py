@@ -196,7 +196,7 @@ class Folder(ImageOptions):
     """
 
     summary: ClassVar[str] = (
-        "a folder of images in any tree; --labels, --size, --channels, --resampling, --test-fraction, --skip"
+        "images in a folder; --labels, --size, --channels, --resampling, --test-fraction, --skip"
     )
 
     path: Path
@@ -261,9 +261,7 @@ class HuggingFace(ImageOptions):
     is not used if rows of some part have no label, which the hub marks by -1.
     """
 
-    summary: ClassVar[str] = (
-        "images of a Hugging Face dataset: --from OWNER/NAME, --column, --revision and as for folder"
-    )
+    summary: ClassVar[str] = "a Hugging Face dataset of images: --from OWNER/NAME, --column, --revision, as for folder"
 
     path: str
     column: str = "image"

@@ -252,9 +252,7 @@ class Binary:
     an image are derived from its content, so they depend neither on the order of the images nor on interruptions.
     """
 
-    summary: ClassVar[str] = (
-        "binary images: --from a prepared dataset, a folder of images or MNIST's files; --threshold or --stochastic"
-    )
+    summary: ClassVar[str] = "binary images of a dataset, a folder or MNIST's files; --threshold or --stochastic"
 
     path: str
     threshold: float | None = None

@@ -44,9 +44,7 @@ MIDDLE = 2**15  # the bin index of silence
 class Text:
     """The text of a file, or of the .txt files below a folder, as samples of `length` symbols."""
 
-    summary: ClassVar[str] = (
-        "text in UTF-8, from a file or a folder of .txt files; --length, --vocabulary chars|bytes, --test-fraction"
-    )
+    summary: ClassVar[str] = "text of a file or of a folder's .txt files; --length, --vocabulary, --test-fraction"
 
     path: Path
     length: int = 256
@@ -57,7 +55,8 @@ class Text:
         _check_length(self.length)
         check_fraction(self.test_fraction)
         path, chars = self.path.expanduser(), self.vocabulary == "chars"
-        files = [_TextFile.at(path, name, chars, self.test_fraction) for name in _text_files(path)]
+        names = walk(path, (".txt",)) if os.path.isdir(path) else [""]
+        files = [_TextFile.at(path, name, chars, self.test_fraction) for name in names]
         # Everything is read once, for the number of symbols and the code points that occur.
         counts = {"train": 0, "test": 0}
         seen = {split: np.zeros(UNICODE, bool) for split in counts}
@@ -80,11 +79,8 @@ class Text:
         if not samples["train"]:
             found = f"{path} holds {counts['train']} symbols for training"
             raise DataError(f"{found}, fewer than one sample. Choose a smaller --length.")
-        new, notes = list(map(chr, np.flatnonzero(seen["test"] & ~seen["train"]).tolist())), []
-        if new:
-            more = f" and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
-            listed = ", ".join(map(repr, new[:SHOWN])) + more
-            notes.append(f"unknown in training, they occur in the test set only: {listed}")
+        new = [repr(chr(code)) for code in np.flatnonzero(seen["test"] & ~seen["train"]).tolist()]
+        listed = ", ".join(new[:SHOWN]) + (f" and {len(new) - SHOWN} more" if len(new) > SHOWN else "")
         return Plan(
             name=path.resolve().stem if path.is_file() else path.resolve().name,
             source=f"the text of {path.resolve().name!r}",
@@ -100,7 +96,7 @@ class Text:
             parts=lambda: [
                 Part(count, partial(self._blocks, files, symbols, split)) for split, count in samples.items()
             ],
-            notes=tuple(notes),
+            notes=(f"unknown in training, they occur in the test set only: {listed}",) if new else (),
         )
 
     def _blocks(self, files: list[_TextFile], symbols: Symbols, split: str, start: int) -> Iterator[Block]:
@@ -123,14 +119,9 @@ def _check_length(length: int) -> None:
         raise UsageError(f"length must be at least 1, got {length}.")
 
 
-def _text_files(path: Path) -> Iterator[str]:
-    """The names below a folder; the empty name for a file."""
-    return walk(path, (".txt",)) if os.path.isdir(path) else iter([""])
-
-
 @dataclass(frozen=True)
 class _TextFile:
-    """A file, whose bytes from `cut` on are for testing. Its name is relative to the folder."""
+    """A file, whose bytes from `cut` on are for testing. Its name is relative to the folder, and empty without one."""
 
     path: Path
     name: str

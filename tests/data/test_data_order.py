@@ -1,18 +1,27 @@
-"""The order of samples is a pure function of the seed and the count, and a fair one; batches fall into whole shards."""
+"""The order of samples is a pure function of seed and count, and a batch depends on its ids alone."""
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from torch import Tensor
+from torch.utils.data import Dataset
 
-from bsi.errors import UsageError
+from bsi.data import batches
+from bsi.data.batches import ResidentSource, ahead, as_source, flip
+from bsi.data.store import open_dataset
+from bsi.errors import DataError, UsageError
 from bsi.recipes import digits
 from bsi.rng import coins, sample_ids
 from bsi.training.stream import shards_of
+
+# ---- Order -----------------------------------------------------------------------------------------------------------
 
 seeds = st.integers(0, 2**64 - 1)
 
@@ -99,3 +108,115 @@ def test_a_batch_is_accepted_exactly_when_every_rank_and_piece_gets_whole_shards
     else:
         recipe.check(world)
         assert [s for rank in range(world) for s in shards_of(rank, world, shards)] == list(range(shards))
+
+
+# ---- Batches ---------------------------------------------------------------------------------------------------------
+
+
+class Pairs(Dataset):
+    """A map-style Dataset as users write them: (sample, label)."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.data[index], index
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> np.ndarray:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 256, (50, 3, 4, 4), dtype=np.uint8))
+    return np.load(tmp_path / "x.npy", mmap_mode="r")
+
+
+def test_every_kind_of_source_gives_the_same_batch(images: np.ndarray) -> None:
+    ids = sample_ids(seed=3, n=50, start=17, count=120)
+    expected = torch.from_numpy(np.array(images))[torch.from_numpy(ids)]
+    tensor = torch.from_numpy(np.array(images))
+    sources = [as_source(data) for data in (images, np.array(images), tensor, Pairs(tensor), ResidentSource(tensor))]
+    for source in (*sources, as_source(Pairs(tensor), workers=1), as_source(Pairs(tensor), workers=3)):
+        assert len(source) == 50
+        assert torch.equal(source.take(ids), expected)
+
+
+def test_batches_fetched_ahead_come_in_order(images: np.ndarray) -> None:
+    source = as_source(images)
+    ids = [sample_ids(0, 50, start, 8) for start in range(0, 80, 8)]
+    for depth in (0, 1, 4, 99):
+        found = list(ahead(source, ids, depth))
+        assert len(found) == len(ids)
+        assert all(torch.equal(x, source.take(i)) for x, i in zip(found, ids, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_set_that_fits_stays_on_the_device_and_gives_the_same_batches(
+    images: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = sample_ids(0, 50, 0, 32)
+    expected = as_source(images).take(ids)
+    resident = as_source(images, "cuda")
+    assert isinstance(resident, ResidentSource)
+    monkeypatch.setattr(batches, "RESIDENT_PART", 0.0)
+    mapped = as_source(images, "cuda")
+    assert not isinstance(mapped, ResidentSource)
+    for source in (resident, mapped, as_source(Pairs(torch.from_numpy(np.array(images))), "cuda")):
+        batch = source.take(ids)
+        assert batch.device.type == "cuda"
+        assert torch.equal(batch.cpu(), expected)
+        assert torch.equal(flip(batch, 1, 5).cpu(), flip(expected, 1, 5))
+
+
+def test_a_batch_is_a_copy_and_leaves_the_dataset_alone() -> None:
+    digits = open_dataset("digits").train
+    batch = as_source(digits).take(np.array([5, 5, 1]))
+    assert batch.dtype == torch.uint8
+    batch.zero_()
+    assert digits[5].any()
+
+
+def test_16_bit_indices_become_integers_that_torch_computes_with() -> None:
+    array = np.array([[0], [65535]], np.uint16)
+    batch = as_source(array).take(np.array([1, 0]))
+    assert batch.dtype == torch.int32
+    assert batch.tolist() == [[65535], [0]]
+
+
+def test_a_flip_is_a_function_of_seed_and_position() -> None:
+    x = torch.arange(2 * 3 * 4.0).view(2, 3, 4).repeat(30, 1, 1)
+    flipped = flip(x, seed=1, start=100)
+    heads = coins(1, 100, 60)
+    assert 10 < heads.sum() < 50
+    for i, head in enumerate(heads):
+        assert torch.equal(flipped[i], x[i].flip(-1) if head else x[i])
+    assert torch.equal(flip(x[20:], seed=1, start=120), flipped[20:])
+
+
+def test_what_holds_no_samples_is_refused_with_what_would_do() -> None:
+    for wrong in (3, [1, 2], {"a": 1}, "train", None):
+        with pytest.raises(UsageError, match="tensor"):
+            as_source(wrong)
+    for empty in (torch.empty(0, 3), np.empty((0, 3)), torch.tensor(3.0)):
+        with pytest.raises(DataError, match="at least one"):
+            as_source(empty)
+
+    class Names(Pairs):
+        def __getitem__(self, index: int) -> str:
+            return "name"
+
+    with pytest.raises(DataError, match="sample 2 of Names is a str"):
+        as_source(Names(torch.zeros(4))).take(np.array([2]))
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(5), torch.zeros(4, dtype=torch.float64)], ids=["shape", "type"])
+def test_samples_that_differ_are_refused_by_number(odd: torch.Tensor) -> None:
+    class Ragged(Pairs):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return odd if index == 3 else torch.zeros(4)
+
+    source = as_source(Ragged(torch.zeros(4)))
+    assert source.take(np.array([2, 0])).shape == (2, 4)
+    with pytest.raises(DataError, match=r"samples of Ragged differ: 1 is .* of shape \(4,\), 3 is .*__getitem__"):
+        source.take(np.array([1, 0, 3]))

@@ -254,22 +254,24 @@ def cost(
     config.check(shape)
     inputs = input_channels(shape[0], bins_count)
     outputs = shape[0] if out_channels is None else out_channels
-    unet = isinstance(config, UNetConfig)
-    width = 4 * config.width if unet else config.width
+    width = 4 * config.width if isinstance(config, UNetConfig) else config.width
     labels = Cost((num_classes + 1) * width if num_classes else 0)
     condition = _product(PRECISION_DIM, width) + _product(width, width) + labels
-    return condition + (_unet_cost if unet else _blocks_cost)(config, shape, inputs, outputs)
+    if isinstance(config, UNetConfig):
+        return condition + _unet_cost(config, shape, inputs, outputs)
+    return condition + _blocks_cost(config, shape, inputs, outputs)
 
 
 def _blocks_cost(config: DiTConfig | MLPConfig, shape: tuple[int, ...], inputs: int, outputs: int) -> Cost:
-    """An MLP has one token, the complete input, and a block without attention."""
-    width, ratio, axes = config.width, config.mlp_ratio, len(shape) - 1
-    dit = isinstance(config, DiTConfig)
-    tokens, pixels = (math.prod(config.grid(shape)), config.patch**axes) if dit else (1, math.prod(shape[1:]))
-    block = _product(width, ratio * width, tokens) + _product(ratio * width, width, tokens)
-    if dit:
-        block += _attention(width, tokens)
-    modulation = _product(width, ((6 if dit else 3) * config.depth + 2) * width)
+    """An MLP has one token, the complete input, and blocks without attention."""
+    width, tokens, pixels, per_block = config.width, 1, math.prod(shape[1:]), 3
+    block = Cost(0)
+    if isinstance(config, DiTConfig):
+        tokens, pixels, per_block = math.prod(config.grid(shape)), config.patch ** (len(shape) - 1), 6
+        block = _attention(width, tokens)
+    hidden = config.mlp_ratio * width
+    block += _product(width, hidden, tokens) + _product(hidden, width, tokens)
+    modulation = _product(width, (per_block * config.depth + 2) * width)
     ends = _product(inputs * pixels, width, tokens) + _product(width, outputs * pixels, tokens)
     return modulation + block * config.depth + ends
 

@@ -143,15 +143,15 @@ class UNetBlock(nn.Module):
     def forward(self, x: Image, skip: Image | None, shift: PerSample, seed: Seed | None) -> Image:
         images = [x] if skip is None else [x, skip]
         h = convolve(self.conv_in, torch.cat([silu(image) for image in self.norm_in.each(images)], dim=1))
-        h = silu(self.norm_out(h, shift + bias_of(self.conv_in, shift.dtype)))
+        h = silu(self.norm_out(h, shift + bias_of(self.conv_in).to(shift.dtype)))
         if seed is not None:  # the mask is indexed by rows, the order of the image in memory
             h = to_image(dropout(to_rows(h), self.dropout, seed), h)
         h = convolve(self.conv_out, h)
-        bias = bias_of(self.conv_out, h.dtype)
+        bias = bias_of(self.conv_out).to(h.dtype)
         if self.shortcut is not None and skip is not None:
             weights = self.shortcut.weight.flatten(1).split(x.shape[1], dim=1)
             x = to_image(linear(to_rows(x), weights[0]) + linear(to_rows(skip), weights[1]), x)
-            bias = bias + bias_of(self.shortcut, h.dtype)
+            bias = bias + bias_of(self.shortcut).to(h.dtype)
         x = x + to_image(to_rows(h) + bias, h)
         return x if self.attention is None else self.attention(x)
 
@@ -165,9 +165,9 @@ def convolve(conv: Convolution, x: Image) -> Image:
     return CONVOLVE[x.ndim - 3](x, conv.weight, padding=1)
 
 
-def bias_of(conv: Convolution, dtype: torch.dtype) -> Float[Tensor, " outputs"]:
+def bias_of(conv: Convolution) -> Float[Tensor, " outputs"]:
     assert conv.bias is not None
-    return conv.bias.to(dtype)
+    return conv.bias
 
 
 class PixelAttention(nn.Module):

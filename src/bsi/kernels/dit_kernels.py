@@ -297,8 +297,8 @@ def gated_layer_norm(
 
 
 def gated_layer_norm_backward(
-    dstream: Stream, dh: Stream, stream: Stream, mean: Tensor, rstd: Tensor, branch: Stream | None,
-    bias: PerChannel | None, gate: PerSample | None, scale: PerSample, seed: Seed | None, dropout: float,
+    dstream: Stream, dh: Stream, dropout: float, stream: Stream, mean: Tensor, rstd: Tensor, branch: Stream | None,
+    bias: PerChannel | None, gate: PerSample | None, scale: PerSample, seed: Seed | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of x, branch, bias, gate, shift and scale from those of the two outputs."""
     batch, tokens, width = dh.shape

@@ -34,24 +34,24 @@ that of the same weights in bfloat16.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int32
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bsi.backbones.dit import DiT
 from bsi.backbones.layers import PerSample, Seed
+from bsi.backbones.layers import Tokens as Stream
 from bsi.kernels.cublaslt import Epilogue, input_gradient, product, weight_gradient
 from bsi.kernels.dit_kernels import (
     Matrix,
     PerChannel,
     Rows,
     Scalar,
-    Stream,
     gated_layer_norm,
     gated_layer_norm_backward,
     gelu_backward,
@@ -74,9 +74,10 @@ class Weights8:
 
 
 @torch.no_grad()
-def quantize_weights(blocks: nn.ModuleList, for_training: bool) -> list[Weights8]:
+def quantize_weights(blocks: Iterable[Any], for_training: bool) -> list[Weights8]:
     """The weights of all half-blocks in 8 bits; for training, with the bounds of gradients."""
-    weights, bounds = [], []
+    weights: list[Tensor] = []
+    bounds: list[Scalar | None] = []
     for block in blocks:
         attention, mlp = block.attention, block.mlp
         weights += [attention.qkv.weight, attention.out.weight, mlp.expand.weight, mlp.contract.weight]
@@ -103,33 +104,35 @@ def _activation(rows: Rows, scale: float, eight: Weights8 | None) -> Matrix:
 
 
 # A branch is a product with the first weight, a function, and a product with the second weight. `forward` returns its
-# output and two tensors to store; `backward` the gradients of the first product, of its bias and of the second weight.
+# output, a tensor to store, and the input of the second product, which may be recomputed instead of stored. `backward`
+# returns the gradients of the first product, of its bias and of the second weight.
 
 
 @dataclass(frozen=True)
 class _Attention:
     eight: Weights8 | None
     heads: int
+    tokens: int
 
     def forward(
-        self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, shape: torch.Size, keep: bool
-    ) -> tuple[Rows, tuple[Tensor | None, Tensor | None]]:
-        batch, tokens, width = shape
+        self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, keep: bool
+    ) -> tuple[Rows, Tensor | None, Rows | None]:
         qkv = product(h, first, Epilogue.BIAS, bias)
-        parts = qkv.view(batch, tokens, 3, self.heads, width // self.heads).transpose(1, 3).unbind(2)
+        width = qkv.shape[1] // 3
+        parts = qkv.view(-1, self.tokens, 3, self.heads, width // self.heads).transpose(1, 3).unbind(2)
         with torch.set_grad_enabled(keep):
             q, k, v = (part.detach().requires_grad_(keep) for part in parts)
             mixed = scaled_dot_product_attention(q, k, v)
         if keep:
             ctx.attention = (q, k, v), mixed
-        rows = mixed.detach().transpose(1, 2).reshape(batch * tokens, width)
+        rows = mixed.detach().transpose(1, 2).reshape(-1, width)
         if self.eight is None:
-            return product(Matrix(rows), second), (None, None)
+            return product(Matrix(rows), second), None, None  # `mixed` has the rows
         rows8 = quantize(rows, _constant(torch.finfo(ACTIVATION8).max / MIXED_SCALE, rows.device), ACTIVATION8)
-        return product(rows8, second), (rows8.rows, rows8.inverse)
+        return product(rows8, second), rows8.inverse, rows8.rows
 
     def backward(
-        self, ctx: Any, dout: Matrix, largest: Scalar | None, second: Matrix, own: Sequence[Tensor | None]
+        self, ctx: Any, dout: Matrix, largest: Any, second: Matrix, inverse: Tensor | None, rows8: Rows | None
     ) -> tuple[Matrix, PerChannel, Rows]:
         if ctx.attention is None:
             raise RuntimeError(
@@ -139,38 +142,36 @@ class _Attention:
         (parts, mixed), ctx.attention = ctx.attention, None  # the graph of the attention is freed
         batch, heads, tokens, size = mixed.shape
         dmixed = input_gradient(dout, second).view(batch, tokens, heads, size).transpose(1, 2)
-        rows8, inverse = own
         rows = mixed.detach().transpose(1, 2).reshape(batch * tokens, heads * size) if rows8 is None else rows8
         dsecond = weight_gradient(dout, Matrix(rows, inverse), ctx.dtype)
-        grads = torch.autograd.grad(mixed, parts, dmixed)
-        bound = None if self.eight is None else _largest(*(grad.transpose(1, 2) for grad in grads))
-        return *stack_qkv(*grads, bound), dsecond
+        dq, dk, dv = torch.autograd.grad(mixed, parts, dmixed)
+        bound = None if self.eight is None else _largest(*(grad.transpose(1, 2) for grad in (dq, dk, dv)))
+        return *stack_qkv(dq, dk, dv, bound), dsecond
 
 
 @dataclass(frozen=True)
 class _Mlp:
     eight: Weights8 | None
-    lean: bool
 
     def forward(
-        self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, shape: torch.Size, keep: bool
-    ) -> tuple[Rows, tuple[Tensor | None, Tensor | None]]:
+        self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, keep: bool
+    ) -> tuple[Rows, Tensor | None, Rows | None]:
         before = torch.empty(len(h.rows), len(first.rows), dtype=bias.dtype, device=bias.device) if keep else None
         epilogue = Epilogue.GELU_AUX_BIAS if keep else Epilogue.GELU_BIAS
-        format8 = () if self.eight is None else (ACTIVATION8, _constant(HIDDEN_SCALE, bias.device))
-        hidden = product(h, first, epilogue, bias, before, *format8)
-        return product(_activation(hidden, HIDDEN_SCALE, self.eight), second), (before, None if self.lean else hidden)
+        if self.eight is None:
+            hidden = product(h, first, epilogue, bias, before)
+        else:
+            hidden = product(h, first, epilogue, bias, before, ACTIVATION8, _constant(HIDDEN_SCALE, bias.device))
+        return product(_activation(hidden, HIDDEN_SCALE, self.eight), second), before, hidden
 
     def backward(
-        self, ctx: Any, dout: Matrix, largest: Scalar | None, second: Matrix, own: Sequence[Tensor | None]
+        self, ctx: Any, dout: Matrix, largest: Any, second: Matrix, before: Rows, kept: Rows | None
     ) -> tuple[Matrix, PerChannel, Rows]:
-        before, hidden = own
         dhidden = input_gradient(dout, second)
-        again = torch.empty_like(before) if hidden is None else None
+        hidden = torch.empty_like(before) if kept is None else kept
         bound = None if self.eight is None else largest * self.eight.bound
-        dbefore, dbias = gelu_backward(dhidden, before, again, bound)
-        hidden8 = _activation(again if hidden is None else hidden, HIDDEN_SCALE, self.eight)
-        return dbefore, dbias, weight_gradient(dout, hidden8, ctx.dtype)
+        dbefore, dbias = gelu_backward(dhidden, before, hidden if kept is None else None, bound)
+        return dbefore, dbias, weight_gradient(dout, _activation(hidden, HIDDEN_SCALE, self.eight), ctx.dtype)
 
 
 class _HalfBlock(torch.autograd.Function):
@@ -194,29 +195,30 @@ class _HalfBlock(torch.autograd.Function):
         else:
             first, second = eight.first, eight.second
         h = _activation(normed.h.flatten(0, 1), H_SCALE, eight)
-        out, own = branch.forward(ctx, h, first, first_bias.to(x.dtype), second, x.shape, keep)
+        out, own, rows = branch.forward(ctx, h, first, first_bias.to(x.dtype), second, keep)
         if keep:
             ctx.branch, ctx.dropout, ctx.dtype = branch, dropout, first_weight.dtype
+            h_rows, rows = (None, None) if lean else (h.rows, rows)
             ctx.save_for_backward(
-                normed.stream, normed.mean, normed.rstd, before, bias, gate, scale, seed,
-                shift, None if lean else normed.h, *own, first.rows, first.inverse, second.rows, second.inverse,
+                normed.stream, normed.mean, normed.rstd, before, bias, gate, scale, seed, shift,
+                h_rows, own, rows, first.rows, first.inverse, second.rows, second.inverse,
             )  # fmt: skip
         return normed.stream, out.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dstream: Stream, dout: Stream) -> tuple[Tensor | None, ...]:
-        *norm, shift, h, own_1, own_2, first_rows, first_inverse, second_rows, second_inverse = ctx.saved_tensors
+        *norm, shift, h, own, rows, first_rows, first_inverse, second_rows, second_inverse = ctx.saved_tensors
         branch, (stream, _, _, _, _, _, scale, _) = ctx.branch, norm
         first, second = Matrix(first_rows, first_inverse), Matrix(second_rows, second_inverse)
         largest = None if branch.eight is None else _largest(dout)
-        rows = dout.flatten(0, 1)
-        dout_rows = Matrix(rows) if largest is None else quantize(rows, largest)
-        dfirst, dbias, dsecond = branch.backward(ctx, dout_rows, largest, second, (own_1, own_2))
+        dout_rows = dout.flatten(0, 1)
+        dout_matrix = Matrix(dout_rows) if largest is None else quantize(dout_rows, largest)
+        dfirst, dbias, dsecond = branch.backward(ctx, dout_matrix, largest, second, own, rows)
         if h is None:
-            h = gated_layer_norm(stream, None, None, None, shift, scale, 0.0, None).h
-        dfirst_weight = weight_gradient(dfirst, _activation(h.flatten(0, 1), H_SCALE, branch.eight), ctx.dtype)
+            h = gated_layer_norm(stream, None, None, None, shift, scale, 0.0, None).h.flatten(0, 1)
+        dfirst_weight = weight_gradient(dfirst, _activation(h, H_SCALE, branch.eight), ctx.dtype)
         dh = input_gradient(dfirst, first).view_as(dout)
-        inputs = gated_layer_norm_backward(dstream.contiguous(), dh, *norm, ctx.dropout)
+        inputs = gated_layer_norm_backward(dstream.contiguous(), dh, ctx.dropout, *norm)
         return *inputs, dfirst_weight, dbias, dsecond, *[None] * 5
 
 
@@ -236,7 +238,7 @@ class _LastNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dh: Stream) -> tuple[Tensor | None, ...]:
-        inputs = gated_layer_norm_backward(torch.zeros_like(dh), dh.contiguous(), *ctx.saved_tensors, ctx.dropout)
+        inputs = gated_layer_norm_backward(torch.zeros_like(dh), dh.contiguous(), ctx.dropout, *ctx.saved_tensors)
         return *inputs, None, None, None
 
 
@@ -256,23 +258,24 @@ class FusedDiT:
         last: Float[Tensor, "batch 2 width"],
         seeds: Int32[Tensor, "twice_depth 2"] | None,
     ) -> Stream:
-        halves, keep = 2 * len(network.blocks), torch.is_grad_enabled()
+        blocks: Sequence[Any] = list(network.blocks)
+        halves, keep = 2 * len(blocks), torch.is_grad_enabled()
         eight: Sequence[Weights8 | None] = [None] * halves
         if self.fp8:
-            eight = self.frozen if self.frozen and not keep else quantize_weights(network.blocks, keep)
+            eight = self.frozen if self.frozen and not keep else quantize_weights(blocks, keep)
         dropout = 0.0 if seeds is None else network.config.dropout
         each: Sequence[Tensor | None] = [None] * halves if seeds is None else list(seeds)
         branch = bias = gate = seed = None
-        for i, (block, modulation) in enumerate(zip(network.blocks, modulations, strict=True)):
+        for i, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
             shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.unbind(1)
             attention, mlp = block.attention, block.mlp
             x, branch = _HalfBlock.apply(
                 x, branch, bias, gate, shift_a, scale_a, attention.qkv.weight, attention.qkv.bias, attention.out.weight,
-                _Attention(eight[2 * i], attention.heads), self.lean, dropout, seed, keep,
+                _Attention(eight[2 * i], attention.heads, x.shape[1]), self.lean, dropout, seed, keep,
             )  # fmt: skip
             x, branch = _HalfBlock.apply(
                 x, branch, attention.out.bias, gate_a, shift_m, scale_m, mlp.expand.weight, mlp.expand.bias,
-                mlp.contract.weight, _Mlp(eight[2 * i + 1], self.lean), self.lean, dropout, each[2 * i], keep,
+                mlp.contract.weight, _Mlp(eight[2 * i + 1]), self.lean, dropout, each[2 * i], keep,
             )  # fmt: skip
             bias, gate, seed = mlp.contract.bias, gate_m, each[2 * i + 1]
         return _LastNorm.apply(x, branch, bias, gate, *last.unbind(1), dropout, seed, keep)

@@ -84,7 +84,7 @@ class _Block(torch.autograd.Function):
         ctx: Any, x: Image, skip: Image | None, shift: Tensor,
         weight_in: Tensor, bias_in: Tensor, conv_in: Tensor, weight_out: Tensor, bias_out: Tensor, conv_out: Tensor,
         bias: Tensor, shortcut: Tensor | None,
-        rounded: Sequence[Tensor | None], groups: tuple[int, int], dropout: float, seed: Tensor | None, lean: bool,
+        rounded: Sequence[Any], groups: tuple[int, int], dropout: float, seed: Tensor | None, lean: bool,
     ) -> tuple[Image, Image]:  # fmt: skip
         images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
         half_in, half_out, half_shortcut = rounded
@@ -224,16 +224,16 @@ class FusedUNet:
         layers = [(block.conv_in, block.conv_out, block.shortcut) for block in blocks]
         rounded = round_weights([layer.weight for each in layers for layer in each if layer is not None], x.dtype)
         # The first convolutions' biases are added for all blocks at once.
-        shifts = shifts + torch.cat([bias_of(block.conv_in, torch.float32) for block in blocks])
+        shifts = shifts + torch.cat([bias_of(block.conv_in).float() for block in blocks])
         inputs = zip(shifts.split(network.widths, dim=1), seeds, strict=True)
 
         def run(block: UNetBlock, x: Image, skip: Image | None) -> tuple[Image, Image]:
             """The block's output, and x in the form in which a later block reads it as a skip."""
             shift, seed = next(inputs)
-            conv_in, conv_out, shortcut, bias = block.conv_in, block.conv_out, block.shortcut, block.conv_out.bias
+            shortcut, bias = block.shortcut, bias_of(block.conv_out)
             if shortcut is not None:
-                bias = bias + shortcut.bias
-            masters = conv_in.weight, conv_out.weight, None if shortcut is None else shortcut.weight
+                bias = bias + bias_of(shortcut)
+            masters = block.conv_in.weight, block.conv_out.weight, None if shortcut is None else shortcut.weight
             out, x = _Block.apply(
                 x, skip, shift, block.norm_in.weight, block.norm_in.bias, masters[0],
                 block.norm_out.weight, block.norm_out.bias, masters[1], bias, masters[2],

@@ -51,33 +51,33 @@ def kept_per_image(network: Backbone) -> float:
     return (kept(8) - kept(4)) / 4
 
 
+def pairs(checkpoint: bool = False) -> list[tuple[BackboneConfig, BackboneConfig]]:
+    """Networks with two and four blocks or levels."""
+    unets = [[UNetConfig(32, n, checkpoint=checkpoint, coarser=c) for n in (2, 4)] for c in ((), (64,))]
+    return [
+        (DiTConfig(64, 2, 2, checkpoint=checkpoint), DiTConfig(64, 4, 2, checkpoint=checkpoint)),
+        *map(tuple, unets),
+    ]
+
+
+@pytest.mark.parametrize(("small", "large"), [*pairs(), (MLPConfig(64, 2), MLPConfig(64, 4))], ids=str)
+def test_the_account_is_what_autograd_keeps(small: BackboneConfig, large: BackboneConfig):
+    """Of two blocks or levels more, and in total; the working memory of one block is added in the estimate."""
+    _compare(small, large, "plain", half=False, at_most=2.5)
+
+
 @pytest.mark.parametrize(
     ("small", "large"),
-    [
-        (DiTConfig(64, 2, 2), DiTConfig(64, 4, 2)),
-        (UNetConfig(32, 2), UNetConfig(32, 4)),
-        pytest.param(UNetConfig(32, 2, coarser=(64,)), UNetConfig(32, 4, coarser=(64,)), marks=pytest.mark.slow),
-        (MLPConfig(64, 2), MLPConfig(64, 4)),
-    ],
-    ids=["dit", "unet", "unet-coarser", "mlp"],
+    [pairs()[0], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs()[1:])],
+    ids=str,
 )
-@pytest.mark.parametrize(("form", "half"), [("plain", False), ("compiled", True)])
 @own_access
 @pytest.mark.usefixtures("compiler")
-def test_the_account_is_what_autograd_keeps(small: BackboneConfig, large: BackboneConfig, form: Form, half: bool):
-    """Of two blocks or levels more, and in total; the working memory of one block is added in the estimate."""
-    _compare(small, large, form, half, at_most=2.5)
+def test_the_account_is_what_compiled_networks_keep(small: BackboneConfig, large: BackboneConfig):
+    _compare(small, large, "compiled", half=True, at_most=2.5)
 
 
-@pytest.mark.parametrize(
-    ("small", "large"),
-    [
-        (DiTConfig(64, 2, 2, checkpoint=True), DiTConfig(64, 4, 2, checkpoint=True)),
-        (UNetConfig(32, 2, checkpoint=True), UNetConfig(32, 4, checkpoint=True)),
-        (UNetConfig(32, 2, checkpoint=True, coarser=(64,)), UNetConfig(32, 4, checkpoint=True, coarser=(64,))),
-    ],
-    ids=["dit", "unet", "unet-coarser"],
-)
+@pytest.mark.parametrize(("small", "large"), pairs(checkpoint=True), ids=str)
 def test_the_account_is_what_checkpointing_keeps(small: BackboneConfig, large: BackboneConfig):
     """Little: the working memory of one block is most of the estimate."""
     _compare(small, large, "plain", half=True, at_most=6)

@@ -65,17 +65,14 @@ def test_output_is_zero_before_training_and_every_parameter_learns(kind: str) ->
 
 @every_kind
 def test_out_channels_are_logits_for_every_position(kind: str) -> None:
-    """Only the last layer differs, and the count of parameters and FLOPs follows."""
     config, shape = TINY[kind]
-    torch.manual_seed(0)
     network = build(config, shape, out_channels=7)
     x, t = batch(network)
-    assert network(x, t).shape == (3, 7, *shape[1:])
     assert not network(x, t).any()
-    assert awake(network)(x, t).std(dim=1).min() > 0, "and the channels differ"
-    counted = cost(config, shape, out_channels=7)
-    assert counted.parameters == sum(p.numel() for p in network.parameters())
-    assert counted.flops > cost(config, shape, out_channels=6).flops
+    logits = awake(network)(x, t)
+    assert logits.shape == (3, 7, *shape[1:])
+    assert logits.std(dim=1).min() > 0
+    assert cost(config, shape, out_channels=7).parameters == sum(p.numel() for p in network.parameters())
 
 
 @pytest.mark.parametrize(
@@ -90,24 +87,16 @@ def test_the_published_layers_start_at_zero(kind: str, zero: tuple[str, ...]) ->
     assert {name for name, weight in weights.items() if not weight.any()} == {n for n in weights if n.endswith(zero)}
 
 
-def test_a_seed_initializes_the_parts_of_a_unet_in_a_fixed_order() -> None:
-    parts = dict.fromkeys(name.partition(".")[0] for name in tiny("unet-2d").state_dict())
-    assert list(parts) == ["condition", "project", "stem", "down", "before", "attention", "after", "up", "head"]
-
-
-@pytest.mark.parametrize("kind", ["dit-2d", "unet-coarser-1d", "mlp"])
-def test_a_trained_network_depends_on_t(kind: str) -> None:
-    network = tiny(kind, bins_count=None)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(30):
-        x, t = torch.randn(16, *network.shape, generator=generator), torch.rand(16, generator=generator)
-        optimizer.zero_grad()
-        (network(x, t) - (t - 0.5).view(-1, *[1] * (x.ndim - 1))).square().mean().backward()
-        optimizer.step()
-    network.eval()
-    rise = network(x, torch.full_like(t, 0.9)) - network(x, torch.full_like(t, 0.1))
-    assert rise.mean() > 0.2  # of 0.8
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("unet-2d", ["condition", "project", "stem", "down", "before", "attention", "after", "up", "head"]),
+        ("dit-2d", ["embed", "condition", "modulation", "blocks", "head"]),
+        ("mlp", ["embed", "condition", "modulation", "blocks", "head"]),
+    ],
+)
+def test_a_seed_initializes_the_parts_in_a_fixed_order(kind: str, parts: list[str]) -> None:
+    assert list(dict.fromkeys(name.partition(".")[0] for name in tiny(kind).state_dict())) == parts
 
 
 @every_kind
@@ -222,16 +211,6 @@ def test_unet_is_vdms_written_out() -> None:
         h = block(torch.cat([h, skips.pop()], dim=1), f"up.{i}")
     expected = conv(silu(norm(h, "head.norm")), "head.conv")
     torch.testing.assert_close(network(x, t), expected, rtol=1e-9, atol=1e-9)
-
-
-def test_attention_reaches_across_patches_and_positions_matter() -> None:
-    network = awake(tiny("dit-2d", bins_count=None)).eval()
-    x, t = batch(network, 1)
-    moved = x.clone()
-    moved[..., :2, :2] += 1
-    assert (network(moved, t) - network(x, t))[..., 2:, 2:].abs().min() > 0
-    rolled = x.roll(2, dims=-1)
-    assert not torch.allclose(network(rolled, t), network(x, t).roll(2, dims=-1), atol=1e-3)
 
 
 def test_coarser_resolutions_meet_skips_of_their_size_and_reach_the_complete_image() -> None:

@@ -79,19 +79,6 @@ def test_bins_follow_the_papers_edge_rules(count):
             assert torch.exp(ours).item() == pytest.approx(expected, rel=1e-9), (x, bounds(x))
 
 
-@pytest.mark.parametrize("bins", [GREY, BYTE, AUDIO, SKEWED], ids=repr)
-def test_bins_and_values_undo_each_other(bins):
-    index = torch.arange(bins.count)
-    for dtype in (torch.float32, torch.float64):
-        values = bins.values(index, dtype)
-        assert values.dtype == dtype
-        assert torch.equal(bins.indices(values).long(), index)
-    centers = bins.values(index, torch.float64)
-    assert (centers[0].item(), centers[-1].item()) == pytest.approx((bins.low, bins.high))
-    assert torch.equal(bins.indices(centers + 0.49 * bins.width).long(), index)  # rounding, never truncating
-    assert torch.equal(bins.indices(centers - 0.49 * bins.width).long(), index)
-
-
 @pytest.mark.parametrize("x_hat", [-1.2, -0.3337, 0.5, 1.0])
 @pytest.mark.parametrize("precision", [5.0, 3e3, math.exp(13.3)])
 def test_vdms_decoder_is_a_softmax_over_all_centers(precision, x_hat):
@@ -136,19 +123,6 @@ def test_continuous_data_is_decoded_by_a_plain_normal():
 
 def test_eight_bits_are_what_a_uniform_guess_over_a_byte_costs():
     assert bits_per_dim(torch.tensor([3072 * math.log(256)]), 3072).item() == pytest.approx(8)
-
-
-def test_standardize_fits_applies_and_undoes():
-    data = 40 + 7 * torch.randn(1000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    standardize = Standardize.fit(data)
-    x = standardize.values(data)
-    assert (x.mean().item(), x.std(correction=0).item()) == pytest.approx((0, 1), abs=1e-12)
-    torch.testing.assert_close(standardize.data(x), data)
-    density = (
-        torch.distributions.Normal(torch.tensor(standardize.mean), torch.tensor(standardize.std)).log_prob(data).mean()
-    )
-    unit = torch.distributions.Normal(0.0, 1.0).log_prob(x).mean()
-    assert (unit - density).item() == pytest.approx(standardize.log_determinant)
 
 
 class Shrink(torch.nn.Module):

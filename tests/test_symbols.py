@@ -15,6 +15,7 @@ from bsi.elbo import Estimator
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.grids import geometric_grid, paper_grid
 from bsi.oracle import Sequences
+from bsi.recipe import Data, Optimizer, Recipe
 from bsi.rng import SeededNoise
 from bsi.runtime.export import DataSpec
 from bsi.runtime.serialization import from_plain, to_plain
@@ -30,15 +31,17 @@ METHODS = [
 ]
 
 
+def normals(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def chain() -> Sequences:
     """A Markov chain of four steps: each symbol usually follows its predecessor in the alphabet."""
-    generator = torch.Generator().manual_seed(0)
-    first = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    step = torch.softmax(2 * torch.randn(K, K, generator=generator, dtype=torch.float64), 1)
+    first, step = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.softmax(2 * normals(0, K, K), 1)
     return Sequences(torch.einsum("a,ab,bc,cd->abcd", first, step, step, step))
 
 
-CHAIN = chain()
+CHAIN, LETTERS = chain(), bsi.Symbols(K)
 
 
 class Zero(nn.Module):
@@ -49,10 +52,6 @@ class Zero(nn.Module):
 class Exact(nn.Module):
     """The network of the chain's exact posterior: it reads the probabilities given each element alone."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
     def forward(self, x, t, cond=None):
         p = ((x * math.sqrt(K - 1) + 1) / K).clamp(min=1e-16)
         return CHAIN.logits(p.log()) - p.log()  # the prior is uniform: the probabilities are likelihoods
@@ -61,22 +60,17 @@ class Exact(nn.Module):
 class Bend(nn.Module):
     """Some network whose outputs depend on all inputs."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int = K * N) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.weight = nn.Parameter(0.3 * torch.randn(n, n, generator=generator, dtype=torch.float64))
+        self.weight = nn.Parameter(0.3 * normals(1, n, n))
 
     def forward(self, x, t):
         return torch.tanh(x.flatten(1) @ self.weight + t[:, None]).view_as(x)
 
 
-def bound(method, predict, kind=None, k=None, measure=32, data=None, seed=0):
-    data = CHAIN.all if data is None else data
-    kind = bsi.Symbols(K) if kind is None else kind
+def bound(method, predict, kind=LETTERS, k=None, measure=32, data=CHAIN.all):
     x = kind.values(data, torch.float64)
-    return estimate(
-        EvaluatedModel.of(method, predict, x, kind), Estimator(measure=measure, recon=4, finite_k=k, seed=seed)
-    )
+    return estimate(EvaluatedModel.of(method, predict, x, kind), Estimator(measure=measure, recon=4, finite_k=k))
 
 
 def nats(elbo) -> tuple[float, float]:
@@ -117,7 +111,7 @@ def test_the_bound_of_the_exact_predictor_is_the_likelihood(method):
     value, error = nats(bound(general, CHAIN.predictor(general)))
     excess = 0.5 * general.c * N * 8 * (K - 1) / (2 * K)  # c / 2 times the largest variance of the embedded sample
     assert EXACT_NATS - 4 * error < value < EXACT_NATS + excess + 4 * error
-    worse = bound(method, bsi.Model(Bend(K * N), method, (N,), data=bsi.Symbols(K)).denoiser)
+    worse = bound(method, bsi.Model(Bend(), method, (N,), data=LETTERS).denoiser)
     assert mean_nats(worse) > ENTROPY + 0.3
 
 
@@ -136,16 +130,14 @@ def test_a_network_of_zeros_is_exact_for_independent_symbols(method, k):
 def test_finitely_many_steps_are_a_bound_that_the_mixture_tightens():
     method = METHODS[0]
     predict = CHAIN.predictor(method)
-    x = bsi.Symbols(K).values(CHAIN.all, torch.float64)
+    x = LETTERS.values(CHAIN.all, torch.float64)
     found = {k: bound(method, predict, k=k, measure=64) for k in (1, 4, 16, 64)}
-    values = {k: nats(elbo) for k, elbo in found.items()}
-    for k, (value, error) in values.items():
+    for k, (value, error) in {k: nats(elbo) for k, elbo in found.items()}.items():
         assert value > EXACT_NATS - 4 * error
         grid = paper_grid(method, k)
         gained, i = torch.diff(method.gain(grid)), torch.arange(k).repeat_interleave(len(x))
         every = x.repeat(k, 1, 1)
-        eps = torch.randn(every.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
-        x_hat = predict(method.encoder(grid[i]).encode(every, eps), grid[i])
+        x_hat = predict(method.encoder(grid[i]).encode(every, normals(k, *every.shape)), grid[i])
         normal = 0.5 * (gained[i] * (every - x_hat).square().flatten(1).sum(1)).sum() / len(x)
         assert value < float(normal) + 4 * error
     means = [mean_nats(elbo) for elbo in found.values()]
@@ -164,7 +156,7 @@ def test_the_divergence_of_a_step_is_that_of_a_mixture():
     distance = math.sqrt(8 * d)
     log_ratio = -torch.log(p + (1 - p) * torch.exp(-distance * u - 0.5 * distance**2))
     exact = torch.trapezoid(torch.exp(-0.5 * u**2) / math.sqrt(2 * math.pi) * log_ratio, u)
-    eps = torch.randn(200_000, 2, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    eps = normals(0, 200_000, 2, 1)
     ones = torch.ones(len(eps), dtype=torch.float64)
     found = mixture_kl(kind, x.expand_as(eps), logits.expand_as(eps), d * ones, eps)
     assert float(found.max()) <= -math.log(p)
@@ -208,7 +200,7 @@ def test_samples_converge_to_the_law_in_total_variation(method, solver):
     def variation(k: int) -> float:
         sampler = bsi.Sampler(steps=k, solver=solver, noise="independent", grid="geometric")
         steps = drawing(method, CHAIN.predictor(method), sampler, torch.arange(num), (K, N), 0, torch.float64)
-        index = bsi.Symbols(K).data(end_of(steps)).view(num, N).long()
+        index = LETTERS.data(end_of(steps)).view(num, N).long()
         place = (index * K ** torch.arange(N - 1, -1, -1)).sum(1)
         return 0.5 * float((torch.bincount(place, minlength=K**N) / num - exact).abs().sum())
 
@@ -218,7 +210,7 @@ def test_samples_converge_to_the_law_in_total_variation(method, solver):
 
 def test_inpainting_follows_the_law_given_the_known_symbols():
     method, num = bsi.BSI(alpha_M=LAST), 2000
-    model = bsi.Model(Exact(), method, (N,), data=bsi.Symbols(K)).eval()
+    model = bsi.Model(Exact(), method, (N,), data=LETTERS).eval()
     given, mask = torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 0, 1])
     found = model.inpaint(given.expand(num, N), mask, steps=48, solver="posterior", grid="geometric").long()
     assert torch.equal(found[:, [1, 3]], given[[1, 3]].expand(num, 2))
@@ -240,10 +232,8 @@ def test_inpainting_follows_the_law_given_the_known_symbols():
 def test_the_loss_of_a_bayesian_flow_network_is_the_published_one():
     """L_inf = K beta_1 E t |e_x - e_hat|^2 with beta = beta_1 t^2, at the same parameters theta."""
     beta_1, method = 4 * LAST / K, METHODS[1]
-    kind, model = bsi.Symbols(K), bsi.Model(Bend(K * N), METHODS[1], (N,), data=bsi.Symbols(K)).double()
-    generator = torch.Generator().manual_seed(3)
-    index, t = CHAIN.all, torch.rand(K**N, generator=generator, dtype=torch.float64)
-    eps = torch.randn(K**N, K, N, generator=generator, dtype=torch.float64)
+    model, index = bsi.Model(Bend(), method, (N,), data=LETTERS).double(), CHAIN.all
+    t, eps = torch.special.ndtr(normals(3, K**N)), normals(4, K**N, K, N)
     one_hot = nn.functional.one_hot(index, K).mT.double()
     beta = (beta_1 * t**2)[:, None, None]
     theta = torch.softmax(beta * (K * one_hot - 1) + (beta * K).sqrt() * eps, 1)
@@ -251,7 +241,7 @@ def test_the_loss_of_a_bayesian_flow_network_is_the_published_one():
     scaled, time = (K * theta - 1) / math.sqrt(K - 1), method.levels.cdf(level)
     e_hat = torch.softmax(theta.log() + model.denoiser.backbone(scaled, time), 1)
     published = K * beta_1 * t * (one_hot - e_hat).square().flatten(1).sum(1)
-    x = kind.values(index, torch.float64)
+    x = LETTERS.values(index, torch.float64)
     x_hat = model.denoiser(method.encoder(level).encode(x, eps), level)
     ours = 0.5 * (x - x_hat).square().flatten(1).sum(1) * K * beta_1 * t / 2  # 1/2 |x - x_hat|^2 d alpha / d t
     torch.testing.assert_close(ours, published, rtol=1e-9, atol=1e-12)
@@ -260,7 +250,7 @@ def test_the_loss_of_a_bayesian_flow_network_is_the_published_one():
 def test_the_sampler_of_a_bayesian_flow_network_is_the_published_one():
     """k ~ p(theta), y ~ N(alpha (K e_k - 1), alpha K), theta' ~ e^y theta, with alpha_i = beta_1 (2 i - 1) / n^2."""
     n, beta_1, method, num = 10, 4 * LAST / K, METHODS[1], 50
-    model = bsi.Model(Bend(K * N), method, (N,), data=bsi.Symbols(K)).double()
+    model = bsi.Model(Bend(), method, (N,), data=LETTERS).double()
     grid = 1 + K * beta_1 * (torch.arange(n + 1, dtype=torch.float64) / n) ** 2 / 4
     noise = SeededNoise(0, torch.arange(num), (K, N), torch.float64)
     predict = drawn(model.denoiser.given(None), SeededNoise(1, torch.arange(num), (K, N), torch.float64))
@@ -280,11 +270,11 @@ def test_the_sampler_of_a_bayesian_flow_network_is_the_published_one():
 
 
 def test_drawn_symbols_follow_the_predicted_probabilities():
-    kind, num, p = bsi.Symbols(K), 20_000, torch.tensor([0.7, 0.25, 0.05], dtype=torch.float64)
-    predict = SymbolPredictor(kind, lambda latent, level: p.log().view(1, K, 1).expand_as(latent))
+    num, p = 20_000, torch.tensor([0.7, 0.25, 0.05], dtype=torch.float64)
+    predict = SymbolPredictor(LETTERS, lambda latent, level: p.log().view(1, K, 1).expand_as(latent))
     once = drawn(predict, SeededNoise(0, torch.arange(num), (K, 1), torch.float64))
     x_hat = once(torch.zeros(num, K, 1, dtype=torch.float64), torch.zeros(num))
-    share = torch.bincount(kind.data(x_hat).flatten().long(), minlength=K) / num
+    share = torch.bincount(LETTERS.data(x_hat).flatten().long(), minlength=K) / num
     assert ((share - p).abs() < 4 * (p * (1 - p) / num).sqrt()).all()
     assert ((x_hat > 0).sum(1) == 1).all()
 
@@ -293,11 +283,10 @@ def test_drawn_symbols_follow_the_predicted_probabilities():
 
 
 def test_the_gradient_of_the_loss_is_right():
-    model = bsi.Model(Bend(K * N), bsi.BSI(alpha_M=LAST), (N,), data=bsi.Symbols(K)).double()
+    model = bsi.Model(Bend(), bsi.BSI(alpha_M=LAST), (N,), data=LETTERS).double()
     level = torch.tensor([0.02, 0.5, 3.0], dtype=torch.float64)
-    latent = torch.randn(3, K, N, generator=torch.Generator().manual_seed(5), dtype=torch.float64, requires_grad=True)
-    gained, eps = torch.ones(3, dtype=torch.float64), torch.randn(3, K, N, dtype=torch.float64)
-    x = model.values(CHAIN.all[:3])
+    latent, eps = normals(5, 3, K, N).requires_grad_(), normals(6, 3, K, N)
+    gained, x = torch.ones(3, dtype=torch.float64), model.values(CHAIN.all[:3])
 
     def losses(latent, weight):
         logits = torch.func.functional_call(
@@ -333,7 +322,7 @@ def test_networks_begin_as_the_best_predictor_of_independent_symbols(count, leng
 
 
 def test_guidance_labels_and_the_mixture_work_on_symbols():
-    model = bsi.Model(build("mlp-16x1", (K, N), num_classes=2), METHODS[0], (N,), data=bsi.Symbols(K)).eval()
+    model = bsi.Model(build("mlp-16x1", (K, N), num_classes=2), METHODS[0], (N,), data=LETTERS).eval()
     for changes in ({"guidance": 2.0}, {"solver": "mixture"}, {"grid": "paper", "solver": "sde2"}):
         assert model.sample(4, label=[0, 1], steps=3, **changes).max() < K
     filled = model.inpaint(CHAIN.all[5:7], torch.tensor([1, 0, 0, 1]), label=1, guidance=2.0, steps=3)
@@ -353,17 +342,13 @@ def test_text_is_read_and_written():
 
 
 def test_training_fits_the_prior_and_files_keep_it(tmp_path):
-    from bsi.recipe import Data, Optimizer, Recipe
-
-    recipe = Recipe(
-        "letters", bsi.BSI(alpha_M=LAST), None, Data("letters"), steps=2, batch=8, optimizer=Optimizer(lr=1e-3)
-    )
-    data = CHAIN.all.to(torch.uint8)
-    kind = bsi.Symbols(K, names=("a", "b", "c"))
+    optimizer, method = Optimizer(lr=1e-3), bsi.BSI(alpha_M=LAST)
+    recipe = Recipe("letters", method, None, Data("letters"), steps=2, batch=8, optimizer=optimizer)
+    data, kind = CHAIN.all.to(torch.uint8), bsi.Symbols(K, names=("a", "b", "c"))
     run = bsi.train(
         recipe, data=data, kind=kind, backbone=build("mlp-16x1", (K, N)), out=tmp_path / "run", device="cpu"
     )
-    loaded = bsi.load(getattr(run, "path", run))
+    loaded = bsi.load(run)
     assert loaded.kind == bsi.Symbols.fit(data, K, kind.names)
     spec = DataSpec("letters", "0", 81, (N,), loaded.kind)
     assert from_plain(DataSpec, to_plain(spec)) == spec
@@ -381,19 +366,15 @@ def test_training_fits_the_prior_and_files_keep_it(tmp_path):
         (lambda: bsi.Symbols(2, prior=(0.5, 0.6)), "prior"),
         (lambda: bsi.Symbols(2, prior=(1.0, 0.0)), "prior"),
         (lambda: bsi.Symbols(2).latent_shape(()), "axis"),
-        (lambda: model_of_letters()(torch.full((2, N), 3)), "expected 0 to 2"),
-        (lambda: model_of_letters()(torch.full((2, N), -1)), "expected 0 to 2"),
-        (lambda: model_of_letters()(torch.zeros(2, N)), "integers"),
-        (lambda: model_of_letters()(torch.zeros(2, N + 1, dtype=torch.long)), "shape"),
-        (lambda: model_of_letters().log_likelihood(CHAIN.all), "elbo"),
-        (lambda: model_of_letters().fit_variance(CHAIN.all), "variance"),
+        (lambda: bsi.Model(Zero(), METHODS[0], (N,), data=LETTERS)(torch.full((2, N), 3)), "expected 0 to 2"),
+        (lambda: bsi.Model(Zero(), METHODS[0], (N,), data=LETTERS)(torch.full((2, N), -1)), "expected 0 to 2"),
+        (lambda: bsi.Model(Zero(), METHODS[0], (N,), data=LETTERS)(torch.zeros(2, N)), "integers"),
+        (lambda: bsi.Model(Zero(), METHODS[0], (N,), data=LETTERS)(torch.zeros(2, N + 1, dtype=torch.long)), "shape"),
+        (lambda: bsi.Model(Zero(), METHODS[0], (N,), data=LETTERS).log_likelihood(CHAIN.all), "elbo"),
+        (lambda: bsi.Model(Zero(), METHODS[0], (N,), data=LETTERS).fit_variance(CHAIN.all), "variance"),
         (lambda: bsi.Model(Zero(), bsi.BSI(), (2,))(torch.zeros(2, 2, dtype=torch.long)), "bsi.Symbols"),
     ],
 )
 def test_impossible_symbols_are_rejected(wrong, match):
     with pytest.raises(BsiError, match=match):
         wrong()
-
-
-def model_of_letters() -> bsi.Model:
-    return bsi.Model(Zero(), METHODS[0], (N,), data=bsi.Symbols(K))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
+import re
+import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -35,9 +36,6 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype | N
 
     `auto` is bfloat16 where the hardware computes in it, float16 on older GPUs, and float32 elsewhere: a CPU would only
     emulate the other two.
-
-    Raises:
-        UsageError: The device does not support the precision.
     """
     import torch
 
@@ -75,8 +73,8 @@ def compiles(device: torch.device) -> bool:
     """
     import torch
 
-    available = device.type == "cuda" and all(map(importlib.util.find_spec, ("triton", "bsi.kernels")))
-    return available and torch.cuda.get_device_capability(device) >= (7, 0)
+    installed = device.type == "cuda" and all(map(importlib.util.find_spec, ("triton", "bsi.kernels")))
+    return installed and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def seconds_by_threads(work: Callable[[], object], repeats: int = 3) -> dict[int, float]:
@@ -91,16 +89,10 @@ def seconds_by_threads(work: Callable[[], object], repeats: int = 3) -> dict[int
         for count in {1, threads}:
             torch.set_num_threads(count)
             work()  # starts the threads
-            seconds[count] = min(_seconds(work) for _ in range(repeats))
+            seconds[count] = min(timeit.repeat(work, number=1, repeat=repeats))
     finally:
         torch.set_num_threads(threads)
     return seconds
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------
@@ -134,20 +126,15 @@ def host_memory(sharing: int = 1, proc: Path = PROC, cgroups: Path = CGROUPS) ->
 
 def _free_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
     """The free bytes of each control group (version 2), from this process's own up to the root."""
-    try:
-        path = next(line[3:] for line in (proc / "self" / "cgroup").read_text().splitlines() if line[:3] == "0::")
-    except (OSError, StopIteration):
-        return
-    group = cgroups / path.lstrip("/")
+    own = proc / "self" / "cgroup"
+    found = re.search("^0::/*(.*)$", own.read_text(), re.MULTILINE) if own.is_file() else None
+    group = cgroups / found[1] if found else cgroups.parent
     for folder in (group, *group.parents):
-        try:
-            most = (folder / "memory.max").read_text().strip() if folder.is_relative_to(cgroups) else "max"
-            if most != "max":
+        with suppress(OSError):  # not visible from here, or without limits
+            if folder.is_relative_to(cgroups) and (most := (folder / "memory.max").read_text().strip()) != "max":
                 stat = _numbers(folder / "memory.stat")
                 cached = stat.get("inactive_file", 0) + stat.get("active_file", 0)
                 yield int(most) - int((folder / "memory.current").read_text()) + cached
-        except OSError:  # not visible from here, or without limits
-            continue
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -72,10 +72,8 @@ def grid(
         )
     shown = pixels(shown, low, high).transpose(0, 2, 3, 1)
     n = len(shown)
-    columns = math.ceil(math.sqrt(n)) if columns is None else columns
-    if columns < 1:
-        raise UsageError(f"a grid needs at least one column, got {columns}.")
-    columns, rows = min(columns, n), math.ceil(n / columns)
+    columns = min(math.ceil(math.sqrt(n)) if columns is None else columns, n)
+    rows = math.ceil(n / columns)
     enlarge = _enlargement(shown.shape[1], shown.shape[2], columns, towards)
     shown = shown.repeat(enlarge, axis=1).repeat(enlarge, axis=2)
     _, height, width, _ = shown.shape
@@ -108,10 +106,9 @@ def belief_frames(moments: Sequence[Moment], low: Number = -1.0, high: Number = 
     blank = np.full_like(moments[0].prediction, (low + high) / 2, dtype=np.float64)
     frames = []
     for i, moment in enumerate(moments):
-        measured = blank if moment.measurement is None else moment.measurement
-        parts = {"belief mean": moment.belief, "prediction": moment.prediction, "measurement": measured}
-        if all(each.measurement is None for each in moments):
-            del parts["measurement"]
+        parts = {"belief mean": moment.belief, "prediction": moment.prediction}
+        if any(each.measurement is not None for each in moments):
+            parts["measurement"] = blank if moment.measurement is None else moment.measurement
         panels = {name: grid(images, low=low, high=high, towards=PANEL) for name, images in parts.items()}
         reached = (logs[i] - logs[0]) / (logs[-1] - logs[0]) if logs[-1] > logs[0] else 1.0
         frames.append(_frame(panels, f"precision {moment.precision:.3g}, step {i} of {len(moments) - 1}", reached))

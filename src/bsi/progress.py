@@ -142,7 +142,11 @@ class Progress:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""
         self.stream = _stderr() if stream is None else stream
         self.live = supports_bars(self.stream)
-        self._console = _console(self.stream) if self.live else None
+        self._console: Console | None = None
+        if self.live:
+            from rich.console import Console
+
+            self._console = Console(file=cast(IO[str], self.stream), highlight=False)
         self._first = self._shown_count = done
         self._started = self._shown_at = time.monotonic()
 
@@ -192,22 +196,13 @@ class Progress:
         from rich.table import Table
         from rich.text import Text
 
-        columns = max(console.width - 1, 1)
-        line = Text(self.line(), no_wrap=True, overflow="crop")
+        line, columns = Text(self.line(), no_wrap=True, overflow="crop"), max(console.width - 1, 1)
+        bar = [ProgressBar(max(self.total, 1), self.done, BAR_COLUMNS)] if len(line) + BAR_COLUMNS < columns else []
         row = Table.grid(padding=(0, 1))
-        if columns >= len(line) + BAR_COLUMNS + 1:
-            row.add_row(ProgressBar(total=max(self.total, 1), completed=self.done, width=BAR_COLUMNS), line)
-        else:
-            row.add_row(line)
+        row.add_row(*bar, line)
         with console.capture() as captured:
             console.print(row, end="", width=columns)
         return captured.get().strip("\n")
-
-
-def _console(stream: Stream) -> Console:
-    from rich.console import Console
-
-    return Console(file=cast(IO[str], stream), highlight=False)
 
 
 # Whether to show progress, or a function that is called with each count.

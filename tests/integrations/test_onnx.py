@@ -45,21 +45,23 @@ def test_an_exported_program_computes_the_denoiser_for_any_number_of_samples(kin
 
 
 @pytest.mark.parametrize("kind", ["dit", "mlp", pytest.param("unet", marks=pytest.mark.slow)])
-def test_a_sample_of_onnxruntime_is_that_of_torch(kind: str, tmp_path: Path) -> None:
+def test_onnxruntime_samples_with_the_predictions_of_torch(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason='onnx is not installed: pip install "bsi[onnx]"')
     pytest.importorskip("onnxruntime", reason='onnxruntime is not installed: pip install "bsi[onnx]"')
-    model, path, samples = trained(kind), tmp_path / "denoiser.onnx", torch.arange(3)
+    model, path = trained(kind), tmp_path / "denoiser.onnx"
     export_onnx(model, path)
     assert list(tmp_path.iterdir()) == [path], "one file, with the weights in it"
     label = 1 if model.classes else None
-    grid = edm_grid(model.method, 8)
-
-    def draw(predict) -> torch.Tensor:
-        return sampling.sample(model.method, predict, SeededNoise(0, samples, model.shape), grid, "ode2")
-
-    ours = draw(model.denoiser.given(None if label is None else torch.full((3,), label)))
-    theirs = draw(OnnxPredictor(path, label))
-    assert (theirs - ours).abs().max() < 1e-4 * max(1.0, float(ours.abs().max()))
+    ours = model.denoiser.given(None if label is None else torch.full((3,), label))
+    theirs = OnnxPredictor(path, label)
+    # The same latents: an untrained network amplifies the differences of rounding from step to step.
+    noise = SeededNoise(0, torch.arange(3), model.shape)
+    steps = list(sampling.trajectory(model.method, theirs, noise, edm_grid(model.method, 8), "ode2"))
+    assert len(steps) > 8
+    for step in steps:
+        with torch.no_grad():
+            expected = ours(step.latent, step.level.expand(3))
+        torch.testing.assert_close(step.x_hat, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(UsageError, match="label"):
         OnnxPredictor(path, None if model.classes else 0)
 

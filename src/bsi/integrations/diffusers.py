@@ -137,23 +137,20 @@ class BSIScheduler(SchedulerMixin, ConfigMixin):
     ) -> BSISchedulerOutput | tuple[Tensor]:
         """The next belief's mean; after the last time step, the sample.
 
-        Args:
-            generator: Draws the noise of solvers that add any.
-            variance_noise: The noise itself.
+        `generator` draws the noise of solvers that add any; `variance_noise` is the noise itself.
         """
         if self.num_inference_steps is None:
             raise UsageError("the steps of sampling are not chosen. Call set_timesteps(num_inference_steps) first.")
         if self._index > self.num_inference_steps:
-            raise UsageError(
-                f"all {self.num_inference_steps} steps and the last prediction were taken. Call set_timesteps again."
-            )
+            raise UsageError(f"all {self.num_inference_steps} steps were taken. Call set_timesteps again.")
         x_hat = self._prediction(model_output, timestep, sample)
         following = x_hat
         if self._index < self.num_inference_steps:
             row = self._rows[self._index].to(sample.device, sample.dtype)
-            noise = torch.zeros_like(sample) if variance_noise is None else variance_noise
-            if variance_noise is None and self._rows[self._index, 3] != 0:
+            noise = variance_noise
+            if noise is None and self._rows[self._index, 3] != 0:
                 noise = randn_tensor(sample.shape, generator=generator, device=sample.device, dtype=sample.dtype)
+            noise = torch.zeros_like(sample) if noise is None else noise
             previous = torch.zeros_like(x_hat) if self._previous is None else self._previous
             following = advance(sample, x_hat, previous, noise, row)
         self._index, self._previous = self._index + 1, x_hat

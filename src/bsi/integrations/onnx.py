@@ -14,22 +14,11 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from bsi.errors import DataError, UsageError, extra
 from bsi.model import Model
-
-
-class _Denoiser(nn.Module):
-    """The denoiser with positional inputs, and labels only where the network has any."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.denoiser = model.denoiser
-
-    def forward(self, latent: Tensor, level: Tensor, label: Tensor | None = None) -> Tensor:
-        return self.denoiser(latent, level, label)
 
 
 def export_denoiser(model: Model) -> ExportedProgram:
@@ -37,39 +26,35 @@ def export_denoiser(model: Model) -> ExportedProgram:
 
     The program runs without the package's code: save it by `torch.export.save`, call `program.module()`.
     """
-    module, inputs = _prepared(model)
+    inputs, free = _inputs(model)
     with torch.no_grad():
-        return torch.export.export(module, inputs, dynamic_shapes=_free_batch(inputs))
+        return torch.export.export(model.denoiser.eval(), inputs, dynamic_shapes=free)
 
 
 def export_onnx(model: Model, path: Path | str) -> None:
     """Write f(latent, level) or f(latent, level, label) as an ONNX file, with the weights in it."""
     with extra("onnx", "export_onnx"):
         import onnxscript  # noqa: F401  # the exporter needs it, and would fail later
-    module, inputs = _prepared(model)
+    inputs, free = _inputs(model)
     names = ["latent", "level", "label"][: len(inputs)]
     with torch.no_grad():
         program = torch.onnx.export(
-            module, inputs, input_names=names, output_names=["x_hat"], dynamo=True, verbose=False,
-            dynamic_shapes=_free_batch(inputs), external_data=False,
+            model.denoiser.eval(), inputs, input_names=names, output_names=["x_hat"], dynamo=True, verbose=False,
+            dynamic_shapes=free, external_data=False,
         )  # fmt: skip
     assert program is not None
     program.save(str(path))
 
 
-def _prepared(model: Model) -> tuple[_Denoiser, tuple[Tensor, ...]]:
-    """The module in evaluation mode, and inputs for two samples."""
+def _inputs(model: Model) -> tuple[tuple[Tensor, ...], tuple[dict[int, Dim], ...]]:
+    """Inputs for two samples, and their free axes: the first of each is the number of samples."""
     if model.dtype != torch.float32:
         raise UsageError(f"exports compute in float32, got a model in {model.dtype}. Use model.float().")
     latent = torch.zeros(2, *model.latent_shape, device=model.device)
     level = torch.full((2,), model.method.levels.high, dtype=torch.float64, device=model.device)
     labels = (torch.zeros(2, dtype=torch.int64, device=model.device),) if model.classes else ()
-    return _Denoiser(model).eval(), (latent, level, *labels)
-
-
-def _free_batch(inputs: tuple[Tensor, ...]) -> tuple[dict[int, Dim], ...]:
-    """The first axis of every input is the number of samples."""
-    return ({0: Dim("batch")},) * len(inputs)
+    inputs = (latent, level, *labels)
+    return inputs, ({0: Dim("batch")},) * len(inputs)
 
 
 class OnnxPredictor:

@@ -34,17 +34,15 @@ from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
 POLL_S = 0.02
 ELSEWHERE = "this rank stops because another one has failed. The error is printed by that rank."
 HUNG = 1  # exit code of a rank that the watchdog ends
+LAUNCHERS = "torchrun and srun set it; unset it to run a single rank."
 
 Phase = Literal["start", "data", "compute", "update", "journal", "evaluate", "save"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
-# ---- The ranks of a run ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Place:
-    """The rank of this process, the number of ranks, and the address of their rendezvous."""
+    """The rank of this process, the number of ranks, the address of their rendezvous, and the ranks on this host."""
 
     rank: int = 0
     size: int = 1
@@ -52,7 +50,6 @@ class Place:
     host: str = "localhost"
     port: int = 0
     local_size: int = 1
-    """The number of ranks on this host, which share its memory."""
 
 
 def find_place(env: Mapping[str, str]) -> Place:
@@ -60,10 +57,7 @@ def find_place(env: Mapping[str, str]) -> Place:
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
         if rank >= size:
-            raise UsageError(
-                f"RANK must be less than WORLD_SIZE, got RANK={rank} and WORLD_SIZE={size}. Start the ranks with "
-                f"torchrun, or unset both to run a single one."
-            )
+            raise UsageError(f"RANK must be less than WORLD_SIZE, got RANK={rank} and WORLD_SIZE={size}. {LAUNCHERS}")
         host, port = env.get("MASTER_ADDR", "localhost"), _integer(env, "MASTER_PORT", 29500)
         return Place(rank, size, _integer(env, "LOCAL_RANK", 0), host, port, _integer(env, "LOCAL_WORLD_SIZE", 1))
     # SLURM_STEP_NUM_TASKS is set by srun; the shell of sbatch has only the job's variables and is one process.
@@ -81,10 +75,7 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     if not text and default is not None:
         return default
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise UsageError(
-            f"{name} in the environment must be a whole number, got {text!r}. torchrun and srun set it; unset it to "
-            f"run a single rank."
-        )
+        raise UsageError(f"{name} in the environment must be a whole number, got {text!r}. {LAUNCHERS}")
     return int(text)
 
 
@@ -112,7 +103,7 @@ class World:
     place: Place
     device: torch.device
     token: str = ""
-    """The name of this attempt in the store of several ranks."""
+    """The name of this attempt in the ranks' store, empty with a single rank."""
 
     @property
     def rank(self) -> int:
@@ -161,10 +152,7 @@ class World:
             raise known.get(code, BsiError)(ELSEWHERE)
 
     def fail_together(self, error: Exception | None) -> None:
-        """Raise FailedTogether on all ranks if one has an error, before they combine their results.
-
-        Otherwise the other ranks would wait for the failed one: with NCCL, until the launcher kills them.
-        """
+        """Raise FailedTogether on all ranks if one has an error: the others would wait for its results."""
         if self.any(error is not None):
             raise FailedTogether(error or BsiError(ELSEWHERE))
 
@@ -218,11 +206,8 @@ def pick_device(device: str | None, local_rank: int) -> torch.device:
         raise UsageError(f"device must be cuda or cpu, got {device!r}.")
     if not torch.cuda.is_available():
         raise UsageError("no CUDA device was found. Leave --device out, or use --device cpu.")
-    if local_rank >= torch.cuda.device_count():
-        raise UsageError(
-            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible. Start as many "
-            f"processes per node as there are GPUs."
-        )
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise UsageError(f"local rank {local_rank} has no GPU of its own, got {count} GPUs. Start one process each.")
     return torch.device("cuda", local_rank)
 
 
@@ -258,10 +243,8 @@ def meet(place: Place, timeout_s: float) -> tuple[Store, str]:
 
     def pause(missing: str) -> None:
         if time.monotonic() > deadline:
-            raise BsiError(
-                f"the ranks did not meet within {timeout_s:.0f} s: {missing} did not come. Start as many ranks as the "
-                f"launcher announces."
-            )
+            limit = f"the ranks did not meet within {timeout_s:.0f} s"
+            raise BsiError(f"{limit}: {missing} did not come. Start as many ranks as the launcher announces.")
         time.sleep(POLL_S)
 
     if place.rank == 0:

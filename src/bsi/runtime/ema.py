@@ -51,15 +51,14 @@ def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: Float[Tenso
     (Factors 1 - weight and weight would not sum to 1 once rounded: over 10,000 steps, 1e-8 in each becomes 1e-4.)
     """
     pairs = list(zip(tensors, ends, strict=True))
-    small = [(tensor, end) for tensor, end in pairs if tensor.numel() < LARGE]
-    if small:
-        moved, towards = [tensor for tensor, _ in small], [end for _, end in small]
-        differences = torch._foreach_sub(towards, moved)
-        torch._foreach_mul_(differences, weight)
-        torch._foreach_add_(moved, differences)
     for tensor, end in pairs:
         if tensor.numel() >= LARGE:
             tensor.lerp_(end, weight.to(tensor.dtype))
+    if small := [(tensor, end) for tensor, end in pairs if tensor.numel() < LARGE]:
+        moved, towards = zip(*small, strict=True)
+        differences = torch._foreach_sub(towards, moved)
+        torch._foreach_mul_(differences, weight)
+        torch._foreach_add_(moved, differences)
 
 
 class EmaModel:

@@ -67,17 +67,14 @@ class DataSpec:
     count: int
     shape: tuple[int, ...]
     kind: DataKind
-    classes: int = 0
-    """The number of classes, with labels 0 .. classes - 1; 0 without labels."""
+    classes: int = 0  # labels are 0 .. classes - 1; 0 without labels
     class_names: tuple[str, ...] = ()
-    """The names of the learned labels, if the data has any."""
 
     def __post_init__(self) -> None:
         check_classes(self.class_names)  # they may come from a file
 
     @property
     def bins(self) -> Bins | None:
-        """The values of binned data, else None."""
         return self.kind if isinstance(self.kind, Bins) else None
 
     @property
@@ -128,11 +125,8 @@ class Trained:
     @staticmethod
     def read(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Trained:
         """The weights with their description from a file; raises KeyError or TypeError if it is incomplete."""
-        recipe: Recipe | ModelSpec
-        if "model" in given:
-            recipe = from_plain(ModelSpec, given["model"], "model")
-        else:
-            recipe = from_plain(Recipe, given["recipe"], "recipe")
+        name: str = "model" if "model" in given else "recipe"
+        recipe = from_plain(ModelSpec if name == "model" else Recipe, given[name], name)
         data = from_plain(DataSpec, given["data"], "data")
         return Trained(recipe, data, str(given["network"]), int(given["step"]), weights)
 
@@ -146,15 +140,13 @@ class Trained:
                 f"bsi.methods.register(name, {type(model.method).__name__})."
             )
         data = DataSpec("", "", 0, model.shape, model.kind, model.classes or 0, model.class_names)
-        config, denoiser = config_of(network, data), model.denoiser
-        recipe: Recipe | ModelSpec = ModelSpec(
-            name, model.method, config, denoiser.parametrization, denoiser.sigma_data
-        )
-        known, step = model.origin, 0
-        if isinstance(known, Trained) and (known.recipe.method, known.recipe.backbone) == (model.method, config):
-            recipe, data, step = known.recipe, known.data, known.step
+        config, denoiser, known = config_of(network, data), model.denoiser, model.origin
         weights = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in network.state_dict().items()}
-        return Trained(recipe, data, "" if config is not None else class_name(network), step, weights)
+        own = class_name(network) if config is None else ""
+        if isinstance(known, Trained) and (known.recipe.method, known.recipe.backbone) == (model.method, config):
+            return replace(known, network=own, weights=weights)
+        spec = ModelSpec(name, model.method, config, denoiser.parametrization, denoiser.sigma_data)
+        return Trained(spec, data, own, 0, weights)
 
     def about(self, ema: bool, sigma_rel: float | None = None) -> dict[str, Any]:
         """The JSON in the metadata of an export."""
@@ -185,9 +177,9 @@ def build_model(recipe: Recipe | ModelSpec, data: DataSpec, backbone: nn.Module 
             raise UsageError("this recipe has no network of its own. Pass backbone=...")
         backbone = data.build(recipe.backbone)
     elif isinstance(backbone, Backbone) and backbone.shape != data.latent_shape:
+        shapes = f"{backbone.shape} and {data.latent_shape}"
         raise UsageError(
-            f"the network and the data have different shapes, got {backbone.shape} and {data.latent_shape}. Build the "
-            f"network for the shape of the data."
+            f"the network and the data have different shapes, got {shapes}. Build it for that of the data."
         )
     return Model(
         backbone, recipe.method, data.shape, data=data.kind, parametrization=recipe.parametrization,
@@ -325,15 +317,12 @@ def _read_export(path: Path, step: int | None) -> Trained:
             metadata = file.metadata() or {}
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        with path.open("rb") as file:
-            begins_well = file.read(9)[8:] == b"{"  # the length of the header in eight bytes, then a JSON object
-        if begins_well:
-            raise CorruptCheckpoint(
-                f"{path} is damaged or incomplete ({error}). Copy it again, or make it again with `bsi export`."
-            ) from error
+        with path.open("rb") as opened:
+            begins_well = opened.read(9)[8:] == b"{"  # the length of the header in eight bytes, then a JSON object
         raise CorruptCheckpoint(
-            f"{path} is not a safetensors file ({error}). Pickles (.pt, .pth, .ckpt) can run code when they are "
-            f"loaded; bsi never loads them."
+            f"{path} is damaged or incomplete ({error}). Copy it again, or make it again with `bsi export`."
+            if begins_well
+            else f"{path} is not a safetensors file ({error}). Pickles (.pt, .pth, .ckpt) can run code: never loaded."
         ) from error
     given: dict[str, Any] = {}
     try:

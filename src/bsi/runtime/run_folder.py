@@ -86,15 +86,12 @@ class RunFolder:
     @contextmanager
     def made(self) -> Iterator[None]:
         """Make the folder. New folders that are still empty at the end, because the run was invalid, are removed."""
-        new: list[Path] = []
         try:
-            try:
-                new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-                self.path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(
-                    f"cannot make the run folder {self.path}: {error.strerror}. Use another --out."
-                ) from error
+            new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the run folder {self.path}: {error.strerror}. Use another --out.") from error
+        try:
             yield
         finally:
             with suppress(OSError):  # not empty: the run has started
@@ -128,10 +125,10 @@ class RunFolder:
             return None
         try:
             given = read_json(path)
+            if not isinstance(given, dict) or not {"format", "recipe", "network"} <= given.keys():
+                raise DataError(f"{path} is not the record of a run.")
         except DataError as error:
             raise UsageError(f"{error} Restore it, or use another --out.") from error
-        if not isinstance(given, dict) or not {"format", "recipe", "network"} <= given.keys():
-            raise UsageError(f"{path} is not the record of a run. Restore it, or use another --out.")
         if given["format"] != FORMAT:
             raise UsageError(
                 f"{path} has format {given['format']!r}, and this version of bsi reads format {FORMAT}. Resume with "
@@ -185,8 +182,7 @@ def _environment(world: World) -> dict[str, Any]:
 class JsonLines:
     """The sink that writes the journal of a run folder.
 
-    Lines after the step that a run resumes from are removed, since they will be written again. The events of that step
-    in `repeated`, which are pending according to the checkpoint, are removed too.
+    What a resumed run will write again is removed first: lines after its step, and the events of it in `repeated`.
     """
 
     def __init__(self, folder: RunFolder, resumed_at: int, repeated: Collection[str] = ()) -> None:
@@ -239,14 +235,8 @@ Write = Callable[[int, dict[str, float]], object]
 def _tensorboard(folder: Path, recipe: Recipe, known: str | None) -> Iterator[tuple[Write, str]]:
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(folder / "tensorboard")) as writer:
-
-        def write(step: int, values: dict[str, float]) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
-
-        yield write, "tensorboard"
+    with SummaryWriter(str(folder / "tensorboard"), flush_secs=1) as writer:
+        yield (lambda step, values: [writer.add_scalar(k, v, step) for k, v in values.items()]), "tensorboard"
 
 
 @contextmanager

@@ -195,9 +195,7 @@ class Folder(ImageOptions):
     The hash of its relative path decides whether an image is for testing: adding or removing files moves no other file.
     """
 
-    summary: ClassVar[str] = (
-        "images in a folder; --labels, --size, --channels, --resampling, --test-fraction, --skip"
-    )
+    summary: ClassVar[str] = "images in a folder; --labels, --size, --channels, --resampling, --test-fraction, --skip"
 
     path: Path
     labels: bool = False

@@ -177,10 +177,8 @@ def build_model(recipe: Recipe | ModelSpec, data: DataSpec, backbone: nn.Module 
             raise UsageError("this recipe has no network of its own. Pass backbone=...")
         backbone = data.build(recipe.backbone)
     elif isinstance(backbone, Backbone) and backbone.shape != data.latent_shape:
-        shapes = f"{backbone.shape} and {data.latent_shape}"
-        raise UsageError(
-            f"the network and the data have different shapes, got {shapes}. Build it for that of the data."
-        )
+        shapes = f"got {backbone.shape} and {data.latent_shape}"
+        raise UsageError(f"the network and the data must have one shape, {shapes}. Build the network for this data.")
     return Model(
         backbone, recipe.method, data.shape, data=data.kind, parametrization=recipe.parametrization,
         sigma_data=recipe.sigma_data, class_names=data.class_names,

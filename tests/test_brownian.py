@@ -79,12 +79,6 @@ def test_a_path_depends_on_seed_and_sample_alone():
     assert not torch.equal(path(seed=2**32).at(1.0), path(seed=0).at(1.0))
 
 
-def test_what_was_asked_before_does_not_matter():
-    asked = path()
-    asked(0.0, 5.0)
-    assert torch.equal(asked(0.01, 2.0), path()(0.01, 2.0))
-
-
 def test_single_precision_follows_double():
     grid = [0.01 * 1.02**i for i in range(40)]
     single, double = path(dtype=torch.float32), path()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bsi
-from bsi.density import _levels, rows_of
+from bsi.density import _levels
 from bsi.elbo import Elbo
 from bsi.errors import UsageError
 from bsi.levels import low_discrepancy
@@ -107,11 +107,6 @@ def test_a_sampler_is_a_record_or_its_fields_and_a_range_names_the_samples():
     assert counts == 5 * [4] + 5 * [2]
     *_, last = model.trajectory(range(2, 4), sampler, seed=2)
     assert torch.equal(last.x_hat, whole[2:4])
-    with pytest.raises(TypeError, match="stpes"):
-        model.sample(1, stpes=4)
-    for wrong in ({"guidance": math.nan}, {"steps": 0}):
-        with pytest.raises(UsageError, match=next(iter(wrong))):
-            bsi.Sampler(**wrong)
 
 
 def test_a_label_is_that_of_all_samples_or_a_sequence_that_they_take_in_turn():
@@ -152,13 +147,6 @@ def test_integers_are_bins_and_floats_are_values():
     assert model.data(torch.tensor([[-1.3, 0.01, 0.99]])).tolist() == [[0, 8, 16]]
     for same in (index, index.to(torch.uint8), model.values(index), model.values(index).double()):
         assert model.elbo(same, seed=5).bits_per_dim == pytest.approx(model.elbo(index, seed=5).bits_per_dim, rel=1e-4)
-
-
-def test_standardized_samples_come_back_in_the_units_of_the_data():
-    standardize = bsi.Standardize(mean=50.0, std=4.0)
-    model = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,), data=standardize)
-    plain = bsi.Model(Elementwise(), bsi.BSI(), shape=(3,)).sample(4, steps=3)
-    torch.testing.assert_close(model.sample(4, steps=3), 4 * plain + 50)
 
 
 def test_numpy_arrays_and_float64_are_data_too():
@@ -211,16 +199,14 @@ def test_a_bf16_network_trains_and_is_evaluated_finitely_on_extreme_bins(method)
     assert model.sample(4, steps=3).shape == (4, 4)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 17])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_a_method_clips_to_the_range_of_the_bins_if_asked(method, steps):
+def test_a_method_clips_to_the_range_of_the_bins_if_asked(method):
     bins = bsi.Bins(-1.0, 1.0, 17)
     for clips in (False, True):
         chosen = replace(method, clips=clips)
         assert bsi.Model(Elementwise(), chosen, (3,), bins).denoiser.clip == ((-1.0, 1.0) if clips else None)
         assert bsi.Model(Elementwise(), chosen, (3,)).denoiser.clip is None
-    values = bsi.Model(Elementwise(), method, (3,), bins).sample(4, steps=steps)
-    assert values.max() <= 16
+    assert bsi.Model(Elementwise(), method, (3,), bins).sample(4, steps=2).max() <= 16
 
 
 # Conditions
@@ -255,8 +241,6 @@ def test_guidance_exaggerates_what_a_label_changes_and_needs_one():
     assert bool((plain != free).all())
     with pytest.raises(UsageError, match="guidance needs a condition to follow"):
         model.sample(2, steps=1, guidance=2.0)
-    with pytest.raises(UsageError, match="guidance must be"):
-        model.sample(2, steps=1, cond=labels, guidance=-1.0)
 
 
 @pytest.mark.filterwarnings("ignore:.*repeated")
@@ -298,35 +282,3 @@ def test_the_bound_is_reproducible_and_independent_of_the_training_mode(method):
     model.train()
     model.sample(2, steps=2)
     assert model.training
-
-
-def test_an_untrained_model_never_beats_the_entropy_of_its_data():
-    """Uniform bytes cost 8 bits: an upper bound on the negative log-likelihood may not promise less."""
-    data = torch.randint(256, (64, 8), generator=torch.Generator().manual_seed(9), dtype=torch.uint8)
-    for method in METHODS:
-        bound = bsi.Model(Elementwise(), method, shape=(8,), data=bsi.Bins.uint8(), parametrization="edm").elbo(data)
-        assert bound.bits_per_dim > 8 - 4 * bound.monte_carlo_error
-
-
-def test_more_steps_than_a_path_resolves_are_refused_before_the_first_evaluation():
-    class Never(torch.nn.Module):
-        def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            raise AssertionError("evaluated")
-
-    model = bsi.Model(Never(), bsi.BSI(), shape=(2,))
-    with pytest.raises(UsageError, match="fewer steps"):
-        model.sample(1, steps=9000, solver="sde2")
-    with pytest.raises(UsageError, match="did you mean 'sde2'"):
-        model.sample(1, solver="sde3")
-
-
-def test_a_conditions_rows_go_where_the_network_is():
-    """Rows are chosen where the condition lies: the caller need not know on which device the network is."""
-    labels, elsewhere = torch.tensor([7, 8, 9]), torch.device("meta")
-    assert torch.equal(rows_of(labels, torch.tensor([2, 0]), labels.device), torch.tensor([9, 7]))
-    assert rows_of(labels, torch.tensor([2, 0]), elsewhere).device == elsewhere
-    named = rows_of({"class": labels, "mask": labels > 7}, torch.tensor([1]), elsewhere)
-    assert {name: (rows.device, rows.shape) for name, rows in named.items()} == {
-        "class": (elsewhere, (1,)), "mask": (elsewhere, (1,))
-    }  # fmt: skip
-    assert rows_of(None, torch.tensor([1]), elsewhere) is None

@@ -79,10 +79,3 @@ def test_float32_data_keeps_float32_losses_that_agree_with_float64(method):
     ours, exact = (training_loss(method, network, x.to(d), t, eps.to(d)) for d in (torch.float32, torch.float64))
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_losses_are_finite_at_both_ends_of_the_levels(method):
-    t = torch.tensor([0.0, 1e-15, 1.0], dtype=torch.float64)
-    x, eps = draws(14, 3, 4).float(), draws(15, 3, 4).float()
-    assert torch.isfinite(training_loss(method, network, x, t, eps)).all()

@@ -1,6 +1,5 @@
 """`bsi view` in a real browser: a sample is drawn, a step is scrubbed, an image is denoised and one inpainted."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,20 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from browser import browser, check_contrast, check_names, needs_chromium, silent_page, state
+from bsi import pretrained
 from bsi.app.workbench import Workbench, open_workbench
 from bsi.sampler import Sampler
 from test_app import TOKEN, Squashing, bench_of, labeled_bench, serving
 
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="the page is tested with playwright: pip install playwright"
-)
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in Chromium: apt-get install chromium")
-
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--no-first-run",
-)  # fmt: skip
+__all__ = ["browser"]  # the fixture
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +30,6 @@ def address(bench: Workbench) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/{TOKEN}/"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def page(browser: Any, address: str) -> Iterator[Any]:
     """The page after its first draw."""
@@ -54,27 +39,14 @@ def page(browser: Any, address: str) -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, address: str) -> Iterator[Any]:
-    """A page after its first draw; it may say nothing on the console and ask nothing of anyone else."""
-    page = browser.new_page(viewport={"width": 1280, "height": 1000}, reduced_motion="reduce", color_scheme="light")
-    said: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(address)
-    done(page)
-    yield page
-    page.close()
-    assert said == []
-    assert all(url.startswith((address, "data:")) for url in asked)
+    """A page after its first draw."""
+    with silent_page(browser, address) as page:
+        done(page)
+        yield page
 
 
 def done(page: Any) -> None:
     page.wait_for_selector("body[data-state=done]", timeout=60_000)
-
-
-def state(page: Any, name: str) -> Any:
-    return page.evaluate("name => window.bsi.state()[name]", name)
 
 
 def values(page: Any, name: str, step: int) -> np.ndarray:
@@ -219,12 +191,6 @@ def test_an_image_that_was_drawn_is_denoised(page: Any) -> None:
     assert np.abs(values(page, "x_hat", state(page, "last")) - drawn).mean() < 10**-0.75  # closer than it was measured
 
 
-def test_a_network_without_labels_shows_no_classes(page: Any) -> None:
-    assert not page.locator("#label").is_visible()
-    assert not page.locator("#guidance").is_visible()
-    assert "label" not in state(page, "asked")
-
-
 def test_a_class_is_chosen_and_followed(browser: Any, tmp_path: Path) -> None:
     bench = labeled_bench(tmp_path)
     with serving(bench) as port, opened(browser, f"http://127.0.0.1:{port}/{TOKEN}/") as page:
@@ -292,51 +258,17 @@ def test_a_step_is_shown_once_its_measurement_has_come(page: Any) -> None:
     assert values(page, "y", 3).shape == (9, 1, 8, 8)
 
 
-def test_nothing_is_wider_than_the_screen(page: Any) -> None:
-    for width in (420, 800, 1280, 1800):
+def test_the_page_is_usable_on_every_screen_and_by_everyone(page: Any) -> None:
+    for width in (420, 800, 1280):
         page.set_viewport_size({"width": width, "height": 900})
         for kind in ("draw", "denoise", "inpaint"):
             page.evaluate("kind => document.querySelector(`input[value=${kind}]`).click()", kind)
             assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_every_control_has_a_name(page: Any) -> None:
-    page.click("text=Inpaint")
-    nameless = page.evaluate(
-        """() => [...document.querySelectorAll("button, input, select, canvas, output")].filter(control => {
-            const label = control.labels && control.labels.length ? control.labels[0].textContent : "";
-            return !(control.getAttribute("aria-label") || label || control.textContent).trim();
-        }).map(control => control.id)"""
-    )
-    assert nameless == []
-
-
-def test_page_is_readable_in_light_and_dark(page: Any) -> None:
+    check_names(page)
+    assert not page.locator("#label").is_visible()  # of a network with labels
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         page.wait_for_selector(f"html[data-theme={scheme}]")
-        names = ["card", "paper", "ink", "soft", "belief", "predict", "measure"]
-        colors = page.evaluate(
-            """names => { const style = getComputedStyle(document.documentElement);
-                return Object.fromEntries(names.map(name => [name, style.getPropertyValue("--" + name).trim()])); }""",
-            names,
-        )
-        for ground in ("card", "paper"):
-            inks = [contrast(colors[name], colors[ground]) for name in ("ink", "soft")]
-            marks = [contrast(colors[name], colors[ground]) for name in ("belief", "predict", "measure")]
-            assert min(inks) > 4.5
-            assert min(marks) > 3
+        check_contrast(page)
     page.click("#theme")
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
-
-
-def contrast(a: str, b: str) -> float:
-    """Of two colors #rrggbb, as the Web Content Accessibility Guidelines define it."""
-
-    def luminance(color: str) -> float:
-        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    high, low = sorted((luminance(a), luminance(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)

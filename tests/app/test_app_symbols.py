@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from browser import browser, needs_chromium, state
 from bsi import BSI, recipes, train
 from bsi.app.workbench import Request, Workbench, open_workbench
 from bsi.backbones import MLPConfig
@@ -20,13 +21,12 @@ from bsi.errors import UsageError
 from bsi.recipe import Data
 from bsi.sampler import Sampler
 from test_app import TOKEN, serving
-from test_app_page import CHROMIUM, browser, go, opened, state, values
+from test_app_page import go, opened, values
 
 __all__ = ["browser"]  # the fixture
 
 PLAIN = np.array([255, 255, 255])
 CERTAIN = np.array([37, 102, 173])
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in Chromium: apt-get install chromium")
 
 
 def bench_of(plan: Plan, folder: Path) -> Workbench:
@@ -106,7 +106,7 @@ def pixels(page: Any, *places: tuple[float, float]) -> np.ndarray:
     return np.array(found)
 
 
-@needs_browser
+@needs_chromium
 def test_the_page_shows_text_and_the_color_of_its_probability(browser: Any, text: Workbench) -> None:
     with serving(text) as port, opened(browser, f"http://127.0.0.1:{port}/{TOKEN}/") as page:
         page.fill("#num", "1")
@@ -131,7 +131,7 @@ def test_the_page_shows_text_and_the_color_of_its_probability(browser: Any, text
         assert page.inner_text("#pixel-x_hat") == f"“{shown[0]}” with {most[0]:.2f}"
 
 
-@needs_browser
+@needs_chromium
 def test_the_page_shows_binary_images_as_probabilities(browser: Any, binary: Workbench) -> None:
     with serving(binary) as port, opened(browser, f"http://127.0.0.1:{port}/{TOKEN}/") as page:
         drawn = values(page, "x_hat", state(page, "last"))

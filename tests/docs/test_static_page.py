@@ -1,6 +1,5 @@
 """docs/mixture.html in a real browser: its numbers are the package's, and it works by mouse and by keyboard."""
 
-import shutil
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from browser import browser, check_contrast, check_names, needs_chromium, silent_page, state
 from bsi import BFN, BSI, VDM
 from bsi.grids import GRIDS, named_grid
 from bsi.methods import Method
@@ -17,14 +17,10 @@ from bsi.oracle import Mixture
 from bsi.rng import SeededNoise
 from bsi.sampling import measurement, sample, trajectory
 
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="the page is tested with playwright: pip install playwright"
-)
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in Chromium: apt-get install chromium")
+__all__ = ["browser"]  # the fixture
+pytestmark = needs_chromium
 
 PAGE = Path(__file__).parents[2] / "docs" / "mixture.html"
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 LAST = 1e4
 METHODS: dict[str, Method] = {
     "BSI": BSI(lambda_0=1e-2, alpha_M=LAST),
@@ -35,28 +31,11 @@ MEANS, WEIGHTS, STD = [[-1.0, -0.4], [1.0, 0.4], [0.3, -1.1]], [0.5, 0.3, 0.2], 
 ORACLE = Mixture.isotropic(torch.tensor(MEANS, dtype=torch.float64), STD, torch.tensor(WEIGHTS, dtype=torch.float64))
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=[*FLAGS, "--disable-sync", "--no-first-run"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """The page at rest, before its first step; it must print nothing on the console and fetch nothing else."""
-    page = browser.new_page(viewport={"width": 1280, "height": 1000}, reduced_motion="reduce", color_scheme="light")
-    printed: list[str] = []
-    fetched: list[str] = []
-    page.on("console", lambda message: printed.append(message.text))
-    page.on("pageerror", lambda error: printed.append(str(error)))
-    page.on("request", lambda request: fetched.append(request.url))
-    page.goto(PAGE.as_uri())
-    yield page
-    page.close()
-    assert printed == []
-    assert [url for url in fetched if not url.startswith("data:")] == [PAGE.as_uri()]
+    """The page at rest, before its first step."""
+    with silent_page(browser, PAGE.as_uri()) as page:
+        yield page
 
 
 def numbers(page: Any, method: str, solver: str, grid: str, k: int, num: int, **options: Any) -> list[dict[str, Any]]:
@@ -98,83 +77,45 @@ def test_the_page_takes_given_noise(page: Any) -> None:
 
 
 def test_the_page_works_with_the_mouse(page: Any) -> None:
-    position = lambda: page.evaluate("window.bsi.state().position")  # noqa: E731
     page.evaluate("go(0)")
     page.click("#forth")
     page.click("#forth")
-    assert (position(), page.inner_text("#where")) == (2, "step 2 of 40")
+    assert (state(page, "position"), page.inner_text("#where")) == (2, "step 2 of 40")
     page.click("#back")
-    assert position() == 1
+    assert state(page, "position") == 1
     page.fill("#step", "12")
-    assert position() == 12
+    assert state(page, "position") == 12
     first = float(page.inner_text("#open-BSI"))
     page.fill("#step", "40")
     assert float(page.inner_text("#open-BSI")) < first  # by the end the sample is decided
     page.click("#play")
-    assert page.evaluate("window.bsi.state().playing")
+    assert state(page, "playing")
     page.wait_for_function("window.bsi.state().position > 0.5")
     page.click("#play")
-    assert not page.evaluate("window.bsi.state().playing")
+    assert not state(page, "playing")
 
 
 def test_the_page_works_with_the_keyboard_alone(page: Any) -> None:
-    state = lambda name: page.evaluate(f"window.bsi.state().{name}")  # noqa: E731
-    page.keyboard.press("End")
-    assert state("position") == 40
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
-    assert state("position") == 1
-    page.keyboard.press("2")
-    assert state("solver") == "sde2"
-    page.keyboard.press("n")
-    assert state("seed") == 1
-    page.keyboard.press("]")
-    assert state("followed") == 1
-    page.keyboard.press("Space")
-    assert state("playing")
-    page.keyboard.press("Space")
+    for keys, name, expected in (
+        (["End"], "position", 40), (["Home", "ArrowRight"], "position", 1), (["2"], "solver", "sde2"),
+        (["n"], "seed", 1), (["]"], "followed", 1), (["Space"], "playing", True), (["Space"], "playing", False),
+    ):  # fmt: skip
+        for key in keys:
+            page.keyboard.press(key)
+        assert state(page, name) == expected
     reached = set()
     for _ in range(20):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id"))
-    buttons, fields = (
-        {"play", "back", "forth", "mixture"},
-        {"step", "solver", "grid", "seed", "k", "num", "std", "lambda"},
-    )
-    assert buttons | fields <= reached
+    buttons = {"play", "back", "forth", "mixture"}
+    assert buttons | {"step", "solver", "grid", "seed", "k", "num", "std", "lambda"} <= reached
 
 
-def test_every_control_has_a_name_for_screen_readers(page: Any) -> None:
+def test_the_page_is_readable_by_everyone(page: Any) -> None:
     page.evaluate("go(12)")
-    nameless = page.evaluate(
-        """() => [...document.querySelectorAll("button, input, select, canvas, output")].filter(control => {
-            const label = control.labels && control.labels.length ? control.labels[0].textContent : "";
-            return !(control.getAttribute("aria-label") || label || control.textContent).trim();
-        }).map(control => control.id)"""
-    )
-    assert nameless == []
+    check_names(page)
     assert "BFN, step 12" in page.get_attribute("#scene-BFN", "aria-label")
     assert "VDM, step 12" in page.inner_text("#status")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_readable_in_light_and_dark(page: Any, scheme: str) -> None:
-    page.emulate_media(color_scheme=scheme)
-    colors = page.evaluate(
-        """() => { const style = getComputedStyle(document.documentElement);
-            return Object.fromEntries(["card", "paper", "ink", "soft", "belief", "predict", "measure"].map(
-                name => [name, style.getPropertyValue("--" + name).trim()])); }"""
-    )
-
-    def luminance(color: str) -> float:
-        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    def contrast(a: str, b: str) -> float:
-        high, low = sorted((luminance(colors[a]), luminance(colors[b])), reverse=True)
-        return (high + 0.05) / (low + 0.05)
-
-    for ground in ("card", "paper"):
-        assert min(contrast(ink, ground) for ink in ("ink", "soft")) > 4.5  # text
-        assert min(contrast(mark, ground) for mark in ("belief", "predict", "measure")) > 3  # marks
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        check_contrast(page)

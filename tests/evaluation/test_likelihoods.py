@@ -11,7 +11,7 @@ from torch import nn
 import bsi
 from bsi.bound import estimate
 from bsi.cli import main
-from bsi.cli.audit_run import text
+from bsi.cli.eval import audit_text
 from bsi.data import open_dataset
 from bsi.elbo import Estimator
 from bsi.errors import UsageError
@@ -85,7 +85,7 @@ def test_an_audit_prints_all_likelihoods_and_their_order(capsys: pytest.CaptureF
     assert flow == pytest.approx(infinite, abs=0.3)
     assert record["ordered"]
     assert record["split"] == "test"
-    printed = text(record)
+    printed = audit_text(record)
     assert "another model" in printed
     assert printed.count("as it must be") == 2
     wrong = Comparison("a code", "a bound", -0.1, 0.01)

@@ -17,7 +17,7 @@ import shutil
 import signal
 import struct
 import wave
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,29 +217,61 @@ def prepared(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return working
 
 
-def numbers() -> Iterator[int]:
-    return iter([int(ONLY)] if ONLY else range(CASES))
-
-
-def check(case: int, words: list[str], what: str, here: Path, working: Path) -> str | None:
-    before = snapshot(here, working)
-    _, problem = quiet(words)
-    if snapshot(here, working) != before:
-        problem = f"{problem}; wrote outside: {sorted(set(snapshot(here, working)) ^ set(before))}"
-    return f"case {case}: bsi {' '.join(words)!r} {what}: {problem}" if problem else None
+def run_cases(
+    name: str,
+    case_of: Callable[[random.Random, Path], tuple[list[str], str]],
+    origin: Path,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Run the cases of a seed: `case_of` damages files of a fresh copy, and returns a command and a description."""
+    failures = []
+    for case in [int(ONLY)] if ONLY else range(CASES):
+        rng, working = random.Random(f"{name} {SEED} {case}"), prepared(origin, here, monkeypatch)
+        words, what = case_of(rng, working)
+        before = snapshot(here, working)
+        _, problem = quiet(words)
+        if snapshot(here, working) != before:
+            problem = f"{problem}; wrote outside: {sorted(set(snapshot(here, working)) ^ set(before))}"
+        if problem:
+            failures.append(f"case {case}: bsi {' '.join(words)!r} {what}: {problem}")
+    assert not failures, "\n".join(failures)
 
 
 def test_command_lines(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = []
-    for case in numbers():
-        rng = random.Random(f"command {SEED} {case}")
-        working = prepared(origin, here, monkeypatch)
+    def case_of(rng: random.Random, working: Path) -> tuple[list[str], str]:
         words = rng.choice(COMMANDS).split()
         for _ in range(rng.randint(1, 3)):
             words = mutated(words, rng)
-        words += LIMITS.get(words[0], [])
-        failures.append(check(case, words, "", here, working))
-    assert not any(failures), "\n".join(filter(None, failures))
+        return words + LIMITS.get(words[0], []), ""
+
+    run_cases("command", case_of, origin, here, monkeypatch)
+
+
+def test_damaged_run_folders(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def case_of(rng: random.Random, working: Path) -> tuple[list[str], str]:
+        what = [damaged(rng, working / "run") for _ in range(rng.randint(1, 2))]
+        return rng.choice(ON_A_RUN).replace("{}", "run").split(), f"after {', '.join(what)}"
+
+    run_cases("run", case_of, origin, here, monkeypatch)
+
+
+def test_damaged_data(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {
+        "x.npy": "arrays --from", "x.npz": "arrays --from", "images": "folder", "images.zip": "folder",
+        "images.tar.gz": "folder", "x.wav": "wav", "data/x": " x ",
+    }  # fmt: skip
+
+    def case_of(rng: random.Random, working: Path) -> tuple[list[str], str]:
+        source = rng.choice(list(kinds))
+        what = damaged(rng, working / source)
+        if source != "data/x":
+            shutil.rmtree(working / "data")
+        fitting = [words for words in ON_DATA if kinds[source] in words]
+        words = rng.choice(fitting if rng.random() < 0.8 else ON_DATA).replace("{}", source).split()
+        return words, f"after {what}"
+
+    run_cases("data", case_of, origin, here, monkeypatch)
 
 
 def mutated(words: list[str], rng: random.Random) -> list[str]:
@@ -263,37 +295,6 @@ def mutated(words: list[str], rng: random.Random) -> list[str]:
         at = rng.choice(given)
         return [*words[: at + 1], rng.choice(values), *words[at + 2 :]]
     return [*words, rng.choice(options), rng.choice(values)]
-
-
-def test_damaged_run_folders(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = []
-    for case in numbers():
-        rng = random.Random(f"run {SEED} {case}")
-        working = prepared(origin, here, monkeypatch)
-        what = [damaged(rng, working / "run") for _ in range(rng.randint(1, 2))]
-        words = rng.choice(ON_A_RUN).replace("{}", "run").split()
-        failures.append(check(case, words, f"after {', '.join(what)}", here, working))
-    assert not any(failures), "\n".join(filter(None, failures))
-
-
-def test_damaged_data(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = ["x.npy", "x.npz", "images", "images.zip", "images.tar.gz", "x.wav", "data/x"]
-    failures = []
-    for case in numbers():
-        rng = random.Random(f"data {SEED} {case}")
-        working = prepared(origin, here, monkeypatch)
-        source = rng.choice(sources)
-        what = damaged(rng, working / source)
-        if source != "data/x":
-            shutil.rmtree(working / "data")
-        fitting = [words for words in ON_DATA if kind_of(source) in words] or ON_DATA
-        words = rng.choice(fitting if rng.random() < 0.8 else ON_DATA).replace("{}", source).split()
-        failures.append(check(case, words, f"after {what}", here, working))
-    assert not any(failures), "\n".join(filter(None, failures))
-
-
-def kind_of(source: str) -> str:
-    return {"x.npy": "arrays --from", "x.npz": "arrays --from", "x.wav": "wav", "data/x": " x "}.get(source, "folder")
 
 
 # ---- Damage ----------------------------------------------------------------------------------------------------------
@@ -354,22 +355,8 @@ def edited(raw: bytes, rng: random.Random) -> bytes:
     except ValueError:
         return b"[" * 100_000
     strange = [
-        None,
-        True,
-        0,
-        -1,
-        1e308,
-        10**40,
-        "",
-        "x" * 1000,
-        "../../x",
-        "/outside/x",
-        [],
-        {},
-        [[]],
-        "\ud800",
-        float("nan"),
-    ]
+        None, True, 0, -1, 1e308, 10**40, "", "x" * 1000, "../../x", "/outside/x", [], {}, [[]], "\ud800", float("nan"),
+    ]  # fmt: skip
     bad = rng.choice([*strange, *strange, "deep", "no utf-8"])
     if bad == "deep":
         return b"[" * 100_000

@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train", None, "train a recipe, or resume a run"),
     "sample": Command("sample", "Sample", "draw samples from a trained model"),
     "eval": Command("eval", "Eval", "bits per dimension and sample quality, with standard errors"),
-    "audit": Command("audit_run", "Audit", "all likelihoods of a model on the same samples, and their order"),
+    "audit": Command("eval", "Audit", "all likelihoods of a model on the same samples, and their order"),
     "fid": Command("fid", "Fid", "Fréchet distance between two sets of images"),
     "data": Command("data", "DataOptions", "prepare a dataset, or list the prepared ones"),
     "bench": Command("bench", "Bench", "measure how fast a network trains and samples on this machine"),
@@ -127,7 +127,7 @@ def _explained(error: Exception) -> BsiError:
         return cannot_write(reported.filename or "the output", reported, "place")
     if reported is not None and reported.filename is not None:
         return UsageError(f"cannot access {reported.filename}: {reported.strerror}. Give another file or folder.")
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch
         return BsiError("not enough memory. Use smaller numbers, or a machine with more memory.")
     message = " ".join(f"{type(error).__name__}: {error}".split())
     if len(message) > MESSAGE_CHARACTERS:

@@ -14,8 +14,7 @@ from bsi.errors import UsageError
 from bsi.progress import log, readable_bytes
 
 if TYPE_CHECKING:
-    from bsi.backbones.config import Memory
-    from bsi.evaluation.speed import Agreement, Case
+    from bsi.backbones.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class Bench:
         cost(backbone, shape, 256)  # raises for a network that cannot be built, before torch allocates anything
 
         from bsi.backbones.acceleration import check_fp8, form_of
-        from bsi.backbones.config import training_memory
-        from bsi.devices import enough_for_batch, type_name
-        from bsi.evaluation.speed import Case, Start, measure, since_process_start
+        from bsi.backbones.memory import training_memory
+        from bsi.devices import type_name
+        from bsi.evaluation.speed import Case, Start, check, measure, since_process_start
         from bsi.runtime.distributed import pick_device
 
         start = Start()
@@ -82,7 +81,7 @@ class Bench:
             names = ("work", "backbone", "batch", "precision", "lean")
             record = {name: getattr(self, name) for name in names} | {"shape": shape, "method": method} | described
             if self.check:
-                agreement = _check(case)
+                agreement = check(case)
                 start.lap("check")
                 record["check"] = asdict(agreement) | {"holds": agreement.holds}
                 code = code if agreement.holds else 1
@@ -121,20 +120,6 @@ def _check_host(memory: Memory, batch: int) -> None:
             f"{readable_bytes(needed)}, and this process can have {readable_bytes(free)}. "
             + (f"Use --batch {fits}." if fits else "Not even one fits: use a smaller --backbone.")
         )
-
-
-def _check(case: Case) -> Agreement:
-    import torch
-
-    from bsi.evaluation.speed import check
-
-    try:
-        return check(case)
-    except torch.OutOfMemoryError as error:
-        raise UsageError(
-            "out of memory while checking, which needs a second network in float32: leave --check out, or use a "
-            "smaller --backbone"
-        ) from error
 
 
 def _line(r: dict[str, Any]) -> str:

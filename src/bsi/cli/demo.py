@@ -27,7 +27,7 @@ class Demo:
         import bsi
         from bsi import pictures
         from bsi.cli import eval as evaluation
-        from bsi.data.baselines import baselines_text
+        from bsi.evaluation.runs import store
         from bsi.report import write_report
         from bsi.runtime.distributed import join
 
@@ -41,7 +41,7 @@ class Demo:
         options = evaluation.Eval(runs=(folder,), bpd=True, measure=20, recon=4, device="cpu")
         with join("cpu", evaluation.TIMEOUT_S) as world:
             found = evaluation.bound(options, world)
-        evaluation.keep(found)
+        store(found.run, found.what, found.record)
         images = bsi.load(folder).sample(64, steps=32, seed=self.seed)
         picture = folder / "samples.png"
         pictures.grid(images.numpy(), high=16).save(picture)

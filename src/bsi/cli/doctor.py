@@ -6,22 +6,18 @@ If a required check fails, the exit code is 1; the other checks only report whic
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Literal
 
-from bsi.cli.options import Json
+from bsi.cli.options import Json, answer
 from bsi.io import data_folder
 from bsi.progress import readable_bytes
 
 ENOUGH_DISK = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a few checkpoints
-
 EXTRAS = {
     "view": "`bsi view`",
     "figures": "the figures of `bsi study`",
@@ -35,10 +31,10 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check."""
+    """The result of one check: its state is ok, missing or broken."""
 
     name: str
-    state: Literal["ok", "missing", "broken"]
+    state: str
     found: str
     fix: str = ""
     required: bool = False
@@ -53,15 +49,14 @@ class Doctor:
     def execute(self) -> int:
         checks = list(examine())
         healthy = all(check.state == "ok" for check in checks if check.required)
-        if self.json:
-            print(json.dumps({"healthy": healthy, "checks": [asdict(check) for check in checks]}))
-            return 0 if healthy else 1
         width = max(len(check.name) for check in checks)
+        lines = []
         for check in checks:
-            print(f"{check.state:<7}  {check.name:<{width}}  {check.found}")
+            lines.append(f"{check.state:<7}  {check.name:<{width}}  {check.found}")
             if check.fix and check.state != "ok":
-                print(f"{'':<{width + 9}}  -> {check.fix}")
-        print("everything required works" if healthy else "something required is missing or broken, see above")
+                lines.append(f"{'':<{width + 9}}  -> {check.fix}")
+        lines.append("everything required works" if healthy else "something required is missing or broken, see above")
+        answer(self.json, {"healthy": healthy, "checks": [asdict(check) for check in checks]}, "\n".join(lines))
         return 0 if healthy else 1
 
 
@@ -76,23 +71,22 @@ def examine() -> Iterator[Check]:
 
 def _packages() -> Iterator[Check]:
     """Python, and the packages that bsi requires or lists as extras, from the metadata of its installation."""
-    good = sys.version_info >= (3, 11)
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    yield Check("python", "ok" if good else "broken", found, "install Python 3.11 or newer", required=True)
+    yield Check("python", "ok", found, required=True)
     missing: dict[str, list[str]] = {name: [] for name in EXTRAS}
     for requirement in importlib.metadata.requires("bsi") or ():
         name, least = re.match(r"([\w.-]+)(?:>=([\d.]+))?", requirement).groups()  # type: ignore[union-attr]
         extra, version = re.search(r"extra == ['\"]([\w-]+)", requirement), _version(name)
         if extra is None:
-            good = version is not None and _numbers(version) >= _numbers(least or "0")
+            enough = version is not None and _numbers(version) >= _numbers(least or "0")
+            state = "ok" if enough else "broken" if version else "missing"
             fix = f"pip install --upgrade '{name}>={least}'"
-            state: Literal["ok", "missing", "broken"] = "ok" if good else "broken" if version else "missing"
             yield Check(name, state, version or "not installed", fix, required=True)
         elif version is None and extra[1] in missing:
             missing[extra[1]].append(name)
-    for extra_name, names in missing.items():
-        purpose = EXTRAS[extra_name]
-        found = f"{', '.join(names)} not installed: needed for {purpose}" if names else purpose
+    for extra_name, purpose in EXTRAS.items():
+        names = ", ".join(missing[extra_name])
+        found = f"{names} not installed: needed for {purpose}" if names else purpose
         yield Check(extra_name, "missing" if names else "ok", found, f"pip install 'bsi[{extra_name}]'")
 
 
@@ -100,19 +94,19 @@ def _gpu() -> Iterator[Check]:
     """The GPUs that torch computes on."""
     import torch
 
+    cuda = torch.version.cuda
     if torch.cuda.is_available():
         names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-        yield Check("gpu", "ok", f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {torch.version.cuda}")
+        yield Check("gpu", "ok", f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {cuda}")
         triton = _version("triton")
         found = triton or "not installed: networks run without fused kernels"
         yield Check("triton", "ok" if triton else "missing", found, "pip install triton")
-    elif torch.version.cuda is None and shutil.which("nvidia-smi"):
+    elif cuda is None and shutil.which("nvidia-smi"):
         fix = "pip install --upgrade --force-reinstall torch"
         yield Check("gpu", "missing", "there is an NVIDIA driver, but this torch was built for CPUs", fix)
     else:
-        built = f": torch was built for CUDA {torch.version.cuda}" if torch.version.cuda else ""
-        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if built else ""
-        yield Check("gpu", "missing", f"none found{built}. Small models train on the CPU.", fix)
+        found = "none found. Small models train on the CPU."
+        yield Check("gpu", "missing", found, "check nvidia-smi and CUDA_VISIBLE_DEVICES" if cuda else "")
 
 
 def _data() -> Iterator[Check]:
@@ -124,8 +118,8 @@ def _data() -> Iterator[Check]:
     yield Check("datasets", "ok", f"{', '.join(names)}; in {root}")
     there = next(path for path in (root, *root.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
-        problem = "is read-only" if there.is_dir() else "is not a folder"
-        yield Check("disk", "missing", f"{there} {problem}", "set BSI_DATA to a folder that you can write to")
+        found = f"{there} {'is read-only' if there.is_dir() else 'is not a folder'}"
+        yield Check("disk", "missing", found, "set BSI_DATA to a folder that you can write to")
         return
     free = shutil.disk_usage(there).free
     fix = "free some space, or set BSI_DATA to another disk"

@@ -1,4 +1,7 @@
-"""`bsi eval RUN --bpd`, `bsi eval RUN --fid`, `bsi eval A B --paired`: results with standard errors."""
+"""`bsi eval RUN --bpd`, `bsi eval RUN --fid`, `bsi eval A B --paired`: results with standard errors.
+
+`bsi audit RUN`: all likelihoods of a model side by side, and whether their order is right.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
 from bsi.cli.fid import logged_warnings
-from bsi.cli.options import Count, Device, Within, answer
+from bsi.cli.options import Count, Device, Json, Run, Within, answer
 from bsi.cli.sample import all_labels
 from bsi.errors import BsiError, UsageError
 from bsi.io import check_writable
@@ -19,9 +22,8 @@ from bsi.progress import log
 from bsi.sampler import Sampler, VarianceKind
 
 if TYPE_CHECKING:
-    from bsi.bound import EvaluatedModel
-    from bsi.elbo import Elbo, Estimator
-    from bsi.evaluation.runs import Run, Split
+    from bsi.elbo import Elbo
+    from bsi.evaluation.runs import Run as EvaluatedRun
     from bsi.runtime.distributed import World
 
 # The evaluations that an option applies to; the other options apply to all of them.
@@ -90,19 +92,22 @@ class Eval:
 
     def execute(self) -> int:
         self.check()
-        from bsi.devices import enough_for_batch
-        from bsi.evaluation.runs import save_samples
+        from bsi.evaluation.runs import save_samples, store
         from bsi.runtime.distributed import join
 
         with join(self.device, TIMEOUT_S) as world, enough_for_batch(self.batch_size, "--batch-size", world.device):
             records: list[Mapping[str, Any]] = []
             try:
-                for found in measured(self, world):
-                    if world.first:
-                        records.append(found.record)
-                        keep(found)
-                        if self.per_sample is not None and found.samples is not None:
-                            save_samples(self.per_sample, found.samples)
+                for found in evaluations(self, world):
+                    if not world.first:
+                        continue
+                    records.append(found.record)
+                    try:
+                        store(found.run, found.what, found.record)
+                    except BsiError as error:
+                        log(f"bsi eval: warning: the result is printed and not stored: {error}")
+                    if self.per_sample is not None and found.samples is not None:
+                        save_samples(self.per_sample, found.samples)
             finally:  # print the results also if one cannot be stored or the next evaluation fails
                 if records:
                     text = "\n".join(map(_paragraph, records))
@@ -140,65 +145,53 @@ class Eval:
             check_writable(self.per_sample, "--per-sample")
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The record of one evaluation, the run and the name to store it under, and the bounds of all samples."""
 
     record: Mapping[str, Any]
-    run: Run
+    run: EvaluatedRun
     what: str
     samples: Elbo | None = None
 
 
-def measured(args: Eval, world: World) -> Iterator[Found]:
+def evaluations(args: Eval, world: World) -> Iterator[Found]:
     """The requested evaluations in turn. Every rank iterates over it; only the first rank gets distances."""
-    if args.paired:
-        yield paired(args, world)
-    if args.bpd:
+    if args.paired or args.bpd:
         yield bound(args, world)
     if args.fid:
         yield from quality(args, world)
 
 
-def keep(found: Found) -> None:
-    """Store a record in its run folder; if that cannot be written, print a warning."""
-    from bsi.evaluation.runs import store
-
-    try:
-        store(found.run, found.what, found.record)
-    except BsiError as error:
-        log(f"bsi eval: warning: the result is printed and not stored: {error}")
-
-
 def bound(args: Eval, world: World) -> Found:
-    from bsi.bound import estimate
+    """The bound of one run, or the difference of two with common random numbers."""
+    from bsi.bound import estimate, estimate_pair
+    from bsi.elbo import Estimator
     from bsi.evaluation import runs
 
-    estimator = _estimator(args)
-    run, split = _opened(args, args.runs[0], world)
-    model = _evaluated(args, run, split)
-    runs.speed_up(run, model.count * (args.measure + args.recon) // world.size)
-    with runs.own_error():
-        found = estimate(model, estimator, world, progress=True)
-    record = {**runs.bound_record(run, split, found), "variance": args.variance}
-    return Found(record, run, f"bpd-{args.split}", found)
-
-
-def paired(args: Eval, world: World) -> Found:
-    from bsi.bound import estimate_pair
-    from bsi.evaluation import runs
-
-    estimator = _estimator(args)
-    (a, split), (b, other) = (_opened(args, path, world) for path in args.runs)
-    if split.dataset.version != other.dataset.version:
+    estimator = Estimator(
+        args.measure, args.recon, args.finite_k, args.proposal, args.control, args.target_se, args.seed, args.batch_size
+    )
+    opened = [runs.open_run(path, world, not args.weights, args.step, args.precision) for path in args.runs]
+    splits = [runs.open_split(run, args.split, args.data) for run in opened]
+    run, split = opened[0], splits[0]
+    if splits[-1].dataset.version != split.dataset.version:
         raise UsageError(
-            f"{a.path.name} and {b.path.name} were trained on different data, and have no samples in common: name one "
-            f"dataset with --data"
+            f"{run.path.name} and {opened[1].path.name} were trained on different data, and have no samples in common: "
+            f"name one dataset with --data"
         )
-    models = (_evaluated(args, run, split) for run in (a, b))
+    models = [runs.evaluated(each, split, args.limit) for each in opened]
+    if args.variance != "none" and args.finite_k is not None:
+        for i, each in enumerate(opened):
+            fitted = runs.fitted_variance(each.model, split.dataset, args.variance, args.batch_size)
+            models[i] = replace(models[i], variance=fitted)
     with runs.own_error():
-        first, second = estimate_pair(*models, estimator, world, progress=True)
-    return Found(runs.difference_record(a, b, split, first, second), a, f"paired-{args.split}")
+        if args.paired:
+            first, second = estimate_pair(models[0], models[1], estimator, world, progress=True)
+            record = runs.difference_record(run, opened[1], split, first, second)
+            return Found(record, run, f"paired-{args.split}")
+        runs.speed_up(run, models[0].count * (args.measure + args.recon) // world.size)
+        found = estimate(models[0], estimator, world, progress=True)
+    return Found({**runs.bound_record(run, split, found), "variance": args.variance}, run, f"bpd-{args.split}", found)
 
 
 def quality(args: Eval, world: World) -> Iterator[Found]:
@@ -232,29 +225,41 @@ def quality(args: Eval, world: World) -> Iterator[Found]:
             yield Found(quality_record(run, sampler, args.seed, label, found), run, f"fid-{args.reference}")
 
 
-def _opened(args: Eval, path: Path, world: World) -> tuple[Run, Split]:
-    from bsi.evaluation import runs
+@dataclass(frozen=True)
+class Audit:
+    """Evaluate the likelihood of the same samples in every way, with standard errors, and check the order.
 
-    run = runs.open_run(path, world, not args.weights, args.step, args.precision)
-    return run, runs.open_split(run, args.split, args.data)
+    The coded size cannot be smaller than the bound for the same number of steps, and this cannot be smaller than the
+    bound for infinitely many. The likelihood of the probability flow belongs to another model. The exit code is 1 if
+    the order is wrong by more than three standard errors.
+    """
+
+    run: Run
+    split: Literal["test", "train"] = "test"  # The samples to evaluate.
+    limit: Count = 100  # The number of random samples.
+    steps: Annotated[int, Within(1, 100_000)] = 64  # Steps of the finite bound and of the code.
+    variance: VarianceKind = "level"  # The predictive variance of each step, fitted to training samples.
+    draws: Annotated[int, Within(1, 10_000)] = 1
+    """Importance-weighted draws for the flow. More than one needs exact traces, which are slow."""
+    data: str | None = None  # Evaluate on this prepared dataset, by name or folder, instead of the one of the run.
+    seed: int = 0  # Seed of the noise and the levels.
+    device: Device = None
+    json: Json = False
+
+    def execute(self) -> int:
+        from bsi.evaluation.likelihoods import audit
+        from bsi.evaluation.runs import open_run, open_split, speed_up
+        from bsi.runtime.distributed import Place, World, pick_device
+
+        opened = open_run(self.run, World(Place(), pick_device(self.device, 0)))
+        split = open_split(opened, self.split, self.data)
+        speed_up(opened, self.limit * self.steps)
+        record = audit(opened, split, self.limit, self.steps, self.variance, self.draws, self.seed)
+        answer(self.json, record, audit_text(record))
+        return 0 if record["ordered"] else 1
 
 
-def _evaluated(args: Eval, run: Run, split: Split) -> EvaluatedModel:
-    """The samples to evaluate the bound of, with the variance of its transitions."""
-    from bsi.evaluation import runs
-
-    model = runs.evaluated(run, split, args.limit)
-    if args.variance == "none" or args.finite_k is None:
-        return model
-    return replace(model, variance=runs.fitted_variance(run.model, split.dataset, args.variance, args.batch_size))
-
-
-def _estimator(args: Eval) -> Estimator:
-    from bsi.elbo import Estimator
-
-    return Estimator(
-        args.measure, args.recon, args.finite_k, args.proposal, args.control, args.target_se, args.seed, args.batch_size
-    )
+# ---- Records as text -------------------------------------------------------------------------------------------------
 
 
 def _paragraph(record: Mapping[str, Any]) -> str:
@@ -300,3 +305,30 @@ def bound_line(record: Mapping[str, Any]) -> str:
     )
     bits = "" if record["binned"] else f"; {value:{sign}.5f} bits/dim"
     return f"{unit * value:{sign}.5f} {name}{known}{bits}"
+
+
+def audit_text(record: dict[str, Any]) -> str:
+    """The record of an audit as a table and a sentence."""
+    rows, samples = record["likelihoods"], record["samples"]
+    width = max(len(row["name"]) for row in rows)
+    lines = [
+        f"{samples} {record['split']} samples of {record['dataset']}, in bits/dim; ± is the standard error for these "
+        f"samples"
+    ]
+    for row in rows:
+        some = "" if row["samples"] == samples else f"  ({row['samples']} samples)"
+        lines.append(f"  {row['name']:<{width}}  {row['bits_per_dim']:8.4f}{_plus_minus(row)}{some}")
+    for each in record["order"]:
+        verdict = "as it must be" if each["holds"] else "WRONG: it cannot be negative"
+        lines.append(
+            f"{each['larger']}, less {each['smaller']}: {each['difference']:+.4f}{_plus_minus(each)}, {verdict}"
+        )
+    lines.append(
+        "The order must be coded size >= bound for as many steps >= bound for infinitely many steps. The flow is "
+        "another model, and may lie on either side."
+    )
+    return "\n".join(lines)
+
+
+def _plus_minus(row: dict[str, Any]) -> str:
+    return "" if row["error"] is None else f" ± {row['error']:.4f}"

@@ -1,101 +1,91 @@
 // The image that a request starts from: a test image or a sample, with noise or with hidden pixels.
-import { Sheet, color, fit, picture } from "./sheets.js";
+import { MOVES, Sheet, clamp, color } from "./sheets.js";
 
 const STRIP_COLUMNS = 8;
+const $ = selector => document.querySelector(selector);
+const middle = (at, size) => at >= size / 4 && at < 3 * size / 4;
+const HIDE = { // whether to hide the pixel in row r and column c of an image of height h and width w
+  left: (r, c, h, w) => c < w / 2, bottom: (r, c, h) => r >= h / 2, middle: (r, c, h, w) => middle(r, h) && middle(c, w),
+  scatter: (r, c) => (7 * r + 11 * c + 5 * ((r * c) % 3)) % 4 !== 0, none: () => false,
+};
 
 export class Easel {
   // `changed` is called when the image, or the hidden part, has changed.
   constructor(about, images, changed) {
     Object.assign(this, { about, images, changed, kind: "draw", empty: !images.length, given: null, cursor: null, painting: null });
-    const [channels, height, width] = about.shape;
-    this.size = channels * height * width;
+    const [, height, width] = about.shape;
+    this.strip = new Sheet($("#strip"), about, STRIP_COLUMNS);
+    this.image = new Sheet($("#image"), about, 1);
+    this.input = new Sheet($("#given"), about, 1); // of the model
+    this.size = this.strip.size;
+    this.strip.num = images.length / this.size;
     this.hidden = new Uint8Array(height * width);
     this.chosen = images.length ? 0 : null;
     this.values = images.length ? images.slice(0, this.size) : new Float32Array(this.size);
-    this.strip = new Sheet(document.querySelector("#strip"), about, STRIP_COLUMNS);
-    this.strip.num = images.length / this.size;
-    this.image = document.querySelector("#image");
-    this.shown = document.querySelector("#given");
-    for (const canvas of [this.image, this.shown]) canvas.style.aspectRatio = `${width} / ${height}`;
+    $(".strip").hidden = !images.length;
+    if (!images.length) $("#source").textContent = "The test set is not on this machine.";
     this.hide("bottom");
     this.listen();
   }
 
   listen() {
-    const strip = this.strip.canvas;
+    const strip = this.strip.canvas, image = this.image.canvas;
     strip.addEventListener("click", event => { const at = this.strip.at(event); if (at) this.choose(at.image); });
     strip.addEventListener("keydown", event => {
-      const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -STRIP_COLUMNS, ArrowDown: STRIP_COLUMNS }[event.key];
-      if (move === undefined || this.chosen === null) return;
+      if (!(event.key in MOVES) || this.chosen === null) return;
       event.preventDefault(); event.stopPropagation();
-      this.choose(Math.min(this.strip.num - 1, Math.max(0, this.chosen + move)));
+      const [down, across] = MOVES[event.key];
+      this.choose(clamp(this.chosen + STRIP_COLUMNS * down + across, 0, this.strip.num - 1));
     });
     for (const button of document.querySelectorAll("[data-hide]")) {
       button.addEventListener("click", () => { this.hide(button.dataset.hide); this.changed(); });
     }
-    this.image.addEventListener("pointerdown", event => {
-      if (this.kind !== "inpaint" || event.button) return;
-      this.image.setPointerCapture(event.pointerId);
-      this.painting = 1 - this.hidden[this.under(event)];
-      this.paint(this.under(event));
+    image.addEventListener("pointerdown", event => {
+      const at = this.image.at(event);
+      if (this.kind !== "inpaint" || event.button || !at) return;
+      image.setPointerCapture(event.pointerId);
+      this.painting = 1 - this.hidden[at.row * this.about.shape[2] + at.column];
+      this.paint(at);
     });
-    this.image.addEventListener("pointermove", event => { if (this.painting !== null) this.paint(this.under(event)); });
+    image.addEventListener("pointermove", event => { if (this.painting !== null) this.paint(this.image.at(event)); });
     for (const name of ["pointerup", "pointercancel"]) {
-      this.image.addEventListener(name, () => { if (this.painting !== null) { this.painting = null; this.changed(); } });
+      image.addEventListener(name, () => { if (this.painting !== null) { this.painting = null; this.changed(); } });
     }
-    this.image.addEventListener("keydown", event => this.key(event));
-    this.image.addEventListener("blur", () => { this.cursor = null; this.draw(); });
+    image.addEventListener("keydown", event => this.key(event));
+    image.addEventListener("blur", () => { this.cursor = null; this.draw(); });
   }
 
   key(event) {
-    if (this.kind !== "inpaint") return;
-    const [, height, width] = this.about.shape, at = this.cursor ?? { row: Math.floor(height / 2), column: Math.floor(width / 2) };
-    const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
-    if (!move && event.key !== " ") return;
+    if (this.kind !== "inpaint" || !(event.key in MOVES || event.key === " ")) return;
     event.preventDefault(); event.stopPropagation();
-    if (move) {
-      this.cursor = { row: Math.min(height - 1, Math.max(0, at.row + move[0])), column: Math.min(width - 1, Math.max(0, at.column + move[1])) };
-    } else {
-      this.cursor = at;
-      const place = at.row * width + at.column;
-      this.hidden[place] = 1 - this.hidden[place];
+    const [, height, width] = this.about.shape, [down, across] = MOVES[event.key] ?? [0, 0];
+    const at = this.cursor ?? { row: Math.floor(height / 2), column: Math.floor(width / 2) };
+    this.cursor = { image: 0, row: clamp(at.row + down, 0, height - 1), column: clamp(at.column + across, 0, width - 1) };
+    if (event.key === " ") {
+      this.hidden[at.row * width + at.column] ^= 1;
       this.changed();
     }
     this.draw();
   }
 
-  under(event) {
-    const box = this.image.getBoundingClientRect(), [, height, width] = this.about.shape;
-    const row = Math.min(height - 1, Math.max(0, Math.floor((event.clientY - box.top) / box.height * height)));
-    const column = Math.min(width - 1, Math.max(0, Math.floor((event.clientX - box.left) / box.width * width)));
-    return row * width + column;
-  }
-
   // The brush grows with the image: one pixel of an 8 x 8 digit, a disc on a larger image.
-  paint(place) {
+  paint(at) {
+    if (!at) return;
     const [, height, width] = this.about.shape, radius = Math.floor(Math.min(height, width) / 12);
-    const [row, column] = [Math.floor(place / width), place % width];
-    for (let r = Math.max(0, row - radius); r <= Math.min(height - 1, row + radius); r++) {
-      for (let c = Math.max(0, column - radius); c <= Math.min(width - 1, column + radius); c++) {
-        if ((r - row) ** 2 + (c - column) ** 2 <= radius ** 2 + 0.5) this.hidden[r * width + c] = this.painting;
-      }
-    }
+    this.hidden = this.hidden.map((old, i) => {
+      const near = (Math.floor(i / width) - at.row) ** 2 + (i % width - at.column) ** 2 <= radius ** 2 + 0.5;
+      return near ? this.painting : old;
+    });
     this.draw();
   }
 
   hide(what) {
     const [, height, width] = this.about.shape;
-    const middle = (at, of) => at >= of / 4 && at < 3 * of / 4;
-    const rules = {
-      left: (r, c) => c < width / 2, bottom: r => r >= height / 2, middle: (r, c) => middle(r, height) && middle(c, width),
-      scatter: (r, c) => (7 * r + 11 * c + 5 * ((r * c) % 3)) % 4 !== 0, none: () => false,
-    };
-    this.hidden = this.hidden.map((_, i) => Number(rules[what](Math.floor(i / width), i % width)));
+    this.hidden = this.hidden.map((_, i) => Number(HIDE[what](Math.floor(i / width), i % width, height, width)));
     this.draw();
   }
 
   choose(image) {
-    this.chosen = image;
     this.take(this.images.slice(image * this.size, (image + 1) * this.size), image);
   }
 
@@ -107,43 +97,30 @@ export class Easel {
 
   show(kind) {
     this.kind = kind;
-    const easel = document.querySelector("#easel");
-    easel.hidden = kind === "draw";
-    easel.dataset.kind = kind;
-    document.querySelector("#denoise-tools").hidden = kind !== "denoise";
-    document.querySelector("#inpaint-tools").hidden = kind !== "inpaint";
-    document.querySelector("#image-note").textContent = kind === "inpaint" ? "The image: paint what to hide" : "The image";
-    document.querySelector(".strip").hidden = !this.images.length;
-    if (!this.images.length) document.querySelector("#source").textContent = "The test set is not on this machine.";
+    $("#easel").hidden = kind === "draw";
+    $("#easel").dataset.kind = kind;
+    for (const each of ["denoise", "inpaint"]) $(`#${each}-tools`).hidden = kind !== each;
+    $("#image-note").textContent = kind === "inpaint" ? "The image: paint what to hide" : "The image";
     this.draw();
   }
 
   draw() {
     if (this.kind === "draw") return;
+    const inpaint = this.kind === "inpaint";
     if (this.images.length) this.strip.draw(this.images, null, this.chosen);
-    this.one(this.image, this.values, this.kind === "inpaint" ? 0.62 : 0, this.cursor);
-    if (this.kind === "inpaint") this.one(this.shown, this.values, 1, null);
-    else this.one(this.shown, this.given, 0, null);
+    const image = this.image.draw(this.values), input = this.input.draw(inpaint ? this.values : this.given);
+    if (inpaint) { this.cover(image, "measure", 0.62); this.cover(input, "wash", 1); }
+    if (this.cursor) this.image.outline(image, 0, this.cursor);
   }
 
-  one(canvas, values, cover, cursor) {
-    const context = fit(canvas), [, height, width] = this.about.shape;
-    const unit = [canvas.width / width, canvas.height / height];
-    context.imageSmoothingEnabled = false;
-    context.fillStyle = color("wash"); context.fillRect(0, 0, canvas.width, canvas.height);
-    if (values) context.drawImage(picture(values, 0, this.about), 0, 0, canvas.width, canvas.height);
-    context.fillStyle = color(cover === 1 ? "wash" : "measure");
-    context.globalAlpha = cover;
-    for (let i = 0; cover && i < this.hidden.length; i++) {
-      if (!this.hidden[i]) continue;
-      // rounded to pixels of the canvas: neighbors must neither overlap nor leave a gap
-      const edges = [i % width, i % width + 1].map(x => Math.round(x * unit[0])), rows = [Math.floor(i / width), Math.floor(i / width) + 1].map(y => Math.round(y * unit[1]));
-      context.fillRect(edges[0], rows[0], edges[1] - edges[0], rows[1] - rows[0]);
-    }
+  // Cover the hidden pixels, rounded to pixels of the canvas: neighbors must neither overlap nor leave a gap.
+  cover(context, name, alpha) {
+    const width = this.about.shape[2], { unit } = this.image.place(0), edge = (at, side) => Math.round(at * unit[side]);
+    context.fillStyle = color(name); context.globalAlpha = alpha;
+    this.hidden.forEach((hidden, i) => {
+      const row = Math.floor(i / width), column = i % width, left = edge(column, 0), top = edge(row, 1);
+      if (hidden) context.fillRect(left, top, edge(column + 1, 0) - left, edge(row + 1, 1) - top);
+    });
     context.globalAlpha = 1;
-    if (cursor) {
-      context.lineWidth = 3 * (window.devicePixelRatio || 1); context.strokeStyle = color("belief");
-      context.strokeRect(cursor.column * unit[0], cursor.row * unit[1], ...unit);
-    }
   }
 }

@@ -1,15 +1,10 @@
 // A request and the steps of its answer: one line of JSON each, with images as base64 of little-endian float32.
 
-export function decode(text) {
-  const bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
-  return new Float32Array(bytes.buffer);
-}
+export const decode = text => new Float32Array(Uint8Array.from(atob(text), letter => letter.charCodeAt(0)).buffer);
 
 export function encode(array) {
   const bytes = new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
-  let text = "";
-  for (let i = 0; i < bytes.length; i += 0x8000) text += String.fromCharCode(...bytes.subarray(i, i + 0x8000));
-  return btoa(text);
+  return btoa(bytes.reduce((text, byte) => text + String.fromCharCode(byte), ""));
 }
 
 // The error message for a failed connection. An AbortError is our own cancellation.
@@ -51,28 +46,20 @@ async function reason(answer) {
 // All steps of one request. The y of a step is the measurement of its prediction, which arrives with the next step.
 export class History {
   constructor(ask, length = 0) {
-    this.ask = ask;
-    this.length = length; // of a text; 0 for images
-    this.steps = [];
-    this.given = null; // the measurement that a denoised image starts from
-    this.last = ask.evaluations;
-    this.done = false;
-    this._leave = new AbortController();
+    // `length` of a text, 0 for images; `given` is the measurement that a denoised image starts from
+    Object.assign(this, { ask, length, num: ask.num, steps: [], given: null, last: ask.evaluations, done: false, _leave: new AbortController() });
   }
-
-  get num() { return this.ask.num; }
 
   async follow(arrived) {
     const answer = await accepted(this.ask, this._leave.signal);
     for await (const line of lines(answer.body)) {
       const frame = JSON.parse(line);
       if (frame.error) throw new Error(frame.error);
-      const y = frame.y && decode(frame.y), before = this.steps.at(-1);
+      const before = this.steps.at(-1), mean = decode(frame.mean), x_hat = decode(frame.x_hat), y = frame.y && decode(frame.y);
       if (before) before.y = y;
       else this.given = y;
       this.last = frame.last;
-      const x_hat = decode(frame.x_hat);
-      this.steps.push({ precision: frame.precision, mean: decode(frame.mean), x_hat, y: null, move: before ? distance(x_hat, before.x_hat, this.length) : null });
+      this.steps.push({ precision: frame.precision, mean, x_hat, y: null, move: before ? distance(x_hat, before.x_hat, this.length) : null });
       arrived(this);
     }
     if (this.steps.length <= this.last) throw new Error("the stream ended early: is `bsi view` still running?");
@@ -88,7 +75,5 @@ export class History {
 // Root mean square of the change of the prediction; of a text, the share of the symbols that change.
 function distance(a, b, length) {
   if (length) return 2 * a.reduce((sum, symbol, i) => sum + (i % (2 * length) < length && symbol !== b[i]), 0) / a.length;
-  let sum = 0;
-  for (let i = 0; i < a.length; i++) sum += (a[i] - b[i]) ** 2;
-  return Math.sqrt(sum / a.length);
+  return Math.sqrt(a.reduce((sum, value, i) => sum + (value - b[i]) ** 2, 0) / a.length);
 }

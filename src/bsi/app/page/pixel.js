@@ -1,35 +1,38 @@
 // Charts: the precision over the steps, and the belief about one pixel, now and over the steps.
-import { color, fit } from "./sheets.js";
+import { clamp, color, fit, ratio } from "./sheets.js";
 
 const CHANNELS = { light: ["#c0392b", "#2e8b57", "#2566ad"], dark: ["#ff8a80", "#7fd8a4", "#6fb1f7"] };
 const MOST_BARS = 32;
 const LEAST_SCALE = 0.25; // with a full scale, a broad belief would be a flat line
 
 function prepare(canvas) {
-  const context = fit(canvas), ratio = window.devicePixelRatio || 1;
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  const width = canvas.width / ratio, height = canvas.height / ratio;
+  const context = fit(canvas), width = canvas.width / ratio(), height = canvas.height / ratio();
+  context.setTransform(ratio(), 0, 0, ratio(), 0, 0);
   context.clearRect(0, 0, width, height);
-  context.font = "11px ui-sans-serif, system-ui, sans-serif";
-  context.lineJoin = "round"; context.textAlign = "left"; context.textBaseline = "alphabetic"; context.globalAlpha = 1;
+  Object.assign(context, { font: "11px ui-sans-serif, system-ui, sans-serif", lineJoin: "round", textAlign: "left", textBaseline: "alphabetic", globalAlpha: 1 });
   return { context, width, height };
 }
 
+// A path through points; null interrupts it.
 function path(context, points) {
   context.beginPath();
-  let drawing = false;
-  for (const point of points) {
-    if (!point) { drawing = false; continue; }
-    if (drawing) context.lineTo(...point);
-    else context.moveTo(...point);
-    drawing = true;
-  }
+  points.forEach((point, i) => point && (points[i - 1] ? context.lineTo(...point) : context.moveTo(...point)));
 }
 
-function lineColors(channels) {
-  if (channels === 1) return [color("belief")];
-  return CHANNELS[document.documentElement.dataset.theme === "dark" ? "dark" : "light"];
+function line(context, points, stroke, width, alpha = 1) {
+  Object.assign(context, { strokeStyle: stroke, lineWidth: width, globalAlpha: alpha });
+  path(context, points);
+  context.stroke();
+  context.globalAlpha = 1;
 }
+
+function dot(context, point, radius) {
+  context.beginPath();
+  context.arc(...point, radius, 0, 7);
+  context.fill();
+}
+
+const lineColors = channels => channels === 1 ? [color("belief")] : CHANNELS[document.documentElement.dataset.theme];
 
 // The indices of the channels of a pixel in the values of a step.
 export function places({ image, row, column }, [channels, height, width]) {
@@ -41,22 +44,18 @@ export function drawTimeline(canvas, history, position, about) {
   const last = history ? history.last : 1, x = i => pad + (width - 2 * pad) * i / Math.max(1, last);
   const [low, high] = [Math.log(about.lowest), Math.log(about.highest)];
   const base = height - 6, tall = base - 24; // captions above
-  const y = value => base - tall * Math.min(1, Math.max(0, (Math.log(value) - low) / (high - low)));
-  context.strokeStyle = color("line"); context.lineWidth = 1;
-  path(context, [[pad, base + 1.5], [width - pad, base + 1.5]]); context.stroke();
+  const y = value => base - tall * clamp((Math.log(value) - low) / (high - low), 0, 1);
+  line(context, [[pad, base + 1.5], [width - pad, base + 1.5]], color("line"), 1);
   if (!history) return;
   const moves = history.steps.map(step => step.move), most = Math.max(...moves.filter(move => move !== null), 1e-9);
-  context.strokeStyle = color("predict"); context.globalAlpha = 0.65; context.lineWidth = 1.5;
-  path(context, moves.map((move, i) => move === null ? null : [x(i - 0.5), base - tall * move / most])); context.stroke();
-  context.globalAlpha = 1;
+  line(context, moves.map((move, i) => move === null ? null : [x(i - 0.5), base - tall * move / most]), color("predict"), 1.5, 0.65);
   const points = history.steps.map((step, i) => [x(i), y(step.precision)]);
-  context.strokeStyle = color("belief"); context.lineWidth = 2;
-  path(context, points); context.stroke();
+  line(context, points, color("belief"), 2);
   context.fillStyle = color("belief");
-  if (last <= 48) for (const point of points) { context.beginPath(); context.arc(...point, 2, 0, 7); context.fill(); }
+  if (last <= 48) for (const point of points) dot(context, point, 2);
   const now = points[Math.min(Math.round(position), points.length - 1)];
   if (now) {
-    context.beginPath(); context.arc(...now, 5.5, 0, 7); context.fill();
+    dot(context, now, 5.5);
     context.strokeStyle = color("paper"); context.stroke();
   }
   context.fillStyle = color("belief"); context.fillText("precision (log scale)", pad, 11);
@@ -80,8 +79,7 @@ export function drawCurve(canvas, step, pixel, about) {
   const reach = 0.12 * (high - low), x = value => width * (value - low + reach) / (high - low + 2 * reach);
   const base = height - 22, tall = base - 12, count = bins ?? 256, gap = (high - low) / (count - 1);
   const centers = Array.from({ length: count }, (_, j) => low + j * gap);
-  context.strokeStyle = color("line"); context.lineWidth = 1;
-  path(context, [[0, base + 0.5], [width, base + 0.5]]); context.stroke();
+  line(context, [[0, base + 0.5], [width, base + 0.5]], color("line"), 1);
   context.fillStyle = color("soft"); context.textAlign = "center";
   for (const [value, name] of [[low, "black"], [(low + high) / 2, "gray"], [high, "white"]]) {
     context.fillText(shape[0] === 3 ? { black: "none", gray: "half", white: "full" }[name] : name, x(value), height - 6);
@@ -93,7 +91,7 @@ export function drawCurve(canvas, step, pixel, about) {
     const logs = centers.map(log), top = Math.max(...logs);
     // Few levels: probabilities, on a scale from 0 to the largest one or LEAST_SCALE. Many: relative to the likeliest value.
     const ends = bars ? [low - gap / 2, high + gap / 2] : [low - reach, high + reach];
-    const total = bars ? top + Math.log(logs.reduce((sum, value) => sum + Math.exp(value - top), 0)) : log(Math.min(ends[1], Math.max(ends[0], mean)));
+    const total = bars ? top + Math.log(logs.reduce((sum, value) => sum + Math.exp(value - top), 0)) : log(clamp(mean, ...ends));
     const scale = bars ? Math.max(LEAST_SCALE, Math.exp(top - total)) : 1;
     const up = value => base - tall * Math.min(1, Math.exp(log(value) - total) / scale);
     if (bars) {
@@ -104,27 +102,22 @@ export function drawCurve(canvas, step, pixel, about) {
     // Dense points around the mean: a sharp belief would fall between the others.
     const std = step.precision ** -0.5, dense = Array.from({ length: 81 }, (_, i) => mean + (i - 40) / 10 * std);
     const at = [...Array.from({ length: 161 }, (_, i) => ends[0] + (ends[1] - ends[0]) * i / 160), ...dense].filter(value => value >= ends[0] && value <= ends[1]).sort((a, b) => a - b);
-    const points = at.map(value => [x(value), up(value)]);
-    context.strokeStyle = colors[c]; context.lineWidth = 2;
-    path(context, points); context.stroke();
+    line(context, at.map(value => [x(value), up(value)]), colors[c], 2);
     context.globalAlpha = bars ? 0 : 0.14; context.fillStyle = colors[c];
     context.lineTo(x(ends[1]), base); context.lineTo(x(ends[0]), base); context.fill(); context.globalAlpha = 1;
-    mark(context, x(step.x_hat[place]), base, tall, color("predict"), width);
-    if (step.y) tick(context, x(step.y[place]), base, color("measure"), width);
+    const predicted = clamp(x(step.x_hat[place]), 1, width - 1);
+    context.setLineDash([4, 3]);
+    line(context, [[predicted, base], [predicted, base - tall - 6]], color("predict"), 1.5);
+    context.setLineDash([]);
+    if (step.y) arrow(context, x(step.y[place]), base, width);
   });
 }
 
-function mark(context, x, base, tall, stroke, width) {
-  context.strokeStyle = stroke; context.lineWidth = 1.5; context.setLineDash([4, 3]);
-  const at = Math.min(width - 1, Math.max(1, x));
-  path(context, [[at, base], [at, base - tall - 6]]); context.stroke(); context.setLineDash([]);
-}
-
-function tick(context, x, base, fill, width) {
-  const at = Math.min(width - 6, Math.max(6, x));
-  context.fillStyle = fill;
-  path(context, x < 6 ? [[0, base - 6], [7, base - 11], [7, base - 1]] : x > width - 6 ? [[width, base - 6], [width - 7, base - 11], [width - 7, base - 1]]
-    : [[at, base - 1], [at - 5, base - 10], [at + 5, base - 10]]);
+// A triangle at a measurement; at the edge it points to a measurement outside.
+function arrow(context, x, base, width) {
+  const edge = x < 6 ? 0 : x > width - 6 ? width : null, inwards = edge === 0 ? 7 : width - 7;
+  context.fillStyle = color("measure");
+  path(context, edge === null ? [[x, base - 1], [x - 5, base - 10], [x + 5, base - 10]] : [[edge, base - 6], [inwards, base - 11], [inwards, base - 1]]);
   context.fill();
 }
 
@@ -137,8 +130,7 @@ export function drawPast(canvas, history, position, pixel, about) {
   for (const [value, name] of [[low, "black"], [high, "white"]]) context.fillText(shape[0] === 3 ? { black: "none", white: "full" }[name] : name, left - 8, y(value));
   context.textAlign = "center"; context.textBaseline = "alphabetic";
   context.fillText("first step", left + 24, height - 6); context.fillText("sample", width - 26, height - 6);
-  context.strokeStyle = color("line"); context.lineWidth = 1;
-  for (const value of [low, high]) { path(context, [[left, y(value)], [width - 8, y(value)]]); context.stroke(); }
+  for (const value of [low, high]) line(context, [[left, y(value)], [width - 8, y(value)]], color("line"), 1);
   if (!history || !pixel) return;
   context.save();
   context.beginPath(); context.rect(left, 0, width - left, bottom); context.clip();
@@ -146,19 +138,15 @@ export function drawPast(canvas, history, position, pixel, about) {
   places(pixel, shape).forEach((place, c) => {
     const { steps } = history;
     for (const widths of [2, 1]) {
-      const up = steps.map((step, i) => [x(i), y(step.mean[place] + widths * step.precision ** -0.5)]);
-      const down = steps.map((step, i) => [x(i), y(step.mean[place] - widths * step.precision ** -0.5)]);
-      context.globalAlpha = 0.13 / shape[0] ** 0.5; context.fillStyle = colors[c];
-      path(context, [...up, ...down.reverse()]); context.fill();
+      const edge = sign => steps.map((step, i) => [x(i), y(step.mean[place] + sign * widths * step.precision ** -0.5)]);
+      Object.assign(context, { globalAlpha: 0.13 / shape[0] ** 0.5, fillStyle: colors[c] });
+      path(context, [...edge(1), ...edge(-1).reverse()]); context.fill();
     }
-    context.globalAlpha = 1; context.strokeStyle = colors[c]; context.lineWidth = 2;
-    path(context, steps.map((step, i) => [x(i), y(step.mean[place])])); context.stroke();
-    context.strokeStyle = color("predict"); context.lineWidth = 1.75;
-    path(context, steps.map((step, i) => [x(i), y(step.x_hat[place])])); context.stroke();
+    line(context, steps.map((step, i) => [x(i), y(step.mean[place])]), colors[c], 2);
+    line(context, steps.map((step, i) => [x(i), y(step.x_hat[place])]), color("predict"), 1.75);
     context.fillStyle = color("measure");
-    steps.forEach((step, i) => { if (step.y) { context.beginPath(); context.arc(x(i + 0.5), y(step.y[place]), 1.8, 0, 7); context.fill(); } });
+    steps.forEach((step, i) => { if (step.y) dot(context, [x(i + 0.5), y(step.y[place])], 1.8); });
   });
-  context.strokeStyle = color("ink"); context.globalAlpha = 0.35; context.lineWidth = 1;
-  path(context, [[x(position), 0], [x(position), bottom]]); context.stroke();
+  line(context, [[x(position), 0], [x(position), bottom]], color("ink"), 1, 0.35);
   context.restore();
 }

@@ -1,24 +1,31 @@
 // Images side by side on a canvas: values in [low, high] as gray levels or colors, enlarged without smoothing.
 
+export const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }; // rows, columns
+
+export const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+
+export const ratio = () => window.devicePixelRatio || 1;
+
+export const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// From white at 0 to blue at 1.
+export const probabilityColor = p => `rgb(${[37, 102, 173].map(end => Math.round(255 + (end - 255) * clamp(p, 0, 1))).join(", ")})`;
+
 export function fit(canvas) {
-  const ratio = window.devicePixelRatio || 1, box = canvas.getBoundingClientRect();
-  const width = Math.max(1, Math.round(box.width * ratio)), height = Math.max(1, Math.round(box.height * ratio));
+  const box = canvas.getBoundingClientRect();
+  const [width, height] = [box.width, box.height].map(side => Math.max(1, Math.round(side * ratio())));
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
   return canvas.getContext("2d");
 }
 
-export function color(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-}
-
 // One image as a canvas of its own size.
-export function picture(values, offset, { shape: [channels, height, width], low, high }) {
+function picture(values, offset, { shape: [channels, height, width], low, high }) {
   const canvas = new OffscreenCanvas(width, height), context = canvas.getContext("2d");
   const image = context.createImageData(width, height), area = width * height;
   for (let i = 0; i < area; i++) {
     for (let c = 0; c < 3; c++) {
       const value = values[offset + (channels === 3 ? c * area : 0) + i];
-      image.data[4 * i + c] = Math.round(255 * Math.min(1, Math.max(0, (value - low) / (high - low))));
+      image.data[4 * i + c] = Math.round(255 * clamp((value - low) / (high - low), 0, 1));
     }
     image.data[4 * i + 3] = 255;
   }
@@ -28,9 +35,7 @@ export function picture(values, offset, { shape: [channels, height, width], low,
 
 export class Sheet {
   constructor(canvas, about, columns = null) {
-    Object.assign(this, { canvas, about, fixed: columns, num: 1 });
-    const [channels, height, width] = about.shape;
-    this.size = channels * height * width;
+    Object.assign(this, { canvas, about, fixed: columns, num: 1, size: about.shape.reduce((a, b) => a * b) });
   }
 
   // Columns, and the side of a cell with its gap, in canvas pixels.
@@ -41,49 +46,55 @@ export class Sheet {
     return { columns, gap, cell, wide: cell - gap, high: (cell - gap) * height / width };
   }
 
+  // The left and top edge of an image, and the size of its pixels.
   place(image) {
-    const { columns, cell, gap, high } = this.layout();
-    return { left: (image % columns) * cell, top: Math.floor(image / columns) * (high + gap) };
+    const { columns, cell, gap, wide, high } = this.layout(), [, height, width] = this.about.shape;
+    return { left: (image % columns) * cell, top: Math.floor(image / columns) * (high + gap), unit: [wide / width, high / height] };
   }
 
   // The width determines the size of the cells, and the cells determine the height.
   grow() {
     fit(this.canvas);
     const { columns, gap, high } = this.layout(), tall = Math.ceil(this.num / columns) * (high + gap) - gap;
-    this.canvas.style.height = `${tall / (window.devicePixelRatio || 1)}px`;
-    return fit(this.canvas);
+    this.canvas.style.height = `${tall / ratio()}px`;
+    const context = fit(this.canvas);
+    context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    context.imageSmoothingEnabled = false;
+    return context;
   }
 
   draw(values, mark = null, chosen = null) {
-    const context = this.grow(), { wide, high } = this.layout();
-    context.clearRect(0, 0, this.canvas.width, this.canvas.height);
-    context.imageSmoothingEnabled = false;
-    for (let i = 0; i < this.num; i++) {
-      const { left, top } = this.place(i);
-      if (values) context.drawImage(picture(values, i * this.size, this.about), left, top, wide, high);
-      else { context.fillStyle = color("wash"); context.fillRect(left, top, wide, high); }
-    }
+    const context = this.grow();
+    for (let i = 0; i < this.num; i++) this.one(context, values, i);
     if (chosen !== null) this.outline(context, chosen, null);
     if (mark && values) this.outline(context, mark.image, mark);
+    return context;
+  }
+
+  one(context, values, image) {
+    const { left, top } = this.place(image), { wide, high } = this.layout();
+    context.fillStyle = color("wash");
+    if (values) context.drawImage(picture(values, image * this.size, this.about), left, top, wide, high);
+    else context.fillRect(left, top, wide, high);
   }
 
   outline(context, image, pixel) {
-    const [, height, width] = this.about.shape, { wide, high } = this.layout(), { left, top } = this.place(image);
-    const unit = [wide / width, high / height], ratio = window.devicePixelRatio || 1;
+    const { left, top, unit } = this.place(image), { wide, high } = this.layout();
     const box = pixel ? [left + pixel.column * unit[0], top + pixel.row * unit[1], ...unit] : [left, top, wide, high];
-    context.lineWidth = 4 * ratio; context.strokeStyle = color("paper"); context.strokeRect(...box);
-    context.lineWidth = 2 * ratio; context.strokeStyle = color("belief"); context.strokeRect(...box);
+    for (const [width, name] of [[4, "paper"], [2, "belief"]]) {
+      context.lineWidth = width * ratio(); context.strokeStyle = color(name); context.strokeRect(...box);
+    }
   }
 
   // The image, row and column under a pointer; null between images.
   at(event) {
-    const box = this.canvas.getBoundingClientRect(), [, height, width] = this.about.shape;
+    const box = this.canvas.getBoundingClientRect(), { columns, cell, gap, high } = this.layout();
     const x = (event.clientX - box.left) / box.width * this.canvas.width, y = (event.clientY - box.top) / box.height * this.canvas.height;
-    const { columns, cell, gap, wide, high } = this.layout();
-    const across = Math.floor(x / cell), down = Math.floor(y / (high + gap)), image = down * columns + across;
-    const column = Math.floor((x - across * cell) / wide * width), row = Math.floor((y - down * (high + gap)) / high * height);
-    const inside = across >= 0 && across < columns && image >= 0 && image < this.num && column >= 0 && column < width && row >= 0 && row < height;
-    return inside ? { image, row, column } : null;
+    const across = Math.floor(x / cell), image = Math.floor(y / (high + gap)) * columns + across;
+    if (across < 0 || across >= columns || image < 0 || image >= this.num) return null;
+    const { left, top, unit } = this.place(image), [, height, width] = this.about.shape;
+    const column = Math.floor((x - left) / unit[0]), row = Math.floor((y - top) / unit[1]);
+    return column >= 0 && column < width && row >= 0 && row < height ? { image, row, column } : null;
   }
 }
 
@@ -100,30 +111,17 @@ export class TextSheet extends Sheet {
     return { columns: 1, gap, cell: wide + gap, wide, high: 2 * wide * rows / columns };
   }
 
-  draw(values, mark = null) {
-    const context = this.grow(), { wide, high } = this.layout(), [, rows, columns] = this.about.shape, { length, alphabet } = this.about;
-    const unit = [wide / columns, high / rows];
-    context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+  one(context, values, image) {
+    const { left, top, unit } = this.place(image), { length, alphabet, shape: [, , columns] } = this.about;
     context.font = `${Math.round(1.3 * unit[0])}px ui-monospace, monospace`;
     context.textAlign = "center"; context.textBaseline = "middle";
-    for (let i = 0; i < this.num; i++) {
-      const { left, top } = this.place(i);
-      for (let j = 0; j < length; j++) {
-        const x = left + (j % columns) * unit[0], y = top + Math.floor(j / columns) * unit[1];
-        const at = i * this.size + j;
-        context.fillStyle = values ? probabilityColor(values[at + length]) : color("wash");
-        context.fillRect(x, y, unit[0] + 0.5, unit[1] + 0.5);
-        if (!values) continue;
-        context.fillStyle = values[at + length] > 0.5 ? "#ffffff" : "#1d2733";
-        context.fillText(alphabet[values[at]], x + unit[0] / 2, y + unit[1] / 2);
-      }
+    for (let j = 0; j < length; j++) {
+      const x = left + (j % columns) * unit[0], y = top + Math.floor(j / columns) * unit[1], at = image * this.size + j;
+      context.fillStyle = values ? probabilityColor(values[at + length]) : color("wash");
+      context.fillRect(x, y, unit[0] + 0.5, unit[1] + 0.5);
+      if (!values) continue;
+      context.fillStyle = values[at + length] > 0.5 ? "#ffffff" : "#1d2733";
+      context.fillText(alphabet[values[at]], x + unit[0] / 2, y + unit[1] / 2);
     }
-    if (mark && values) this.outline(context, mark.image, mark);
   }
-}
-
-// From white at 0 to blue at 1.
-export function probabilityColor(p) {
-  const mix = [37, 102, 173].map(end => Math.round(255 + (end - 255) * Math.min(1, Math.max(0, p))));
-  return `rgb(${mix.join(", ")})`;
 }

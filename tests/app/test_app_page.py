@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from browser import browser, check_contrast, check_names, needs_chromium, silent_page, state
-from bsi import pretrained
 from bsi.app.workbench import Workbench, open_workbench
 from bsi.sampler import Sampler
 from test_app import TOKEN, Squashing, bench_of, labeled_bench, serving

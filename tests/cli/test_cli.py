@@ -465,7 +465,7 @@ def test_a_network_that_does_not_suit_the_machine_or_the_data_gives_a_warning(
         begin()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bsi.training.train.run_training", announce)
+    monkeypatch.setattr("bsi.training.train.train", announce)
     for words, warning in (
         ("digits --backbone dit-l/2", r"take about [\d,]+ hours on this CPU. `bsi train folder-mini` is made for"),
         ("folder-mini --data.name digits --batch 65536", "on this CPU. Use a smaller --backbone, --batch and --steps."),

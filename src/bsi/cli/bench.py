@@ -14,7 +14,7 @@ from bsi.errors import UsageError
 from bsi.progress import log, readable_bytes
 
 if TYPE_CHECKING:
-    from bsi.backbones.memory import Memory
+    from bsi.backbones.config import Memory
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Bench:
         cost(backbone, shape, 256)  # raises for a network that cannot be built, before torch allocates anything
 
         from bsi.backbones.acceleration import check_fp8, form_of
-        from bsi.backbones.memory import training_memory
-        from bsi.devices import type_name
+        from bsi.backbones.config import training_memory
+        from bsi.devices import enough_for_batch, type_name
         from bsi.evaluation.speed import Case, Start, check, measure, since_process_start
         from bsi.runtime.distributed import pick_device
 
@@ -66,11 +66,8 @@ class Bench:
             check_fp8(backbone, shape)
         torch.zeros((), device=device).item()  # a GPU sets up its context at first use
         start.lap("device")
-        memory = None
-        if self.work == "train":
-            memory = training_memory(backbone, shape, 256, form=form, half=half is not None)
-            if device.type == "cpu":
-                _check_host(memory, self.batch)
+        if self.work == "train" and device.type == "cpu":
+            _check_host(training_memory(backbone, shape, 256, form=form, half=half is not None), self.batch)
         described = {
             "dtype": type_name(half),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

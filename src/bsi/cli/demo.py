@@ -27,6 +27,7 @@ class Demo:
         import bsi
         from bsi import pictures
         from bsi.cli import eval as evaluation
+        from bsi.data.baselines import baselines_text
         from bsi.evaluation.runs import store
         from bsi.report import write_report
         from bsi.runtime.distributed import join

@@ -92,6 +92,7 @@ class Eval:
 
     def execute(self) -> int:
         self.check()
+        from bsi.devices import enough_for_batch
         from bsi.evaluation.runs import save_samples, store
         from bsi.runtime.distributed import join
 

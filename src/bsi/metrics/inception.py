@@ -21,7 +21,8 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -225,19 +226,9 @@ class Conv(nn.Conv2d):
         return F.relu(super().forward(input), inplace=True)
 
 
-def average(x: Tensor) -> Tensor:
-    """3 x 3 mean over the pixels inside the image: the divisor shrinks at the border."""
-    return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
-
-
-def maximum(x: Tensor) -> Tensor:
-    return F.max_pool2d(x, 3, stride=1, padding=1)
-
-
-def halve(x: Tensor) -> Tensor:
-    return F.max_pool2d(x, 3, stride=2)
-
-
+AVERAGE = nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
+MAXIMUM = nn.MaxPool2d(3, stride=1, padding=1)
+HALVE = nn.MaxPool2d(3, stride=2)
 Convs = list[tuple[Any, ...]]  # for each convolution its output channels, kernel and, if it is not 1, its stride
 
 
@@ -247,7 +238,7 @@ class Mixed(nn.Module):
     A kernel "cross" is (1, 3) and (3, 1) next to each other, at the end of a chain.
     """
 
-    def __init__(self, ins: int, pool: Callable[[Tensor], Tensor], pooled: int, **branches: Convs) -> None:
+    def __init__(self, ins: int, pool: nn.Module, pooled: int, **branches: Convs) -> None:
         super().__init__()
         self.pool, self.chains = pool, []
         for branch, convs in branches.items():
@@ -257,7 +248,7 @@ class Mixed(nn.Module):
                 parts = {f"{name}a": (1, 3), f"{name}b": (3, 1)} if kernel == "cross" else {name: kernel}
                 for part, size in parts.items():
                     self.add_module(part, Conv(channels, outs, size, *stride))
-                chain.append(tuple(parts))
+                chain.append([self.get_submodule(part) for part in parts])
                 channels = outs
             self.chains.append(chain)
         self.branch_pool = Conv(ins, pooled) if pooled else nn.Identity()
@@ -265,33 +256,33 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found = []
         for chain in self.chains:
-            y = [x]
-            for names in chain:
-                y = [self.get_submodule(name)(y[0]) for name in names]
-            found += y
+            outputs = [x]
+            for convs in chain:
+                outputs = [conv(outputs[0]) for conv in convs]
+            found += outputs
         return torch.cat([*found, self.branch_pool(self.pool(x))], 1)
 
 
 def _a(ins: int, pooled: int) -> Mixed:
     """35 x 35: windows of 1, 5 and 3 + 3 pixels."""
     double: Convs = [(64, 1), (96, 3), (96, 3)]
-    return Mixed(ins, average, pooled, branch1x1=[(64, 1)], branch5x5=[(48, 1), (64, 5)], branch3x3dbl=double)
+    return Mixed(ins, AVERAGE, pooled, branch1x1=[(64, 1)], branch5x5=[(48, 1), (64, 5)], branch3x3dbl=double)
 
 
 def _c(width: int) -> Mixed:
     """17 x 17: windows of 7, each as a row and a column."""
     once: Convs = [(width, 1), (width, (1, 7)), (192, (7, 1))]
     twice: Convs = [(width, 1), (width, (7, 1)), (width, (1, 7)), (width, (7, 1)), (192, (1, 7))]
-    return Mixed(768, average, 192, branch1x1=[(192, 1)], branch7x7=once, branch7x7dbl=twice)
+    return Mixed(768, AVERAGE, 192, branch1x1=[(192, 1)], branch7x7=once, branch7x7dbl=twice)
 
 
-def _e(ins: int, pool: Callable[[Tensor], Tensor]) -> Mixed:
+def _e(ins: int, pool: nn.Module) -> Mixed:
     """8 x 8: windows of 3 as a row and a column."""
     double: Convs = [(448, 1), (384, 3), (384, "cross")]
     return Mixed(ins, pool, 192, branch1x1=[(320, 1)], branch3x3=[(384, 1), (384, "cross")], branch3x3dbl=double)
 
 
-class Network(nn.Module):
+class Network(nn.Sequential):
     """299 x 299 pixels in [-1, 1] to 2048 features: the mean over the last 8 x 8 positions.
 
     Inception of 2015-12-05 without its last layer, as in the TensorFlow graph that published FIDs are computed with. It
@@ -300,24 +291,29 @@ class Network(nn.Module):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2)
-        self.Conv2d_2a_3x3 = Conv(32, 32, 3, valid=True)
-        self.Conv2d_2b_3x3 = Conv(32, 64, 3)
-        self.Conv2d_3b_1x1 = Conv(64, 80)
-        self.Conv2d_4a_3x3 = Conv(80, 192, 3, valid=True)
-        self.Mixed_5b, self.Mixed_5c, self.Mixed_5d = _a(192, 32), _a(256, 64), _a(288, 64)
         double: Convs = [(64, 1), (96, 3), (96, 3, 2)]  # 35 x 35 to 17 x 17
-        self.Mixed_6a = Mixed(288, halve, 0, branch3x3=[(384, 3, 2)], branch3x3dbl=double)
-        self.Mixed_6b, self.Mixed_6c, self.Mixed_6d, self.Mixed_6e = _c(128), _c(160), _c(160), _c(192)
         seven: Convs = [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)]  # 17 x 17 to 8 x 8
-        self.Mixed_7a = Mixed(768, halve, 0, branch3x3=[(192, 1), (320, 3, 2)], branch7x7x3=seven)
-        self.Mixed_7b, self.Mixed_7c = _e(1280, average), _e(2048, maximum)
+        layers: dict[str, nn.Module] = {
+            "Conv2d_1a_3x3": Conv(3, 32, 3, stride=2),
+            "Conv2d_2a_3x3": Conv(32, 32, 3, valid=True),
+            "Conv2d_2b_3x3": Conv(32, 64, 3),
+            "halve_1": HALVE,
+            "Conv2d_3b_1x1": Conv(64, 80),
+            "Conv2d_4a_3x3": Conv(80, 192, 3, valid=True),
+            "halve_2": HALVE,
+            "Mixed_5b": _a(192, 32),
+            "Mixed_5c": _a(256, 64),
+            "Mixed_5d": _a(288, 64),
+            "Mixed_6a": Mixed(288, HALVE, 0, branch3x3=[(384, 3, 2)], branch3x3dbl=double),
+            "Mixed_6b": _c(128),
+            "Mixed_6c": _c(160),
+            "Mixed_6d": _c(160),
+            "Mixed_6e": _c(192),
+            "Mixed_7a": Mixed(768, HALVE, 0, branch3x3=[(192, 1), (320, 3, 2)], branch7x7x3=seven),
+            "Mixed_7b": _e(1280, AVERAGE),
+            "Mixed_7c": _e(2048, MAXIMUM),
+        }
+        super().__init__(OrderedDict(layers))
 
-    def forward(self, x: Float[Tensor, "n 3 299 299"]) -> Float[Tensor, "n 2048"]:
-        x = halve(self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x))))
-        x = halve(self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x)))
-        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))
-        x = self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))))
-        x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))
-        return x.float().mean((2, 3))
+    def forward(self, input: Float[Tensor, "n 3 299 299"]) -> Float[Tensor, "n 2048"]:
+        return super().forward(input).float().mean((2, 3))

@@ -252,11 +252,8 @@ def test_a_manifest_that_was_changed_is_refused(whole: Dataset, tmp_path: Path) 
         "standardize": [1, 2],
         "version": "0" * 64,
     }
-    for key, value in changes.items():
-        (folder / MANIFEST).write_text(json.dumps({**good, key: value}))
-        with pytest.raises(DataError, match="again"):
-            open_dataset(folder)
-    for text in (b"", b"[]", b"{}", b"null", b"\xff\xfe", b"[" * 100_000):
+    texts = [json.dumps({**good, key: value}).encode() for key, value in changes.items()]
+    for text in (*texts, b"", b"[]", b"{}", b"null", b"\xff\xfe", b"[" * 100_000):
         (folder / MANIFEST).write_bytes(text)
         with pytest.raises(DataError, match="not a valid manifest"):
             open_dataset(folder)

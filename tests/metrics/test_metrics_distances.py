@@ -9,7 +9,7 @@ import torch
 
 from bsi.errors import DataError, NonFinite
 from bsi.metrics import two_sample
-from bsi.metrics.frechet import Moments, frechet_distance, frechet_error, trace_sqrt
+from bsi.metrics.frechet import Moments, frechet_distance, frechet_error
 from bsi.metrics.two_sample import PrecisionRecall, kernel_distance, precision_recall
 
 # ---- Fréchet ---------------------------------------------------------------------------------------------------------
@@ -43,12 +43,6 @@ def test_a_large_mean_costs_no_digits() -> None:
     near = Moments.of(x)
     far = sum((Moments.of(part) for part in (x + 1e7).split(9)), Moments.empty(4))
     torch.testing.assert_close(far.covariance, near.covariance, rtol=1e-7, atol=1e-7)
-
-
-def test_trace_of_the_root_is_that_of_sqrtm() -> None:
-    a, b = (Moments.of(features(40, 12, seed)).covariance for seed in (5, 6))
-    general = np.trace(scipy.linalg.sqrtm(a.numpy() @ b.numpy())).real
-    assert trace_sqrt(a, b).item() == pytest.approx(general, rel=1e-10)
 
 
 def test_distance_is_the_textbook_formula() -> None:

@@ -189,13 +189,8 @@ def test_a_folder_is_read_in_order_and_batched_by_size(tmp_path: Path) -> None:
     np.testing.assert_array_equal(batches[0][1].numpy(), picture(4, 5, 1).transpose(2, 0, 1))
 
 
-def test_files_of_every_mode_are_their_rgb_and_unusable_ones_are_named(tmp_path: Path) -> None:
-    color = Image.fromarray(picture(4, 4))
-    for mode in ("L", "P", "RGBA"):
-        color.convert(mode).save(tmp_path / f"{mode}.png")
-        expected = np.asarray(color.convert(mode).convert("RGB")).transpose(2, 0, 1)
-        np.testing.assert_array_equal(next(file_batches([tmp_path / f"{mode}.png"], 1))[0].numpy(), expected)
-    color.convert("CMYK").save(tmp_path / "cmyk.jpg")
+def test_unusable_files_are_named(tmp_path: Path) -> None:
+    Image.fromarray(picture(4, 4)).convert("CMYK").save(tmp_path / "cmyk.jpg")
     with pytest.raises(DataError, match=r"cmyk\.jpg is CMYK"):
         next(file_batches([tmp_path / "cmyk.jpg"], 1))
     (tmp_path / "empty").mkdir()

@@ -212,9 +212,13 @@ def test_damaged_archives_are_rejected_by_name(files: dict[str, bytes], tmp_path
     not (data_folder() / "cifar-10-batches-bin").is_dir(), reason="the real CIFAR-10 is not in the data folder"
 )
 def test_the_real_cifar10_has_the_known_version(tmp_path: Path) -> None:
-    dataset = prepare(Cifar10(data_folder() / "cifar-10-batches-bin").plan(), tmp_path / "cifar10")
-    assert dataset.version == "1bd69bc08ebd3844eb6c65712c3a66e10e01c7717b9c9ada5183fd4969a165a3"
-    assert np.bincount(dataset.labels.train).tolist() == [5000] * 10
+    folder = data_folder() / "cifar-10-batches-bin"
+    with tarfile.open(tmp_path / "cifar.tar", "w") as archive:
+        archive.add(folder, folder.name)
+    for path in (folder, tmp_path / "cifar.tar"):
+        dataset = prepare(Cifar10(path).plan(), tmp_path / f"from-{path.name}")
+        assert dataset.version == "1bd69bc08ebd3844eb6c65712c3a66e10e01c7717b9c9ada5183fd4969a165a3"
+        assert np.bincount(dataset.labels.train).tolist() == [5000] * 10
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,15 @@ def _require(path: Path, found: Collection[str], names: Iterable[str], instead: 
         raise DataError(f"{path} holds no {', '.join(missing[:3])}. {hint}Give {instead}.")
 
 
+def _read(file: Any, most: int) -> bytes:
+    """At most this many bytes, in pieces: a long read of an archive is rejected."""
+    pieces = []
+    while most > 0 and (piece := file.read(min(most, 1 << 20))):
+        pieces.append(piece)
+        most -= len(piece)
+    return b"".join(pieces)
+
+
 # ---- CIFAR-10 --------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +122,7 @@ def _cifar10_parts(path: Path) -> Iterator[Part]:
     with members(path, CIFAR10_FILES, MAX_BYTES["cifar10"]) as found:
         for name, expected in CIFAR10_FILES.items():
             with found[name].open() as file:
-                raw = file.read(MAX_BYTES["cifar10"])
+                raw = _read(file, MAX_BYTES["cifar10"])
             if (sha256 := digest([raw])) != expected:
                 why = f"{name} is damaged: expected sha256 {expected}, found {sha256}"
                 raise DataError(f"{path}: {why}. Download it again.")
@@ -232,7 +241,7 @@ def _idx(path: Path, given: Member, name: str) -> UInt8[np.ndarray, "..."]:
             size = math.prod(shape)
             if header[:4] != bytes([0, 0, 8, axes]) or size > MAX_BYTES["cifar10"]:
                 raise DataError(f"{path}: {name} is not an idx file of bytes with {axes} axes. Download it again.")
-            raw = stream.read(size + 1)
+            raw = _read(stream, size + 1)
             if len(raw) != size:
                 raise EOFError(f"expected {size} bytes, found {len(raw)}")
     except (EOFError, OSError, zlib.error) as error:

@@ -21,16 +21,7 @@ from bsi.oracle import Mixture
 from bsi.rng import SeededNoise
 from bsi.sampler import Sampler
 from bsi.sampling import sample
-from bsi.variance import (
-    OrthonormalBasis,
-    Variance,
-    dct_basis,
-    fit_variance,
-    named_variance,
-    pca_basis,
-    pixel_basis,
-    transition_kl,
-)
+from bsi.variance import OrthonormalBasis, Variance, fit_variance, named_variance, transition_kl
 from repetitions import unchecked
 
 METHODS = [BSI(alpha_M=1e4), BFN(sigma_1=1e-2), VDM(nu_max=1e4)]
@@ -56,10 +47,15 @@ def exact_variance(method: Method, knots: int = 400) -> Variance:
     return Variance(BASIS, low, high, 1 / (1 / SCALES + known[:, None]), torch.arange(3))
 
 
+def basis_of(name: str, x: Tensor) -> OrthonormalBasis:
+    return named_variance(name, METHODS[0], lambda latent, level: latent, x).basis
+
+
 @pytest.mark.parametrize("shape", [(3,), (3, 8), (3, 4, 6)])
 def test_bases_are_orthonormal_and_invertible(shape: tuple[int, ...]) -> None:
     x = normals(0, 200, *shape)
-    for basis in [pixel_basis(shape), pca_basis(x)] + ([dct_basis(x)] if len(shape) > 1 else []):
+    for name in ["pixels", "pca"] + (["dct"] if len(shape) > 1 else []):
+        basis = basis_of(name, x)
         coordinates = basis.coordinates(x)
         assert torch.allclose(coordinates.square().sum(1), x.square().flatten(1).sum(1))
         assert torch.allclose(basis.values(coordinates, x), x)
@@ -67,14 +63,14 @@ def test_bases_are_orthonormal_and_invertible(shape: tuple[int, ...]) -> None:
 
 def test_the_cosine_transform_is_scipys() -> None:
     x = normals(0, 5, 1, 7, 4)
-    ours = dct_basis(x).coordinates(x).reshape(5, 7, 4)
+    ours = basis_of("dct", x).coordinates(x).reshape(5, 7, 4)
     theirs = scipy.fft.dctn(x[:, 0].numpy(), axes=(1, 2), norm="ortho")
     assert torch.allclose(ours.abs(), torch.from_numpy(theirs).abs())
 
 
 def test_pca_diagonalizes_the_covariance() -> None:
     x = normals(0, 5000, 3) * SCALES.sqrt() @ AXES.T
-    covariance = torch.cov(pca_basis(x).coordinates(x).T)
+    covariance = torch.cov(basis_of("pca", x).coordinates(x).T)
     assert torch.allclose(covariance, torch.diag(covariance.diagonal()), atol=1e-10)
 
 

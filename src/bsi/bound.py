@@ -46,6 +46,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 Ids = Int[Tensor, " batch"]
 Data = Float[Tensor, "batch *data"]
+PerSample = Float[Tensor, " batch"]
 
 
 @runtime_checkable
@@ -114,11 +115,11 @@ class EvaluatedModel:
         self,
         predict: Predictor,
         x: Data,
-        level: Float[Tensor, " batch"],
+        level: PerSample,
         eps: Data,
-        gained: Float[Tensor, " batch"] | None = None,
+        gained: PerSample | None = None,
         step_noise: Data | None = None,
-    ) -> Float[Tensor, " batch"]:
+    ) -> PerSample:
         """g = 1/2 level |x - x_hat|^2 in float64: one network evaluation for each sample.
 
         For symbols, or with a variance, and a step that gains the precision `gained`, the step's KL divergence in the

@@ -95,18 +95,8 @@ def cosine_basis(shape: tuple[int, ...], colors: Float[Tensor, "channels channel
     return OrthonormalBasis(shape, (colors, *matrices))
 
 
-def dct_basis(x: Samples) -> OrthonormalBasis:
-    """A cosine transform over space, and the principal axes of the channels of these training samples."""
-    return cosine_basis(tuple(x.shape[1:]), _principal_axes(x.movedim(1, -1).reshape(-1, x.shape[1])))
-
-
-def pca_basis(x: Samples) -> OrthonormalBasis:
-    """The principal axes of these training samples."""
-    axes = _principal_axes(x.flatten(1))
-    return OrthonormalBasis((len(axes),), (axes,))
-
-
 def _principal_axes(rows: Float[Tensor, "rows n"]) -> Float[Tensor, "n n"]:
+    """Eigenvectors of the covariance, as rows, from the largest variance to the smallest."""
     n = rows.shape[1]
     return torch.linalg.eigh(torch.cov(rows.double().T).reshape(n, n)).eigenvectors.T.flip(0)
 
@@ -287,11 +277,12 @@ def named_variance(
     elif name in ("pixels", "learned"):
         basis, groups = pixel_basis(shape), torch.arange(n)
     elif name == "dct":
-        basis, groups = dct_basis(x), frequency_bands(shape)
+        colors = _principal_axes(x.movedim(1, -1).reshape(-1, shape[0]))
+        basis, groups = cosine_basis(shape, colors), frequency_bands(shape)
     elif name == "pca":
         if n > MAX_PCA:
             raise UsageError(f"a basis of principal axes is for at most {MAX_PCA} dimensions, got {n}. Use 'dct'.")
-        basis, groups = pca_basis(x), torch.arange(n)
+        basis, groups = OrthonormalBasis((n,), (_principal_axes(x.flatten(1)),)), torch.arange(n)
     else:
         raise UsageError(f"a variance is one of {', '.join(get_args(VarianceKind)[1:])}, got {name!r}.")
     fitted = fit_variance(method, predict, x, basis, groups, seed, batch_size)

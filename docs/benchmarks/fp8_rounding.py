@@ -3,9 +3,9 @@
     python docs/benchmarks/fp8_rounding.py --seeds 0 1 2 3                       a few minutes per row on a CPU
 
 A DiT on the digits is trained without rounding and once with each kind of rounding, from the same weights, data and
-noise. Formats and scales are those of `bsi.kernels.fused_dit`. The script prints the mean loss of the last fifth of the steps
-and the loss of the final weights on fixed batches without rounding, both relative to the run without rounding: the
-first includes the rounding noise, the second only what was learned.
+noise. Formats and scales are those of `bsi.kernels.fused_dit`. The script prints the mean loss of the last fifth of the
+steps and the loss of the final weights on fixed batches without rounding, both relative to the run without rounding:
+the first includes the rounding noise, the second only what was learned.
 """
 
 import argparse

@@ -125,8 +125,11 @@ class Trained:
     @staticmethod
     def read(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Trained:
         """The weights with their description from a file; raises KeyError or TypeError if it is incomplete."""
-        name: str = "model" if "model" in given else "recipe"
-        recipe = from_plain(ModelSpec if name == "model" else Recipe, given[name], name)
+        recipe: Recipe | ModelSpec
+        if "model" in given:
+            recipe = from_plain(ModelSpec, given["model"], "model")
+        else:
+            recipe = from_plain(Recipe, given["recipe"], "recipe")
         data = from_plain(DataSpec, given["data"], "data")
         return Trained(recipe, data, str(given["network"]), int(given["step"]), weights)
 

@@ -58,7 +58,7 @@ def write_model_folder(trained: Trained, folder: Path, ema: bool = False) -> Pat
 
 
 def _card(trained: Trained, about: dict[str, Any]) -> str:
-    name, training, kind = trained.recipe.name, "", about.get("recipe", about.get("model"))["method"]["kind"]
+    name, training, kind = trained.recipe.name, "", about["recipe" if "recipe" in about else "model"]["method"]["kind"]
     if isinstance(trained.recipe, Recipe):
         data = trained.data.name or "your data"
         training = f", trained on {data} with `bsi train {name}`, step {trained.step}"

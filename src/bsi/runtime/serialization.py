@@ -107,7 +107,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if hint is float and value in ("inf", "-inf", "nan"):
-        return float(typing.cast(str, value))
+        return float(value)
     if hint in (int, bool, str) and type(value) is hint:
         return value
     raise UsageError(f"{where} must be {getattr(hint, '__name__', hint)}: got {value!r:.80}")

@@ -41,6 +41,7 @@ from bsi.studies.outcome import (
     Outcome,
     Results,
     ResultTable,
+    Row,
     Verdict,
     all_of,
     curves,
@@ -253,9 +254,9 @@ def disentangle(results: Results) -> Outcome:
     samplers = samplers_of(scale, scale.most_steps, ours=SOLVER)
     bsi, median = trained["BSI"], "bits/dim of the median image"
     bits = {name: results.image_bits(networks) for name, networks in trained.items()}
-    rows, changes, claims = [], [], []
+    rows, changes, claims = list[Row](), list[Row](), []
     for name, networks in trained.items():
-        row = {"network": name, "bits/dim": None, median: median_of_images(bits[name])}
+        row: Row = {"network": name, "bits/dim": None, median: median_of_images(bits[name])}
         rows.append(row | results.row(networks, samplers))
         if name != "BSI":
             gaps = {unit: results.distance_difference(bsi, networks, how) for unit, how in samplers.items()}

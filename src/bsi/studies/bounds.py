@@ -304,7 +304,7 @@ def _variance_measures(scale: Scale) -> list[Measure]:
 )
 def variance_aware(results: Results) -> Outcome:
     scale, network = results.scale, _network(results.scale)
-    excess = {
+    excess: dict[str, list[Difference]] = {
         kind: [results.finite_gap(_with_variance(scale, k, kind), _with_variance(scale, None)) for k in scale.ks]
         for kind in KINDS
     }

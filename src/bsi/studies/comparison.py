@@ -106,7 +106,7 @@ def comparison_table(
     ]
     for method in comparison.methods:
         networks, (bits, fid) = comparison.networks(method), printed.get(method, ("–", None))
-        row = {"method": method.upper(), "bits/dim": None, "paper's bits/dim": bits}
+        row: Row = {"method": method.upper(), "bits/dim": None, "paper's bits/dim": bits}
         row |= results.row(networks, samplers)
         if "train" in results.scale.references:
             row |= {f"{n}, training set": results.distance(networks, how, "train") for n, how in samplers.items()}

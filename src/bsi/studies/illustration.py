@@ -65,7 +65,15 @@ def _circle(axes: Axes, center: Float[Tensor, " 2"], precision: float) -> None:
 
 
 def _label(axes: Axes, point: list[float], text: str, color: str) -> None:
-    axes.annotate(text, point, xytext=(8, 0), textcoords="offset points", color=color, va="center", fontweight="bold")
+    axes.annotate(
+        text,
+        (point[0], point[1]),
+        xytext=(8, 0),
+        textcoords="offset points",
+        color=color,
+        va="center",
+        fontweight="bold",
+    )
 
 
 def _draw(found: list[Step]) -> Figure:

@@ -122,11 +122,10 @@ def samplers_of(scale: Scale, *steps: int, ours: Sampler = OURS) -> dict[str, Sa
 
 def measures_of(scale: Scale, networks: Iterable[Recipe], samplers: Mapping[str, Sampler]) -> list[Measure]:
     """The bound of each network, and the quality of its samples by each sampler."""
-    return [
-        job
-        for network in networks
-        for job in (bound(scale, network), *(quality(scale, network, sampler) for sampler in samplers.values()))
-    ]
+    jobs: list[Measure] = []
+    for network in networks:
+        jobs += [bound(scale, network), *(quality(scale, network, sampler) for sampler in samplers.values())]
+    return jobs
 
 
 # Names

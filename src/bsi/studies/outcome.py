@@ -46,7 +46,7 @@ PRACTICAL_SHARE = 0.01  # of the value that is compared with
 PerImage = Float64[np.ndarray, "seeds images"]
 Networks = Sequence[Recipe]
 """One network trained from several seeds."""
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 """The cells of a table by column: text, numbers, estimates, or None."""
 
 
@@ -259,7 +259,7 @@ class ResultTable:
 
     @property
     def columns(self) -> list[str]:
-        return list(max(self.rows, key=len))
+        return max((list(row) for row in self.rows), key=len)
 
     def records(self) -> list[dict[str, Any]]:
         """One dictionary for each row; an estimate has two entries, its value and its error."""

@@ -332,7 +332,6 @@ def metrics(tmp: Path) -> Iterator[Item]:
     images = (digits.float() * (255 / 16)).round().to(torch.uint8).expand(-1, 3, -1, -1).contiguous()
     extractor = DigitsFeatures()
     yield item("digits features", extractor(images))
-    yield item("digits classes", extractor.classify(images), rounded=True)
     real, drawn = (standard_normal(seed, torch.arange(64), 0, (8,)).double() for seed in (0, 1))
     drawn = 1.5 * drawn + 0.25
     a, b = Moments.of(drawn), Moments.of(real)

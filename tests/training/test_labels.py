@@ -175,7 +175,7 @@ def test_names_of_classes_go_from_a_folder_into_run_export_and_samples(
     record = json.loads(capsys.readouterr().out)
     assert (record["label"], record["class"]) == (1, "dog")
     assert main(["sample", str(run), "--label", "owls", *wanted]) == 2
-    assert "did you mean 'owl'?" in capsys.readouterr().err
+    assert "Did you mean 'owl'?" in capsys.readouterr().err
     plain = bsi.train(replace(recipe, data=Data("pets")), out=tmp_path / "plain").path
     assert (bsi.load(plain).classes, bsi.load(plain).class_names) == (0, ())
 

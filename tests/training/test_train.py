@@ -463,7 +463,7 @@ def test_our_own_networks_need_no_backbone(tmp_path: Path) -> None:
 
 def test_a_network_for_other_data_is_refused_before_anything_is_recorded(tmp_path: Path) -> None:
     other = build("mlp-8x1", (3, 32, 32), 256)
-    with pytest.raises(UsageError, match=r"different shapes, got \(3, 32, 32\)"):
+    with pytest.raises(UsageError, match=r"one shape, got \(3, 32, 32\)"):
         bsi.train(recipe(steps=1), data=IMAGES, backbone=other, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

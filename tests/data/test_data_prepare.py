@@ -22,8 +22,8 @@ from bsi.values import Bins
 BLOCKS, ROWS = 12, 10
 
 
-def parts_of(blocks: Callable[[int], Iterator[Block]]) -> Callable[[], list[Part]]:
-    return lambda: [Part(BLOCKS * ROWS, blocks)]
+def parts_of(blocks: Callable[[int], Iterator[Block]]) -> list[Part]:
+    return [Part(BLOCKS * ROWS, blocks)]
 
 
 def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
@@ -35,7 +35,6 @@ def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
             images = rng.integers(0, 256, (ROWS, 1, 4, 4), dtype=np.uint8)
             yield Block(images, number % 3 == 2, images[:, 0, 0, 0])
 
-    total = BLOCKS * ROWS
     made = Plan(
         name=name,
         source="noise",
@@ -43,7 +42,6 @@ def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
         kind=Bins.uint8(),
         options={"size": 4},
         input="seeds",
-        total=total,
         parts=parts_of(blocks),
         label_dtype=np.dtype("uint8"),
         skip=skip,
@@ -168,7 +166,7 @@ def test_a_full_disk_is_reported_and_the_preparation_goes_on_later(whole: Datase
     assert json.loads((tmp_path / ".noise.partial" / "state.json").read_text())["items"] == 40
     assert prepare(plan(), tmp_path / "noise").version == whole.version
     with pytest.raises(BsiError, match=r"needs .* free") as caught:
-        prepare(plan(total=10**15), tmp_path / "larger")
+        prepare(plan(parts=[Part(10**15, plan().blocks)]), tmp_path / "larger")
     assert caught.value.code == 1
     assert not (tmp_path / ".larger.partial").exists()
 
@@ -289,7 +287,7 @@ def test_a_split_without_samples_is_refused_when_asked_for(tmp_path: Path) -> No
     with pytest.raises(UsageError, match="splits train and test"):
         dataset.split("validation")
     with pytest.raises(DataError, match="no training samples"):
-        prepare(plan(parts=list), tmp_path / "empty")
+        prepare(plan(parts=[]), tmp_path / "empty")
 
 
 def test_the_digits_are_the_published_ones() -> None:

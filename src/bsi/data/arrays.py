@@ -66,10 +66,21 @@ class Arrays:
                 **({"symbols": kind.count} if isinstance(kind, Symbols) else {}),
             },
             input=digest_file(path),
-            total=sum(len(array) for array in data.values()),
-            parts=partial(_parts, path, kind, self.test_fraction),
+            parts=[Part(len(array), partial(self._blocks, path, split, kind)) for split, array in data.items()],
             label_dtype=np.dtype("<i4") if "train_labels" in arrays else None,
         )
+
+    def _blocks(self, path: Path, split: str, kind: Kind, start: int) -> Iterator[Block]:
+        with ExitStack() as stack:
+            arrays = _opened(path, stack)
+            array, labels = arrays[split], _labels(arrays, split)
+            for rows in array.blocks(start):
+                here = slice(start, start + len(rows))
+                is_test: Any = split == "test"
+                if "test" not in arrays:
+                    is_test = rows_for_testing(start, len(rows), self.test_fraction)
+                yield Block(_stored(rows, kind, array.name, start), is_test, None if labels is None else labels[here])
+                start += len(rows)
 
 
 def _opened(path: Path, stack: ExitStack) -> dict[str, ArrayFile]:
@@ -116,24 +127,6 @@ def _check(array: ArrayFile, first: ArrayFile, kind: Kind) -> None:
 def _labels(arrays: Mapping[str, ArrayFile], split: str) -> Integer[np.ndarray, " count"] | None:
     found = arrays.get(f"{split}_labels")
     return None if found is None else found.labels(len(arrays[split]), 0, MAX_CLASSES - 1)
-
-
-def _parts(path: Path, kind: Kind, test_fraction: float) -> Iterator[Part]:
-    def blocks(split: str, start: int) -> Iterator[Block]:
-        array, labels = arrays[split], _labels(arrays, split)
-        for rows in array.blocks(start):
-            here = slice(start, start + len(rows))
-            is_test: Any = split == "test"
-            if "test" not in arrays:
-                is_test = rows_for_testing(start, len(rows), test_fraction)
-            yield Block(_stored(rows, kind, array.name, start), is_test, None if labels is None else labels[here])
-            start += len(rows)
-
-    with ExitStack() as stack:
-        arrays = _opened(path, stack)
-        for split in ("train", "test"):
-            if split in arrays:
-                yield Part(len(arrays[split]), partial(blocks, split))
 
 
 def _stored(

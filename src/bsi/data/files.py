@@ -91,8 +91,7 @@ def members(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[dic
             if os.path.isdir(path):
                 found = _in_folder(path, wanted)
             else:
-                file = stack.enter_context(open_untrusted(path))
-                found = _in_zip(file, path, max_bytes) if zipfile.is_zipfile(file) else _in_tar(file, path, max_bytes)
+                found = _in_archive(stack.enter_context(open_untrusted(path)), path, max_bytes)
             for member in found:
                 base = PurePosixPath(member.name).name
                 if base in by_name:
@@ -112,29 +111,41 @@ def _in_folder(folder: Path, wanted: Collection[str]) -> Iterator[Member]:
                 yield Member(str(path), path.stat().st_size, partial(open_untrusted, path))
 
 
-def _in_zip(file: BufferedReader, path: Path, max_bytes: int) -> Iterator[Member]:
-    archive = _zip(file, str(path))
+def _in_archive(file: BufferedReader, path: Path, max_bytes: int) -> Iterator[Member]:
+    """The regular files. One header is read at a time: a bomb is rejected before it is decompressed."""
     total = 0
-    for count, info in enumerate(archive.infolist()):
-        kind = stat.S_IFMT(info.external_attr >> 16)
-        total += info.file_size
-        _check(path, info.filename, kind in (0, stat.S_IFREG, stat.S_IFDIR), count, total, max_bytes)
-        if not info.is_dir():
-            yield Member(info.filename, info.file_size, partial(_unzipped, archive, info, str(path)))
+    entries = _zip_entries(file, path) if zipfile.is_zipfile(file) else _tar_entries(file, path)
+    for count, (member, is_file, is_folder) in enumerate(entries):
+        name, parts = member.name, PurePosixPath(member.name.replace("\\", "/"))
+        drive = parts.parts and parts.parts[0].endswith(":")
+        if parts.is_absolute() or ".." in parts.parts or drive or "\0" in name:
+            raise DataError(f"{path} holds {name!r}, a name that leads outside. The archive is not used.")
+        if not (is_file or is_folder):
+            raise DataError(f"{path} holds {name!r}, a link or a device. The archive is not used.")
+        total += member.size
+        if total > max_bytes or count >= MAX_MEMBERS:
+            most = f"{readable_bytes(max_bytes)} or {MAX_MEMBERS} files"
+            raise DataError(f"{path} unpacks to more than {most} (at {name!r}). The archive is not used.")
+        if is_file:
+            yield member
 
 
-def _in_tar(file: BufferedReader, path: Path, max_bytes: int) -> Iterator[Member]:
+def _zip_entries(file: BufferedReader, path: Path) -> Iterator[tuple[Member, bool, bool]]:
+    archive = _zip(file, str(path))
+    for info in archive.infolist():
+        regular = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG, stat.S_IFDIR)
+        member = Member(info.filename, info.file_size, partial(_unzipped, archive, info, str(path)))
+        yield member, regular and not info.is_dir(), regular and info.is_dir()
+
+
+def _tar_entries(file: BufferedReader, path: Path) -> Iterator[tuple[Member, bool, bool]]:
     file.seek(0)
     packed = file.read(2) == b"\x1f\x8b"
     file.seek(0)
     stream = _ShortReads(gzip.GzipFile(fileobj=file) if packed else file, path)
     archive = tarfile.open(fileobj=cast(IO[bytes], stream), mode="r:")  # noqa: SIM115  the members are read later
-    total = 0
-    for count, info in enumerate(archive):  # one header at a time: a bomb is rejected before it is decompressed
-        total += info.size
-        _check(path, info.name, info.isreg() or info.isdir(), count, total, max_bytes)
-        if info.isreg():
-            yield Member(info.name, info.size, partial(archive.extractfile, info))
+    for info in archive:
+        yield Member(info.name, info.size, partial(archive.extractfile, info)), info.isreg(), info.isdir()
 
 
 class _ShortReads:
@@ -148,17 +159,6 @@ class _ShortReads:
         if not 0 <= size <= MAX_READ:
             raise DataError(f"{self.path} has an extended header of {size} bytes, expected a few hundred.")
         return self.stream.read(size)
-
-
-def _check(archive: Path, name: str, regular: bool, count: int, total: int, max_bytes: int) -> None:
-    parts = PurePosixPath(name.replace("\\", "/"))
-    if parts.is_absolute() or ".." in parts.parts or (parts.parts and parts.parts[0].endswith(":")) or "\0" in name:
-        raise DataError(f"{archive} holds {name!r}, a name that leads outside. The archive is not used.")
-    if not regular:
-        raise DataError(f"{archive} holds {name!r}, a link or a device. The archive is not used.")
-    if total > max_bytes or count >= MAX_MEMBERS:
-        most = f"{readable_bytes(max_bytes)} or {MAX_MEMBERS} files"
-        raise DataError(f"{archive} unpacks to more than {most} (at {name!r}). The archive is not used.")
 
 
 def _zip(stream: BufferedIOBase, name: str) -> zipfile.ZipFile:

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,6 @@ from bsi.values import Bins
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 MAX_PIXELS = 1 << 26
-MAX_THREADS = 8
 DEFAULT_SIZE = 64
 GRAY = ("1", "L", "LA")  # modes
 HUB_LABELS = ("label", "labels")  # columns
@@ -48,18 +47,24 @@ Resampling = Literal["lanczos", "bicubic", "bilinear", "box"]
 # ---- Decoding --------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """A decoder given damaged data may raise anything."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{name} cannot be decoded ({type(error).__name__}: {error})") from error
+
+
 def open_image(path: Path, name: str) -> Image.Image:
     """The image in a file, upright and opaque, with 8 bits per channel. Errors begin with `name`."""
     with open_untrusted(path) as file:
         if not os.fstat(file.fileno()).st_size:
             raise DataError(f"{name} is empty")
-        try:
-            with Image.open(file, formats=FORMATS) as image:
-                return checked(image, name)
-        except DataError:
-            raise
-        except Exception as error:  # a decoder given damaged data may raise anything
-            raise DataError(f"{name} cannot be decoded ({type(error).__name__}: {error})") from error
+        with _decoding(name), Image.open(file, formats=FORMATS) as image:
+            return checked(image, name)
 
 
 def checked(image: Image.Image, name: str) -> Image.Image:
@@ -114,9 +119,14 @@ class Item(NamedTuple):
     load: Callable[[], Image.Image]
 
 
+Items = Callable[[], Iterator[Item]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
     """The options of sources of images; see `bsi data --help`."""
+
+    threads: ClassVar[int] = min(8, os.cpu_count() or 1)
 
     size: int | None = None
     channels: int | Literal["auto"] = "auto"
@@ -132,9 +142,9 @@ class ImageOptions:
         check_fraction(self.test_fraction)
 
     def planned(
-        self, headers: Counter[Header], items: Callable[[], Iterator[Item]], threads: int, described: dict[str, Any]
+        self, items: Items, total: int, headers: Counter[Header], options: dict[str, str], **described: Any
     ) -> Plan:
-        """The plan of images whose size and channels, if they are not given, are chosen by the headers.
+        """The plan of `total` images whose size and channels, if they are not given, are chosen by the headers.
 
         Images are gray if all of them are stored as gray. Their size is their smaller side, if that is the same for all
         of them and at most 64; otherwise it is 64.
@@ -145,26 +155,23 @@ class ImageOptions:
             size = min(*sides, DEFAULT_SIZE) if len(sides) == 1 else DEFAULT_SIZE
             notes.append(f"--size was not given: images are stored as {size} x {size} pixels")
         if wide := sum(count for (_, width, height), count in headers.items() if width != height):
-            total = headers.total()
-            notes.append(f"{wide} of {total} images are not square: their largest centered square is used")
+            notes.append(f"{wide} of {headers.total()} images are not square: their largest centered square is used")
         if channels == "auto":
             channels = 1 if headers and all(mode in GRAY for mode, _, _ in headers) else 3
             if channels == 1:
                 notes.append("all images are gray: they are stored with one channel (--channels 3 for color)")
-        form = {"size": size, "channels": channels, "resampling": self.resampling}
-        described["options"] = form | described["options"]
         return Plan(
             **described,
             shape=(channels, size, size),
             kind=Bins.uint8(),
-            parts=lambda: [Part(described["total"], partial(self._blocks, items, size, channels, threads))],
+            options={"size": size, "channels": channels, "resampling": self.resampling, **options},
+            parts=[Part(total, partial(self._blocks, items, size, channels))],
+            label_dtype=np.dtype("<i4") if "labels" in options else None,
             skip=self.skip,
             notes=tuple(notes),
         )
 
-    def _blocks(
-        self, items: Callable[[], Iterator[Item]], size: int, channels: int, threads: int, start: int
-    ) -> Iterator[Block]:
+    def _blocks(self, items: Items, size: int, channels: int, start: int) -> Iterator[Block]:
         def read(item: Item) -> UInt8[np.ndarray, "c size size"] | str:
             try:
                 return pixels(item.load(), item.name, size, channels, self.resampling)
@@ -172,7 +179,7 @@ class ImageOptions:
                 return str(error)
 
         rest = itertools.islice(items(), start, None)
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(self.threads) as pool:
             while batch := list(itertools.islice(rest, max(1, min(512, BLOCK_BYTES // (channels * size**2))))):
                 found = list(pool.map(read, batch))
                 used = np.array([not isinstance(image, str) for image in found])
@@ -217,19 +224,19 @@ class Folder(ImageOptions):
             raise DataError(f"{path} holds no images ({', '.join(SUFFIXES)}). Give the folder of images with --from.")
         classes = check_classes(sorted(found))
         if len(classes) == 1:
-            inside = f"all images of {path} are in {classes[0]}, which makes one class"
-            raise DataError(f"{inside}. Use --from {path / classes[0]} if it holds the classes, or omit --labels.")
-        described = {
-            "name": path.resolve().name,
-            "source": f"the images of a folder {path.resolve().name!r}, cropped to their largest centered square",
-            "options": {"split": f"an image is for testing if sha256(relative path) < {self.test_fraction}"}
+            fix = f"Use --from {path / classes[0]} if it holds the classes, or omit --labels."
+            raise DataError(f"all images of {path} are in {classes[0]}, which makes one class. {fix}")
+        return self.planned(
+            partial(self._items, classes),
+            total,
+            headers,
+            {"split": f"an image is for testing if sha256(relative path) < {self.test_fraction}"}
             | ({"labels": "the folder below the root"} if self.labels else {}),
-            "input": listing.hexdigest(),
-            "total": total,
-            "label_dtype": np.dtype("<i4") if self.labels else None,
-            "classes": classes,
-        }
-        return self.planned(headers, lambda: self._items(classes), min(MAX_THREADS, os.cpu_count() or 1), described)
+            name=path.resolve().name,
+            source=f"the images of a folder {path.resolve().name!r}, cropped to their largest centered square",
+            input=listing.hexdigest(),
+            classes=classes,
+        )
 
     def _items(self, classes: tuple[str, ...]) -> Iterator[Item]:
         path, numbers = self.path.expanduser(), {name: number for number, name in enumerate(classes)}
@@ -260,6 +267,7 @@ class HuggingFace(ImageOptions):
     """
 
     summary: ClassVar[str] = "a Hugging Face dataset of images: --from OWNER/NAME, --column, --revision, as for folder"
+    threads: ClassVar[int] = 1  # the package decodes
 
     path: str
     column: str = "image"
@@ -275,21 +283,18 @@ class HuggingFace(ImageOptions):
                 with suppress(DataError):  # reported when the row is read
                     image = self._image(part, index)
                     headers[image.mode, *image.size] += 1
+        split = "by name" if "test" in parts else f"row i is for testing if hash(i) < {self.test_fraction}"
         taken = f"column {self.column!r}, cropped to the largest centered square"
-        described = {
-            "name": self.path.rsplit("/", 1)[-1],
-            "source": f"Hugging Face dataset {self.path}, {taken}",
-            "options": {
-                "revision": self.revision,
-                "split": "by name" if "test" in parts else f"row i is for testing if hash(i) < {self.test_fraction}",
-                **({"labels": column} if column else {}),
-            },
-            "input": fingerprint([self.path, self.column, counts]),
-            "total": sum(counts.values()),
-            "label_dtype": np.dtype("<i4") if column else None,
-            "classes": classes,
-        }
-        return self.planned(headers, partial(self._items, parts, column), 1, described)
+        return self.planned(
+            partial(self._items, parts, column),
+            sum(counts.values()),
+            headers,
+            {"revision": self.revision, "split": split, **({"labels": column} if column else {})},
+            name=self.path.rsplit("/", 1)[-1],
+            source=f"Hugging Face dataset {self.path}, {taken}",
+            input=fingerprint([self.path, self.column, counts]),
+            classes=classes,
+        )
 
     def _parts(self) -> dict[str, Any]:
         """The hub's parts by the names of splits."""
@@ -303,10 +308,10 @@ class HuggingFace(ImageOptions):
         parts = {split: loaded[name] for split, name in names.items() if name in loaded}
         if "train" not in parts:
             raise DataError(f"{self.path!r} has no part named train; it has {', '.join(loaded)}.")
-        for part in parts.values():
-            if self.column not in part.column_names:
-                has = ", ".join(part.column_names)
-                raise UsageError(f"{self.path!r} has no column {self.column!r}; it has {has}. Choose a --column.")
+        if self.column not in (has := parts["train"].column_names):
+            raise UsageError(
+                f"{self.path!r} has no column {self.column!r}; it has {', '.join(has)}. Choose a --column."
+            )
         return parts
 
     def _items(self, parts: Mapping[str, Any], column: str) -> Iterator[Item]:
@@ -320,10 +325,8 @@ class HuggingFace(ImageOptions):
 
     def _image(self, part: Any, index: int) -> Image.Image:
         name = f"row {index}"
-        try:
+        with _decoding(name):
             image = part[index][self.column]
-        except Exception as error:  # the package decodes the image here
-            raise DataError(f"{name} cannot be decoded ({type(error).__name__}: {error})") from error
         if not isinstance(image, Image.Image):
             raise DataError(f"{name} holds a {type(image).__name__}, not an image")
         return checked(image, name)

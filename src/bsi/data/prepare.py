@@ -1,10 +1,10 @@
 """Prepare a dataset from a source.
 
-A source describes what it will write before it reads a row (`Plan`), and then yields the rows in blocks, in a fixed
-order. They are appended to files in a hidden folder next to the target: the memory is that of one block. Every few
-seconds, and when interrupted, the files are synced together with the number of input items consumed: the same command
-resumes from there. The headers, which hold the number of rows, and the manifest are written last; then the folder is
-renamed. A folder of the target's name is therefore always a complete dataset.
+A source is a frozen dataclass of options whose `plan()` describes what will be written before a row is read. The rows
+then arrive in blocks, in a fixed order, and are appended to files in a hidden folder next to the target: the memory is
+that of one block. Every few seconds, and when interrupted, the files are synced together with the number of input items
+consumed, and the same command resumes from there. The headers, which hold the number of rows, and the manifest are
+written last; then the folder is renamed. A folder of the target's name is therefore always a complete dataset.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Bool, Integer, Shaped
 
 from bsi.data.files import BLOCK_BYTES, HEADER_BYTES, ArrayFile, header_bytes
-from bsi.data.store import FORMAT, MANIFEST, Dataset, FileRecord, Manifest, open_dataset
+from bsi.data.store import FORMAT, MANIFEST, SPLITS, Dataset, FileRecord, Manifest, open_dataset
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import FULL, cannot_write, digest_file, fingerprint, make_folder, sync_folder, write_text
 from bsi.progress import Progress, readable_bytes
@@ -65,7 +65,7 @@ class Block:
 
 
 class Part(NamedTuple):
-    """A part of the input, such as a file, of `items` items. `blocks(i)` yields those from its item i on."""
+    """A part of the input, such as a file, of `items` items. `blocks(i)` reads those from its item i on."""
 
     items: int
     blocks: Callable[[int], Iterable[Block]]
@@ -91,8 +91,7 @@ class Plan:
 
     Attributes:
         kind: What stored integers are; None for continuous data, stored as float32.
-        total: Number of input items, and an upper bound on the number of rows.
-        parts: Opens the input and yields its parts, the same ones in every call.
+        parts: The input, in order.
         skip: How many unreadable items may be skipped.
     """
 
@@ -102,12 +101,16 @@ class Plan:
     kind: Bins | Symbols | None
     options: Mapping[str, Any]
     input: str
-    total: int
-    parts: Callable[[], Iterable[Part]]
+    parts: Sequence[Part]
     label_dtype: np.dtype | None = None
     classes: tuple[str, ...] = ()
     skip: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Number of input items, and an upper bound on the number of rows."""
+        return sum(part.items for part in self.parts)
 
     @property
     def dtype(self) -> np.dtype:
@@ -118,22 +121,16 @@ class Plan:
         """A hash of everything that determines the rows."""
         return fingerprint([FORMAT, self.name, list(self.shape), self.dtype.str, dict(self.options), self.input])
 
-    def layout(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """The dtype and shape of a row of each file."""
-        rows = {"train": (self.dtype, self.shape), "test": (self.dtype, self.shape)}
-        labels = self.label_dtype
-        return rows if labels is None else {**rows, "train_labels": (labels, ()), "test_labels": (labels, ())}
-
     def blocks(self, start: int) -> Iterator[Block]:
         """The rows of the input items from `start` on."""
-        for part in self.parts():
+        for part in self.parts:
             if start < part.items:
                 yield from part.blocks(start)
             start = max(0, start - part.items)
 
 
 class Source(Protocol):
-    """The origin of a dataset: a frozen dataclass of options, `path` among them if it needs one."""
+    """The origin of a dataset. `path` is among its options if it needs one."""
 
     summary: ClassVar[str]
 
@@ -214,11 +211,15 @@ def _write(plan: Plan, folder: Path) -> None:
 class _Staging:
     """The hidden folder of an incomplete dataset: append-only files, and a note of how much of them is valid.
 
-    The note is replaced as one object, so that an interruption finds the old or the new one.
+    `layout` has the dtype and shape of a row of each file. The note is replaced as one object, so that an interruption
+    finds the old or the new one.
     """
 
     def __init__(self, path: Path, plan: Plan) -> None:
-        self.path, self.plan, self.layout = path, plan, plan.layout()
+        self.path, self.plan = path, plan
+        self.layout: dict[str, tuple[np.dtype, tuple[int, ...]]] = dict.fromkeys(SPLITS, (plan.dtype, plan.shape))
+        if plan.label_dtype is not None:
+            self.layout |= {f"{split}_labels": (plan.label_dtype, ()) for split in SPLITS}
         note = self._resumable()
         if note is None:
             shutil.rmtree(path, ignore_errors=True)
@@ -305,7 +306,7 @@ class _Staging:
         manifest = Manifest(
             name=name,
             source=plan.source,
-            counts={split: counts[split] for split in ("train", "test")},
+            counts={split: counts[split] for split in SPLITS},
             shape=plan.shape,
             dtype=plan.dtype.name,
             kind=_fitted(plan.kind, paths[0]),

@@ -21,7 +21,7 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,12 +60,7 @@ IDX_FILES = {f"{name}-ubyte{end}": name for name in IDX for end in ("", ".gz")}
 IDX_FILES |= {file.replace("-idx", ".idx"): name for file, name in IDX_FILES.items()}  # the other published spelling
 
 PICKLES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz", "train_data_batch_1")
-MAX_BYTES = {"cifar10": 1 << 30, "imagenet": 64 << 30}  # unpacked
-
-
-def _plan(name: str, source: str, shape: tuple[int, ...], **described: Any) -> Plan:
-    """The plan of 8-bit images without options."""
-    return Plan(name, source, shape, Bins.uint8(), {}, **{"label_dtype": np.dtype("uint8"), **described})
+MAX_BYTES, MAX_IMAGENET_BYTES = 1 << 30, 64 << 30  # unpacked
 
 
 def _require(path: Path, found: Collection[str], names: Iterable[str], instead: str) -> None:
@@ -98,17 +93,34 @@ class Cifar10:
 
     def plan(self) -> Plan:
         path = _downloaded() if self.path is None else self.path.expanduser()
-        with members(path, {*CIFAR10_FILES, *PICKLES, CIFAR10_NAMES}, MAX_BYTES["cifar10"]) as found:
+        parts, classes = [], []
+        with members(path, {*CIFAR10_FILES, *PICKLES, CIFAR10_NAMES}, MAX_BYTES) as found:
             _require(path, found, CIFAR10_FILES, f"the binary version ({CIFAR10}), packed or unpacked")
-            names: list[str] = []
+            for name, expected in CIFAR10_FILES.items():
+                with found[name].open() as file:
+                    raw = _read(file, MAX_BYTES)
+                if (sha256 := digest([raw])) != expected:
+                    why = f"{name} is damaged: expected sha256 {expected}, found {sha256}"
+                    raise DataError(f"{path}: {why}. Download it again.")
+                records = np.frombuffer(raw, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
+                images = records[:, 1:].reshape(-1, 3, 32, 32)
+                parts.append(array_part(images, records[:, 0], name == "test_batch.bin"))
             if CIFAR10_NAMES in found:
                 with found[CIFAR10_NAMES].open() as file:
-                    names = file.read(1024).decode("ascii", "backslashreplace").split()
-                if len(names) != 10:
-                    raise DataError(f"{path}: {CIFAR10_NAMES} holds {len(names)} names of ten. Download it again.")
-        total = sum(part.items for part in _cifar10_parts(path))  # reads every file
-        described = {"input": fingerprint(CIFAR10_FILES), "total": total, "classes": check_classes(names)}
-        return _plan("cifar10", CIFAR10, (3, 32, 32), parts=partial(_cifar10_parts, path), **described)
+                    classes = file.read(1024).decode("ascii", "backslashreplace").split()
+                if len(classes) != 10:
+                    raise DataError(f"{path}: {CIFAR10_NAMES} holds {len(classes)} names of ten. Download it again.")
+        return Plan(
+            name="cifar10",
+            source=CIFAR10,
+            shape=(3, 32, 32),
+            kind=Bins.uint8(),
+            options={},
+            input=fingerprint(CIFAR10_FILES),
+            parts=parts,
+            label_dtype=np.dtype("uint8"),
+            classes=check_classes(classes),
+        )
 
 
 def _downloaded() -> Path:
@@ -116,18 +128,6 @@ def _downloaded() -> Path:
     folder = data_folder() / "cifar-10-batches-bin"
     archive = data_folder() / "cifar-10-binary.tar.gz"
     return folder if folder.is_dir() else download(CIFAR10, archive, CIFAR10_SHA256, "give it with --from")
-
-
-def _cifar10_parts(path: Path) -> Iterator[Part]:
-    with members(path, CIFAR10_FILES, MAX_BYTES["cifar10"]) as found:
-        for name, expected in CIFAR10_FILES.items():
-            with found[name].open() as file:
-                raw = _read(file, MAX_BYTES["cifar10"])
-            if (sha256 := digest([raw])) != expected:
-                why = f"{name} is damaged: expected sha256 {expected}, found {sha256}"
-                raise DataError(f"{path}: {why}. Download it again.")
-            records = np.frombuffer(raw, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
-            yield array_part(records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0], name == "test_batch.bin")
 
 
 # ---- Downsampled ImageNet --------------------------------------------------------------------------------------------
@@ -153,9 +153,25 @@ class ImageNet32:
                         raise UsageError(f"{data.name} holds {data.shape} of {data.dtype}, {expected}.")
                     counts[name] = (len(data), found[name].size)
                 progress.advance()
-        described: dict[str, Any] = {"input": fingerprint(counts), "total": sum(count for count, _ in counts.values())}
-        described |= {"parts": partial(_imagenet_parts, path, size, counts), "label_dtype": np.dtype("<u2")}
-        return _plan(f"imagenet{size}", IMAGENET, (3, size, size), **described)
+        return Plan(
+            name=f"imagenet{size}",
+            source=IMAGENET,
+            shape=(3, size, size),
+            kind=Bins.uint8(),
+            options={},
+            input=fingerprint(counts),
+            parts=[Part(count, partial(self._blocks, path, name, count)) for name, (count, _) in counts.items()],
+            label_dtype=np.dtype("<u2"),
+        )
+
+    def _blocks(self, path: Path, name: str, count: int, start: int) -> Iterator[Block]:
+        with _batches(path) as found, _opened(found, name) as batch:
+            with batch.array("labels") as array:  # before the images: alternating would rewind a nested archive
+                labels = array.labels(count, 1, 1000)[start:] - 1
+            with batch.array("data") as data:
+                for rows in data.blocks(start):
+                    here, labels = labels[: len(rows)], labels[len(rows) :]
+                    yield Block(rows.reshape(-1, 3, self.size, self.size), name == "val_data.npz", here)
 
 
 @dataclass(frozen=True)
@@ -172,28 +188,13 @@ def _batches(path: Path) -> Iterator[dict[str, Member]]:
     with ExitStack() as stack:
         found: dict[str, Member] = {}
         for place in [path, *sorted(path.glob("*.zip"))] if os.path.isdir(path) else [path]:
-            found = stack.enter_context(members(place, (*BATCHES, *PICKLES), MAX_BYTES["imagenet"])) | found
+            found = stack.enter_context(members(place, (*BATCHES, *PICKLES), MAX_IMAGENET_BYTES)) | found
         _require(path, found, BATCHES, f"the npz version from {IMAGENET}")
         yield found
 
 
 def _opened(found: dict[str, Member], name: str) -> NpzFile:
     return NpzFile(found[name].open(), found[name].name)
-
-
-def _imagenet_parts(path: Path, size: int, counts: Mapping[str, tuple[int, int]]) -> Iterator[Part]:
-    def blocks(name: str, count: int, start: int) -> Iterator[Block]:
-        with _opened(found, name) as batch:
-            with batch.array("labels") as array:  # before the images: alternating would rewind a nested archive
-                labels = array.labels(count, 1, 1000)[start:] - 1
-            with batch.array("data") as data:
-                for rows in data.blocks(start):
-                    here, labels = labels[: len(rows)], labels[len(rows) :]
-                    yield Block(rows.reshape(-1, 3, size, size), name == "val_data.npz", here)
-
-    with _batches(path) as found:
-        for name, (count, _) in counts.items():
-            yield Part(count, partial(blocks, name, count))
 
 
 # ---- MNIST -----------------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ class Mnist:
 
     def plan(self) -> Plan:
         path = self.path.expanduser()
-        with members(path, IDX_FILES, MAX_BYTES["cifar10"]) as members_found:
+        with members(path, IDX_FILES, MAX_BYTES) as members_found:
             found = {IDX_FILES[name]: member for name, member in members_found.items()}
             _require(path, found, IDX, "the folder with MNIST's four idx files")
             train, train_labels, test, test_labels = (_idx(path, found[name], name) for name in IDX)
@@ -217,16 +218,15 @@ class Mnist:
             if rows.shape[1:] != train.shape[1:] or labels.shape != rows.shape[:1]:
                 shapes = f"images of shape {rows.shape} and labels of shape {labels.shape}"
                 raise DataError(f"{path} holds {shapes}. Download them again.")
-        return _plan(
-            "mnist",
-            "MNIST (LeCun, Cortes and Burges, 1998)",
-            (1, *train.shape[1:]),
+        return Plan(
+            name="mnist",
+            source="MNIST (LeCun, Cortes and Burges, 1998)",
+            shape=(1, *train.shape[1:]),
+            kind=Bins.uint8(),
+            options={},
             input=fingerprint([digest([array.tobytes()]) for array in (train, test, train_labels, test_labels)]),
-            total=len(train) + len(test),
-            parts=lambda: [
-                array_part(train[:, None], train_labels, False),
-                array_part(test[:, None], test_labels, True),
-            ],
+            parts=[array_part(train[:, None], train_labels, False), array_part(test[:, None], test_labels, True)],
+            label_dtype=np.dtype("uint8"),
         )
 
 
@@ -239,7 +239,7 @@ def _idx(path: Path, given: Member, name: str) -> UInt8[np.ndarray, "..."]:
             header = stream.read(4 + 4 * axes)
             shape = tuple(int.from_bytes(header[i : i + 4], "big") for i in range(4, 4 + 4 * axes, 4))
             size = math.prod(shape)
-            if header[:4] != bytes([0, 0, 8, axes]) or size > MAX_BYTES["cifar10"]:
+            if header[:4] != bytes([0, 0, 8, axes]) or size > MAX_BYTES:
                 raise DataError(f"{path}: {name} is not an idx file of bytes with {axes} axes. Download it again.")
             raw = _read(stream, size + 1)
             if len(raw) != size:
@@ -276,12 +276,6 @@ class Binary:
         if not isinstance(images.kind, Bins) or len(images.shape) != 3 or images.shape[0] != 1:
             expected = "gray images, of shape (1, height, width): prepare them with --channels 1"
             raise UsageError(f"{self.path} holds samples of shape {images.shape}, expected {expected}.")
-        white = images.kind.count - 1
-
-        def blocks(start: int) -> Iterator[Block]:
-            for block in images.blocks(start):
-                yield replace(block, rows=self._binary(block.rows, white))
-
         how = "at random" if self.stochastic else f"above {self.threshold or 0.5:g}"
         return replace(
             images,
@@ -289,7 +283,7 @@ class Binary:
             source=f"{images.source}, binarized",
             kind=Symbols(2),
             options={**images.options, "binary": how},
-            parts=lambda: [Part(images.total, blocks)],
+            parts=[Part(images.total, partial(self._blocks, images, images.kind.count - 1))],
         )
 
     def _images(self) -> Plan:
@@ -300,11 +294,12 @@ class Binary:
         is_mnist = any((path / name).is_file() for name in IDX_FILES)
         return Mnist(path).plan() if is_mnist else Folder(path, channels=1).plan()
 
-    def _binary(self, rows: Shaped[np.ndarray, "n c h w"], white: int) -> UInt8[np.ndarray, "n c h w"]:
-        levels = np.full(rows.shape, self.threshold or 0.5)
-        for image, level in zip(rows, levels, strict=True) if self.stochastic else ():
-            level[:] = _uniforms(image)
-        return (rows / white > levels).astype(np.uint8)
+    def _blocks(self, images: Plan, white: int, start: int) -> Iterator[Block]:
+        for block in images.blocks(start):
+            levels = np.full(block.rows.shape, self.threshold or 0.5)
+            for image, level in zip(block.rows, levels, strict=True) if self.stochastic else ():
+                level[:] = _uniforms(image)
+            yield replace(block, rows=(block.rows / white > levels).astype(np.uint8))
 
 
 def _uniforms(image: Shaped[np.ndarray, "c h w"]) -> Shaped[np.ndarray, "c h w"]:
@@ -325,8 +320,7 @@ def _of_dataset(name: str) -> Plan:
         kind=dataset.bins,
         options=dataset.manifest.options,
         input=dataset.version,
-        total=len(dataset.train) + len(dataset.test),
-        parts=lambda: [array_part(dataset.train, train, False), array_part(dataset.test, test, True)],
+        parts=[array_part(dataset.train, train, False), array_part(dataset.test, test, True)],
         label_dtype=None if train is None else train.dtype,
         classes=dataset.manifest.classes,
     )

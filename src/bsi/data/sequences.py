@@ -37,6 +37,12 @@ SHOWN = 20  # characters in a note
 MIDDLE = 2**15  # the bin index of silence
 
 
+def _check(length: int, test_fraction: float) -> None:
+    if length < 1:
+        raise UsageError(f"length must be at least 1, got {length}.")
+    check_fraction(test_fraction)
+
+
 # ---- Text ------------------------------------------------------------------------------------------------------------
 
 
@@ -52,8 +58,7 @@ class Text:
     test_fraction: float = 0.1
 
     def plan(self) -> Plan:
-        _check_length(self.length)
-        check_fraction(self.test_fraction)
+        _check(self.length, self.test_fraction)
         path, chars = self.path.expanduser(), self.vocabulary == "chars"
         names = walk(path, (".txt",)) if os.path.isdir(path) else [""]
         files = [_TextFile.at(path, name, chars, self.test_fraction) for name in names]
@@ -77,8 +82,7 @@ class Text:
         symbols.latent_shape((self.length,))  # raises for samples that are too large when they are embedded
         samples = {split: count // self.length for split, count in counts.items()}
         if not samples["train"]:
-            found = f"{path} holds {counts['train']} symbols for training"
-            raise DataError(f"{found}, fewer than one sample. Choose a smaller --length.")
+            raise DataError(f"{path} holds only {counts['train']} symbols for training. Choose a smaller --length.")
         new = [repr(chr(code)) for code in np.flatnonzero(seen["test"] & ~seen["train"]).tolist()]
         listed = ", ".join(new[:SHOWN]) + (f" and {len(new) - SHOWN} more" if len(new) > SHOWN else "")
         return Plan(
@@ -92,10 +96,7 @@ class Text:
                 "split": f"the last {self.test_fraction:g} of each file is for testing",
             },
             input=contents.hexdigest(),
-            total=sum(samples.values()),
-            parts=lambda: [
-                Part(count, partial(self._blocks, files, symbols, split)) for split, count in samples.items()
-            ],
+            parts=[Part(count, partial(self._blocks, files, symbols, split)) for split, count in samples.items()],
             notes=(f"unknown in training, they occur in the test set only: {listed}",) if new else (),
         )
 
@@ -112,11 +113,6 @@ class Text:
                 rows, rest = rest[:usable].reshape(-1, self.length), rest[usable:]
                 if usable:
                     yield Block(rows, split == "test")
-
-
-def _check_length(length: int) -> None:
-    if length < 1:
-        raise UsageError(f"length must be at least 1, got {length}.")
 
 
 @dataclass(frozen=True)
@@ -158,8 +154,8 @@ class _TextFile:
                     text = decoder.decode(data, final=first == end)
                 except UnicodeDecodeError as error:
                     at, byte = first - len(error.object) + error.start, error.object[error.start]
-                    fix = "Convert it, or use --vocabulary bytes."
-                    raise DataError(f"{self.path} is not text in UTF-8: byte {at} is {byte:#04x}. {fix}") from error
+                    found = f"is not text in UTF-8: byte {at} is {byte:#04x}"
+                    raise DataError(f"{self.path} {found}. Convert it, or use --vocabulary bytes.") from error
                 if "\0" in text:
                     raise DataError(f"{self.path} is binary: it holds zero bytes. Give text, or --vocabulary bytes.")
                 yield np.frombuffer(text.encode("utf-32-le"), "<u4")
@@ -179,8 +175,7 @@ class Wav:
     test_fraction: float = 0.1
 
     def plan(self) -> Plan:
-        _check_length(self.length)
-        check_fraction(self.test_fraction)
+        _check(self.length, self.test_fraction)
         path = self.path.expanduser()
         counts, listing = dict[str, int](), hashlib.sha256()
         first: tuple[str, int, int] | None = None
@@ -208,8 +203,7 @@ class Wav:
                 "split": f"a file is for testing if sha256(relative path) < {self.test_fraction}",
             },
             input=listing.hexdigest(),
-            total=sum(counts.values()),
-            parts=lambda: [Part(count, partial(self._blocks, path / name, name)) for name, count in counts.items()],
+            parts=[Part(count, partial(self._blocks, path / name, name)) for name, count in counts.items()],
         )
 
     def _blocks(self, path: Path, name: str, start: int) -> Iterator[Block]:

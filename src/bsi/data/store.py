@@ -33,6 +33,7 @@ DIGITS = Path(str(resources.files("bsi.data"))) / "digits"  # part of the packag
 FORMAT = 1
 MANIFEST = "manifest.json"
 KINDS: dict[str, type[DataKind]] = {"bins": Bins, "symbols": Symbols, "standardize": Standardize}
+SPLITS = ("train", "test")
 FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy")
 AGAIN = "Delete its folder and prepare the dataset again."
 OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER"}  # sources of one's own data, and what they are made from

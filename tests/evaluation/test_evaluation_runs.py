@@ -198,9 +198,10 @@ def test_a_bound_is_told_though_the_evaluation_after_it_fails(runs, capsys, monk
 
 def test_other_data_than_the_run_s_own_must_be_named(runs):
     run = open_run(runs[0], ALONE)
+    other = replace(run, trained=replace(run.trained, data=replace(run.trained.data, version="0" * 64)))
     with pytest.raises(DataError, match="not the one"):
-        open_split(replace(run, dataset_version="0" * 64), "test")
-    assert open_split(replace(run, dataset_version="0" * 64), "test", "digits").name == "test"
+        open_split(other, "test")
+    assert open_split(other, "test", "digits").name == "test"
 
 
 def test_an_exported_file_is_evaluated_like_its_run(runs, capsys, tmp_path):
@@ -353,8 +354,6 @@ def test_too_few_samples_are_refused_and_few_are_warned_of(runs, tmp_path, monke
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     run = open_run(runs[0], ALONE)
     split = open_split(run, "test")
-    with pytest.raises(UsageError, match="num=0"):
-        measure_quality(run.model, split, Sampler(steps=2), 0, Averages(), ALONE)
     with pytest.raises(DataError, match="at least 2"):
         measure_quality(run.model, split, Sampler(steps=2), 1, Averages(), ALONE)
     with pytest.warns(QualityWarning, match="singular"):

@@ -40,10 +40,11 @@ class Export:
             return answer(self.json, {"file": str(path), "bytes": path.stat().st_size}, path)
         if self.out is not None or self.sigma_rel is not None:
             raise UsageError("--hub-folder cannot be combined with --out and --sigma-rel: leave them out")
-        from bsi.runtime.hub import upload, write_hub_folder
+        from bsi.runtime.export import read_trained
+        from bsi.runtime.hub import upload, write_model_folder
 
         make_folder(self.hub_folder, "--hub-folder")
-        write_hub_folder(self.run, self.hub_folder, not self.weights, self.step)
+        write_model_folder(read_trained(self.run, not self.weights, self.step), self.hub_folder)
         address = None if self.upload is None else upload(self.hub_folder, self.upload)
         record = {"folder": str(self.hub_folder), "address": address}
         return answer(self.json, record, address or self.hub_folder)

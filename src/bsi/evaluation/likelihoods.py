@@ -70,32 +70,32 @@ def audit(run: Run, split: Split, limit: int, steps: int, kind: str, draws: int,
     """
     subject, model = evaluated(run, split, limit), run.model
     data = as_source(split.rows, model.device).take(subset(len(split.rows), subject.count))
+    rows: list[Likelihood] = []
 
-    def bound(name: str, k: int | None, variance: Variance | None = None) -> tuple[Likelihood, Elbo]:
-        estimator = Estimator(MEASURE, RECON, finite_k=k, seed=seed)
-        found = estimate(replace(subject, variance=variance), estimator, progress=True)
-        return Likelihood(f"bound, {name}", float(found), found.monte_carlo_error, len(found.nats)), found
+    def bound(name: str, k: int | None, variance: Variance | None = None) -> Elbo:
+        found = estimate(
+            replace(subject, variance=variance), Estimator(MEASURE, RECON, finite_k=k, seed=seed), progress=True
+        )
+        rows.append(Likelihood(f"bound, {name}", float(found), found.monte_carlo_error, len(found.nats)))
+        return found
 
-    first, infinite = bound("infinitely many steps", None)
-    last, finite = bound(f"{steps} steps, the paper's transition", steps)
-    rows, variance = [first, last], None
+    infinite, variance = bound("infinitely many steps", None), None
+    finite = bound(f"{steps} steps, the paper's transition", steps)
     if kind != "none" and model.symbols is None:
         variance = fitted_variance(model, split.dataset, kind)
-        last, finite = bound(f"{steps} steps, variance {kind}", steps, variance)
-        rows.append(last)
+        finite = bound(f"{steps} steps, variance {kind}", steps, variance)
+    first, last = rows[0], rows[-1]
     error = math.hypot(finite.monte_carlo_error, infinite.monte_carlo_error)
-    compared = [Comparison(last.name, first.name, float(finite) - float(infinite), error)]
-    coded = _coded(model, data, steps, variance, finite) if model.bins is not None else None
-    if coded is not None:
-        row, excess, error_of_excess = coded
-        rows.append(row)
-        compared.append(Comparison(row.name, last.name, excess, error_of_excess))
+    order = [Comparison(last.name, first.name, float(finite) - float(infinite), error)]
+    if model.bins is not None and (coded := _coded(model, data, steps, variance, finite, last.name)) is not None:
+        rows.append(coded[0])
+        order.append(coded[1])
     if model.symbols is None:
         rows.append(_flow(model, data, draws, seed, infinite.n))
     return {
         "likelihoods": [asdict(row) for row in rows],
-        "order": [{**asdict(each), "holds": each.holds} for each in compared],
-        "ordered": all(each.holds for each in compared),
+        "order": [{**asdict(each), "holds": each.holds} for each in order],
+        "ordered": all(each.holds for each in order),
         "samples": subject.count,
         "data_error": infinite.data_error if math.isfinite(infinite.data_error) else None,
         "steps": steps,
@@ -108,9 +108,9 @@ def audit(run: Run, split: Split, limit: int, steps: int, kind: str, draws: int,
 
 
 def _coded(
-    model: Model, data: Tensor, steps: int, variance: Variance | None, bound: Elbo
-) -> tuple[Likelihood, float, float | None] | None:
-    """The coded size, and its excess over the bound of the samples that are coded by the model, with its error."""
+    model: Model, data: Tensor, steps: int, variance: Variance | None, bound: Elbo, name: str
+) -> tuple[Likelihood, Comparison] | None:
+    """The coded size, compared with the bound, called `name`, of the samples that are coded by the model."""
     try:
         packed = codec.compress(model, data, steps, variance, CODED_TOGETHER)
         if not packed.batches:
@@ -124,7 +124,7 @@ def _coded(
     excess, dimensions = bits - expected, sum(sizes) * packed.n
     error = None if len(excess) < 2 else math.sqrt(len(excess)) * float(excess.std()) / dimensions
     row = Likelihood(f"coded with {steps} steps, net", packed.net_bits_per_dim, error, sum(sizes))
-    return row, float(excess.sum()) / dimensions, error
+    return row, Comparison(row.name, name, float(excess.sum()) / dimensions, error)
 
 
 def _flow(model: Model, data: Tensor, draws: int, seed: int, n: int) -> Likelihood:

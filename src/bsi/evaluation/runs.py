@@ -8,12 +8,11 @@ folder, and its records are only printed.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,13 @@ from bsi.data.store import Dataset, open_dataset
 from bsi.devices import type_name
 from bsi.elbo import Elbo
 from bsi.errors import DataError, UsageError
-from bsi.io import atomic, canonical_json, make_folder
+from bsi.io import atomic, canonical_json, fingerprint, make_folder
 from bsi.model import Model
 from bsi.progress import log
 from bsi.rng import subset
 from bsi.runtime.distributed import FailedTogether, World
-from bsi.runtime.export import model_of, read_trained
-from bsi.values import Bins, DataKind, Symbols
+from bsi.runtime.export import Trained, model_of, read_trained
+from bsi.values import DataKind
 from bsi.variance import Variance
 
 FITTED = 4096  # training samples that a variance is fitted to
@@ -45,24 +44,20 @@ COMPILED = 20_000  # evaluations of one sample above which compiling the network
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model on its device, and what identifies it."""
+    """A trained model on its device, its description, and the hash and the data type of its network."""
 
     path: Path
     model: Model
-    recipe: str
-    step: int
-    dataset: str
-    dataset_version: str
+    trained: Trained
     weights: str
-    ema: bool
     precision: str
 
     def record(self) -> dict[str, Any]:
         return {
             "run": self.path.name,
-            "recipe": self.recipe,
-            "step": self.step,
-            "ema": self.ema,
+            "recipe": self.trained.recipe.name,
+            "step": self.trained.step,
+            "ema": self.trained.ema,
             "weights_sha256": self.weights,
             "precision": self.precision,
             "bsi": __version__,
@@ -81,17 +76,7 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
     network = model.denoiser.backbone
     if isinstance(network, Backbone):
         network.compute_dtype = compute_dtype(precision, world.device)
-    return Run(
-        path=path,
-        model=model,
-        recipe=trained.recipe.name,
-        step=trained.step,
-        dataset=trained.dataset,
-        dataset_version=trained.data.version,
-        weights=weights_hash(network),
-        ema=ema,
-        precision=inner_precision(model),
-    )
+    return Run(path, model, replace(trained, weights={}), weights_hash(network), inner_precision(model))
 
 
 def inner_precision(model: Model) -> str:
@@ -134,20 +119,18 @@ class Split:
 
 def open_split(run: Run, split: str, other: str | None = None) -> Split:
     """A split of the dataset that the run was trained on, or of another one by name or folder."""
-    dataset = open_dataset(run.dataset, version=run.dataset_version) if other is None else open_dataset(other)
-    if other is None and dataset.version != run.dataset_version:
+    expected, name = run.trained.data.version, run.path.name
+    dataset = open_dataset(run.trained.dataset, version=expected) if other is None else open_dataset(other)
+    if other is None and dataset.version != expected:
         raise DataError(
-            f"the dataset {dataset.name!r} is not the one that {run.path.name} was trained on: expected version "
-            f"{run.dataset_version[:16]}, got {dataset.version[:16]}. Name it with --data to evaluate on it anyway."
+            f"the dataset {dataset.name!r} is not the one that {name} was trained on: expected version "
+            f"{expected[:16]}, got {dataset.version[:16]}. Name it with --data to evaluate on it anyway."
         )
     if dataset.shape != run.model.shape:
+        raise DataError(f"{name} models data of shape {run.model.shape}, got {dataset.name!r} of shape {dataset.shape}")
+    if _compared(dataset.kind) != _compared(run.model.kind):
         raise DataError(
-            f"{run.path.name} models data of shape {run.model.shape}, got {dataset.name!r} of shape {dataset.shape}"
-        )
-    ours, theirs = run.model.kind, dataset.kind
-    if _compared(ours) != _compared(theirs):
-        raise DataError(
-            f"{run.path.name} models {ours!s:.200}, got {dataset.name!r} with {theirs!s:.200}. Evaluate it on "
+            f"{name} models {run.model.kind!s:.200}, got {dataset.name!r} with {dataset.kind!s:.200}. Evaluate it on "
             f"data of the same kind."
         )
     return Split(dataset, split)
@@ -155,9 +138,7 @@ def open_split(run: Run, split: str, other: str | None = None) -> Split:
 
 def _compared(kind: DataKind) -> tuple[object, ...]:
     """What data of this kind must have in common to be evaluated by one model."""
-    if isinstance(kind, Symbols):
-        return Symbols, kind.count, kind.names
-    return type(kind), kind.count if isinstance(kind, Bins) else None
+    return type(kind), getattr(kind, "count", None), getattr(kind, "names", None)
 
 
 def evaluated(run: Run, split: Split, limit: int | None = None) -> EvaluatedModel:
@@ -189,8 +170,8 @@ def own_error() -> Iterator[None]:
 def bound_record(run: Run, split: Split, elbo: Elbo) -> dict[str, Any]:
     """Bound, terms and errors in bits per dimension, how they were estimated, of what, and the same by baselines."""
     test = split.rows[subset(len(split.rows), len(elbo.nats))]
-    compared = {"baselines": baselines(split.dataset.train, test, split.dataset.bins)}
-    return {**elbo.record(), **_effort(elbo), **split.record(), **run.record(), **compared}
+    compared = baselines(split.dataset.train, test, split.dataset.bins)
+    return {**elbo.record(), **_effort(elbo), **split.record(), **run.record(), "baselines": compared}
 
 
 def difference_record(a: Run, b: Run, split: Split, first: Elbo, second: Elbo) -> dict[str, Any]:
@@ -224,17 +205,15 @@ def _effort(elbo: Elbo) -> dict[str, Any]:
     }
 
 
-def store(run: Run, what: str, record: Mapping[str, Any]) -> Path | None:
-    """Write a record into the run folder and return its path; None for an exported file, which has no folder."""
+def store(run: Run, what: str, record: Mapping[str, Any]) -> None:
+    """Write a record into the run folder; an exported file has no folder."""
     if not run.path.is_dir():
-        return None
+        return
     folder = run.path / "evaluations"
     make_folder(folder)
-    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:8]
-    path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{what}-{digest}.json"
-    with atomic(path) as temporary:
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{what}-{fingerprint(record)[:8]}.json"
+    with atomic(folder / name) as temporary:
         temporary.write_text(canonical_json(record), "utf-8")
-    return path
 
 
 def save_samples(path: Path, elbo: Elbo) -> None:

@@ -20,7 +20,7 @@ import itertools
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from bsi.metrics import KEPT, Extractor, Generation, QualityWarning, SampleQuali
 from bsi.metrics.features import array_batches
 from bsi.model import Model
 from bsi.pictures import SMALLEST, Moment, animate, belief_frames, is_image
-from bsi.progress import Progress
+from bsi.progress import Progress, shown
 from bsi.runtime.distributed import World
 from bsi.sampler import Sampler
 from bsi.sampling import Step, belief, evaluations, levels_of, measurement
@@ -53,12 +53,11 @@ Label = int | Sequence[int] | None
 
 def described(sampler: Sampler, seed: int, label: Label) -> dict[str, Any]:
     """Everything that samples depend on besides the network, for records."""
-    one = label if isinstance(label, int) else None
-    classes = 0 if label is None or isinstance(label, int) else len(label)
+    one, classes = (label, 0) if label is None or isinstance(label, int) else (None, len(label))
     return {**sampler.record(), "seed": seed, "label": one, "classes": classes}
 
 
-# A file of samples
+# ---- A file of samples -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ class SampleFile:
         """
         network = {"precision": inner_precision(model), "weights": weights_hash(model)}
         labels = model.labels(range(num), label)
-        about = {**described(sampler, seed, label), **network}
-        return cls(path, num, about, None if labels is None else labels.numpy())
+        return cls(path, num, described(sampler, seed, label) | network, None if labels is None else labels.numpy())
 
     @property
     def folder(self) -> Path:
@@ -93,11 +91,17 @@ class SampleFile:
             DataError: if they are damaged, or were not written here.
         """
         if self.path.exists():
-            self._check(self._about_of_file(), str(self.path))
+            self._check_file()
             return []
         about = self.folder / "about.json"
         if about.exists():
-            self._check(self._about_of_parts(about), str(self.folder))
+            try:
+                found = dict(read_json(about))
+            except (DataError, ValueError, TypeError) as error:
+                raise DataError(
+                    f"{about} is damaged, so it is unknown which samples the parts are. Remove {self.folder}."
+                ) from error
+            self._check(found, self.folder)
         else:
             make_folder(self.folder, "--npz")
             try:
@@ -110,7 +114,7 @@ class SampleFile:
 
     def write(self, ids: range, rows: Shaped[np.ndarray, "rows ..."]) -> None:
         """Write a part atomically."""
-        with atomic(self._file(ids), "--npz") as temporary:
+        with atomic(self._part(ids), "--npz") as temporary:
             np.save(temporary, rows, allow_pickle=False)
 
     def join(self) -> Shaped[np.ndarray, "num ..."]:
@@ -118,7 +122,7 @@ class SampleFile:
         if self.path.exists():
             with np.load(self.path, allow_pickle=False) as arrays:
                 return arrays["arr_0"]
-        rows = np.concatenate([np.load(self._file(ids), allow_pickle=False) for ids in self._parts()])
+        rows = np.concatenate([np.load(self._part(ids), allow_pickle=False) for ids in self._parts()])
         arrays = {"arr_0": rows, "about": np.array(json.dumps({**self.about, "num": self.num}))}
         if self.labels is not None:
             arrays["labels"] = self.labels
@@ -130,26 +134,18 @@ class SampleFile:
     def _parts(self) -> list[range]:
         return [range(start, min(start + PART, self.num)) for start in range(0, self.num, PART)]
 
-    def _file(self, ids: range) -> Path:
+    def _part(self, ids: range) -> Path:
         return self.folder / f"{ids.start:09d}.npy"
 
     def _exists(self, ids: range) -> bool:
         """Whether a part is complete. The last part of a smaller number of samples is not: it is drawn again."""
         try:
-            file = self._file(ids)
+            file = self._part(ids)
             return file.is_file() and len(np.load(file, mmap_mode="r", allow_pickle=False)) == len(ids)
         except (OSError, ValueError, EOFError):
             return False
 
-    def _about_of_parts(self, file: Path) -> dict[str, Any]:
-        try:
-            return dict(read_json(file))
-        except (DataError, ValueError, TypeError) as error:
-            raise DataError(
-                f"{file} is damaged, so it is unknown which samples the parts are. Remove {self.folder}."
-            ) from error
-
-    def _about_of_file(self) -> dict[str, Any]:
+    def _check_file(self) -> None:
         try:
             with open_untrusted(self.path) as file, np.load(file, allow_pickle=False) as arrays:
                 found = dict(parse_json(str(arrays["about"]).encode(), self.path))
@@ -157,14 +153,11 @@ class SampleFile:
             raise DataError(f"{self.path} exists, but was not written by bsi sample. Choose another name.") from error
         if found.pop("num", None) != self.num:
             raise UsageError(f"{self.path} holds another number of samples. Remove it, or choose another name.")
-        return found
+        self._check(found, self.path)
 
-    def _check(self, found: dict[str, Any], where: str) -> None:
-        differing = [
-            f"{name} {found.get(name)!r} there, {self.about.get(name)!r} here"
-            for name in {**found, **self.about}
-            if found.get(name) != self.about.get(name)
-        ]
+    def _check(self, found: dict[str, Any], where: Path) -> None:
+        pairs = {name: (found.get(name), self.about.get(name)) for name in {**found, **self.about}}
+        differing = [f"{name} {there!r} there, {here!r} here" for name, (there, here) in pairs.items() if there != here]
         if differing:
             raise UsageError(
                 f"{where} holds other samples ({'; '.join(differing)}). Remove it, or choose another name."
@@ -180,18 +173,15 @@ def draw_into(
     label: Label,
     batch_size: int,
     world: World,
-    before_part: Callable[[range], None] | None = None,
+    before_part: Callable[[range], None] = lambda ids: None,
 ) -> Shaped[np.ndarray, "num ..."] | None:
     """Draw the missing parts. Every rank calls it; the first rank gets all samples, the others None."""
-    mine, fresh = missing[world.rank :: world.size], sum(map(len, missing))
-    done = file.num - fresh
-    total, each = done + sum(map(len, mine)), sampler.steps + 1
-    stream = None if world.first else io.StringIO()
+    mine, done, each = missing[world.rank :: world.size], file.num - sum(map(len, missing)), sampler.steps + 1
+    total, stream = done + sum(map(len, mine)), None if world.first else io.StringIO()
     try:
         with Progress("sample", total * each, "step", done * each, stream) as progress:
             for ids in mine:
-                if before_part is not None:
-                    before_part(ids)
+                before_part(ids)
                 drawn = model.sample(
                     ids, sampler, seed=seed, label=label, batch_size=batch_size, progress=progress.advance
                 )
@@ -204,7 +194,7 @@ def draw_into(
         raise KeyboardInterrupt(message) from None
 
 
-# The quality of samples
+# ---- The quality of samples ------------------------------------------------------------------------------------------
 
 
 def image_batches(rows: Shaped[np.ndarray, "n *shape"], bins: Bins, batch: int) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
@@ -235,11 +225,11 @@ def drawn_images(
         yield from image_batches(drawn.cpu().numpy(), bins, batch)
 
 
-def _shown(what: str, count: int, show: bool, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    with Progress(what, count, "image", stream=None if show else io.StringIO()) as progress:
+def _counted(batches: Iterator[Tensor], what: str, count: int, show: bool) -> Iterator[Tensor]:
+    with shown(show, what, count, "image") as advance:
         for batch in batches:
             yield batch
-            progress.advance(len(batch))
+            advance(len(batch))
 
 
 @torch.no_grad()
@@ -258,24 +248,20 @@ def measure_quality(
     show: bool = False,
 ) -> SampleQuality | None:
     """Draw `num` samples and compare them with the split. Every rank calls it; the first gets the result."""
-    if num < 1 or batch < 1:
-        raise UsageError(f"num and batch must be at least 1, got num={num} and batch={batch}")
+    bins, dataset = check_images(model), split.dataset
     levels_of(model.method, sampler)  # raises if the sampler cannot draw
-    dataset = split.dataset
-    if dataset.bins is None:
-        raise DataError(f"a distance between images needs 8-bit images, got continuous data: {dataset.name}")
     if len(split.rows) < 2:  # before samples are drawn, which may take hours
         raise DataError(
             f"a distance needs at least 2 images of each set: {dataset.name} has {len(split.rows)} in its "
             f"{split.name} split"
         )
     keep = kid or precision_and_recall
-    drawn = drawn_images(model, sampler, num, world, batch, seed, label)
-    drawn = _shown("samples", len(range(world.rank, num, world.size)), show and world.first, drawn)
-    samples = collect(drawn, extractor, keep or num <= KEPT).over_ranks()
+    images = drawn_images(model, sampler, num, world, batch, seed, label)
+    images = _counted(images, "samples", len(range(world.rank, num, world.size)), show and world.first)
+    samples = collect(images, extractor, keep or num <= KEPT).over_ranks()
     if not world.first:
         return None
-    images = _shown("reference", len(split.rows), show, image_batches(split.rows, dataset.bins, batch))
+    images = _counted(image_batches(split.rows, bins, batch), "reference", len(split.rows), show)
     known = reference(dataset.name, dataset.version, split.name, images, extractor, keep)
     spent = evaluations(model.method, sampler.steps, sampler.guidance != 1)
     generation = Generation(sampler.solver_for(model.method), spent, seed)
@@ -301,7 +287,7 @@ def quality_record(run: Run, sampler: Sampler, seed: int, label: Label, found: S
     }
 
 
-# Animations
+# ---- Animations ------------------------------------------------------------------------------------------------------
 
 
 def animate_beliefs(model: Model, sampler: Sampler, seed: int, label: Label, num: int, path: Path) -> None:

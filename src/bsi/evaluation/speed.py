@@ -63,8 +63,7 @@ class Case:
     precision: Precision
     lean: bool
     device: torch.device
-    record: bool = True
-    """Whether a training step may be recorded and replayed."""
+    record: bool = True  # whether a training step may be recorded and replayed
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ class Running:
 
     step: Callable[[], object]
     evaluations: int
-    prepare: Callable[[], object] | None = None
-    """Compiles the function that draws a step's noise."""
+    prepare: Callable[[], object] | None = None  # compiles the function that draws a step's noise
     recorded: Callable[[], bool] = lambda: False
 
 
@@ -142,13 +140,11 @@ def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, st
     with {"train": _train, "sample": _sample, "elbo": _elbo}[case.work](case) as running:
         _wait(case.device)
         start.lap("build")
-        if running.prepare is not None:
-            running.prepare()
-            _wait(case.device)
-            start.lap("noise")
-        running.step()
-        _wait(case.device)
-        start.lap("step")
+        for part, work in (("noise", running.prepare), ("step", running.step)):
+            if work is not None:
+                work()
+                _wait(case.device)
+                start.lap(part)
         times = _times(running.step, case.device, repeats)
         recorded = running.recorded()
     seconds, images = statistics.median(times), case.batch * running.evaluations
@@ -213,16 +209,9 @@ def _times(step: Callable[[], object], device: torch.device, repeats: int) -> li
 def _train(case: Case) -> Iterator[Running]:
     """The trainer's step, on random images that lie on the device."""
     recipe = Recipe(
-        name="bench",
-        method=METHODS[case.method](),
-        backbone=case.backbone,
-        data=Data("bench"),
-        steps=10**9,
-        batch=case.batch,
-        optimizer=Optimizer(lr=1e-4),
-        virtual_shards=1,
-        precision=case.precision,
-    )
+        "bench", METHODS[case.method](), case.backbone, Data("bench"), steps=10**9, batch=case.batch,
+        optimizer=Optimizer(lr=1e-4), virtual_shards=1, precision=case.precision,
+    )  # fmt: skip
     world = World(Place(), case.device)
     images = torch.randint(BINS.count, (4 * case.batch, *case.shape), dtype=torch.uint8)
     data = open_training_data(recipe, case.device, images)
@@ -232,8 +221,7 @@ def _train(case: Case) -> Iterator[Running]:
     engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device), case.record)
     stream = Stream(recipe, data.train, data.spec.latent_shape, world, 0)
     with watching(world.place, limit_s=600.0) as watchdog, contextlib.closing(stream):
-        prepare, recorded = (lambda: stream.first(0)), (lambda: engine.recorded)
-        yield Running(lambda: engine.step(stream, watchdog), 1, prepare, recorded)
+        yield Running(lambda: engine.step(stream, watchdog), 1, lambda: stream.first(0), lambda: engine.recorded)
 
 
 @contextmanager

@@ -110,6 +110,8 @@ class Trained:
     network: str
     step: int
     weights: Mapping[str, Tensor]
+    ema: bool = True
+    sigma_rel: float | None = None
 
     @property
     def dataset(self) -> str:
@@ -125,13 +127,10 @@ class Trained:
     @staticmethod
     def read(given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Trained:
         """The weights with their description from a file; raises KeyError or TypeError if it is incomplete."""
-        recipe: Recipe | ModelSpec
-        if "model" in given:
-            recipe = from_plain(ModelSpec, given["model"], "model")
-        else:
-            recipe = from_plain(Recipe, given["recipe"], "recipe")
-        data = from_plain(DataSpec, given["data"], "data")
-        return Trained(recipe, data, str(given["network"]), int(given["step"]), weights)
+        name, kind = ("model", ModelSpec) if "model" in given else ("recipe", Recipe)
+        recipe = cast(Recipe | ModelSpec, from_plain(kind, given[name], name))
+        data, network, step = from_plain(DataSpec, given["data"], "data"), str(given["network"]), int(given["step"])
+        return Trained(recipe, data, network, step, weights, bool(given.get("ema", True)), given.get("sigma_rel"))
 
     @staticmethod
     def of(model: Model, name: str) -> Trained:
@@ -147,12 +146,12 @@ class Trained:
         weights = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in network.state_dict().items()}
         own = class_name(network) if config is None else ""
         if isinstance(known, Trained) and (known.recipe.method, known.recipe.backbone) == (model.method, config):
-            return replace(known, network=own, weights=weights)
+            return replace(known, network=own, weights=weights, ema=False, sigma_rel=None)
         spec = ModelSpec(name, model.method, config, denoiser.parametrization, denoiser.sigma_data)
-        return Trained(spec, data, own, 0, weights)
+        return Trained(spec, data, own, 0, weights, ema=False)
 
-    def about(self, ema: bool, sigma_rel: float | None = None) -> dict[str, Any]:
-        """The JSON in the metadata of an export."""
+    def about(self) -> dict[str, Any]:
+        """The JSON in the metadata of an export, which `read` reads."""
         return {
             "format": EXPORT_FORMAT,
             "bsi": __version__,
@@ -160,8 +159,8 @@ class Trained:
             "data": to_plain(self.data),
             "network": self.network,
             "step": self.step,
-            "ema": ema,
-            "sigma_rel": sigma_rel,
+            "ema": self.ema,
+            "sigma_rel": self.sigma_rel,
         }
 
 
@@ -274,14 +273,14 @@ def find_bundled(path: Path) -> Path:
 def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Trained:
     """Weights and their description, from a run folder, an exported file or the name of a bundled network."""
     path = find_bundled(path)
-    if path.is_file():
-        return _read_export(path, step)
-    if (path / MODEL_FILE).is_file():
-        return _read_export(path / MODEL_FILE, step)
+    for file in (path, path / MODEL_FILE):
+        if file.is_file():
+            return _read_export(file, step)
     root = RunFolder(path).checkpoints
     while (found := checkpoint.find(root, log, step) if root.is_dir() else None) is not None:
         try:
-            return Trained.read(found.state, checkpoint.read_tensors(found, "ema" if ema else "model"))
+            weights = checkpoint.read_tensors(found, "ema" if ema else "model")
+            return Trained.read({**found.state, "ema": ema}, weights)
         except (OSError, safetensors.SafetensorError):
             if found.folder.exists():
                 raise
@@ -361,19 +360,20 @@ def export(
         sigma_rel: Export the power-function average of this relative width instead.
     """
     trained = read_trained(Path(run), ema, None if sigma_rel is not None else step)
-    kind = "" if ema else "-weights"
+    kind = "" if trained.ema else "-weights"
     if sigma_rel is not None:
         end, weights = reconstruct(Path(run), sigma_rel, step)
-        trained, kind = replace(trained, step=end, weights={**trained.weights, **weights}), f"-{sigma_rel:g}"
+        trained = replace(trained, step=end, weights={**trained.weights, **weights}, sigma_rel=sigma_rel)
+        kind = f"-{sigma_rel:g}"
     folder = Path(run) if Path(run).is_dir() else Path()
     target = Path(out or folder / f"{trained.recipe.name}-{trained.step}{kind}.safetensors")
     check_writable(target, "--out")
-    return write_export(target, trained, trained.about(ema, sigma_rel))
+    return write_export(target, trained)
 
 
-def write_export(path: Path, trained: Trained, about: Mapping[str, Any]) -> Path:
+def write_export(path: Path, trained: Trained) -> Path:
     """Write the file, atomically."""
     with atomic(path, "--out") as temporary:
-        safetensors.torch.save_file(dict(trained.weights), temporary, {METADATA: json.dumps(about)})
+        safetensors.torch.save_file(dict(trained.weights), temporary, {METADATA: json.dumps(trained.about())})
         share(temporary)
     return path

@@ -18,7 +18,8 @@ from typing import Any
 from bsi.errors import UsageError, extra
 from bsi.io import make_folder, write_json, write_text
 from bsi.recipe import Recipe
-from bsi.runtime.export import MODEL_FILE, Trained, read_trained, write_export
+from bsi.runtime.export import MODEL_FILE, Trained, write_export
+from bsi.runtime.serialization import to_plain
 
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 
@@ -42,23 +43,18 @@ samples = model.sample(16)
 """
 
 
-def write_hub_folder(run: str | Path, folder: str | Path, ema: bool = True, step: int | None = None) -> Path:
-    """Write the model of a run as a folder."""
-    return write_model_folder(read_trained(Path(run), ema, step), Path(folder), ema)
-
-
-def write_model_folder(trained: Trained, folder: Path, ema: bool = False) -> Path:
+def write_model_folder(trained: Trained, folder: Path) -> Path:
     """Write a model as a folder with the content of a hub repository."""
     make_folder(folder, "the folder")
-    about = trained.about(ema)
-    write_export(folder / MODEL_FILE, trained, about)
-    write_json(folder / "config.json", about)
-    write_text(folder / "README.md", _card(trained, about))
+    write_export(folder / MODEL_FILE, trained)
+    write_json(folder / "config.json", trained.about())
+    write_text(folder / "README.md", _card(trained))
     return folder
 
 
-def _card(trained: Trained, about: dict[str, Any]) -> str:
-    name, training, kind = trained.recipe.name, "", about["recipe" if "recipe" in about else "model"]["method"]["kind"]
+def _card(trained: Trained) -> str:
+    name, training = trained.recipe.name, ""
+    kind = to_plain(trained.recipe.method)["kind"]
     if isinstance(trained.recipe, Recipe):
         data = trained.data.name or "your data"
         training = f", trained on {data} with `bsi train {name}`, step {trained.step}"
@@ -69,7 +65,7 @@ def _card(trained: Trained, about: dict[str, Any]) -> str:
         shape=" x ".join(map(str, trained.data.shape)),
         training=training,
         backbone="" if trained.recipe.backbone else f", backbone={trained.network.rpartition('.')[2]}(...)",
-        weights="an exponential moving average" if about["ema"] else "those that the model had",
+        weights="an exponential moving average" if trained.ema else "those that the model had",
     )
 
 

@@ -26,6 +26,7 @@ an "evaluate" line `bits_per_dim` is the complete bound, of test samples under t
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import json
 import math
@@ -35,7 +36,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -224,41 +225,43 @@ def read_journal(run: Path) -> list[dict[str, Value]]:
 
 
 # ---- Trackers --------------------------------------------------------------------------------------------------------
-#
-# Each is a context manager that yields a function of a step and its numbers by name (`train/loss`), and the identifier
-# with which a resumed run continues its record.
-
-Write = Callable[[int, dict[str, float]], object]
 
 
-@contextmanager
-def _tensorboard(folder: Path, recipe: Recipe, known: str | None) -> Iterator[tuple[Write, str]]:
+@dataclass(frozen=True)
+class Tracker:
+    """An open record in a tracker, and the identifier by which a resumed run continues it."""
+
+    known: str
+    write: Callable[[int, dict[str, float]], object]
+    """Takes a step and its numbers by name, such as `train/loss`."""
+    close: Callable[[], object]
+
+
+def _tensorboard(folder: Path, recipe: Recipe, known: str | None) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(folder / "tensorboard"), flush_secs=1) as writer:
-        yield (lambda step, values: [writer.add_scalar(k, v, step) for k, v in values.items()]), "tensorboard"
+    writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=1)
+
+    def write(step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return Tracker("tensorboard", write, writer.close)
 
 
-@contextmanager
-def _wandb(folder: Path, recipe: Recipe, known: str | None) -> Iterator[tuple[Write, str]]:
-    module = importlib.import_module("wandb")
+def _wandb(folder: Path, recipe: Recipe, known: str | None) -> Tracker:
     names = {"project": PROJECT, "name": folder.name, "dir": str(folder), "id": known}
-    with module.init(**names, resume="allow", config=flat(recipe)) as run:
-        yield (lambda step, values: run.log(values, step=step)), run.id
+    run = importlib.import_module("wandb").init(**names, resume="allow", config=flat(recipe))
+    return Tracker(run.id, lambda step, values: run.log(values, step=step), run.finish)
 
 
-@contextmanager
-def _trackio(folder: Path, recipe: Recipe, known: str | None) -> Iterator[tuple[Write, str]]:
+def _trackio(folder: Path, recipe: Recipe, known: str | None) -> Tracker:
     name = known or folder.name
     run = importlib.import_module("trackio").init(project=PROJECT, name=name, resume="allow", config=flat(recipe))
-    try:
-        yield (lambda step, values: run.log(values, step=step)), name
-    finally:
-        run.finish()
+    return Tracker(name, lambda step, values: run.log(values, step=step), run.finish)
 
 
-@contextmanager
-def _mlflow(folder: Path, recipe: Recipe, known: str | None) -> Iterator[tuple[Write, str]]:
+def _mlflow(folder: Path, recipe: Recipe, known: str | None) -> Tracker:
     client = importlib.import_module("mlflow").MlflowClient()
     if known is None:
         experiment = client.get_experiment_by_name(PROJECT)
@@ -267,14 +270,16 @@ def _mlflow(folder: Path, recipe: Recipe, known: str | None) -> Iterator[tuple[W
         for name, value in flat(recipe).items():
             client.log_param(known, name, value)
     client.update_run(known, status="RUNNING")
-    try:
-        yield (lambda step, values: [client.log_metric(known, k, v, step=step) for k, v in values.items()]), known
-    finally:
-        client.set_terminated(known)
+
+    def write(step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            client.log_metric(known, name, value, step=step)
+
+    return Tracker(known, write, lambda: client.set_terminated(known))
 
 
 # Each with the package that it needs, which the extra of the same name installs.
-TRACKERS: dict[str, tuple[str, Callable[[Path, Recipe, str | None], Any]]] = {
+TRACKERS: dict[str, tuple[str, Callable[[Path, Recipe, str | None], Tracker]]] = {
     "tensorboard": ("torch.utils.tensorboard", _tensorboard),
     "wandb": ("wandb", _wandb),
     "trackio": ("trackio", _trackio),
@@ -302,32 +307,28 @@ def tracking(names: Sequence[str], folder: Path, recipe: Recipe) -> Iterator[lis
     Tracking only reports: it may depend on a network, an account or a disk. What a tracker raises is printed, and
     training continues.
     """
-    known, opened = _read_table(folder / TRACKED), {name: ExitStack() for name in names}
-    sinks: list[Sink] = []
+    known, opened = _read_table(folder / TRACKED), dict[str, Tracker]()
     try:
-        for name, stack in opened.items():
+        for name in names:
             with _reported(name):
-                write, known[name] = stack.enter_context(TRACKERS[name][1](folder, recipe, known.get(name)))
+                opened[name] = TRACKERS[name][1](folder, recipe, known.get(name))
+                known[name] = opened[name].known
                 write_json(folder / TRACKED, known)
-                sinks.append(_sink(name, write))
-        yield sinks
+        yield [functools.partial(_track, name, tracker) for name, tracker in opened.items()]
     finally:
-        for name, stack in reversed(opened.items()):
+        for name, tracker in reversed(opened.items()):
             with _reported(name):
-                stack.close()
+                tracker.close()
 
 
-def _sink(name: str, write: Write) -> Sink:
-    def sink(record: Mapping[str, Value]) -> None:
-        values = {
-            f"{record['event']}/{key}": float(value)
-            for key, value in record.items()
-            if key not in ("step", "event", "time") and isinstance(value, int | float)
-        }
-        with _reported(name):
-            write(int(record["step"]), values)
-
-    return sink
+def _track(name: str, tracker: Tracker, record: Mapping[str, Value]) -> None:
+    values = {
+        f"{record['event']}/{key}": float(value)
+        for key, value in record.items()
+        if key not in ("step", "event", "time") and isinstance(value, int | float)
+    }
+    with _reported(name):
+        tracker.write(int(record["step"]), values)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 from bsi.errors import NonFinite, UsageError
 from bsi.flow import binned_flow, flow_density, hutchinson
 from bsi.methods import BFN, BSI, VDM, Method
+from bsi.methods.base import Predictor
 from bsi.oracle import Mixture
 from bsi.values import Bins
 from mixtures import at, mixture
@@ -67,16 +68,18 @@ def test_a_samples_likelihood_does_not_depend_on_its_batch():
     torch.testing.assert_close(alone.log_density, whole.log_density[4:5], rtol=0, atol=1e-9)
 
 
-def test_a_sample_keeps_its_number_when_others_have_arrived():
-    sizes, seen = torch.tensor([-1e-6, 1.0, 50.0], dtype=torch.float64)[:, None], []  # the smallest arrives first
+def test_a_condition_keeps_its_rows_when_some_samples_take_fewer_steps():
+    method, z = BSI(), torch.tensor([-1e-6, 1.0, 50.0], dtype=torch.float64)[:, None]
+    center = torch.tensor([0.0, 2.0, -3.0], dtype=torch.float64)[:, None]  # a condition, one row for each sample
 
-    def divergence(x_hat: Tensor, v: Tensor, samples: Tensor) -> Tensor:
-        seen.append(len(samples))
-        assert torch.equal(v[:, 0] > 0, samples > 0)
-        return torch.zeros(len(v), dtype=torch.float64)
+    def predict(rows: slice) -> Predictor:
+        return lambda latent, level: center[rows] + 0.1 * latent.tanh()
 
-    flow_density(BSI(), lambda latent, level: 0 * latent, sizes, divergence)
-    assert min(seen) < 3
+    whole = flow_density(method, predict(slice(None)), z)
+    for i in range(3):
+        alone = flow_density(method, predict(slice(i, i + 1)), z[i : i + 1])
+        assert alone.evaluations <= whole.evaluations
+        torch.testing.assert_close(alone.log_density, whole.log_density[i : i + 1], rtol=0, atol=1e-9)
 
 
 def test_hutchinsons_estimate_is_unbiased():

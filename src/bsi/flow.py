@@ -112,16 +112,16 @@ def flow_density(
     first, last = _ends(method)
     samples = torch.arange(len(z), device=z.device) if samples is None else samples
 
-    def slope(u: PerSample, v: Data, which: Int[Tensor, " batch"]) -> tuple[Data, PerSample]:
+    def slope(u: PerSample, v: Data) -> tuple[Data, PerSample]:
         # derivatives are needed, also under the caller's no_grad or inference mode
         with torch.inference_mode(False), torch.enable_grad():
             point = v.detach().clone().requires_grad_()
             x_hat = _prediction(method, predict, u, point, z.dtype)
-            trace = divergence(x_hat, point, which).double()
+            trace = divergence(x_hat, point, samples).double()
         return x_hat.detach().double() - over(torch.tanh(u), v) * v, trace.detach()
 
     begin = last / math.sqrt(1 + last**2) * z.double()
-    v, trace, evaluations = _integrate(slope, begin, math.asinh(last), math.asinh(first), samples, tolerance)
+    v, trace, evaluations = _integrate(slope, begin, math.asinh(last), math.asinh(first), tolerance)
     variance, n = 1 + first**2, z[0].numel()  # variance of w at the first level: 1 except for VDM
     w = math.sqrt(variance) * v
     prior = -0.5 * w.square().flatten(1).sum(1) / variance - 0.5 * n * math.log(2 * math.pi * variance)
@@ -177,12 +177,12 @@ def flow_decode(method: Method, predict: Predictor, w: Data, tolerance: float = 
     first, last = _ends(method)
 
     @torch.no_grad()
-    def slope(minus_u: PerSample, v: Data, which: Int[Tensor, " batch"]) -> tuple[Data, PerSample]:
+    def slope(minus_u: PerSample, v: Data) -> tuple[Data, PerSample]:
         x_hat = _prediction(method, predict, -minus_u, v, w.dtype)
         return over(torch.tanh(-minus_u), v) * v - x_hat.double(), torch.zeros_like(minus_u)
 
-    begin, samples = w.double() / math.sqrt(1 + first**2), torch.arange(len(w), device=w.device)
-    v, _, _ = _integrate(slope, begin, -math.asinh(first), -math.asinh(last), samples, tolerance)
+    begin = w.double() / math.sqrt(1 + first**2)
+    v, _, _ = _integrate(slope, begin, -math.asinh(first), -math.asinh(last), tolerance)
     level = torch.full((len(w),), method.levels.high, dtype=torch.float64, device=w.device)
     noise = method.encoder(level).noise * math.sqrt(1 + last**2)
     with torch.no_grad():
@@ -214,21 +214,22 @@ _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1
 
 
 def _integrate(
-    slope: Callable[[PerSample, Data, Int[Tensor, " batch"]], tuple[Data, PerSample]],
+    slope: Callable[[PerSample, Data], tuple[Data, PerSample]],
     begin: Data,
     start: float,
     stop: float,
-    samples: Int[Tensor, " batch"],
     tolerance: float,
 ) -> tuple[Data, PerSample, int]:
     """Integrate v and the trace from `start` down to `stop`, with adaptive steps for each sample.
+
+    All samples are evaluated together until the last has arrived, so that a condition keeps its rows.
 
     Returns:
         Both, and the number of evaluations. A state holds v, flattened, and the trace in its last column.
     """
 
-    def rates(u: PerSample, state: Float[Tensor, "batch state"], which: Int[Tensor, " batch"]) -> Tensor:
-        v, trace = slope(u, state[:, :-1].reshape(-1, *begin.shape[1:]), which)
+    def rates(u: PerSample, state: Float[Tensor, "batch state"]) -> Tensor:
+        v, trace = slope(u, state[:, :-1].reshape(begin.shape))
         return torch.cat([v.flatten(1), trace[:, None]], 1)
 
     def moved(weights: Sequence[float], slopes: Sequence[Tensor]) -> Tensor:
@@ -237,25 +238,25 @@ def _integrate(
     state, evaluations = torch.cat([begin.flatten(1), begin.new_zeros(len(begin), 1)], 1), 1
     u = torch.full_like(state[:, 0], start)
     h = torch.full_like(u, -0.01)
-    rate = rates(u, state, samples)
+    rate = rates(u, state)
     for _ in range(MOST_STEPS):
-        rows = (u > stop).nonzero()[:, 0]  # samples that have not arrived
-        if not len(rows):
+        if bool((u <= stop).all()):
             return state[:, :-1].reshape(begin.shape), state[:, -1], evaluations
-        here, place, length = state[rows], u[rows], torch.maximum(h[rows], stop - u[rows])
-        slopes, there = [rate[rows]], here
+        length = torch.maximum(h, stop - u)  # 0 for samples that have arrived
+        slopes, there = [rate], state
         for where, weights in zip(_STAGES, _REACHED, strict=True):
-            there = here + length[:, None] * moved(weights, slopes)
-            slopes.append(rates(place + where * length, there, samples[rows]))
+            there = state + length[:, None] * moved(weights, slopes)
+            slopes.append(rates(u + where * length, there))
         evaluations += len(_STAGES)
         gap = length[:, None] * moved(_ERROR, slopes)
         # in units of the noise: an error of w = cosh(u) v moves ln p by about as much
-        error = torch.maximum(torch.cosh(place) * gap[:, :-1].contiguous().norm(dim=1), gap[:, -1].abs()) / tolerance
+        error = torch.maximum(torch.cosh(u) * gap[:, :-1].contiguous().norm(dim=1), gap[:, -1].abs()) / tolerance
         if not bool(torch.isfinite(error).all()):
             raise NonFinite("the flow is not finite, because the network's predictions are not")
         good = error <= 1
-        state[rows[good]], rate[rows[good]] = there[good], slopes[-1][good]
+        state = torch.where(good[:, None], there, state)
+        rate = torch.where(good[:, None], slopes[-1], rate)
         # the last step ends exactly at `stop`, without rounding
-        u[rows[good]] = torch.where(length <= stop - place, stop, place + length)[good]
-        h[rows] = length * (0.9 * error.clamp(min=1e-9) ** -0.2).clamp(0.2, 5.0)
+        u = torch.where(good, torch.where(length <= stop - u, stop, u + length), u)
+        h = length * (0.9 * error.clamp(min=1e-9) ** -0.2).clamp(0.2, 5.0)
     raise NonFinite(f"the flow took more than {MOST_STEPS} steps. Use a larger tolerance.")

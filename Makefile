@@ -44,6 +44,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps azula  # without torchvision, which it does not need here
 	touch $@
 
 clean:

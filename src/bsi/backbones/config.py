@@ -23,14 +23,7 @@ from bsi.errors import UsageError
 PRECISION_DIM = 32  # section "Architecture": t becomes a 32-dimensional precision embedding
 
 # Bounds on sizes, far beyond any network that can be trained. `build` also compares the weights with the memory.
-LARGEST = {
-    "width": 1 << 16,
-    "depth": 1 << 12,
-    "levels": 1 << 12,
-    "heads": 1 << 12,
-    "patch": 1 << 12,
-    "mlp_ratio": 1 << 8,
-}
+LARGEST = dict.fromkeys(("depth", "levels", "heads", "patch"), 1 << 12) | {"width": 1 << 16, "mlp_ratio": 1 << 8}
 
 
 def _check_sizes(width: int, heads: int = 1, dropout: float = 0.0, **sizes: int) -> None:
@@ -75,8 +68,7 @@ class DiTConfig:
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {"depth": self.depth, "patch": self.patch, "mlp_ratio": self.mlp_ratio}
-        _check_sizes(self.width, self.heads, self.dropout, **sizes)
+        _check_sizes(self.width, self.heads, self.dropout, depth=self.depth, patch=self.patch, mlp_ratio=self.mlp_ratio)
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise UsageError for data that this network cannot take."""
@@ -162,6 +154,10 @@ class MLPConfig:
         """Raise UsageError for data that this network cannot take."""
         if not shape or min(shape) < 1:
             raise UsageError(f"an MLP takes data of shape (n,) or more axes, all at least 1, got {shape}.")
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """No axes: all pixels are one token."""
+        return ()
 
 
 BackboneConfig = DiTConfig | UNetConfig | MLPConfig
@@ -263,15 +259,12 @@ def cost(
 
 
 def _blocks_cost(config: DiTConfig | MLPConfig, shape: tuple[int, ...], inputs: int, outputs: int) -> Cost:
-    """An MLP has one token, the complete input, and blocks without attention."""
-    width, tokens, pixels, per_block = config.width, 1, math.prod(shape[1:]), 3
-    block = Cost(0)
+    width, hidden, tokens = config.width, config.mlp_ratio * config.width, math.prod(config.grid(shape))
+    pixels = math.prod(shape[1:]) // tokens
+    block, modulations = _product(width, hidden, tokens) + _product(hidden, width, tokens), 3
     if isinstance(config, DiTConfig):
-        tokens, pixels, per_block = math.prod(config.grid(shape)), config.patch ** (len(shape) - 1), 6
-        block = _attention(width, tokens)
-    hidden = config.mlp_ratio * width
-    block += _product(width, hidden, tokens) + _product(hidden, width, tokens)
-    modulation = _product(width, (per_block * config.depth + 2) * width)
+        block, modulations = block + _attention(width, tokens), 6
+    modulation = _product(width, (modulations * config.depth + 2) * width)
     ends = _product(inputs * pixels, width, tokens) + _product(width, outputs * pixels, tokens)
     return modulation + block * config.depth + ends
 

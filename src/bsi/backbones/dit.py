@@ -16,6 +16,7 @@ over the stream. After `compile_regions` it stores 11 for the backward pass (x, 
 branches, and the four of GELU's input) and recomputes the rest, which is pointwise; eager autograd stores 22.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -23,49 +24,25 @@ from jaxtyping import Float, Int32
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm
 
-from bsi.backbones.config import DiTConfig, MLPConfig, input_channels
-from bsi.backbones.layers import (
-    NORM_EPS,
-    Backbone,
-    ConditionEmbedding,
-    Image,
-    Labels,
-    PerSample,
-    Seed,
-    Times,
-    Tokens,
-    attend,
-    dropout,
-    positions,
-    run_block,
-    xavier_,
-    zero_,
-)
+from bsi.backbones import layers
+from bsi.backbones.config import DiTConfig, MLPConfig
+from bsi.backbones.layers import NORM_EPS, Backbone, ConditionEmbedding, Image, Labels, PerSample, Seed, Times, Tokens
 
 
 class ResidualNetwork(Backbone):
-    """What the DiT and the MLP share. A token consists of all channels of `pixels` pixels."""
+    """What the DiT and the MLP share: a token is a number of pixels, and one linear layer modulates all blocks."""
 
     config: DiTConfig | MLPConfig
 
-    def __init__(
-        self,
-        config: DiTConfig | MLPConfig,
-        shape: tuple[int, ...],
-        bins_count: int | None,
-        num_classes: int,
-        out_channels: int | None,
-        block: Callable[..., nn.Module],
-        per_block: int,
-        pixels: int,
-    ) -> None:
-        super().__init__(config, shape, bins_count, out_channels)
-        self.embed = nn.Linear(input_channels(shape[0], bins_count) * pixels, config.width)
+    def make_residual(self, inputs: int, num_classes: int, block: Callable[..., nn.Module], modulations: int) -> None:
+        config = self.config
+        pixels = math.prod(self.shape[1:]) // math.prod(config.grid(self.shape))  # of a token
+        self.embed = nn.Linear(inputs * pixels, config.width)
         self.condition = ConditionEmbedding(config.width, num_classes)
-        self.modulation = Modulation(config.width, per_block, config.depth)
+        self.modulation = Modulation(config.width, modulations, config.depth)
         self.blocks = nn.ModuleList(block(config) for _ in range(config.depth))
         self.head = ModulatedHead(config.width, self.out_shape[0] * pixels)
-        xavier_(self.embed)
+        layers.xavier_(self.embed)
 
     def regions(self) -> Iterator[nn.Module]:
         yield from self.blocks
@@ -77,18 +54,10 @@ class DiT(ResidualNetwork):
 
     config: DiTConfig
 
-    def __init__(
-        self,
-        config: DiTConfig,
-        shape: tuple[int, ...],
-        bins_count: int | None = None,
-        num_classes: int = 0,
-        out_channels: int | None = None,
-    ) -> None:
-        pixels = config.patch ** (len(shape) - 1)
-        super().__init__(config, shape, bins_count, num_classes, out_channels, DiTBlock, 6, pixels)
-        self.grid = config.grid(shape)
-        self.register_buffer("positions", positions(self.grid, config.width), persistent=False)
+    def make_layers(self, inputs: int, num_classes: int) -> None:
+        self.make_residual(inputs, num_classes, DiTBlock, modulations=6)
+        self.grid = self.config.grid(self.shape)
+        self.register_buffer("positions", layers.positions(self.grid, self.config.width), persistent=False)
         self.positions: Tensor
 
     def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
@@ -100,7 +69,7 @@ class DiT(ResidualNetwork):
             recompute = self.config.checkpoint and self.training
             for i, (block, modulation) in enumerate(zip(self.blocks, per_block, strict=True)):
                 pair = None if seeds is None else seeds[2 * i : 2 * i + 2]
-                x = run_block(block, recompute, x, modulation, pair)
+                x = layers.run_block(block, recompute, x, modulation, pair)
             tokens = self.head(x, last)
         else:
             tokens = self.head.project(self.fast(self, x, per_block, last, seeds))
@@ -133,11 +102,11 @@ class SelfAttention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        xavier_(self.qkv)
-        xavier_(self.out)
+        layers.xavier_(self.qkv)
+        layers.xavier_(self.out)
 
     def forward(self, h: Tokens) -> Tokens:
-        return self.out(attend(self.qkv(h), self.heads))
+        return self.out(layers.attend(self.qkv(h), self.heads))
 
 
 def modulated_norm(x: Tokens, shift: PerSample, scale: PerSample) -> Tokens:
@@ -149,7 +118,7 @@ def modulated_norm(x: Tokens, shift: PerSample, scale: PerSample) -> Tokens:
 def gated_residual(x: Tokens, gate: PerSample, branch: Tokens, p: float, seed: Seed | None) -> Tokens:
     """x + gate * dropout(branch), without dropout if there is no seed."""
     if seed is not None:
-        branch = dropout(branch, p, seed)
+        branch = layers.dropout(branch, p, seed)
     return torch.addcmul(x, gate[:, None], branch)
 
 
@@ -160,8 +129,8 @@ class FeedForward(nn.Module):
         super().__init__()
         self.expand = nn.Linear(width, ratio * width)
         self.contract = nn.Linear(ratio * width, width)
-        xavier_(self.expand)
-        xavier_(self.contract)
+        layers.xavier_(self.expand)
+        layers.xavier_(self.contract)
 
     def forward(self, h: Tokens) -> Tokens:
         return self.contract(gelu(self.expand(h), approximate="tanh"))
@@ -175,7 +144,7 @@ class Modulation(nn.Module):
         self.width = width
         self.sizes = [per_block] * depth + [2]
         self.project = nn.Linear(width, sum(self.sizes) * width)
-        zero_(self.project)
+        layers.zero_(self.project)
 
     def forward(self, condition: PerSample) -> tuple[Float[Tensor, "batch _ width"], ...]:
         """One (batch, per_block, width) for each block, then (batch, 2, width) for the head."""
@@ -188,7 +157,7 @@ class ModulatedHead(nn.Module):
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__()
         self.project = nn.Linear(width, outputs)
-        zero_(self.project)
+        layers.zero_(self.project)
 
     def forward(self, x: Tokens, modulation: Float[Tensor, "batch 2 width"]) -> Float[Tensor, "batch tokens outputs"]:
         shift, scale = modulation.unbind(1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from bsi.backbones.config import PRECISION_DIM, BackboneConfig, fourier_exponents
+from bsi.backbones.config import PRECISION_DIM, BackboneConfig, fourier_exponents, input_channels
 from bsi.errors import UsageError
 
 NORM_EPS = 1e-6  # as in the DiT and in VDM's U-Net (Flax's default)
@@ -47,6 +47,7 @@ class Backbone(nn.Module, ABC):
     Attributes:
         shape: The shape of one input, (channels, *space).
         out_shape: The shape of one output, (out_channels, *space).
+        num_classes: The number of labels; 0 if the network has none. The label `num_classes` stands for no label.
         compute_dtype: The dtype inside the network, under autocast. With None the caller's autocast applies.
         fast: A faster implementation of everything before the last linear layer, set by `accelerate`; or None.
     """
@@ -57,19 +58,25 @@ class Backbone(nn.Module, ABC):
     config: BackboneConfig
 
     def __init__(
-        self, config: BackboneConfig, shape: tuple[int, ...], bins_count: int | None, out_channels: int | None
+        self,
+        config: BackboneConfig,
+        shape: tuple[int, ...],
+        bins_count: int | None = None,
+        num_classes: int = 0,
+        out_channels: int | None = None,
     ) -> None:
         config.check(shape)
         super().__init__()
         self.config = config
         self.shape = shape
+        self.num_classes = num_classes
         self.out_shape = (shape[0] if out_channels is None else out_channels, *shape[1:])
         self.fourier = FourierFeatures(bins_count)
+        self.make_layers(input_channels(shape[0], bins_count), num_classes)
 
-    @property
-    def num_classes(self) -> int:
-        """The number of labels; 0 if the network has none. The label `num_classes` stands for no label."""
-        return self.condition.num_classes
+    @abstractmethod
+    def make_layers(self, inputs: int, num_classes: int) -> None:
+        """Make the layers after the Fourier features, which have `inputs` channels."""
 
     @abstractmethod
     def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
@@ -87,12 +94,7 @@ class Backbone(nn.Module, ABC):
         """Seeds for the dropout masks of one pass; None if nothing is dropped."""
         return draw_seeds(count, device) if self.training and self.config.dropout > 0 else None
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch channels *space"],
-        t: Float[Tensor, " batch"],
-        cond: Int[Tensor, " batch"] | None = None,
-    ) -> Float[Tensor, "batch out_channels *space"]:
+    def forward(self, x: Image, t: Times, cond: Labels | None = None) -> Float[Tensor, "batch out_channels *space"]:
         if x.shape[1:] != self.shape:
             raise UsageError(
                 f"this network was built for data of shape {self.shape}, got a batch of {tuple(x.shape[1:])}. "
@@ -207,13 +209,13 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def zero_(layer: Layer) -> None:
-    nn.init.zeros_(layer.weight)
-    _clear_bias(layer)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
 
 
 def xavier_(layer: nn.Linear) -> None:
+    zero_(layer)
     nn.init.xavier_uniform_(layer.weight)
-    _clear_bias(layer)
 
 
 def lecun_(layer: Layer) -> None:
@@ -222,13 +224,8 @@ def lecun_(layer: Layer) -> None:
     PyTorch's default has a third of this variance. After the 33 shortcuts of the U-Net's up blocks, the input would
     have vanished.
     """
+    zero_(layer)
     nn.init.normal_(layer.weight, std=layer.weight[0].numel() ** -0.5)
-    _clear_bias(layer)
-
-
-def _clear_bias(layer: Layer) -> None:
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
 
 
 # ---- Dropout: the mask is a hash of the element's index and a seed, keep(i) = hash(i; seed) >= threshold.
@@ -261,13 +258,11 @@ def _hash(index: Int32[Tensor, "..."], seed: Seed) -> Int32[Tensor, "..."]:
     # The seed is added first: the compiler treats a product of the index alone as an index expression and folds the
     # factors of shapes into it until they no longer fit 32 bits.
     a, b = (index + seed[0]) * DROPOUT_WEYL[0], (index + seed[1]) * DROPOUT_WEYL[1]
-    h = _swap(a * a + b)
-    h = _swap(h * h + a)
+    h = a * a + b
+    h = (h >> 16) + (h << 16)
+    h = h * h + a
+    h = (h >> 16) + (h << 16)
     return h * h + b
-
-
-def _swap(h: Int32[Tensor, "..."]) -> Int32[Tensor, "..."]:
-    return (h >> 16) + (h << 16)
 
 
 def run_block(block: nn.Module, recompute: bool, *inputs: Any) -> Tensor:

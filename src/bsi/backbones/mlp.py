@@ -3,8 +3,6 @@
 flatten -> linear -> depth x [modulated norm, MLP, gate] -> norm, linear
 """
 
-import math
-
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -18,16 +16,8 @@ class MLP(ResidualNetwork):
 
     config: MLPConfig
 
-    def __init__(
-        self,
-        config: MLPConfig,
-        shape: tuple[int, ...],
-        bins_count: int | None = None,
-        num_classes: int = 0,
-        out_channels: int | None = None,
-    ) -> None:
-        pixels = math.prod(shape[1:])
-        super().__init__(config, shape, bins_count, num_classes, out_channels, MLPBlock, 3, pixels)
+    def make_layers(self, inputs: int, num_classes: int) -> None:
+        self.make_residual(inputs, num_classes, MLPBlock, modulations=3)
 
     def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
         *per_block, last = self.modulation(self.condition(t, cond))

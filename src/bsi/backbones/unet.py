@@ -23,23 +23,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, conv2d, conv3d, interpolate, linear, silu
 
-from bsi.backbones.config import UNetConfig, input_channels
-from bsi.backbones.layers import (
-    NORM_EPS,
-    Backbone,
-    ConditionEmbedding,
-    Image,
-    Labels,
-    PerSample,
-    Seed,
-    Times,
-    Wide,
-    attend,
-    dropout,
-    lecun_,
-    run_block,
-    zero_,
-)
+from bsi.backbones import layers
+from bsi.backbones.config import UNetConfig
+from bsi.backbones.layers import NORM_EPS, Backbone, ConditionEmbedding, Image, Labels, PerSample, Seed, Times, Wide
 
 Rows = Float[Tensor, "batch pixels channels"]
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -52,30 +38,23 @@ class UNet(Backbone):
 
     config: UNetConfig
 
-    def __init__(
-        self,
-        config: UNetConfig,
-        shape: tuple[int, ...],
-        bins_count: int | None = None,
-        num_classes: int = 0,
-        out_channels: int | None = None,
-    ) -> None:
-        super().__init__(config, shape, bins_count, out_channels)
-        width, deepest, dim = config.width, config.widths[-1], len(shape) - 1
+    def make_layers(self, inputs: int, num_classes: int) -> None:
+        config, dim = self.config, len(self.shape) - 1
+        width, deepest = config.width, config.widths[-1]
         down = [w for w in config.widths for _ in range(config.levels)]
         up = [w for w in reversed(config.widths) for _ in range(config.levels + 1)]
         self.widths = [*down, deepest, deepest, *up]  # of all blocks in the order in which they run
         self.condition = ConditionEmbedding(4 * width, num_classes)
         self.project = nn.Linear(4 * width, sum(self.widths), bias=False)
-        self.stem = convolution(input_channels(shape[0], bins_count), width, dim)
+        self.stem = convolution(inputs, width, dim)
         self.down = nn.ModuleList(_down(config, dim))
         self.before = UNetBlock(deepest, config, dim)
         self.attention = PixelAttention(deepest, config.heads)
         self.after = UNetBlock(deepest, config, dim)
         self.up = nn.ModuleList(_up(config, dim))
         self.head = ConvHead(width, self.out_shape[0], dim)
-        lecun_(self.stem)
-        zero_(self.project)
+        layers.lecun_(self.stem)
+        layers.zero_(self.project)
 
     def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
         x = self.stem(to_image(to_rows(features).contiguous(), features))
@@ -88,15 +67,24 @@ class UNet(Backbone):
 
         recompute = self.config.checkpoint and self.training
         inputs = zip(shifts.split(self.widths, dim=1), seeds, strict=True)
+
+        def run(block: nn.Module, x: Image, skip: Image | None) -> Image:
+            return layers.run_block(block, recompute, x, skip, *next(inputs))
+
         skips = [x]
         for layer in [*self.down, self.before]:
-            x = run_block(layer, recompute, x, None, *next(inputs)) if isinstance(layer, UNetBlock) else layer(x)
+            x = run(layer, x, None) if isinstance(layer, UNetBlock) else layer(x)
             skips.append(x)
-        x = self.attention(skips.pop())
-        x = run_block(self.after, recompute, x, None, *next(inputs))
+        x = run(self.after, self.attention(skips.pop()), None)
         for layer in self.up:
-            x = run_block(layer, recompute, x, skips.pop(), *next(inputs)) if isinstance(layer, UNetBlock) else layer(x)
+            x = run(layer, x, skips.pop()) if isinstance(layer, UNetBlock) else layer(x)
         return self.head(x)
+
+    def blocks(self) -> Iterator["UNetBlock"]:
+        """The blocks in the order in which they run."""
+        for layer in [*self.down, self.before, self.after, *self.up]:
+            if isinstance(layer, UNetBlock):
+                yield layer
 
     def regions(self) -> Iterator[nn.Module]:
         yield from [*self.down, self.before, self.attention, self.after, *self.up, self.head]
@@ -105,7 +93,7 @@ class UNet(Backbone):
 def _down(config: UNetConfig, dim: int) -> Iterator[nn.Module]:
     for i, width in enumerate(config.widths):
         if i > 0:
-            yield Downsample(config.widths[i - 1], width, dim)
+            yield Resample(config.widths[i - 1], width, dim, up=False)
         for _ in range(config.levels):
             yield UNetBlock(width, config, dim, attends=i > 0)
 
@@ -115,7 +103,7 @@ def _up(config: UNetConfig, dim: int) -> Iterator[nn.Module]:
         for _ in range(config.levels + 1):
             yield UNetBlock(width, config, dim, joins=True, attends=i > 0)
         if i > 0:
-            yield Upsample(width, config.widths[i - 1], dim)
+            yield Resample(width, config.widths[i - 1], dim, up=True)
 
 
 class UNetBlock(nn.Module):
@@ -135,18 +123,18 @@ class UNetBlock(nn.Module):
         self.conv_out = convolution(width, width, dim)
         self.shortcut = CONVOLUTIONS[dim - 1](inputs, width, 1) if joins else None
         self.attention = PixelAttention(width, config.heads) if attends else None
-        lecun_(self.conv_in)
-        zero_(self.conv_out)
+        layers.lecun_(self.conv_in)
+        layers.zero_(self.conv_out)
         if self.shortcut is not None:
-            lecun_(self.shortcut)
+            layers.lecun_(self.shortcut)
 
     def forward(self, x: Image, skip: Image | None, shift: PerSample, seed: Seed | None) -> Image:
         images = [x] if skip is None else [x, skip]
-        h = convolve(self.conv_in, torch.cat([silu(image) for image in self.norm_in.each(images)], dim=1))
+        h = convolve(torch.cat([silu(image) for image in self.norm_in.each(images)], dim=1), self.conv_in.weight)
         h = silu(self.norm_out(h, shift + bias_of(self.conv_in).to(shift.dtype)))
         if seed is not None:  # the mask is indexed by rows, the order of the image in memory
-            h = to_image(dropout(to_rows(h), self.dropout, seed), h)
-        h = convolve(self.conv_out, h)
+            h = to_image(layers.dropout(to_rows(h), self.dropout, seed), h)
+        h = convolve(h, self.conv_out.weight)
         bias = bias_of(self.conv_out).to(h.dtype)
         if self.shortcut is not None and skip is not None:
             weights = self.shortcut.weight.flatten(1).split(x.shape[1], dim=1)
@@ -160,9 +148,9 @@ def convolution(inputs: int, outputs: int, dim: int, stride: int = 1) -> Convolu
     return CONVOLUTIONS[dim - 1](inputs, outputs, 3, stride=stride, padding=1)
 
 
-def convolve(conv: Convolution, x: Image) -> Image:
+def convolve(x: Image, weight: Tensor) -> Image:
     """A convolution without its bias, which the block adds together with other terms."""
-    return CONVOLVE[x.ndim - 3](x, conv.weight, padding=1)
+    return CONVOLVE[x.ndim - 3](x, weight, padding=1)
 
 
 def bias_of(conv: Convolution) -> Float[Tensor, " outputs"]:
@@ -179,45 +167,34 @@ class PixelAttention(nn.Module):
         self.norm = group_norm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        lecun_(self.qkv)
-        zero_(self.out)
+        layers.lecun_(self.qkv)
+        layers.zero_(self.out)
 
     def forward(self, x: Image) -> Image:
-        return x + to_image(self.out(attend(self.qkv(to_rows(self.norm(x))), self.heads)), x)
+        return x + to_image(self.out(layers.attend(self.qkv(to_rows(self.norm(x))), self.heads)), x)
 
 
-class Downsample(nn.Module):
-    """A convolution with stride 2."""
+class Resample(nn.Module):
+    """A convolution with stride 2, or one after nearest-neighbor upsampling by 2."""
 
-    def __init__(self, width: int, coarser: int, dim: int) -> None:
+    def __init__(self, inputs: int, outputs: int, dim: int, up: bool) -> None:
         super().__init__()
-        self.conv = convolution(width, coarser, dim, stride=2)
-        lecun_(self.conv)
+        self.up = up
+        self.conv = convolution(inputs, outputs, dim, stride=1 if up else 2)
+        layers.lecun_(self.conv)
 
-    def forward(self, x: Image) -> Float[Tensor, "batch coarser *half"]:
-        return self.conv(x)
-
-
-class Upsample(nn.Module):
-    """Nearest-neighbor upsampling by 2, and a convolution."""
-
-    def __init__(self, coarser: int, width: int, dim: int) -> None:
-        super().__init__()
-        self.conv = convolution(coarser, width, dim)
-        lecun_(self.conv)
-
-    def forward(self, x: Image) -> Float[Tensor, "batch width *double"]:
-        return self.conv(interpolate(x, scale_factor=2, mode="nearest"))
+    def forward(self, x: Image) -> Float[Tensor, "batch outputs *resampled"]:
+        return self.conv(interpolate(x, scale_factor=2, mode="nearest") if self.up else x)
 
 
 class ConvHead(nn.Module):
-    """Norm, SiLU, and a convolution that is initialized to 0."""
+    """Norm, SiLU, and a convolution initialized to 0."""
 
     def __init__(self, width: int, channels: int, dim: int) -> None:
         super().__init__()
         self.norm = group_norm(width)
         self.conv = convolution(width, channels, dim)
-        zero_(self.conv)
+        layers.zero_(self.conv)
 
     def forward(self, x: Image) -> Image:
         return self.conv(silu(self.norm(x)))

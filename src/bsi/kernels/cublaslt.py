@@ -86,45 +86,46 @@ def _workspace(device: int, stream: int) -> Tensor:
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
 
 
-def _layout(rows: int, columns: int, kind: torch.dtype) -> c_void_p:
-    """A column-major matrix without padding."""
-    layout = c_void_p()
-    _check(_library().cublasLtMatrixLayoutCreate(byref(layout), _KIND[kind], rows, columns, rows), "a layout")
+Kind = tuple[torch.Size, torch.dtype]  # of a row-major matrix without padding
+
+
+def _layout(shape: torch.Size, dtype: torch.dtype) -> c_void_p:
+    """The library is column-major: it sees the transpose of every matrix."""
+    layout, (rows, columns) = c_void_p(), shape
+    _check(_library().cublasLtMatrixLayoutCreate(byref(layout), _KIND[dtype], columns, rows, columns), "a layout")
     return layout
 
 
 class _Product:
-    """out (m, n) = op(a) op(b), row-major, of one shape: its descriptors and the fastest of the proposed algorithms.
+    """out = op(a) op(b) of one shape: its descriptors and the fastest of the proposed algorithms.
 
     `fast` lets 8-bit products use reduced-precision accumulators.
     """
 
     def __init__(
-        self, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, epilogue: Epilogue,
-        a_type: torch.dtype, b_type: torch.dtype, out_type: torch.dtype, device: int, fast: bool,
+        self, a: Kind, b: Kind, out: Kind, transpose_a: bool, transpose_b: bool, epilogue: Epilogue, fast: bool,
+        device: int,
     ) -> None:  # fmt: skip
         library, self.device, self.lock = _library(), device, threading.Lock()
-        self.name = f"the product {m} x {k} x {n} of {a_type} and {b_type} in {out_type} ({epilogue.name})"
+        self.name = f"the product of {a} and {b} in {out} ({epilogue.name})"
         self.description, preference = c_void_p(), c_void_p()
         status = library.cublasLtMatmulDescCreate(byref(self.description), _COMPUTE_F32, _KIND[torch.float32])
         _check(status, "a description")
-        # Row-major data is the transpose of column-major: out^T = op(b)^T op(a)^T, so b comes first.
+        # Transposed, out^T = op(b)^T op(a)^T, so b comes first.
         self._set(_TRANSA, c_int32(int(transpose_b)))
         self._set(_TRANSB, c_int32(int(transpose_a)))
         self._set(_EPILOGUE, c_int32(int(epilogue)))
         if epilogue == Epilogue.GELU_AUX_BIAS:
-            self._set(_AUX_LD, c_int64(n))
-        if a_type.itemsize == 1:
+            self._set(_AUX_LD, c_int64(out[0][1]))
+        if a[1].itemsize == 1:
             self._set(_FAST_ACCUMULATION, c_int8(int(fast)))
             if epilogue != Epilogue.NONE:
                 self._set(_BIAS_TYPE, c_int32(_KIND[torch.bfloat16]))
             if epilogue == Epilogue.GELU_AUX_BIAS:
                 self._set(_AUX_TYPE, c_int32(_KIND[torch.bfloat16]))
-        self.left = _layout(k, n, b_type) if transpose_b else _layout(n, k, b_type)
-        self.right = _layout(m, k, a_type) if transpose_a else _layout(k, m, a_type)
-        self.out = _layout(n, m, out_type)
+        self.left, self.right, self.out = _layout(*b), _layout(*a), _layout(*out)
         # The matrix C, which is not added (beta is 0) but must have a valid type; 8-bit types are not valid.
-        self.added = _layout(n, m, torch.bfloat16) if out_type.itemsize == 1 else self.out
+        self.added = _layout(out[0], torch.bfloat16) if out[1].itemsize == 1 else self.out
         _check(library.cublasLtMatmulPreferenceCreate(byref(preference)), "a preference")
         limit = c_size_t(WORKSPACE_BYTES)
         library.cublasLtMatmulPreferenceSetAttribute(preference, c_int(_MAX_WORKSPACE), byref(limit), c_size_t(8))
@@ -204,10 +205,10 @@ def multiply(
 ) -> Rows:  # fmt: skip
     """op(a) op(b); the epilogue reads `bias` and writes `aux`. An output in 8 bits is multiplied by `out_scale`."""
     x, y = a.rows.contiguous(), b.rows.contiguous()
-    m, k = reversed(x.shape) if transpose_a else x.shape
-    n = y.shape[0 if transpose_b else 1]
-    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
-    plan = _plan(m, n, k, transpose_a, transpose_b, epilogue, x.dtype, y.dtype, out_dtype, x.get_device(), fast)
+    size = x.shape[1 if transpose_a else 0], y.shape[0 if transpose_b else 1]
+    out = torch.empty(size, dtype=out_dtype, device=x.device)
+    kinds = [(matrix.shape, matrix.dtype) for matrix in (x, y, out)]
+    plan = _plan(*kinds, transpose_a, transpose_b, epilogue, fast, x.get_device())
     # b is the library's first factor, A.
     scales = {_SCALE_A: b.inverse, _SCALE_B: a.inverse, _SCALE_D: out_scale}
     plan(x, y, out, {_BIAS_POINTER: bias, _AUX_POINTER: aux, **scales})

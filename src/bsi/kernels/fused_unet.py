@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from bsi.backbones.layers import Image, attend
-from bsi.backbones.unet import GroupNorm, PixelAttention, Rows, UNet, UNetBlock, bias_of, to_image, to_rows
+from bsi.backbones.unet import GroupNorm, PixelAttention, Rows, UNet, UNetBlock, bias_of, convolve, to_image, to_rows
 from bsi.kernels.unet_kernels import (
     Moments,
     group_norm_act,
@@ -43,21 +43,14 @@ def rows_of(x: Image) -> Rows:
     return to_rows(x).contiguous()
 
 
-def convolve(x: Image, weight: Tensor) -> Image:
-    return torch.convolution(x, weight, None, *_settings(weight))
-
-
 def convolve_backward(dy: Image, x: Image, weight: Tensor) -> tuple[Image, Tensor]:
-    """Gradients of x and of the weight."""
-    which = [True, True, False]
-    dx, dweight, _ = torch.ops.aten.convolution_backward(dy, x, weight, None, *_settings(weight), which)
-    return dx, dweight
-
-
-def _settings(weight: Tensor) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
-    """Stride, padding, dilation, transposed, output padding and groups of a convolution that preserves the size."""
+    """The gradients of the inputs of `convolve`."""
     dim = weight.ndim - 2
-    return [1] * dim, [1] * dim, [1] * dim, False, [0] * dim, 1
+    stride = padding = dilation = [1] * dim
+    dx, dweight, _ = torch.ops.aten.convolution_backward(
+        dy, x, weight, None, stride, padding, dilation, False, [0] * dim, 1, [True, True, False]
+    )
+    return dx, dweight
 
 
 def slices(whole: Tensor, images: list[Rows]) -> tuple[Tensor, ...]:
@@ -204,8 +197,10 @@ def fused_attention(attention: PixelAttention, x: Image) -> Image:
 
 
 @torch.no_grad()
-def round_weights(weights: list[Tensor], dtype: torch.dtype) -> dict[Tensor | None, Tensor]:
-    """The weights rounded to `dtype`, all at once."""
+def round_weights(network: UNet, dtype: torch.dtype) -> dict[Tensor | None, Tensor]:
+    """The weights of all blocks' convolutions, rounded to `dtype` at once."""
+    layers = (layer for block in network.blocks() for layer in (block.conv_in, block.conv_out, block.shortcut))
+    weights: list[Tensor] = [layer.weight for layer in layers if layer is not None]
     rounded = weights
     if weights[0].dtype != dtype:
         rounded = [torch.empty_like(weight, dtype=dtype) for weight in weights]
@@ -220,24 +215,21 @@ class FusedUNet:
     lean: bool = False
 
     def __call__(self, network: UNet, x: Image, shifts: Tensor, seeds: Sequence[Tensor | None]) -> Image:
-        blocks = [module for module in network.modules() if isinstance(module, UNetBlock)]  # in the order they run
-        layers = [(block.conv_in, block.conv_out, block.shortcut) for block in blocks]
-        rounded = round_weights([layer.weight for each in layers for layer in each if layer is not None], x.dtype)
+        rounded = round_weights(network, x.dtype)
         # The first convolutions' biases are added for all blocks at once.
-        shifts = shifts + torch.cat([bias_of(block.conv_in).float() for block in blocks])
+        shifts = shifts + torch.cat([bias_of(block.conv_in).float() for block in network.blocks()])
         inputs = zip(shifts.split(network.widths, dim=1), seeds, strict=True)
 
         def run(block: UNetBlock, x: Image, skip: Image | None) -> tuple[Image, Image]:
             """The block's output, and x in the form in which a later block reads it as a skip."""
             shift, seed = next(inputs)
-            shortcut, bias = block.shortcut, bias_of(block.conv_out)
+            norms, shortcut, bias = (block.norm_in, block.norm_out), block.shortcut, bias_of(block.conv_out)
             if shortcut is not None:
                 bias = bias + bias_of(shortcut)
             masters = block.conv_in.weight, block.conv_out.weight, None if shortcut is None else shortcut.weight
             out, x = _Block.apply(
-                x, skip, shift, block.norm_in.weight, block.norm_in.bias, masters[0],
-                block.norm_out.weight, block.norm_out.bias, masters[1], bias, masters[2],
-                [rounded.get(weight) for weight in masters], (block.norm_in.num_groups, block.norm_out.num_groups),
+                x, skip, shift, norms[0].weight, norms[0].bias, masters[0], norms[1].weight, norms[1].bias, masters[1],
+                bias, masters[2], [rounded.get(weight) for weight in masters], [norm.num_groups for norm in norms],
                 0.0 if seed is None else block.dropout, seed, self.lean,
             )  # fmt: skip
             return out if block.attention is None else fused_attention(block.attention, out), x

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,9 @@ needs_triton = pytest.mark.skipif(
 
 def printed(code: str, interpret: bool = True) -> list[str]:
     """The lines that the code prints."""
+    paths = [str(Path(__file__).parent / "backbones"), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

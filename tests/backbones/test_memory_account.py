@@ -2,10 +2,9 @@
 
 import runpy
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,16 +17,6 @@ from bsi.training.optimizers import Optimizers
 GIB = 2**30
 SHAPE = (3, 16, 16)
 own_access = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own access
-
-
-@pytest.fixture
-def compiler() -> Iterator[None]:
-    """A fresh compiler, and no shape checks inside compiled code, which it cannot trace."""
-    torch._dynamo.reset()
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-    torch._dynamo.reset()
 
 
 def kept_per_image(network: Backbone) -> float:
@@ -44,56 +33,52 @@ def kept_per_image(network: Backbone) -> float:
             return saved
 
         with saved_tensors_hooks(note, lambda saved: saved):
-            output = network(torch.randn(batch, *SHAPE), torch.rand(batch))
+            output = network(torch.randn(batch, *network.shape), torch.rand(batch))
         del output
         return sum(found.values())
 
     return (kept(8) - kept(4)) / 4
 
 
-def pairs(checkpoint: bool = False) -> list[tuple[BackboneConfig, BackboneConfig]]:
-    """Networks with two and four blocks or levels."""
-    unets = [[UNetConfig(32, n, checkpoint=checkpoint, coarser=c) for n in (2, 4)] for c in ((), (64,))]
-    return [
-        (DiTConfig(64, 2, 2, checkpoint=checkpoint), DiTConfig(64, 4, 2, checkpoint=checkpoint)),
-        *map(tuple, unets),
-    ]
+SMALL = {
+    "dit": DiTConfig(64, 2, 2),
+    "unet": UNetConfig(32, 2),
+    "unet-coarser": UNetConfig(32, 2, coarser=(64,)),
+    "mlp": MLPConfig(64, 2),
+}
 
 
-@pytest.mark.parametrize(("small", "large"), [*pairs(), (MLPConfig(64, 2), MLPConfig(64, 4))], ids=str)
-def test_the_account_is_what_autograd_keeps(small: BackboneConfig, large: BackboneConfig):
-    """Of two blocks or levels more, and in total; the working memory of one block is added in the estimate."""
-    _compare(small, large, "plain", half=False, at_most=2.5)
-
-
-@pytest.mark.parametrize(
-    ("small", "large"),
-    [pairs()[0], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs()[1:])],
-    ids=str,
-)
-@own_access
-@pytest.mark.usefixtures("compiler")
-def test_the_account_is_what_compiled_networks_keep(small: BackboneConfig, large: BackboneConfig):
-    _compare(small, large, "compiled", half=True, at_most=2.5)
-
-
-@pytest.mark.parametrize(("small", "large"), pairs(checkpoint=True), ids=str)
-def test_the_account_is_what_checkpointing_keeps(small: BackboneConfig, large: BackboneConfig):
-    """Little: the working memory of one block is most of the estimate."""
-    _compare(small, large, "plain", half=True, at_most=6)
-
-
-def _compare(small: BackboneConfig, large: BackboneConfig, form: Form, half: bool, at_most: float):
-    found = []
-    for config in (small, large):
-        network = build(config, SHAPE, 256).train()
+def assert_kept(config: BackboneConfig, form: Form, half: bool, at_most: float) -> None:
+    """By two blocks or levels more, and in total; the working memory of one block is added in the estimate."""
+    found, accounts = [], []
+    more = {"levels" if isinstance(config, UNetConfig) else "depth": 4}
+    for each in (config, replace(config, **more)):
+        network = build(each, SHAPE, 256).train()
         network.compute_dtype = torch.bfloat16 if half else None
         if form == "compiled":
             compile_regions(network, backend="aot_eager_decomp_partition")
         found.append(kept_per_image(network))
-    accounts = [training_memory(config, SHAPE, 256, form=form, half=half).per_image for config in (small, large)]
+        accounts.append(training_memory(each, SHAPE, 256, form=form, half=half).per_image)
     assert accounts[1] - accounts[0] == pytest.approx(found[1] - found[0], rel=0.05)
     assert found[0] < accounts[0] < at_most * found[0]
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_the_account_is_what_autograd_keeps(kind: str) -> None:
+    assert_kept(SMALL[kind], "plain", half=False, at_most=2.5)
+
+
+@pytest.mark.parametrize("kind", ["dit", pytest.param("unet-coarser", marks=pytest.mark.slow)])
+@own_access
+@pytest.mark.usefixtures("unchecked")
+def test_the_account_is_what_compiled_networks_keep(kind: str) -> None:
+    assert_kept(SMALL[kind], "compiled", half=True, at_most=2.5)
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet", "unet-coarser"])
+def test_the_account_is_what_checkpointing_keeps(kind: str) -> None:
+    """Little: the working memory of one block is most of the estimate."""
+    assert_kept(replace(SMALL[kind], checkpoint=True), "plain", half=True, at_most=6)
 
 
 @pytest.mark.parametrize(

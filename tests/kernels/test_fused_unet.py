@@ -78,6 +78,7 @@ import triton.runtime.interpreter as interpreter
 from bsi.backbones import UNetConfig, build, freeze
 from bsi.backbones.config import training_memory
 from bsi.kernels import fused_unet, unet_kernels
+from test_memory_account import kept_per_image
 
 def awake(config, shape, classes=0):
     torch.manual_seed(0)
@@ -139,19 +140,8 @@ with torch.no_grad():
     print("frozen", farthest(wanted[:1], [network(x, t)]))
 
 # What is kept does not depend on the numbers: nothing is computed.
-fused_unet.group_norm_act = lambda x, *_: unet_kernels.Moments(*torch.empty(3, len(x), x.shape[2]))
-fused_unet.residual_sum = fused_unet.residual_sum_with_skip = lambda x, *_: torch.empty_like(x)
-
-def kept(network, batch, shape):
-    weights, found = {p.untyped_storage().data_ptr() for p in network.parameters()}, {}
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = network(torch.randn(batch, *shape), torch.rand(batch))
-    return sum(found.values())
+unet_kernels.group_norm_act = lambda x, *_: unet_kernels.Moments(*torch.empty(3, len(x), x.shape[2]))
+unet_kernels.residual_sum = unet_kernels.residual_sum_with_skip = lambda x, *_: torch.empty_like(x)
 
 for form, coarser in (("fused", ()), ("lean", ()), ("lean", (64,))):
     sizes, accounts = [], []
@@ -159,7 +149,7 @@ for form, coarser in (("fused", ()), ("lean", ()), ("lean", (64,))):
         config = UNetConfig(width=32, levels=levels, dropout=0.1, coarser=coarser)
         network = build(config, (3, 12, 12), 256).train().to(memory_format=torch.channels_last)
         network.fast = fused_unet.FusedUNet(lean=form == "lean")
-        sizes.append(kept(network, 2, (3, 12, 12)) - kept(network, 1, (3, 12, 12)))
+        sizes.append(kept_per_image(network))
         accounts.append(training_memory(config, (3, 12, 12), 256, form=form, half=False).per_image)
     print("kept", (sizes[1] - sizes[0]) / (accounts[1] - accounts[0]), sizes[0] / accounts[0])
 """
@@ -173,14 +163,12 @@ from triton.compiler import ASTSource
 from bsi.kernels import philox, unet_kernels
 from bsi.kernels.dit_kernels import mask_constants
 
-def kind(name, half):
-    numbers = name in ("pixels", "channels", "rows", "count") or name.startswith("stride")
-    return "i32" if numbers else {"eps": "fp32", "seed": "*i32"}.get(name, "*bf16" if name in half else "*fp32")
+numbers = "pixels channels rows count stride_y stride_shift stride_dy stride_add stride_sums stride_row"
+kinds = dict.fromkeys(numbers.split(), "i32") | dict.fromkeys("x y dy dx add more skip branch".split(), "*bf16")
+kinds |= {"eps": "fp32", "seed": "*i32"}
 
-def build(kernel, constants, num_warps, maxnreg=None, half=("x", "y", "dy", "dx", "add", "more", "skip", "branch"),
-          **kinds):
-    signature = {n: "constexpr" if n in constants else kinds.get(n) or kind(n, half) for n in kernel.arg_names}
-    options = {"num_warps": num_warps} | ({} if maxnreg is None else {"maxnreg": maxnreg})
+def build(kernel, constants, kinds=kinds, **options):
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "*fp32") for n in kernel.arg_names}
     done = triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
     print(kernel.__name__, len(done.asm["cubin"]))
 
@@ -191,12 +179,12 @@ for count, channels, groups in ((1024, 128, 32), (1024, 192, 32), (1, 2051, 1)):
     shared |= {"pixels": 1} if count == 1 else {}
     build(unet_kernels._group_norm_act, shared | {"SHIFT": True}, **options)
     build(unet_kernels._group_norm_act_backward, shared | {"ADD": True, "MORE": True}, **options)
-weighed = ("x", "y", "skip", "branch", "weight")
-build(unet_kernels._residual_sum, {"BLOCK": 2048}, 8)
-build(unet_kernels._residual_sum_with_skip, {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32}, 4, half=weighed)
-build(unet_kernels._pixel_sums, {"SLAB": 64, "TILE": 128}, 8)
+tiles = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32}
+build(unet_kernels._residual_sum, {"BLOCK": 2048}, num_warps=8)
+build(unet_kernels._residual_sum_with_skip, tiles, kinds | {"weight": "*bf16"}, num_warps=4)
+build(unet_kernels._pixel_sums, {"SLAB": 64, "TILE": 128}, num_warps=8)
 integers = dict.fromkeys(("n", "terms"), "i32") | dict.fromkeys(("seed", "samples", "places"), "*i64")
-build(philox._weighted_normals, {"QUADS": philox.QUADS}, 4, **integers)
+build(philox._weighted_normals, {"QUADS": philox.QUADS}, integers, num_warps=4)
 """
 
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -65,28 +64,22 @@ def build(
     """
     if isinstance(config, str):
         config = resolve(config)
-    _check_memory(4 * cost(config, shape, bins_count, num_classes, out_channels).parameters)
-    # Imported here because they import torch.
+    needed = 4 * cost(config, shape, bins_count, num_classes, out_channels).parameters
+    import torch
+
     from bsi.backbones.dit import DiT
     from bsi.backbones.mlp import MLP
     from bsi.backbones.unet import UNet
 
-    networks: dict[type, Callable[..., Backbone]] = {DiTConfig: DiT, UNetConfig: UNet, MLPConfig: MLP}
+    if hasattr(os, "sysconf") and torch.get_default_device().type == "cpu":  # neither Windows nor the meta device
+        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > installed:
+            raise UsageError(
+                f"the weights of this network need more memory than this machine has, got {readable_bytes(needed)} of "
+                f"{readable_bytes(installed)}. Use a smaller width or depth."
+            )
+    networks: dict[type, type[Backbone]] = {DiTConfig: DiT, UNetConfig: UNet, MLPConfig: MLP}
     return networks[type(config)](config, shape, bins_count, num_classes, out_channels)
-
-
-def _check_memory(needed: int) -> None:
-    """Raise UsageError for weights that need more memory than the machine has, except on the meta device."""
-    import torch
-
-    if not hasattr(os, "sysconf"):  # Windows
-        return
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > installed and torch.get_default_device().type == "cpu":
-        raise UsageError(
-            f"the weights of this network need more memory than this machine has, got {readable_bytes(needed)} of "
-            f"{readable_bytes(installed)}. Use a smaller width or depth."
-        )
 
 
 def __getattr__(name: str) -> Any:

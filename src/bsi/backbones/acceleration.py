@@ -43,19 +43,19 @@ def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8
     if fp8:
         check_fp8(backbone.config, backbone.shape)
     form = form_of(backbone.config, backbone.compute_dtype, device, lean)
-    if form in ("fused", "lean"):  # imported here because they need Triton, which may not be installed
-        if isinstance(backbone, UNet):
-            from bsi.kernels.fused_unet import FusedUNet
-
-            backbone.fast = FusedUNet(form == "lean")
-        else:
-            from bsi.kernels.fused_dit import FusedDiT
-
-            backbone.fast = FusedDiT(form == "lean" and not fp8, fp8)
-    elif fp8:
+    fused = form in ("fused", "lean")
+    if fp8 and not fused:
         raise UsageError("fp8 needs Triton, and a network that computes in bfloat16. Use --precision bf16.")
-    elif form == "compiled":
+    if form == "compiled":
         compile_regions(backbone)
+    elif fused and isinstance(backbone, UNet):
+        from bsi.kernels.fused_unet import FusedUNet  # imported here because Triton may not be installed
+
+        backbone.fast = FusedUNet(form == "lean")
+    elif fused:
+        from bsi.kernels.fused_dit import FusedDiT
+
+        backbone.fast = FusedDiT(form == "lean" and not fp8, fp8)
 
 
 def form_of(

@@ -46,18 +46,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from bsi.backbones.dit import DiT
 from bsi.backbones.layers import PerSample, Seed
 from bsi.backbones.layers import Tokens as Stream
+from bsi.kernels import dit_kernels as kernels
 from bsi.kernels.cublaslt import Epilogue, input_gradient, product, weight_gradient
-from bsi.kernels.dit_kernels import (
-    Matrix,
-    PerChannel,
-    Rows,
-    Scalar,
-    gated_layer_norm,
-    gated_layer_norm_backward,
-    gelu_backward,
-    quantize,
-    stack_qkv,
-)
+from bsi.kernels.dit_kernels import Matrix, PerChannel, Rows, Scalar
 
 ACTIVATION8 = torch.float8_e4m3fn
 H_SCALE, MIXED_SCALE, HIDDEN_SCALE = 4.0, 16.0, 2.0
@@ -84,7 +75,7 @@ def quantize_weights(blocks: Iterable[Any], for_training: bool) -> list[Weights8
         bound = torch.linalg.vector_norm(mlp.contract.weight, 1, dim=0).amax().float() if for_training else None
         bounds += [None, None if bound is None else bound * GELU_SLOPE]
     largest = torch._foreach_norm(weights, ord=float("inf"))
-    eight = [quantize(w.detach(), m, ACTIVATION8) for w, m in zip(weights, largest, strict=True)]
+    eight = [kernels.quantize(w.detach(), m, ACTIVATION8) for w, m in zip(weights, largest, strict=True)]
     return [Weights8(*each) for each in zip(eight[0::2], eight[1::2], bounds, strict=True)]
 
 
@@ -128,7 +119,7 @@ class _Attention:
         rows = mixed.detach().transpose(1, 2).reshape(-1, width)
         if self.eight is None:
             return product(Matrix(rows), second), None, None  # `mixed` has the rows
-        rows8 = quantize(rows, _constant(torch.finfo(ACTIVATION8).max / MIXED_SCALE, rows.device), ACTIVATION8)
+        rows8 = kernels.quantize(rows, _constant(torch.finfo(ACTIVATION8).max / MIXED_SCALE, rows.device), ACTIVATION8)
         return product(rows8, second), rows8.inverse, rows8.rows
 
     def backward(
@@ -146,7 +137,7 @@ class _Attention:
         dsecond = weight_gradient(dout, Matrix(rows, inverse), ctx.dtype)
         dq, dk, dv = torch.autograd.grad(mixed, parts, dmixed)
         bound = None if self.eight is None else _largest(*(grad.transpose(1, 2) for grad in (dq, dk, dv)))
-        return *stack_qkv(dq, dk, dv, bound), dsecond
+        return *kernels.stack_qkv(dq, dk, dv, bound), dsecond
 
 
 @dataclass(frozen=True)
@@ -170,7 +161,7 @@ class _Mlp:
         dhidden = input_gradient(dout, second)
         hidden = torch.empty_like(before) if kept is None else kept
         bound = None if self.eight is None else largest * self.eight.bound
-        dbefore, dbias = gelu_backward(dhidden, before, hidden if kept is None else None, bound)
+        dbefore, dbias = kernels.gelu_backward(dhidden, before, hidden if kept is None else None, bound)
         return dbefore, dbias, weight_gradient(dout, _activation(hidden, HIDDEN_SCALE, self.eight), ctx.dtype)
 
 
@@ -189,7 +180,7 @@ class _HalfBlock(torch.autograd.Function):
     ) -> tuple[Stream, Stream]:  # fmt: skip
         eight = branch.eight
         format8 = () if eight is None else (H_SCALE, ACTIVATION8)
-        normed = gated_layer_norm(x, before, bias, gate, shift, scale, dropout, seed, *format8)
+        normed = kernels.gated_layer_norm(x, before, bias, gate, shift, scale, dropout, seed, *format8)
         if eight is None:
             first, second = Matrix(first_weight.to(x.dtype)), Matrix(second_weight.to(x.dtype))
         else:
@@ -212,13 +203,13 @@ class _HalfBlock(torch.autograd.Function):
         first, second = Matrix(first_rows, first_inverse), Matrix(second_rows, second_inverse)
         largest = None if branch.eight is None else _largest(dout)
         dout_rows = dout.flatten(0, 1)
-        dout_matrix = Matrix(dout_rows) if largest is None else quantize(dout_rows, largest)
+        dout_matrix = Matrix(dout_rows) if largest is None else kernels.quantize(dout_rows, largest)
         dfirst, dbias, dsecond = branch.backward(ctx, dout_matrix, largest, second, own, rows)
         if h is None:
-            h = gated_layer_norm(stream, None, None, None, shift, scale, 0.0, None).h.flatten(0, 1)
+            h = kernels.gated_layer_norm(stream, None, None, None, shift, scale, 0.0, None).h.flatten(0, 1)
         dfirst_weight = weight_gradient(dfirst, _activation(h, H_SCALE, branch.eight), ctx.dtype)
         dh = input_gradient(dfirst, first).view_as(dout)
-        inputs = gated_layer_norm_backward(dstream.contiguous(), dh, ctx.dropout, *norm)
+        inputs = kernels.gated_layer_norm_backward(dstream.contiguous(), dh, ctx.dropout, *norm)
         return *inputs, dfirst_weight, dbias, dsecond, *[None] * 5
 
 
@@ -230,7 +221,7 @@ class _LastNorm(torch.autograd.Function):
         ctx: Any, x: Stream, branch: Stream, bias: PerChannel, gate: PerSample, shift: PerSample, scale: PerSample,
         dropout: float, seed: Seed | None, keep: bool,
     ) -> Stream:  # fmt: skip
-        normed = gated_layer_norm(x, branch, bias, gate, shift, scale, dropout, seed)
+        normed = kernels.gated_layer_norm(x, branch, bias, gate, shift, scale, dropout, seed)
         if keep:
             ctx.save_for_backward(normed.stream, normed.mean, normed.rstd, branch, bias, gate, scale, seed)
             ctx.dropout = dropout
@@ -238,7 +229,8 @@ class _LastNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dh: Stream) -> tuple[Tensor | None, ...]:
-        inputs = gated_layer_norm_backward(torch.zeros_like(dh), dh.contiguous(), ctx.dropout, *ctx.saved_tensors)
+        dh = dh.contiguous()
+        inputs = kernels.gated_layer_norm_backward(torch.zeros_like(dh), dh, ctx.dropout, *ctx.saved_tensors)
         return *inputs, None, None, None
 
 

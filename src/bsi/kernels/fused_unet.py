@@ -28,14 +28,8 @@ from torch.nn.functional import linear
 
 from bsi.backbones.layers import Image, attend
 from bsi.backbones.unet import GroupNorm, PixelAttention, Rows, UNet, UNetBlock, bias_of, convolve, to_image, to_rows
-from bsi.kernels.unet_kernels import (
-    Moments,
-    group_norm_act,
-    group_norm_act_backward,
-    pixel_sums,
-    residual_sum,
-    residual_sum_with_skip,
-)
+from bsi.kernels import unet_kernels as kernels
+from bsi.kernels.unet_kernels import Moments
 
 
 def rows_of(x: Image) -> Rows:
@@ -63,7 +57,7 @@ def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> 
     batch, count, _ = images[0].shape
     y = images[0].new_empty(batch, count, len(weight))
     parts = zip(images, *(slices(whole, images) for whole in (weight, bias, y)), strict=True)
-    return y, [group_norm_act(image, w, b, groups // len(images), out) for image, w, b, out in parts]
+    return y, [kernels.group_norm_act(image, w, b, groups // len(images), out) for image, w, b, out in parts]
 
 
 class _Block(torch.autograd.Function):
@@ -84,12 +78,12 @@ class _Block(torch.autograd.Function):
         y_in, moments_in = norm_each(images, weight_in, bias_in, groups[0])
         h = rows_of(convolve(to_image(y_in, x), half_in))
         y_out = torch.empty_like(h)
-        moments_out = group_norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
+        moments_out = kernels.group_norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
         branch = rows_of(convolve(to_image(y_out, x), half_out))
         if half_shortcut is None:
-            out = residual_sum(images[0], branch, bias)
+            out = kernels.residual_sum(images[0], branch, bias)
         else:
-            out = residual_sum_with_skip(images[0], images[1], half_shortcut.flatten(1), branch, bias)
+            out = kernels.residual_sum_with_skip(images[0], images[1], half_shortcut.flatten(1), branch, bias)
         kept = (None, None) if lean else (y_in, y_out)
         moments = [tensor for each in (moments_out, *moments_in) for tensor in each]
         ctx.save_for_backward(
@@ -111,10 +105,10 @@ class _Block(torch.autograd.Function):
         sums = torch.empty(len(x), 4, inputs + len(weight_out), dtype=torch.float32, device=x.device)
         if y_out is None:
             y_out = torch.empty_like(h)
-            group_norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
+            kernels.group_norm_act(h, weight_out, bias_out, groups[1], y_out, True, shift, dropout, seed)
         dy_out, dconv_out = convolve_backward(to_image(drows, x), to_image(y_out, x), conv_out)
         del y_out
-        dh = group_norm_act_backward(
+        dh = kernels.group_norm_act_backward(
             rows_of(dy_out), h, moments_out, weight_out, bias_out, groups[1], sums[:, :, inputs:], True, dropout, seed
         )
         del dy_out
@@ -132,11 +126,11 @@ class _Block(torch.autograd.Function):
         shared = (rows_of(dy_in), weight_in, bias_in, sums[:, :, :inputs])
         parts = zip(images, moments_in, past, more, *(slices(whole, images) for whole in shared), strict=True)
         dx, *dskip = (
-            group_norm_act_backward(dy, image, m, w, b, groups[0] // len(images), out, add=add, more=also)
+            kernels.group_norm_act_backward(dy, image, m, w, b, groups[0] // len(images), out, add=add, more=also)
             for image, m, add, also, dy, w, b, out in parts
         )
         dweight, dbias, _, added = sums.sum(0)
-        dbranch = added[:inputs] if shortcut is None else pixel_sums(drows).sum(0)
+        dbranch = added[:inputs] if shortcut is None else kernels.pixel_sums(drows).sum(0)
         return (
             to_image(dx, x), to_image(dskip[0], x) if dskip else None, sums[:, 2, inputs:].to(shift.dtype),
             dweight[:inputs], dbias[:inputs], dconv_in.to(dtype), dweight[inputs:], dbias[inputs:], dconv_out.to(dtype),
@@ -151,7 +145,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Image, weight: Tensor, bias: Tensor, groups: int, act: bool) -> Image:
         rows = rows_of(x)
         y = torch.empty_like(rows)
-        ctx.save_for_backward(x, weight, bias, *group_norm_act(rows, weight, bias, groups, y, act))
+        ctx.save_for_backward(x, weight, bias, *kernels.group_norm_act(rows, weight, bias, groups, y, act))
         ctx.settings = groups, act
         return to_image(y, x)
 
@@ -159,9 +153,9 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Image) -> tuple[Tensor | None, ...]:
         x, weight, bias, *moments = ctx.saved_tensors
-        groups, act = ctx.settings
+        (groups, act), rows = ctx.settings, rows_of(x)
         sums = torch.empty(len(x), 4, len(weight), dtype=torch.float32, device=x.device)
-        dx = group_norm_act_backward(rows_of(dy), rows_of(x), Moments(*moments), weight, bias, groups, sums, act)
+        dx = kernels.group_norm_act_backward(rows_of(dy), rows, Moments(*moments), weight, bias, groups, sums, act)
         dweight, dbias, _, _ = sums.sum(0)
         return to_image(dx, x), dweight, dbias, None, None
 
@@ -182,7 +176,7 @@ class _Linear(torch.autograd.Function):
         x, half = ctx.saved_tensors
         dy = dy.contiguous()
         dweight = dy.flatten(0, 1).t() @ x.flatten(0, 1)
-        return dy @ half, dweight.to(ctx.settings[0]), pixel_sums(dy).sum(0).to(ctx.settings[1])
+        return dy @ half, dweight.to(ctx.settings[0]), kernels.pixel_sums(dy).sum(0).to(ctx.settings[1])
 
 
 def fused_norm(norm: GroupNorm, x: Image, act: bool = False) -> Image:

@@ -15,8 +15,8 @@ from bsi.elbo import reconstruction_loss
 from bsi.errors import DataError
 from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
 from bsi.rng import standard_normal
-from bsi.studies.job import LevelErrors, Reconstruction
-from bsi.studies.measure import Deadline, DigitsFeatures, measure
+from bsi.studies.job import Store
+from bsi.studies.measure import Deadline, DigitsFeatures, LevelErrors, Reconstruction, measure
 from bsi.studies.scale import SCALES
 from bsi.values import to_uint8
 
@@ -32,7 +32,7 @@ def model():
 def test_the_decoders_precision_is_a_multiple_of_alpha_m_and_draws_are_averaged(model, tmp_path):
     test = open_dataset("digits").split("test")
     job = Reconstruction(DIGITS, recon=2, factors=(0.01, 2.0))
-    found = measure(job, model, SMOKE, tmp_path, Deadline()).values["reconstruction"]
+    found = measure(job, model, Store(tmp_path, SMOKE), Deadline()).values["reconstruction"]
     x, ids = model.values(torch.as_tensor(test[:])), torch.arange(len(test))
     for factor, bits in zip(job.factors, found, strict=True):
         method = replace(model.method, alpha_R=factor * model.method.alpha_M)
@@ -44,7 +44,7 @@ def test_the_decoders_precision_is_a_multiple_of_alpha_m_and_draws_are_averaged(
 
 def test_level_errors_have_the_relative_distance_of_predictions_from_their_latents(model, tmp_path):
     test = open_dataset("digits").split("test")
-    found = measure(LevelErrors(DIGITS, levels=3, images=2), model, SMOKE, tmp_path, Deadline()).arrays
+    found = measure(LevelErrors(DIGITS, levels=3, images=2), model, Store(tmp_path, SMOKE), Deadline()).arrays
     ids, level = torch.tensor([0, len(test) // 2]), torch.from_numpy(found["level"])[1].expand(2)
     x = model.values(torch.as_tensor(test[ids.numpy()]))
     psi = model.method.encoder(level).encode(x, standard_normal(2, ids, 0, model.shape))

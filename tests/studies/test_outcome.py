@@ -15,36 +15,13 @@ from bsi.errors import UsageError
 from bsi.levels import LogUniform
 from bsi.methods import BSI
 from bsi.recipe import Objective
-from bsi.studies import comparison
+from bsi.studies import comparison, measure, outcome, runner
 from bsi.studies.ablations import FACTORS, advantage, intermediate_is_best, parameters
 from bsi.studies.bounds import converges, estimate, proposals, relative_spread, resampled
-from bsi.studies.job import (
-    OURS,
-    Bound,
-    Result,
-    Store,
-    Training,
-    bound,
-    name_of,
-    network_name,
-    paper_sampler,
-    quality,
-    title,
-)
-from bsi.studies.outcome import (
-    Claim,
-    Difference,
-    Estimate,
-    Results,
-    ResultTable,
-    all_of,
-    equal,
-    less,
-    mean_of_images,
-    mean_of_seeds,
-    median_of_images,
-)
-from bsi.studies.runner import STUDIES, named_studies, plan, plan_text, train_command
+from bsi.studies.job import Result, Training, network_name
+from bsi.studies.measure import Bound
+from bsi.studies.outcome import Claim, Difference, Estimate, Results
+from bsi.studies.runner import STUDIES
 from bsi.studies.scale import SCALES
 
 SMOKE, MINI, MEDIUM, PAPER = (SCALES[name] for name in ("smoke", "mini", "medium", "paper"))
@@ -67,27 +44,27 @@ def test_an_estimate_shows_two_digits_of_its_error():
 
 
 def test_errors_have_the_spread_over_seeds_and_images():
-    found = mean_of_seeds([Estimate(1.0, 0.001), Estimate(2.0, 0.001)])
+    found = outcome.mean_of_seeds([Estimate(1.0, 0.001), Estimate(2.0, 0.001)])
     assert (found.value, found.error) == pytest.approx((1.5, 0.5))
-    assert mean_of_seeds([Estimate(1.0, 0.2), Estimate(1.0, 0.2)]).error == pytest.approx(0.2 / math.sqrt(2))
-    assert mean_of_seeds([Estimate(4.0, 0.3)]) == Estimate(4.0, 0.3)
-    assert mean_of_images(np.array([[0.5, 0.7, 0.5, 0.7]])).error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2)
-    found = mean_of_images(np.array([[0.5] * 4, [0.9] * 4]))
+    assert outcome.mean_of_seeds([Estimate(1.0, 0.2), Estimate(1.0, 0.2)]).error == pytest.approx(0.2 / math.sqrt(2))
+    assert outcome.mean_of_seeds([Estimate(4.0, 0.3)]) == Estimate(4.0, 0.3)
+    assert outcome.mean_of_images(np.array([[0.5, 0.7, 0.5, 0.7]])).error == pytest.approx(0.1 * math.sqrt(4 / 3) / 2)
+    found = outcome.mean_of_images(np.array([[0.5] * 4, [0.9] * 4]))
     assert (found.value, found.error) == pytest.approx((0.7, 0.2))
 
 
 def test_the_error_of_a_median_is_that_of_normal_images():
     """sqrt(pi / 2n) for a unit Normal. Seeds that see the same images share their error."""
     data = np.random.default_rng(0).standard_normal((1000, 400))
-    found, wanted = [median_of_images(row[None]) for row in data], math.sqrt(math.pi / 800)
+    found, wanted = [outcome.median_of_images(row[None]) for row in data], math.sqrt(math.pi / 800)
     assert np.std([e.value for e in found]) == pytest.approx(wanted, rel=0.1)
     assert np.mean([e.error for e in found]) == pytest.approx(wanted, rel=0.05)
-    assert median_of_images(data[:1]) == median_of_images(np.stack([data[0], data[0]]))
+    assert outcome.median_of_images(data[:1]) == outcome.median_of_images(np.stack([data[0], data[0]]))
 
 
 def stored(tmp_path, jobs, nats, sizes=(1, 1)) -> Results:
     """Bounds of four images in two replicates, n = 2."""
-    store = Store(tmp_path)
+    store = Results(tmp_path, SMOKE)
     for job, values in zip(jobs, nats, strict=True):
         arrays = {
             "measurement": np.array(values, dtype=np.float64),
@@ -98,14 +75,14 @@ def stored(tmp_path, jobs, nats, sizes=(1, 1)) -> Results:
             "prior": np.zeros(4),
         }
         store.write(job, Result({"dimensions": 2, "bits_per_dim": 1.0, "monte_carlo_error": 0.0}, arrays))
-    return Results(SMOKE, store)
+    return store
 
 
 def test_differences_of_bits_are_paired_by_image(tmp_path):
     """Images differ much, the two networks by 0.5 and 0.7 nats alternately: the error has only the latter."""
     base = np.array([[1.0, 20.0, 300.0, 4000.0]] * 2)
     networks = [replace(DIGITS, seed=seed) for seed in (0, 1)]
-    jobs = [bound(SMOKE, network) for network in networks]
+    jobs = [measure.bound(SMOKE, network) for network in networks]
     results = stored(tmp_path, jobs, [base + np.array([0.5, 0.7, 0.5, 0.7]), base])
     found = results.bits_difference(networks[:1], networks[1:])
     assert (found.value, found.size) == (pytest.approx(0.6 / UNIT), 0.001)
@@ -123,12 +100,12 @@ def test_the_noise_floor_is_that_of_the_difference(tmp_path):
 
 def test_differences_of_distances_are_paired_by_seed(tmp_path):
     """One seed is worse than the other by far more than the networks differ."""
-    results = Results(SMOKE, Store(tmp_path))
+    results = Results(tmp_path, SMOKE)
     a, b = ([replace(DIGITS, steps=steps, seed=seed) for seed in (0, 1)] for steps in (10, 20))
     for networks, offset in ((a, 0.0), (b, 3.0)):
         for network in networks:
             value = Result({"distance_test": 50.0 * network.seed + offset, "error_test": 0.1})
-            results.store.write(quality(SMOKE, network), value)
+            results.write(measure.quality(SMOKE, network), value)
     found = results.distance_difference(a, b)
     assert (found.value, found.error, found.size) == pytest.approx((-3.0, 0.1, 0.28))
 
@@ -151,12 +128,12 @@ def test_differences_of_distances_are_paired_by_seed(tmp_path):
 )
 def test_a_claim_holds_beyond_two_standard_errors_and_its_practical_size(value, error, size, verdict):
     exact = Estimate(3.0, 0.0)
-    assert less("a < b", exact, exact, Difference(value, error, size)).verdict == verdict
+    assert outcome.less("a < b", exact, exact, Difference(value, error, size)).verdict == verdict
 
 
 def test_independent_errors_add_in_squares_and_one_percent_of_a_distance_matters():
-    assert less("a < b", Estimate(1.0, 0.3), Estimate(2.1, 0.4)).verdict == "held"
-    assert less("a < b", Estimate(1.0, 0.3), Estimate(1.9, 0.4)).verdict == "undecided"
+    assert outcome.less("a < b", Estimate(1.0, 0.3), Estimate(2.1, 0.4)).verdict == "held"
+    assert outcome.less("a < b", Estimate(1.0, 0.3), Estimate(1.9, 0.4)).verdict == "undecided"
     assert (Estimate(50.0, 0.1) - Estimate(40.0, 0.1)).size == pytest.approx(0.4)
 
 
@@ -166,14 +143,14 @@ def test_independent_errors_add_in_squares_and_one_percent_of_a_distance_matters
 )
 def test_equality_needs_evidence_too(value, error, verdict):
     gaps = {"a - b": Estimate(value, error), "a - c": Estimate(0.0, 0.001)}
-    assert equal("a = b = c", gaps, 0.01).verdict == verdict
+    assert outcome.equal("a = b = c", gaps, 0.01).verdict == verdict
 
 
 def test_all_of_many_hold_or_not():
     held, unsure, broken = (Claim("", verdict, "") for verdict in ("held", "undecided", "not held"))
-    assert all_of("x", [held, held]).verdict == "held"
-    assert all_of("x", [held, unsure]).verdict == "undecided"
-    assert all_of("x", [held, unsure, broken]).verdict == "not held"
+    assert outcome.all_of("x", [held, held]).verdict == "held"
+    assert outcome.all_of("x", [held, unsure]).verdict == "undecided"
+    assert outcome.all_of("x", [held, unsure, broken]).verdict == "not held"
 
 
 @pytest.mark.parametrize(
@@ -216,9 +193,9 @@ def test_an_intermediate_value_is_best_or_not_beyond_two_standard_errors(distanc
 
 
 def test_tables_are_the_same_as_records_and_as_markdown():
-    table = ResultTable("t", [{"|name|": "b|c"}, {"|name|": "a", "value": Estimate(1.0, 0.1)}])
-    assert table.records()[1] == {"|name|": "a", "value": 1.0, "value error": 0.1}
-    assert table.markdown() == "| \\|name\\| | value |\n| --- | --- |\n| b\\|c | – |\n| a | 1.00 ± 0.10 |"
+    rows = [{"|name|": "b|c"}, {"|name|": "a", "value": Estimate(1.0, 0.1)}]
+    assert outcome.records(rows)[1] == {"|name|": "a", "value": 1.0, "value error": 0.1}
+    assert outcome.markdown(rows) == "| \\|name\\| | value |\n| --- | --- |\n| b\\|c | – |\n| a | 1.00 ± 0.10 |"
 
 
 # Jobs and scales
@@ -237,39 +214,45 @@ def test_jobs_are_named_by_what_decides_their_results():
         replace(DIGITS, objective=Objective(levels="expected")),
     ]
     assert len({network_name(each) for each in networks}) == len(networks)
-    assert len({title(Training(each)) for each in networks}) == len(networks)
-    jobs = [Training(DIGITS), Bound(DIGITS, 4, 2), Bound(DIGITS, 4, 2, 16), quality(SMOKE, DIGITS)]
-    jobs += [quality(SMOKE, DIGITS, paper_sampler(4)), replace(jobs[-1], seed=1), quality(SMOKE, networks[1])]
-    assert len({name_of(job) for job in jobs}) == len(jobs)
+    assert len({Training(each).title() for each in networks}) == len(networks)
+    jobs = [Training(DIGITS), Bound(DIGITS, 4, 2), Bound(DIGITS, 4, 2, 16), measure.quality(SMOKE, DIGITS)]
+    jobs += [
+        measure.quality(SMOKE, DIGITS, measure.paper_sampler(4)),
+        replace(jobs[-1], seed=1),
+        measure.quality(SMOKE, networks[1]),
+    ]
+    assert len({job.name for job in jobs}) == len(jobs)
 
 
 def test_results_of_earlier_versions_keep_their_names():
     """If a name changed, a study would train and measure again."""
     network = MINI.comparisons[0].networks("bfn")[0]
     assert network_name(network) == "41c0592e549f"
-    assert name_of(bound(MINI, network)) == "bound-1e78c59d3d7b"
+    assert measure.bound(MINI, network).name == "bound-1e78c59d3d7b"
 
 
 def test_jobs_fit_into_the_time_of_their_scale(tmp_path):
-    everything, store = list(STUDIES.values()), Store(tmp_path)
-    assert max(p.seconds for p in plan(everything, MINI, store)) < 9 * 60
-    assert sum(p.seconds for p in plan(everything, SMOKE, store)) < 10 * 60
-    for study in named_studies("all", MEDIUM):
-        minutes = [p.seconds / 60 for p in plan([study], MEDIUM, store) if isinstance(p.job, Training)]
+    everything = list(STUDIES.values())
+    assert max(p.seconds for p in runner.plan(everything, Results(tmp_path, MINI))) < 9 * 60
+    assert sum(p.seconds for p in runner.plan(everything, Results(tmp_path, SMOKE))) < 10 * 60
+    for study in runner.named_studies("all", MEDIUM):
+        minutes = [
+            p.seconds / 60 for p in runner.plan([study], Results(tmp_path, MEDIUM)) if isinstance(p.job, Training)
+        ]
         assert len(minutes) == 9
         assert all(9 < each < 11 for each in minutes)
     with pytest.raises(UsageError, match="medium"):
-        named_studies("weighting", MEDIUM)
+        runner.named_studies("weighting", MEDIUM)
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_paper_train_its_networks(tmp_path):
-    store = Store(tmp_path)
-    planned = plan(list(STUDIES.values()), PAPER, store)
-    assert "torchrun --nproc-per-node 4 -m bsi train imagenet32-dit-l2" in plan_text(planned, PAPER, store)
+    store = Results(tmp_path, PAPER)
+    planned = runner.plan(list(STUDIES.values()), store)
+    assert "torchrun --nproc-per-node 4 -m bsi train imagenet32-dit-l2" in runner.plan_text(planned, store)
     for p in planned:
         if isinstance(p.job, Training):
-            words = train_command(p.job.network, store).split()
+            words = runner.train_command(p.job.network, store).split()
             args, _ = parse(words[words.index("train") + 1 :])
             assert network_name(args.recipe) == network_name(p.job.network)
             assert args.options.out == store.network(p.job.network)
@@ -277,26 +260,28 @@ def test_the_commands_of_the_paper_train_its_networks(tmp_path):
 
 def test_the_scales_have_their_datasets_seeds_and_budgets():
     def data(name):
-        return {job.network.data.name for job in STUDIES[name].measures(PAPER)}
+        return {job.network.data.name for job in STUDIES[name].measurements(PAPER)}
 
     assert data("fid-convergence") == {"imagenet64"}
     assert data("importance-sampling") == {"cifar10"}
     assert data("elbo-convergence") == data("proposal") == data("initial-precision") == {"imagenet32"}
-    trained = {job.network for job in STUDIES["comparison"].measures(PAPER)}
+    trained = {job.network for job in STUDIES["comparison"].measurements(PAPER)}
     assert sorted(r.seed for r in trained if r.data.name == "imagenet64") == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert {r.steps for r in trained if r.data.name == "cifar10"} == {5_000_000, 10_000_000}
     for name in ("finite-k", "initial-precision", "disentangle", "weighting"):
-        assert {job.network.seed for job in STUDIES[name].measures(MINI)} == {0, 1, 2}
+        assert {job.network.seed for job in STUDIES[name].measurements(MINI)} == {0, 1, 2}
 
 
 def test_published_values_of_other_authors_are_in_the_table(tmp_path):
     """CIFAR-10 at 10M steps: VDM's value is its authors', BSI's is measured."""
-    results, group = Results(PAPER, Store(tmp_path)), PAPER.comparisons[2]
+    results, group = Results(tmp_path, PAPER), PAPER.comparisons[2]
     value = Result({"bits_per_dim": 2.641, "monte_carlo_error": 0.001})
-    results.store.write(bound(PAPER, group.networks("bsi")[0]), value)
-    table = comparison.comparison_table(results, group, comparison.CIFAR10[10_000_000], {"ours": OURS})
-    rows = [[row.get(column) for column in table.columns] for row in table.rows]
-    assert rows == [["VDM", None, "2.65"], ["BSI", Estimate(2.641, 0.001), "2.64"]]
+    results.write(measure.bound(PAPER, group.networks("bsi")[0]), value)
+    table = comparison.comparison_table(results, group, comparison.CIFAR10[10_000_000], {"ours": measure.OURS})
+    assert table["CIFAR-10, 10000000 steps"] == [
+        {"method": "VDM", "paper's bits/dim": "2.65"},
+        {"method": "BSI", "bits/dim": Estimate(2.641, 0.001), "paper's bits/dim": "2.64"},
+    ]
 
 
 # Formulas
@@ -355,5 +340,5 @@ def test_an_error_of_the_noise_has_no_finite_mean_square_over_levels():
 @pytest.mark.parametrize("name", ["noise-levels", "illustration"])
 def test_claims_that_need_no_training_hold(name, tmp_path):
     pytest.importorskip("matplotlib")
-    claims = STUDIES[name].report(Results(SMOKE, Store(tmp_path))).claims
+    claims = STUDIES[name].report(Results(tmp_path, SMOKE)).claims
     assert {claim.verdict for claim in claims} == {"held"}

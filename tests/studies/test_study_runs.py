@@ -17,9 +17,22 @@ import bsi.evaluation.samples
 from bsi.cli import main
 from bsi.errors import DataError, Preempted, UsageError
 from bsi.recipe import Every
-from bsi.studies.job import Bound, LevelErrors, Store, Training, bound, name_of, paper_sampler, quality
-from bsi.studies.measure import Deadline, load_network, measure
-from bsi.studies.runner import STUDIES, Planned, do, named_studies, page, plan, plan_text, publish, run, train
+from bsi.studies.job import Training
+from bsi.studies.measure import Bound, Deadline, LevelErrors, bound, measure, paper_sampler, quality
+from bsi.studies.outcome import Results
+from bsi.studies.runner import (
+    STUDIES,
+    Planned,
+    do,
+    load_network,
+    named_studies,
+    page,
+    plan,
+    plan_text,
+    publish,
+    run,
+    train,
+)
 from bsi.studies.scale import SCALES, Comparison
 from bsi.training.lock import hold
 from tiny_studies import TINY, tiny
@@ -32,14 +45,14 @@ SEEDED = {"comparison", "architecture", "disentangle", "initial-precision", "fin
 def folder(tmp_path_factory):
     """All studies, run once."""
     out = tmp_path_factory.mktemp("studies")
-    run(list(STUDIES.values()), TINY, out, device="cpu")
+    run(list(STUDIES.values()), Results(out, TINY), device="cpu")
     return out
 
 
-def copy_of(folder, out) -> Store:
+def copy_of(folder, out) -> Results:
     """A store with the measurements, without the networks."""
     shutil.copytree(folder / "measurements", out / "measurements")
-    return Store(out)
+    return Results(out, TINY)
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -60,9 +73,9 @@ def test_a_study_writes_its_figure_and_finite_numbers(folder, name):
 
 
 def test_each_network_is_one_file_and_is_shared_between_studies(folder):
-    store, trained = Store(folder), {}
+    store, trained = Results(folder, TINY), {}
     for name, study in STUDIES.items():
-        planned = plan([study], TINY, store)
+        planned = plan([study], store)
         assert all(p.done for p in planned)
         trained[name] = {p.job.network for p in planned if isinstance(p.job, Training)}
     assert len(set.union(*trained.values())) == len(list((folder / "networks").iterdir()))
@@ -77,8 +90,8 @@ def test_each_network_is_one_file_and_is_shared_between_studies(folder):
 def test_a_finished_study_needs_no_network_and_draws_the_same_figure(folder, tmp_path):
     store = copy_of(folder, tmp_path)
     with hold(tmp_path, print), pytest.raises(UsageError, match="pid"):  # one process works in a folder
-        run([STUDIES["comparison"]], TINY, tmp_path, device="cpu")
-    run([STUDIES["comparison"]], TINY, tmp_path, device="cpu")
+        run([STUDIES["comparison"]], Results(tmp_path, TINY), device="cpu")
+    run([STUDIES["comparison"]], Results(tmp_path, TINY), device="cpu")
     assert not (tmp_path / "networks").exists()
     before, after = (out / "comparison-smoke" / "figure.png" for out in (folder, store.folder))
     assert before.read_bytes() == after.read_bytes()
@@ -86,13 +99,13 @@ def test_a_finished_study_needs_no_network_and_draws_the_same_figure(folder, tmp
 
 def test_only_what_is_missing_is_done_and_more_seeds_keep_the_first(folder, tmp_path):
     store, missing = copy_of(folder, tmp_path), bound(TINY, tiny("bsi"), 2)
-    store.record(missing).unlink()
-    left = [p.job for p in plan([STUDIES["finite-k"]], TINY, store) if not p.done]
+    store.file(missing).unlink()
+    left = [p.job for p in plan([STUDIES["finite-k"]], store) if not p.done]
     assert left == [Training(tiny("bsi")), missing]
-    left = [p.job for p in plan([STUDIES["weighting"]], TINY.with_seeds(2), store) if not p.done]
+    left = [p.job for p in plan([STUDIES["weighting"]], replace(store, scale=TINY.with_seeds(2))) if not p.done]
     assert {job.network.seed for job in left} == {1}
     value = store.read(bound(TINY, tiny("bsi"))).values["bits_per_dim"]
-    text = plan_text(plan([STUDIES["weighting"]], TINY, store), TINY, store)
+    text = plan_text(plan([STUDIES["weighting"]], store), store)
     assert f"bits_per_dim {value:.5g}" in text
     assert text.splitlines()[-1].startswith("0 of ")
 
@@ -100,7 +113,7 @@ def test_only_what_is_missing_is_done_and_more_seeds_keep_the_first(folder, tmp_
 def test_more_seeds_are_for_networks_that_are_compared():
     scale = TINY.with_seeds(3)
     for name, study in STUDIES.items():
-        seeds = {job.network.seed for job in study.measures(scale)}
+        seeds = {job.network.seed for job in study.measurements(scale)}
         assert seeds == ({0, 1, 2} if name in SEEDED else {0} if seeds else set())
         asked = " --seeds 3" if name in SEEDED else ""
         assert study.command(scale) == f"bsi study {name} --scale smoke{asked} --out FOLDER"
@@ -111,8 +124,8 @@ def test_more_seeds_are_for_networks_that_are_compared():
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
 def test_jobs_are_planned_once_seed_by_seed_and_networks_before_their_measurements(scale, tmp_path):
-    planned = plan(named_studies("all", scale), scale, Store(tmp_path))
-    assert len({name_of(p.job) for p in planned}) == len(planned)
+    planned = plan(named_studies("all", scale), Results(tmp_path, scale))
+    assert len({p.job.name for p in planned}) == len(planned)
     trained = set()
     for p in planned:
         if isinstance(p.job, Training):
@@ -139,42 +152,42 @@ class Passing(Deadline):
 
 def test_training_that_runs_out_of_time_resumes_to_the_same_network(tmp_path):
     recipe = replace(tiny("bsi"), steps=6, every=Every(journal=1, checkpoint=100))
-    whole, parts = Store(tmp_path / "whole"), Store(tmp_path / "parts")
+    whole, parts = Results(tmp_path / "whole", TINY), Results(tmp_path / "parts", TINY)
     train(recipe, whole, Deadline(), CPU)
     with pytest.raises(Preempted, match="step 3 of 6"):
         train(recipe, parts, Passing(3), CPU)
     assert not parts.done(Training(recipe))
     train(recipe, parts, Deadline(), CPU)
-    ours, theirs = (safetensors.torch.load_file(store.weights(recipe)) for store in (parts, whole))
+    ours, theirs = (safetensors.torch.load_file(store.file(Training(recipe))) for store in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_drawing_that_runs_out_of_time_resumes_to_the_same_samples(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(bsi.evaluation.samples, "PART", 16)
-    store, job = Store(folder), quality(TINY, tiny("bsi"), paper_sampler(4))
-    model = load_network(store.weights(job.network), job.network, CPU)
+    store, job = Results(folder, TINY), quality(TINY, tiny("bsi"), paper_sampler(4))
+    model = load_network(store.file(Training(job.network)), job.network, CPU)
     with pytest.raises(Preempted, match="32 of 40 samples"):
-        measure(job, model, TINY, tmp_path, Passing(3))
-    found = measure(job, model, TINY, tmp_path, Deadline())
+        measure(job, model, Results(tmp_path, TINY), Passing(3))
+    found = measure(job, model, Results(tmp_path, TINY), Deadline())
     assert np.array_equal(found.arrays["images"], store.read(job).arrays["images"])
     assert found.arrays["images"].shape == (40, 1, 8, 8)
     assert found.values["distance_test"] == pytest.approx(store.read(job).values["distance_test"], rel=1e-4)
 
 
 def test_a_job_starts_only_if_its_time_is_left_but_training_saves(tmp_path):
-    store, training = Store(tmp_path), Planned(Training(tiny("bsi")), "study", 7000.0, False)
+    store, training = Results(tmp_path, TINY), Planned(Training(tiny("bsi")), "study", 7000.0, False)
     with pytest.raises(Preempted, match="next is bits/dim") as caught:
-        do(Planned(Bound(tiny("bsi"), 4, 2), "study", 1e9, False), TINY, store, Passing(60), CPU)
+        do(Planned(Bound(tiny("bsi"), 4, 2), "study", 1e9, False), store, Passing(60), CPU)
     assert caught.value.code == 75
     with pytest.raises(Preempted, match="next is train"):
-        do(training, TINY, store, Passing(30), CPU)
-    do(training, TINY, store, Passing(100), CPU)
+        do(training, store, Passing(30), CPU)
+    do(training, store, Passing(100), CPU)
     assert store.done(training.job)
 
 
 def test_damaged_measurements_and_those_of_other_networks_are_rejected(folder, tmp_path):
     store, job = copy_of(folder, tmp_path), bound(TINY, tiny("bsi"))
-    path, arrays = store.record(job), store.record(job).with_suffix(".npz")
+    path, arrays = store.file(job), store.file(job).with_suffix(".npz")
     record = json.loads(path.read_text())
     record["job"]["recipe"]["optimizer"]["beta_2"] = 0.5  # as if a default had changed since
     path.write_text(json.dumps(record))
@@ -190,7 +203,7 @@ def test_damaged_measurements_and_those_of_other_networks_are_rejected(folder, t
 
 def test_the_bound_is_the_integral_of_the_errors_over_the_levels(folder):
     """Both are of one network, the errors of eight of the images."""
-    store = Store(folder)
+    store = Results(folder, TINY)
     found = store.read(LevelErrors(tiny("bsi"), 17, 8)).arrays
     u, g = np.log(found["level"]), 0.5 * found["level"][:, None] * found["error"]
     each = np.trapezoid(g, u, axis=0) / (64 * math.log(2))
@@ -201,7 +214,7 @@ def test_the_bound_is_the_integral_of_the_errors_over_the_levels(folder):
 def test_a_missing_matplotlib_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match="pip install"):
-        run([STUDIES["illustration"]], TINY, folder, device="cpu")
+        run([STUDIES["illustration"]], Results(folder, TINY), device="cpu")
 
 
 # The page of results

@@ -43,7 +43,7 @@ class StudyOptions:
 
     def execute(self) -> int:
         from bsi.studies import runner
-        from bsi.studies.job import Store
+        from bsi.studies.outcome import Results
         from bsi.studies.runner import STUDIES, named_studies, publish
         from bsi.studies.scale import SCALES
 
@@ -61,15 +61,15 @@ class StudyOptions:
                 taking = ", ".join(study.name for study in STUDIES.values() if study.takes_seeds(scale))
                 raise UsageError(f"{self.name} has no --seeds: leave it out. {taking} and all have it.")
             scale = scale.with_seeds(self.seeds)
+        results = Results(self.out, scale)
         if self.plan:
-            store = Store(self.out)
-            planned = runner.plan(studies, scale, store)
-            return answer(self.json, [p.record(store) for p in planned], runner.plan_text(planned, scale, store))
+            planned = runner.plan(studies, results)
+            return answer(self.json, [p.record(results) for p in planned], runner.plan_text(planned, results))
         make_folder(self.out, "--out")
         if self.publish is not None:
             make_folder(self.publish, "--publish")
         with redirect_stdout(sys.stderr) if self.json else nullcontext():  # stdout holds the JSON only
-            folders = runner.run(studies, scale, self.out, self.minutes, self.device)
+            folders = runner.run(studies, results, self.minutes, self.device)
         published = None if self.publish is None else str(publish(folders, self.publish))
         if self.json or published is not None:
             answer(self.json, {"studies": [str(folder) for folder in folders], "published": published}, published)

@@ -5,9 +5,10 @@ verdict on each claim. Jobs are plain records; the file that keeps a job's resul
 studies share networks and measurements, and an interrupted study resumes when the same command is run again.
 
     scale.py      the settings of each scale: digits on a CPU, CIFAR-10 on one GPU, or the paper's own
-    job.py        the kinds of jobs, their names and estimated times, and the store of their results
-    measure.py    bits per dimension, sample quality, errors over the levels
-    outcome.py    estimates with errors, claims, tables, figures
+    job.py        jobs, their names and estimated times, and the store of their results
+    measure.py    the measurements: bits per dimension, sample quality, errors over the levels
+    outcome.py    estimates with errors, claims, tables, studies
+    figures.py    the style of figures, panels and curves
     runner.py     the studies by name; the plan, training, resuming, and time limits; docs/results.md
 
 The studies are in illustration, comparison, bounds and ablations.

@@ -30,45 +30,12 @@ from typing import Any
 from bsi.methods import BSI
 from bsi.recipe import Objective, Recipe
 from bsi.sampler import FLOW_SOLVER, Sampler
+from bsi.studies import figures, measure, outcome
 from bsi.studies.comparison import our_solvers
-from bsi.studies.job import Measure, bound, measures_of, paper_sampler, quality, samplers_of
-from bsi.studies.outcome import (
-    COLORS,
-    GREY,
-    PALETTE,
-    Claim,
-    Difference,
-    Outcome,
-    Results,
-    ResultTable,
-    Row,
-    Verdict,
-    all_of,
-    curves,
-    median_of_images,
-    panels,
-    study,
-)
+from bsi.studies.outcome import Claim, Difference, Outcome, Row, Steps, Verdict, study
 from bsi.studies.scale import Scale
 
-
-def _with_objective(scale: Scale, objective: Objective) -> list[Recipe]:
-    return [replace(recipe, objective=objective) for recipe in scale.parameters.networks("bsi")]
-
-
-def _measures(scale: Scale, groups: Mapping[Any, list[Recipe]], samplers: Mapping[str, Sampler]) -> list[Measure]:
-    return [job for networks in groups.values() for job in measures_of(scale, networks, samplers)]
-
-
 # initial-precision
-
-
-def _precisions(scale: Scale) -> dict[float, list[Recipe]]:
-    return {value: scale.parameters.networks("bsi", lambda_0=value) for value in scale.lambda_0}
-
-
-def _precision_samplers(scale: Scale) -> dict[str, Sampler]:
-    return {f"{scale.metric} at {k}": paper_sampler(k) for k in scale.lambda_0_steps}
 
 
 def intermediate_is_best(values: Sequence[float], difference: Callable[[float, float], Difference]) -> Verdict:
@@ -86,17 +53,16 @@ def intermediate_is_best(values: Sequence[float], difference: Callable[[float, f
     return "undecided"
 
 
-@study(
-    'Figure "lambda0"',
-    "bits/dim and FID against lambda_0 and steps",
-    lambda scale: _measures(scale, _precisions(scale), _precision_samplers(scale)),
-)
-def initial_precision(results: Results) -> Outcome:
-    scale, trained = results.scale, _precisions(results.scale)
-    few, many = paper_sampler(min(scale.lambda_0_steps)), paper_sampler(max(scale.lambda_0_steps))
-    values, samplers = list(trained), _precision_samplers(scale)
-    low, high = values[0], values[-1]
+@study('Figure "lambda0"', "bits/dim and FID against lambda_0 and steps")
+def initial_precision(scale: Scale) -> Steps:
+    values = scale.lambda_0
+    trained = {value: scale.parameters.networks("bsi", lambda_0=value) for value in values}
+    samplers = {f"{scale.metric} at {k}": measure.paper_sampler(k) for k in scale.lambda_0_steps}
+    results = yield measure.measurements(scale, trained, samplers)
+
     rows = [{"lambda_0": value, **results.row(networks, samplers)} for value, networks in trained.items()]
+    few, *_, many = samplers.values()
+    low, high = values[0], values[-1]
 
     def gap(a: float, b: float) -> Difference:
         return results.distance_difference(trained[a], trained[b], few)
@@ -106,30 +72,20 @@ def initial_precision(results: Results) -> Outcome:
     intermediate = f"With few steps ({few.steps}) an intermediate lambda_0 samples best"
     shown = ", ".join(f"{results.distance(networks, few)} at {value:g}" for value, networks in trained.items())
     claims = [
-        all_of("Likelihood improves with falling lambda_0, at each step of it", falling),
+        outcome.all_of("Likelihood improves with falling lambda_0, at each step of it", falling),
         results.less_distance(larger, trained[high], trained[low], many),
         Claim(intermediate, intermediate_is_best(values, gap), shown),
     ]
-    figure, (left, right) = panels(2)
+    figure, (left, right) = figures.panels(2)
     x = r"$\lambda_0$"
     bits = {"BSI": [row["bits/dim"] for row in rows]}
     distances = {name: [row[name] for row in rows] for name in samplers}
-    curves(left, values, bits, base=10, xlabel=x, ylabel="bits per dimension", title="Likelihood")
-    curves(right, values, distances, base=10, xlabel=x, ylabel=scale.metric, title="Sample quality")
-    return Outcome([ResultTable("initial precision", rows)], claims, figure)
+    figures.curves(left, values, bits, base=10, xlabel=x, ylabel="bits per dimension", title="Likelihood")
+    figures.curves(right, values, distances, base=10, xlabel=x, ylabel=scale.metric, title="Sample quality")
+    return Outcome({"initial precision": rows}, claims, figure)
 
 
 # finite-k
-
-
-def _finite_measures(scale: Scale) -> list[Measure]:
-    return [
-        job
-        for trained_k in (None, *scale.trained_k)
-        for network in _with_objective(scale, Objective(finite_k=trained_k))
-        for k in scale.evaluated_k
-        for job in (bound(scale, network, k), quality(scale, network, paper_sampler(k)))
-    ]
 
 
 def advantage(differences: Mapping[str, Sequence[Difference]]) -> Claim:
@@ -146,74 +102,76 @@ def advantage(differences: Mapping[str, Sequence[Difference]]) -> Claim:
     return Claim("Training on L_M^k confers no consistent advantage over L_M^inf", verdict, because)
 
 
-@study(
-    'Figure "train-finite-k"',
-    "networks trained on L_M^k against L_M^inf, evaluated at k'",
-    _finite_measures,
-)
-def finite_k(results: Results) -> Outcome:
-    scale, evaluated = results.scale, results.scale.evaluated_k
-    infinite = _with_objective(scale, Objective())
+def _with_objective(scale: Scale, objective: Objective) -> list[Recipe]:
+    return [replace(recipe, objective=objective) for recipe in scale.parameters.networks("bsi")]
+
+
+@study('Figure "train-finite-k"', "networks trained on L_M^k against L_M^inf, evaluated at k'")
+def finite_k(scale: Scale) -> Steps:
+    trained = {k: _with_objective(scale, Objective(finite_k=k)) for k in (None, *scale.trained_k)}
+    samplers = {k: measure.paper_sampler(k) for k in scale.evaluated_k}
+    results = yield [
+        job
+        for networks in trained.values()
+        for network in networks
+        for k, sampler in samplers.items()
+        for job in (measure.bound(scale, network, k), measure.quality(scale, network, sampler))
+    ]
+
+    infinite = trained.pop(None)
     found: dict[str, dict[str, list[Difference]]] = {scale.metric: {}, "bits/dim": {}}
     rows = []
-    for k in scale.trained_k:
-        networks, name = _with_objective(scale, Objective(finite_k=k)), f"k = {k}"
-        found[scale.metric][name] = [
-            results.distance_difference(networks, infinite, paper_sampler(at)) for at in evaluated
-        ]
-        found["bits/dim"][name] = [results.bits_difference(networks, infinite, at) for at in evaluated]
-        row: dict[str, Any] = {"trained on k": k}
-        for quantity, gaps in found.items():
-            row |= {f"{quantity} at k' = {at}": gap for at, gap in zip(evaluated, gaps[name], strict=True)}
+    for k, networks in trained.items():
+        row: Row = {"trained on k": k}
+        for quantity, each in found.items():
+            each[f"k = {k}"] = gaps = [
+                results.bits_difference(networks, infinite, at)
+                if quantity == "bits/dim"
+                else results.distance_difference(networks, infinite, sampler)
+                for at, sampler in samplers.items()
+            ]
+            row |= {f"{quantity} at k' = {at}": gap for at, gap in zip(samplers, gaps, strict=True)}
         rows.append(row)
-    figure, axes = panels(2)
+    figure, axes = figures.panels(2)
     for panel, (quantity, each) in zip(axes, found.items(), strict=True):
-        panel.axhline(0, color=GREY, linewidth=0.9)
-        curves(panel, evaluated, each, xlabel="evaluated for k' steps", ylabel=quantity)
+        panel.axhline(0, color=figures.GREY, linewidth=0.9)
+        figures.curves(panel, scale.evaluated_k, each, xlabel="evaluated for k' steps", ylabel=quantity)
         panel.set_title("Trained on $L_M^k$ less $L_M^\\infty$")
     claim = advantage({f"{name} in {q}": gaps for q, each in found.items() for name, gaps in each.items()})
-    return Outcome([ResultTable("difference to training on L_M^inf", rows)], [claim], figure)
+    return Outcome({"difference to training on L_M^inf": rows}, [claim], figure)
 
 
 # weighting
 
 
-ELBO, PAPER_LEVELS = "ELBO", "ELBO, the paper's levels"
-
-
-def _weighted(scale: Scale) -> dict[str, list[Recipe]]:
+@study("new", "bits/dim against FID when the loss is weighted over the level: what sample quality costs in likelihood")
+def weighting(scale: Scale) -> Steps:
     elbo = Objective(levels="expected")
-    objectives = {ELBO: elbo} | {f"sigmoid, b = {b:g}": replace(elbo, weight="sigmoid", bias=b) for b in scale.bias}
-    objectives |= {"EDM": replace(elbo, weight="edm"), PAPER_LEVELS: Objective()}
-    return {name: _with_objective(scale, objective) for name, objective in objectives.items()}
+    objectives = {"ELBO": elbo} | {f"sigmoid, b = {b:g}": replace(elbo, weight="sigmoid", bias=b) for b in scale.bias}
+    objectives |= {"EDM": replace(elbo, weight="edm"), "ELBO, the paper's levels": Objective()}
+    trained = {name: _with_objective(scale, objective) for name, objective in objectives.items()}
+    samplers = measure.samplers_of(scale, scale.most_steps)
+    results = yield measure.measurements(scale, trained, samplers)
 
-
-@study(
-    "new",
-    "bits/dim against FID when the loss is weighted over the level: what sample quality costs in likelihood",
-    lambda scale: _measures(scale, _weighted(scale), samplers_of(scale, scale.most_steps)),
-)
-def weighting(results: Results) -> Outcome:
-    scale, trained = results.scale, _weighted(results.scale)
-    samplers, sampler = samplers_of(scale, scale.most_steps), paper_sampler(scale.most_steps)
-    elbo, claims = trained[ELBO], []
-    for name, networks in trained.items():
-        if name not in (ELBO, PAPER_LEVELS):
-            better = f"The weight {name} improves {scale.metric} over the ELBO's"
-            worse = f"The weight {name} costs likelihood: the ELBO's bound is below"
-            claims.append(results.less_distance(better, networks, elbo, sampler))
-            claims.append(results.less_bits(worse, elbo, networks))
+    column, sampler = next(iter(samplers.items()))
+    unweighted, *weighted, paper_levels = trained
+    claims = []
+    for name in weighted:
+        better = f"The weight {name} improves {scale.metric} over the ELBO's"
+        worse = f"The weight {name} costs likelihood: the ELBO's bound is below"
+        claims.append(results.less_distance(better, trained[name], trained[unweighted], sampler))
+        claims.append(results.less_bits(worse, trained[unweighted], trained[name]))
     statement = "Levels drawn where loss is expected improve the ELBO over log-uniform ones"
-    claims.append(results.less_bits(statement, elbo, trained[PAPER_LEVELS]))
+    claims.append(results.less_bits(statement, trained[unweighted], trained[paper_levels]))
 
     rows = [{"weight": name, **results.row(networks, samplers)} for name, networks in trained.items()]
-    figure, (axes,) = panels(1)
-    for row, color in zip(rows, PALETTE, strict=False):
-        x, y = row["bits/dim"], row[f"{scale.metric} at {sampler.steps}"]
+    figure, (axes,) = figures.panels(1)
+    for row, color in zip(rows, figures.PALETTE, strict=False):
+        x, y = row["bits/dim"], row[column]
         axes.errorbar(x.value, y.value, y.error, x.error, fmt="o", color=color, capsize=2, label=row["weight"])
     axes.set(xlabel="bits per dimension", ylabel=f"{scale.metric}, {sampler.steps} steps")
     axes.legend()
-    return Outcome([ResultTable("weights", rows)], claims, figure, [our_solvers(elbo[0])])
+    return Outcome({"weights": rows}, claims, figure, [our_solvers(*trained[unweighted][:1])])
 
 
 # disentangle
@@ -231,48 +189,47 @@ def parameters(undone: Collection[str]) -> dict[str, Any]:
     return {"lambda_0": lambda_0, "gamma_0": gamma_0}
 
 
-def _without(scale: Scale, *undone: str) -> list[Recipe]:
-    networks = scale.parameters.networks("bsi", **parameters(undone))
-    return [replace(n, parametrization="epsilon" if "preconditioning" in undone else None) for n in networks]
-
-
-def _undone(scale: Scale) -> dict[str, list[Recipe]]:
-    found = {"BSI": _without(scale)} | {f"without {factor}": _without(scale, factor) for factor in FACTORS}
-    found["without all (BFN, not clipped)"] = _without(scale, *FACTORS)
-    found["BFN as published"] = scale.parameters.networks("bfn")
-    moved = {f"gamma_0 = {value:g}": scale.parameters.networks("bsi", gamma_0=value) for value in scale.gamma_0}
-    return found | moved
-
-
 @study(
-    "new",
-    "which of the three changes between BFN and BSI matters: hyper-prior, offset of the levels, preconditioning",
-    lambda scale: _measures(scale, _undone(scale), samplers_of(scale, scale.most_steps, ours=SOLVER)),
+    "new", "which of the three changes between BFN and BSI matters: hyper-prior, offset of the levels, preconditioning"
 )
-def disentangle(results: Results) -> Outcome:
-    scale, trained = results.scale, _undone(results.scale)
-    samplers = samplers_of(scale, scale.most_steps, ours=SOLVER)
+def disentangle(scale: Scale) -> Steps:
+    networks_of = scale.parameters.networks
+
+    def without(*undone: str) -> list[Recipe]:
+        networks = networks_of("bsi", **parameters(undone))
+        return [replace(n, parametrization="epsilon" if "preconditioning" in undone else None) for n in networks]
+
+    trained = {
+        "BSI": without(),
+        **{f"without {factor}": without(factor) for factor in FACTORS},
+        "without all (BFN, not clipped)": without(*FACTORS),
+        "BFN as published": networks_of("bfn"),
+        **{f"gamma_0 = {value:g}": networks_of("bsi", gamma_0=value) for value in scale.gamma_0},
+    }
+    samplers = measure.samplers_of(scale, scale.most_steps, ours=SOLVER)
+    results = yield measure.measurements(scale, trained, samplers)
+
     bsi, median = trained["BSI"], "bits/dim of the median image"
     bits = {name: results.image_bits(networks) for name, networks in trained.items()}
     rows, changes, claims = list[Row](), list[Row](), []
     for name, networks in trained.items():
-        row: Row = {"network": name, "bits/dim": None, median: median_of_images(bits[name])}
+        row: Row = {"network": name, "bits/dim": None, median: outcome.median_of_images(bits[name])}
         rows.append(row | results.row(networks, samplers))
         if name != "BSI":
             gaps = {unit: results.distance_difference(bsi, networks, how) for unit, how in samplers.items()}
-            changes.append({"network": name, median: median_of_images(bits["BSI"] - bits[name]), **gaps})
+            changes.append({"network": name, median: outcome.median_of_images(bits["BSI"] - bits[name]), **gaps})
         factor = name.removeprefix("without ")
         for how in samplers.values() if factor in FACTORS else ():
             by = ", by our solver" if how == SOLVER else ""
             statement = f"BSI's {factor} alone improves {scale.metric} over BFN's{by}"
             claims.append(results.less_distance(statement, bsi, networks, how))
 
-    figure, axes = panels(3, width=2.8, height=3.2)
+    figure, axes = figures.panels(3, width=2.8, height=3.2)
     for panel, unit in zip(axes, (median, *samplers), strict=True):
         shown, names = [row[unit] for row in changes], [row["network"] for row in changes]
         values, errors = [each.value for each in shown], [each.error for each in shown]
-        panel.errorbar(values, range(len(shown)), xerr=errors, fmt="o", color=COLORS["bsi"], capsize=2)
-        panel.axvline(0, color=GREY, linewidth=0.9)
+        panel.errorbar(values, range(len(shown)), xerr=errors, fmt="o", color=figures.COLORS["bsi"], capsize=2)
+        panel.axvline(0, color=figures.GREY, linewidth=0.9)
         panel.set_yticks(range(len(shown)), names if unit == median else [])
         panel.invert_yaxis()
         panel.set_xlabel(unit)
@@ -282,5 +239,4 @@ def disentangle(results: Results) -> Outcome:
         "Without BSI's preconditioning and without clipping the bound is infinite, and its estimates are decided "
         "by a few levels. The median image compares networks at equal numbers of levels; it is no bound there.",
     ]
-    tables = [ResultTable("networks", rows), ResultTable("BSI less the other network", changes)]
-    return Outcome(tables, claims, figure, notes)
+    return Outcome({"networks": rows, "BSI less the other network": changes}, claims, figure, notes)

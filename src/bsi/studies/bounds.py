@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,29 +24,10 @@ from jaxtyping import Float64
 
 from bsi.denoiser import edm
 from bsi.levels import ExpectedError, Fitted, LogUniform, Proposal, Uniform
-from bsi.recipe import Recipe
 from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler, VarianceKind
-from bsi.studies.job import OURS, Bound, LevelErrors, Measure, Rate, Reconstruction, quality
-from bsi.studies.outcome import (
-    COLORS,
-    GREY,
-    PALETTE,
-    PRACTICAL_BITS,
-    PRACTICAL_SHARE,
-    Claim,
-    Difference,
-    Estimate,
-    Outcome,
-    Results,
-    ResultTable,
-    Verdict,
-    all_of,
-    curves,
-    less,
-    mean_of_images,
-    panels,
-    study,
-)
+from bsi.studies import figures, measure, outcome
+from bsi.studies.measure import Bound, LevelErrors, Reconstruction
+from bsi.studies.outcome import Claim, Difference, Estimate, Outcome, Steps, Verdict, study
 from bsi.studies.scale import Scale
 
 # elbo-convergence
@@ -53,14 +35,6 @@ from bsi.studies.scale import Scale
 
 EXCESS = r"$L_M^k - L_M^\infty$, bits/dim"
 FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # alpha_R / alpha_M
-
-
-def _bound(scale: Scale, k: int | None) -> Bound:
-    return Bound(scale.comparisons[0].networks("bsi")[0], scale.finite_levels, scale.recon, k)
-
-
-def _reconstruction(scale: Scale) -> Reconstruction:
-    return Reconstruction(scale.comparisons[0].networks("bsi")[0], FACTORS, scale.recon)
 
 
 def converges(gaps: Sequence[Difference], steps: Sequence[Difference], total: Difference) -> Claim:
@@ -78,49 +52,47 @@ def converges(gaps: Sequence[Difference], steps: Sequence[Difference], total: Di
     falls = gaps[0].higher and total.lower
     verdict: Verdict = "not held" if below or rising else "held" if falls else "undecided"
     because = (
-        f"from {gaps[0]} to {gaps[-1]} bits/dim; beyond {PRACTICAL_BITS:g} and two standard errors {above} of "
+        f"from {gaps[0]} to {gaps[-1]} bits/dim; beyond {outcome.PRACTICAL_BITS:g} and two standard errors {above} of "
         f"{len(gaps)} gaps are positive, {below} negative, and {rising} rise with k"
     )
     return Claim("L_M^k converges to L_M^inf from above, down to the noise floor", verdict, because)
 
 
-@study(
-    'Figure "elbo-convergence"',
-    "L_M^k -> L_M^inf from above, down to the noise floor; L_R for several alpha_R",
-    lambda scale: [*(_bound(scale, k) for k in (None, *scale.ks)), _reconstruction(scale)],
-)
-def elbo_convergence(results: Results) -> Outcome:
-    scale, ks = results.scale, results.scale.ks
-    gaps = [results.finite_gap(_bound(scale, k), _bound(scale, None)) for k in ks]
-    steps = [results.finite_gap(_bound(scale, b), _bound(scale, a)) for a, b in itertools.pairwise(ks)]
-    total = results.finite_gap(_bound(scale, ks[-1]), _bound(scale, ks[0]))
-    bits = results.read(_reconstruction(scale)).arrays["bits"]  # (factors, images)
+@study('Figure "elbo-convergence"', "L_M^k -> L_M^inf from above, down to the noise floor; L_R for several alpha_R")
+def elbo_convergence(scale: Scale) -> Steps:
+    network, ks = scale.comparisons[0].networks("bsi")[0], scale.ks
+    infinite, *finite = (Bound(network, scale.finite_levels, scale.recon, k) for k in (None, *ks))
+    reconstruction = Reconstruction(network, FACTORS, scale.recon)
+    results = yield [infinite, *finite, reconstruction]
+
+    gaps = [results.finite_gap(bound, infinite) for bound in finite]
+    steps = [results.finite_gap(b, a) for a, b in itertools.pairwise(finite)]
+    total = results.finite_gap(finite[-1], finite[0])
+    bits = results.read(reconstruction).arrays["bits"]  # (factors, images)
     means = {factor: Estimate(float(row.mean()), 0.0) for factor, row in zip(FACTORS, bits, strict=True)}
     one = bits[FACTORS.index(1.0)]
-    gains = {factor: mean_of_images((row - one)[None]) for factor, row in zip(FACTORS, bits, strict=True)}
-    gain = Difference(gains[2.0].value, gains[2.0].error, PRACTICAL_BITS)
+    gains = {factor: outcome.mean_of_images((row - one)[None]) for factor, row in zip(FACTORS, bits, strict=True)}
+    gain = Difference(gains[2.0].value, gains[2.0].error, outcome.PRACTICAL_BITS)
     edge = "alpha_R = 2 alpha_M gives a slight edge in likelihood over alpha_M"
 
-    figure, (left, right) = panels(2)
+    figure, (left, right) = figures.panels(2)
     floor = [gap.error for gap in gaps]
     left.fill_between(ks, floor, color="#E4E4EA", linewidth=0, label="noise floor: one standard error")
-    curves(left, ks, {"BSI": gaps}, yscale="log", xlabel="k", ylabel=EXCESS, title="The finite bound")
+    figures.curves(left, ks, {"BSI": gaps}, yscale="log", xlabel="k", ylabel=EXCESS, title="The finite bound")
     x, y = r"$\alpha_R / \alpha_M$", r"$L_R$, bits/dim"
     title = "The reconstruction term"
-    curves(right, FACTORS, {"BSI": list(means.values())}, yscale="log", xlabel=x, ylabel=y, title=title)
-    tables = [
-        ResultTable("gap", [{"k": k, "L_M^k - L_M^inf, bits/dim": gap} for k, gap in zip(ks, gaps, strict=True)]),
-        ResultTable(
-            "reconstruction",
-            [
-                {"alpha_R / alpha_M": factor, "L_R, bits/dim": mean.value, "less that at 1": gains[factor]}
-                for factor, mean in means.items()
-            ],
-        ),
-    ]
-    infinite = results.read(_bound(scale, None)).values
-    note = f"L_M^inf is {infinite['measurement']:.4f} and L_R {infinite['reconstruction']:.2g} bits/dim."
-    return Outcome(tables, [converges(gaps, steps, total), less(edge, means[2.0], means[1.0], gain)], figure, [note])
+    figures.curves(right, FACTORS, {"BSI": list(means.values())}, yscale="log", xlabel=x, ylabel=y, title=title)
+    tables = {
+        "gap": [{"k": k, "L_M^k - L_M^inf, bits/dim": gap} for k, gap in zip(ks, gaps, strict=True)],
+        "reconstruction": [
+            {"alpha_R / alpha_M": factor, "L_R, bits/dim": mean.value, "less that at 1": gains[factor]}
+            for factor, mean in means.items()
+        ],
+    }
+    terms = results.read(infinite).values
+    note = f"L_M^inf is {terms['measurement']:.4f} and L_R {terms['reconstruction']:.2g} bits/dim."
+    claims = [converges(gaps, steps, total), outcome.less(edge, means[2.0], means[1.0], gain)]
+    return Outcome(tables, claims, figure, [note])
 
 
 # importance-sampling
@@ -133,10 +105,6 @@ Errors = Float64[np.ndarray, "levels images"]
 Curve = Float64[np.ndarray, " levels"]
 Sets = Float64[np.ndarray, " sets"]
 Statistic = Callable[[Curve, Errors, Proposal], float]
-
-
-def _profile(scale: Scale, network: Recipe) -> LevelErrors:
-    return LevelErrors(network, scale.profile_levels, scale.profile_images)
 
 
 def proposals(level: Curve, errors: Errors) -> dict[str, Proposal]:
@@ -183,26 +151,25 @@ def estimate(sets: Sets) -> Estimate:
 
 def _less(statement: str, a: Sets, b: Sets) -> Claim:
     paired = estimate(a - b)
-    difference = Difference(paired.value, paired.error, PRACTICAL_SHARE * float(b[0]))
-    return less(statement, estimate(a), estimate(b), difference)
+    difference = Difference(paired.value, paired.error, outcome.PRACTICAL_SHARE * float(b[0]))
+    return outcome.less(statement, estimate(a), estimate(b), difference)
 
 
-@study(
-    'Figure "importance-sampling"',
-    "the range of h / p under uniform, log-uniform, exact and fitted proposals",
-    lambda scale: [_profile(scale, scale.profiled("bsi"))],
-)
-def importance_sampling(results: Results) -> Outcome:
-    arrays = results.read(_profile(results.scale, results.scale.profiled("bsi"))).arrays
+@study('Figure "importance-sampling"', "the range of h / p under uniform, log-uniform, exact and fitted proposals")
+def importance_sampling(scale: Scale) -> Steps:
+    job = LevelErrors(scale.profiled("bsi"), scale.profile_levels, scale.profile_images)
+    results = yield [job]
+
+    arrays = results.read(job).arrays
     level, errors = arrays["level"], arrays["error"][:, 1::2]
     compared = proposals(level, arrays["error"][:, ::2])
     ranges, spreads = (
         {name: resampled(statistic, level, errors, proposal) for name, proposal in compared.items()}
         for statistic in (orders, relative_spread)
     )
-    figure, (axes,) = panels(1, width=4.8, height=3.2)
+    figure, (axes,) = figures.panels(1, width=4.8, height=3.2)
     mean = np.trapezoid(errors.mean(1), level)
-    for (name, proposal), color in zip(compared.items(), PALETTE, strict=False):
+    for (name, proposal), color in zip(compared.items(), figures.PALETTE, strict=False):
         ratio = errors.mean(1) / _density(proposal, level) / mean
         axes.plot(level, ratio, "--" if name == "exact" else "-", color=color, label=name)
     axes.set(xscale="log", yscale="log", xlabel=r"$\lambda$", ylabel=r"$h(\lambda) / p(\lambda)$ over its mean")
@@ -222,7 +189,7 @@ def importance_sampling(results: Results) -> Outcome:
         _less("The log-uniform proposal shrinks the spread of a draw", spreads["log-uniform"], spreads["uniform"]),
         _less("A fitted proposal shrinks the spread further", spreads["fitted"], spreads["log-uniform"]),
     ]
-    return Outcome([ResultTable("proposals", rows)], claims, figure)
+    return Outcome({"proposals": rows}, claims, figure)
 
 
 # proposal
@@ -231,112 +198,92 @@ def importance_sampling(results: Results) -> Outcome:
 LEVELS = (1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)  # in the table of distances
 
 
-@study(
-    'Figure "log-uniform-proposal"',
-    "relative distance between mu and f(mu, lambda) against lambda",
-    lambda scale: [_profile(scale, _network(scale))],
-)
-def proposal(results: Results) -> Outcome:
-    job = _profile(results.scale, _network(results.scale))
+@study('Figure "log-uniform-proposal"', "relative distance between mu and f(mu, lambda) against lambda")
+def proposal(scale: Scale) -> Steps:
+    network = scale.parameters.networks("bsi")[0]
+    job = LevelErrors(network, scale.profile_levels, scale.profile_images)
+    results = yield [job]
+
     arrays = results.read(job).arrays
     level, distance = arrays["level"], arrays["distance"]
     u = np.log(level)
     inside = [wanted for wanted in LEVELS if u[0] - 1e-6 <= math.log(wanted) <= u[-1] + 1e-6]
     nearest = {wanted: distance[np.abs(u - math.log(wanted)).argmin()] for wanted in inside}
-    found = {wanted: mean_of_images(values[None]) for wanted, values in nearest.items()}
-    paired = mean_of_images((nearest[1e2] - nearest[1.0])[None])
-    gap = Difference(paired.value, paired.error, PRACTICAL_SHARE * found[1.0].value)
+    found = {wanted: outcome.mean_of_images(values[None]) for wanted, values in nearest.items()}
+    paired = outcome.mean_of_images((nearest[1e2] - nearest[1.0])[None])
+    gap = Difference(paired.value, paired.error, outcome.PRACTICAL_SHARE * found[1.0].value)
     falls = "For lambda > 1 the distance falls quickly: at 100 it is below that at 1"
 
-    c_skip = edm(job.network.method.encoder(torch.from_numpy(level)), job.network.sigma_data).c_skip.numpy()
+    c_skip = edm(network.method.encoder(torch.from_numpy(level)), network.sigma_data).c_skip.numpy()
     low, middle, high = np.quantile(distance, (0.05, 0.5, 0.95), axis=1)
-    figure, (axes,) = panels(1, width=4.4, height=3.0)
-    axes.fill_between(level, low, high, color=COLORS["bsi"], alpha=0.2, linewidth=0)
-    axes.plot(level, middle, color=COLORS["bsi"], label="network: median, 5 to 95 % of images")
-    axes.plot(level, np.abs(1 - c_skip), "--", color=GREY, label=r"$c_\mathrm{skip}\,\mu$ alone")
+    figure, (axes,) = figures.panels(1, width=4.4, height=3.0)
+    color = figures.COLORS["bsi"]
+    axes.fill_between(level, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.plot(level, middle, color=color, label="network: median, 5 to 95 % of images")
+    axes.plot(level, np.abs(1 - c_skip), "--", color=figures.GREY, label=r"$c_\mathrm{skip}\,\mu$ alone")
     axes.set(xscale="log", yscale="log", xlabel=r"$\lambda$", ylabel=r"$|\mu - f(\mu, \lambda)|\, /\, |\mu|$")
     axes.set_title("Predictions approach the belief")
     axes.legend()
-    table = ResultTable("distance", [{"lambda": at, "|mu - f| / |mu|": each} for at, each in found.items()])
-    return Outcome([table], [less(falls, found[1e2], found[1.0], gap)], figure)
+    rows = [{"lambda": at, "|mu - f| / |mu|": each} for at, each in found.items()]
+    return Outcome({"distance": rows}, [outcome.less(falls, found[1e2], found[1.0], gap)], figure)
 
 
 # variance-aware
 
 
 KINDS: tuple[VarianceKind, ...] = ("none", "level", "dct", "learned")
-SAMPLED: tuple[VarianceKind, ...] = ("none", "dct")
-MOST = 64  # steps of the chain for rate-distortion, and of the samplers
+MOST = 64  # steps of the samplers
 
 
-def _network(scale: Scale) -> Recipe:
-    return scale.parameters.networks("bsi")[0]
-
-
-def _with_variance(scale: Scale, k: int | None, kind: VarianceKind = "none") -> Bound:
-    return Bound(_network(scale), scale.finite_levels, scale.recon, k, kind)
-
-
-def _samplers(scale: Scale) -> dict[str, list[Sampler]]:
-    """Samplers by name, for every number of steps."""
+@study("new", "the bound and the samples for few steps, with a predictive variance in each step")
+def variance_aware(scale: Scale) -> Steps:
+    network, our_grid = scale.parameters.networks("bsi")[0], measure.OURS.grid
+    infinite = Bound(network, scale.finite_levels, scale.recon)
+    bounds = {kind: [replace(infinite, finite_k=k, variance=kind) for k in scale.ks] for kind in KINDS}
     steps = [k for k in scale.convergence_steps if k <= MOST]
-    aware = f"posterior, variance {SAMPLED[-1]}"
-    return {
-        "posterior": [Sampler(k, "posterior", OURS.grid) for k in steps],
-        aware: [Sampler(k, "posterior", OURS.grid, variance=SAMPLED[-1]) for k in steps],
-        **{solver: [Sampler(k, solver, OURS.grid) for k in steps] for solver in (NOISY_SOLVER, FLOW_SOLVER)},
+    samplers = {
+        "posterior": [Sampler(k, "posterior", our_grid) for k in steps],
+        "posterior, variance dct": [Sampler(k, "posterior", our_grid, variance="dct") for k in steps],
+        **{solver: [Sampler(k, solver, our_grid) for k in steps] for solver in (NOISY_SOLVER, FLOW_SOLVER)},
     }
-
-
-def _variance_measures(scale: Scale) -> list[Measure]:
-    return [
-        _with_variance(scale, None),
-        *(_with_variance(scale, k, kind) for k in scale.ks for kind in KINDS),
-        *(quality(scale, _network(scale), how) for curve in _samplers(scale).values() for how in curve),
-        *(Rate(_network(scale), MOST, kind) for kind in SAMPLED),
+    results = yield [
+        infinite,
+        *itertools.chain.from_iterable(zip(*bounds.values(), strict=True)),
+        *(measure.quality(scale, network, how) for curve in samplers.values() for how in curve),
     ]
 
-
-@study(
-    "new",
-    "the bound and the samples for few steps, with a predictive variance in each step",
-    _variance_measures,
-)
-def variance_aware(results: Results) -> Outcome:
-    scale, network = results.scale, _network(results.scale)
-    excess: dict[str, list[Difference]] = {
-        kind: [results.finite_gap(_with_variance(scale, k, kind), _with_variance(scale, None)) for k in scale.ks]
-        for kind in KINDS
-    }
-    gains: list[Claim] = []
-    for kind, (i, k) in itertools.product(KINDS[1:], enumerate(scale.ks)):
-        gap = results.finite_gap(_with_variance(scale, k, kind), _with_variance(scale, k))
-        gains.append(less(f"{kind} at {k} steps", excess[kind][i], excess["none"][i], gap))
-    found = {
-        name: [results.distance([network], how) for how in samplers] for name, samplers in _samplers(scale).items()
-    }
-    steps, plain, aware = [how.steps for how in _samplers(scale)["posterior"]], *list(found.values())[:2]
-    better = [less(f"{k} steps", a, b) for k, a, b in zip(steps, aware, plain, strict=True)]
-
-    figure, (left, middle, right) = panels(3)
-    curves(left, scale.ks, excess, yscale="log", xlabel="k", ylabel=EXCESS, title="The bound for k steps")
-    curves(middle, steps, found, xlabel="steps", ylabel=scale.metric, yscale="log", title="Samples")
-    for kind, color in zip(SAMPLED, PALETTE, strict=False):
-        curve = results.read(Rate(network, MOST, kind)).values
-        right.plot(curve["bits_per_dim"], curve["squared_error"], color=color, label=f"variance {kind}")
-    right.set(xlabel="bits/dim", ylabel="mean squared error", yscale="log", title=f"The first steps of {MOST}")
-    right.legend()
-    bounds = [
-        {"transition": f"bound, variance {kind}", **{f"k = {k}": gap for k, gap in zip(scale.ks, gaps, strict=True)}}
-        for kind, gaps in excess.items()
+    excess: dict[str, list[Difference]]
+    excess = {kind: [results.finite_gap(bound, infinite) for bound in each] for kind, each in bounds.items()}
+    gains = [
+        outcome.less(f"{kind} at {k} steps", with_variance, without, results.finite_gap(a, b))
+        for kind in KINDS[1:]
+        for k, with_variance, without, a, b in zip(
+            scale.ks, excess[kind], excess["none"], bounds[kind], bounds["none"], strict=True
+        )
     ]
-    drawn = [
-        {"sampler": name, **{f"{k} steps": each for k, each in zip(steps, estimates, strict=True)}}
-        for name, estimates in found.items()
-    ]
-    tables = [ResultTable("L_M^k less L_M^inf, bits/dim", bounds), ResultTable(f"samples ({scale.metric})", drawn)]
+    found = {name: [results.distance([network], how) for how in curve] for name, curve in samplers.items()}
+    plain, aware, *_ = found.values()
+    better = [outcome.less(f"{k} steps", a, b) for k, a, b in zip(steps, aware, plain, strict=True)]
+
+    figure, (left, right) = figures.panels(2)
+    title = "The bound for k steps"
+    figures.curves(left, scale.ks, excess, yscale="log", xlabel="k", ylabel=EXCESS, title=title)
+    figures.curves(right, steps, found, xlabel="steps", ylabel=scale.metric, yscale="log", title="Samples")
+    tables = {
+        "L_M^k less L_M^inf, bits/dim": [
+            {
+                "transition": f"bound, variance {kind}",
+                **{f"k = {k}": gap for k, gap in zip(scale.ks, gaps, strict=True)},
+            }
+            for kind, gaps in excess.items()
+        ],
+        f"samples ({scale.metric})": [
+            {"sampler": name, **{f"{k} steps": each for k, each in zip(steps, estimates, strict=True)}}
+            for name, estimates in found.items()
+        ],
+    }
     claims = [
-        all_of("A predictive variance lowers the bound for k steps", gains),
-        all_of("A predictive variance improves the samples of the solver posterior", better),
+        outcome.all_of("A predictive variance lowers the bound for k steps", gains),
+        outcome.all_of("A predictive variance improves the samples of the solver posterior", better),
     ]
     return Outcome(tables, claims, figure)

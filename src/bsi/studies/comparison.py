@@ -20,21 +20,9 @@ from bsi.data.store import open_dataset
 from bsi.pictures import grid
 from bsi.recipe import Recipe
 from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler
-from bsi.studies.job import OURS, Measure, Quality, measures_of, paper_sampler, quality, samplers_of
-from bsi.studies.outcome import (
-    COLORS,
-    Claim,
-    Outcome,
-    Results,
-    ResultTable,
-    Row,
-    all_of,
-    curves,
-    equal,
-    less,
-    panels,
-    study,
-)
+from bsi.studies import figures, measure, outcome
+from bsi.studies.job import Job
+from bsi.studies.outcome import Claim, Outcome, Results, Row, Steps, study
 from bsi.studies.scale import DATASETS, METHOD_NAMES, Comparison, Scale
 
 if TYPE_CHECKING:
@@ -75,16 +63,16 @@ UNET_NOTE = "The paper's values are for ImageNet32, a U-Net of width 256 and 100
 
 def our_solvers(*recipes: Recipe) -> str:
     """A note with the solver of the default sampler for each method."""
-    found = (f"{OURS.solver_for(recipe.method)} for {type(recipe.method).__name__}" for recipe in recipes)
+    found = (f"{measure.OURS.solver_for(recipe.method)} for {type(recipe.method).__name__}" for recipe in recipes)
     return f"Our solver is {', '.join(found)}."
 
 
 # comparison and architecture
 
 
-def _measures(scale: Scale, comparison: Comparison, *steps: int) -> list[Measure]:
-    samplers = samplers_of(scale, *steps) if comparison.samples else {}
-    return [job for m in comparison.methods for job in measures_of(scale, comparison.networks(m), samplers)]
+def _measurements(scale: Scale, compared: Comparison, *steps: int) -> list[Job]:
+    samplers = measure.samplers_of(scale, *steps) if compared.samples else {}
+    return measure.measurements(scale, {method: compared.networks(method) for method in compared.methods}, samplers)
 
 
 def _printed(recipe: Recipe) -> Printed:
@@ -95,84 +83,83 @@ def _printed(recipe: Recipe) -> Printed:
 
 
 def comparison_table(
-    results: Results, comparison: Comparison, printed: Printed, samplers: Mapping[str, Sampler]
-) -> ResultTable:
+    results: Results, compared: Comparison, printed: Printed, samplers: Mapping[str, Sampler]
+) -> dict[str, list[Row]]:
     """Bits per dimension and Fréchet distances, next to the paper's values."""
-    recipe, samplers = comparison.recipe("bsi"), samplers if comparison.samples else {}
+    recipe, samplers = compared.recipe("bsi"), samplers if compared.samples else {}
     rows: list[Row] = [
         {"method": method.upper(), "paper's bits/dim": bits}  # reported by its authors for this budget
         for method, (bits, _) in printed.items()
-        if method not in comparison.methods
+        if method not in compared.methods
     ]
-    for method in comparison.methods:
-        networks, (bits, fid) = comparison.networks(method), printed.get(method, ("–", None))
+    for method in compared.methods:
+        networks, (bits, fid) = compared.networks(method), printed.get(method, ("–", None))
         row: Row = {"method": method.upper(), "bits/dim": None, "paper's bits/dim": bits}
         row |= results.row(networks, samplers)
         if "train" in results.scale.references:
             row |= {f"{n}, training set": results.distance(networks, how, "train") for n, how in samplers.items()}
         rows.append(row | ({"paper's FID": fid} if samplers else {}))
-    return ResultTable(f"{DATASETS[recipe.data.name].title}, {recipe.steps} steps", rows)
+    return {f"{DATASETS[recipe.data.name].title}, {recipe.steps} steps": rows}
 
 
-def differences(results: Results, comparison: Comparison, on: str = "") -> tuple[ResultTable, list[Claim]]:
+def differences(results: Results, compared: Comparison, on: str = "") -> tuple[dict[str, list[Row]], list[Claim]]:
     """The paired differences of the methods, and the claims: equal bits per dimension; FID of BSI < VDM < BFN."""
-    metric, sampler = results.scale.metric, paper_sampler(results.scale.most_steps)
+    metric, sampler = results.scale.metric, measure.paper_sampler(results.scale.most_steps)
     bits, rows, ordered = {}, [], []
     for a, b in PAIRS:
-        p, q = comparison.networks(a), comparison.networks(b)
+        p, q = compared.networks(a), compared.networks(b)
         name = f"{a.upper()} - {b.upper()}"
         bits[name], gap = results.bits_difference(p, q), results.distance_difference(p, q, sampler)
         rows.append({"": name, "bits/dim": bits[name], f"{metric} at {sampler.steps}": gap})
         statement = f"{metric} of {a.upper()} below {b.upper()}'s at {sampler.steps} steps{on}"
         ordered.append(results.less_distance(statement, p, q, sampler))
-    return ResultTable(f"paired differences{on}", rows), [equal(f"Equal bits/dim{on}", bits, EQUAL_BITS), *ordered]
+    claims = [outcome.equal(f"Equal bits/dim{on}", bits, EQUAL_BITS), *ordered]
+    return {f"paired differences{on}": rows}, claims
 
 
-def _draw(results: Results, comparison: Comparison, steps: tuple[int, ...], note: str) -> Figure:
+def _draw(results: Results, compared: Comparison, steps: tuple[int, ...], note: str) -> Figure:
     """Bits per dimension of every seed with their mean, and the distances by steps of the paper's sampler."""
-    figure, (left, right) = panels(2)
+    figure, (left, right) = figures.panels(2)
     found = {}
     for i, method in enumerate(METHOD_NAMES):
-        networks, color = comparison.networks(method), COLORS[method]
+        networks, color = compared.networks(method), figures.COLORS[method]
         mean = results.bits(networks)
         left.plot([i + 0.15] * len(networks), [results.bits([n]).value for n in networks], ".", color=color, alpha=0.5)
         left.errorbar(i, mean.value, mean.error, fmt="o", color=color, capsize=2)
-        found[method.upper()] = [results.distance(networks, paper_sampler(k)) for k in steps]
+        found[method.upper()] = [results.distance(networks, measure.paper_sampler(k)) for k in steps]
     left.set(ylabel="bits per dimension", title=f"Likelihood{note}")
     left.set_xticks(range(len(found)), list(found))
     title = f"Sample quality, the paper's sampler{note}"
-    curves(right, steps, found, xlabel="steps", ylabel=results.scale.metric, title=title)
+    figures.curves(right, steps, found, xlabel="steps", ylabel=results.scale.metric, title=title)
     return figure
 
 
 @study(
     'Tables "imagenet32" and "cifar10-bpd"',
     "BFN, VDM and BSI, same backbone and budget: equal bits/dim, FID ordered BSI < VDM < BFN",
-    lambda scale: [job for each in scale.comparisons for job in _measures(scale, each, *scale.steps)],
 )
-def comparison(results: Results) -> Outcome:
-    scale, first = results.scale, results.scale.comparisons[0]
-    samplers, claims = samplers_of(scale, *scale.steps), []
-    tables = [comparison_table(results, c, _printed(c.recipe("bsi")), samplers) for c in scale.comparisons]
-    compared = [each for each in scale.comparisons if each.samples]
-    for each in compared:
-        on = f" on {DATASETS[each.recipe('bsi').data.name].title}" if len(compared) > 1 else ""
+def comparison(scale: Scale) -> Steps:
+    results = yield [job for each in scale.comparisons for job in _measurements(scale, each, *scale.steps)]
+    first, samplers = scale.comparisons[0], measure.samplers_of(scale, *scale.steps)
+    tables, claims = dict[str, list[Row]](), []
+    for each in scale.comparisons:
+        tables |= comparison_table(results, each, _printed(each.recipe("bsi")), samplers)
+    sampled = [each for each in scale.comparisons if each.samples]
+    for each in sampled:
+        on = f" on {DATASETS[each.recipe('bsi').data.name].title}" if len(sampled) > 1 else ""
         table, found = differences(results, each, on)
-        tables.append(table)
+        tables |= table
         claims += found
     notes = [our_solvers(*map(first.recipe, METHOD_NAMES)), *([] if scale.name == "paper" else [PAPER_NOTE])]
     return Outcome(tables, claims, _draw(results, first, scale.steps, ""), notes)
 
 
-@study(
-    'Table "architecture"',
-    "the same comparison with another backbone, in the paper the U-Net",
-    lambda scale: _measures(scale, scale.architecture, scale.most_steps),
-)
-def architecture(results: Results) -> Outcome:
-    scale, compared, steps = results.scale, results.scale.architecture, results.scale.most_steps
+@study('Table "architecture"', "the same comparison with another backbone, in the paper the U-Net")
+def architecture(scale: Scale) -> Steps:
+    compared, steps = scale.architecture, scale.most_steps
+    results = yield _measurements(scale, compared, steps)
     table, claims = differences(results, compared)
-    tables = [comparison_table(results, compared, UNET, samplers_of(scale, steps)), table]
+    tables = comparison_table(results, compared, UNET, measure.samplers_of(scale, steps)) | table
     notes = [our_solvers(*map(compared.recipe, METHOD_NAMES)), *([] if scale.name == "paper" else [UNET_NOTE])]
     return Outcome(tables, claims, _draw(results, compared, (steps,), ", the other backbone"), notes)
 
@@ -183,34 +170,28 @@ def architecture(results: Results) -> Outcome:
 ROWS, COLUMNS = 8, 4
 
 
-def _shown(scale: Scale, method: str) -> Quality:
+@study('Figure "samples"', "samples of the three methods next to data")
+def samples(scale: Scale) -> Steps:
     """The first samples are kept with their distance."""
-    return quality(scale, scale.comparisons[0].networks(method)[0], paper_sampler(scale.most_steps))
+    first, sampler, num = scale.comparisons[0], measure.paper_sampler(scale.most_steps), ROWS * COLUMNS
+    jobs = {method: measure.quality(scale, first.networks(method)[0], sampler) for method in METHOD_NAMES}
+    results = yield list(jobs.values())
 
-
-@study(
-    'Figure "samples"',
-    "samples of the three methods next to data",
-    lambda scale: [_shown(scale, method) for method in METHOD_NAMES],
-)
-def samples(results: Results) -> Outcome:
-    scale, num = results.scale, ROWS * COLUMNS
-    dataset = open_dataset(scale.comparisons[0].recipe("bsi").data.name)
+    dataset = open_dataset(first.recipe("bsi").data.name)
     assert dataset.bins is not None
     test = dataset.split("test")
     shown, rows = {"data": np.asarray(test)[np.arange(num) * len(test) // num]}, []
-    for method in METHOD_NAMES:
-        job = _shown(scale, method)
+    for method, job in jobs.items():
         shown[method.upper()] = results.read(job).arrays["images"][:num]
-        distance = results.distance([job.network], job.sampler)
-        rows.append({"method": method.upper(), f"{scale.metric} at {scale.most_steps}": distance})
-    figure, axes = panels(len(shown), width=1.75, height=3.4)
+        distance = results.distance([job.network], sampler)
+        rows.append({"method": method.upper(), f"{scale.metric} at {sampler.steps}": distance})
+    figure, axes = figures.panels(len(shown), width=1.75, height=3.4)
     for panel, (name, indices) in zip(axes, shown.items(), strict=True):
         panel.imshow(grid(dataset.bins.values(indices), COLUMNS, towards=1), interpolation="nearest")
         panel.set_title(name, loc="center")
         panel.set_axis_off()
-    note = f"{scale.most_steps} steps of the paper's sampler; samples 0 to {num - 1} of seed 0, not selected."
-    return Outcome([ResultTable("samples", rows)], [], figure, [note])
+    note = f"{sampler.steps} steps of the paper's sampler; samples 0 to {num - 1} of seed 0, not selected."
+    return Outcome({"samples": rows}, [], figure, [note])
 
 
 # fid-convergence
@@ -221,52 +202,46 @@ ENOUGH = 64  # steps, after which solvers of second order have converged
 PAPERS = "paper's sampler"
 
 
-def _curves(scale: Scale) -> dict[str, list[Sampler]]:
-    """The samplers along each curve."""
-    found = {PAPERS: [paper_sampler(k) for k in scale.convergence_steps]}
-    for solver in (FLOW_SOLVER, NOISY_SOLVER):
-        found[f"{solver}, {OURS.grid}"] = [
-            Sampler(k, solver, OURS.grid) for k in scale.convergence_steps if k <= ENOUGH
-        ]
-    return found
-
-
-def _convergence_measures(scale: Scale) -> list[Measure]:
-    samplers = [sampler for curve in _curves(scale).values() for sampler in curve]
-    return [quality(scale, scale.convergence(method), sampler) for method in METHOD_NAMES for sampler in samplers]
-
-
-@study(
-    'Figure "fid-convergence"', "FID against steps for the three methods, and for our solvers", _convergence_measures
-)
-def fid_convergence(results: Results) -> Outcome:
-    scale, steps = results.scale, results.scale.convergence_steps
+@study('Figure "fid-convergence"', "FID against steps for the three methods, and for our solvers")
+def fid_convergence(scale: Scale) -> Steps:
+    steps, our_grid = scale.convergence_steps, measure.OURS.grid
     networks = {method.upper(): scale.convergence(method) for method in METHOD_NAMES}
+    samplers = {PAPERS: [measure.paper_sampler(k) for k in steps]}
+    for solver in (FLOW_SOLVER, NOISY_SOLVER):
+        samplers[f"{solver}, {our_grid}"] = [Sampler(k, solver, our_grid) for k in steps if k <= ENOUGH]
+    results = yield [
+        measure.quality(scale, network, sampler)
+        for network in networks.values()
+        for curve in samplers.values()
+        for sampler in curve
+    ]
+
     found = {
-        curve: {name: [results.distance([network], how) for how in samplers] for name, network in networks.items()}
-        for curve, samplers in _curves(scale).items()
+        curve: {name: [results.distance([network], how) for how in along] for name, network in networks.items()}
+        for curve, along in samplers.items()
     }
-    figure, axes = panels(len(found), width=2.8)
+    figure, axes = figures.panels(len(found), width=2.8)
     rows: list[Row] = []
     for panel, (curve, each) in zip(axes, found.items(), strict=True):
-        curves(panel, steps[: len(each["BSI"])], each, xlabel="steps", ylabel=scale.metric, yscale="log", title=curve)
+        shown = steps[: len(each["BSI"])]
+        figures.curves(panel, shown, each, xlabel="steps", ylabel=scale.metric, yscale="log", title=curve)
         for method, estimates in each.items():
             rows.append({"sampler": f"{method}, {curve}", **dict(zip(map(str, steps), estimates, strict=False))})
     paper = found[PAPERS]
     order = [
-        less(f"{k} steps, against {other}", paper["BSI"][i], paper[other][i])
+        outcome.less(f"{k} steps, against {other}", paper["BSI"][i], paper[other][i])
         for i, k in enumerate(steps)
         for other in ("VDM", "BFN")
         if k >= FROM
     ]
     at, ours = steps.index(FROM), []
     for name, network in networks.items():
-        curve = f"{OURS.solver_for(network.method)}, {OURS.grid}"
-        ours.append(less(name, found[curve][name][at], paper[name][at]))
-    better = f"At {FROM} steps, our solver on {OURS.grid} is better than the paper's sampler, for each method"
+        curve = f"{measure.OURS.solver_for(network.method)}, {our_grid}"
+        ours.append(outcome.less(name, found[curve][name][at], paper[name][at]))
+    better = f"At {FROM} steps, our solver on {our_grid} is better than the paper's sampler, for each method"
     claims = [
-        all_of(f"From {FROM} steps upwards, BSI is better than BFN and VDM at the same number", order),
-        all_of(better, ours),
+        outcome.all_of(f"From {FROM} steps upwards, BSI is better than BFN and VDM at the same number", order),
+        outcome.all_of(better, ours),
     ]
-    table = ResultTable(f"sample quality ({scale.metric}) by steps", rows)
-    return Outcome([table], claims, figure, [our_solvers(*networks.values())])
+    table = {f"sample quality ({scale.metric}) by steps": rows}
+    return Outcome(table, claims, figure, [our_solvers(*networks.values())])

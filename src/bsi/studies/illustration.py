@@ -27,8 +27,9 @@ from bsi.oracle import Mixture
 from bsi.pictures import grid
 from bsi.rng import SeededNoise, standard_normal
 from bsi.sampling import Step, measurement, trajectory
-from bsi.studies.outcome import PALETTE, Claim, Outcome, Results, ResultTable, Verdict, panels, study
-from bsi.studies.scale import METHOD_NAMES
+from bsi.studies import figures
+from bsi.studies.outcome import Claim, Outcome, Steps, Verdict, study
+from bsi.studies.scale import METHOD_NAMES, Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 METHOD = BSI(lambda_0=0.3, alpha_M=1e3)
 GRID = (0.3, 1.2, 4.0, 16.0, 80.0, METHOD.levels.high)
 SEED = 32
-BELIEF, GUESS, MEASURED = PALETTE[0], PALETTE[4], PALETTE[1]
+BELIEF, MEASURED, GUESS = (figures.PALETTE[i] for i in (0, 1, 4))
 
 
 def spiral(arms: int = 60) -> Mixture:
@@ -77,7 +78,7 @@ def _label(axes: Axes, point: list[float], text: str, color: str) -> None:
 
 
 def _draw(found: list[Step]) -> Figure:
-    figure, axes = panels(5, width=1.75, height=2.15)
+    figure, axes = figures.panels(5, width=1.75, height=2.15)
     generator = torch.Generator().manual_seed(0)
     chosen, eps = torch.rand(900, generator=generator), torch.randn(900, 2, generator=generator)
     points = spiral().sample(chosen.double(), eps.double())
@@ -106,13 +107,10 @@ def _draw(found: list[Step]) -> Figure:
     return figure
 
 
-@study(
-    'Figure "illustration"',
-    "the five-step picture",
-    lambda scale: [],
-)
-def illustration(results: Results) -> Outcome:
+@study('Figure "illustration"', "the five-step picture")
+def illustration(scale: Scale) -> Steps:
     """Lemma "Posterior Update" holds at each step."""
+    yield []
     found, error = steps(), 0.0
     for a, b in itertools.pairwise(found):
         belief = Belief(a.latent, a.level[None]).update(measurement(METHOD, a, b), (b.level - a.level)[None])
@@ -125,7 +123,7 @@ def illustration(results: Results) -> Outcome:
     verdict: Verdict = "held" if error < 1e-9 else "not held"
     claim = Claim("Each belief is the posterior of the one before", verdict, f"largest difference {error:.1e}")
     note = "Exact predictions for a mixture of 60 Gaussians on a spiral; the same at every scale."
-    return Outcome([ResultTable("belief", rows)], [claim], _draw(found), [note])
+    return Outcome({"belief": rows}, [claim], _draw(found), [note])
 
 
 TIMES = tuple(i / 10 for i in range(11))
@@ -156,7 +154,7 @@ def _draw_encoders(dataset_name: str, encoders: Mapping[tuple[str, float], Encod
         mean = float(e.signal) * x
         sample = mean + float(e.noise) * eps
         pictures.append(torch.cat([mean[:, :half], sample[:, half:]], dim=1).numpy())
-    figure, (axes,) = panels(1, width=7.4, height=2.4)
+    figure, (axes,) = figures.panels(1, width=7.4, height=2.4)
     sheet = np.asarray(grid(np.stack(pictures), len(TIMES)))
     width, height = sheet.shape[1] / len(TIMES), sheet.shape[0] / len(METHOD_NAMES)
     axes.imshow(sheet, interpolation="nearest")
@@ -168,12 +166,9 @@ def _draw_encoders(dataset_name: str, encoders: Mapping[tuple[str, float], Encod
     return figure
 
 
-@study(
-    'Figure "noise-levels"',
-    "encoders of the three methods, mean and sample, over t",
-    lambda scale: [],
-)
-def noise_levels(results: Results) -> Outcome:
+@study('Figure "noise-levels"', "encoders of the three methods, mean and sample, over t")
+def noise_levels(scale: Scale) -> Steps:
+    yield []
     encoders = {(method, t): encoder(method, t) for method in METHOD_NAMES for t in TIMES}
     rows = []
     for t in TIMES:
@@ -191,7 +186,5 @@ def noise_levels(results: Results) -> Outcome:
         _rounds_to("BFN is deterministic at t = 0: its variance", variance["bfn", 0.0], 0.0, 12),
         _rounds_to("BSI's share of the image at t = 0", float(encoders["bsi", 0.0].signal), 0.0, 12),
     ]
-    figure = _draw_encoders(results.scale.comparisons[0].recipe("bsi").data.name, encoders)
-    return Outcome(
-        [ResultTable("encoders", rows)], claims, figure, [f"BFN's variance is at most {largest:.4g}, at any t."]
-    )
+    figure = _draw_encoders(scale.comparisons[0].recipe("bsi").data.name, encoders)
+    return Outcome({"encoders": rows}, claims, figure, [f"BFN's variance is at most {largest:.4g}, at any t."])

@@ -1,13 +1,7 @@
 """Jobs, and the store that keeps their results.
 
-    Training         train a network by its recipe
-    Bound            bits per dimension of the test set, with L_M^inf or L_M^k
-    Reconstruction   L_R for several precisions alpha_R of the decoder
-    LevelErrors      errors of the predictions at levels from the first to the last
-    Quality          the Fréchet distance of samples to the test set, or to the training set too
-    Rate             the rate and the distortion after each step of a chain
-
-A job is a record, and its name is a hash of the record. Results are files under that name, written atomically:
+A job trains a network, or measures it (measure.py). It is a record, and its name is a hash of the record. Results are
+files under that name, written atomically:
 
     FOLDER/networks/HASH/network.safetensors     the moving average, next to the run's journal
     FOLDER/measurements/KIND-HASH.json           the job, the values, and how they were measured
@@ -19,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -32,103 +27,70 @@ from bsi.errors import DataError
 from bsi.io import atomic, canonical_json, write_json
 from bsi.recipe import Objective, Recipe
 from bsi.runtime.serialization import changes, from_plain, to_plain
-from bsi.sampler import Sampler, VarianceKind
-from bsi.studies.scale import DATASETS, MetricName, Scale
+from bsi.sampler import Sampler
+from bsi.studies.scale import DATASETS, DatasetSize, Scale
 from bsi.training.resume import SAFE
 
-OURS = Sampler()
-OURS_NAME = f"our solver on {OURS.grid} in {OURS.steps}"  # in tables
 
+@dataclass(frozen=True)
+class Job(ABC):
+    """A measurement of a network, or its training; the result is kept under the job's name."""
 
-def paper_sampler(steps: int) -> Sampler:
-    return Sampler(steps, "posterior", "paper")
+    network: Recipe
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__.lower()
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{_hash({'network': network_name(self.network), **self.settings()})}"
+
+    def settings(self) -> dict[str, Any]:
+        """All settings except the network, for JSON. No variance is left out, as before there were variances."""
+        found = {name: value for name, value in vars(self).items() if name != "network"}
+        if found.get("variance") == "none":
+            del found["variance"]
+        return {name: v.record() if isinstance(v, Sampler) else to_plain(v) for name, v in found.items()}
+
+    @abstractmethod
+    def title(self) -> str:
+        """The job in a few words."""
+
+    @abstractmethod
+    def evaluations(self) -> int:
+        """Evaluations of the network by single images; the backward passes of a training count as two."""
+
+    def seconds(self, scale: Scale) -> float:
+        """An estimate, from floating-point operations and the speed of the scale's hardware."""
+        speed, trains = scale.throughput, isinstance(self, Training)
+        backbone, data = self.network.backbone, self.data
+        assert backbone is not None
+        flops = cost(backbone, data.shape, data.bins).flops / (1.0 if isinstance(backbone, DiTConfig) else speed.unet)
+        startup = speed.startup_s if trains else 0.2 * speed.startup_s
+        return startup + flops * self.evaluations() / (speed.training if trains else speed.evaluation)
+
+    @property
+    def data(self) -> DatasetSize:
+        return DATASETS[self.network.data.name]
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Job):
     """Train a network and keep its moving average."""
 
-    network: Recipe
+    @property
+    def name(self) -> str:
+        return network_name(self.network)
+
+    def title(self) -> str:
+        return f"train {describe(self.network)}: {self.network.steps} steps of {self.network.batch}"
+
+    def evaluations(self) -> int:
+        return 3 * self.network.batch * self.network.steps
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Bits per dimension of the test set: `levels` and `recon` evaluations of each image."""
-
-    network: Recipe
-    levels: int
-    recon: int
-    finite_k: int | None = None
-    variance: VarianceKind = "none"
-
-
-@dataclass(frozen=True)
-class Reconstruction:
-    """L_R of BSI with alpha_R = factor alpha_M, from the same predictions for every factor."""
-
-    network: Recipe
-    factors: tuple[float, ...]
-    recon: int
-
-
-@dataclass(frozen=True)
-class LevelErrors:
-    """|x - x_hat|^2 and |psi - x_hat| / |psi| of `images` test images at `levels` levels, evenly spaced in t."""
-
-    network: Recipe
-    levels: int
-    images: int
-
-
-@dataclass(frozen=True)
-class Quality:
-    """The Fréchet distance of `num` samples to parts of the dataset. Sample i has the same noise for every network."""
-
-    network: Recipe
-    metric: MetricName
-    num: int
-    sampler: Sampler
-    references: tuple[str, ...] = ("test",)
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Rate:
-    """The rate and the distortion after each of the steps of a chain, on average over the test set."""
-
-    network: Recipe
-    steps: int
-    variance: VarianceKind = "none"
-
-
-Measure = Bound | Reconstruction | LevelErrors | Quality | Rate
-Job = Training | Measure
-
-
-def bound(scale: Scale, network: Recipe, finite_k: int | None = None) -> Bound:
-    """The bound at the scale's settings."""
-    return Bound(network, scale.levels, scale.recon, finite_k)
-
-
-def quality(scale: Scale, network: Recipe, sampler: Sampler = OURS) -> Quality:
-    """The Fréchet distance at the scale's settings; by default with the package's default sampler."""
-    return Quality(network, scale.metric, scale.samples, sampler.named(network.method), scale.references)
-
-
-def samplers_of(scale: Scale, *steps: int, ours: Sampler = OURS) -> dict[str, Sampler]:
-    """The paper's sampler with these numbers of steps, and ours, by the columns of their distances."""
-    return {f"{scale.metric} at {k}": paper_sampler(k) for k in steps} | {f"{scale.metric}, {OURS_NAME}": ours}
-
-
-def measures_of(scale: Scale, networks: Iterable[Recipe], samplers: Mapping[str, Sampler]) -> list[Measure]:
-    """The bound of each network, and the quality of its samples by each sampler."""
-    jobs: list[Measure] = []
-    for network in networks:
-        jobs += [bound(scale, network), *(quality(scale, network, sampler) for sampler in samplers.values())]
-    return jobs
-
-
-# Names
+# Names and words
 
 
 def network_name(recipe: Recipe) -> str:
@@ -138,14 +100,6 @@ def network_name(recipe: Recipe) -> str:
     changes instead, the recipe that is stored with each result shows it (`check_network`).
     """
     return _hash(_changed_settings(recipe, ""))
-
-
-def name_of(job: Job) -> str:
-    """The name of a job's result, unique to its settings."""
-    network = network_name(job.network)
-    if isinstance(job, Training):
-        return network
-    return f"{type(job).__name__.lower()}-{_hash({'network': network, **_settings(job)})}"
 
 
 def check_network(stored: object, wanted: Recipe, path: Path) -> None:
@@ -174,75 +128,19 @@ def _changed_settings(record: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def _settings(job: Measure) -> dict[str, Any]:
-    found = {f.name: to_plain(getattr(job, f.name)) for f in fields(job) if f.name not in ("network", "sampler")}
-    if found.get("variance") == "none":  # the names of results without a variance are those of earlier versions
-        del found["variance"]
-    return found | ({"sampler": job.sampler.record()} if isinstance(job, Quality) else {})
-
-
-# Words and times
-
-
 def describe(recipe: Recipe) -> str:
     """A network in a few words: its method, the settings that studies vary, and its seed."""
     method, objective = recipe.method, recipe.objective
     words = [type(method).__name__, *_differing(method, type(method)(), "lambda_0", "gamma_0", "clips")]
     words += ["U-Net"] if isinstance(recipe.backbone, UNetConfig) else []
     words += [recipe.parametrization] if recipe.parametrization is not None else []
-    words += _differing(objective, Objective(), *(f.name for f in fields(objective)))
+    words += _differing(objective, Objective(), *vars(objective))
     return f"{' '.join(words)}, seed {recipe.seed}"
 
 
 def _differing(record: object, default: object, *names: str) -> list[str]:
     values = {name: (getattr(record, name, None), getattr(default, name, None)) for name in names}
     return [f"{name}={value}" for name, (value, usual) in values.items() if value != usual]
-
-
-def title(job: Job) -> str:
-    """A job in a few words."""
-    network = describe(job.network)
-    match job:
-        case Training(network=recipe):
-            return f"train {network}: {recipe.steps} steps of {recipe.batch}"
-        case Bound(finite_k=k, levels=levels, variance=kind):
-            at = "" if k is None else f" at k={k}"
-            return f"bits/dim of {network}{at}: {levels} levels{_with_variance(kind)}"
-        case Reconstruction(factors=factors):
-            return f"L_R of {network} for {len(factors)} values of alpha_R"
-        case LevelErrors(levels=levels, images=images):
-            return f"errors of {network}: {images} images at {levels} levels"
-        case Quality(metric=metric, num=num, sampler=how):
-            drawn = f"{num} samples, {how.steps} steps of {how.solver} on {how.grid}"
-            return f"{metric} of {network}: {drawn}{_with_variance(how.variance)}"
-        case Rate(steps=steps, variance=kind):
-            return f"rate and distortion of {network}: {steps} steps, variance {kind}"
-
-
-def _with_variance(kind: VarianceKind) -> str:
-    return "" if kind == "none" else f", variance {kind}"
-
-
-def estimate_s(job: Job, scale: Scale) -> float:
-    """The estimated seconds of a job, from its floating-point operations and the speed of the scale's hardware."""
-    backbone, speed, data = job.network.backbone, scale.throughput, DATASETS[job.network.data.name]
-    assert backbone is not None
-    flops = cost(backbone, data.shape, data.bins).flops / (1.0 if isinstance(backbone, DiTConfig) else speed.unet)
-    match job:
-        case Training(network=recipe):
-            return speed.startup_s + 3 * flops * recipe.batch * recipe.steps / speed.training
-        case Bound(levels=levels, recon=recon):
-            evaluations = data.test_images * (levels + recon)
-        case Reconstruction(factors=factors, recon=recon):
-            evaluations = data.test_images * recon * len(factors)
-        case LevelErrors(levels=levels, images=shown):
-            evaluations = levels * shown
-        case Quality(num=num, sampler=how):
-            evaluations = num * (how.steps + 1)
-        case Rate(steps=steps):
-            evaluations = data.test_images * (steps + 1)
-    features = job.num / speed.metric if isinstance(job, Quality) else 0.0
-    return 0.2 * speed.startup_s + flops * evaluations / speed.evaluation + features
 
 
 # Results
@@ -264,38 +162,38 @@ class Result:
 
 @dataclass(frozen=True)
 class Store:
-    """The folder that all studies share."""
+    """The folder that all studies share, at one scale."""
 
     folder: Path
+    scale: Scale
 
     def network(self, recipe: Recipe) -> Path:
         """The run folder of a network."""
         return self.folder / "networks" / network_name(recipe)
 
-    def weights(self, recipe: Recipe) -> Path:
-        """The file of a finished network."""
-        return self.network(recipe) / "network.safetensors"
-
-    def record(self, job: Measure) -> Path:
-        return self.folder / "measurements" / f"{name_of(job)}.json"
+    def file(self, job: Job) -> Path:
+        """The file that exists if the job is done: the weights, or the record of a measurement."""
+        if isinstance(job, Training):
+            return self.network(job.network) / "network.safetensors"
+        return self.folder / "measurements" / f"{job.name}.json"
 
     def done(self, job: Job) -> bool:
-        return (self.weights(job.network) if isinstance(job, Training) else self.record(job)).is_file()
+        return self.file(job).is_file()
 
-    def write(self, job: Measure, result: Result) -> None:
+    def write(self, job: Job, result: Result) -> None:
         """Write a result, its arrays first: a record that exists is complete."""
-        path = self.record(job)
+        path = self.file(job)
         path.parent.mkdir(parents=True, exist_ok=True)
         if result.arrays:
             with atomic(path.with_suffix(".npz")) as temporary:
                 np.savez_compressed(temporary, allow_pickle=False, **result.arrays)
-        settings = {"kind": type(job).__name__.lower(), "recipe": to_plain(job.network), **_settings(job)}
-        found = {"job": settings, "values": dict(result.values), "arrays": sorted(result.arrays)}
+        about_job = {"kind": job.kind, "recipe": to_plain(job.network), **job.settings()}
+        found = {"job": about_job, "values": dict(result.values), "arrays": sorted(result.arrays)}
         write_json(path, {**found, "about": dict(result.about)})
 
-    def read(self, job: Measure) -> Result:
+    def read(self, job: Job) -> Result:
         """Read a result. Raises a DataError if files are missing, damaged, or belong to another network."""
-        path, arrays = self.record(job), {}
+        path, arrays = self.file(job), {}
         try:
             found = json.loads(path.read_text("utf-8"))
             recipe = from_plain(Recipe, found["job"]["recipe"], "recipe")

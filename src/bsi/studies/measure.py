@@ -1,4 +1,9 @@
-"""Measure a network: its bound, its errors over the levels, and the quality of its samples.
+"""The measurements of a network: its bound, its errors over the levels, and the quality of its samples.
+
+    Bound            bits per dimension of the test set, with L_M^inf or L_M^k
+    Reconstruction   L_R for several precisions alpha_R of the decoder
+    LevelErrors      errors of the predictions at levels from the first to the last
+    Quality          the Fréchet distance of samples to the test set, or to the training set too
 
 Noise, levels and the order of images depend on the seed alone, so that networks are compared on the same draws.
 
@@ -12,13 +17,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import shutil
 import time
+from abc import abstractmethod
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -26,14 +33,12 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-import bsi
-from bsi.backbones import Backbone, accelerate, compute_dtype, freeze
-from bsi.bound import EvaluatedModel, OneRank, estimate
+from bsi.bound import EvaluatedModel, OneRank
+from bsi.bound import estimate as estimate_bound
 from bsi.data.batches import as_source
-from bsi.data.store import Dataset, open_dataset
+from bsi.data.store import open_dataset
 from bsi.elbo import Estimator, reconstruction_loss
 from bsi.errors import DataError, NonFinite, Preempted, UsageError
-from bsi.evaluation.likelihoods import rate_distortion
 from bsi.evaluation.runs import fitted_variance
 from bsi.evaluation.samples import SampleFile, draw_into, image_batches
 from bsi.gaussian import squared_norm
@@ -43,10 +48,17 @@ from bsi.model import Model
 from bsi.recipe import Recipe
 from bsi.rng import standard_normal
 from bsi.runtime.distributed import Place, World
-from bsi.studies.job import Bound, LevelErrors, Measure, Quality, Rate, Reconstruction, Result, name_of
+from bsi.sampler import Sampler, VarianceKind
+from bsi.studies.job import Job, Result, Store, describe
 from bsi.studies.scale import MetricName, Scale
 
 SHOWN = 64  # samples that are kept for figures
+OURS = Sampler()
+OURS_NAME = f"our solver on {OURS.grid} in {OURS.steps}"  # in tables
+
+
+def paper_sampler(steps: int) -> Sampler:
+    return Sampler(steps, "posterior", "paper")
 
 
 @dataclass(frozen=True)
@@ -65,123 +77,205 @@ class Deadline:
             raise Preempted(f"out of time: {progress}. Run the same command to resume.")
 
 
-def load_network(weights: Path, recipe: Recipe, device: torch.device) -> Model:
-    """A trained network on the device, in its fastest form."""
-    model = bsi.load(weights).to(device)
-    network = model.denoiser.backbone
-    if isinstance(network, Backbone):
-        network.compute_dtype = compute_dtype(recipe.precision, device)
-        accelerate(network, device)
-        freeze(network)
-    return model
+@dataclass(frozen=True)
+class OfTestSet(Job):
+    """A measurement of the network on the test set."""
+
+    @abstractmethod
+    def of(self, model: EvaluatedModel, batch: int) -> Result: ...
+
+
+@dataclass(frozen=True)
+class Bound(OfTestSet):
+    """Bits per dimension of the test set: `levels` and `recon` evaluations of each image."""
+
+    levels: int
+    recon: int
+    finite_k: int | None = None
+    variance: VarianceKind = "none"
+
+    def title(self) -> str:
+        at = "" if self.finite_k is None else f" at k={self.finite_k}"
+        return f"bits/dim of {describe(self.network)}{at}: {self.levels} levels{_with_variance(self.variance)}"
+
+    def evaluations(self) -> int:
+        return self.data.test_images * (self.levels + self.recon)
+
+    def of(self, model: EvaluatedModel, batch: int) -> Result:
+        """The bound, with the replicates of every image in nats: differences of networks are computed from these."""
+        found = estimate_bound(model, Estimator(self.levels, self.recon, self.finite_k, batch_size=batch))
+        arrays = {
+            "measurement": found.measurements.values,
+            "measurement_sizes": found.measurements.sizes,
+            "reconstruction": found.reconstructions.values,
+            "reconstruction_sizes": found.reconstructions.sizes,
+            "block": found.measurements.block,
+            "prior": found.prior,
+        }
+        values = {**found.record(), "images": len(found.nats), "dimensions": found.n}
+        return Result(values, {name: array.numpy() for name, array in arrays.items()})
+
+
+@dataclass(frozen=True)
+class Reconstruction(OfTestSet):
+    """L_R of BSI with alpha_R = factor alpha_M, from the same predictions for every factor."""
+
+    factors: tuple[float, ...]
+    recon: int
+
+    def title(self) -> str:
+        return f"L_R of {describe(self.network)} for {len(self.factors)} values of alpha_R"
+
+    def evaluations(self) -> int:
+        return self.data.test_images * self.recon * len(self.factors)
+
+    def of(self, model: EvaluatedModel, batch: int) -> Result:
+        """L_R of every image for each factor."""
+        method = model.method
+        if not isinstance(method, BSI):
+            raise UsageError(f"alpha_R is a parameter of BSI, got {type(method).__name__}. Use a network of BSI.")
+        nats = torch.zeros(len(self.factors), model.count, dtype=torch.float64)
+        for ids in model.batches(model.count, batch, OneRank()):
+            x, predict = model.x(ids), model.predict(ids)
+            for number in range(self.recon):
+                eps = standard_normal(1, ids, number, model.shape)
+                for row, factor in enumerate(self.factors):
+                    decoder = replace(method, alpha_R=factor * method.alpha_M)
+                    loss = reconstruction_loss(decoder, predict, x, eps, model.kind)
+                    nats[row, ids.cpu()] += loss.double().cpu() / self.recon
+        bits = nats / (math.prod(model.shape) * math.log(2))
+        return Result({"factors": list(self.factors), "reconstruction": bits.mean(1).tolist()}, {"bits": bits.numpy()})
+
+
+@dataclass(frozen=True)
+class LevelErrors(OfTestSet):
+    """|x - x_hat|^2 and |psi - x_hat| / |psi| of `images` test images at `levels` levels, evenly spaced in t."""
+
+    levels: int
+    images: int
+
+    def title(self) -> str:
+        return f"errors of {describe(self.network)}: {self.images} images at {self.levels} levels"
+
+    def evaluations(self) -> int:
+        return self.levels * self.images
+
+    def of(self, model: EvaluatedModel, batch: int) -> Result:
+        """Both at each level, of the same images with the same noise."""
+        count = min(self.images, model.count)
+        ids = torch.arange(count, device=model.device) * model.count // count
+        x, predict, eps = model.x(ids), model.predict(ids), standard_normal(2, ids, 0, model.shape)
+        t = torch.linspace(0, 1, self.levels, dtype=torch.float64)
+        levels = model.method.levels.icdf(t)
+        errors, distances = [], []
+        for level in levels.to(model.device):
+            at = level.expand(count)
+            psi = model.method.encoder(at).encode(x, eps)
+            x_hat = predict(psi, at)
+            errors.append(squared_norm(x - x_hat).double().cpu())
+            distances.append((squared_norm(psi - x_hat) / squared_norm(psi)).sqrt().double().cpu())
+        arrays = {"level": levels, "t": t, "error": torch.stack(errors), "distance": torch.stack(distances)}
+        if not bool(torch.isfinite(arrays["error"]).all()):
+            raise NonFinite("predictions are NaN or infinite at some level")
+        return Result({"images": count, "levels": self.levels}, {name: a.numpy() for name, a in arrays.items()})
+
+
+@dataclass(frozen=True)
+class Quality(Job):
+    """The Fréchet distance of `num` samples to parts of the dataset. Sample i has the same noise for every network."""
+
+    metric: MetricName
+    num: int
+    sampler: Sampler
+    references: tuple[str, ...] = ("test",)
+    seed: int = 0
+
+    def title(self) -> str:
+        how = self.sampler
+        drawn = f"{self.num} samples, {how.steps} steps of {how.solver} on {how.grid}"
+        return f"{self.metric} of {describe(self.network)}: {drawn}{_with_variance(how.variance)}"
+
+    def evaluations(self) -> int:
+        return self.num * (self.sampler.steps + 1)
+
+    def seconds(self, scale: Scale) -> float:
+        return super().seconds(scale) + self.num / scale.throughput.metric
+
+    def of_samples(self, model: Model, store: Store, deadline: Deadline) -> Result:
+        """The distance to each part of the dataset, with the error from drawing these samples.
+
+        Samples are kept in the store until their distance is known, so that an interrupted drawing resumes.
+        """
+        dataset, extractor = open_dataset(self.network.data.name), _extractor(self.metric, model.device)
+        batch, kept = store.scale.sample_batch, store.folder / "measurements" / f"{self.name}-samples"
+        file = SampleFile.of(model, self.sampler, self.seed, None, kept / "samples.npz", self.num)
+
+        def check(ids: range) -> None:
+            deadline.check(f"{ids.start} of {self.num} samples are drawn")
+
+        alone = World(Place(), model.device)
+        drawn = draw_into(file, file.missing(), model, self.sampler, self.seed, None, batch, alone, check)
+        assert drawn is not None
+        assert dataset.bins is not None
+        samples = collect(image_batches(drawn, dataset.bins, batch), extractor, keep=True)
+        assert samples.vectors is not None
+        values: dict[str, Any] = {
+            "metric": metric_name(extractor),
+            "samples": len(drawn),
+            "extractor_hash": extractor.hash,
+            "precision": extractor.precision,
+        }
+        for part in self.references:
+            images = image_batches(dataset.split(part), dataset.bins, batch)
+            real = reference(dataset.name, dataset.version, part, images, extractor, folder=store.folder / "references")
+            values[f"distance_{part}"] = frechet_distance(samples.moments, real.features.moments)
+            values[f"error_{part}"] = frechet_error(samples.vectors, real.features.moments)
+        shutil.rmtree(kept)
+        return Result(values, {"images": drawn[:SHOWN]})
+
+
+def _with_variance(kind: VarianceKind) -> str:
+    return "" if kind == "none" else f", variance {kind}"
 
 
 @torch.no_grad()
-def measure(job: Measure, model: Model, scale: Scale, folder: Path, deadline: Deadline) -> Result:
-    """Measure a model on the test set of its dataset. Partial drawings and features are kept in `folder`."""
-    dataset = open_dataset(job.network.data.name)
+def measure(job: Job, model: Model, store: Store, deadline: Deadline) -> Result:
+    """Measure a model, with a predictive variance if the job has one, fitted to training samples."""
+    dataset, batch = open_dataset(job.network.data.name), store.scale.batch
     kind = job.sampler.variance if isinstance(job, Quality) else getattr(job, "variance", "none")
-    variance = None if kind == "none" else fitted_variance(model, dataset, kind, scale.batch)
-    subject = replace(model.on(as_source(dataset.split("test"), model.device)), variance=variance)
-    match job:
-        case Bound():
-            return _bound(job, subject, scale.batch)
-        case Reconstruction():
-            return _reconstruction(job, subject, scale.batch)
-        case LevelErrors():
-            return _level_errors(job, subject)
-        case Quality():
-            return _quality(job, model, dataset, scale.sample_batch, folder, deadline)
-        case Rate():
-            found = rate_distortion(subject, job.steps, scale.batch)
-            return Result({name: list(values) for name, values in vars(found).items()})
+    variance = None if kind == "none" else fitted_variance(model, dataset, kind, batch)
+    if isinstance(job, Quality):
+        return job.of_samples(model, store, deadline)
+    assert isinstance(job, OfTestSet)
+    test = model.on(as_source(dataset.split("test"), model.device))
+    return job.of(replace(test, variance=variance), batch)
 
 
-def _bound(job: Bound, subject: EvaluatedModel, batch: int) -> Result:
-    """The bound, with the replicates of every image in nats: differences between networks are computed from these."""
-    found = estimate(subject, Estimator(job.levels, job.recon, job.finite_k, batch_size=batch))
-    arrays = {
-        "measurement": found.measurements.values,
-        "measurement_sizes": found.measurements.sizes,
-        "reconstruction": found.reconstructions.values,
-        "reconstruction_sizes": found.reconstructions.sizes,
-        "block": found.measurements.block,
-        "prior": found.prior,
-    }
-    values = {**found.record(), "images": len(found.nats), "dimensions": found.n}
-    return Result(values, {name: array.numpy() for name, array in arrays.items()})
+# The measurements of a scale
 
 
-def _reconstruction(job: Reconstruction, subject: EvaluatedModel, batch: int) -> Result:
-    """L_R of every image for each factor."""
-    method = subject.method
-    if not isinstance(method, BSI):
-        raise UsageError(f"alpha_R is a parameter of BSI, got {type(method).__name__}. Use a network of BSI.")
-    nats = torch.zeros(len(job.factors), subject.count, dtype=torch.float64)
-    for ids in subject.batches(subject.count, batch, OneRank()):
-        x, predict = subject.x(ids), subject.predict(ids)
-        for number in range(job.recon):
-            eps = standard_normal(1, ids, number, subject.shape)
-            for row, factor in enumerate(job.factors):
-                decoder = replace(method, alpha_R=factor * method.alpha_M)
-                loss = reconstruction_loss(decoder, predict, x, eps, subject.kind)
-                nats[row, ids.cpu()] += loss.double().cpu() / job.recon
-    bits = nats / (math.prod(subject.shape) * math.log(2))
-    return Result({"factors": list(job.factors), "reconstruction": bits.mean(1).tolist()}, {"bits": bits.numpy()})
+def bound(scale: Scale, network: Recipe, finite_k: int | None = None) -> Bound:
+    return Bound(network, scale.levels, scale.recon, finite_k)
 
 
-def _level_errors(job: LevelErrors, subject: EvaluatedModel) -> Result:
-    """For each level, |x - x_hat|^2 and |psi - x_hat| / |psi| of the same images with the same noise."""
-    method = subject.method
-    count = min(job.images, subject.count)
-    ids = torch.arange(count, device=subject.device) * subject.count // count
-    x, predict, eps = subject.x(ids), subject.predict(ids), standard_normal(2, ids, 0, subject.shape)
-    t = torch.linspace(0, 1, job.levels, dtype=torch.float64)
-    levels = method.levels.icdf(t)
-    errors, distances = [], []
-    for level in levels.to(subject.device):
-        at = level.expand(count)
-        psi = method.encoder(at).encode(x, eps)
-        x_hat = predict(psi, at)
-        errors.append(squared_norm(x - x_hat).double().cpu())
-        distances.append((squared_norm(psi - x_hat) / squared_norm(psi)).sqrt().double().cpu())
-    arrays = {"level": levels, "t": t, "error": torch.stack(errors), "distance": torch.stack(distances)}
-    if not bool(torch.isfinite(arrays["error"]).all()):
-        raise NonFinite("predictions are NaN or infinite at some level")
-    return Result({"images": count, "levels": job.levels}, {name: a.numpy() for name, a in arrays.items()})
+def quality(scale: Scale, network: Recipe, sampler: Sampler = OURS) -> Quality:
+    return Quality(network, scale.metric, scale.samples, sampler.named(network.method), scale.references)
 
 
-def _quality(job: Quality, model: Model, dataset: Dataset, batch: int, folder: Path, deadline: Deadline) -> Result:
-    """The distance to each part of the dataset, with the error from drawing these samples.
+def samplers_of(scale: Scale, *steps: int, ours: Sampler = OURS) -> dict[str, Sampler]:
+    """The paper's sampler with these numbers of steps, and ours, by the columns of their distances."""
+    return {f"{scale.metric} at {k}": paper_sampler(k) for k in steps} | {f"{scale.metric}, {OURS_NAME}": ours}
 
-    Samples are kept in files until their distance is known, so that an interrupted drawing resumes.
-    """
-    kept = folder / "measurements" / f"{name_of(job)}-samples"
-    file = SampleFile.of(model, job.sampler, job.seed, None, kept / "samples.npz", job.num)
 
-    def check(ids: range) -> None:
-        deadline.check(f"{ids.start} of {job.num} samples are drawn")
+def measurements(scale: Scale, groups: Mapping[Any, Iterable[Recipe]], samplers: Mapping[str, Sampler]) -> list[Job]:
+    """The bound of each network, and the quality of its samples by each sampler."""
+    jobs: list[Job] = []
+    for network in itertools.chain.from_iterable(groups.values()):
+        jobs += [bound(scale, network), *(quality(scale, network, sampler) for sampler in samplers.values())]
+    return jobs
 
-    alone = World(Place(), model.device)
-    drawn = draw_into(file, file.missing(), model, job.sampler, job.seed, None, batch, alone, check)
-    assert drawn is not None
-    assert dataset.bins is not None
-    extractor = _extractor(job.metric, model.device)
-    samples = collect(image_batches(drawn, dataset.bins, batch), extractor, keep=True)
-    assert samples.vectors is not None
-    values: dict[str, Any] = {
-        "metric": metric_name(extractor),
-        "samples": len(drawn),
-        "extractor_hash": extractor.hash,
-        "precision": extractor.precision,
-    }
-    for part in job.references:
-        images = image_batches(dataset.split(part), dataset.bins, batch)
-        real = reference(dataset.name, dataset.version, part, images, extractor, folder=folder / "references")
-        values[f"distance_{part}"] = frechet_distance(samples.moments, real.features.moments)
-        values[f"error_{part}"] = frechet_error(samples.vectors, real.features.moments)
-    shutil.rmtree(kept)
-    return Result(values, {"images": drawn[:SHOWN]})
+
+# The features of digits
 
 
 @functools.cache

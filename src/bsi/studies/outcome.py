@@ -1,4 +1,4 @@
-"""From results to a report: estimates with standard errors, a verdict on each claim, tables and figures.
+"""From results to a report: estimates with standard errors, a verdict on each claim, and tables.
 
 An error is one standard error:
 
@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,14 +28,13 @@ import torch
 from jaxtyping import Float64
 
 from bsi.elbo import Replicates
-from bsi.errors import extra
 from bsi.recipe import Recipe
 from bsi.sampler import Sampler
-from bsi.studies.job import OURS, Bound, Measure, Result, Store, bound, quality
+from bsi.studies.job import Job, Store
+from bsi.studies.measure import OURS, Bound, bound, quality
 from bsi.studies.scale import Scale
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STANDARD_ERRORS = 2.0
@@ -181,14 +179,8 @@ def _all(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Results:
-    """What was measured at a scale."""
-
-    scale: Scale
-    store: Store
-
-    def read(self, job: Measure) -> Result:
-        return self.store.read(job)
+class Results(Store):
+    """The store, with what the studies compute from its results at its scale."""
 
     def bits(self, networks: Networks) -> Estimate:
         """Bits per dimension."""
@@ -223,17 +215,14 @@ class Results:
 
     def distance(self, networks: Networks, sampler: Sampler = OURS, part: str = "test") -> Estimate:
         """The Fréchet distance of samples to a part of the dataset."""
-        return mean_of_seeds([self._distance(network, sampler, part) for network in networks])
+        found = [self.read(quality(self.scale, network, sampler)).values for network in networks]
+        return mean_of_seeds([Estimate(v[f"distance_{part}"], v[f"error_{part}"]) for v in found])
 
     def distance_difference(self, a: Networks, b: Networks, sampler: Sampler = OURS) -> Difference:
         """a - b of Fréchet distances, paired by seed."""
-        pairs = zip(a, b, strict=True)
-        found = mean_of_seeds([self._distance(p, sampler) - self._distance(q, sampler) for p, q in pairs])
+        pairs = [self.distance([p], sampler) - self.distance([q], sampler) for p, q in zip(a, b, strict=True)]
+        found = mean_of_seeds(pairs)
         return Difference(found.value, found.error, PRACTICAL_SHARE * self.distance(b, sampler).value)
-
-    def _distance(self, network: Recipe, sampler: Sampler, part: str = "test") -> Estimate:
-        found = self.read(quality(self.scale, network, sampler)).values
-        return Estimate(found[f"distance_{part}"], found[f"error_{part}"])
 
     def row(self, networks: Networks, samplers: Mapping[str, Sampler]) -> Row:
         """Bits per dimension, and the distance by each sampler."""
@@ -250,35 +239,29 @@ class Results:
         return less(statement, self.distance(a, sampler), self.distance(b, sampler), gap)
 
 
-@dataclass(frozen=True)
-class ResultTable:
-    """Rows of cells by column. The longest row has all columns."""
+# Outcomes and studies
 
-    name: str
-    rows: Sequence[Row]
 
-    @property
-    def columns(self) -> list[str]:
-        return max((list(row) for row in self.rows), key=len)
+def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows of a table for JSON, with the columns of the longest; an estimate becomes its value and its error."""
+    found = []
+    for row in rows:
+        record: dict[str, Any] = {}
+        for column in max(rows, key=len):
+            cell = row.get(column)
+            if isinstance(cell, Estimate):
+                record |= {column: cell.value, f"{column} error": cell.error}
+            else:
+                record[column] = cell
+        found.append(record)
+    return found
 
-    def records(self) -> list[dict[str, Any]]:
-        """One dictionary for each row; an estimate has two entries, its value and its error."""
-        found = []
-        for row in self.rows:
-            record: dict[str, Any] = {}
-            for column in self.columns:
-                cell = row.get(column)
-                if isinstance(cell, Estimate):
-                    record |= {column: cell.value, f"{column} error": cell.error}
-                else:
-                    record[column] = cell
-            found.append(record)
-        return found
 
-    def markdown(self) -> str:
-        rows = [[_text(row.get(column)) for column in self.columns] for row in self.rows]
-        lines = [self.columns, ["---"] * len(self.columns), *rows]
-        return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |" for cells in lines)
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as a table, with the columns of the longest."""
+    columns = [*max(rows, key=len)]
+    lines = [columns, ["---"] * len(columns), *([_text(row.get(column)) for column in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |" for cells in lines)
 
 
 def _text(cell: str | int | float | Estimate | None) -> str:
@@ -291,29 +274,50 @@ def _text(cell: str | int | float | Estimate | None) -> str:
 class Outcome:
     """The outcome of a study at one scale. The first table is published on the page, all of them as JSON."""
 
-    tables: Sequence[ResultTable]
+    tables: Mapping[str, Sequence[Row]]
     claims: Sequence[Claim]
     figure: Figure
     notes: Sequence[str] = ()
 
 
+Steps = Generator[Sequence[Job], Results, Outcome]
+
+
 @dataclass(frozen=True)
 class Study:
-    """One table or figure: what is measured for it, and the outcome."""
+    """One table or figure of the paper, or a new one.
 
-    name: str
+    `steps` is a generator: it yields the measurements that the study needs, receives their results, and returns the
+    outcome.
+    """
+
     paper: str
     """The paper's tables and figures by name, or "new"."""
     shows: str
-    measures: Callable[[Scale], Sequence[Measure]]
-    report: Callable[[Results], Outcome]
+    steps: Callable[[Scale], Steps]
+
+    @property
+    def name(self) -> str:
+        return self.steps.__name__.replace("_", "-")
+
+    def measurements(self, scale: Scale) -> Sequence[Job]:
+        return next(self.steps(scale))
+
+    def report(self, results: Results) -> Outcome:
+        steps = self.steps(results.scale)
+        next(steps)
+        try:
+            steps.send(results)
+        except StopIteration as finished:
+            return finished.value
+        raise AssertionError(f"{self.name} yields more than once")
 
     def runs_at(self, scale: Scale) -> bool:
         return scale.studies is None or self.name in scale.studies
 
     def takes_seeds(self, scale: Scale) -> bool:
         """Whether --seeds changes which networks it trains."""
-        return any(job.network.seed > 0 for job in self.measures(scale.with_seeds(2)))
+        return any(job.network.seed > 0 for job in self.measurements(scale.with_seeds(2)))
 
     def command(self, scale: Scale) -> str:
         """The command that repeats it at a scale."""
@@ -322,65 +326,6 @@ class Study:
         return f"bsi study {self.name} --scale {scale.name}{seeds} --out FOLDER"
 
 
-def study(
-    paper: str, shows: str, measures: Callable[[Scale], Sequence[Measure]]
-) -> Callable[[Callable[[Results], Outcome]], Study]:
-    """Make a study of the function that reports it; `fid_convergence` reports the study "fid-convergence"."""
-    return lambda report: Study(report.__name__.replace("_", "-"), paper, shows, measures, report)
-
-
-# Figures. matplotlib is imported only when one is drawn (extra `figures`).
-
-
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
-MARKS = "os^Dvp*"
-COLORS = {"bsi": PALETTE[0], "vdm": PALETTE[1], "bfn": PALETTE[2]}
-GREY = "#6F6F78"
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E4E4EA",
-    "lines.markersize": 4.5,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-}
-
-
-@contextmanager
-def figure_style() -> Iterator[None]:
-    """Figures are drawn and saved inside this block."""
-    with extra("figures", "drawing a figure"):
-        import matplotlib
-    with matplotlib.rc_context(STYLE):
-        yield
-
-
-def panels(columns: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Axes]]:
-    """An empty figure of panels in a row; sizes of one panel in inches."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(columns * width, height), layout="constrained")
-    return figure, list(figure.subplots(1, columns, squeeze=False).flat)
-
-
-def curves(
-    axes: Axes, x: Sequence[float | int], found: Mapping[str, Sequence[Estimate]], base: int = 2, **labels: Any
-) -> None:
-    """Estimates by name, with bars of one standard error, over a logarithmic axis. Methods have colors of their own."""
-    for i, (name, estimates) in enumerate(found.items()):
-        color = COLORS.get(name.lower(), PALETTE[i % len(PALETTE)])
-        axes.errorbar(
-            x[: len(estimates)], [e.value for e in estimates], yerr=[e.error for e in estimates], color=color,
-            marker=MARKS[PALETTE.index(color)], capsize=2, elinewidth=1, label=name,
-        )  # fmt: skip
-    axes.set_xscale("log", base=base)
-    axes.set_xticks(x, [f"{tick:g}" for tick in x])
-    axes.minorticks_off()
-    axes.set(**labels)
-    axes.legend()
+def study(paper: str, shows: str) -> Callable[[Callable[[Scale], Steps]], Study]:
+    """Make a study of its steps; `fid_convergence` is the study "fid-convergence"."""
+    return lambda steps: Study(paper, shows, steps)

@@ -31,33 +31,21 @@ import torch
 
 from bsi import __version__
 from bsi.errors import UsageError
+from bsi.evaluation.runs import COMPILED, open_run, speed_up
 from bsi.io import write_json, write_text
 from bsi.methods import METHODS
 from bsi.model import Model
 from bsi.progress import log
 from bsi.recipe import Recipe
 from bsi.recipes import named_recipe
-from bsi.runtime.distributed import find_place, pick_device
+from bsi.runtime.distributed import Place, World, find_place, pick_device
 from bsi.runtime.export import export, read_trained
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.runtime.serialization import changes
-from bsi.studies import ablations, bounds, comparison, illustration
-from bsi.studies.job import (
-    Bound,
-    Job,
-    Measure,
-    Quality,
-    Store,
-    Training,
-    check_network,
-    describe,
-    estimate_s,
-    name_of,
-    network_name,
-    title,
-)
-from bsi.studies.measure import Deadline, load_network, measure
-from bsi.studies.outcome import Results, Study, figure_style
+from bsi.studies import ablations, bounds, comparison, figures, illustration, outcome
+from bsi.studies.job import Job, Store, Training, check_network, describe, network_name
+from bsi.studies.measure import Bound, Deadline, Quality, measure
+from bsi.studies.outcome import Results, Study
 from bsi.studies.scale import SCALES, Scale
 from bsi.training import train as trainer
 from bsi.training.lock import hold
@@ -113,33 +101,34 @@ class Planned:
     def record(self, store: Store) -> dict[str, Any]:
         """The job for JSON, with the values that were measured."""
         values = dict(store.read(self.job).values) if self.done and not isinstance(self.job, Training) else None
-        about = {"study": self.study, "job": title(self.job), "minutes": self.seconds / 60, "done": self.done}
+        about = {"study": self.study, "job": self.job.title(), "minutes": self.seconds / 60, "done": self.done}
         return {**about, "values": values}
 
 
-def plan(studies: Sequence[Study], scale: Scale, store: Store) -> list[Planned]:
+def plan(studies: Sequence[Study], store: Store) -> list[Planned]:
     """All jobs of the studies, each once: the networks seed by seed, each trained and then measured."""
     planned: dict[str, Planned] = {}
-    wanted = {study.name: study.measures(scale) for study in studies}
+    wanted = {study.name: study.measurements(store.scale) for study in studies}
     unfinished = {network_name(job.network) for jobs in wanted.values() for job in jobs if not store.done(job)}
-    for study, measures in wanted.items():
+    for study, jobs in wanted.items():
         groups: dict[str, list[Job]] = {}
-        for job in sorted(measures, key=lambda job: job.network.seed):
+        for job in sorted(jobs, key=lambda job: job.network.seed):
             groups.setdefault(network_name(job.network), [Training(job.network)]).append(job)
         for network, group in groups.items():
             for each in group:
                 done = store.done(each) or network not in unfinished
-                planned.setdefault(name_of(each), Planned(each, study, estimate_s(each, scale), done))
+                planned.setdefault(each.name, Planned(each, study, each.seconds(store.scale), done))
     return list(planned.values())
 
 
-def plan_text(planned: Sequence[Planned], scale: Scale, store: Store) -> str:
+def plan_text(planned: Sequence[Planned], store: Store) -> str:
     """One line for each job: its estimated minutes, or the values that were measured. At the paper's scale also the
     command that trains each network on several GPUs."""
+    scale = store.scale
     lines = [f"{scale.name}: {scale.summary}"]
     for p in planned:
         found = f" = {store.read(p.job)}" if p.done and not isinstance(p.job, Training) else ""
-        lines.append(f"{'done' if p.done else _duration(p.seconds):>12}  {p.study:<19} {title(p.job)}{found}")
+        lines.append(f"{'done' if p.done else _duration(p.seconds):>12}  {p.study:<19} {p.job.title()}{found}")
         if scale.name == "paper" and isinstance(p.job, Training) and not p.done:
             lines.append(f"{'':34}{train_command(p.job.network, store)}")
     left = [p for p in planned if not p.done]
@@ -164,7 +153,7 @@ def train_command(recipe: Recipe, store: Store) -> str:
 
 
 def run(
-    studies: Sequence[Study], scale: Scale, folder: Path, minutes: float | None = None, device: str | None = None
+    studies: Sequence[Study], results: Results, minutes: float | None = None, device: str | None = None
 ) -> list[Path]:
     """Run the remaining jobs, write the report of each study, and return the folders of the reports.
 
@@ -172,38 +161,39 @@ def run(
         Preempted: The time limit is reached; the same call resumes.
     """
     if find_place(os.environ).size > 1:
-        hint = "Train its networks with the commands that --plan prints" if scale.name == "paper" else "Drop torchrun"
+        paper = results.scale.name == "paper"
+        hint = "Train its networks with the commands that --plan prints" if paper else "Drop torchrun"
         raise UsageError(f"a study runs in one process, got a process group. {hint} and run the study on one GPU.")
     deadline = Deadline(math.inf if minutes is None else time.monotonic() + 60 * minutes)
-    store, where, written = Store(folder), pick_device(device, 0), []
-    folder.mkdir(parents=True, exist_ok=True)
-    with hold(folder, log):
+    where, written = pick_device(device, 0), []
+    results.folder.mkdir(parents=True, exist_ok=True)
+    with hold(results.folder, log):
         for study in studies:
-            todo = [p for p in plan([study], scale, store) if not p.done]
+            todo = [p for p in plan([study], results) if not p.done]
             for i, planned in enumerate(todo):
-                log(f"{study.name}, {len(todo) - i} jobs left: {title(planned.job)}")
-                do(planned, scale, store, deadline, where)
-            written.append(write_outcome(study, scale, store, _about(where)))
-    _network.cache_clear()
+                log(f"{study.name}, {len(todo) - i} jobs left: {planned.job.title()}")
+                do(planned, results, deadline, where)
+            written.append(write_outcome(study, results, _about(where)))
+    load_network.cache_clear()
     return written
 
 
-def do(planned: Planned, scale: Scale, store: Store, deadline: Deadline, device: torch.device) -> None:
+def do(planned: Planned, store: Store, deadline: Deadline, device: torch.device) -> None:
     """Do a job and store its result."""
-    job, started = planned.job, time.monotonic()
+    job, title, started = planned.job, planned.job.title(), time.monotonic()
     # Training and drawing save what they have, so they need only enough time to make progress.
     needed = min(planned.seconds, 60.0) if isinstance(job, Training | Quality) else planned.seconds
-    deadline.check(f"next is {title(job)} ({planned.seconds / 60:.1f} min)", needed)
+    deadline.check(f"next is {title} ({planned.seconds / 60:.1f} min)", needed)
     if isinstance(job, Training):
-        _network.cache_clear()  # frees its memory
+        load_network.cache_clear()  # frees its memory
         found = train(job.network, store, deadline, device)
     else:
-        model = _network(store.weights(job.network), job.network, device)
-        result = measure(job, model, scale, store.folder, deadline)
+        model = load_network(store.file(Training(job.network)), job.network, device)
+        result = measure(job, model, store, deadline)
         about = {**_about(device), "seconds": round(time.monotonic() - started, 1)}
         store.write(job, replace(result, about=about))
         found = str(result)
-    print(f"{title(job)}: {found} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"{title}: {found} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
 def train(recipe: Recipe, store: Store, deadline: Deadline, device: torch.device) -> str:
@@ -219,17 +209,19 @@ def train(recipe: Recipe, store: Store, deadline: Deadline, device: torch.device
 
     out, sinks = store.network(recipe), [stop_at_deadline]
     folder = trainer.train(recipe, out=out, sinks=sinks, device=device.type, command_line=True).path
-    export(folder, store.weights(recipe))
+    export(folder, store.file(Training(recipe)))
     shutil.rmtree(RunFolder(folder).checkpoints)
-    lines = [line for line in read_journal(folder) if line["event"] == "train"]
-    rates = sorted(float(line["images_per_s"]) for line in lines)
-    return f"loss {lines[-1]['loss']:.4f}, {rates[len(rates) // 2]:.4g} images/s"
+    losses = [line["loss"] for line in read_journal(folder) if line["event"] == "train"]
+    return f"loss {losses[-1]:.4f}"
 
 
 @lru_cache(maxsize=1)  # consecutive measurements of one network load it once
-def _network(weights: Path, recipe: Recipe, device: torch.device) -> Model:
+def load_network(weights: Path, recipe: Recipe, device: torch.device) -> Model:
+    """A trained network on the device, compiled where that is faster."""
     check_network(read_trained(weights).recipe, recipe, weights)
-    return load_network(weights, recipe, device)
+    found = open_run(weights, World(Place(), device), precision=recipe.precision)
+    speed_up(found, COMPILED)
+    return found.model
 
 
 def _about(device: torch.device) -> dict[str, Any]:
@@ -285,37 +277,41 @@ Not yet run: {missing}.
 """
 
 
-def write_outcome(study: Study, scale: Scale, store: Store, about: Mapping[str, Any]) -> Path:
+def write_outcome(study: Study, results: Results, about: Mapping[str, Any]) -> Path:
     """Write the outcome of a study whose measurements are complete; returns its folder."""
-    jobs, folder = study.measures(scale), store.folder / f"{study.name}-{scale.name}"
-    with figure_style():
-        outcome = study.report(Results(scale, store))
+    scale, jobs = results.scale, study.measurements(results.scale)
+    folder = results.folder / f"{study.name}-{scale.name}"
+    with figures.style():
+        found = study.report(results)
         folder.mkdir(parents=True, exist_ok=True)
-        outcome.figure.savefig(folder / "figure.png", dpi=150, metadata={"Software": None})
-    made = [store.read(job).about for job in jobs] or [about]
+        found.figure.savefig(folder / "figure.png", dpi=150, metadata={"Software": None})
+    made = [results.read(job).about for job in jobs] or [about]
     seeds = len({job.network.seed for job in jobs})
+    tables = found.tables.items()
     numbers = {
         "study": study.name,
         "scale": scale.name,
         "hardware": sorted({str(each["device"]) for each in made}),
         "commits": sorted({str(each["commit"]) for each in made}),
         "command": study.command(scale),
-        "claims": [asdict(claim) for claim in outcome.claims],
+        "claims": [asdict(claim) for claim in found.claims],
         "seeds": seeds,
-        "notes": [*outcome.notes, *_protocol(jobs)],
-        "tables": [{"name": t.name, "markdown": t.markdown(), "rows": t.records()} for t in outcome.tables],
+        "notes": [*found.notes, *_protocol(jobs)],
+        "tables": [
+            {"name": t, "markdown": outcome.markdown(rows), "rows": outcome.records(rows)} for t, rows in tables
+        ],
         "networks": {network_name(job.network): describe(job.network) for job in jobs},
-        "measurements": {name_of(job): title(job) for job in jobs},
+        "measurements": {job.name: job.title() for job in jobs},
         "about": dict(about),
     }
     write_json(folder / "numbers.json", numbers)
-    for claim in outcome.claims:
+    for claim in found.claims:
         print(f"{claim.statement}: {claim.verdict}, {_seeds(seeds)} ({claim.because}).", flush=True)
     print(folder, flush=True)
     return folder
 
 
-def _protocol(jobs: Sequence[Measure]) -> list[str]:
+def _protocol(jobs: Sequence[Job]) -> list[str]:
     """How precisely bounds and distances were estimated."""
     found: dict[str, None] = {}
     for job in jobs:

@@ -13,7 +13,6 @@ from bsi.conditioning import denoise
 from bsi.denoiser import Denoiser
 from bsi.density import Density
 from bsi.errors import UsageError
-from bsi.generation import Generation
 from bsi.oracle import Mixture
 from mixtures import at
 
@@ -51,9 +50,7 @@ def close(found, expected, tolerance):
 
 
 NAMES = {"bsi": bsi, "torch": torch}
-EXAMPLES = [
-    test for cls in (bsi.Model, Generation, Density) for test in doctest.DocTestFinder().find(cls, "Model", globs=NAMES)
-]
+EXAMPLES = [test for cls in (bsi.Model, Density) for test in doctest.DocTestFinder().find(cls, "Model", globs=NAMES)]
 
 
 @pytest.mark.parametrize("example", [test for test in EXAMPLES if test.examples], ids=lambda test: test.name)

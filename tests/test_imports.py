@@ -27,7 +27,6 @@ LAYERS = [
         "elbo",
         "flow",
         "density",
-        "generation",
         "grids",
         "interpolant",
         "model",

@@ -1,6 +1,6 @@
-"""`Density`: a network, a method and a description of the data, with the training loss, predictions and likelihoods.
+"""`Density`: the part of `bsi.Model` that evaluates data: the training loss, predictions, bounds and likelihoods.
 
-`bsi.Model` is a `Density` that also draws samples. Everything outside the network is computed in float32 or wider.
+Everything outside the network is computed in float32 or wider.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from jaxtyping import Float, Float64, Integer
 from torch import Tensor, nn
 
+from bsi import flow
 from bsi.bound import EvaluatedModel, Samples, estimate
 from bsi.denoiser import Condition, Denoiser, check_condition
 from bsi.elbo import Elbo, Estimator, Proposals
 from bsi.errors import UsageError
-from bsi.flow import binned_flow, exact_divergence, flow_density, hutchinson
 from bsi.gaussian import Data, PerSample, over
 from bsi.levels import low_discrepancy
 from bsi.methods import check_resolution
@@ -35,9 +35,12 @@ from bsi.variance import Variance, named_variance
 DEQUANTIZATION = 1 << 27  # the stream of noise for the positions within bins, apart from those of probes
 SEARCHED_VALUES, SEARCHED_ROWS = 4096, 1024  # how much of the data is searched for repetitions
 
+Array = Tensor | np.ndarray
+Rows = Integer[Tensor, " batch"]
+
 
 class Density(nn.Module):
-    """The part of a model that evaluates data. See `bsi.Model` for the arguments."""
+    """A network, a method and a description of the data. See `bsi.Model`, which also draws samples."""
 
     def __init__(
         self,
@@ -51,10 +54,8 @@ class Density(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(method, type) or not isinstance(method, Method):
-            hint = (
-                f"got {method.__name__}. Pass {method.__name__}()." if isinstance(method, type) else f"got {method!r}"
-            )
-            raise UsageError(f"a method must be an object, bsi.BSI(), bsi.BFN(), bsi.VDM() or like them: {hint}")
+            got = f"{method.__name__}. Pass {method.__name__}()" if isinstance(method, type) else repr(method)
+            raise UsageError(f"a method must be an object, bsi.BSI(), bsi.BFN(), bsi.VDM() or like them: got {got}.")
         kind = CONTINUOUS if data is None else data
         if not isinstance(kind, DataKind):
             raise UsageError(f"data must be bsi.Bins, bsi.Symbols or bsi.Standardize, got {kind!r:.80}.")
@@ -92,7 +93,9 @@ class Density(nn.Module):
         """The number of labels of the network; None if it has no attribute `num_classes`."""
         return getattr(self.denoiser.backbone, "num_classes", None)
 
-    def values(self, data: Tensor | np.ndarray) -> Data:
+    # ---- Data --------------------------------------------------------------------------------------------------------
+
+    def values(self, data: Array) -> Data:
         """Convert data to the method's values: bin centers, embedded symbols or standardized continuous data."""
         data = as_tensor(data)
         if data.shape[1:] != self.shape:
@@ -108,7 +111,7 @@ class Density(nn.Module):
         """Convert values back to data: the nearest bin or symbol, or the original units."""
         return self.kind.data(x).reshape(len(x), *self.shape)
 
-    def check(self, data: Tensor | np.ndarray) -> None:
+    def check(self, data: Array) -> None:
         """Raise if data is not finite or not of its kind. Reads the data: `forward` does so on the CPU only."""
         data = as_tensor(data)
         if len(data) < 1:
@@ -126,6 +129,8 @@ class Density(nn.Module):
         stored = (self.values(coarse) - self.values(torch.zeros_like(coarse))).max()
         check_resolution(self.method, max(float(stored), torch.finfo(x.dtype).eps * float(x.abs().max())))
         _warn_repeated(data)
+
+    # ---- Loss and predictions ----------------------------------------------------------------------------------------
 
     def forward(self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None) -> PerSample:
         """The training loss 2 L_M / n of each sample, at levels stratified over the global batch."""
@@ -174,9 +179,11 @@ class Density(nn.Module):
         encoder = self.method.encoder(torch.as_tensor(level, device=latent.device).expand(len(latent)))
         return (over(encoder.signal, latent) * x_hat - latent) / over(encoder.noise.square(), latent)
 
+    # ---- Bounds and likelihoods --------------------------------------------------------------------------------------
+
     def elbo(
         self,
-        data: Tensor | np.ndarray | Samples,
+        data: Array | Samples,
         cond: Condition | None = None,
         measure: int = 5,
         recon: int = 2,
@@ -213,7 +220,7 @@ class Density(nn.Module):
 
     def log_likelihood(
         self,
-        data: Tensor | np.ndarray,
+        data: Array,
         cond: Condition | None = None,
         *,
         probes: int | None = 1,
@@ -249,32 +256,31 @@ class Density(nn.Module):
                 f"draws are positions in bins, at least 1; more than one needs binned data and probes=None: got "
                 f"draws={draws}, probes={probes} for {self.kind!s:.80}."
             )
-        data = as_tensor(data)
-        self.check(data)
-        self.check_density(data)
+        data = self._checked(as_tensor(data))
         check_condition(cond, len(data))
-        divergence = exact_divergence if probes is None else hutchinson(seed, self.shape, probes)
+        divergence = flow.exact_divergence if probes is None else flow.hutchinson(seed, self.shape, probes)
+
+        def weights(x: Data, predict: Predictor, ids: Rows) -> Iterator[PerSample]:
+            if self.bins is None:
+                yield flow.flow_density(self.method, predict, x, divergence, ids, tolerance).log_density
+                return
+            index = self.bins.indices(x)
+            for draw in range(draws):
+                eps = standard_normal(seed, ids, DEQUANTIZATION + draw, self.shape, torch.float64)
+                position = torch.special.ndtr(eps).to(self.dtype)
+                given = (self.method, predict, index, self.bins, position, divergence, ids, tolerance)
+                yield flow.binned_flow(*given).log_density
+
         found = []
         with shown(progress, "log-likelihood", len(data), "sample") as advance, self.evaluating():
             for rows in torch.arange(len(data)).split(batch_size):
-                x, ids = self.values(data[rows.to(data.device)]).to(self.device), rows.to(self.device)
-                predict = self.denoiser.given(rows_of(cond, rows, self.device))
-                if self.bins is None:
-                    weights = [flow_density(self.method, predict, x, divergence, ids, tolerance).log_density]
-                else:
-                    index, weights = self.bins.indices(x), []
-                    for draw in range(draws):
-                        eps = standard_normal(seed, ids, DEQUANTIZATION + draw, self.shape, torch.float64)
-                        position = torch.special.ndtr(eps).to(self.dtype)
-                        flow = binned_flow(self.method, predict, index, self.bins, position, divergence, ids, tolerance)
-                        weights.append(flow.log_density)
-                found.append(torch.logsumexp(torch.stack(weights).double(), 0) - math.log(draws))
+                x = self.values(data[rows.to(data.device)]).to(self.device)
+                each = torch.stack([*weights(x, self._given(cond, rows), rows.to(self.device))])
+                found.append(torch.logsumexp(each.double(), 0) - math.log(draws))
                 advance(len(rows))
         return torch.cat(found).cpu() - math.prod(self.shape) * self.kind.log_determinant
 
-    def fit_variance(
-        self, data: Tensor | np.ndarray, kind: str = "dct", seed: int = 0, batch_size: int = 256
-    ) -> Variance:
+    def fit_variance(self, data: Array, kind: str = "dct", seed: int = 0, batch_size: int = 256) -> Variance:
         """Fit the predictive variance of transitions, for `elbo`, `sample` and compression. It is kept under its kind.
 
         Args:
@@ -306,7 +312,7 @@ class Density(nn.Module):
 
     def on(
         self,
-        data: Tensor | np.ndarray | Samples,
+        data: Array | Samples,
         cond: Condition | None = None,
         ids: Sequence[int] | np.ndarray | None = None,
     ) -> EvaluatedModel:
@@ -315,26 +321,32 @@ class Density(nn.Module):
             data = as_tensor(data)
         check_condition(cond, len(data))
         if isinstance(data, Tensor):
-            self.check(data)
-            self.check_density(data)
+            self._checked(data)
         chosen = torch.arange(len(data)) if ids is None else torch.as_tensor(ids)
         if len(chosen) < 1:
             raise UsageError("a bound needs at least one sample, got none")
 
-        def x(places: Integer[Tensor, " batch"]) -> Data:
+        def x(places: Rows) -> Data:
             rows = chosen[places.cpu()]
             if isinstance(data, Tensor):
                 samples = data[rows.to(data.device)]
             else:
-                samples = data.take(rows.numpy())
-                self.check(samples)
-                self.check_density(samples)
+                samples = self._checked(data.take(rows.numpy()))
             return self.values(samples).to(self.device)
 
-        def predict(places: Integer[Tensor, " batch"]) -> Predictor:
-            return self.denoiser.given(rows_of(cond, chosen[places.cpu()], self.device))
+        def predict(places: Rows) -> Predictor:
+            return self._given(cond, chosen[places.cpu()])
 
         return EvaluatedModel(self.method, predict, x, len(chosen), self.latent_shape, self.kind, self.device)
+
+    def _checked(self, data: Tensor) -> Tensor:
+        self.check(data)
+        self.check_density(data)
+        return data
+
+    def _given(self, cond: Condition | None, rows: Rows, guidance: float = 1.0, known: Data | None = None) -> Predictor:
+        """The predictor for these rows of a condition."""
+        return self.denoiser.given(_rows_of(cond, rows, self.device), guidance, known)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -347,11 +359,10 @@ class Density(nn.Module):
             self.train(was_training)
 
 
-def rows_of(cond: Condition | None, ids: Integer[Tensor, " batch"], device: torch.device) -> Condition | None:
-    """The condition's rows for these samples, moved to the device of the network."""
+def _rows_of(cond: Condition | None, rows: Rows, device: torch.device) -> Condition | None:
     if isinstance(cond, dict):
-        return {name: value[ids.to(value.device)].to(device) for name, value in cond.items()}
-    return None if cond is None else cond[ids.to(cond.device)].to(device)
+        return {name: value[rows.to(value.device)].to(device) for name, value in cond.items()}
+    return None if cond is None else cond[rows.to(cond.device)].to(device)
 
 
 def _levels(x: Data) -> PerSample:
@@ -376,5 +387,5 @@ def _warn_repeated(data: Data) -> None:
             f"{int(repeated.max()) / len(some):.0%} of the values{where} are repeated, so the data has no density, and "
             f"a bound in nats can fall without limit. Describe discrete data with bsi.Bins or bsi.Symbols, leave such "
             f"columns out, or add noise of the width of one unit.",
-            stacklevel=4,
+            stacklevel=5,
         )

@@ -34,17 +34,7 @@ import torch
 from jaxtyping import Float64, Int64, Integer
 from torch import Tensor
 
-from bsi.coded_file import (
-    Header,
-    checksum,
-    data_hash,
-    machine,
-    model_hash,
-    pack,
-    read_variance,
-    stored_variance,
-    unpack,
-)
+from bsi import coded_file
 from bsi.errors import BsiError, DataError, UsageError, extra
 from bsi.grids import paper_grid
 from bsi.model import Model
@@ -60,6 +50,7 @@ MARGIN = 1.1  # a batch starts only if the stack holds this multiple of the bits
 PROBES = 4  # predictions whose hash a decoder compares before it starts
 
 Report = Callable[[int], None]
+Preview = Callable[[int, Tensor], None]
 Coordinates = Float64[np.ndarray, "batch n"]
 Places = Int64[np.ndarray, "batch n"]
 
@@ -121,8 +112,8 @@ def compress(
     if steps < 1 or batch_size < 1:
         raise UsageError(f"steps and batch_size must be at least 1, got steps={steps} and batch_size={batch_size}.")
     model.check(data)
-    stored = None if variance is None else stored_variance(variance)
-    chain = _Chain(model, bins, steps, read_variance(stored, model), progress)
+    stored = None if variance is None else coded_file.stored_variance(variance)
+    chain = _Chain(model, bins, steps, stored, progress)
     index = data.cpu().numpy().astype(np.int32).reshape(len(data), -1)
 
     coder, batches, plain = _stream().stack.AnsCoder(), list[CodedBatch](), 0
@@ -130,15 +121,16 @@ def compress(
     while plain < len(index) and coder.num_valid_bits() < per_sample:
         coder.encode_reverse(index[plain], _stream().model.Uniform(bins.count))
         plain += 1
-    initial, done, checks = coder.num_valid_bits(), plain, [checksum(index[:plain])]
+    initial = before = coder.num_valid_bits()
+    done, checks = plain, [coded_file.checksum(index[:plain])]
     while done < len(index):
-        before = coder.num_valid_bits()
         part = index[done : done + min(batch_size, max(1, int(before / per_sample)))]
         chain.encode(coder, part)
-        checks.append(checksum(part))
-        batches.append(CodedBatch(len(part), coder.num_valid_bits() - before))
-        done += len(part)
-    header = Header(
+        checks.append(coded_file.checksum(part))
+        after = coder.num_valid_bits()
+        batches.append(CodedBatch(len(part), after - before))
+        done, before = done + len(part), after
+    header = coded_file.Header(
         shape=list(model.shape),
         bins=[bins.low, bins.high, bins.count],
         count=len(index),
@@ -147,20 +139,20 @@ def compress(
         checks=checks,
         steps=steps,
         variance=stored,
-        model=model_hash(model),
-        machine=machine(model),
+        model=coded_file.model_hash(model),
+        machine=coded_file.machine(model),
         probe=chain.probe(),
-        sha256=data_hash(index, bins),
+        sha256=coded_file.data_hash(index, bins),
     )
     words = coder.get_compressed().astype("<u4").tobytes()
-    return Compressed(pack(header, words), len(index), plain, chain.n, initial, tuple(batches))
+    return Compressed(coded_file.pack(header, words), len(index), plain, chain.n, initial, tuple(batches))
 
 
 def decompress(
     model: Model,
     blob: bytes,
     progress: Report = lambda count: None,
-    preview: Callable[[int, Tensor], None] = lambda step, x_hat: None,
+    preview: Preview = lambda step, x_hat: None,
 ) -> Integer[Tensor, "samples *data"]:
     """Decompress a file. The data is identical to that which was compressed.
 
@@ -172,41 +164,49 @@ def decompress(
         DataError: The file is damaged.
         UsageError: The file was compressed with another model, or predictions on this machine differ.
     """
-    header, words = unpack(blob)
+    header, words = coded_file.unpack(blob)
     bins = _bins(model)
     header.check(model, bins, 8 * len(words))
     with _threads(header.machine.get("threads")):
-        chain = _Chain(model, bins, header.steps, read_variance(header.variance, model), progress)
+        chain = _Chain(model, bins, header.steps, header.variance, progress, preview)
         if max(header.sizes, default=0) * chain.initial_bits > 8 * len(words):
             raise DataError("the header of the compressed file claims batches that are larger than the file.")
         header.check_predictions(model, chain.probe())
         coder, parts = _stream().stack.AnsCoder(np.frombuffer(words, dtype="<u4").astype(np.uint32)), []
         for count, check in zip(reversed(header.sizes), reversed(header.checks[1:]), strict=True):
-            parts.append(chain.decode(coder, count, preview))
-            if checksum(parts[-1]) != check:
+            parts.append(chain.decode(coder, count))
+            if coded_file.checksum(parts[-1]) != check:
                 raise BsiError(
                     "a batch was decoded to values that differ from the encoded ones: predictions on this machine "
                     "differ from those of the machine that wrote the file. Decode it there; nothing was written."
                 )
     parts += [coder.decode(_stream().model.Uniform(bins.count), chain.n)[None] for _ in range(header.plain)]
     index = np.concatenate([np.zeros((0, chain.n), np.int32), *parts[::-1]])
-    if data_hash(index, bins) != header.sha256:
+    if coded_file.data_hash(index, bins) != header.sha256:
         raise DataError("the decoded data has another SHA-256 than the file records: the file is damaged.")
     return torch.from_numpy(index.astype(np.uint8 if bins.count <= 256 else np.int32)).reshape(-1, *model.shape)
 
 
 def evaluations(blob: bytes) -> int:
     """The number of network evaluations that decompression takes, counted for each sample."""
-    header, _ = unpack(blob)
+    header, _ = coded_file.unpack(blob)
     return (header.steps + 1) * (header.count - header.plain)
 
 
 class _Chain:
     """The chain of latents of a model. `places` are the latents s_0 ... s_k of a batch, as numbers of grid points."""
 
-    def __init__(self, model: Model, bins: Bins, steps: int, variance: Variance | None, progress: Report) -> None:
-        self.model, self.bins, self.progress, self.last = model, bins, progress, steps
-        method = model.method
+    def __init__(
+        self,
+        model: Model,
+        bins: Bins,
+        steps: int,
+        stored: dict[str, Any] | None,
+        progress: Report,
+        preview: Preview = lambda step, x_hat: None,
+    ) -> None:
+        self.model, self.bins, self.last, self.progress, self.preview = model, bins, steps, progress, preview
+        method, variance = model.method, coded_file.read_variance(stored, model)
         self.levels = paper_grid(method, steps)
         path = Path.of(method, self.levels)
         self.scale, self.information = path.scale.numpy(), path.information.numpy()
@@ -234,18 +234,16 @@ class _Chain:
         x, places = self._coordinates(index), np.zeros((len(self.levels), *index.shape), np.int64)
         for i in reversed(self.coded):
             places[i] = self._posterior(i, x, places).pop(coder)
-        coder.encode_reverse(index.reshape(-1), *self._decoder(self._predict(self.last, places)))
+        coder.encode_reverse(index.reshape(-1), *self._decoder(places))
         for i in reversed(self.coded):
             self._transition(i, places).push(coder, places[i])
 
-    def decode(self, coder: Any, count: int, preview: Callable[[int, Tensor], None]) -> Integer[np.ndarray, "batch n"]:
+    def decode(self, coder: Any, count: int) -> Integer[np.ndarray, "batch n"]:
         """Pop a batch of samples, and push back the bits that encoding them popped."""
         places = np.zeros((len(self.levels), count, self.n), np.int64)
         for i in self.coded:
-            places[i] = self._transition(i, places, preview).pop(coder)
-        x_hat = self._predict(self.last, places)
-        preview(self.last, x_hat)
-        index = coder.decode(*self._decoder(x_hat)).reshape(count, self.n)
+            places[i] = self._transition(i, places).pop(coder)
+        index = coder.decode(*self._decoder(places)).reshape(count, self.n)
         x = self._coordinates(index)
         for i in self.coded:
             self._posterior(i, x, places).push(coder, places[i])
@@ -271,23 +269,21 @@ class _Chain:
             mean = mean + self.information[i] / self.information[i + 1] * (following - self.alpha[i + 1] * x)
         return _GridNormal(mean, self.std[i], self.spacing[i], REACH)
 
-    def _transition(
-        self, i: int, places: np.ndarray, preview: Callable[[int, Tensor], None] = lambda step, x_hat: None
-    ) -> _GridNormal:
+    def _transition(self, i: int, places: np.ndarray) -> _GridNormal:
         """p(s_i | s_{i-1}), or the prior of s_0 in information coordinates."""
-        mean, std = np.zeros(places[i].shape), np.zeros(())
         if i == 0:
+            mean = np.zeros(places[0].shape)
             std = np.asarray(float(self.model.method.prior(torch.ones(1, 1, dtype=torch.float64))) * self.scale[0])
         else:
-            x_hat = self._predict(i - 1, places)
-            preview(i - 1, x_hat)
             gained = self.information[i] - self.information[i - 1]
-            mean = places[i - 1] * self.spacing[i - 1] + gained * self.basis.coordinates(x_hat).numpy()
+            x_hat = self.basis.coordinates(self._predict(i - 1, places)).numpy()
+            mean = places[i - 1] * self.spacing[i - 1] + gained * x_hat
             std = np.sqrt(gained + (0.0 if self.variance is None else gained**2 * self.variance[i - 1]))
         return _GridNormal(mean, std, self.spacing[i], self.reach[i])
 
-    def _decoder(self, x_hat: Tensor) -> tuple[Any, Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
+    def _decoder(self, places: np.ndarray) -> tuple[Any, Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
         """p(x | s_k), a Normal over the bins: its mean and standard deviation are in units of their width."""
+        x_hat = self._predict(self.last, places)
         place = ((x_hat - self.bins.low) / self.bins.width).reshape(-1).numpy()
         std = 1 / (math.sqrt(self.model.method.recon_precision) * self.bins.width)
         return _stream().model.QuantizedGaussian(0, self.bins.count - 1), place, np.full_like(place, std)
@@ -296,6 +292,7 @@ class _Chain:
         """x_hat at s_i."""
         x_hat = self._x_hat(i, places[i] * self.spacing[i])
         self.progress(len(x_hat))
+        self.preview(i, x_hat)
         return x_hat
 
     @torch.no_grad()

@@ -105,10 +105,8 @@ def compress(
     """
     bins = _bins(model)
     if data.is_floating_point() or tuple(data.shape[1:]) != model.shape:
-        raise UsageError(
-            f"compression takes bin indices of shape (samples, {', '.join(map(str, model.shape))}), got {data.dtype} "
-            f"of shape {tuple(data.shape)}. model.data(values) makes bin indices."
-        )
+        got = f"{data.dtype} of shape {tuple(data.shape)}"
+        raise UsageError(f"compression takes bin indices of samples of shape {model.shape}, got {got}.")
     if steps < 1 or batch_size < 1:
         raise UsageError(f"steps and batch_size must be at least 1, got steps={steps} and batch_size={batch_size}.")
     model.check(data)
@@ -177,8 +175,8 @@ def decompress(
             parts.append(chain.decode(coder, count))
             if coded_file.checksum(parts[-1]) != check:
                 raise BsiError(
-                    "a batch was decoded to values that differ from the encoded ones: predictions on this machine "
-                    "differ from those of the machine that wrote the file. Decode it there; nothing was written."
+                    "a batch was decoded to other values than those that were encoded, because this machine computes "
+                    "other predictions than the one that wrote the file. Decode it there; nothing was written."
                 )
     parts += [coder.decode(_stream().model.Uniform(bins.count), chain.n)[None] for _ in range(header.plain)]
     index = np.concatenate([np.zeros((0, chain.n), np.int32), *parts[::-1]])
@@ -323,10 +321,7 @@ class _GridNormal:
     def push(self, coder: Any, place: Places) -> None:
         offset = place - self.center.astype(np.int64)
         if np.abs(offset).max(initial=0) > self.reach:
-            raise UsageError(
-                "a latent lies too far from its prediction to be coded: the steps are too large for predictions this "
-                "poor. Use more steps, or a trained model."
-            )
+            raise UsageError("a latent lies too far from its prediction to be coded. Use more steps, or train longer.")
         coder.encode_reverse(offset.astype(np.int32).reshape(-1), self.normal, self.rest, self.std)
 
 
@@ -350,7 +345,5 @@ def _threads(count: object) -> Iterator[None]:
 
 def _bins(model: Model) -> Bins:
     if model.bins is None:
-        raise UsageError(
-            "only binned data has a finite number of bits: this model is for continuous data. Pass a model with bins."
-        )
+        raise UsageError("only binned data has a finite number of bits. Pass a model with bins.")
     return model.bins

@@ -54,10 +54,8 @@ class Header:
     def check(self, model: Model, bins: Bins, bits: int) -> None:
         """Raise if the file belongs to another model, or if these counts do not fit a stack of `bits`."""
         if self.model != (ours := model_hash(model)):
-            raise UsageError(
-                f"the file was compressed with another model: its hash is {self.model!s:.12}, this model's is "
-                f"{ours:.12}. Pass the model that compressed it."
-            )
+            hashes = f"its hash is {self.model!s:.12}, this model's is {ours:.12}"
+            raise UsageError(f"the file was compressed with another model: {hashes}. Pass the one that compressed it.")
         fits = (
             self.shape == list(model.shape)
             and self.bins == [bins.low, bins.high, bins.count]
@@ -149,10 +147,7 @@ def stored_variance(variance: Variance) -> dict[str, Any]:
     matrices = variance.basis.matrices
     dct = any(matrix is not None for matrix in matrices)
     if variance.correction is not None or (dct and len(matrices) < 2):
-        raise UsageError(
-            "compression takes the variances level, pixels and dct: the axes of pca and the network of learned do not "
-            "fit into a file."
-        )
+        raise UsageError("compression takes the variances level, pixels and dct: the others do not fit into a file.")
     colors = matrices[0] if dct else None
     return {
         "kind": "dct" if dct else "level" if logs.shape[1] == 1 else "pixels",

@@ -99,9 +99,8 @@ class Density(nn.Module):
         """Convert data to the method's values: bin centers, embedded symbols or standardized continuous data."""
         data = as_tensor(data)
         if data.shape[1:] != self.shape:
-            raise UsageError(
-                f"data must have the shape (batch, {', '.join(map(str, self.shape))}), got {tuple(data.shape)}"
-            )
+            shape = ", ".join(map(str, self.shape))
+            raise UsageError(f"data must have the shape (batch, {shape}), got {tuple(data.shape)}")
         if not data.is_floating_point():
             return self.kind.values(data, self.dtype)
         x = self.kind.values(data, torch.promote_types(data.dtype, self.dtype))
@@ -252,10 +251,7 @@ class Density(nn.Module):
         if self.symbols is not None:
             raise UsageError("symbols have no density, so the flow has no likelihood of them. Use model.elbo(data).")
         if draws < 1 or (draws > 1 and (probes is not None or self.bins is None)):
-            raise UsageError(
-                f"draws are positions in bins, at least 1; more than one needs binned data and probes=None: got "
-                f"draws={draws}, probes={probes} for {self.kind!s:.80}."
-            )
+            raise UsageError(f"more than one draw needs bins and probes=None, got draws={draws}, probes={probes}.")
         data = self._checked(as_tensor(data))
         check_condition(cond, len(data))
         divergence = flow.exact_divergence if probes is None else flow.hutchinson(seed, self.shape, probes)
@@ -305,9 +301,7 @@ class Density(nn.Module):
     def variance(self, kind: str) -> Variance | None:
         """The predictive variance of this kind, which `fit_variance` fitted; None if the kind is `none`."""
         if kind not in (*self.variances, "none"):
-            raise UsageError(
-                f"the variance {kind!r} has not been fitted. Call model.fit_variance(training_samples, {kind!r}) first."
-            )
+            raise UsageError(f"the variance {kind!r} is not fitted. Call model.fit_variance(train, {kind!r}) first.")
         return self.variances.get(kind)
 
     def on(

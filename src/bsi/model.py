@@ -160,15 +160,10 @@ class Model(Density):
         """
         std = self.kind.std if isinstance(self.kind, Standardize) else 1.0
         if isinstance(std, tuple):
-            raise UsageError(
-                "the noise has another precision for each element or channel, because the data is standardized with "
-                "several std. Use model.restore(y, lambda x: x, precision)."
-            )
+            raise UsageError("the data is standardized with several std. Use model.restore(y, lambda x: x, precision).")
         y = as_tensor(y)
         if not y.is_floating_point():
-            raise UsageError(
-                f"a measurement is of values, not of bins: got {y.dtype}. Pass model.values(data) with noise."
-            )
+            raise UsageError(f"a measurement is of values, not bins, got {y.dtype}. Pass model.values(data) + noise.")
         y, sampler = self.values(y).to(self.device), Sampler(steps, solver, guidance=guidance)
 
         def begin(predict: Predictor, rows: Rows, numbers: Rows) -> Iterator[Step]:

@@ -66,10 +66,8 @@ def grid(
     """
     shown = np.asarray(images)
     if shown.ndim != 4 or shown.shape[1] not in (1, 3) or not len(shown):
-        raise UsageError(
-            f"a grid needs at least one image of shape (1 or 3, height, width), got an array of shape {shown.shape}. "
-            f"Save other data with --npz."
-        )
+        expected = "at least one image of shape (1 or 3, height, width)"
+        raise UsageError(f"a grid needs {expected}, got an array of shape {shown.shape}. Save other data with --npz.")
     shown = pixels(shown, low, high).transpose(0, 2, 3, 1)
     n = len(shown)
     columns = min(math.ceil(math.sqrt(n)) if columns is None else columns, n)

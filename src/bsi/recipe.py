@@ -304,10 +304,8 @@ class Recipe:
 def check_name(name: str) -> None:
     """Raise for a name, which may come from a file, that could not name a run folder or an export."""
     if not NAME.fullmatch(name):
-        raise UsageError(
-            f"name must have 1 to 100 letters, digits, '-', '_' or '.', the first a letter or digit, got "
-            f"{name!r:.120}. Choose another."
-        )
+        allowed = "1 to 100 letters, digits, '-', '_' or '.', the first a letter or digit"
+        raise UsageError(f"name must have {allowed}, got {name!r:.120}. Choose another.")
 
 
 def _at_least(record: object, prefix: str, **least: int) -> None:

@@ -34,12 +34,11 @@ import torch
 from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
-from bsi.gaussian import Encoder, over, sum_over_data
+from bsi.gaussian import Encoder, PerSample, over, sum_over_data
 from bsi.rng import Noise
 from bsi.values import EMBEDDING, Symbols
 
 Data = Float[Tensor, "batch *latent"]
-PerSample = Float[Tensor, " batch"]
 Probabilities = Float[Tensor, "batch channels symbols *space"]
 
 

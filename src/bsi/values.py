@@ -67,10 +67,7 @@ class Bins:
 
     def __post_init__(self) -> None:
         if not (2 <= self.count <= MOST and -math.inf < self.low < self.high < math.inf):
-            raise UsageError(
-                f"bins need 2 to {MOST} centers between finite low < high, got low={self.low}, high={self.high}, "
-                f"count={self.count}. Use Bins.uint8() for 8-bit images."
-            )
+            raise UsageError(f"bins need 2 to {MOST} centers, finite, low < high, got {self}. Images: Bins.uint8().")
 
     @classmethod
     def uint8(cls) -> Bins:
@@ -144,9 +141,8 @@ class Bins:
             off = ((data.double() - self.low) / self.width + 0.25) % 1 >= 0.5
             if bool(off.any()):
                 raise DataError(
-                    f"data lies between 0 and 1 and not on the centers of its bins, which span {self.low:g} to "
-                    f"{self.high:g}: got {low:g} to {high:g}. Pass bins(data), the bin indices, for data such as that "
-                    f"of torchvision's ToTensor."
+                    f"data lies between 0 and 1, but not on the centers of bins from {self.low:g} to {self.high:g}. "
+                    f"Pass bins(data), the bin indices, for data such as that of torchvision's ToTensor."
                 )
 
 
@@ -182,19 +178,16 @@ class Symbols:
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
         if not 2 <= self.count <= MOST:
-            raise UsageError(
-                f"symbols need a count of 2 to {MOST}, got {self.count}. Write each of more as bytes, Symbols.bytes()."
-            )
-        if self.names and not (len(self.names) == len(set(self.names)) == self.count):
-            raise UsageError(
-                f"symbols need different names for all, or no names: got {len(set(self.names))} for {self.count}."
-            )
+            raise UsageError(f"symbols need a count of 2 to {MOST}, got {self.count}. Use Symbols.bytes() for more.")
+        different = len(set(self.names))
+        if self.names and not (len(self.names) == different == self.count):
+            raise UsageError(f"symbols need different names for all, or no names: got {different} for {self.count}.")
         if self.prior is not None:
             prior = tuple(map(float, self.prior))
             if len(prior) != self.count or not all(0 < p <= 1 for p in prior) or abs(math.fsum(prior) - 1) > 1e-6:
                 raise UsageError(
-                    f"the prior of symbols has one positive probability each, with the sum 1: got {len(prior)} numbers "
-                    f"with the sum {math.fsum(prior):g} for {self.count} symbols. Use bsi.Symbols.fit(train, count)."
+                    f"the prior of {self.count} symbols has one positive probability each, with the sum 1: got "
+                    f"{len(prior)} numbers with the sum {math.fsum(prior):g}. Use bsi.Symbols.fit(train, count)."
                 )
             object.__setattr__(self, "prior", prior)
 
@@ -254,9 +247,7 @@ class Symbols:
 
     def _check_type(self, data: Num[Tensor, "*shape"]) -> None:
         if data.is_floating_point():
-            raise UsageError(
-                f"symbols are integers 0 to {self.count - 1}, got {data.dtype}. Convert them with data.long()."
-            )
+            raise UsageError(f"symbols are integers 0 to {self.count - 1}, got {data.dtype}. Pass data.long().")
 
     def text(self, index: Sequence[int] | Integer[Any, " length"]) -> str:
         """The text of one sample, or its numbers if the symbols have no names."""
@@ -319,9 +310,8 @@ class Standardize:
         for i, (m, s) in enumerate(zip(mean, std, strict=True)):
             if math.isfinite(m) and math.isfinite(s) and not (s > 0 and abs(m) <= MAX_OFFSET * s):
                 which = f"element or channel {i} of the data" if len(mean) > 1 else "the data"
-                raise DataError(
-                    f"{which} is constant in float32, got mean {m:.6g} and std {s:.6g}. Remove it or subtract its mean."
-                )
+                got = f"got mean {m:.6g} and std {s:.6g}"
+                raise DataError(f"{which} is constant in float32, {got}. Remove it or subtract its mean.")
         return cls(tuple(mean), tuple(std)) if len(mean) > 1 else cls(mean[0], std[0])
 
     def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -351,10 +341,9 @@ class Standardize:
         key = (x.dtype, x.device, x.shape[1:])
         cache = self.__dict__.setdefault("_tensors", {})
         if key not in cache:
+            found = tuple(x.shape)
             if x.ndim < 2 or x.shape[1] != len(self.mean):
-                raise UsageError(
-                    f"data of shape {tuple(x.shape)} does not fit {len(self.mean)} means. Use Standardize.fit(train)."
-                )
+                raise UsageError(f"data of shape {found} does not fit {len(self.mean)} means. Fit them to your data.")
             shape = (-1, *[1] * (x.ndim - 2))
             cache[key] = tuple(x.new_tensor(values).view(shape) for values in (self.mean, self.std))
         return cache[key]

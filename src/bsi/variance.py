@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bsi.errors import UsageError
-from bsi.gaussian import sum_over_data
+from bsi.gaussian import Data, PerSample, sum_over_data
 from bsi.levels import low_discrepancy
 from bsi.methods.base import Method, Predictor
 from bsi.rng import standard_normal
@@ -43,10 +43,8 @@ WIDTH, EPOCHS, RATE = 32, 20, 3e-3  # of a `Correction` and its training
 STEPS = 64  # a correction is fitted to the cost of the steps of a chain of about this length
 LARGEST_CORRECTION = 6.0  # of ln v
 
-Data = Float[Tensor, "batch *data"]
 Samples = Float[Tensor, "samples *data"]
 Coordinates = Float[Tensor, "batch coordinates"]
-PerSample = Float[Tensor, " batch"]
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,7 @@ def pixel_basis(shape: tuple[int, ...]) -> OrthonormalBasis:
 def cosine_basis(shape: tuple[int, ...], colors: Float[Tensor, "channels channels"]) -> OrthonormalBasis:
     """The orthonormal cosine transform (DCT-II) over space, and the axes `colors` of the channels."""
     if len(shape) < 2:
-        raise UsageError(
-            f"a cosine transform needs channels and at least one axis of space, got data of shape {shape}. Use the "
-            f"basis 'pca' for vectors."
-        )
+        raise UsageError(f"a cosine transform needs channels and space, got data of shape {shape}. Use 'pca'.")
     matrices = []
     for size in shape[1:]:
         k = torch.arange(size, dtype=torch.float64)

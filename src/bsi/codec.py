@@ -41,7 +41,7 @@ from bsi.model import Model
 from bsi.rng import standard_normal
 from bsi.solvers import Path
 from bsi.values import Bins
-from bsi.variance import Variance, pixel_basis
+from bsi.variance import Variance, basis_of
 
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
 # Grid points on either side of the mean with nonzero probability (at least 2^-24): REACH for q, LEAST to MOST for p.
@@ -209,7 +209,7 @@ class _Chain:
         path = Path.of(method, self.levels)
         self.scale, self.information = path.scale.numpy(), path.information.numpy()
         self.alpha = method.gain(self.levels).numpy()
-        self.basis = pixel_basis(model.shape) if variance is None else variance.basis
+        self.basis = basis_of("pixels", model.shape)[0] if variance is None else variance.basis
         self.n = math.prod(model.shape)
         self.variance = None if variance is None else variance.of_level(self.levels[:-1]).numpy()
         gained = np.diff(self.information, prepend=-math.inf)  # no step leads to the prior

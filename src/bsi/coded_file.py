@@ -25,7 +25,7 @@ from jaxtyping import Integer
 from bsi.errors import DataError, UsageError
 from bsi.model import Model
 from bsi.values import Bins
-from bsi.variance import Variance, cosine_basis, frequency_bands, pixel_basis
+from bsi.variance import Variance, basis_of
 
 MAGIC = b"BSI\x01"
 HASH_BYTES = 32
@@ -165,12 +165,10 @@ def read_variance(stored: dict[str, Any] | None, model: Model) -> Variance | Non
     try:
         logs = np.frombuffer(base64.b64decode(stored["logs"], validate=True), dtype=np.int8)
         values = torch.exp(LOG_STEP * torch.from_numpy(logs.copy()).double()).reshape(stored["knots"], -1)
-        basis, groups = pixel_basis(shape), torch.zeros(n, dtype=torch.long)
+        colors = None
         if stored["kind"] == "dct":
             colors = torch.tensor(stored["colors"], dtype=torch.float64).reshape(shape[0], shape[0])
-            basis, groups = cosine_basis(shape, colors), frequency_bands(shape)
-        elif stored["kind"] == "pixels":
-            groups = torch.arange(n)
+        basis, groups = basis_of(stored["kind"], shape, colors)
         if len(values[0]) != int(groups.max()) + 1 or len(values) < 2:
             raise ValueError(f"{tuple(values.shape)} variances for {n} dimensions")
     except (ValueError, KeyError, TypeError, RuntimeError) as error:

@@ -251,7 +251,8 @@ class Density(nn.Module):
         if self.symbols is not None:
             raise UsageError("symbols have no density, so the flow has no likelihood of them. Use model.elbo(data).")
         if draws < 1 or (draws > 1 and (probes is not None or self.bins is None)):
-            raise UsageError(f"more than one draw needs bins and probes=None, got draws={draws}, probes={probes}.")
+            got = f"draws={draws}, probes={probes} and {self.kind!s:.80}"
+            raise UsageError(f"draws must be at least 1, and more than 1 need binned data and probes=None, got {got}.")
         data = self._checked(as_tensor(data))
         check_condition(cond, len(data))
         divergence = flow.exact_divergence if probes is None else flow.hutchinson(seed, self.shape, probes)

@@ -72,31 +72,48 @@ class OrthonormalBasis:
         return x
 
 
-def pixel_basis(shape: tuple[int, ...]) -> OrthonormalBasis:
-    """The data's own coordinates."""
-    return OrthonormalBasis(shape, (None,) * len(shape))
+def basis_of(
+    kind: str, shape: tuple[int, ...], axes: Float[Tensor, "_ _"] | None = None
+) -> tuple[OrthonormalBasis, Int[Tensor, " coordinates"]]:
+    """The basis of a kind of variance, and the group of each coordinate; `axes` are those of `principal_axes`."""
+    n = math.prod(shape)
+    pixels = OrthonormalBasis(shape, (None,) * len(shape))
+    match kind:
+        case "level":
+            return pixels, torch.zeros(n, dtype=torch.long)
+        case "pixels" | "learned":
+            return pixels, torch.arange(n)
+        case "dct":
+            return OrthonormalBasis(shape, (axes, *map(_cosines, shape[1:]))), _frequency_bands(shape)
+        case "pca":
+            return OrthonormalBasis((n,), (axes,)), torch.arange(n)
+        case _:
+            raise UsageError(f"a variance is one of {', '.join(get_args(VarianceKind)[1:])}, got {kind!r}.")
 
 
-def cosine_basis(shape: tuple[int, ...], colors: Float[Tensor, "channels channels"]) -> OrthonormalBasis:
-    """The orthonormal cosine transform (DCT-II) over space, and the axes `colors` of the channels."""
-    if len(shape) < 2:
+def _principal_axes(kind: str, x: Samples) -> Float[Tensor, "n n"] | None:
+    """Eigenvectors, as rows, of the covariance of colors (`dct`) or samples (`pca`); the largest variance first."""
+    shape, n = tuple(x.shape[1:]), x[0].numel()
+    if kind == "dct" and len(shape) < 2:
         raise UsageError(f"a cosine transform needs channels and space, got data of shape {shape}. Use 'pca'.")
-    matrices = []
-    for size in shape[1:]:
-        k = torch.arange(size, dtype=torch.float64)
-        matrix = torch.cos(math.pi / size * k[:, None] * (k + 0.5)) * math.sqrt(2 / size)
-        matrix[0] /= math.sqrt(2)
-        matrices.append(matrix)
-    return OrthonormalBasis(shape, (colors, *matrices))
+    if kind == "pca" and n > MAX_PCA:
+        raise UsageError(f"a basis of principal axes is for at most {MAX_PCA} dimensions, got {n}. Use 'dct'.")
+    if kind not in ("dct", "pca"):
+        return None
+    rows = x.flatten(1) if kind == "pca" else x.movedim(1, -1).reshape(-1, shape[0])
+    covariance = torch.cov(rows.double().T).reshape(rows.shape[1], rows.shape[1])
+    return torch.linalg.eigh(covariance).eigenvectors.T.flip(0)
 
 
-def _principal_axes(rows: Float[Tensor, "rows n"]) -> Float[Tensor, "n n"]:
-    """Eigenvectors of the covariance, as rows, from the largest variance to the smallest."""
-    n = rows.shape[1]
-    return torch.linalg.eigh(torch.cov(rows.double().T).reshape(n, n)).eigenvectors.T.flip(0)
+def _cosines(size: int) -> Float[Tensor, "size size"]:
+    """The orthonormal cosine transform, DCT-II."""
+    k = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(math.pi / size * k[:, None] * (k + 0.5)) * math.sqrt(2 / size)
+    matrix[0] /= math.sqrt(2)
+    return matrix
 
 
-def frequency_bands(shape: tuple[int, ...]) -> Int[Tensor, " coordinates"]:
+def _frequency_bands(shape: tuple[int, ...]) -> Int[Tensor, " coordinates"]:
     """For a cosine transform: coordinates of one channel whose frequencies have the same length, rounded."""
     channels, space = shape[0], shape[1:]
     frequencies = torch.meshgrid(*(torch.arange(size, dtype=torch.float64) for size in space), indexing="ij")
@@ -266,19 +283,6 @@ def named_variance(
             space, frequency bands for each principal color), `pca` (the principal axes of the training samples) or
             `learned` (as `pixels`, with a small network that knows the prediction).
     """
-    shape, n = tuple(x.shape[1:]), x[0].numel()
-    if name == "level":
-        basis, groups = pixel_basis(shape), torch.zeros(n, dtype=torch.long)
-    elif name in ("pixels", "learned"):
-        basis, groups = pixel_basis(shape), torch.arange(n)
-    elif name == "dct":
-        colors = _principal_axes(x.movedim(1, -1).reshape(-1, shape[0]))
-        basis, groups = cosine_basis(shape, colors), frequency_bands(shape)
-    elif name == "pca":
-        if n > MAX_PCA:
-            raise UsageError(f"a basis of principal axes is for at most {MAX_PCA} dimensions, got {n}. Use 'dct'.")
-        basis, groups = OrthonormalBasis((n,), (_principal_axes(x.flatten(1)),)), torch.arange(n)
-    else:
-        raise UsageError(f"a variance is one of {', '.join(get_args(VarianceKind)[1:])}, got {name!r}.")
+    basis, groups = basis_of(name, tuple(x.shape[1:]), _principal_axes(name, x))
     fitted = fit_variance(method, predict, x, basis, groups, seed, batch_size)
     return fitted if name != "learned" else _corrected(fitted, method, predict, x, seed, batch_size)

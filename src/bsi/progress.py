@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from io import StringIO
 from typing import IO, TYPE_CHECKING, ClassVar, Protocol, cast, runtime_checkable
 
@@ -42,16 +41,11 @@ class Stream(Protocol):
     def fileno(self) -> int: ...
 
 
-# Changes the text of messages: those of the trainer name options, unless it is called from Python.
-wording: ContextVar[Callable[[str], str]] = ContextVar("wording", default=str)
-
-
 # ---- Lines on stderr -------------------------------------------------------------------------------------------------
 
 
 def log(text: str, stream: Stream | None = None) -> None:
     """Print a line on stderr, above a progress bar if one is shown. Never raises."""
-    text = wording.get()(text)
     _write(_stderr() if stream is None else stream, f"{CLEAR if Progress.bars else ''}{text}\n")
 
 

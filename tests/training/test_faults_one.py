@@ -187,7 +187,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(base: Path, c
     assert latest(base / "unseen-failed") == "step-00000012"
     for ended in chains["unseen"][:2]:
         assert "the evaluation or the samples failed at step 12" in ended.stderr
-        assert "--every.evaluate 0" in ended.stderr
+        assert "Set every.evaluate and every.sample to 0" in ended.stderr
         assert "Input/output error" in ended.stderr
     assert (
         "in the evaluation after step 12, with 16 test samples at a time and --samples.count 64"
@@ -215,7 +215,7 @@ def test_an_evaluation_is_not_waited_for_by_who_asks_to_stop(base: Path, chains:
     """Row 38: within that of step 12, and again when it is made up for."""
     assert codes(chains["interrupted"]) == [75, 75, 0]
     for ended in chains["interrupted"][:2]:
-        assert "saved step 12 of 24; run the same command to resume" in ended.stderr
+        assert "saved step 12 of 24; the same command or call resumes" in ended.stderr
         assert "failed" not in ended.stderr
     assert latest(base / "interrupted-left") == "step-00000012"
     assert status(base / "interrupted-left")["state"] == "preempted"

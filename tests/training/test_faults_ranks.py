@@ -161,7 +161,7 @@ def test_an_evaluation_that_fails_on_another_rank_than_the_first_costs_no_step(b
 def test_an_evaluation_is_not_waited_for_though_another_rank_is_asked_to_stop(base: Path, chains: Chains) -> None:
     """Row 38."""
     assert codes(chains["interrupted"]) == [[75, 75], [0, 0]]
-    assert chains["interrupted"][0].stderr.count("saved step 12 of 24; run the same command to resume") == 2
+    assert chains["interrupted"][0].stderr.count("saved step 12 of 24; the same command or call resumes") == 2
     assert fingerprint(base / "interrupted") == fingerprint(base / "two")
     assert metrics(base / "interrupted") == metrics(base / "two")
 

@@ -61,11 +61,9 @@ class Stopped(Preempted, SystemExit):  # type: ignore[misc]  # both define `code
 class Loop:
     """A training run. `about` is stored in every checkpoint."""
 
-    recipe: Recipe
     data: TrainingData
     engine: Engine
     stream: Stream
-    world: World
     folder: RunFolder
     saver: Saver
     sinks: Sequence[Sink]
@@ -75,6 +73,9 @@ class Loop:
     about: Mapping[str, Any]
     pending: bool
     """Whether the evaluation and the samples of the current step are pending."""
+
+    def __post_init__(self) -> None:
+        self.recipe, self.world = self.engine.recipe, self.engine.world
 
     def run(self) -> None:
         """Train to the last step.
@@ -208,7 +209,7 @@ class Loop:
         self._finish_saves()
         reason = self.stop.reason or "another rank's signal"
         steps = f"step {self.engine.steps_done} of {self.recipe.steps}"
-        message = f"{reason}: saved {steps}; run the same command to resume"
+        message = f"{reason}: saved {steps}; the same command or call resumes"
         log(message)
         return Stopped(message)
 
@@ -223,10 +224,10 @@ class Loop:
             self._save()
             self.saver.wait()
             what = {"journal": "a sink", "evaluate": "the evaluation or the samples"}.get(phase, "training")
-            without = " With --every.evaluate 0 --every.sample 0 it runs without them." if phase == "evaluate" else ""
+            without = " Set every.evaluate and every.sample to 0 to run without them." if phase == "evaluate" else ""
             log(
                 f"{what} failed at step {engine.steps_done}, as follows. The state of this step is saved, and the same "
-                f"command resumes from it.{without}"
+                f"command or call resumes from it.{without}"
             )
 
     def _non_finite(self, step: int) -> NonFinite:
@@ -253,12 +254,9 @@ class Loop:
 def _baselines(data: TrainingData, found: Elbo) -> str:
     """The baselines of the random subset of test samples that was evaluated."""
     assert data.test is not None
-    chosen = (
-        data.train.take(subset(len(data.train), MOST_TRAIN)),
-        data.test.take(subset(len(data.test), len(found.nats))),
-    )
-    train, test = (images.cpu().numpy() for images in chosen)
-    return baselines_text(baselines(train, test, data.spec.bins), found.binned)
+    train = data.train.take(subset(len(data.train), MOST_TRAIN))
+    test = data.test.take(subset(len(data.test), len(found.nats)))
+    return baselines_text(baselines(train.cpu().numpy(), test.cpu().numpy(), data.spec.bins), found.binned)
 
 
 class Interrupted(Exception):

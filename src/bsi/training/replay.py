@@ -2,8 +2,8 @@
 
 A small network's step takes the device less time than the host needs to launch it: 717 kernels of `dit-mini` run in
 22 ms on an H200, and launching them takes 38 ms. A recording holds every kernel of a step with its arguments. So the
-inputs of all steps must be at the same address (`held`), and values that change between steps must be in tensors
-(`Scalars` in step.py). The network's random numbers come from torch's generator, whose seed each replay reads.
+inputs of all steps must be at the same address (`held`), and values that change between steps must be in tensors. The
+network's random numbers come from torch's generator, whose seed each replay reads.
 
 The first steps run normally, on the stream that will record: they choose algorithms, compile, and allocate the
 workspace of matrix products, which belongs to a stream. When a recording is deleted, torch frees the workspace of its

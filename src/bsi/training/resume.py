@@ -58,7 +58,7 @@ def find_checkpoint(
             if found is not None:
                 state = found.state
                 before = folder.read_record() or RunRecord(from_plain(Recipe, state["recipe"]), str(state["network"]))
-                versions = (state["data"]["version"], data.version)
+                versions = state["data"]["version"], data.version
                 for change in check_changes(before, record, versions, found.step, allow):
                     log(f"changed since the run began: {change}")
                 pieces = state["ranks"] * before.recipe.accumulation, world.size * record.recipe.accumulation
@@ -92,7 +92,7 @@ def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> Data
     return replace(data, kind=Standardize(tuple(mean), tuple(std)))
 
 
-def restore(engine: Engine, found: Checkpoint | None, world: World, log: Log) -> None:
+def restore(engine: Engine, found: Checkpoint | None, log: Log) -> None:
     """Load a checkpoint's state into the engine, on the rank that has found it."""
     error = None
     if found is not None:
@@ -101,7 +101,7 @@ def restore(engine: Engine, found: Checkpoint | None, world: World, log: Log) ->
             log(f"resuming from {found.folder}")
         except UsageError as raised:
             error = raised
-    world.agree(error)
+    engine.world.agree(error)
 
 
 def check_changes(

@@ -7,8 +7,8 @@
 A flag on the device decides whether a step counts: it is set as long as all losses and gradient norms have been finite.
 After the first non-finite step no rank changes its state any more, since the summed loss and the norm of the summed
 gradient are the same on all ranks. The host reads the flag some steps later, so that no step waits for it. A step
-changes its state in place, and all values that differ between steps are in tensors (`Scalars` and the batch), so that
-a step can be recorded once and replayed on a single GPU (replay.py).
+changes its state in place, and all values that differ between steps are in tensors (the batch, the learning rate, the
+weights of the averages), so that a step can be recorded once and replayed on a single GPU (replay.py).
 
 In the audit mode the gradient has the same bits for any number of ranks. Floating-point sums depend on their order. So
 each virtual shard is computed separately, with its own dropout, and the gradients are added in a binary tree over shard
@@ -65,7 +65,11 @@ class Engine:
         self.loss = Loss.of(recipe.objective, model.method, world.device)
         self.steps_done = 0
         self.updating = False  # True during an update, when the state is incomplete
-        self.scalars = Scalars.new(recipe, world.device)
+        # Values of the next step, on the device: a recorded step would repeat values passed from the host. The EMA and
+        # each power-function average have the weight of the new parameters.
+        self.this_step = torch.zeros((), dtype=torch.int64, device=world.device)
+        self.lr, self.ema_weight, *self.power_weights = torch.zeros(2 + len(recipe.ema.powers), device=world.device)
+        # The counters.
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=world.device)
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
         self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
@@ -80,7 +84,7 @@ class Engine:
     def step(self, stream: Stream, watchdog: Watchdog) -> None:
         """One step. On a GPU it returns before the device has finished."""
         watchdog.at(self.steps_done, "data")
-        self.scalars.set(self.recipe, self.steps_done)
+        self._set_values(self.steps_done)
         batches = self._seeded(stream, watchdog)
         if self._replay is not None:
             self._replay(self._single, next(batches))
@@ -90,6 +94,14 @@ class Engine:
             watchdog.at(self.steps_done, "update")
             self._update(losses)
         self.steps_done += 1
+
+    def _set_values(self, step: int) -> None:
+        """Set the values of the next step after `step` updates, without waiting for the device."""
+        self.this_step.fill_(step)
+        self.lr.fill_(self.recipe.rate(step))
+        self.ema_weight.fill_(self.recipe.ema.weight(step + 1))
+        for weight, width in zip(self.power_weights, self.recipe.ema.powers, strict=True):
+            weight.fill_(1 - Profile(step + 1, width).beta)
 
     def _seeded(self, stream: Stream, watchdog: Watchdog) -> Iterator[Batch]:
         """The batches of a step, with the seed of dropout set before each is computed."""
@@ -107,9 +119,8 @@ class Engine:
         """Sum gradients over pieces and ranks; returns the loss of the global batch."""
         total = torch.zeros(self.loss.terms, device=self.world.device)
         for i, batch in enumerate(batches):
-            last = i == self.recipe.accumulation - 1  # ranks exchange gradients with the last piece only
-            ddp = isinstance(self._network, DistributedDataParallel)
-            with nullcontext() if last or not ddp else cast(DistributedDataParallel, self._network).no_sync():
+            network, last = self._network, i == self.recipe.accumulation - 1  # ranks exchange gradients once
+            with network.no_sync() if isinstance(network, DistributedDataParallel) and not last else nullcontext():
                 losses = self._losses(batch)
                 loss = losses.sum() / self.recipe.batch
                 (loss * self.scale * self.world.size).backward()  # DDP divides by the number of ranks
@@ -130,8 +141,7 @@ class Engine:
         losses = self._losses(batch)
         (losses.sum() / self.recipe.batch).backward()
         parts = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters]
-        for p in self.parameters:
-            p.grad = None
+        self.optimizer.zero_grad()
         return torch.cat([*parts, self.loss.sums(losses, batch.t) / self.recipe.batch])
 
     def _losses(self, batch: Batch) -> PerSample:
@@ -153,13 +163,13 @@ class Engine:
         # A gradient that overflows float16 at a large loss scale is not a fault: the step is skipped, the scale halved.
         excused = torch.isfinite(loss) & (self.scale > 1)
         first_fault = ~finite & ~excused & (self.bad_step < 0)
-        self.bad_step.copy_(torch.where(first_fault, self.scalars.step, self.bad_step))
+        self.bad_step.copy_(torch.where(first_fault, self.this_step, self.bad_step))
         counts = finite & (self.bad_step < 0)
 
         scale = self.scale * torch.clamp(norm / self.recipe.optimizer.clip, min=1.0)
-        self.optimizer.step(self.scalars.lr, scale, counts)
-        self.ema.update(counts * self.scalars.ema)
-        self.powers.update(counts, self.scalars.powers)
+        self.optimizer.step(self.lr, scale, counts)
+        self.ema.update(counts * self.ema_weight)
+        self.powers.update(counts, self.power_weights)
         seen = torch.cat([losses[:1], norm.reshape(1), torch.ones_like(losses[:1]), losses[1:]]).double()
         self.sums += torch.where(counts, seen, 0.0)
         if self.half == torch.float16:
@@ -291,31 +301,6 @@ class Means:
     loss: float
     grad_norm: float
     measured: float
-
-
-@dataclass(frozen=True)
-class Scalars:
-    """The per-step scalars, on the device: a recorded step would repeat values passed from the host."""
-
-    step: Int64[Tensor, ""]
-    lr: Float[Tensor, ""]
-    ema: Float[Tensor, ""]
-    """The weight of the new parameters in the EMA."""
-    powers: tuple[Float[Tensor, ""], ...]
-    """The same for each power-function average."""
-
-    @classmethod
-    def new(cls, recipe: Recipe, device: torch.device) -> Scalars:
-        lr, ema, *powers = torch.zeros(2 + len(recipe.ema.powers), device=device).unbind()
-        return cls(torch.zeros((), dtype=torch.int64, device=device), lr, ema, tuple(powers))
-
-    def set(self, recipe: Recipe, step: int) -> None:
-        """Set the values for the next step after `step` updates, without waiting for the device."""
-        self.step.fill_(step)
-        self.lr.fill_(recipe.rate(step))
-        self.ema.fill_(recipe.ema.weight(step + 1))
-        for power, width in zip(self.powers, recipe.ema.powers, strict=True):
-            power.fill_(1 - Profile(step + 1, width).beta)
 
 
 @dataclass(frozen=True)

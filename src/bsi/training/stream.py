@@ -74,20 +74,20 @@ class Batch:
     data: Tensor
     t: Float[Tensor, " batch"]
     eps: Float[Tensor, "batch *data"]
-    cond: Int64[Tensor, " batch"] | None
+    cond: Int64[Tensor, " batch"] | None = None
     """Labels; the number of classes stands for a hidden label."""
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.data, self.t, self.eps, self.cond) if tensor is not None]
+
     def clone(self) -> Batch:
-        cond = None if self.cond is None else self.cond.clone()
-        return Batch(self.piece, self.data.clone(), self.t.clone(), self.eps.clone(), cond)
+        return Batch(self.piece, *(tensor.clone() for tensor in self.tensors))
 
     def copy_(self, other: Batch) -> None:
         """Copy the tensors of another batch of the same shape."""
-        self.data.copy_(other.data)
-        self.t.copy_(other.t)
-        self.eps.copy_(other.eps)
-        if self.cond is not None and other.cond is not None:
-            self.cond.copy_(other.cond)
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            mine.copy_(theirs)
 
     def seed_dropout(self, seed: int) -> None:
         """Seed torch's generator, from which the network draws dropout masks, for this piece."""

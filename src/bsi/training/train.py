@@ -4,8 +4,7 @@
     run = bsi.train(recipe, data=tensor_or_dataset, backbone=MyNet(), out="runs/mine")
     images = run.model().sample(16)
 
-A call with the same `out` resumes; for a finished run it returns at once. `bsi train` calls the same function. Messages
-name the options of the command; for callers in Python they are translated to arguments and fields of the recipe.
+A call with the same `out` resumes; for a finished run it returns at once. `bsi train` calls the same function.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from bsi.devices import compiles, compute_dtype, seconds_by_threads
 from bsi.errors import BsiError, Preempted, UsageError
 from bsi.methods import check_last_level
 from bsi.model import Model
-from bsi.progress import Progress, wording
+from bsi.progress import Progress
 from bsi.recipe import Recipe
 from bsi.rng import derive
 from bsi.runtime.checkpoint import Saver
@@ -59,10 +58,6 @@ from bsi.values import DataKind
 LONGEST_S = 1e8  # three years: the longest wait for another rank
 MEASURED_IMAGES = 16  # batch size for comparing one thread with all threads
 WORTH_SAYING = 1.5  # speedup with one thread from which a message is logged
-
-SETTING = r"[a-z_\d]+(?:\.[a-z_\d]+)*"
-ALLOW = re.compile(rf"--allow ((?!must ){SETTING}(?: (?!to ){SETTING})*)")
-OPTION = re.compile(r"--([a-z][\w.-]*\w)(?: (\d\S*\d|\d)| (cpu|bf16)\b)?")
 
 
 @dataclass(frozen=True)
@@ -139,82 +134,82 @@ def train(
         begin: Called after all checks, if there is something to train.
         command_line: Whether messages name options of the command line.
     """
-    with (
-        contextlib.nullcontext() if command_line else _python_wording(),
-        listening() as stop,
-    ):
-        if not isinstance(recipe, Recipe):
-            raise UsageError(f"recipe must be a bsi.Recipe, got {recipe!r}. Pass for example bsi.recipes.digits().")
-        if not hang_after_s > 0:
-            raise UsageError(f"hang_after_s must be positive, got {hang_after_s}. Use inf to wait for ever.")
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"recipe must be a bsi.Recipe, got {recipe!r}. Pass for example bsi.recipes.digits().")
+    if not hang_after_s > 0:
+        raise UsageError(f"hang_after_s must be positive, got {hang_after_s}. Use inf to wait for ever.")
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        if not command_line:
+            enter(_python_names())
+        stop = enter(listening())
         check_trackers(track)
         recipe.check(find_place(os.environ).size)
         folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
-        with (
-            join(device, timeout_s=min(hang_after_s, LONGEST_S) + 60) as world,
-            _numerics(recipe, world),
-            _locked(folder, world) as folder,
-            watching(world.place, hang_after_s, world.token) as watchdog,
-        ):
-            log_once: Callable[[str], None] = log if world.first else lambda line: None
-            opened = open_training_data(recipe, world.device, data, test, kind, labels, folder.path)
-            if opened.note:
-                log_once(opened.note)
-            if backbone is not None:
-                recipe = replace(recipe, backbone=config_of(backbone, opened.spec))
-            record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
-            resumed = find_checkpoint(folder, record, opened.spec, world, allow, log)
-            opened, spec = replace(opened, spec=resumed.data), resumed.data
-            if resumed.finished:
-                more = ", or more --steps" if recipe.optimizer.schedule == "constant" else ""
-                log_once(f"{folder.path} is finished: {recipe.steps} steps. Use another --out{more}.")
-                if world.first and folder.read_status().get("state") != "finished":  # killed after its last save
-                    folder.write_status("finished", recipe.steps)
-                return Run(folder.path, backbone)
-            check_host(recipe, spec, world)
-            with enough_to_train(recipe, spec, world, watchdog):
-                model = _model(recipe, opened, backbone, init_from if resumed.checkpoint is None else None, world)
-                engine = Engine(recipe, model, world, _half(recipe, world))
-            if begin is not None:
-                begin()
-            if world.device.type == "cpu" and recipe.threads is None and not recipe.audit:
-                _check_threads(model, recipe.batch // recipe.accumulation // world.size, log_once)
-            restore(engine, resumed.checkpoint, world, log)
-            engine.share()
-            done, journal = engine.steps_done, list[Sink]()
-            stream = Stream(recipe, opened.train, spec.latent_shape, world, done, opened.labels, spec.classes)
-            saver = Saver(folder.checkpoints, recipe.keep, folder.check)
-            if world.first:
-                folder.write_record(record, named, spec.version, world)
-                due = recipe.every.due(done, recipe.steps) if resumed.evaluation_pending else set()
-                possible = ("evaluate", "sample") if opened.test is not None else ("sample",)
-                journal.append(JsonLines(folder, done, [name for name in possible if name in due]))
-            with (
-                Progress("train", recipe.steps, "step", done, None if world.first else StringIO()) as progress,
-                _status(folder, engine, world),
-                contextlib.closing(saver),  # inside the lock: nothing is written without it
-                contextlib.closing(engine),
-                contextlib.closing(stream),
-                tracking(track if world.first else (), folder.path, recipe) as trackers,
-                enough_to_train(recipe, spec, world, watchdog),
-            ):
-                engine.begin(stream)
-                about = {"recipe": to_plain(recipe), "data": to_plain(spec), "network": record.network}
-                Loop(
-                    recipe=recipe,
-                    data=opened,
-                    engine=engine,
-                    stream=stream,
-                    world=world,
-                    folder=folder,
-                    saver=saver,
-                    sinks=[*journal, *trackers, *sinks],
-                    progress=progress,
-                    watchdog=watchdog,
-                    stop=stop,
-                    about={**about, "ranks": world.size},
-                    pending=resumed.evaluation_pending,
-                ).run()
+        world = enter(join(device, timeout_s=min(hang_after_s, LONGEST_S) + 60))
+        enter(_numerics(recipe, world))
+        folder = enter(_locked(folder, world))
+        watchdog = enter(watching(world.place, hang_after_s, world.token))
+        log_once: Callable[[str], None] = log if world.first else lambda line: None
+
+        # ---- The data, and the checkpoint to resume from ----
+        opened = open_training_data(recipe, world.device, data, test, kind, labels, folder.path)
+        if opened.note:
+            log_once(opened.note)
+        if backbone is not None:
+            recipe = replace(recipe, backbone=config_of(backbone, opened.spec))
+        record = RunRecord(recipe, class_name(backbone) if backbone is not None else "")
+        resumed = find_checkpoint(folder, record, opened.spec, world, allow, log)
+        opened, spec = replace(opened, spec=resumed.data), resumed.data
+        if resumed.finished:
+            more = ", or more steps" if recipe.optimizer.schedule == "constant" else ""
+            log_once(f"{folder.path} is finished: {recipe.steps} steps. Use another folder{more}.")
+            if world.first and folder.read_status().get("state") != "finished":  # killed after its last save
+                folder.write_status("finished", recipe.steps)
+            return Run(folder.path, backbone)
+
+        # ---- The model, its optimizer and its state ----
+        check_host(recipe, spec, world)
+        with enough_to_train(recipe, spec, world, watchdog):
+            half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
+            model = _model(recipe, opened, backbone, init_from if resumed.checkpoint is None else None, half, world)
+            engine = enter(contextlib.closing(Engine(recipe, model, world, half)))
+        if begin is not None:
+            begin()
+        _check_threads(engine, log_once)
+        restore(engine, resumed.checkpoint, log)
+        engine.share()
+
+        # ---- The journal, the checkpoints and the loop ----
+        done, journal = engine.steps_done, list[Sink]()
+        if world.first:
+            folder.write_record(record, named, spec.version, world)
+            due = recipe.every.due(done, recipe.steps) if resumed.evaluation_pending else set()
+            possible = ("evaluate", "sample") if opened.test is not None else ("sample",)
+            journal.append(JsonLines(folder, done, [name for name in possible if name in due]))
+        progress = enter(Progress("train", recipe.steps, "step", done, None if world.first else StringIO()))
+        enter(_status(folder, engine, world))
+        saver = enter(contextlib.closing(Saver(folder.checkpoints, recipe.keep, folder.check)))  # it needs the lock
+        source, shape = opened.train, spec.latent_shape
+        stream = enter(contextlib.closing(Stream(recipe, source, shape, world, done, opened.labels, spec.classes)))
+        trackers = enter(tracking(track if world.first else (), folder.path, recipe))
+        enter(enough_to_train(recipe, spec, world, watchdog))
+        engine.begin(stream)
+        Loop(
+            data=opened,
+            engine=engine,
+            stream=stream,
+            folder=folder,
+            saver=saver,
+            sinks=[*journal, *trackers, *sinks],
+            progress=progress,
+            watchdog=watchdog,
+            stop=stop,
+            about={
+                "recipe": to_plain(recipe), "data": to_plain(spec), "network": record.network, "ranks": world.size,
+            },
+            pending=resumed.evaluation_pending,
+        ).run()  # fmt: skip
     return Run(folder.path, backbone)
 
 
@@ -254,12 +249,18 @@ def _locked(folder: RunFolder, world: World) -> Iterator[RunFolder]:
 
 
 def _model(
-    recipe: Recipe, data: TrainingData, backbone: nn.Module | None, init_from: str | Path | None, world: World
+    recipe: Recipe,
+    data: TrainingData,
+    backbone: nn.Module | None,
+    init_from: str | Path | None,
+    half: torch.dtype | None,
+    world: World,
 ) -> Model:
     """The model on its device, with weights from the seed, the caller's network or another run."""
     torch.manual_seed(derive(recipe.seed, "init"))
     model = build_model(recipe, data.spec, backbone)
-    for name, parameter in model.denoiser.backbone.named_parameters():
+    network = model.denoiser.backbone
+    for name, parameter in network.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise UsageError(
                 f"training needs weights in float32, got {parameter.dtype} for {name}. Pass backbone.float(); "
@@ -274,36 +275,31 @@ def _model(
     if init_from is not None:
         set_weights(model, read_trained(Path(init_from)), str(init_from))
     model = model.to(world.device).train()
-    network = model.denoiser.backbone
-    wanted = recipe.compile and not recipe.audit
+    fast = recipe.compile and not recipe.audit
     if isinstance(network, Backbone):  # chooses the fastest form before the optimizer refers to the weights
-        network.compute_dtype = _half(recipe, world)
-        if wanted:
+        network.compute_dtype = half
+        if fast:
             accelerate(network, world.device, recipe.lean, fp8=recipe.precision == "fp8")
-    elif wanted and compiles(world.device):
+    elif fast and compiles(world.device):
         network.compile()
     return model
 
 
-def _half(recipe: Recipe, world: World) -> torch.dtype | None:
-    return compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
-
-
-def _check_threads(model: Model, images: int, log: Callable[[str], None]) -> None:
+def _check_threads(engine: Engine, log: Callable[[str], None]) -> None:
     """Log a message if one thread is much faster than all threads: the machine is busy, or the network is small.
 
     The number of threads is not changed here, since sums would be rounded differently when the run is resumed.
     """
-    network, threads = model.denoiser.backbone, torch.get_num_threads()
-    if not isinstance(network, Backbone) or threads == 1:
+    recipe, network, threads = engine.recipe, engine.model.denoiser.backbone, torch.get_num_threads()
+    chosen = recipe.threads is not None or recipe.audit or engine.world.device.type != "cpu"
+    if chosen or threads == 1 or not isinstance(network, Backbone):
         return
-    x, t = torch.zeros(min(images, MEASURED_IMAGES), *network.shape), torch.zeros(min(images, MEASURED_IMAGES))
-    with torch.no_grad():
-        network.eval()
+    count = min(MEASURED_IMAGES, recipe.batch // recipe.accumulation // engine.world.size)
+    x, t = torch.zeros(count, *network.shape), torch.zeros(count)
+    with torch.no_grad(), engine.model.evaluating():
         seconds = seconds_by_threads(lambda: network(x, t))
-        network.train()
     if (factor := seconds[threads] / seconds[1]) > WORTH_SAYING:
-        log(f"{threads} threads are {factor:.1f} times slower than one on this machine now. Start with --threads 1.")
+        log(f"{threads} threads are {factor:.1f} times slower than one on this machine now. Set threads to 1.")
 
 
 @contextlib.contextmanager
@@ -326,27 +322,15 @@ def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _python_wording() -> Iterator[None]:
-    """Messages for callers in Python. A Ctrl-C does not end an interactive session."""
-    token = wording.set(in_python)
+def _python_names() -> Iterator[None]:
+    """For callers in Python, errors name arguments and settings (`init_from`) in place of options (`--init-from`).
+
+    A Ctrl-C does not end an interactive session.
+    """
     try:
         yield
     except BsiError as error:
-        error.args = (in_python(str(error)), *error.args[1:])
+        error.args = (re.sub(r"--([a-z][\w.-]*)", lambda option: option[1].replace("-", "_"), str(error)),)
         if isinstance(error, Preempted) and hasattr(sys, "ps1"):
             raise KeyboardInterrupt(str(error)) from None
         raise
-    finally:
-        wording.reset(token)
-
-
-def in_python(text: str) -> str:
-    """A message of the trainer with arguments and fields of the recipe in place of options of the command line."""
-    text = ALLOW.sub(lambda found: f"allow={found[1].split()}", text)
-    text = re.sub(r"\b([Rr])un the same command", "call bsi.train with the same arguments", text)
-
-    def named(found: re.Match[str]) -> str:
-        name = found[1].replace("-", "_")
-        return f"{name}={found[2]}" if found[2] else f'{name}="{found[3]}"' if found[3] else name
-
-    return OPTION.sub(named, text)

@@ -51,7 +51,7 @@ def test_a_run_says_when_one_thread_is_faster(slow, threads, said, monkeypatch, 
     monkeypatch.setattr("bsi.backbones.mlp.MLP.network", network)
     quiet = replace(recipe, every=replace(recipe.every, evaluate=0, sample=0))
     bsi.train(quiet, out=tmp_path / "run", device="cpu")
-    assert ("Start with threads=1" in capfd.readouterr().err) == said
+    assert ("Set threads to 1" in capfd.readouterr().err) == said
     assert torch.get_num_threads() == 3
 
 

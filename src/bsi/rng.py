@@ -119,7 +119,7 @@ def weighted_normals(
     import torch
 
     samples = samples.long()  # narrower integers have no high word, and the products would overflow
-    if weights.dtype == torch.float32 and compiles(samples.device):
+    if samples.is_cuda and weights.dtype == torch.float32 and compiles(samples.device):
         from bsi.kernels import philox as kernel  # needs Triton, which only some machines have
 
         return kernel.weighted_normals(seed, samples, places, weights, n)

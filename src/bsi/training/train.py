@@ -30,21 +30,12 @@ from bsi.model import Model
 from bsi.progress import Progress
 from bsi.recipe import Recipe
 from bsi.rng import derive
+from bsi.runtime import run_folder
 from bsi.runtime.checkpoint import Saver
 from bsi.runtime.distributed import World, find_place, join, watching
 from bsi.runtime.export import build_model, class_name, config_of, load, read_trained, set_weights
 from bsi.runtime.out_of_memory import check_host, enough_to_train
-from bsi.runtime.run_folder import (
-    JsonLines,
-    RunFolder,
-    RunRecord,
-    Sink,
-    State,
-    Value,
-    check_trackers,
-    read_journal,
-    tracking,
-)
+from bsi.runtime.run_folder import RunFolder, RunRecord, Sink, State
 from bsi.runtime.serialization import to_plain
 from bsi.sampling import levels_of
 from bsi.training.dataset import TrainingData, open_training_data
@@ -56,7 +47,6 @@ from bsi.training.stream import Stream
 from bsi.values import DataKind
 
 LONGEST_S = 1e8  # three years: the longest wait for another rank
-MEASURED_IMAGES = 16  # batch size for comparing one thread with all threads
 WORTH_SAYING = 1.5  # speedup with one thread from which a message is logged
 
 
@@ -74,11 +64,11 @@ class Run:
         described = record is not None and record.recipe.backbone is not None
         return load(self.path, ema, None if described else self.backbone, step)
 
-    def journal(self) -> list[dict[str, Value]]:
+    def journal(self) -> list[dict[str, run_folder.Value]]:
         """The records that were written during training, such as {"event": "train", "step": 50, "loss": ...}."""
-        return read_journal(self.path)
+        return run_folder.read_journal(self.path)
 
-    def evaluations(self) -> list[dict[str, Value]]:
+    def evaluations(self) -> list[dict[str, run_folder.Value]]:
         """The journal's bounds of test samples, the latest last."""
         return [record for record in self.journal() if record["event"] == "evaluate"]
 
@@ -143,7 +133,7 @@ def train(
         if not command_line:
             enter(_python_names())
         stop = enter(listening())
-        check_trackers(track)
+        run_folder.check_trackers(track)
         recipe.check(find_place(os.environ).size)
         folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
         world = enter(join(device, timeout_s=min(hang_after_s, LONGEST_S) + 60))
@@ -186,13 +176,13 @@ def train(
             folder.write_record(record, named, spec.version, world)
             due = recipe.every.due(done, recipe.steps) if resumed.evaluation_pending else set()
             possible = ("evaluate", "sample") if opened.test is not None else ("sample",)
-            journal.append(JsonLines(folder, done, [name for name in possible if name in due]))
+            journal.append(run_folder.JsonLines(folder, done, [name for name in possible if name in due]))
         progress = enter(Progress("train", recipe.steps, "step", done, None if world.first else StringIO()))
         enter(_status(folder, engine, world))
         saver = enter(contextlib.closing(Saver(folder.checkpoints, recipe.keep, folder.check)))  # it needs the lock
         source, shape = opened.train, spec.latent_shape
         stream = enter(contextlib.closing(Stream(recipe, source, shape, world, done, opened.labels, spec.classes)))
-        trackers = enter(tracking(track if world.first else (), folder.path, recipe))
+        trackers = enter(run_folder.tracking(track if world.first else (), folder.path, recipe))
         enter(enough_to_train(recipe, spec, world, watchdog))
         engine.begin(stream)
         Loop(
@@ -294,7 +284,7 @@ def _check_threads(engine: Engine, log: Callable[[str], None]) -> None:
     chosen = recipe.threads is not None or recipe.audit or engine.world.device.type != "cpu"
     if chosen or threads == 1 or not isinstance(network, Backbone):
         return
-    count = min(MEASURED_IMAGES, recipe.batch // recipe.accumulation // engine.world.size)
+    count = min(16, recipe.batch // recipe.accumulation // engine.world.size)
     x, t = torch.zeros(count, *network.shape), torch.zeros(count)
     with torch.no_grad(), engine.model.evaluating():
         seconds = seconds_by_threads(lambda: network(x, t))

@@ -65,7 +65,7 @@ def test_messages_name_arguments_or_options_as_their_caller_does(tmp_path: Path)
     bsi.train(RECIPE, data=DATA, out=tmp_path / "run", device="cpu")
     for changed, option, argument in (
         (replace(RECIPE, seed=1), "another --out, or --allow seed", "another out, or allow seed"),
-        (replace(RECIPE, steps=3), "Use --steps 6 or more", "Use steps 6 or more"),
+        (replace(RECIPE, steps=3), "Use --steps 6 or more", "Use steps=6 or more"),
         (replace(RECIPE, backbone=MLPConfig(16, 1)), "--out; --init-from takes", "out; init_from takes"),
     ):
         for command_line, words in ((True, option), (False, argument)):

@@ -313,14 +313,19 @@ def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _python_names() -> Iterator[None]:
-    """For callers in Python, errors name arguments and settings (`init_from`) in place of options (`--init-from`).
+    """In errors for callers in Python, name arguments and settings (`steps=9`) in place of options (`--steps 9`).
 
     A Ctrl-C does not end an interactive session.
     """
+
+    def named(option: re.Match[str]) -> str:
+        name = option[1].replace("-", "_")
+        return name if option[2] is None else f"{name}={option[2]}"
+
     try:
         yield
     except BsiError as error:
-        error.args = (re.sub(r"--([a-z][\w.-]*)", lambda option: option[1].replace("-", "_"), str(error)),)
+        error.args = (re.sub(r"--([a-z][\w.-]*)(?: (\d+))?", named, str(error)),)
         if isinstance(error, Preempted) and hasattr(sys, "ps1"):
             raise KeyboardInterrupt(str(error)) from None
         raise

@@ -97,10 +97,8 @@ def test_a_network_trained_with_labels_draws_what_it_is_asked_for_and_all_of_it_
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_network_with_labels_is_looked_at_on_the_way_on_a_gpu_too(tmp_path: Path) -> None:
     every = Every(journal=2, evaluate=2, sample=2, checkpoint=4)
-    run = bsi.train(
-        _recipe(steps=4, every=every), data=_points(), labels=LABELS, out=tmp_path / "run", device="cuda"
-    ).path
-    assert (run / "samples").is_dir()
+    run = bsi.train(_recipe(steps=4, every=every), data=_points(), labels=LABELS, out=tmp_path / "run", device="cuda")
+    assert (run.path / "samples").is_dir()
 
 
 def test_labels_belong_to_what_a_resumed_run_compares(tmp_path: Path) -> None:
@@ -113,13 +111,10 @@ def test_labels_belong_to_what_a_resumed_run_compares(tmp_path: Path) -> None:
 
 def test_labels_that_are_not_there_or_not_whole_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no labels"):
-        bsi.train(_recipe(), data=_points(), out=tmp_path / "a")
-    with pytest.raises(DataError, match="whole numbers"):
-        bsi.train(_recipe(), data=_points(), labels=LABELS[:-1], out=tmp_path / "b")
-    with pytest.raises(DataError, match="whole numbers"):
-        bsi.train(_recipe(), data=_points(), labels=LABELS - 1, out=tmp_path / "c")
-    with pytest.raises(DataError, match="whole numbers"):
-        bsi.train(_recipe(), data=_points(), labels=LABELS.double(), out=tmp_path / "d")
+        bsi.train(_recipe(), data=_points(), out=tmp_path / "run")
+    for labels in (LABELS[:-1], LABELS - 1, LABELS.double()):
+        with pytest.raises(DataError, match="whole numbers"):
+            bsi.train(_recipe(), data=_points(), labels=labels, out=tmp_path / "run")
     with pytest.raises(UsageError, match=r"data\.unlabeled"):
         Data("blobs", labels=True, unlabeled=0.0)
 
@@ -140,16 +135,15 @@ def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
     assert json.loads(capsys.readouterr().out)["label"] == 7
     with np.load(tmp_path / "x.npz") as found:
         assert len(found[found.files[0]]) == 4
-    assert main(["sample", str(run), "--label", "10", "--out", str(tmp_path / "y.png")]) == 2
-    assert "its labels are 0 to 9" in capsys.readouterr().err
-    assert main(["eval", "digits", "--fid", "--labels"]) == 2
-    assert "trained without labels" in capsys.readouterr().err
-    assert main(["eval", "digits", "--fid", "--guidance", "2"]) == 2
-    assert "needs --labels" in capsys.readouterr().err
-    assert main(["eval", "digits", "--fid", "--guidance"]) == 2
-    assert "--guidance" in capsys.readouterr().err
-    assert main(["eval", "digits", "--bpd", "--labels"]) == 2
-    assert "--labels" in capsys.readouterr().err
+    for words, message in (
+        (f"sample {run} --label 10 --out {tmp_path / 'y.png'}", "its labels are 0 to 9"),
+        ("eval digits --fid --labels", "trained without labels"),
+        ("eval digits --fid --guidance 2", "needs --labels"),
+        ("eval digits --fid --guidance", "--guidance"),
+        ("eval digits --bpd --labels", "--labels"),
+    ):
+        assert main(words.split()) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_names_of_classes_go_from_a_folder_into_run_export_and_samples(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import astuple, replace
 
 import numpy as np
@@ -67,6 +68,14 @@ def stream_of(recipe: Recipe, start: int = 0) -> Stream:
 def watchdog():
     with watching(Place(), 600.0) as watchdog:
         yield watchdog
+
+
+def trained(recipe: Recipe, steps: int, watchdog: Watchdog, engine: Engine | None = None) -> tuple[Engine, Stream]:
+    """An engine after these steps, and its stream."""
+    engine, stream = engine or engine_of(recipe), stream_of(recipe)
+    for _ in range(steps):
+        engine.step(stream, watchdog)
+    return engine, stream
 
 
 def state(engine: Engine) -> dict[str, torch.Tensor]:
@@ -182,16 +191,12 @@ def test_power_averages_give_each_step_what_their_profile_does(watchdog: Watchdo
 def test_accumulation_changes_nothing_but_rounding(watchdog: Watchdog, audit: bool) -> None:
     """Without dropout, whose masks follow the pieces."""
 
-    def trained(**changes) -> Engine:
-        recipe = tiny_recipe(**changes)
+    def without_dropout(recipe: Recipe) -> Engine:
         engine = engine_of(recipe)
         engine.model.denoiser.backbone.eval()
-        stream = stream_of(recipe)
-        for _ in range(5):
-            engine.step(stream, watchdog)
-        return engine
+        return trained(recipe, 5, watchdog, engine)[0]
 
-    whole, cut = trained(), trained(accumulation=4, audit=audit)
+    whole, cut = without_dropout(tiny_recipe()), without_dropout(tiny_recipe(accumulation=4, audit=audit))
     for a, b in zip(whole.parameters, cut.parameters, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
     # AdamW moves the weights alike for a multiple of the gradient; its norm tells
@@ -201,9 +206,7 @@ def test_accumulation_changes_nothing_but_rounding(watchdog: Watchdog, audit: bo
 def test_the_state_is_all_there_is(watchdog: Watchdog) -> None:
     """A new engine that is given the tensors goes on, bit for bit."""
     recipe = tiny_recipe()
-    engine, stream = engine_of(recipe), stream_of(recipe)
-    for _ in range(7):
-        engine.step(stream, watchdog)
+    engine, stream = trained(recipe, 7, watchdog)
     saved = copy.deepcopy(engine.tensors())
     resumed = engine_of(replace(recipe, seed=0))
     resumed.restore(7, saved)
@@ -216,9 +219,7 @@ def test_the_state_is_all_there_is(watchdog: Watchdog) -> None:
 
 
 def test_what_was_read_for_a_checkpoint_does_not_move_on(watchdog: Watchdog) -> None:
-    recipe = tiny_recipe()
-    engine, stream = engine_of(recipe), stream_of(recipe)
-    engine.step(stream, watchdog)
+    engine, stream = trained(tiny_recipe(), 1, watchdog)
     saved = state(engine)
     then = copy.deepcopy(saved)
     engine.step(stream, watchdog)
@@ -237,54 +238,49 @@ class Counting(Tiny):
         return super().forward(self.norm(x.flatten(1)).view_as(x), t)
 
 
-def test_the_pass_that_settles_ddp_leaves_no_trace() -> None:
+@pytest.fixture
+def two() -> Iterator[World]:
+    """A world in which DDP believes that there are two ranks, and sums over one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(Place(0, 2), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def test_the_pass_that_settles_ddp_leaves_no_trace(two: World) -> None:
     """Every start of a run makes it: one that was interrupted has made one more."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        two = World(Place(0, 2), torch.device("cpu"))
-        model = bsi.Model(Counting(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
-        engine = Engine(tiny_recipe(), model.train(), two, None)
-        before = state(engine)
-        engine.begin(Stream(tiny_recipe(), as_source(DATA), (1, 4, 4), two, 0))
-        engine.close()
-        assert same(before, state(engine))
-        assert all(p.grad is None for p in model.parameters())
-    finally:
-        dist.destroy_process_group()
+    model = bsi.Model(Counting(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
+    engine = Engine(tiny_recipe(), model.train(), two, None)
+    before = state(engine)
+    engine.begin(Stream(tiny_recipe(), as_source(DATA), (1, 4, 4), two, 0))
+    engine.close()
+    assert same(before, state(engine))
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_ranks_exchange_gradients_with_the_last_piece_alone(
-    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+    watchdog: Watchdog, two: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier, what the pieces after it add would be one rank's own, and the weights would drift apart."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        two, recipe = World(Place(0, 2), torch.device("cpu")), tiny_recipe(accumulation=4)
-        model = bsi.Model(Tiny(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
-        engine, stream = Engine(recipe, model.train(), two, None), Stream(recipe, as_source(DATA), (1, 4, 4), two, 0)
-        engine.begin(stream)
-        losses, exchanged = engine._losses, []
+    recipe = tiny_recipe(accumulation=4)
+    model = bsi.Model(Tiny(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
+    engine, stream = Engine(recipe, model.train(), two, None), Stream(recipe, as_source(DATA), (1, 4, 4), two, 0)
+    engine.begin(stream)
+    losses, exchanged = engine._losses, []
 
-        def noted(batch: Batch) -> torch.Tensor:
-            exchanged.append(engine._network.require_backward_grad_sync)
-            return losses(batch)
+    def noted(batch: Batch) -> torch.Tensor:
+        exchanged.append(engine._network.require_backward_grad_sync)
+        return losses(batch)
 
-        monkeypatch.setattr(engine, "_losses", noted)
-        engine.step(stream, watchdog)
-        engine.close()
-        assert exchanged == [False, False, False, True]
-    finally:
-        dist.destroy_process_group()
+    monkeypatch.setattr(engine, "_losses", noted)
+    engine.step(stream, watchdog)
+    engine.close()
+    assert exchanged == [False, False, False, True]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["loss", "gradient", "weights"])
 def test_after_a_step_that_is_not_finite_nothing_moves(watchdog: Watchdog, poison: float, where: str) -> None:
-    recipe = tiny_recipe()
-    engine, stream = engine_of(recipe), stream_of(recipe)
-    for _ in range(4):
-        engine.step(stream, watchdog)
+    engine, stream = trained(tiny_recipe(), 4, watchdog)
     before = copy.deepcopy(state(engine))
     losses = engine._losses
     handle = None
@@ -317,12 +313,9 @@ def test_float16_leaves_out_overflows_and_halves_its_scale(watchdog: Watchdog) -
         network = build("mlp-8x1", (1, 4, 4), 17)
         return Engine(recipe, bsi.Model(network, bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17)).train(), CPU, half)
 
-    engine, stream = of_ours(torch.float16), stream_of(recipe)
-    reference, other = of_ours(None), stream_of(recipe)
+    engine, stream = trained(recipe, 3, watchdog, of_ours(torch.float16))
+    reference, _ = trained(recipe, 3, watchdog, of_ours(None))
     assert float(engine.scale) == 2.0**16
-    for _ in range(3):
-        engine.step(stream, watchdog)
-        reference.step(other, watchdog)
     for a, b in zip(engine.parameters, reference.parameters, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), "the scale cancels"
     before = [p.detach().clone() for p in engine.parameters]
@@ -362,13 +355,10 @@ def test_float16s_scale_doubles_after_so_many_good_steps(watchdog: Watchdog, mon
 
 
 def test_means_are_of_the_steps_since_the_last_look(watchdog: Watchdog) -> None:
-    recipe = tiny_recipe()
-    engine, stream = engine_of(recipe), stream_of(recipe)
-    often, seldom = engine_of(recipe), stream_of(recipe)
-    each = []
+    engine, _ = trained(tiny_recipe(), 3, watchdog)
+    often, stream, each = engine_of(tiny_recipe()), stream_of(tiny_recipe()), []
     for _ in range(3):
-        engine.step(stream, watchdog)
-        often.step(seldom, watchdog)
+        often.step(stream, watchdog)
         each.append(often.means())
     assert engine.means().loss == pytest.approx(sum(means.loss for means in each) / 3, rel=1e-6)
 

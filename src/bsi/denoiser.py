@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from bsi.conditioning import guided
 from bsi.errors import UsageError
 from bsi.gaussian import Data, Encoder, PerSample, over
-from bsi.methods.base import Method, Parametrization, Predictor
+from bsi.methods.base import Method, Parametrization, Predictor, rho_at
 from bsi.sampler import check_guidance
 from bsi.symbols import SymbolPredictor, expected, log_posterior
 from bsi.values import Symbols
@@ -99,11 +99,20 @@ COEFFICIENTS: dict[Parametrization, Callable[[Encoder, float], Coefficients]] = 
 }  # fmt: skip
 
 
+def consistent(coefficients: Coefficients, method: Method, level: Float[Tensor, "*batch"]) -> Coefficients:
+    """Those of f = x_hat + m (psi / signal - x_hat), m = (rho / rho_last)^2: the identity at the last level."""
+    last = rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64, device=level.device))
+    signal, m = method.encoder(level).signal, (rho_at(method, level) / last).square()
+    skip = (1 - m) * coefficients.c_skip + torch.where(m > 0, m / torch.where(m > 0, signal, 1.0), 0.0)
+    return Coefficients(skip, (1 - m) * coefficients.c_out, coefficients.c_in)
+
+
 class Denoiser(nn.Module):
     """f_theta: a backbone with its preconditioning. Called as `denoiser(latent, level)`, it is a Predictor.
 
     `clip` is the range that x_hat is clipped to, or None. With `symbols` the input are the probabilities of the symbols
-    given each element's own latent, and the output is added to their logarithms: see `bsi.symbols`.
+    given each element's own latent, and the output is added to their logarithms: see `bsi.symbols`. `consistent` makes it a
+    consistency function: see `bsi.consistency`.
     """
 
     def __init__(
@@ -114,6 +123,7 @@ class Denoiser(nn.Module):
         sigma_data: float = 1.0,
         clip: tuple[float, float] | None = None,
         symbols: Symbols | None = None,
+        consistent: bool = False,
     ) -> None:
         super().__init__()
         _check_backbone(backbone)
@@ -124,12 +134,14 @@ class Denoiser(nn.Module):
             raise UsageError(f"unknown parametrization {self.parametrization!r}. Use one of {', '.join(COEFFICIENTS)}.")
         if not sigma_data > 0:
             raise UsageError(f"sigma_data must be a positive standard deviation, got {sigma_data}")
-        self.sigma_data, self.clip, self.symbols = sigma_data, clip, symbols
+        self.sigma_data, self.clip, self.symbols, self.consistent = sigma_data, clip, symbols, consistent
 
     def forward(self, latent: Data, level: PerSample, cond: Condition | None = None) -> Data:
         if self.symbols is not None:
             return expected(self.symbols, self.logits(latent, level, cond))
         coefficients = COEFFICIENTS[self.parametrization](self.method.encoder(level), self.sigma_data)
+        if self.consistent:
+            coefficients = consistent(coefficients, self.method, level)
         output = self._output(over(coefficients.c_in, latent) * latent, level, cond)
         x_hat = over(coefficients.c_skip, latent) * latent + over(coefficients.c_out, latent) * output
         return x_hat if self.clip is None else x_hat.clamp(*self.clip)

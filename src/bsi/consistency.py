@@ -47,7 +47,7 @@ def consistency_loss(
     mean, deviation = LOG_SIGMA
     sigma = torch.exp(mean + deviation * torch.special.ndtri(t.double().clamp(1e-6, 1 - 1e-6)))
     last = 1 / rho_at(method, torch.tensor(method.levels.high, dtype=torch.float64, device=x.device))
-    sigma = sigma.clamp(2 * last, FIRST_SIGMA)
+    sigma = torch.maximum(sigma, 2 * last).clamp(max=FIRST_SIGMA)
     later = sigma * (1 - gap * (1 + 8 / (1 + sigma.exp())))
     with torch.no_grad():
         target = _at(method, predict, x, eps, torch.maximum(later, last))

@@ -111,8 +111,8 @@ class Denoiser(nn.Module):
     """f_theta: a backbone with its preconditioning. Called as `denoiser(latent, level)`, it is a Predictor.
 
     `clip` is the range that x_hat is clipped to, or None. With `symbols` the input are the probabilities of the symbols
-    given each element's own latent, and the output is added to their logarithms: see `bsi.symbols`. `consistent` makes it a
-    consistency function: see `bsi.consistency`.
+    given each element's own latent, and the output is added to their logarithms: see `bsi.symbols`. `consistent` makes
+    it a consistency function: see `bsi.consistency`.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ LAYERS = [
         "codec",
         "coded_file",
         "conditioning",
+        "consistency",
         "control_variate",
         "denoiser",
         "elbo",

@@ -12,6 +12,7 @@ number of bins (which sets the Fourier features) and the number of classes.
 | `mlp-256x4` | residual MLP of width 256 with 4 blocks, for vectors |
 """
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -26,6 +27,9 @@ PRECISION_DIM = 32  # section "Architecture": t becomes a 32-dimensional precisi
 LARGEST = dict.fromkeys(("depth", "levels", "heads", "patch"), 1 << 12) | {"width": 1 << 16, "mlp_ratio": 1 << 8}
 
 
+Shape = tuple[int, ...]  # of one sample: (channels, *space)
+
+
 def _check_sizes(width: int, heads: int = 1, dropout: float = 0.0, **sizes: int) -> None:
     for name, size in {"width": width, "heads": heads, **sizes}.items():
         if not 1 <= size <= LARGEST[name]:
@@ -37,7 +41,7 @@ def _check_sizes(width: int, heads: int = 1, dropout: float = 0.0, **sizes: int)
         raise UsageError(f"dropout is a probability in [0, 1), got {dropout}.")
 
 
-def _check_space(network: str, shape: tuple[int, ...]) -> None:
+def _check_space(network: str, shape: Shape) -> None:
     if len(shape) < 2 or min(shape) < 1:
         raise UsageError(
             f"{network} takes data of shape (channels, *space) with all sizes at least 1, got {shape}. "
@@ -70,7 +74,7 @@ class DiTConfig:
     def __post_init__(self) -> None:
         _check_sizes(self.width, self.heads, self.dropout, depth=self.depth, patch=self.patch, mlp_ratio=self.mlp_ratio)
 
-    def check(self, shape: tuple[int, ...]) -> None:
+    def check(self, shape: Shape) -> None:
         """Raise UsageError for data that this network cannot take."""
         _check_space("a DiT", shape)
         if any(size % self.patch for size in shape[1:]):
@@ -78,14 +82,11 @@ class DiTConfig:
                 f"a DiT needs spatial sizes that are multiples of its patch, got {shape[1:]} and patch {self.patch}. "
                 f"Use a patch that divides {math.gcd(*shape[1:])}, or crop or pad the data."
             )
-        axes = len(shape) - 1
-        if self.width < 2 * axes:
-            raise UsageError(
-                f"positions on {axes} axes need a width of at least {2 * axes}, a sine and a cosine each, "
-                f"got width={self.width}."
-            )
+        least = 2 * (len(shape) - 1)
+        if self.width < least:
+            raise UsageError(f"positions of {shape[1:]} need a width of at least {least}, got width={self.width}.")
 
-    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def grid(self, shape: Shape) -> tuple[int, ...]:
         """The number of patches along each spatial axis."""
         return tuple(size // self.patch for size in shape[1:])
 
@@ -121,7 +122,7 @@ class UNetConfig:
         """The widths at all resolutions, starting with the full one."""
         return (self.width, *self.coarser)
 
-    def check(self, shape: tuple[int, ...]) -> None:
+    def check(self, shape: Shape) -> None:
         """Raise UsageError for data that this network cannot take."""
         _check_space("a U-Net", shape)
         if len(shape) > 4:
@@ -133,7 +134,7 @@ class UNetConfig:
                 f"got {shape[1:]}. Use fewer resolutions, or crop or pad the data."
             )
 
-    def pixels(self, shape: tuple[int, ...]) -> list[int]:
+    def pixels(self, shape: Shape) -> list[int]:
         """The number of pixels at each resolution."""
         return [math.prod(size >> i for size in shape[1:]) for i in range(len(self.widths))]
 
@@ -150,12 +151,12 @@ class MLPConfig:
     def __post_init__(self) -> None:
         _check_sizes(self.width, dropout=self.dropout, depth=self.depth, mlp_ratio=self.mlp_ratio)
 
-    def check(self, shape: tuple[int, ...]) -> None:
+    def check(self, shape: Shape) -> None:
         """Raise UsageError for data that this network cannot take."""
         if not shape or min(shape) < 1:
             raise UsageError(f"an MLP takes data of shape (n,) or more axes, all at least 1, got {shape}.")
 
-    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def grid(self, shape: Shape) -> tuple[int, ...]:
         """No axes: all pixels are one token."""
         return ()
 
@@ -241,7 +242,7 @@ class Cost:
 
 def cost(
     config: BackboneConfig,
-    shape: tuple[int, ...],
+    shape: Shape,
     bins_count: int | None = None,
     num_classes: int = 0,
     out_channels: int | None = None,
@@ -250,15 +251,15 @@ def cost(
     config.check(shape)
     inputs = input_channels(shape[0], bins_count)
     outputs = shape[0] if out_channels is None else out_channels
-    width = 4 * config.width if isinstance(config, UNetConfig) else config.width
-    labels = Cost((num_classes + 1) * width if num_classes else 0)
-    condition = _product(PRECISION_DIM, width) + _product(width, width) + labels
     if isinstance(config, UNetConfig):
-        return condition + _unet_cost(config, shape, inputs, outputs)
-    return condition + _blocks_cost(config, shape, inputs, outputs)
+        width, network = 4 * config.width, _unet(config, shape, inputs, outputs)
+    else:
+        width, network = config.width, _blocks(config, shape, inputs, outputs)
+    labels = Cost((num_classes + 1) * width if num_classes else 0)
+    return network + labels + _product(PRECISION_DIM, width) + _product(width, width)
 
 
-def _blocks_cost(config: DiTConfig | MLPConfig, shape: tuple[int, ...], inputs: int, outputs: int) -> Cost:
+def _blocks(config: DiTConfig | MLPConfig, shape: Shape, inputs: int, outputs: int) -> Cost:
     width, hidden, tokens = config.width, config.mlp_ratio * config.width, math.prod(config.grid(shape))
     pixels = math.prod(shape[1:]) // tokens
     block, modulations = _product(width, hidden, tokens) + _product(hidden, width, tokens), 3
@@ -269,20 +270,18 @@ def _blocks_cost(config: DiTConfig | MLPConfig, shape: tuple[int, ...], inputs: 
     return modulation + block * config.depth + ends
 
 
-def _unet_cost(config: UNetConfig, shape: tuple[int, ...], inputs: int, outputs: int) -> Cost:
+def _unet(config: UNetConfig, shape: Shape, inputs: int, outputs: int) -> Cost:
     kernel, levels, width = 3 ** (len(shape) - 1), config.levels, config.width
     sizes = list(zip(config.widths, config.pixels(shape), strict=True))
     (_, pixels), (deepest, fewest) = sizes[0], sizes[-1]
-    shifts = _product(4 * width, (2 * levels + 1) * sum(config.widths) + 2 * deepest, bias=False)
-    ends = _product(inputs, width, pixels, kernel) + _norm(width) + _product(width, outputs, pixels, kernel)
-    total = shifts + ends + _residual(deepest, deepest, kernel, fewest) * 2 + _norm(deepest)
-    total += _attention(deepest, fewest)
-    for i, (w, p) in enumerate(sizes):
+    total = _product(4 * width, (2 * levels + 1) * sum(config.widths) + 2 * deepest, bias=False)
+    total += _product(inputs, width, pixels, kernel) + _norm(width) + _product(width, outputs, pixels, kernel)
+    total += _residual(deepest, deepest, kernel, fewest) * 2 + _norm(deepest) + _attention(deepest, fewest)
+    for w, p in sizes:
         total += _residual(w, w, kernel, p) * levels + _residual(2 * w, w, kernel, p) * (levels + 1)
-        if i > 0:
-            finer, more = sizes[i - 1]
-            total += _product(finer, w, p, kernel) + _product(w, finer, more, kernel)
-            total += (_norm(w) + _attention(w, p)) * (2 * levels + 1)
+    for (finer, more), (w, p) in itertools.pairwise(sizes):
+        total += _product(finer, w, p, kernel) + _product(w, finer, more, kernel)
+        total += (_norm(w) + _attention(w, p)) * (2 * levels + 1)
     return total
 
 
@@ -362,7 +361,7 @@ class Memory:
 
 def training_memory(
     config: BackboneConfig,
-    shape: tuple[int, ...],
+    shape: Shape,
     bins_count: int | None = None,
     num_classes: int = 0,
     form: Form = "compiled",
@@ -390,7 +389,7 @@ def training_memory(
     )
 
 
-def _stored(config: BackboneConfig, shape: tuple[int, ...], form: Form, half: bool) -> float:
+def _stored(config: BackboneConfig, shape: Shape, form: Form, half: bool) -> float:
     """Elements for each image: stored by all blocks, before and after them, and needed by the current block."""
     plain = form == "plain"
     match config:

@@ -246,28 +246,21 @@ def test_unet_keeps_its_input_in_scale_on_the_way_up(config: UNetConfig) -> None
 def test_group_norm_is_torchs_with_groups_of_four_channels_or_more_within_each_part(
     channels: int, parts: int, groups: int
 ) -> None:
-    norm, x = group_norm(channels, parts).double(), torch.randn(3, channels, 4, 5, dtype=torch.float64)
-    assert norm.num_groups == groups
-    torch.nn.init.normal_(norm.weight)
-    torch.nn.init.normal_(norm.bias)
-    expected = torch.nn.functional.group_norm(x, groups, norm.weight, norm.bias, eps=1e-6)
-    torch.testing.assert_close(torch.cat(norm.each(list(x.chunk(parts, dim=1))), dim=1), expected)
-
-
-def test_group_norm_and_its_gradients_are_those_of_the_shifted_image() -> None:
+    """Of a shifted image, and so are its gradients."""
     torch.manual_seed(0)
-    norm = GroupNorm(6, 24, eps=1e-6).double()
+    norm = group_norm(channels, parts).double()
+    assert norm.num_groups == groups
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
-    parts = [(3 + torch.randn(2, 12, 3, 5, dtype=torch.float64)).requires_grad_() for _ in range(2)]
-    shift = torch.randn(2, 24, dtype=torch.float64, requires_grad=True)
-    complete = torch.cat(parts, dim=1)
-    expected = torch.nn.functional.group_norm(complete + shift[..., None, None], 6, norm.weight, norm.bias, eps=1e-6)
-    direction, inputs = torch.randn_like(complete), [*parts, shift, *norm.parameters()]
-    gradients = torch.autograd.grad(expected, inputs, direction, retain_graph=True)
-    for found in (torch.cat(norm.each(parts, shift), dim=1), norm(complete, shift)):
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found, inputs, direction, retain_graph=True), gradients)
+    images = list(3 + torch.randn(parts, 2, channels // parts, 3, 5, dtype=torch.float64))
+    shift = torch.randn(2, channels, dtype=torch.float64)
+    inputs = [*(each.requires_grad_() for each in (*images, shift)), *norm.parameters()]
+    shifted = torch.cat(images, dim=1) + shift[..., None, None]
+    expected = torch.nn.functional.group_norm(shifted, groups, norm.weight, norm.bias, eps=1e-6)
+    found, direction = torch.cat(norm.each(images, shift), dim=1), torch.randn_like(expected)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(each, inputs, direction) for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_group_norm_of_sixteen_bits_has_float32_moments() -> None:

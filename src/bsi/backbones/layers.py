@@ -54,7 +54,6 @@ class Backbone(nn.Module, ABC):
 
     compute_dtype: torch.dtype | None = None
     fast: Any = None
-    condition: "ConditionEmbedding"
     config: BackboneConfig
 
     def __init__(

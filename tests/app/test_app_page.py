@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,12 @@ import pytest
 import torch
 
 from browser import browser, check_contrast, check_names, needs_chromium, silent_page, state
-from bsi.app.workbench import Workbench, open_workbench
+from bsi.app.workbench import Workbench
 from bsi.sampler import Sampler
-from test_app import TOKEN, Squashing, bench_of, labeled_bench, serving
+from test_app import TOKEN, bench_of, serving
 
 __all__ = ["browser"]  # the fixture
 pytestmark = needs_chromium
-
-
-@pytest.fixture(scope="module")
-def bench() -> Workbench:
-    return open_workbench(Path("digits"), "digits", torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +23,17 @@ def address(bench: Workbench) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/{TOKEN}/"
 
 
-@pytest.fixture
-def page(browser: Any, address: str) -> Iterator[Any]:
-    """The page after its first draw."""
-    with opened(browser, address) as page:
-        yield page
-
-
 @contextmanager
 def opened(browser: Any, address: str) -> Iterator[Any]:
     """A page after its first draw."""
     with silent_page(browser, address) as page:
         done(page)
+        yield page
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    with opened(browser, address) as page:
         yield page
 
 
@@ -76,8 +69,10 @@ def test_page_draws_what_the_package_draws(page: Any, bench: Workbench) -> None:
     assert "9 images, 9 evaluations" in page.inner_text("#status")
 
 
-def test_canvases_show_gray_levels_that_are_rounded(page: Any) -> None:
-    drawn = values(page, "x_hat", state(page, "last"))[0, 0]
+def test_page_shows_the_steps_and_their_pixels(page: Any) -> None:
+    last = state(page, "last")
+    assert state(page, "position") == last
+    drawn = values(page, "x_hat", last)[0, 0]
     expected = np.rint(255 * np.clip((drawn + 1) / 2, 0, 1))
     pixels = page.evaluate(
         """() => { const canvas = document.querySelector("#x_hat"), unit = canvas.width / 3 / 8;
@@ -86,11 +81,6 @@ def test_canvases_show_gray_levels_that_are_rounded(page: Any) -> None:
                 data[4 * (Math.round((row + 0.3) * unit) * width + Math.round((column + 0.3) * unit))]); }"""
     )
     assert pixels == pytest.approx([expected[0, 0], expected[3, 4], expected[6, 2]], abs=1)
-
-
-def test_page_scrubs_back_and_forth(page: Any) -> None:
-    last = state(page, "last")
-    assert state(page, "position") == last
     end = shown(page, "mean")
     page.fill("#step", "4")
     assert (state(page, "position"), page.inner_text("#where")) == (4, f"4 of {last}")
@@ -109,8 +99,6 @@ def test_page_scrubs_back_and_forth(page: Any) -> None:
     page.click("#play")
     assert not state(page, "playing")
 
-
-def test_a_pixel_shows_its_belief(page: Any) -> None:
     page.fill("#step", "12")
     before = shown(page, "curve"), shown(page, "past")
     box = page.locator("#x_hat").bounding_box()
@@ -190,9 +178,8 @@ def test_an_image_that_was_drawn_is_denoised(page: Any) -> None:
     assert np.abs(values(page, "x_hat", state(page, "last")) - drawn).mean() < 10**-0.75  # closer than it was measured
 
 
-def test_a_class_is_chosen_and_followed(browser: Any, tmp_path: Path) -> None:
-    bench = labeled_bench(tmp_path)
-    with serving(bench) as port, opened(browser, f"http://127.0.0.1:{port}/{TOKEN}/") as page:
+def test_a_class_is_chosen_and_followed(browser: Any, labeled: Workbench) -> None:
+    with serving(labeled) as port, opened(browser, f"http://127.0.0.1:{port}/{TOKEN}/") as page:
         assert page.locator("#label option").all_inner_texts() == ["any", "cat", "dog"]
         assert page.locator("#guidance").is_disabled()
         assert "label" not in state(page, "asked")
@@ -206,7 +193,7 @@ def test_a_class_is_chosen_and_followed(browser: Any, tmp_path: Path) -> None:
         assert page.inner_text("#guidance-value") == "2.5"
         assert free.mean() < bright.mean()
         cond = torch.ones(9, dtype=torch.long)
-        *_, last = bench.model.trajectory(range(9), Sampler(guidance=2.5), cond=cond)
+        *_, last = labeled.model.trajectory(range(9), Sampler(guidance=2.5), cond=cond)
         np.testing.assert_allclose(values(page, "x_hat", state(page, "last")), last.x_hat.numpy(), atol=1e-4)
         for width in (420, 800, 1280):
             page.set_viewport_size({"width": width, "height": 900})
@@ -232,8 +219,7 @@ def test_what_goes_wrong_is_told_in_words(page: Any) -> None:
 
 def test_predictions_that_are_not_finite_are_an_error_message(browser: Any, bench: Workbench) -> None:
     """A picture of NaN would be black, like a dark sample."""
-    broken = bench_of(Squashing(float("nan")), bench.model.method, bench)
-    with serving(broken) as port:
+    with serving(bench_of(float("nan"), bench.model.method, bench)) as port:
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{port}/{TOKEN}/")
         page.wait_for_selector("body[data-state=failed]")

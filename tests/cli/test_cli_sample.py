@@ -54,16 +54,10 @@ def array(path: Path) -> np.ndarray:
         return arrays["arr_0"]
 
 
-def stop_at_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupt before the second part is written."""
-    write = SampleFile.write
-
-    def interrupted(self: SampleFile, ids: range, rows: np.ndarray) -> None:
-        if ids.start == PART:
-            raise KeyboardInterrupt
-        write(self, ids, rows)
-
-    monkeypatch.setattr(SampleFile, "write", interrupted)
+def draw(network: bsi.Model, folder: Path, **changed: object) -> tuple[dict, np.ndarray]:
+    """The record and the samples of a command with a file of its own."""
+    args = arguments(folder, **{"npz": folder / f"{len(list(folder.iterdir()))}.npz", **changed})
+    return write_samples(network, args), array(args.npz)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
@@ -92,12 +86,11 @@ def test_every_file_is_written_and_every_evaluation_is_counted(tmp_path, capsys,
 
 
 @pytest.mark.parametrize("changed", [{}, {"solver": "sde2", "grid": "geometric", "steps": 6}], ids=str)
-def test_one_seed_draws_the_same_samples_from_python_and_the_command_line(tmp_path, changed):
-    for method in (bsi.BSI(), bsi.VDM()):
-        args = arguments(tmp_path, npz=tmp_path / f"{type(method).__name__}.npz", seed=3, **{"steps": 15, **changed})
-        record = write_samples(model(method), args)
-        assert record["solver"] == changed.get("solver", default_solver(method))
-        np.testing.assert_array_equal(model(method).sample(10, seed=3, **changed).numpy(), array(args.npz))
+@pytest.mark.parametrize("method", [bsi.BSI(), bsi.VDM()], ids=repr)
+def test_one_seed_draws_the_same_samples_from_python_and_the_command_line(tmp_path, method, changed):
+    record, samples = draw(model(method), tmp_path, seed=3, **{"steps": 15, **changed})
+    assert record["solver"] == changed.get("solver", default_solver(method))
+    np.testing.assert_array_equal(model(method).sample(10, seed=3, **changed).numpy(), samples)
 
 
 def test_there_is_one_default(tmp_path):
@@ -117,35 +110,37 @@ def test_the_help_names_every_solver_and_every_grid(verb, capsys):
 
 
 def test_a_sample_depends_on_the_seed_and_its_number_alone(tmp_path):
-    whole = arguments(tmp_path)
-    write_samples(model(), whole)
-    for name, changed in {"small": {"batch_size": 3}, "few": {"num": 4}}.items():
-        args = arguments(tmp_path, npz=tmp_path / f"{name}.npz", **changed)
-        write_samples(model(), args)
-        found, expected = array(args.npz).astype(int), array(whole.npz).astype(int)
+    _, whole = draw(model(), tmp_path)
+    for changed in ({"batch_size": 3}, {"num": 4}):
+        _, found = draw(model(), tmp_path, **changed)
         # A network may round differently in another batch: at most a pixel in a hundred, by one bin.
-        difference = np.abs(found - expected[: len(found)])
+        difference = np.abs(found.astype(int) - whole[: len(found)])
         assert difference.max() <= 1
         assert (difference > 0).mean() <= 0.01
-    args = arguments(tmp_path, npz=tmp_path / "other.npz", seed=1)
-    write_samples(model(), args)
-    assert (array(args.npz) != array(whole.npz)).mean() > 0.2
+    _, other = draw(model(), tmp_path, seed=1)
+    assert (other != whole).mean() > 0.2
 
 
 def test_an_interrupted_command_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
-    whole = arguments(tmp_path, num=2 * PART + 5, steps=1)
+    monkeypatch.setattr("bsi.evaluation.samples.PART", 8)
+    whole = arguments(tmp_path, num=21, steps=1)
     write_samples(model(), whole)
-    cut = replace(whole, npz=tmp_path / "cut.npz")
+    cut, write = replace(whole, npz=tmp_path / "cut.npz"), SampleFile.write
+
+    def interrupted(self: SampleFile, ids: range, rows: np.ndarray) -> None:
+        if ids.start == 8:
+            raise KeyboardInterrupt
+        write(self, ids, rows)
+
     with monkeypatch.context() as patch:
-        stop_at_second(patch)
-        with pytest.raises(KeyboardInterrupt, match=f"{PART} of {2 * PART + 5} samples are kept.*same command"):
+        patch.setattr(SampleFile, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt, match=r"8 of 21 samples are kept.*same command"):
             write_samples(model(), cut)
-        words = f"sample digits --num {PART + 1} --steps 1 --batch-size {PART} --device cpu --npz {tmp_path / 'd.npz'}"
-        assert main(words.split()) == 130
-        assert f"{PART} of {PART + 1} samples are kept" in capsys.readouterr().err.splitlines()[-1]
+        assert main(["sample", "digits", "--num=9", "--steps=1", "--device=cpu", f"--npz={tmp_path / 'd.npz'}"]) == 130
+        assert "8 of 9 samples are kept" in capsys.readouterr().err.splitlines()[-1]
     assert not cut.npz.exists()
     record = write_samples(model(), cut)
-    assert f": {PART} existed, {PART + 5} in " in summary(record)
+    assert ": 8 existed, 13 in " in summary(record)
     assert np.array_equal(array(cut.npz), array(whole.npz))
     assert summary(write_samples(model(), cut)).splitlines()[0].endswith(": all existed")
 
@@ -216,47 +211,36 @@ def test_a_damaged_part_is_drawn_again(tmp_path, left):
 def test_a_class_is_selected_by_its_name_or_number(tmp_path):
     named, found = model(num_classes=3, class_names=("cat", "dog", "0")), {}
     for label, number in {"dog": 1, "1": 1, "2": 2, "0": 2}.items():  # a name takes precedence over a number
-        args = arguments(tmp_path, npz=tmp_path / f"{label}.npz", label=label)
-        record = write_samples(named, args)
+        record, found[label] = draw(named, tmp_path, label=label)
         assert (record["label"], record["class"]) == (number, named.class_names[number])
         assert f"of class {record['class']}," in summary(record)
-        found[label] = array(args.npz)
     assert np.array_equal(found["dog"], found["1"])
     assert np.array_equal(found["0"], found["2"])
     assert not np.array_equal(found["0"], found["1"])
 
 
 def test_all_classes_are_drawn_in_turn_and_each_has_a_column(tmp_path):
-    network, found = model(num_classes=3), {}
-    for label in ("0", "1", "2"):
-        args = arguments(tmp_path, npz=tmp_path / f"{label}.npz", label=label, num=7)
-        write_samples(network, args)
-        found[int(label)] = array(args.npz)
-    args = arguments(tmp_path, npz=tmp_path / "all.npz", out=tmp_path / "all.png", labels=True, num=7)
-    record = write_samples(network, args)
+    network, out = model(num_classes=3), tmp_path / "all.png"
+    found = [draw(network, tmp_path, label=label, num=7)[1] for label in ("0", "1", "2")]
+    record, drawn = draw(network, tmp_path, out=out, npz=tmp_path / "all.npz", labels=True, num=7)
     assert (record["label"], record["classes"], record["class"]) == (None, 3, None)
     assert "7 samples of 3 classes in turn," in summary(record)
-    drawn = array(args.npz)
     assert np.array_equal(drawn, np.stack([found[i % 3][i] for i in range(7)]))
-    with np.load(args.npz) as arrays:
+    with np.load(tmp_path / "all.npz") as arrays:
         assert arrays["labels"].tolist() == [0, 1, 2, 0, 1, 2, 0]
-    with Image.open(args.out) as sheet:
+    with Image.open(out) as sheet:
         assert np.array_equal(np.asarray(sheet.convert("RGB")), np.asarray(grid(drawn, 3, 0.0, 16.0).convert("RGB")))
-    args = arguments(tmp_path, npz=tmp_path / "many.npz", out=tmp_path / "many.png", labels=True, num=25)
-    write_samples(model(num_classes=21), args)
-    with Image.open(args.out) as sheet:  # more than twenty classes have no columns
-        assert sheet.size == grid(array(args.npz), 5).size
+    write_samples(model(num_classes=21), arguments(tmp_path, npz=None, out=out, labels=True, num=25))
+    with Image.open(out) as sheet:  # more than twenty classes have no columns
+        assert sheet.size == grid(np.zeros((25, *SHAPE), np.uint8), 5).size
 
 
 def test_invalid_options_are_rejected_before_the_first_evaluation(tmp_path, monkeypatch):
-    def never(*arguments: object) -> None:
-        raise AssertionError("evaluated")
-
     images, vectors = model(num_classes=3), bsi.Model(build(MLPConfig(16, 1), (5,)), bsi.BSI(), (5,))
     plain, named = model(), model(num_classes=3, class_names=("cat", "dog", "0"))
     write_samples(images, arguments(tmp_path, seed=7, npz=tmp_path / "others.npz"))
     for each in (images, vectors, plain, named):
-        monkeypatch.setattr(each.denoiser, "forward", never)
+        monkeypatch.setattr(each.denoiser, "forward", lambda *arguments: pytest.fail("evaluated"))
     for network, changed, message in (
         (images, {"solver": "sde22"}, "did you mean 'sde2'"),
         (images, {"grid": "papers"}, "did you mean 'paper'"),
@@ -334,10 +318,8 @@ def test_sound_is_written_as_wav_at_the_rate_of_its_dataset(tmp_path, capsys, mo
     assert " ".join(words.split()[:4]) in capsys.readouterr().err  # as `bsi data wav` recommends
     assert main([*words.split(), "--device", "cpu", "--out", "run"]) == 0
     assert "bsi sample run --out samples.wav" in capsys.readouterr().err
-    assert (
-        main(["sample", "run", "--num", "3", "--steps", "2", "--device", "cpu", "--npz", "all.npz", "--out", "all.wav"])
-        == 0
-    )
+    words = "sample run --num 3 --steps 2 --device cpu --npz all.npz --out all.wav"
+    assert main(words.split()) == 0
     with wave.open("all.wav") as file:
         assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (8000, 1, 2)
         sound = np.frombuffer(file.readframes(10**6), "<i2").astype(int).reshape(3, 18)  # 16 samples, 2 of silence

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-def test_everything_is_checked_and_what_is_missing_comes_with_its_fix(
+def test_a_missing_extra_comes_with_its_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without(monkeypatch, "matplotlib", "tensorboard")
@@ -42,12 +43,10 @@ def test_everything_is_checked_and_what_is_missing_comes_with_its_fix(
     assert all(check.state == "ok" for check in checks.values() if check.required)
     assert (checks["figures"].state, checks["figures"].fix) == ("missing", "pip install 'bsi[figures]'")
     assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "missing  tensorboard" in out
-    assert "-> pip install 'bsi[tensorboard]'" in out
+    assert re.search(r"missing  tensorboard .*\n +-> pip install 'bsi\[tensorboard\]'", capsys.readouterr().out)
 
 
-def test_a_missing_requirement_is_exit_code_1(
+def test_a_missing_or_old_requirement_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without(monkeypatch, "einops")

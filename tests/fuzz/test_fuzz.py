@@ -38,6 +38,8 @@ ONLY = os.environ.get("BSI_FUZZ_ONLY")
 CODES = (0, 1, 2, 3, 4, 5, 75)
 SECONDS = 60
 MEMORY = 16 << 30  # beyond what the process has
+DEEP = b"[" * 100_000
+SECRET = "../../../outside/secret"  # from a file of the run folder
 
 NUMBERS = ["0", "-1", "1", "2", str(10**40), "-" + "9" * 30, str(2**63), "1" * 5000, "1e999", "-1e999", "nan", "1e-320",
            "0x10", "1_000", "٣", "", " ", "1.5", "true"]  # fmt: skip
@@ -94,9 +96,6 @@ COMMANDS = [
 ]
 
 
-OUTSIDE = "../../../outside/secret"  # from a file of the run folder
-
-
 LIMITS = {"study": ["--plan"], "train": ["--dry-run"], "demo": ["--steps", "1"]}  # what takes minutes
 
 
@@ -108,35 +107,28 @@ class Hang(BaseException):
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder, a dataset and files of every kind."""
     root = tmp_path_factory.mktemp("origin")
+    rng = np.random.default_rng(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setenv("BSI_DATA", str(root / "data"))
-        recipe = replace(
-            bsi.recipes.digits(),
-            backbone=MLPConfig(8, 1),
-            steps=2,
-            batch=16,
-            every=Every(evaluate=0, sample=1, checkpoint=1),
-        )
+        every = Every(evaluate=0, sample=1, checkpoint=1)
+        recipe = replace(bsi.recipes.digits(), backbone=MLPConfig(8, 1), steps=2, batch=16, every=every)
         bsi.train(recipe, out=root / "run", device="cpu")
-        random_numbers = np.random.default_rng(0)
-        np.save("x.npy", random_numbers.normal(size=(64, 2)))
-        np.savez("x.npz", arr_0=random_numbers.integers(0, 4, (64, 2), dtype=np.uint8))
+        np.save("x.npy", rng.normal(size=(64, 2)))
+        np.savez("x.npz", arr_0=rng.integers(0, 4, (64, 2), dtype=np.uint8))
         for words in (ON_A_RUN[3].replace("{}", "run"), "data arrays --from x.npy"):
-            assert quiet(words.split()) == (0, "")
+            assert quiet(words.split()) == ""
     for i in range(4):
         (root / "images" / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (5, 5), (i, 2 * i, 3 * i)).save(root / "images" / f"class{i % 2}" / f"{i}.png")
-    shutil.make_archive(str(root / "images"), "zip", root / "images")
-    shutil.make_archive(str(root / "images"), "gztar", root / "images")
+    for kind in ("zip", "gztar"):
+        shutil.make_archive(str(root / "images"), kind, root / "images")
     with wave.open(str(root / "x.wav"), "wb") as sound:
         sound.setparams((1, 2, 8000, 0, "NONE", ""))
         sound.writeframes(bytes(400))
     (root / "folder").mkdir()
-    (root / "empty").touch()
-    (root / "binary").write_bytes(bytes(range(256)) * 40)
-    (root / "text").write_text("hello")
-    (root / "deep.json").write_text("[" * 100_000)
+    for name, content in {"empty": b"", "binary": bytes(range(256)) * 40, "text": b"hello", "deep.json": DEEP}.items():
+        (root / name).write_bytes(content)
     return root
 
 
@@ -160,12 +152,10 @@ class Served:
         """A server that has been asked to stop."""
 
 
-def quiet(words: list[str]) -> tuple[int, str]:
-    """The exit code of a command, and what is wrong with how it ended."""
-    out, err = (
-        io.TextIOWrapper(io.BytesIO(), "utf-8"),
-        io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace"),
-    )
+def quiet(words: list[str]) -> str:
+    """Run a command, and return what is wrong with how it ended."""
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    err = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
 
     def hang(number: int, frame: object) -> None:
         raise Hang
@@ -177,30 +167,22 @@ def quiet(words: list[str]) -> tuple[int, str]:
             code = main(words)
             out.flush()
     except Hang:
-        return -1, f"more than {SECONDS} s"
+        return f"more than {SECONDS} s"
     except BaseException as error:
-        return -1, f"raised {error!r}"
+        return f"raised {error!r}"
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     text = err.buffer.getvalue().decode()
-    if code not in CODES:
-        return code, f"exit code {code}: {text}"
-    if "Traceback" in text or "unexpected error" in text:
-        return code, text
-    if code and not text.strip() and "--help" not in words:
-        return code, "" if out.buffer.getvalue() else f"exit code {code} without a message"
-    return code, ""
+    if code not in CODES or "Traceback" in text or "unexpected error" in text:
+        return f"exit code {code}: {text}"
+    silent = code and not text.strip() and not out.buffer.getvalue() and "--help" not in words
+    return f"exit code {code} without a message" if silent else ""
 
 
-def snapshot(root: Path, working: Path) -> list[str]:
+def snapshot(root: Path, working: Path) -> set[Path]:
     """Everything below `root` except the folder that the command works in."""
-    return sorted(
-        str(Path(folder) / name)
-        for folder, folders, files in os.walk(root)
-        if not Path(folder).is_relative_to(working)
-        for name in (*folders, *files)
-    )
+    return {path for path in root.rglob("*") if not path.is_relative_to(working)}
 
 
 def prepared(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -217,46 +199,45 @@ def prepared(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return working
 
 
-def run_cases(
-    name: str,
-    case_of: Callable[[random.Random, Path], tuple[list[str], str]],
-    origin: Path,
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def run_cases(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Run the cases of a seed: `case_of` damages files of a fresh copy, and returns a command and a description."""
-    failures = []
-    for case in [int(ONLY)] if ONLY else range(CASES):
-        rng, working = random.Random(f"{name} {SEED} {case}"), prepared(origin, here, monkeypatch)
-        words, what = case_of(rng, working)
-        before = snapshot(here, working)
-        _, problem = quiet(words)
-        if snapshot(here, working) != before:
-            problem = f"{problem}; wrote outside: {sorted(set(snapshot(here, working)) ^ set(before))}"
-        if problem:
-            failures.append(f"case {case}: bsi {' '.join(words)!r} {what}: {problem}")
-    assert not failures, "\n".join(failures)
+
+    def run(name: str, case_of: Callable[[random.Random, Path], tuple[list[str], str]]) -> None:
+        failures = []
+        for case in [int(ONLY)] if ONLY else range(CASES):
+            rng, working = random.Random(f"{name} {SEED} {case}"), prepared(origin, here, monkeypatch)
+            words, what = case_of(rng, working)
+            before = snapshot(here, working)
+            problem = quiet(words)
+            if changed := snapshot(here, working) ^ before:
+                problem = f"{problem}; wrote outside: {sorted(changed)}"
+            if problem:
+                failures.append(f"case {case}: bsi {' '.join(words)!r} {what}: {problem}")
+        assert not failures, "\n".join(failures)
+
+    return run
 
 
-def test_command_lines(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_lines(run_cases: Callable[..., None]) -> None:
     def case_of(rng: random.Random, working: Path) -> tuple[list[str], str]:
         words = rng.choice(COMMANDS).split()
         for _ in range(rng.randint(1, 3)):
             words = mutated(words, rng)
         return words + LIMITS.get(words[0], []), ""
 
-    run_cases("command", case_of, origin, here, monkeypatch)
+    run_cases("command", case_of)
 
 
-def test_damaged_run_folders(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_run_folders(run_cases: Callable[..., None]) -> None:
     def case_of(rng: random.Random, working: Path) -> tuple[list[str], str]:
         what = [damaged(rng, working / "run") for _ in range(rng.randint(1, 2))]
         return rng.choice(ON_A_RUN).replace("{}", "run").split(), f"after {', '.join(what)}"
 
-    run_cases("run", case_of, origin, here, monkeypatch)
+    run_cases("run", case_of)
 
 
-def test_damaged_data(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_data(run_cases: Callable[..., None]) -> None:
     kinds = {
         "x.npy": "arrays --from", "x.npz": "arrays --from", "images": "folder", "images.zip": "folder",
         "images.tar.gz": "folder", "x.wav": "wav", "data/x": " x ",
@@ -271,7 +252,7 @@ def test_damaged_data(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch)
         words = rng.choice(fitting if rng.random() < 0.8 else ON_DATA).replace("{}", source).split()
         return words, f"after {what}"
 
-    run_cases("data", case_of, origin, here, monkeypatch)
+    run_cases("data", case_of)
 
 
 def mutated(words: list[str], rng: random.Random) -> list[str]:
@@ -305,71 +286,71 @@ def damaged(rng: random.Random, root: Path) -> str:
     files = [path for path in root.rglob("*") if path.is_file() and path.parent.is_dir()] if root.is_dir() else [root]
     path = rng.choice(files) if files else root / "new"
     raw = path.read_bytes() if path.is_file() else b""
-    ways = ["truncated", "flipped", "emptied", "removed", "replaced by", "extended", "linked"]
-    if path.suffix in (".json", ".jsonl"):
-        ways += ["edited", "edited", "edited", "edited"]
-    if path.suffix in (".safetensors", ".npy", ".npz", ".zip"):
-        ways += ["header", "header", "header"]
+    contents = {
+        "truncated": lambda: raw[: rng.randrange(len(raw) + 1)],
+        "flipped": lambda: flipped(raw or b"x", rng),
+        "emptied": lambda: b"",
+        "extended": lambda: raw + raw[:1000] + b"x",
+        "edited": lambda: edited(raw, rng),
+        "header": lambda: new_header(raw or b"x", rng),
+    }
+    targets = {"a loop": path.name, "a device": "/dev/null", "an endless device": "/dev/zero", "a file outside": SECRET}
+    ways = ["truncated", "flipped", "emptied", "extended", "removed", *rng.sample(["a folder", "a pipe", *targets], 2)]
+    ways += ["edited"] * 4 if path.suffix in (".json", ".jsonl") else []
+    ways += ["header"] * 3 if path.suffix in (".safetensors", ".npy", ".npz", ".zip") else []
     way = rng.choice(ways)
-    detail = ""
-    if way == "truncated":
-        path.write_bytes(raw[: rng.randrange(len(raw) + 1)])
-    elif way == "flipped":
-        changed = bytearray(raw or b"x")
-        for _ in range(rng.choice([1, 1, 3, 30])):
-            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-        path.write_bytes(changed)
-    elif way == "header":
-        changed = bytearray(raw or b"x")
-        start = rng.randrange(min(200, len(changed)))
-        new = rng.choice([b"99999999999", b"-1", b"\xff" * 8, struct.pack("<Q", 2**62), b"{", b"\0" * 8])
-        detail = f"{start} {new!r}"
-        changed[start : start + len(new)] = new
-        path.write_bytes(changed)
-    elif way == "emptied":
-        path.write_bytes(b"")
-    elif way == "extended":
-        path.write_bytes(raw + raw[:1000] + b"x")
-    elif way == "edited":
-        path.write_bytes(edited(raw, rng))
-    else:
-        path.unlink(missing_ok=True)
-        detail = rng.choice(["a folder", "a pipe", "a loop", "a device", "an endless device", "a file outside"])
-        if way == "removed":
-            detail = ""
-        elif detail == "a folder":
-            path.mkdir()
-        elif detail == "a pipe":
-            os.mkfifo(path)
-        else:
-            targets = {"a loop": path.name, "a device": "/dev/null", "an endless device": "/dev/zero"}
-            path.symlink_to(targets.get(detail, OUTSIDE))
-    return f"{path.name} {way} {detail}".strip()
+    if way in contents:
+        path.write_bytes(contents[way]())
+        return f"{path.name} {way}"
+    path.unlink(missing_ok=True)
+    if way == "a folder":
+        path.mkdir()
+    elif way == "a pipe":
+        os.mkfifo(path)
+    elif way in targets:
+        path.symlink_to(targets[way])
+    return f"{path.name} is {way}"
+
+
+def flipped(raw: bytes, rng: random.Random) -> bytes:
+    """A few flipped bits."""
+    changed = bytearray(raw)
+    for _ in range(rng.choice([1, 1, 3, 30])):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def new_header(raw: bytes, rng: random.Random) -> bytes:
+    """Other bytes near the beginning."""
+    start = rng.randrange(min(200, len(raw)))
+    new = rng.choice([b"99999999999", b"-1", b"\xff" * 8, struct.pack("<Q", 2**62), b"{", b"\0" * 8])
+    return raw[:start] + new + raw[start + len(new) :]
 
 
 def edited(raw: bytes, rng: random.Random) -> bytes:
-    """JSON with one value replaced by another, or JSON that is none."""
+    """JSON with one value replaced by another, or text that is not JSON."""
     line, *rest = raw.split(b"\n") if raw.count(b"\n{") > 1 else [raw]
+    bad = rng.choice([
+        None, True, 0, -1, 1e308, 10**40, "", "x" * 1000, "../../x", "/outside/x", [], {}, [[]], "\ud800", float("nan"),
+    ])  # fmt: skip
     try:
         value = json.loads(line)
     except ValueError:
-        return b"[" * 100_000
-    strange = [
-        None, True, 0, -1, 1e308, 10**40, "", "x" * 1000, "../../x", "/outside/x", [], {}, [[]], "\ud800", float("nan"),
-    ]  # fmt: skip
-    bad = rng.choice([*strange, *strange, "deep", "no utf-8"])
-    if bad == "deep":
-        return b"[" * 100_000
-    if bad == "no utf-8":
-        return b'{"a": "\xff"}'
+        return DEEP
+    if rng.random() < 0.06:
+        return rng.choice([DEEP, b'{"a": "\xff"}'])
     if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
         return json.dumps(bad).encode()
-    parent, key = value, rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    parent, key = value, some_key(value, rng)
     while isinstance(parent[key], dict | list) and parent[key] and rng.random() < 0.8:
         parent = parent[key]
-        key = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+        key = some_key(parent, rng)
     if isinstance(parent, dict) and rng.random() < 0.3:
         del parent[key]
     else:
         parent[key] = bad
     return b"\n".join([json.dumps(value).encode(), *rest])
+
+
+def some_key(value: dict | list, rng: random.Random) -> str | int:
+    return rng.choice(list(value) if isinstance(value, dict) else range(len(value)))

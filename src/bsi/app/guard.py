@@ -18,6 +18,7 @@ from http import HTTPStatus
 
 import anyio
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HOSTS = ("127.0.0.1", "localhost")
 MAX_WAITING = 64  # connections without a request
-MAX_REQUESTS = 128  # in progress
+MAX_CONNECTIONS = MAX_WAITING + 128  # with those whose request is in progress
 HEADER_SECONDS, BODY_SECONDS = 5.0, 10.0
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -36,14 +37,6 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-
-
-class Rejected(Exception):
-    """A request that does not reach the application."""
-
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 class GuardedProtocol(H11Protocol):
@@ -89,7 +82,6 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str, max_body: int) -> None:
         self.app, self.token, self.max_body = app, token, max_body
-        self.requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -108,25 +100,21 @@ class Guard:
         try:
             path = _path_after_token(scope["path"], self.token)
             _check_origin(headers)
-            if self.requests >= MAX_REQUESTS:
-                raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_REQUESTS} requests are in progress")
-            self.requests += 1
-            try:
-                receive = await self._read_body(headers, receive)
-                await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
-            finally:
-                self.requests -= 1
-        except Rejected as rejected:
-            await PlainTextResponse(rejected.reason, rejected.status)(scope, receive, send_with_headers)
+            receive = await self._read_body(headers, receive)
+            await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
+        except HTTPException as rejected:
+            await PlainTextResponse(rejected.detail, rejected.status_code)(scope, receive, send_with_headers)
         except ClientDisconnect:
             return
 
     async def _read_body(self, headers: Headers, receive: Receive) -> Receive:
         """Read the body up to the limit, and return a `receive` that replays it and then waits for a disconnect."""
-        too_large = Rejected(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must have at most {self.max_body} bytes")
+        too_large = HTTPException(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must have at most {self.max_body} bytes"
+        )
         length = headers.get("content-length", "0")
         if not length.isdecimal():
-            raise Rejected(HTTPStatus.BAD_REQUEST, "Content-Length must be a number")
+            raise HTTPException(HTTPStatus.BAD_REQUEST, "Content-Length must be a number")
         if len(length) > 12 or int(length) > self.max_body:
             raise too_large
         body, more = b"", True
@@ -139,7 +127,7 @@ class Guard:
                 if len(body) > self.max_body:
                     raise too_large
         if more:
-            raise Rejected(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {BODY_SECONDS:g} seconds")
+            raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {BODY_SECONDS:g} seconds")
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -152,7 +140,7 @@ def _path_after_token(path: str, token: str) -> str:
     """The path behind `/TOKEN`. The comparison takes the same time for every wrong token."""
     given, slash, rest = path.removeprefix("/").partition("/")
     if not (slash and secrets.compare_digest(given.encode(), token.encode())):
-        raise Rejected(HTTPStatus.FORBIDDEN, "open the complete address that `bsi view` printed, with its token")
+        raise HTTPException(HTTPStatus.FORBIDDEN, "open the complete address that `bsi view` printed, with its token")
     return f"/{rest}"
 
 
@@ -160,7 +148,7 @@ def _check_origin(headers: Headers) -> None:
     hosts = headers.getlist("host")
     name = hosts[0].rpartition(":")[0] or hosts[0] if hosts else ""
     if len(hosts) != 1 or name not in HOSTS:
-        raise Rejected(HTTPStatus.MISDIRECTED_REQUEST, f"the Host header must be {' or '.join(HOSTS)}")
+        raise HTTPException(HTTPStatus.MISDIRECTED_REQUEST, f"the Host header must be {' or '.join(HOSTS)}")
     foreign_origin = headers.get("origin", f"http://{hosts[0]}") != f"http://{hosts[0]}"
     if foreign_origin or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise Rejected(HTTPStatus.FORBIDDEN, "requests from other sites are rejected")
+        raise HTTPException(HTTPStatus.FORBIDDEN, "requests from other sites are rejected")

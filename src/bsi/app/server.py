@@ -15,7 +15,7 @@ import errno
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import Generator, Iterator
 from importlib import resources
 from threading import BoundedSemaphore
 from typing import Any
@@ -29,7 +29,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from bsi.app.guard import Guard, GuardedProtocol
+from bsi.app.guard import MAX_CONNECTIONS, Guard, GuardedProtocol
 from bsi.app.workbench import Frame, Request, Workbench, encode
 from bsi.errors import BsiError, UsageError
 
@@ -104,7 +104,7 @@ class JobResponse(StreamingResponse):
     media_type = "application/x-ndjson"
 
     def __init__(self, lines: Generator[bytes, None, None], slots: BoundedSemaphore) -> None:
-        super().__init__(_in_threads(lines))
+        super().__init__(lines)  # starlette runs a generator in a thread
         self._lines, self._slots = lines, slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,11 +114,6 @@ class JobResponse(StreamingResponse):
         finally:
             self._lines.close()  # no thread runs it now: canceling waits for the thread's current line
             self._slots.release()
-
-
-async def _in_threads(lines: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
-    while (line := await anyio.to_thread.run_sync(next, lines, None)) is not None:
-        yield line
 
 
 def listen(port: int) -> socket.socket:
@@ -143,6 +138,7 @@ def server_of(app: Guard) -> uvicorn.Server:
             log_level="warning",
             access_log=False,
             server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=5,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=16 << 10,

@@ -8,7 +8,6 @@ latent of a VDM is not a mean, so `sampling.belief` converts it. Noise is one Br
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 from collections.abc import Iterator
@@ -163,16 +162,16 @@ class Workbench:
 
 
 def _frames(
-    model: Model, steps: Iterator[Step], last: int, given: Float[Tensor, "batch *data"] | None = None
+    model: Model, steps: Iterator[Step], last: int, y: Float[Tensor, "batch *data"] | None = None
 ) -> Iterator[Frame]:
-    """Steps as frames; `given` is the measurement that led to the first one."""
+    """Steps as frames; `y` is the measurement that led to the first one."""
     before = None
     for i, step in enumerate(steps):
+        if before is not None:
+            y = measurement(model.method, before, step)
         current = belief(model.method, step)
-        y = given if before is None else measurement(model.method, before, step)
-        _check_finite(i, current.mean, step.x_hat)
-        y_array = None if y is None else _array(y)
-        yield Frame(i, last, float(current.precision), _array(current.mean), _array(step.x_hat), y_array)
+        mean, x_hat = _array(i, current.mean), _array(i, step.x_hat)
+        yield Frame(i, last, float(current.precision), mean, x_hat, None if y is None else _array(i, y))
         before = step
 
 
@@ -180,14 +179,8 @@ def _symbol_frames(model: Model, symbols: Symbols, steps: Iterator[Step], last: 
     """Steps as probabilities: see `Frame`."""
     for i, step in enumerate(steps):
         known = beliefs(symbols, model.method.encoder(step.level[None]), step.latent, step.x_hat)
-        _check_finite(i, *known)
-        mean, x_hat = (_array(shades(p) if is_image(model.shape) else _most_probable(p)) for p in known)
+        mean, x_hat = (_array(i, shades(p) if is_image(model.shape) else _most_probable(p)) for p in known)
         yield Frame(i, last, float(step.level), mean, x_hat, None)
-
-
-def _check_finite(step: int, *tensors: Tensor) -> None:
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
-        raise NonFinite(f"step {step} holds NaN or infinity: the predictions of the network are not finite.")
 
 
 def _most_probable(probabilities: Float[Tensor, "num 1 symbols length"]) -> Float[Tensor, "num 2 length"]:
@@ -195,8 +188,11 @@ def _most_probable(probabilities: Float[Tensor, "num 1 symbols length"]) -> Floa
     return torch.stack([best.indices.to(best.values), best.values], 1)
 
 
-def _array(x: Float[Tensor, "num *shape"]) -> Float32[np.ndarray, "num *shape"]:
-    return np.asarray(x.float().cpu().numpy(), np.float32)
+def _array(step: int, x: Float[Tensor, "num *shape"]) -> Float32[np.ndarray, "num *shape"]:
+    array = np.asarray(x.float().cpu().numpy(), np.float32)
+    if not np.isfinite(array).all():
+        raise NonFinite(f"step {step} holds NaN or infinity: the predictions of the network are not finite.")
+    return array
 
 
 def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
@@ -243,7 +239,7 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
     images = np.empty((0, *shape), np.float32)
     found = find_dataset(trained.dataset, trained.data.version)
     if symbols is None and found is not None and found.shape == model.shape:
-        images = _array(model.values(torch.from_numpy(found.test[subset(len(found.test), TEST_IMAGES)])))
+        images = model.values(torch.from_numpy(found.test[subset(len(found.test), TEST_IMAGES)])).cpu().numpy()
     with torch.no_grad():  # the first evaluation reserves memory and selects kernels, which takes long
         level = torch.full((1,), levels.high, dtype=torch.float64, device=device)
         model.denoiser(torch.zeros(1, *model.latent_shape, device=device), level)
@@ -265,7 +261,7 @@ def decode(text: str, dtype: np.dtype, shape: tuple[int, ...], name: str) -> Sha
     """An array of known type and shape from base64."""
     try:
         data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise UsageError(f"{name} must be base64: {error}") from error
     size = dtype.itemsize * math.prod(shape)
     if len(data) != size:

@@ -15,6 +15,7 @@ import os
 import sys
 from typing import NamedTuple
 
+from bsi import __version__
 from bsi.errors import BsiError, UsageError
 from bsi.io import FULL, cannot_write, system_error
 from bsi.progress import log, silence, supports_color, supports_unicode
@@ -44,7 +45,7 @@ COMMANDS: dict[str, Command] = {
     "study": Command("study", "StudyOptions", "reproduce a table or figure of the paper"),
     "report": Command("pages", "ReportOptions", "write a run as one HTML file that opens offline"),
     "view": Command("pages", "View", "watch a belief sharpen in the browser; denoise, inpaint"),
-    "export": Command("weights", "Export", "write a run's weights as one file"),
+    "export": Command("pages", "Export", "write a run's weights as one file"),
     "compress": Command("compress", "Compress", "compress images without loss, to the size of the bound"),
     "decompress": Command("compress", "Decompress", "restore compressed data exactly"),
     "doctor": Command("doctor", "Doctor", "check the installation, and show how to fix it"),
@@ -94,19 +95,19 @@ def _run(words: list[str]) -> int:
         return 0 if words else 2
     name, *rest = words
     if name == "--version":
-        from bsi import __version__
-
         print(f"bsi {__version__}")
         return 0
-    if name not in COMMANDS and name != "--completion":
+    if name == "--completion":
+        from bsi.cli.options import completion
+
+        print(completion(rest))
+        return 0
+    if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"Did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
         raise UsageError(f"there is no such command. {hint}")
-    from bsi.cli.options import completion, parse
+    from bsi.cli.options import parse
 
-    if name == "--completion":
-        print(completion(rest))
-        return 0
     module = importlib.import_module(f"bsi.cli.{COMMANDS[name].module}")
     options = COMMANDS[name].options
     return int(module.run(rest) if options is None else parse(getattr(module, options), rest, f"bsi {name}").execute())

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from bsi import devices
+from bsi.backbones import config
 from bsi.cli.options import Count
-from bsi.devices import Precision
 from bsi.errors import UsageError
 from bsi.progress import log, readable_bytes
 
 if TYPE_CHECKING:
-    from bsi.backbones.config import Memory
+    from bsi.evaluation.speed import Agreement, Speed
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Bench:
     backbone: str = "dit-l/2"  # The network, e.g. dit-s/2, dit-mini/2, dit-l/2, unet-128x32, unet-128-256-256x2.
     batch: Count = 128  # Images per batch.
     size: Count = 32  # Height and width of the images, which have three channels.
-    precision: Precision = "auto"  # Precision inside the network; fp8, 8-bit products for the DiT, is experimental.
+    precision: devices.Precision = "auto"
+    """Precision inside the network; fp8, 8-bit products for the DiT, is experimental."""
     method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"  # The method; all three cost the same.
     lean: bool = False  # Recompute activations in the backward pass: a DiT or U-Net in bfloat16 on an NVIDIA GPU.
     record: bool = True  # With --no-record training steps are not recorded and replayed as a CUDA graph.
@@ -40,78 +42,68 @@ class Bench:
     json: bool = False  # Print one JSON object per method on stdout.
 
     def execute(self) -> int:
+        backbone, shape = config.resolve(self.backbone), (3, self.size, self.size)
+        config.cost(backbone, shape, 256)  # raises for an impossible network, before memory is allocated
         import torch
 
-        from bsi.backbones import compute_dtype, cost, resolve
-
-        backbone, shape = resolve(self.backbone), (3, self.size, self.size)
-        cost(backbone, shape, 256)  # raises for a network that cannot be built, before torch allocates anything
-
-        from bsi.backbones.acceleration import check_fp8, form_of
-        from bsi.backbones.config import training_memory
-        from bsi.devices import enough_for_batch, type_name
-        from bsi.evaluation.speed import Case, Start, check, measure, since_process_start
+        from bsi.backbones import acceleration
+        from bsi.evaluation import speed
         from bsi.runtime.distributed import pick_device
 
-        start = Start()
+        start = speed.Start()
         start.lap("imports")
         device = pick_device(None if self.device == "auto" else self.device, 0)
-        half = compute_dtype(self.precision, device)
-        form = form_of(backbone, half, device, self.lean)
+        half = devices.compute_dtype(self.precision, device)
+        form = acceleration.form_of(backbone, half, device, self.lean)
         if self.lean and form != "lean":
             raise UsageError("--lean needs a DiT or a U-Net in bfloat16 on an NVIDIA GPU: leave --lean out")
-        if self.precision == "fp8" and self.lean:
-            raise UsageError("--precision fp8 already keeps few activations: leave --lean out")
         if self.precision == "fp8":
-            check_fp8(backbone, shape)
+            if self.lean:
+                raise UsageError("--precision fp8 already keeps few activations: leave --lean out")
+            acceleration.check_fp8(backbone, shape)
         torch.zeros((), device=device).item()  # a GPU sets up its context at first use
         start.lap("device")
         if self.work == "train" and device.type == "cpu":
-            _check_host(training_memory(backbone, shape, 256, form=form, half=half is not None), self.batch)
-        described = {
-            "dtype": type_name(half),
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        }
+            _check_host(config.training_memory(backbone, shape, 256, form=form, half=half is not None), self.batch)
+        names = ("work", "backbone", "batch", "precision", "lean")
+        settings = {name: getattr(self, name) for name in names} | {"shape": shape}
+        found = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         matmul, code = None, 0
         for method in ("bsi", "bfn", "vdm") if self.method == "all" else (self.method,):
-            case = Case(self.work, backbone, shape, self.batch, method, self.precision, self.lean, device, self.record)
-            names = ("work", "backbone", "batch", "precision", "lean")
-            record = {name: getattr(self, name) for name in names} | {"shape": shape, "method": method} | described
+            case = speed.Case(
+                self.work, backbone, shape, self.batch, method, self.precision, self.lean, device, self.record
+            )
+            record = {**settings, "method": method, "dtype": devices.type_name(half), "device": found}
             if self.check:
-                agreement = check(case)
+                agreement = speed.check(case)
                 start.lap("check")
-                record["check"] = asdict(agreement) | {"holds": agreement.holds}
+                record["check"] = _record(agreement) | {"holds": agreement.holds}
                 code = code if agreement.holds else 1
                 log(
                     f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
                     f"{agreement.tolerance:.0e}: {'holds' if agreement.holds else 'BROKEN'}"
                 )
-            with enough_for_batch(self.batch, "--batch", device):
-                speed = measure(case, self.repeats, matmul, start)
-            matmul = speed.matmul_tflops
-            record |= asdict(speed)
-            print(json.dumps(_without_nan(record), allow_nan=False) if self.json else _line(record), flush=True)
-            start = Start(since_process_start())
+            with devices.enough_for_batch(self.batch, "--batch", device):
+                measured = speed.measure(case, self.repeats, matmul, start)
+            matmul = measured.matmul_tflops
+            record |= _record(measured)
+            print(json.dumps(record, allow_nan=False) if self.json else _line(record), flush=True)
+            start = speed.Start(speed.since_process_start())
         return code
 
 
-def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with null instead of NaN, which JSON does not have."""
-    return {
-        key: _without_nan(value) if isinstance(value, dict) else None if value != value else value
-        for key, value in record.items()
-    }
+def _record(found: Agreement | Speed) -> dict[str, Any]:
+    """The fields, with None instead of NaN, which JSON does not have."""
+    return {name: None if value != value else value for name, value in asdict(found).items()}
 
 
-def _check_host(memory: Memory, batch: int) -> None:
+def _check_host(memory: config.Memory, batch: int) -> None:
     """Reject a training step that exceeds the host memory, for which the operating system would kill the process."""
-    from bsi.backbones.config import CONTEXT
-    from bsi.devices import host_memory
     from bsi.runtime.out_of_memory import LEAST, MOST
 
-    needed, free = round(LEAST * (memory.bytes(batch) - CONTEXT)), host_memory()
+    needed, free = round(LEAST * (memory.bytes(batch) - config.CONTEXT)), devices.host_memory()
     if needed > free:
-        fits = memory.largest(CONTEXT + round(free / MOST))
+        fits = memory.largest(config.CONTEXT + round(free / MOST))
         raise UsageError(
             f"not enough memory: a training step with {batch} images at a time takes at least "
             f"{readable_bytes(needed)}, and this process can have {readable_bytes(free)}. "
@@ -122,7 +114,7 @@ def _check_host(memory: Memory, batch: int) -> None:
 def _line(r: dict[str, Any]) -> str:
     parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in r["first_step_parts_s"].items())
     unit = "images × evaluations/s" if r["work"] == "sample" else "images/s"
-    memory = f", peak {r['peak_gib']:.1f} GiB" if r["peak_gib"] == r["peak_gib"] else ""
+    memory = "" if r["peak_gib"] is None else f", peak {r['peak_gib']:.1f} GiB"
     return (
         f"{r['work']} {r['backbone']} {r['method']} batch {r['batch']} on {r['device']}: "
         f"{r['images_per_s']:.4g} {unit} ({r['milliseconds']:.1f} ms, spread {100 * r['spread']:.0f} %), "

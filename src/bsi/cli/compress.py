@@ -8,22 +8,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 import tyro
+from PIL import Image
 
+from bsi import pictures
 from bsi.cli.options import Device, Json, Run, answer
+from bsi.data import files, store
+from bsi.data.images import SUFFIXES, open_image
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable, make_folder, open_untrusted
 from bsi.progress import Progress
 
 if TYPE_CHECKING:
-    import numpy as np
-    from PIL import Image
     from torch import Tensor
 
     from bsi.model import Model
 
 MEASURED = 256  # samples that the rate of --lossy-steps is measured with
 MAX_BYTES = 1 << 36  # of a compressed file
+FORMATS: dict[str, dict[str, Any]] = {"PNG": {"optimize": True}, "WebP": {"lossless": True, "method": 6}}
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,12 @@ class Compress:
     def execute(self) -> int:
         from bsi import codec
         from bsi.evaluation.runs import fitted_variance
+        from bsi.runtime import export
         from bsi.runtime.distributed import pick_device
-        from bsi.runtime.export import model_of, read_trained
 
         check_writable(self.out, "--out")
-        trained = read_trained(self.run)
-        model = model_of(trained, str(self.run)).to(pick_device(self.device, 0))
+        trained = export.read_trained(self.run)
+        model = export.model_of(trained, str(self.run)).to(pick_device(self.device, 0))
         index = _indices(self, model)
         variance = None if self.variance == "none" else fitted_variance(model, trained.data.name, self.variance)
         started = time.perf_counter()
@@ -66,12 +70,6 @@ class Compress:
         seconds = time.perf_counter() - started
         with atomic(self.out, "--out") as temporary:
             temporary.write_bytes(packed.blob)
-        lines = [
-            f"{self.out}: {packed.samples} samples in {len(packed.blob)} bytes, {packed.gross_bits_per_dim:.4f} "
-            f"bits/dim, {seconds:.1f} s",
-            f"  each sample beyond the first {packed.plain}: {packed.net_bits_per_dim:.4f} bits/dim; the first ones "
-            f"are stored uncompressed, in {packed.initial_bits} bits",
-        ]
         record: dict[str, Any] = {
             "samples": packed.samples,
             "bytes": len(packed.blob),
@@ -84,14 +82,20 @@ class Compress:
             "seconds": round(seconds, 3),
             "files": [str(self.out)],
         }
+        lines = [
+            f"{self.out}: {packed.samples} samples in {len(packed.blob)} bytes, {packed.gross_bits_per_dim:.4f} "
+            f"bits/dim, {seconds:.1f} s",
+            f"  each sample beyond the first {packed.plain}: {packed.net_bits_per_dim:.4f} bits/dim; the first ones "
+            f"are stored uncompressed, in {packed.initial_bits} bits",
+        ]
         if self.bound:
             found = model.elbo(index, finite_k=self.steps, variance=variance, batch_size=self.batch_size, progress=True)
-            record["bound_bits_per_dim"], record["bound_error"] = found.bits_per_dim, found.monte_carlo_error
+            record |= {"bound_bits_per_dim": found.bits_per_dim, "bound_error": found.monte_carlo_error}
             lines.append(f"  bound: {found.bits_per_dim:.4f} bits/dim ± {found.monte_carlo_error:.4f} (Monte Carlo)")
-        formats = _image_formats(index)
-        if formats:
-            lines.append("  {}, {} bits/dim".format(*(f"{name} {bits:.4f}" for name, bits in formats.items())))
-        record |= {f"{name.lower()}_bits_per_dim": bits for name, bits in formats.items()}
+        if index.element_size() == 1 and pictures.is_image(tuple(index.shape[1:])):
+            bits = {name: _file_bits(index.cpu().numpy(), name) for name in FORMATS}
+            record |= {f"{name.lower()}_bits_per_dim": value for name, value in bits.items()}
+            lines.append(f"  {', '.join(f'{name} {value:.4f}' for name, value in bits.items())} bits/dim")
         return answer(self.json, record, "\n".join(lines))
 
 
@@ -152,29 +156,25 @@ class Decompress:
         _write(self.out, index.numpy(), model)
         if self.preview is not None:
             _animate(self.preview, first, model)
-        files = [str(path) for path in (self.out, self.preview) if path is not None]
-        record = {"samples": len(index), "seconds": round(seconds, 3), **rate, "files": files}
-        return answer(self.json, record, f"{len(index)} samples in {seconds:.1f} s: {', '.join(files)}{spent}")
+        written = [str(path) for path in (self.out, self.preview) if path is not None]
+        record = {"samples": len(index), "seconds": round(seconds, 3), **rate, "files": written}
+        return answer(self.json, record, f"{len(index)} samples in {seconds:.1f} s: {', '.join(written)}{spent}")
 
 
 def _indices(args: Compress, model: Model) -> Tensor:
     """The data as bin indices of the model's shape."""
-    import numpy as np
     import torch
-
-    from bsi.data.files import ArrayFile
-    from bsi.data.store import open_dataset
 
     path = Path(args.data)
     if path.suffix == ".npy" and not path.is_dir():
-        with ArrayFile.at(path) as file:
+        with files.ArrayFile.at(path) as file:
             if file.dtype.kind not in "ui":
                 raise DataError(f"{path} has dtype {file.dtype}, expected integers: the indices of bins.")
             rows = np.concatenate([block.copy() for block in file.blocks()])
     elif path.is_dir() and not (path / "manifest.json").exists():
         rows = _images(path, model)
     else:
-        dataset = open_dataset(args.data)
+        dataset = store.open_dataset(args.data)
         if dataset.bins != model.bins:
             raise DataError(f"{args.data} has {dataset.bins}, the model {model.bins}: they do not fit.")
         rows = np.asarray(dataset.split(args.split))
@@ -186,48 +186,34 @@ def _indices(args: Compress, model: Model) -> Tensor:
 
 def _images(folder: Path, model: Model) -> np.ndarray:
     """All images of a folder, sorted by name. They must have the model's size."""
-    import numpy as np
-
-    from bsi.data.files import walk
-    from bsi.data.images import SUFFIXES, open_image
-    from bsi.pictures import is_image
-
-    if not is_image(model.shape) or model.bins is None or model.bins.count != 256:
+    if not pictures.is_image(model.shape) or model.bins is None or model.bins.count != 256:
         raise UsageError(f"{folder} is a folder of images, and this model is for {model.bins} of shape {model.shape}.")
     channels, height, width = model.shape
     rows = []
-    for name in sorted(walk(folder, SUFFIXES)):
-        image = open_image(folder / name, str(folder / name))
+    for name in sorted(files.walk(folder, SUFFIXES)):
+        path = folder / name
+        image = open_image(path, str(path))
         if image.size != (width, height):
             raise DataError(
-                f"{folder / name} has {image.width} x {image.height} pixels, the model {width} x {height}. "
-                f"`bsi data folder` prepares images of one size."
+                f"{path} has {image.width} x {image.height} pixels, the model {width} x {height}. `bsi data folder` "
+                f"prepares images of one size."
             )
-        pixels = np.asarray(image.convert("RGB" if channels == 3 else "L"))
-        rows.append(pixels.transpose(2, 0, 1) if channels == 3 else pixels[None])
+        rows.append(np.atleast_3d(np.asarray(image.convert("RGB" if channels == 3 else "L"))).transpose(2, 0, 1))
     return np.stack(rows) if rows else np.zeros((0, *model.shape), np.uint8)
 
 
-def _image_formats(index: Tensor) -> dict[str, float]:
-    """Bits per dimension of the same images as PNG and lossless WebP; nothing for other data."""
-    from bsi.pictures import is_image
-
-    if index.element_size() != 1 or not is_image(tuple(index.shape[1:])):
-        return {}
-    options: dict[str, dict[str, Any]] = {"PNG": {"optimize": True}, "WebP": {"lossless": True, "method": 6}}
-    sizes = dict.fromkeys(options, 0)
-    for image in index.cpu().numpy():
-        for name in sizes:
-            buffer = io.BytesIO()
-            _picture(image.astype("uint8")).save(buffer, name, **options[name])
-            sizes[name] += len(buffer.getvalue())
-    return {name: 8 * size / index.numel() for name, size in sizes.items()}
-
-
 def _picture(image: np.ndarray) -> Image.Image:
-    from PIL import Image
-
     return Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
+
+
+def _file_bits(images: np.ndarray, kind: str) -> float:
+    """Bits per dimension of images, each in a file of this format."""
+    size = 0
+    for image in images:
+        buffer = io.BytesIO()
+        _picture(image.astype("uint8")).save(buffer, kind, **FORMATS[kind])
+        size += len(buffer.getvalue())
+    return 8 * size / images.size
 
 
 def _rate(blob: bytes, model: Model, index: Tensor, steps: int) -> dict[str, float]:
@@ -244,15 +230,11 @@ def _rate(blob: bytes, model: Model, index: Tensor, steps: int) -> dict[str, flo
 
 def _write(out: Path, index: np.ndarray, model: Model) -> None:
     """A .npy file, or a folder of images."""
-    import numpy as np
-
-    from bsi.pictures import is_image
-
     if out.suffix == ".npy":
         with atomic(out, "--out") as temporary, temporary.open("wb") as file:
             np.save(file, index, allow_pickle=False)
         return
-    if not is_image(model.shape) or index.dtype != np.uint8:
+    if not pictures.is_image(model.shape) or index.dtype != np.uint8:
         raise UsageError(f"{out} should end in .npy: this data has no images.")
     make_folder(out, "--out")
     for i, image in enumerate(index):
@@ -262,10 +244,8 @@ def _write(out: Path, index: np.ndarray, model: Model) -> None:
 
 def _animate(path: Path, predictions: list[Tensor], model: Model) -> None:
     """The predictions of a batch from coarse to fine."""
-    from bsi.pictures import animate, grid, is_image
-
-    if not is_image(model.shape) or model.bins is None:
+    if not pictures.is_image(model.shape) or model.bins is None:
         raise UsageError("--preview shows images: this data has none.")
-    frames = [grid(x_hat.numpy(), None, model.bins.low, model.bins.high) for x_hat in predictions]
+    frames = [pictures.grid(x_hat.numpy(), None, model.bins.low, model.bins.high) for x_hat in predictions]
     with atomic(path, "--preview") as temporary:
-        animate(frames, temporary)
+        pictures.animate(frames, temporary)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 import shlex
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,13 +13,32 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from bsi.cli.options import Json, answer
+from bsi.data import arrays, images, published, sequences, store
+from bsi.data.prepare import prepare
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder
 from bsi.progress import log
+from bsi.values import Standardize
 
 if TYPE_CHECKING:
     from bsi.data.prepare import Source
-    from bsi.data.store import Dataset
+
+COMMON = ("name", "from_", "to", "list_", "verify", "json")  # the other options belong to sources
+SHOWN = 10  # class names in a line
+
+# For each source its class, and the command that trains on its data; NAME is the dataset's.
+SOURCES: dict[str, tuple[type[Source], str]] = {
+    "cifar10": (published.Cifar10, "bsi train cifar10-dit-s"),
+    "imagenet32": (published.ImageNet32, "bsi train imagenet32-dit-l2"),
+    "imagenet64": (published.ImageNet64, "bsi train imagenet64-dit-l4"),
+    "mnist": (published.Mnist, "bsi train folder-mini --data.name NAME"),
+    "folder": (images.Folder, "bsi train folder --data.name NAME, or folder-mini on a CPU"),
+    "binary": (published.Binary, "bsi train binary-digits --data.name NAME"),
+    "text": (sequences.Text, "bsi train text-mini --data.name NAME"),
+    "arrays": (arrays.Arrays, "bsi train arrays --data.name NAME"),
+    "wav": (sequences.Wav, "bsi train audio-mini --data.name NAME, or --backbone dit-s/4 on a GPU"),
+    "huggingface": (images.HuggingFace, "bsi train folder --data.name NAME, or folder-mini on a CPU"),
+}
 
 
 def _shown(metavar: str, name: str | None = None) -> Any:
@@ -76,25 +95,21 @@ class DataOptions:
     revision: Annotated[str | None, _shown("NAME")] = None  # huggingface: the dataset's revision (main).
 
     def execute(self) -> int:
-        from bsi.data.prepare import prepare
-        from bsi.data.store import open_dataset, prepared, verify
-
         if self.list_:
             return _list(self)
         if self.name is None:
             raise UsageError("no data was named. Use `bsi data NAME`; `bsi data --list` shows the names.")
-        existing = {"digits", *(folder.name for folder in prepared())}
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in COMMON}
-        given = {name: value for name, value in given.items() if value is not None}
-        bare = self.from_ is None and self.to is None
-        if self.name in existing and bare and (self.name not in SOURCES or not given):
-            if given:
-                raise UsageError(f"{self.name} is prepared already: leave out {', '.join(map(_flag, given))}.")
-            _show(open_dataset(self.name, check_hashes=self.verify), self)
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in COMMON}
+        options = {name: value for name, value in options.items() if value is not None}
+        existing = self.name in {"digits", *(folder.name for folder in store.prepared())}
+        if existing and self.from_ is None and self.to is None and (self.name not in SOURCES or not options):
+            if options:
+                raise UsageError(f"{self.name} is prepared already: leave out {_flags(options)}.")
+            _show(store.open_dataset(self.name, check_hashes=self.verify), self.json)
             return 0
         if self.name == "digits":
             raise UsageError("the digits are part of the package: leave out --from and --to.")
-        plan = make_source(self.name, self.from_, given).plan()
+        plan = make_source(self.name, self.from_, options).plan()
         if self.to is None and plan.name != self.name and plan.name in (*SOURCES, "digits"):
             raise UsageError(
                 f"a dataset made from {self.from_} would be named {plan.name!r}, like a source. Choose a folder with "
@@ -102,52 +117,27 @@ class DataOptions:
             )
         dataset = prepare(plan, data_folder() / plan.name if self.to is None else self.to)
         if self.verify:
-            verify(dataset.folder, dataset.manifest)
-        _show(dataset, self)
+            store.verify(dataset.folder, dataset.manifest)
+        _show(dataset, self.json)
         if not len(dataset.test):
             log("bsi data: warning: there are no test samples, which `bsi eval` needs. Use a larger --test-fraction.")
-        log(f"next: {_next(self, dataset)}")
+        log(f"next: {_next(self.name, dataset, self.labels)}")
         return 0
-
-
-COMMON = ("name", "from_", "to", "list_", "verify", "json")  # the other options belong to sources
-SHOWN = 10  # class names in a line
-
-# For each source its module in bsi.data, its class, and the command that trains on its data; NAME is the dataset's.
-SOURCES = {
-    "cifar10": ("published", "Cifar10", "bsi train cifar10-dit-s"),
-    "imagenet32": ("published", "ImageNet32", "bsi train imagenet32-dit-l2"),
-    "imagenet64": ("published", "ImageNet64", "bsi train imagenet64-dit-l4"),
-    "mnist": ("published", "Mnist", "bsi train folder-mini --data.name NAME"),
-    "folder": ("images", "Folder", "bsi train folder --data.name NAME, or folder-mini on a CPU"),
-    "binary": ("published", "Binary", "bsi train binary-digits --data.name NAME"),
-    "text": ("sequences", "Text", "bsi train text-mini --data.name NAME"),
-    "arrays": ("arrays", "Arrays", "bsi train arrays --data.name NAME"),
-    "wav": ("sequences", "Wav", "bsi train audio-mini --data.name NAME, or --backbone dit-s/4 on a GPU"),
-    "huggingface": ("images", "HuggingFace", "bsi train folder --data.name NAME, or folder-mini on a CPU"),
-}
-
-
-def source_type(name: str) -> type[Source]:
-    """The class of a source. Only names in the table are valid: no module is imported by a name from outside."""
-    if name not in SOURCES:
-        near = difflib.get_close_matches(name, SOURCES, 1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"The sources are {', '.join(SOURCES)}."
-        raise UsageError(f"unknown source of data {name!r}. {hint}")
-    module, kind, _ = SOURCES[name]
-    found: type[Source] = getattr(importlib.import_module(f"bsi.data.{module}"), kind)
-    return found
 
 
 def make_source(name: str, path: str | None, options: dict[str, Any]) -> Source:
     """The source of that name with its options. Raises an error for an unknown name or option."""
-    kind: Any = source_type(name)
+    if name not in SOURCES:
+        near = difflib.get_close_matches(name, SOURCES, 1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"The sources are {', '.join(SOURCES)}."
+        raise UsageError(f"unknown source of data {name!r}. {hint}")
+    kind: Any = SOURCES[name][0]
     known = {field.name: field for field in fields(kind)}
     unknown = [option for option in options if option not in known]
     if unknown:
-        takes = ", ".join(_flag(option) for option in known if option != "path") or "no options"
+        takes = _flags(option for option in known if option != "path") or "no options"
         kept = " Labels in the data are kept without it." if "labels" in unknown and name != "wav" else ""
-        raise UsageError(f"{name} has no {', '.join(map(_flag, unknown))}; it takes {takes}.{kept}")
+        raise UsageError(f"{name} has no {_flags(unknown)}; it takes {takes}.{kept}")
     if path is not None:
         options = {**options, "path": path if name in ("binary", "huggingface") else Path(path)}
     elif known["path"].default is MISSING:
@@ -156,49 +146,46 @@ def make_source(name: str, path: str | None, options: dict[str, Any]) -> Source:
     return source
 
 
-def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
+def _flags(options: Iterable[str]) -> str:
+    return ", ".join(f"--{option.replace('_', '-')}" for option in options)
 
 
-def _show(dataset: Dataset, args: DataOptions) -> None:
-    answer(args.json, _record(dataset), _line(dataset))
+def _show(dataset: store.Dataset, as_json: bool) -> None:
+    answer(as_json, _record(dataset), _line(dataset))
     for note in dataset.manifest.notes:
         log(f"bsi data: {note}.")
 
 
-def _next(args: DataOptions, dataset: Dataset) -> str:
+def _next(source: str, dataset: store.Dataset, labels: bool | None) -> str:
     """The command that trains on it: with larger patches for large images, and with labels if they were requested."""
     outside = dataset.folder.parent.resolve() != data_folder().resolve()
-    command = SOURCES[str(args.name)][2].replace("NAME", shlex.quote(str(dataset.folder) if outside else dataset.name))
-    if args.name == "arrays" and dataset.bins is None and len(dataset.shape) <= 2:
+    command = SOURCES[source][1].replace("NAME", shlex.quote(str(dataset.folder) if outside else dataset.name))
+    if source == "arrays" and dataset.bins is None and len(dataset.shape) <= 2:
         command += f", or {'table' if len(dataset.shape) == 1 else 'series'}-mini on a CPU"
-    if args.labels:
+    if labels:
         command = command.replace(" --data.name ", " --data.labels --data.name ", 1)
-    large = command.startswith("bsi train folder") and dataset.shape[-1] >= 64
-    return command.replace("bsi train folder", "bsi train folder --backbone dit-s/4", 1) if large else command
+    if command.startswith("bsi train folder ") and dataset.shape[-1] >= 64:
+        command = command.replace("bsi train folder ", "bsi train folder --backbone dit-s/4 ", 1)
+    return command
 
 
 def _list(args: DataOptions) -> int:
-    from bsi.data.store import open_dataset, prepared
-
-    datasets, damaged = [open_dataset("digits")], []
-    for folder in prepared():
+    datasets, damaged = [store.open_dataset("digits")], []
+    for folder in store.prepared():
         try:
-            datasets.append(open_dataset(folder, check_hashes=args.verify))
+            datasets.append(store.open_dataset(folder, check_hashes=args.verify))
         except DataError as error:
             damaged.append(str(error))
             if not args.json:
                 log(f"bsi data: {error}")
-    summaries = {name: source_type(name).summary for name in SOURCES}
+    summaries = {name: kind.summary for name, (kind, _) in SOURCES.items()}
     found = {"folder": str(data_folder()), "sources": summaries, "damaged": damaged}
     lines = ["sources:", *(f"  {name:<12} {summary}" for name, summary in summaries.items())]
     lines += [f"prepared in {data_folder()}:", *(f"  {_line(dataset)}" for dataset in datasets)]
     return answer(args.json, {**found, "datasets": [_record(dataset) for dataset in datasets]}, "\n".join(lines))
 
 
-def _line(dataset: Dataset) -> str:
-    from bsi.values import Standardize
-
+def _line(dataset: store.Dataset) -> str:
     manifest, stored, labels = dataset.manifest, dataset.kind, dataset.labels
     skipped = f", {len(manifest.skipped)} skipped" if manifest.skipped else ""
     shape = " x ".join(map(str, manifest.shape)) or "scalar"
@@ -212,5 +199,5 @@ def _line(dataset: Dataset) -> str:
     )
 
 
-def _record(dataset: Dataset) -> dict[str, Any]:
+def _record(dataset: store.Dataset) -> dict[str, Any]:
     return {"folder": str(dataset.folder), **json.loads(dataset.manifest.to_json()), "name": dataset.name}

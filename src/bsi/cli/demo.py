@@ -32,9 +32,8 @@ class Demo:
         from bsi.report import write_report
         from bsi.runtime.distributed import join
 
-        recipe = replace(bsi.recipes.digits(), seed=self.seed)
-        if self.steps is not None:
-            recipe = replace(recipe, steps=self.steps)
+        recipe = bsi.recipes.digits()
+        recipe = replace(recipe, seed=self.seed, steps=recipe.steps if self.steps is None else self.steps)
         log(f"bsi demo: {recipe.steps} steps on handwritten digits, then a bound, samples and a report")
         folder = bsi.train(recipe, out=self.out, device="cpu").path
 
@@ -43,17 +42,15 @@ class Demo:
         with join("cpu", evaluation.TIMEOUT_S) as world:
             found = evaluation.bound(options, world)
         store(found.run, found.what, found.record)
-        images = bsi.load(folder).sample(64, steps=32, seed=self.seed)
         picture = folder / "samples.png"
-        pictures.grid(images.numpy(), high=16).save(picture)
-        report, bound = write_report(folder), found.record
+        pictures.grid(bsi.load(folder).sample(64, steps=32, seed=self.seed).numpy(), high=16).save(picture)
+        files = {"run": str(folder), "samples": str(picture), "report": str(write_report(folder))}
 
-        name = shlex.quote(str(folder))
+        name, bound = shlex.quote(str(folder)), found.record
         log(f"next: bsi view {name} · bsi sample {name} --num 100 --out more.png")
-        files = {"run": str(folder), "samples": str(picture), "report": str(report)}
         numbers = ("bits_per_dim", "monte_carlo_error", "data_error", "baselines")
         text = (
             f"test set    {evaluation.bound_line(bound)}\nbaselines   {baselines_text(bound['baselines'])}\n"
-            f"samples     {picture}\nreport      {report}, opens in a browser"
+            f"samples     {picture}\nreport      {files['report']}, opens in a browser"
         )
         return answer(self.json, {**files, **{name: bound[name] for name in numbers}}, text)

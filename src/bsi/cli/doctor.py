@@ -1,7 +1,4 @@
-"""`bsi doctor`: what is installed, what is missing, and the command that fixes it.
-
-If a required check fails, the exit code is 1; the other checks only report which features are unavailable.
-"""
+"""`bsi doctor`: what is installed, what is missing, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ EXTRAS = {
     "wandb": "`bsi train --track wandb`",
     "trackio": "`bsi train --track trackio`",
     "mlflow": "`bsi train --track mlflow`",
+    "codec": "`bsi compress` and `bsi decompress`",
     "hub": "`bsi export --upload` and `bsi data huggingface`",
 }
 
@@ -42,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Check the installation, and show how to fix it. The exit code is 0 if everything required works."""
+    """Check the installation, and show how to fix it. The exit code is 0 if everything required works, otherwise 1."""
 
     json: Json = False
 
@@ -71,42 +69,39 @@ def examine() -> Iterator[Check]:
 
 def _packages() -> Iterator[Check]:
     """Python, and the packages that bsi requires or lists as extras, from the metadata of its installation."""
-    found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    yield Check("python", "ok", found, required=True)
+    yield Check("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}", required=True)
     missing: dict[str, list[str]] = {name: [] for name in EXTRAS}
     for requirement in importlib.metadata.requires("bsi") or ():
-        name, least = re.match(r"([\w.-]+)(?:>=([\d.]+))?", requirement).groups()  # type: ignore[union-attr]
+        name, least = re.match(r"([\w.-]+)(?:>=([\d.]+))?", requirement).groups("0")  # type: ignore[union-attr]
         extra, version = re.search(r"extra == ['\"]([\w-]+)", requirement), _version(name)
         if extra is None:
-            enough = version is not None and _numbers(version) >= _numbers(least or "0")
-            state = "ok" if enough else "broken" if version else "missing"
+            state = "missing" if version is None else "broken" if _numbers(version) < _numbers(least) else "ok"
             fix = f"pip install --upgrade '{name}>={least}'"
             yield Check(name, state, version or "not installed", fix, required=True)
         elif version is None and extra[1] in missing:
             missing[extra[1]].append(name)
-    for extra_name, purpose in EXTRAS.items():
-        names = ", ".join(missing[extra_name])
-        found = f"{names} not installed: needed for {purpose}" if names else purpose
-        yield Check(extra_name, "missing" if names else "ok", found, f"pip install 'bsi[{extra_name}]'")
+    for name, purpose in EXTRAS.items():
+        found = f"{', '.join(missing[name])} not installed: needed for {purpose}" if missing[name] else purpose
+        yield Check(name, "missing" if missing[name] else "ok", found, f"pip install 'bsi[{name}]'")
 
 
 def _gpu() -> Iterator[Check]:
     """The GPUs that torch computes on."""
     import torch
 
-    cuda = torch.version.cuda
     if torch.cuda.is_available():
-        names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-        yield Check("gpu", "ok", f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {cuda}")
-        triton = _version("triton")
-        found = triton or "not installed: networks run without fused kernels"
-        yield Check("triton", "ok" if triton else "missing", found, "pip install triton")
-    elif cuda is None and shutil.which("nvidia-smi"):
+        count = torch.cuda.device_count()
+        names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
+        yield Check("gpu", "ok", f"{count} x {', '.join(names)}, CUDA {torch.version.cuda}")
+        if _version("triton") is None:
+            found = "not installed: networks run without fused kernels"
+            yield Check("triton", "missing", found, "pip install triton")
+    elif torch.version.cuda is None and shutil.which("nvidia-smi"):
         fix = "pip install --upgrade --force-reinstall torch"
         yield Check("gpu", "missing", "there is an NVIDIA driver, but this torch was built for CPUs", fix)
     else:
-        found = "none found. Small models train on the CPU."
-        yield Check("gpu", "missing", found, "check nvidia-smi and CUDA_VISIBLE_DEVICES" if cuda else "")
+        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if torch.version.cuda else ""
+        yield Check("gpu", "missing", "none found. Small models train on the CPU.", fix)
 
 
 def _data() -> Iterator[Check]:
@@ -116,14 +111,16 @@ def _data() -> Iterator[Check]:
     root = data_folder()
     names = ["digits (in the package)", *sorted(path.name for path in prepared(root))]
     yield Check("datasets", "ok", f"{', '.join(names)}; in {root}")
-    there = next(path for path in (root, *root.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        found = f"{there} {'is read-only' if there.is_dir() else 'is not a folder'}"
-        yield Check("disk", "missing", found, "set BSI_DATA to a folder that you can write to")
-        return
-    free = shutil.disk_usage(there).free
-    fix = "free some space, or set BSI_DATA to another disk"
-    yield Check("disk", "ok" if free > ENOUGH_DISK else "missing", f"{readable_bytes(free)} free in {there}", fix)
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    state, found, fix = "ok", f"{readable_bytes(free)} free in {existing}", "set BSI_DATA to a folder on another disk"
+    if not existing.is_dir():
+        state, found = "missing", f"{existing} is not a folder"
+    elif not os.access(existing, os.W_OK):
+        state, found = "missing", f"{existing} is read-only"
+    elif free <= ENOUGH_DISK:
+        state = "missing"
+    yield Check("disk", state, found, fix)
 
 
 def _version(package: str) -> str | None:

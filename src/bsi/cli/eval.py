@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from bsi.cli.fid import logged_warnings
-from bsi.cli.options import Count, Device, Json, Run, Within, answer
+from bsi.cli.fid import logged_warnings, plus_minus
+from bsi.cli.options import BatchSize, Count, Device, InnerPrecision, Json, Run, Within, answer
 from bsi.cli.sample import all_labels
 from bsi.errors import BsiError, UsageError
 from bsi.io import check_writable
@@ -36,6 +36,8 @@ APPLIES = {
 }
 TIMEOUT_S = 3600.0  # how long ranks wait for the slowest
 
+Number = Annotated[int, Within(1, 1_000_000)]
+
 
 @dataclass(frozen=True)
 class Eval:
@@ -53,10 +55,9 @@ class Eval:
     fid: bool = False  # Evaluate the sample quality: the Fréchet inception distance.
     paired: bool = False  # Evaluate the difference in bits per dimension of two runs, with common random numbers.
     split: Literal["test", "train"] = "test"  # The samples to evaluate the bound of.
-    measure: Annotated[int, Within(1, 1_000_000)] = 5  # Levels per sample and round.
-    recon: Annotated[int, Within(1, 1_000_000)] = 2  # Reconstructions per sample and round.
-    finite_k: Annotated[int | None, Within(1, 1_000_000)] = None
-    """The bound for this many measurement rounds instead of infinitely many."""
+    measure: Number = 5  # Levels per sample and round.
+    recon: Number = 2  # Reconstructions per sample and round.
+    finite_k: Number | None = None  # The bound for this many measurement rounds instead of infinitely many.
     variance: VarianceKind = "none"
     """The predictive variance of each transition, fitted to training samples, with --finite-k or for --fid; the paper
     has none."""
@@ -66,11 +67,10 @@ class Eval:
     target_se: float | None = None
     """Evaluate more rounds until the Monte Carlo standard error is below this value, in bits per dimension."""
     per_sample: Path | None = None  # Write the bound of every sample to this .npz file.
-    limit: Annotated[int | None, Within(1)] = None  # Evaluate only this many random samples, the same ones every time.
+    limit: Count | None = None  # Evaluate only this many random samples, the same ones every time.
     num: Count = 50_000  # Number of samples for --fid.
     reference: Literal["test", "train"] = "test"  # The samples that --fid compares with; the paper uses the test set.
-    steps: Annotated[int, Within(1, 1_000_000)] = Sampler.steps
-    """Steps of the solver for --fid; the paper takes 1024 with --solver posterior."""
+    steps: Number = Sampler.steps  # Steps of the solver for --fid; the paper takes 1024 with --solver posterior.
     solver: str | None = None
     """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI, sde2 with BFN and VDM."""
     grid: str = Sampler.grid  # Where the steps lie: paper, edm or geometric.
@@ -82,18 +82,17 @@ class Eval:
     inception: Path | None = None  # The weights of the FID network; by default those in the data folder.
     data: str | None = None  # Evaluate on this prepared dataset, by name or folder, instead of the one of the run.
     seed: int = 0  # Seed of the noise and the levels, or of the samples.
-    batch_size: Count = 256  # Samples per batch.
+    batch_size: BatchSize = 256
     step: int | None = None  # An earlier checkpoint, by its step.
     weights: bool = False  # Use the weights instead of their moving average.
-    precision: Literal["auto", "bf16", "float16", "float32"] = "auto"
-    """Precision inside the network; everything around it is float32."""
+    precision: InnerPrecision = "auto"
     device: Device = None
     json: bool = False  # Print the result as a JSON object on stdout, or several as a list.
 
     def execute(self) -> int:
         self.check()
         from bsi.devices import enough_for_batch
-        from bsi.evaluation.runs import save_samples, store
+        from bsi.evaluation import runs
         from bsi.runtime.distributed import join
 
         with join(self.device, TIMEOUT_S) as world, enough_for_batch(self.batch_size, "--batch-size", world.device):
@@ -104,11 +103,11 @@ class Eval:
                         continue
                     records.append(found.record)
                     try:
-                        store(found.run, found.what, found.record)
+                        runs.store(found.run, found.what, found.record)
                     except BsiError as error:
                         log(f"bsi eval: warning: the result is printed and not stored: {error}")
                     if self.per_sample is not None and found.samples is not None:
-                        save_samples(self.per_sample, found.samples)
+                        runs.save_samples(self.per_sample, found.samples)
             finally:  # print the results also if one cannot be stored or the next evaluation fails
                 if records:
                     text = "\n".join(map(_paragraph, records))
@@ -132,14 +131,11 @@ class Eval:
         if not self.control and self.proposal != "fitted":
             raise UsageError("--no-control applies only with --proposal fitted: leave it out")
         if self.variance != "none" and self.finite_k is None and not self.fid:
-            raise UsageError(
-                f"--variance {self.variance} belongs to finitely many steps: add --finite-k K, or use --fid."
-            )
+            raise UsageError(f"--variance {self.variance} applies only with --finite-k or --fid: add one of them")
         if not self.guidance:
             raise UsageError("--guidance needs at least one number")
         if self.guidance != (1.0,) and not self.labels:
-            values = " ".join(f"{each:g}" for each in self.guidance)
-            raise UsageError(f"--guidance {values} needs --labels: add it")
+            raise UsageError(f"--guidance {' '.join(f'{each:g}' for each in self.guidance)} needs --labels: add it")
         if self.target_se is not None and not self.target_se > 0:
             raise UsageError(f"--target-se must be positive, got {self.target_se}.")
         if self.per_sample is not None:
@@ -197,33 +193,31 @@ def bound(args: Eval, world: World) -> Found:
 
 def quality(args: Eval, world: World) -> Iterator[Found]:
     """One result for each guidance, on the first rank."""
-    from bsi.evaluation import runs
-    from bsi.evaluation.samples import check_images, measure_quality, quality_record
+    from bsi.evaluation import runs, samples
     from bsi.metrics import Inception
     from bsi.sampling import levels_of
 
     run = runs.open_run(args.runs[0], world, not args.weights, args.step, args.precision)
-    check_images(run.model)
+    samples.check_images(run.model)
     label = range(all_labels(run.model, run.path)) if args.labels else None
-    samplers = [
-        Sampler(args.steps, args.solver, args.grid, guidance=each, variance=args.variance).named(run.model.method)
-        for each in args.guidance
-    ]
-    levels_of(run.model.method, samplers[0])  # raises for an invalid sampler
+    sampler = Sampler(args.steps, args.solver, args.grid, variance=args.variance).named(run.model.method)
+    levels_of(run.model.method, sampler)  # raises for an invalid sampler
+    guided = [replace(sampler, guidance=each) for each in args.guidance]
     split = runs.open_split(run, args.reference, args.data)
     if args.variance != "none":
         runs.fitted_variance(run.model, split.dataset, args.variance, args.batch_size)
-    runs.speed_up(run, len(samplers) * args.num * args.steps // world.size)
+    runs.speed_up(run, len(guided) * args.num * args.steps // world.size)
     with logged_warnings("bsi eval", world.first):
         extractor = Inception(args.inception, world.device)
-    for sampler in samplers:
+    for sampler in guided:
         with logged_warnings("bsi eval", world.first):
-            found = measure_quality(
+            found = samples.measure_quality(
                 run.model, split, sampler, args.num, extractor, world, args.seed, label, args.batch_size, args.kid,
                 args.precision_recall, show=True,
             )  # fmt: skip
         if found is not None:
-            yield Found(quality_record(run, sampler, args.seed, label, found), run, f"fid-{args.reference}")
+            record = samples.quality_record(run, sampler, args.seed, label, found)
+            yield Found(record, run, f"fid-{args.reference}")
 
 
 @dataclass(frozen=True)
@@ -248,14 +242,13 @@ class Audit:
     json: Json = False
 
     def execute(self) -> int:
-        from bsi.evaluation.likelihoods import audit
-        from bsi.evaluation.runs import open_run, open_split, speed_up
+        from bsi.evaluation import likelihoods, runs
         from bsi.runtime.distributed import Place, World, pick_device
 
-        opened = open_run(self.run, World(Place(), pick_device(self.device, 0)))
-        split = open_split(opened, self.split, self.data)
-        speed_up(opened, self.limit * self.steps)
-        record = audit(opened, split, self.limit, self.steps, self.variance, self.draws, self.seed)
+        opened = runs.open_run(self.run, World(Place(), pick_device(self.device, 0)))
+        split = runs.open_split(opened, self.split, self.data)
+        runs.speed_up(opened, self.limit * self.steps)
+        record = likelihoods.audit(opened, split, self.limit, self.steps, self.variance, self.draws, self.seed)
         answer(self.json, record, audit_text(record))
         return 0 if record["ordered"] else 1
 
@@ -268,19 +261,17 @@ def _paragraph(record: Mapping[str, Any]) -> str:
     from bsi.data.baselines import baselines_text
 
     if "metric" in record:
-        made, error, drawing = record["generation"], record["error"], record["drawing"]
-        guidance, classes = drawing["guidance"], min(record["n"], drawing["classes"])
-        spread = "" if error is None else f" ± {error:.3f}"
-        kind = f" of {classes} classes in turn" if classes else ""
-        followed = "" if guidance == 1 else f", guidance {guidance:g}"
+        made, drawing = record["generation"], record["drawing"]
+        classes = f" of {min(record['n'], drawing['classes'])} classes in turn" if drawing["classes"] else ""
+        guidance = "" if drawing["guidance"] == 1 else f", guidance {drawing['guidance']:g}"
         return (
-            f"{record['metric']} {record['value']:.3f}{spread}: {record['n']} samples{kind} ({made['solver']}, "
-            f"{made['evaluations']} evaluations{followed}, seed {made['seed']}) against {record['reference_n']} of "
-            f"{record['reference']} ({record['reference_split']}); {record['extractor']}, {record['resize']}"
+            f"{record['metric']} {record['value']:.3f}{plus_minus(record['error'], 3)}: {record['n']} samples{classes} "
+            f"({made['solver']}, {made['evaluations']} evaluations{guidance}, seed {made['seed']}) against "
+            f"{record['reference_n']} of {record['reference']} ({record['reference_split']}); {record['extractor']}, "
+            f"{record['resize']}"
         )
     if "difference" in record:
-        unpaired = record["unpaired_error"]
-        without = "" if unpaired is None else f"; without pairing the first error would be {unpaired:.5f}"
+        without = f"; without pairing the first error would be {record['unpaired_error']:.5f}"
         return f"{bound_line(record)}\n  {record['a']['run']} less {record['b']['run']}{without}"
     names = ["measurement", "reconstruction", "prior"] + ["change_of_units"] * bool(record["change_of_units"])
     terms = ", ".join(f"{name.replace('_', ' ')} {record[name]:.5f}" for name in names)
@@ -296,40 +287,30 @@ def _paragraph(record: Mapping[str, Any]) -> str:
 
 def bound_line(record: Mapping[str, Any]) -> str:
     """A bound or a difference with its standard errors, in one line; of continuous data in nats, and in bits."""
-    sign = "+" if "difference" in record else ""
-    value = record["difference"] if "difference" in record else record["bits_per_dim"]
-    unit, name = (1.0, "bits/dim") if record["binned"] else (math.log(2), "nats/dim")
+    sign, name = ("+", "difference") if "difference" in record else ("", "bits_per_dim")
+    bits = f"{record[name]:{sign}.5f} bits/dim"
+    factor = 1.0 if record["binned"] else math.log(2)
+    value = bits if record["binned"] else f"{factor * record[name]:{sign}.5f} nats/dim"
     limit = "" if record["data_resolved"] else "at most "  # hidden by the Monte Carlo noise
-    errors = {"Monte Carlo": ("", record["monte_carlo_error"]), "data set": (limit, record["data_error"])}
-    known = "".join(  # a single sample has no data error
-        f" ± {most}{unit * error:.5f} ({what})" for what, (most, error) in errors.items() if error is not None
-    )
-    bits = "" if record["binned"] else f"; {value:{sign}.5f} bits/dim"
-    return f"{unit * value:{sign}.5f} {name}{known}{bits}"
+    for what, most, error in (
+        ("Monte Carlo", "", record["monte_carlo_error"]),
+        ("data set", limit, record["data_error"]),  # None for a single sample
+    ):
+        if error is not None:
+            value += f" ± {most}{factor * error:.5f} ({what})"
+    return value if record["binned"] else f"{value}; {bits}"
 
 
 def audit_text(record: dict[str, Any]) -> str:
     """The record of an audit as a table and a sentence."""
     rows, samples = record["likelihoods"], record["samples"]
     width = max(len(row["name"]) for row in rows)
-    lines = [
-        f"{samples} {record['split']} samples of {record['dataset']}, in bits/dim; ± is the standard error for these "
-        f"samples"
-    ]
+    lines = [f"{samples} {record['split']} samples of {record['dataset']}, in bits/dim ± standard error"]
     for row in rows:
         some = "" if row["samples"] == samples else f"  ({row['samples']} samples)"
-        lines.append(f"  {row['name']:<{width}}  {row['bits_per_dim']:8.4f}{_plus_minus(row)}{some}")
+        lines.append(f"  {row['name']:<{width}}  {row['bits_per_dim']:8.4f}{plus_minus(row['error'])}{some}")
     for each in record["order"]:
         verdict = "as it must be" if each["holds"] else "WRONG: it cannot be negative"
-        lines.append(
-            f"{each['larger']}, less {each['smaller']}: {each['difference']:+.4f}{_plus_minus(each)}, {verdict}"
-        )
-    lines.append(
-        "The order must be coded size >= bound for as many steps >= bound for infinitely many steps. The flow is "
-        "another model, and may lie on either side."
-    )
-    return "\n".join(lines)
-
-
-def _plus_minus(row: dict[str, Any]) -> str:
-    return "" if row["error"] is None else f" ± {row['error']:.4f}"
+        value = f"{each['difference']:+.4f}{plus_minus(each['error'])}"
+        lines.append(f"{each['larger']}, less {each['smaller']}: {value}, {verdict}")
+    return "\n".join([*lines, "The flow is another model, and may lie on either side."])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,8 +48,20 @@ class Fid:
     json: Json = False
 
     def execute(self) -> int:
+        # Both sets are opened before the network is loaded, so that a typo is reported at once.
+        a, b = (images(where, self.batch, self.num) for where in (self.a, self.b))
+        from bsi import metrics
+        from bsi.runtime.distributed import pick_device
+
         with logged_warnings("bsi fid"):
-            quality = measure(self)
+            extractor = metrics.Inception(self.weights, pick_device(self.device, 0), self.precision, self.batch)
+            keep = self.kid or self.precision_recall
+            if b.version is not None and b.split is not None and self.num is None:
+                real = metrics.reference(b.name, b.version, b.split, b.shown(), extractor, keep)
+            else:
+                real = metrics.Reference(b.name, b.split, b.version, metrics.collect(b.shown(), extractor, keep))
+            samples = metrics.collect(a.shown(), extractor, keep or a.n <= metrics.KEPT)
+            quality = metrics.sample_quality(samples, real, extractor, self.kid, self.precision_recall)
         return answer(self.json, {"samples": self.a, **quality.record()}, text(self.a, quality))
 
 
@@ -76,26 +87,10 @@ class Images:
                     return
 
 
-def measure(args: Fid) -> SampleQuality:
-    """Open both sets before the network is loaded, so that a typo is reported at once."""
-    a, b = (images(where, args.batch, args.num) for where in (args.a, args.b))
-    import torch
-
-    from bsi.metrics import KEPT, Inception, Reference, collect, reference, sample_quality
-
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    extractor = Inception(args.weights, device, args.precision, args.batch)
-    keep = args.kid or args.precision_recall
-    if b.version is not None and b.split is not None and args.num is None:
-        real = reference(b.name, b.version, b.split, b.shown(), extractor, keep)
-    else:
-        real = Reference(b.name, b.split, b.version, collect(b.shown(), extractor, keep))
-    samples = collect(a.shown(), extractor, keep or a.n <= KEPT)
-    return sample_quality(samples, real, extractor, args.kid, args.precision_recall)
-
-
 def images(where: str, batch: int, num: int | None) -> Images:
     """The first `num` images of a file of arrays, a folder of images or a prepared dataset."""
+    from bsi.data.store import open_dataset
+    from bsi.evaluation.samples import image_batches
     from bsi.metrics.features import array_batches, file_batches, image_files
 
     path = Path(where).expanduser()
@@ -103,33 +98,28 @@ def images(where: str, batch: int, num: int | None) -> Images:
         with _opened(path) as array:
             count = len(array)
         return Images(path.name, min(count, num or count), array_batches(_blocks(path), batch, str(path)))
-    if os.path.isdir(path) and not (path / "manifest.json").exists():
+    if path.is_dir() and not (path / "manifest.json").exists():
         files = image_files(path)[:num]
         return Images(where, len(files), file_batches(files, batch))
-    from bsi.data.store import open_dataset
-    from bsi.values import to_uint8
-
     name, _, split = where.rpartition(":") if where.endswith((":train", ":test")) else (where, "", "test")
     dataset = open_dataset(name)
-    rows, bins = dataset.split(split), dataset.bins
-    if bins is None:
+    rows = dataset.split(split)
+    if dataset.bins is None:
         raise DataError(f"{name} is continuous data; FID is for 8-bit images.")
-    pieces = (rows[start : start + batch] for start in range(0, len(rows), batch))
-    pixels = (piece if bins.count == 256 else to_uint8(bins.values(piece), bins.low, bins.high) for piece in pieces)
-    batches = array_batches(pixels, batch, name)
+    batches = image_batches(rows, dataset.bins, batch)
     return Images(dataset.name, min(len(rows), num or len(rows)), batches, split, dataset.version)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[ArrayFile]:
     """The array of an .npy file; of an .npz file its only one, or arr_0."""
-    from bsi.data.files import ArrayFile, NpzFile
+    from bsi.data import files
 
     if path.suffix == ".npy":
-        with ArrayFile.at(path) as array:
+        with files.ArrayFile.at(path) as array:
             yield array
         return
-    with NpzFile.at(path) as archive:
+    with files.NpzFile.at(path) as archive:
         if len(archive.names) != 1 and "arr_0" not in archive.names:
             held = ", ".join(archive.names) or "no arrays"
             raise DataError(f"{path} holds {held}. Save only the images, or name them arr_0.")
@@ -158,14 +148,20 @@ def text(a: str, quality: SampleQuality) -> str:
     """The record as text for people."""
     split = f" ({quality.reference_split})" if quality.reference_split else ""
     lines = [
-        f"{quality.metric} {quality.value:.4f}{'' if quality.error is None else f' ± {quality.error:.4f}'}",
+        f"{quality.metric} {quality.value:.4f}{plus_minus(quality.error)}",
         f"  {quality.n} images of {a} against {quality.reference_n} of {quality.reference}{split}",
         f"  {quality.extractor} {quality.extractor_hash[:12]}, {quality.resize}, {quality.precision}",
     ]
     if quality.kid:
-        error = f" ± {quality.kid.standard_error:.6f}" if quality.kid.standard_error is not None else ""
-        lines.append(f"KID {quality.kid.value:.6f}{error} ({quality.kid.blocks} x {quality.kid.block_size} images)")
+        kid = quality.kid
+        value = f"{kid.value:.6f}{plus_minus(kid.standard_error, 6)}"
+        lines.append(f"KID {value} ({kid.blocks} x {kid.block_size} images)")
     if quality.precision_recall:
         both = quality.precision_recall
         lines.append(f"precision {both.precision:.4f}, recall {both.recall:.4f} (k = {both.k})")
     return "\n".join(lines)
+
+
+def plus_minus(error: float | None, digits: int = 4) -> str:
+    """A standard error as text; nothing if it is unknown."""
+    return "" if error is None else f" ± {error:.{digits}f}"

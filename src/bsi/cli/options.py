@@ -15,7 +15,7 @@ import sys
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from io import StringIO
 from pathlib import Path
@@ -52,16 +52,34 @@ Run = Annotated[
     ),
 ]
 Count = Annotated[int, Within(1)]
+BatchSize = Annotated[int, Within(1), tyro.conf.arg(help="Samples per batch.")]
+InnerPrecision = Annotated[
+    Literal["auto", "bf16", "float16", "float32"],
+    tyro.conf.arg(help="Precision inside the network; everything around it is float32."),
+]
 Device = Annotated[Literal["cuda", "cpu"] | None, tyro.conf.arg(help="By default a GPU if there is one.")]
 Json = Annotated[bool, tyro.conf.arg(help="Print the result as JSON on stdout.")]
 
 
 def parse(options: type[T], words: Sequence[str], prog: str) -> T:
-    """Parse the words after `prog`. A mistake ends the process with exit code 2 (`SystemExit`)."""
+    """Parse the words after `prog` into the options of a command."""
     show_set_defaults(options)
-    markers = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-    with readable_width():
-        found = tyro.cli(options, args=words, prog=prog, description=paragraphs(options.__doc__ or ""), config=markers)
+    return parse_as(options, words, prog, options.__doc__ or "", tyro.conf.FlagCreatePairsOff)
+
+
+def parse_as(kind: Any, words: Sequence[str], prog: str, text: str, *markers: Any, **default: Any) -> Any:
+    """Parse words into any type, with `text` as its help. A mistake ends the process with exit code 2 (`SystemExit`).
+
+    The width that tyro prints in is limited to 20 to 500 columns: with one column it would not terminate.
+    """
+    given = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(max(20, min(shutil.get_terminal_size().columns, 500)))
+    config = (tyro.conf.DisallowNone, *markers)
+    try:
+        found = tyro.cli(kind, args=words, prog=prog, description=paragraphs(text), config=config, **default)
+    finally:
+        del os.environ["COLUMNS"]
+        os.environ.update({} if given is None else {"COLUMNS": given})
     check_numbers(found)
     return found
 
@@ -70,20 +88,6 @@ def answer(as_json: bool, record: object, text: object) -> int:
     """Print the result of a command and return exit code 0."""
     print(json.dumps(record) if as_json else text)
     return 0
-
-
-@contextmanager
-def readable_width() -> Iterator[None]:
-    """Limit the width that tyro prints in to 20 to 500 columns: with one column it would not terminate."""
-    given = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(max(20, min(shutil.get_terminal_size().columns, 500)))
-    try:
-        yield
-    finally:
-        if given is None:
-            del os.environ["COLUMNS"]
-        else:
-            os.environ["COLUMNS"] = given
 
 
 def show_set_defaults(options: type) -> None:
@@ -102,6 +106,12 @@ def _hints(options: type) -> Iterator[tuple[Any, Any]]:
     return ((field, hints[field.name]) for field in fields(typing.cast(Any, options)))
 
 
+def _limits(hint: Any) -> list[Within]:
+    """The limits in a type, also in those that it consists of: `Count | None`."""
+    parts = [*getattr(hint, "__metadata__", ()), *typing.get_args(hint)]
+    return [part for part in parts if isinstance(part, Within)] + [each for part in parts for each in _limits(part)]
+
+
 def check_numbers(options: object, prefix: str = "--") -> None:
     """Reject values outside the limits of their option, integers of more than 64 bits, and NaN."""
     for field, hint in _hints(type(options)):
@@ -109,7 +119,7 @@ def check_numbers(options: object, prefix: str = "--") -> None:
         name = field.name.rstrip("_").replace("_", "-")
         if is_dataclass(value):
             check_numbers(value, prefix if field.name in ("recipe", "options", "sampler") else f"{prefix}{name}.")
-        for limit in (found for found in getattr(hint, "__metadata__", ()) if isinstance(found, Within)):
+        for limit in _limits(hint):
             if value is not None and not limit.low <= value <= limit.high:
                 wanted = f"at least {limit.low}" if value < limit.low else f"at most {limit.high}"
                 raise UsageError(f"{prefix}{name} must be {wanted}, got {value}.")
@@ -155,11 +165,8 @@ def completion(words: Sequence[str]) -> str:
     any_command: Any = typing.Union[tuple(commands)]  # noqa: UP007 (of a list)
     config = (tyro.conf.AvoidSubcommands, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
     script = StringIO()
-    try:
-        with redirect_stdout(script), method_options(default_of("digits")):
-            tyro.cli(any_command, prog="bsi", args=["--tyro-print-completion", words[0]], config=config)
-    except SystemExit:  # tyro exits after it has printed the script
-        pass
+    with suppress(SystemExit), redirect_stdout(script), method_options(default_of("digits")):  # tyro exits after it
+        tyro.cli(any_command, prog="bsi", args=["--tyro-print-completion", words[0]], config=config)
     lines = script.getvalue().strip().splitlines()
     # The shell would offer the two lines of a description as two completions.
     return "\n".join(line.replace("\\n", " ") if line.startswith("COMPLETION_SPEC") else line for line in lines)

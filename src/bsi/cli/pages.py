@@ -1,9 +1,11 @@
-"""Models in a browser: `bsi view RUN`, a page on this machine, and `bsi report RUN`, one HTML file."""
+"""A trained model as a page on this machine (`bsi view`), an HTML file (`bsi report`), a file (`bsi export`)."""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import sys
+import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +13,8 @@ from typing import Annotated
 import tyro
 
 from bsi.cli.options import Device, Json, Run, answer
-from bsi.errors import extra
+from bsi.errors import UsageError, extra
+from bsi.io import check_writable, make_folder
 from bsi.progress import log
 
 
@@ -30,9 +33,6 @@ class View:
     json: Json = False
 
     def execute(self) -> int:
-        import secrets
-        import webbrowser
-
         with extra("view", "bsi view"):
             from bsi.app.server import create_app, listen, server_of
             from bsi.app.workbench import open_workbench
@@ -72,3 +72,40 @@ class ReportOptions:
 
         path = write_report(self.run, self.out, device=self.device, ask_model=self.model)
         return answer(self.json, {"report": str(path), "bytes": path.stat().st_size}, path)
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a trained model as one file that needs neither the run folder nor the trainer.
+
+    import bsi; model = bsi.load("digits-4000.safetensors"); images = model.sample(16)
+    """
+
+    run: Run
+    out: Path | None = None
+    """The file, by default RECIPE-STEP.safetensors in the run folder, or in the current one for a bundled network."""
+    step: int | None = None  # An earlier checkpoint, by its step.
+    weights: bool = False  # Export the weights instead of their moving average.
+    sigma_rel: float | None = None
+    """Export an average of this relative width, for a run with power-function averages (--ema.powers)."""
+    hub_folder: Path | None = None  # Write the folder of a Hugging Face repository instead of one file.
+    upload: str | None = None  # Upload that folder to the hub as this repository, USER/NAME, which is private at first.
+    json: Json = False
+
+    def execute(self) -> int:
+        from bsi.runtime import export, hub
+
+        if self.hub_folder is None:
+            if self.upload is not None:
+                raise UsageError("--upload needs a folder to upload: give it with --hub-folder")
+            if self.out is not None:
+                check_writable(self.out, "--out")
+            path = export.export(self.run, self.out, not self.weights, self.step, self.sigma_rel)
+            return answer(self.json, {"file": str(path), "bytes": path.stat().st_size}, path)
+        if self.out is not None or self.sigma_rel is not None:
+            raise UsageError("--hub-folder cannot be combined with --out and --sigma-rel: leave them out")
+        make_folder(self.hub_folder, "--hub-folder")
+        hub.write_model_folder(export.read_trained(self.run, not self.weights, self.step), self.hub_folder)
+        address = None if self.upload is None else hub.upload(self.hub_folder, self.upload)
+        record = {"folder": str(self.hub_folder), "address": address}
+        return answer(self.json, record, address or self.hub_folder)

@@ -10,22 +10,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
-from bsi.cli.options import Count, Json, Run, Within, answer
+from bsi import pictures
+from bsi.cli.options import BatchSize, Count, InnerPrecision, Json, Run, Within, answer
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable
 from bsi.progress import Progress, log, readable_bytes
 from bsi.sampler import Sampler
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from bsi.model import Model
     from bsi.runtime.distributed import World
 
+PICTURE, SOUND, TEXT, NOTHING = ".png", ".wav", ".txt", ""  # the form of --out, by its ending
 SHOWN, SHOWN_TEXTS = 400, 16  # images in a picture, and texts on the terminal, at most
-ENDINGS = {"picture": ".png", "sound": ".wav", "text": ".txt"}  # of --out
 BETWEEN = "\n----\n"  # two samples of text
 SHOWN_NAMES = 12  # of classes, in a message
 RATE = 16_000  # of sound if its dataset is not on this machine
@@ -60,35 +60,33 @@ class Sample:
     """Write all samples as one array, arr_0: bin indices (uint8 for 8-bit images) or values. Classes are in labels."""
     animate: Path | None = None
     """A .gif or .webp of the first 16 samples: belief mean, prediction, measurement and precision at every step."""
-    batch_size: Count = 256  # Samples per batch.
+    batch_size: BatchSize = 256
     device: Literal["auto", "cuda", "cpu"] = "auto"  # By default a GPU if there is one.
-    precision: Literal["auto", "bf16", "float16", "float32"] = "auto"
-    """Precision inside the network; everything around it is float32."""
+    precision: InnerPrecision = "auto"
     weights: bool = False  # Use the weights instead of their moving average.
     json: Json = False
 
     def execute(self) -> int:
         from bsi.backbones import Backbone, accelerate, compute_dtype
         from bsi.devices import enough_for_batch
+        from bsi.evaluation.runs import fitted_variance
+        from bsi.runtime import export
         from bsi.runtime.distributed import join
-        from bsi.runtime.export import model_of, read_trained
 
         with join(None if self.device == "auto" else self.device, TIMEOUT_S) as world:
-            trained = read_trained(self.run, not self.weights)
+            trained = export.read_trained(self.run, not self.weights)
             if world.first and trained.unfinished:
                 log(f"bsi sample: training of {self.run} is unfinished: {trained.unfinished}")
-            model = model_of(trained, str(self.run)).to(world.device)
+            model = export.model_of(trained, str(self.run)).to(world.device)
             network = model.denoiser.backbone
             if isinstance(network, Backbone):
                 network.compute_dtype = compute_dtype(self.precision, model.device)
                 if self.num >= COMPILED:
                     accelerate(network, model.device)
             if self.sampler.variance != "none":
-                from bsi.evaluation.runs import fitted_variance
-
                 fitted_variance(model, trained.data.name, self.sampler.variance, self.batch_size)
             rate = self.rate
-            if rate is None and form_of(model) == "sound":
+            if rate is None and form_of(model) == SOUND:
                 rate = _dataset_rate(trained.data.name, trained.data.version)
             with enough_for_batch(self.batch_size, "--batch-size", world.device):
                 record = write_samples(model, replace(self, rate=rate), world)
@@ -110,10 +108,10 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
     world = world or World(Place(), model.device)
     sampler, label = args.sampler.named(model.method), _labels(model, args)
     levels_of(model.method, sampler)  # raises for an invalid sampler
-    form, out = form_of(model), args.out
+    out = args.out
     if out is None and args.npz is None and args.animate is None:
-        out = Path(f"samples{ENDINGS.get(form, '')}")
-    check_files(model, args, form, out)
+        out = Path(f"samples{form_of(model)}")
+    check_files(model, args, out)
     file = None if args.npz is None else SampleFile.of(model, sampler, args.seed, label, args.npz, args.num)
     missing = [] if file is None else file.missing()
     world.barrier()  # every rank has read what is missing before one of them writes
@@ -145,11 +143,11 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
         "files": [str(path) for path in (out, args.npz, args.animate) if path is not None],
     }
     if out is not None and samples is not None:
-        if form == "text" and model.symbols is not None:
+        if form_of(model) == TEXT and model.symbols is not None:
             record["text"] = [model.symbols.text(row) for row in samples]
             with atomic(out, "--out") as temporary:
                 temporary.write_text(BETWEEN.join(record["text"]) + "\n", "utf-8")
-        elif form == "sound":
+        elif form_of(model) == SOUND:
             _write_sound(out, samples, args.rate or RATE)
         else:
             _write_picture(out, model, samples, record["classes"])
@@ -157,20 +155,16 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
 
 
 def form_of(model: Model) -> str:
-    """What the samples are shown as: a picture, sound (as `bsi data wav` prepares it), text, or "" for other data."""
-    from bsi.pictures import is_image
-
-    if is_image(model.shape):
-        return "picture"
+    """What the samples are shown as: a picture, sound (as `bsi data wav` prepares it), text, or nothing."""
+    if pictures.is_image(model.shape):
+        return PICTURE
     if len(model.shape) == 2 and model.bins is not None and model.bins.count == 65536:
-        return "sound"
-    return "text" if len(model.shape) == 1 and model.symbols is not None else ""
+        return SOUND
+    return TEXT if len(model.shape) == 1 and model.symbols is not None else NOTHING
 
 
 def _write_sound(out: Path, samples: np.ndarray, rate: int) -> None:
     """All samples one after another, with a short silence between them."""
-    import numpy as np
-
     from bsi.data.sequences import write_wav
 
     silence = np.full((*samples.shape[:2], samples.shape[2] // 8), 32768, samples.dtype)
@@ -179,12 +173,11 @@ def _write_sound(out: Path, samples: np.ndarray, rate: int) -> None:
 
 def _write_picture(out: Path, model: Model, samples: np.ndarray, classes: int) -> None:
     """A grid: the first and last bin or symbol, or the extremes of continuous samples, are black and white."""
-    from bsi.pictures import class_columns, grid
-
     stored = model.bins or model.symbols
     low, high = (0.0, stored.count - 1.0) if stored else (float(samples.min()), float(samples.max()))
+    sheet = pictures.grid(samples[:SHOWN], pictures.class_columns(classes), low, high if high > low else low + 1)
     with atomic(out, "--out") as temporary:
-        grid(samples[:SHOWN], class_columns(classes), low, high if high > low else low + 1).save(temporary)
+        sheet.save(temporary)
 
 
 def _dataset_rate(name: str, version: str) -> int:
@@ -200,61 +193,66 @@ def _dataset_rate(name: str, version: str) -> int:
 
 def summary(record: dict[str, Any]) -> str:
     """The record as text for people, without characters that control a terminal."""
-    num, fresh = record["num"], record["drawn"]
-    kind = "" if record["label"] is None else f" of class {record['class'] or record['label']}"
-    kind = f" of {min(num, record['classes'])} classes in turn" if record["classes"] else kind
+    num, fresh, kind = record["num"], record["drawn"], ""
+    if record["classes"]:
+        kind = f" of {min(num, record['classes'])} classes in turn"
+    elif record["label"] is not None:
+        kind = f" of class {record['class'] or record['label']}"
     rate = f"{record['seconds']:.1f} s, {fresh / max(record['seconds'], 1e-3):.3g}/s"
     took = "all existed" if fresh == 0 else rate if fresh == num else f"{num - fresh} existed, {fresh} in {rate}"
     first = (
         f"{num} sample{'s' if num > 1 else ''}{kind}, {record['evaluations']} evaluations each "
         f"({record['solver']}, {record['grid']}), seed {record['seed']}: {took}"
     )
-    texts = BETWEEN.join(record.get("text", [])[:SHOWN_TEXTS]) + "\n\n" if "text" in record else ""
+    texts = BETWEEN.join(record["text"][:SHOWN_TEXTS]) + "\n\n" if "text" in record else ""
     printable = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in texts)
     return printable + "\n".join([first, *record["files"]])
 
 
-def check_files(model: Model, args: Sample, form: str, out: Path | None) -> None:
+def check_files(model: Model, args: Sample, out: Path | None) -> None:
     """Raise for output files that do not suit the data, cannot be written, or take too much memory."""
     from bsi.devices import host_memory
-    from bsi.pictures import ANIMATIONS, animation_bytes
 
-    if (args.animate and form != "picture") or (out and not form):
+    form = form_of(model)
+    if (args.animate and form != PICTURE) or (out and form == NOTHING):
         raise UsageError(f"data of shape {model.shape} has no picture: save it with --npz FILE")
-    if args.rate is not None and form != "sound":
+    if args.rate is not None and form != SOUND:
         raise UsageError("--rate is for 16-bit sound: leave it out")
-    endings = {"--out": (ENDINGS.get(form, ""),), "--npz": (".npz",), "--animate": ANIMATIONS}
-    for (option, suffixes), path in zip(endings.items(), (out, args.npz, args.animate), strict=True):
-        if path is not None and path.suffix.lower() not in suffixes:
-            raise UsageError(
-                f"{option} {path} should end in {' or '.join(suffixes)}: --out is a picture, sound or text, --npz an "
-                f"array, --animate an animation"
-            )
-        if path is not None:
-            check_writable(path, option)
-    free, stored = host_memory(), model.bins or model.symbols
-    narrow = stored is not None and stored.count <= 256
-    arrays = 2 * args.num * math.prod(model.shape) * (1 if narrow else 4)  # the parts and the array made of them
-    frames = animation_bytes(model.shape, min(args.num, ANIMATED), args.sampler.steps + 1) if args.animate else 0
+    for option, suffixes, path in (
+        ("--out", (form,), out),
+        ("--npz", (".npz",), args.npz),
+        ("--animate", pictures.ANIMATIONS, args.animate),
+    ):
+        if path is None:
+            continue
+        if path.suffix.lower() not in suffixes:
+            raise UsageError(f"{option} {path} should end in {' or '.join(suffixes)}. --npz FILE writes an array.")
+        check_writable(path, option)
+    stored, steps = model.bins or model.symbols, args.sampler.steps
+    bytes_each = 1 if stored is not None and stored.count <= 256 else 4
+    arrays = 2 * args.num * math.prod(model.shape) * bytes_each  # the parts and the array made of them
+    frames = pictures.animation_bytes(model.shape, min(args.num, ANIMATED), steps + 1) if args.animate else 0
+    free = host_memory()
     for what, needed, fix in (
         (f"{args.num} samples", arrays, "draw fewer, and others with another --seed"),
-        (f"an animation of {args.sampler.steps} steps", frames, "use fewer steps"),
+        (f"an animation of {steps} steps", frames, "use fewer steps"),
     ):
         if needed > free:
-            raise UsageError(
-                f"{what} take {readable_bytes(needed)} of memory, and {readable_bytes(free)} are free: {fix}"
-            )
+            sizes = f"{readable_bytes(needed)} of memory, and {readable_bytes(free)} are free"
+            raise UsageError(f"{what} take {sizes}: {fix}")
 
 
 def _labels(model: Model, args: Sample) -> int | range | None:
-    """The requested label, or the range of all labels."""
+    """The number of the requested class, or the range of all classes."""
     if args.label is not None and args.labels:
         raise UsageError(f"--label {args.label} and --labels exclude each other: leave one out")
-    if args.sampler.guidance != 1 and args.label is None and not args.labels:
-        raise UsageError(f"--guidance {args.sampler.guidance} needs --label or --labels: add one of them")
     if args.labels:
         return range(all_labels(model, args.run))
-    return None if args.label is None else _label(model, args.label)
+    if args.label is not None:
+        return _label(model, args.label)
+    if args.sampler.guidance != 1:
+        raise UsageError(f"--guidance {args.sampler.guidance} needs --label or --labels: add one of them")
+    return None
 
 
 def all_labels(model: Model, run: object) -> int:
@@ -266,20 +264,18 @@ def all_labels(model: Model, run: object) -> int:
 
 def _label(model: Model, label: str) -> int:
     """The number of a class, given by name or number. Names take precedence: classes may be called 1, 2, 3."""
-    names, count = model.class_names, model.classes
-    if count == 0:
-        raise UsageError(
-            f"this network has no label {label!r}: it was trained without labels. Leave --label out, or train one "
-            f"that has them: bsi train RECIPE --data.labels"
-        )
+    names, count = model.class_names, model.classes or 0
     if label in names:
         return names.index(label)
-    if re.fullmatch(r"\d{1,9}", label) and (count is None or int(label) < count):
+    if re.fullmatch(r"\d{1,9}", label) and int(label) < count:
         return int(label)
-    numbers = "numbers >= 0" if count is None else f"0 to {count - 1}"
+    if not count:
+        known = "it was trained without labels. Leave it out, or train with bsi train RECIPE --data.labels"
+    else:
+        more = [f"and {len(names) - SHOWN_NAMES} more"] if len(names) > SHOWN_NAMES else []
+        listed = ", ".join([*names[:SHOWN_NAMES], *more])
+        known = f"its labels are {listed + ', or ' if names else ''}0 to {count - 1}"
     folded = {name.casefold(): name for name in names}
     near = difflib.get_close_matches(label.casefold(), folded, 1)
     hint = f". Did you mean {folded[near[0]]!r}?" if near else ""
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    known = f"{', '.join(names[:SHOWN_NAMES])}{more}, or {numbers}" if names else numbers
-    raise UsageError(f"this network has no label {label!r}: its labels are {known}{hint}")
+    raise UsageError(f"this network has no label {label!r}: {known}{hint}")

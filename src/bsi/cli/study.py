@@ -14,6 +14,7 @@ from bsi.cli.options import Device, Json, Within, answer
 from bsi.errors import UsageError
 from bsi.io import make_folder
 from bsi.progress import log
+from bsi.studies.scale import SCALES
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,19 @@ class StudyOptions:
     def execute(self) -> int:
         from bsi.studies import runner
         from bsi.studies.outcome import Results
-        from bsi.studies.runner import STUDIES, named_studies, publish
-        from bsi.studies.scale import SCALES
 
         if self.name is None:
-            for name, study in STUDIES.items():
+            for name, study in runner.STUDIES.items():
                 print(f"{name:<19}  {study.shows} ({study.paper})")
             log("next: bsi study NAME --plan")
             return 0
         if self.minutes is not None and not self.minutes > 0:
             raise UsageError(f"--minutes must be positive, got {self.minutes}.")
         scale = SCALES[self.scale]
-        studies = named_studies(self.name, scale)
+        studies = runner.named_studies(self.name, scale)
         if self.seeds is not None:
             if not any(study.takes_seeds(scale) for study in studies):
-                taking = ", ".join(study.name for study in STUDIES.values() if study.takes_seeds(scale))
+                taking = ", ".join(study.name for study in runner.STUDIES.values() if study.takes_seeds(scale))
                 raise UsageError(f"{self.name} has no --seeds: leave it out. {taking} and all have it.")
             scale = scale.with_seeds(self.seeds)
         results = Results(self.out, scale)
@@ -70,7 +69,7 @@ class StudyOptions:
             make_folder(self.publish, "--publish")
         with redirect_stdout(sys.stderr) if self.json else nullcontext():  # stdout holds the JSON only
             folders = runner.run(studies, results, self.minutes, self.device)
-        published = None if self.publish is None else str(publish(folders, self.publish))
+        published = None if self.publish is None else str(runner.publish(folders, self.publish))
         if self.json or published is not None:
             answer(self.json, {"studies": [str(folder) for folder in folders], "published": published}, published)
         return 0

@@ -15,21 +15,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
-from bsi.backbones.config import MLPConfig, resolve
-from bsi.cli.options import Device, Json, answer, check_numbers, fill, paragraphs, readable_width, show_set_defaults
+from bsi.backbones.config import MLPConfig, cost, resolve
+from bsi.cli.options import Device, Json, answer, fill, parse_as, show_set_defaults
+from bsi.data import store
 from bsi.errors import DataError, UsageError
 from bsi.methods import METHODS
+from bsi.pictures import is_image
 from bsi.progress import log
 from bsi.recipe import Recipe
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.runtime.serialization import changes, to_plain
-
-if TYPE_CHECKING:
-    from bsi.data.store import Dataset
 
 USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--out FOLDER]
                  [--key value ...]
@@ -85,7 +84,6 @@ def run(words: Sequence[str]) -> int:
     if options.dry_run:
         return _dry_run(recipe, named, out, options.json)
     dataset = _opened(recipe, out)  # before torch is imported: a missing dataset is the most frequent mistake
-    from bsi.pictures import is_image
     from bsi.runtime.distributed import find_place, pick_device
     from bsi.training.train import train
 
@@ -106,11 +104,12 @@ def run(words: Sequence[str]) -> int:
     )
     if first:
         answer(options.json, {"run": str(out), **json.loads((out / "status.json").read_text("utf-8"))}, out)
-        folder = shlex.quote(str(out))
-        sound = len(dataset.shape) == 2 and dataset.bins is not None and dataset.bins.count == 65536
-        target = "" if is_image(dataset.shape) else " --out samples.wav" if sound else " --npz samples.npz"
-        sample = f"bsi sample {folder}{target}" + (" --labels" if recipe.data.labels else "")
-        log(f"next: {sample} · bsi eval {folder} --bpd · bsi report {folder}")
+        folder, target = shlex.quote(str(out)), ""
+        if not is_image(dataset.shape):
+            sound = len(dataset.shape) == 2 and dataset.bins is not None and dataset.bins.count == 65536
+            target = " --out samples.wav" if sound else " --npz samples.npz"
+        labels = " --labels" if recipe.data.labels else ""
+        log(f"next: bsi sample {folder}{target}{labels} · bsi eval {folder} --bpd · bsi report {folder}")
     return 0
 
 
@@ -123,16 +122,9 @@ def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
     steps, _ = _take(rest, "--steps")
     if steps is not None and steps.isascii() and steps.isdigit() and len(steps) < 20:
         default = replace(default, recipe=default.recipe.shortened(int(steps)))
-    with method_options(default), readable_width():
-        args = tyro.cli(
-            tyro.conf.AvoidSubcommands[Train],
-            args=rest,
-            prog=f"bsi train {name}",
-            description=paragraphs(f"{evidence(name).summary}\n\n{CHOICES}"),
-            default=default,
-            config=(tyro.conf.DisallowNone,),
-        )
-    check_numbers(args)
+    text = f"{evidence(name).summary}\n\n{CHOICES}"
+    with method_options(default):
+        args = parse_as(tyro.conf.AvoidSubcommands[Train], rest, f"bsi train {name}", text, default=default)
     return args, named_recipe(name, method or "bsi")
 
 
@@ -171,21 +163,17 @@ def _take(words: list[str], option: str) -> tuple[str | None, list[str]]:
     return value, rest
 
 
-def _opened(recipe: Recipe, out: Path) -> Dataset:
+def _opened(recipe: Recipe, out: Path) -> store.Dataset:
     """The dataset of a recipe that is trained into `out`. If it is missing, the error lists the prepared ones."""
-    from bsi.data.store import open_for_run, prepared
-
     try:
-        return open_for_run(recipe.data.name, out)
+        return store.open_for_run(recipe.data.name, out)
     except DataError as error:
-        names = ", ".join(repr(name) for name in ("digits", *(folder.name for folder in prepared())))
+        names = ", ".join(repr(name) for name in ("digits", *(folder.name for folder in store.prepared())))
         raise DataError(f"{error} --data.name NAME trains on another: {names}.") from error
 
 
-def _size(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
-    """The amount of data, parameters and arithmetic of a training run, known before it starts. Needs no torch."""
-    from bsi.backbones.config import cost
-
+def _size(recipe: Recipe, dataset: store.Dataset) -> dict[str, Any]:
+    """The amount of data, parameters and arithmetic of a training run, known before it starts."""
     bins, count = None if dataset.bins is None else dataset.bins.count, len(dataset.split("train"))
     assert recipe.backbone is not None  # a recipe on the command line names one
     classes = dataset.labels.classes if recipe.data.labels and dataset.labels is not None else 0
@@ -200,10 +188,8 @@ def _size(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
+def _announce(recipe: Recipe, dataset: store.Dataset, out: Path, device: str) -> None:
     """Print what is trained, and a warning if it does not suit the network or the machine."""
-    from bsi.pictures import is_image
-
     size, images = _size(recipe, dataset), is_image(dataset.shape)
     shape = " x ".join(map(str, dataset.shape)) or "1"
     log(
@@ -218,11 +204,11 @@ def _announce(recipe: Recipe, dataset: Dataset, out: Path, device: str) -> None:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     hours = recipe.steps * size["tflops_per_step"] / (CORE_TFLOPS * cores) / 3600
     if device == "cpu" and hours > LONG_H:
-        made = "`bsi train folder-mini` is made for images on a CPU. "
+        better = images and not recipe.name.startswith("folder-mini")
+        made = "`bsi train folder-mini` is made for images on a CPU. " if better else ""
         log(
             f"bsi train: warning: {recipe.steps} steps of {size['tflops_per_step']:.2g} TFLOP take about {hours:,.0f} "
-            f"hours on this CPU. {made if images and not recipe.name.startswith('folder-mini') else ''}"
-            f"Use a smaller --backbone, --batch and --steps."
+            f"hours on this CPU. {made}Use a smaller --backbone, --batch and --steps."
         )
 
 

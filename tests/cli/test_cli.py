@@ -123,7 +123,7 @@ def test_what_is_wrong_is_told_in_one_message(
     assert told in out + err
     assert "Traceback" not in out + err
     assert len(err.splitlines()) < 25
-    assert [path.name for path in elsewhere.rglob("*") if path.is_file()] == ["floats.npy", "wide.npy"]
+    assert sorted(path.name for path in elsewhere.rglob("*") if path.is_file()) == ["floats.npy", "wide.npy"]
 
 
 def test_an_unexpected_error_is_one_line_with_a_hint(

@@ -26,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HOSTS = ("127.0.0.1", "localhost")
 MAX_WAITING = 64  # connections without a request
-MAX_CONNECTIONS = MAX_WAITING + 128  # with those whose request is in progress
+MAX_REQUESTS = 128  # in progress
 HEADER_SECONDS, BODY_SECONDS = 5.0, 10.0
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -82,6 +82,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str, max_body: int) -> None:
         self.app, self.token, self.max_body = app, token, max_body
+        self.requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -100,8 +101,14 @@ class Guard:
         try:
             path = _path_after_token(scope["path"], self.token)
             _check_origin(headers)
-            receive = await self._read_body(headers, receive)
-            await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
+            if self.requests >= MAX_REQUESTS:
+                raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_REQUESTS} requests are in progress")
+            self.requests += 1
+            try:
+                receive = await self._read_body(headers, receive)
+                await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
+            finally:
+                self.requests -= 1
         except HTTPException as rejected:
             await PlainTextResponse(rejected.detail, rejected.status_code)(scope, receive, send_with_headers)
         except ClientDisconnect:

@@ -29,7 +29,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from bsi.app.guard import MAX_CONNECTIONS, Guard, GuardedProtocol
+from bsi.app.guard import Guard, GuardedProtocol
 from bsi.app.workbench import Frame, Request, Workbench, encode
 from bsi.errors import BsiError, UsageError
 
@@ -138,7 +138,6 @@ def server_of(app: Guard) -> uvicorn.Server:
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=5,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=16 << 10,

@@ -71,7 +71,7 @@ def probabilities(bench: Workbench, num: int, steps: int, seed: int) -> list[tup
     return found
 
 
-def test_a_symbol_has_the_probability_of_bayes_rule(text: Workbench, binary: Workbench) -> None:
+def test_a_symbol_has_the_probability_of_bayes_rule(text, binary):
     for bench in (text, binary):
         expected = probabilities(bench, 3, 8, seed=5)
         ask = {"kind": "draw", "seed": 5, "num": 3, "evaluations": 9, "solver": "ode2", "grid": "edm"}
@@ -86,7 +86,7 @@ def test_a_symbol_has_the_probability_of_bayes_rule(text: Workbench, binary: Wor
                     np.testing.assert_allclose(found[:, 1], p.max(1), atol=1e-4)
 
 
-def test_only_drawing_is_offered(text: Workbench) -> None:
+def test_only_drawing_is_offered(text):
     ask = {"seed": 0, "num": 1, "evaluations": 4, "solver": "sde2", "grid": "edm", "precision": 1.0}
     image = base64.b64encode(bytes(160)).decode()
     with pytest.raises(UsageError, match="draw"):
@@ -107,7 +107,7 @@ def pixels(page: Any, *places: tuple[float, float]) -> np.ndarray:
 
 
 @needs_chromium
-def test_the_page_shows_text_and_the_color_of_its_probability(browser: Any, text: Workbench) -> None:
+def test_the_page_shows_text_and_the_color_of_its_probability(browser, text):
     with serving(text) as port, opened(browser, f"http://127.0.0.1:{port}/{TOKEN}/") as page:
         page.fill("#num", "1")
         page.fill("#seed", "3")
@@ -132,7 +132,7 @@ def test_the_page_shows_text_and_the_color_of_its_probability(browser: Any, text
 
 
 @needs_chromium
-def test_the_page_shows_binary_images_as_probabilities(browser: Any, binary: Workbench) -> None:
+def test_the_page_shows_binary_images_as_probabilities(browser, binary):
     with serving(binary) as port, opened(browser, f"http://127.0.0.1:{port}/{TOKEN}/") as page:
         drawn = values(page, "x_hat", state(page, "last"))
         (*_, (_, last)) = probabilities(binary, 9, 15, seed=0)

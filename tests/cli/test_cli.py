@@ -111,9 +111,7 @@ WRONG: list[tuple[str, int, str]] = [
 
 
 @pytest.mark.parametrize(("words", "code", "told"), WRONG, ids=[words for words, _, _ in WRONG])
-def test_what_is_wrong_is_told_in_one_message(
-    words: str, code: int, told: str, capsys: pytest.CaptureFixture[str], elsewhere: Path
-) -> None:
+def test_what_is_wrong_is_told_in_one_message(words, code, told, capsys, elsewhere):
     if "compress" in words:
         pytest.importorskip("constriction")
     np.save("floats.npy", np.zeros((3, 1, 8, 8)))
@@ -126,9 +124,7 @@ def test_what_is_wrong_is_told_in_one_message(
     assert sorted(path.name for path in elsewhere.rglob("*") if path.is_file()) == ["floats.npy", "wide.npy"]
 
 
-def test_an_unexpected_error_is_one_line_with_a_hint(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unexpected_error_is_one_line_with_a_hint(monkeypatch, capsys):
     """Row 70."""
 
     def fails() -> None:
@@ -147,9 +143,7 @@ def test_an_unexpected_error_is_one_line_with_a_hint(
         call("sample nowhere --debug")
 
 
-def test_an_interrupted_command_ends_quietly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_command_ends_quietly(monkeypatch, capsys):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -185,9 +179,7 @@ WRITING = [words for words in TAKE_FILES if re.search("--(npz|out|per-sample|hub
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "a" * 300, os.fsdecode(b"caf\xe9")])
 @pytest.mark.parametrize("words", TAKE_FILES)
-def test_what_is_no_file_is_one_message_and_no_hang(
-    words: str, kind: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_what_is_no_file_is_one_message_and_no_hang(words, kind, elsewhere, monkeypatch, capsysbinary):
     """Row 71: a folder, a pipe, a loop of links, a name that is too long or not UTF-8 where a file is expected."""
 
     def never(*args: object, **kwargs: object) -> None:
@@ -215,7 +207,7 @@ def test_what_is_no_file_is_one_message_and_no_hang(
 
 
 @pytest.mark.parametrize("columns", ["1", "x", "9" * 30])
-def test_a_terminal_of_any_width_gets_help(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_of_any_width_gets_help(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
     for words in ("--help", "train", "train digits --help", *(f"{name} --help" for name in COMMANDS)):
         assert call(words) == (2 if words == "train" else 0), words
@@ -225,7 +217,7 @@ def test_a_terminal_of_any_width_gets_help(columns: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "words", ["train digits --out x", "sample digits", "view digits", "bench train", "eval digits --bpd", "fid . ."]
 )
-def test_a_gpu_that_is_not_there_is_told(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there_is_told(words, capsys):
     Image.new("RGB", (8, 8)).save("a.png")
     assert call(f"{words} --device cuda") == 2
     err = capsys.readouterr().err
@@ -234,7 +226,7 @@ def test_a_gpu_that_is_not_there_is_told(words: str, capsys: pytest.CaptureFixtu
     assert "Traceback" not in err
 
 
-def test_a_truncated_export_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_export_is_damaged(capsys):
     assert call("export digits --out whole.safetensors") == 0
     raw = Path("whole.safetensors").read_bytes()
     for size in (5000, len(raw) - 1):
@@ -243,7 +235,7 @@ def test_a_truncated_export_is_damaged(capsys: pytest.CaptureFixture[str]) -> No
         assert "is damaged" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_wrong_name_of_a_run_suggests_the_right_one(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_name_of_a_run_suggests_the_right_one(elsewhere, capsys):
     for name in ("shapes", "points"):
         (elsewhere / "runs" / name / "checkpoints").mkdir(parents=True)
     for run, hint in (("runs/shape", "Did you mean runs/shapes"), ("runs", "runs/points"), ("runs", "runs/shapes")):
@@ -253,7 +245,7 @@ def test_a_wrong_name_of_a_run_suggests_the_right_one(elsewhere: Path, capsys: p
     assert "Did you mean" not in capsys.readouterr().err
 
 
-def test_a_file_of_ones_own_comes_before_a_bundled_one(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_ones_own_comes_before_a_bundled_one(elsewhere, capsys):
     assert find_bundled(Path("digits")).parent.name == "pretrained"
     assert find_bundled(Path("runs/digits")) == Path("runs/digits")
     (elsewhere / "digits").mkdir()
@@ -262,7 +254,7 @@ def test_a_file_of_ones_own_comes_before_a_bundled_one(elsewhere: Path, capsys: 
     assert "hides the bundled network" in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_bundled_network_is_what_its_text_says() -> None:
+def test_the_bundled_network_is_what_its_text_says():
     file = find_bundled(Path("digits"))
     assert file.stat().st_size < 1_000_000
     claim = re.search(r"each: ([\d.]+) bits/dim", file.with_suffix(".txt").read_text())
@@ -290,7 +282,7 @@ print(json.dumps(found))
 """
 
 
-def test_help_of_every_command_imports_no_torch() -> None:
+def test_help_of_every_command_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     for words, record in found.items():
@@ -328,13 +320,13 @@ def test_help_of_every_command_imports_no_torch() -> None:
         "study finite-k --plan",
     ],
 )
-def test_json_is_json(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_json(words, capsys):
     assert call(f"{words} --json") == 0
     assert json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-def test_bash_completes_commands_options_and_names() -> None:
+def test_bash_completes_commands_options_and_names():
     lines = ["bsi v", "bsi ", "bsi view --po", "bsi train cifar10-d", "bsi train digits --opt", "bsi sample --so"]
     script = completion(["bash"])
     for line in lines:
@@ -351,7 +343,7 @@ def test_bash_completes_commands_options_and_names() -> None:
     assert "--optimizer.lr" in optimizer
 
 
-def test_zsh_reads_its_script() -> None:
+def test_zsh_reads_its_script():
     script = completion(["zsh"])
     assert all(name in script for name in COMMANDS)
     if shutil.which("zsh"):
@@ -362,7 +354,7 @@ def test_zsh_reads_its_script() -> None:
 
 
 @pytest.mark.parametrize("words", ["--help", "data --list"])
-def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
+def test_a_reader_that_leaves_early_is_no_error(words):
     read, write = os.pipe()
     os.close(read)  # as `| head -0` does
     done = subprocess.run(
@@ -373,7 +365,7 @@ def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
 
 
 @pytest.mark.slow
-def test_work_goes_on_though_nobody_reads_what_is_told_of_it(tmp_path: Path) -> None:
+def test_work_goes_on_though_nobody_reads_what_is_told_of_it(tmp_path):
     """And exit codes do not change."""
     read, write = os.pipe()
     os.close(read)
@@ -385,7 +377,7 @@ def test_work_goes_on_though_nobody_reads_what_is_told_of_it(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
 
 
-def test_a_locale_with_ascii_only_gets_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locale_with_ascii_only_gets_help(monkeypatch):
     for words in ("", *(f"{name} --help" for name in COMMANDS), "doctor"):
         out = io.TextIOWrapper(io.BytesIO(), "ascii")  # strict, as stdout is in a locale other than C
         monkeypatch.setattr("sys.stdout", out)
@@ -396,7 +388,7 @@ def test_a_locale_with_ascii_only_gets_help(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("wish", [{"NO_COLOR": "1", "TERM": "xterm"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"])
-def test_a_terminal_gets_no_colors_against_its_wish(wish: dict[str, str]) -> None:
+def test_a_terminal_gets_no_colors_against_its_wish(wish):
     terminal, end = pty.openpty()
     command = [sys.executable, "-m", "bsi", "sample", "digits", "--num", "many"]
     subprocess.run(command, stdin=end, stdout=end, stderr=end, env={**os.environ, **wish})
@@ -407,7 +399,7 @@ def test_a_terminal_gets_no_colors_against_its_wish(wish: dict[str, str]) -> Non
     assert b"\x1b" not in told
 
 
-def test_a_file_name_that_is_no_text_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_name_that_is_no_text_is_printed_as_it_is(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), "utf-8")
     monkeypatch.setattr("sys.stdout", out)
     assert main(["export", "digits", "--out", os.fsdecode(b"caf\xe9.safetensors")]) == 0
@@ -415,7 +407,7 @@ def test_a_file_name_that_is_no_text_is_printed_as_it_is(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_service_without_outputs_is_served(elsewhere: Path) -> None:
+def test_a_service_without_outputs_is_served(elsewhere):
     asked = "sample digits --num 2 --steps 2 --out s.png --json"
     for closed in (">&-", ">&- 2>&-"):
         done = subprocess.run(f"{sys.executable} -m bsi {asked} {closed}", shell=True, capture_output=True, text=True)
@@ -430,7 +422,7 @@ def test_a_service_without_outputs_is_served(elsewhere: Path) -> None:
 # ---- What to do next -----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_images_leads_from_command_to_command(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_images_leads_from_command_to_command(elsewhere, capsys):
     """Each command prints the next one, with names quoted for the shell."""
     photos = elsewhere / "my photos" / "2026"
     photos.mkdir(parents=True)
@@ -452,7 +444,7 @@ def test_a_folder_of_images_leads_from_command_to_command(elsewhere: Path, capsy
     assert "--data.name NAME trains on another: 'digits', 'my photos'" in capsys.readouterr().err
 
 
-def test_a_few_arrays_lead_to_an_array_of_samples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_few_arrays_lead_to_an_array_of_samples(capsys):
     np.save("few.npy", np.random.default_rng(0).normal(size=(64, 3)))
     assert call("data arrays --from few.npy --test-fraction 0.001") == 0
     err = capsys.readouterr().err
@@ -462,9 +454,7 @@ def test_a_few_arrays_lead_to_an_array_of_samples(capsys: pytest.CaptureFixture[
     assert "bsi sample runs/arrays --npz samples.npz" in capsys.readouterr().err
 
 
-def test_a_network_that_does_not_suit_the_machine_or_the_data_gives_a_warning(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_that_does_not_suit_the_machine_or_the_data_gives_a_warning(capsys, monkeypatch):
     def announce(*args: object, begin: Callable[[], None], **kwargs: object) -> None:
         begin()
         raise KeyboardInterrupt
@@ -480,7 +470,7 @@ def test_a_network_that_does_not_suit_the_machine_or_the_data_gives_a_warning(
         assert re.search(warning, capsys.readouterr().err)
 
 
-def test_the_demo_leaves_samples_a_report_and_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_leaves_samples_a_report_and_numbers(capsys):
     assert main(["demo", "--out", "my demo", "--steps", "3", "--json"]) == 0
     out, err = capsys.readouterr()
     assert "bsi view 'my demo' · " in err
@@ -505,9 +495,7 @@ def test_the_demo_leaves_samples_a_report_and_numbers(capsys: pytest.CaptureFixt
         ("datasets", "data huggingface --from mnist", "hub"),
     ],
 )
-def test_a_missing_extra_is_one_message_with_the_command_that_installs_it(
-    package: str, words: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra_is_one_message_with_the_command_that_installs_it(package, words, extra, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("bsi.app")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)

@@ -37,7 +37,7 @@ def case(work: str, method: str = "bsi", backbone=SMALL) -> Case:
     ("work", "method", "evaluations", "passes"),
     [("train", "bsi", 1, 3), ("sample", "bsi", 9, 1), ("sample", "vdm", 8, 1), ("elbo", "bsi", 1, 1)],
 )
-def test_a_speed_is_the_cost_of_the_work_over_its_time(work: str, method: str, evaluations: int, passes: int) -> None:
+def test_a_speed_is_the_cost_of_the_work_over_its_time(work, method, evaluations, passes):
     found = measure(case(work, method), repeats=1, matmul_tflops=0.01)
     seconds = found.milliseconds / 1e3
     assert found.images_per_s == pytest.approx(4 * evaluations / seconds)
@@ -47,7 +47,7 @@ def test_a_speed_is_the_cost_of_the_work_over_its_time(work: str, method: str, e
     assert math.isnan(found.peak_gib)  # a CPU's memory is not the network's alone
 
 
-def test_the_time_to_the_first_step_is_the_sum_of_its_parts() -> None:
+def test_the_time_to_the_first_step_is_the_sum_of_its_parts():
     before = since_process_start()
     cold = measure(case("train"), repeats=1, matmul_tflops=1.0)
     assert list(cold.first_step_parts_s) == ["imports", "build", "noise", "step"]
@@ -59,7 +59,7 @@ def test_the_time_to_the_first_step_is_the_sum_of_its_parts() -> None:
     assert not cold.recorded  # that needs a GPU
 
 
-def test_a_full_host_suggests_a_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_host_suggests_a_batch_that_fits(monkeypatch):
     def full(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
 
@@ -69,9 +69,7 @@ def test_a_full_host_suggests_a_batch_that_fits(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("gib", "answer"), [(22, r"Use --batch (\d+)\.$"), (1, "Not even one fits")])
-def test_a_step_that_exceeds_the_host_memory_is_rejected(
-    gib: int, answer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_exceeds_the_host_memory_is_rejected(gib, answer, monkeypatch):
     """The defaults of `bsi bench train`: DiT-L/2 at 128 images, by autograd in float32."""
     monkeypatch.setattr("bsi.devices.host_memory", lambda sharing=1: gib * 2**30)
     monkeypatch.setattr("bsi.evaluation.speed.measure", lambda *_: pytest.fail("it was timed"))
@@ -84,9 +82,7 @@ def test_a_step_that_exceeds_the_host_memory_is_rejected(
         assert MOST * (memory.bytes(int(fits[0])) - CONTEXT) <= gib * 2**30
 
 
-def test_a_failed_check_is_reported_and_is_exit_code_1(
-    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_check_is_reported_and_is_exit_code_1(quick, monkeypatch, capsys):
     monkeypatch.setattr("bsi.evaluation.speed.check", lambda case: Agreement(math.nan, 2e-4, 1e-4))
     assert replace(TINY, check=True, json=True).execute() == 1
     out, err = capsys.readouterr()
@@ -95,13 +91,13 @@ def test_a_failed_check_is_reported_and_is_exit_code_1(
 
 
 @pytest.mark.parametrize("backbone", [SMALL, UNetConfig(width=16, levels=1)], ids=["dit", "unet"])
-def test_the_fast_form_agrees_with_float32(backbone) -> None:
+def test_the_fast_form_agrees_with_float32(backbone):
     agreement = check(case("train", backbone=backbone), batch=2)
     assert agreement.holds
     assert agreement.output == agreement.gradient == 0.0  # on a CPU they are the same
 
 
-def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_one_object_for_each_method(capsys):
     assert replace(TINY, method="all", json=True).execute() == 0
     records = [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
     assert [record["method"] for record in records] == ["bsi", "bfn", "vdm"]
@@ -113,15 +109,13 @@ def test_the_command_prints_one_object_for_each_method(capsys: pytest.CaptureFix
     assert [next(iter(record["first_step_parts_s"])) for record in records] == ["imports", "build", "build"]
 
 
-def test_the_line_names_its_unit(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_names_its_unit(quick, capsys):
     for work, unit in (("sample", "images × evaluations/s"), ("elbo", "images/s")):
         assert replace(TINY, work=work).execute() == 0
         assert re.search(rf"on cpu: \S+ {unit} \(\S+ ms, spread \d+ %\), ", capsys.readouterr().out)
 
 
-def test_the_floor_of_a_unet_counts_all_its_convolutions(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_floor_of_a_unet_counts_all_its_convolutions(monkeypatch, capsys):
     script = Path(__file__).parents[2] / "docs" / "benchmarks" / "unet_floor.py"
     monkeypatch.setattr(sys, "argv", [script.name, "--backbone", "unet-4x2", "--batch", "1", "--runs", "1"])
     runpy.run_path(str(script), run_name="__main__")
@@ -143,6 +137,6 @@ def test_the_floor_of_a_unet_counts_all_its_convolutions(
         ({"precision": "fp8"}, "fp8 needs a GPU"),
     ],
 )
-def test_invalid_options_are_rejected_before_a_network_is_built(options: dict, message: str) -> None:
+def test_invalid_options_are_rejected_before_a_network_is_built(options, message):
     with pytest.raises(UsageError, match=message):
         Bench("train", device="cpu", **options).execute()

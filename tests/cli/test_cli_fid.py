@@ -64,7 +64,7 @@ def sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_folder_and_its_arrays_are_one_set(quality: Callable[..., dict[str, object]], sets: Path) -> None:
+def test_a_folder_and_its_arrays_are_one_set(quality, sets):
     records = [quality(name, "b.npy") for name in ("folder", "a.npy", "a.npz")]
     assert (records[0]["n"], records[0]["reference_n"], records[0]["metric"]) == (10, 12, "fd-corners")
     assert records[0]["value"] > 1
@@ -72,7 +72,7 @@ def test_a_folder_and_its_arrays_are_one_set(quality: Callable[..., dict[str, ob
     assert abs(quality("folder", "a.npz")["value"]) < 1e-6
 
 
-def test_num_takes_the_first_images_of_each(quality: Callable[..., dict[str, object]], sets: Path) -> None:
+def test_num_takes_the_first_images_of_each(quality, sets):
     np.save("first.npy", pixels(10, 0)[:6])
     np.save("second.npy", pixels(12, 1)[:6])
     cut = quality("folder", "b.npy", "--num", "6")
@@ -80,7 +80,7 @@ def test_num_takes_the_first_images_of_each(quality: Callable[..., dict[str, obj
     assert cut["value"] == quality("first.npy", "second.npy")["value"]
 
 
-def test_kid_precision_and_recall_are_on_request(quality: Callable[..., dict[str, object]], sets: Path) -> None:
+def test_kid_precision_and_recall_are_on_request(quality, sets):
     plain = quality("a.npy", "b.npy")
     assert plain["kid"] is plain["precision_recall"] is None
     full = quality("a.npy", "b.npy", "--kid", "--precision-recall")
@@ -88,7 +88,7 @@ def test_kid_precision_and_recall_are_on_request(quality: Callable[..., dict[str
     assert 0 <= full["precision_recall"]["recall"] <= 1
 
 
-def test_a_prepared_dataset_is_a_stored_reference(quality: Callable[..., dict[str, object]], sets: Path) -> None:
+def test_a_prepared_dataset_is_a_stored_reference(quality, sets):
     record = quality("digits:train", "digits")
     assert (record["reference"], record["reference_split"], record["extractor_hash"]) == ("digits", "test", "c0")
     assert record["reference_version"]
@@ -98,7 +98,7 @@ def test_a_prepared_dataset_is_a_stored_reference(quality: Callable[..., dict[st
     assert Corners.seen == record["n"], "the reference was computed again"
 
 
-def test_sixteen_grays_are_stretched_to_eight_bits(quality: Callable[..., dict[str, object]]) -> None:
+def test_sixteen_grays_are_stretched_to_eight_bits(quality):
     source = images("digits:test", 32, None)
     batches = torch.cat(list(source.batches))
     assert (batches.dtype, batches.shape) == (torch.uint8, (source.n, 3, 8, 8))
@@ -115,16 +115,12 @@ def test_sixteen_grays_are_stretched_to_eight_bits(quality: Callable[..., dict[s
         ("a.npy b.npy --num 1", "at least 2 images"),
     ],
 )
-def test_sets_that_cannot_be_compared_are_rejected(
-    quality: Callable[..., dict[str, object]], sets: Path, words: str, message: str
-) -> None:
+def test_sets_that_cannot_be_compared_are_rejected(quality, sets, words, message):
     with pytest.raises(DataError, match=message):
         quality(*words.split())
 
 
-def test_cautions_go_to_stderr_and_the_text_names_the_set(
-    quality: Callable[..., dict[str, object]], sets: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cautions_go_to_stderr_and_the_text_names_the_set(quality, sets, capsys):
     assert Fid("a.npy", "b.npy", num=3, kid=True).execute() == 0
     out, err = capsys.readouterr()
     assert out.startswith("fd-corners ")

@@ -24,9 +24,7 @@ def bsi(words: str, capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_digits_come_back(
-    rows: np.ndarray, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digits_come_back(rows, capsys, monkeypatch):
     monkeypatch.setattr("bsi.evaluation.runs.FITTED", 64)
     record = bsi("compress digits digits --limit 20 -o d.bsi --steps 3", capsys)
     assert record["bytes"] == Path("d.bsi").stat().st_size
@@ -37,7 +35,7 @@ def test_the_digits_come_back(
     assert Path("preview.gif").exists()
 
 
-def test_arrays_become_images_or_predictions(rows: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrays_become_images_or_predictions(rows, capsys):
     np.save("in.npy", rows)
     assert main(["compress", "digits", "in.npy", "-o", "a.bsi", "--steps", "3", "--variance", "none"]) == 0
     assert "bound:" in capsys.readouterr().out

@@ -33,9 +33,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-def test_a_missing_extra_comes_with_its_fix(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra_comes_with_its_fix(monkeypatch, capsys):
     without(monkeypatch, "matplotlib", "tensorboard")
     checks = found()
     assert {"python", "torch", "numpy", "tyro", "rich"} <= {name for name, check in checks.items() if check.required}
@@ -46,9 +44,7 @@ def test_a_missing_extra_comes_with_its_fix(
     assert re.search(r"missing  tensorboard .*\n +-> pip install 'bsi\[tensorboard\]'", capsys.readouterr().out)
 
 
-def test_a_missing_or_old_requirement_is_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_or_old_requirement_is_exit_code_1(monkeypatch, capsys):
     without(monkeypatch, "einops")
     assert main(["doctor", "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
@@ -60,7 +56,7 @@ def test_a_missing_or_old_requirement_is_exit_code_1(
     assert found()["rich"].state == "broken"
 
 
-def test_a_failing_check_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_check_does_not_hide_the_others(monkeypatch):
     def broken() -> None:
         raise OSError("libcudart.so is missing")
 
@@ -70,7 +66,7 @@ def test_a_failing_check_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatc
     assert "libcudart" in checks["torch"].found
 
 
-def test_a_disk_that_is_full_or_read_only_is_reported(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_or_read_only_is_reported(empty, monkeypatch):
     monkeypatch.setattr(doctor, "ENOUGH_DISK", 1 << 60)
     assert found()["disk"].state == "missing"
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)  # as on a read-only disk, also for root
@@ -79,9 +75,7 @@ def test_a_disk_that_is_full_or_read_only_is_reported(empty: Path, monkeypatch: 
     assert found()["disk"].found == f"{empty / 'data'} is not a folder"
 
 
-def test_a_user_without_a_home_folder_gets_a_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_user_without_a_home_folder_gets_a_message(monkeypatch, capsys):
     def nobody(uid: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 

@@ -219,7 +219,7 @@ def run_cases(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return run
 
 
-def test_command_lines(run_cases: Callable[..., None]) -> None:
+def test_command_lines(run_cases):
     def case_of(rng: random.Random, working: Path) -> tuple[list[str], str]:
         words = rng.choice(COMMANDS).split()
         for _ in range(rng.randint(1, 3)):
@@ -229,7 +229,7 @@ def test_command_lines(run_cases: Callable[..., None]) -> None:
     run_cases("command", case_of)
 
 
-def test_damaged_run_folders(run_cases: Callable[..., None]) -> None:
+def test_damaged_run_folders(run_cases):
     def case_of(rng: random.Random, working: Path) -> tuple[list[str], str]:
         what = [damaged(rng, working / "run") for _ in range(rng.randint(1, 2))]
         return rng.choice(ON_A_RUN).replace("{}", "run").split(), f"after {', '.join(what)}"
@@ -237,7 +237,7 @@ def test_damaged_run_folders(run_cases: Callable[..., None]) -> None:
     run_cases("run", case_of)
 
 
-def test_damaged_data(run_cases: Callable[..., None]) -> None:
+def test_damaged_data(run_cases):
     kinds = {
         "x.npy": "arrays --from", "x.npz": "arrays --from", "images": "folder", "images.zip": "folder",
         "images.tar.gz": "folder", "x.wav": "wav", "data/x": " x ",

@@ -7,48 +7,40 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from bsi.data.arrays import Arrays
 from bsi.data.files import NpzFile
+from bsi.data.images import Folder
 from bsi.data.prepare import Plan, prepare
-from bsi.data.published import Binary, Mnist
-from bsi.data.sequences import Text
+from bsi.data.published import Binary, ImageNet32, Mnist
+from bsi.data.sequences import Text, Wav
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
 from bsi.values import Standardize, Symbols
+from inputs import CORPUS, noise, rows, save_imagenet, save_mnist, save_wav, saved
 
 # ---- Arrays ----------------------------------------------------------------------------------------------------------
 
 rng = np.random.default_rng(0)
 
 
-def saved(path: Path, array: np.ndarray) -> Path:
-    np.save(path, array)
-    return path
-
-
 def test_continuous_data_keeps_its_units_and_is_standardized_per_column(tmp_path: Path) -> None:
     """Columns in different units, as in a table: the moments are those of the training split, column by column."""
-    units = np.array([1e-6, 1.0, 1e5])
-    data = rng.normal(3.0, 1.0, (3000, 3)) * units
+    data = rng.normal(3.0, 1.0, (3000, 3)) * np.array([1e-6, 1.0, 1e5])
     dataset = prepare(Arrays(saved(tmp_path / "table.npy", data)).plan(), tmp_path / "out")
     assert (dataset.name, dataset.shape, dataset.bins, dataset.train.dtype) == ("out", (3,), None, np.float32)
     assert len(dataset.train) + len(dataset.test) == 3000
     assert abs(len(dataset.test) - 300) < 4 * np.sqrt(3000 * 0.1 * 0.9)
-    train = np.array(dataset.train, np.float64)
-    assert dataset.kind.mean == pytest.approx(train.mean(0), rel=1e-12)
-    assert dataset.kind.std == pytest.approx(train.std(0), rel=1e-12)
     stored = {row.tobytes() for row in data.astype(np.float32)}
     assert all(row.tobytes() in stored for row in (*dataset.train, *dataset.test))
     assert open_dataset(tmp_path / "out").kind == dataset.kind
-
-
-def test_moments_over_many_blocks_are_those_of_numpy(tmp_path: Path) -> None:
-    data = (rng.normal(size=(30000, 3, 40)) + 1000 * np.arange(3)[:, None]).astype("f4")
-    dataset = prepare(Arrays(saved(tmp_path / "x.npy", data), test_fraction=0.0).plan(), tmp_path / "out")
-    exact = data.astype(np.float64)
-    assert dataset.kind.mean == pytest.approx(exact.mean((0, 2)), rel=1e-11)
-    assert dataset.kind.std == pytest.approx(exact.std((0, 2)), rel=1e-9)
+    blocks = (rng.normal(size=(30000, 3, 40)) + 1000 * np.arange(3)[:, None]).astype("f4")  # channels, 14 MiB
+    many = prepare(Arrays(saved(tmp_path / "x.npy", blocks), test_fraction=0.0).plan(), tmp_path / "blocks")
+    for found, axes in ((dataset, 0), (many, (0, 2))):
+        train = np.array(found.train, np.float64)
+        np.testing.assert_allclose(found.kind.mean, train.mean(axes), rtol=1e-11)
+        np.testing.assert_allclose(found.kind.std, train.std(axes), rtol=1e-9)
 
 
 def test_a_manifest_of_version_010_keeps_its_single_standardization(tmp_path: Path) -> None:
@@ -77,12 +69,10 @@ def test_integers_are_bin_indices_and_floats_are_values(tmp_path: Path) -> None:
 def test_an_archive_with_named_splits_and_labels_is_kept_as_it_is(tmp_path: Path) -> None:
     train, test = rng.normal(size=(30, 4)).astype("f4"), rng.normal(size=(9, 4)).astype("f4")
     np.savez_compressed(tmp_path / "x.npz", train=train, test=test, train_labels=range(30), test_labels=range(9))
-    plan = Arrays(tmp_path / "x.npz").plan()
-    dataset = prepare(plan, tmp_path / "out")
+    dataset = prepare(Arrays(tmp_path / "x.npz").plan(), tmp_path / "out")
     assert np.array_equal(dataset.train, train)
     assert np.array_equal(dataset.test, test)
     assert dataset.labels.test.tolist() == list(range(9))
-    assert np.array_equal(np.concatenate([block.rows for block in plan.blocks(33)]), test[3:])
 
 
 @pytest.mark.parametrize(("data", "labels"), [("train", "y"), ("images", "labels"), ("train", "train_labels")])
@@ -94,78 +84,60 @@ def test_the_labels_of_a_single_array_have_their_usual_names(tmp_path: Path, dat
     assert len(dataset.test) > 50
 
 
-def test_the_split_does_not_depend_on_how_the_rows_are_read(tmp_path: Path) -> None:
-    plan = Arrays(saved(tmp_path / "x.npy", np.arange(2_500_000.0)), test_fraction=0.3).plan()
-    assert len(list(plan.blocks(0))) > 1
-    test = np.concatenate([block.rows[block.for_testing] for block in plan.blocks(0)])
-    rest = np.concatenate([block.rows[block.for_testing] for block in plan.blocks(123)])
-    assert np.array_equal(rest, test[test >= 123])
-
-
 @pytest.mark.parametrize(
-    ("value", "bins", "why"),
+    ("value", "kind", "why"),
     [
-        (np.nan, None, r"row 42 has values that are NaN.* Remove such rows, or repair them\.$"),
-        (1e300, None, r"row 42 .* beyond float32"),
-        (1.5, (0.0, 1.0, 5), r"row 42 has values outside \[0.0, 1.0\]"),
-        (-1, (0.0, 1.0, 5), r"row 42 has integers outside 0 \.\. 4"),
-        (5, (0.0, 1.0, 5), r"row 42 has integers outside 0 \.\. 4"),
-        (0.0, None, "element or channel 0 of the data is constant"),
-        (5, None, "--bins LOW HIGH COUNT"),
+        (np.nan, {}, r"row 42 has values that are NaN.* Remove such rows, or repair them\.$"),
+        (1e300, {}, r"row 42 .* beyond float32"),
+        (1.5, {"bins": (0.0, 1.0, 5)}, r"row 42 has values outside \[0.0, 1.0\]"),
+        (-1, {"bins": (0.0, 1.0, 5)}, r"row 42 has integers outside 0 \.\. 4"),
+        (5, {"bins": (0.0, 1.0, 5)}, r"row 42 has integers outside 0 \.\. 4"),
+        (5, {"symbols": 5}, r"row 42 has integers outside 0 \.\. 4"),
+        (0.0, {}, "element or channel 0 of the data is constant"),
+        (5, {}, "--bins LOW HIGH COUNT"),
+        (5.0, {"symbols": 6}, "astype"),
+        (5, {"symbols": 1}, "2 to"),
+        (5, {"symbols": 10**6}, "2 to"),
+        (5, {"symbols": 6, "bins": (0.0, 1.0, 6)}, "leave one out"),
+        (5, {"test_fraction": 1.0}, "test_fraction"),
     ],
 )
-def test_what_is_not_data_is_refused_by_row(
-    value: float, bins: tuple[float, float, int] | None, why: str, tmp_path: Path
-) -> None:
+def test_what_is_not_data_is_refused_by_row(value: float, kind: dict[str, object], why: str, tmp_path: Path) -> None:
     rows = np.zeros((100, 3), type(value))
     rows[42, 1] = value
     with pytest.raises((DataError, UsageError), match=why):
-        prepare(Arrays(saved(tmp_path / "x.npy", rows), bins=bins).plan(), tmp_path / "out")
+        prepare(Arrays(saved(tmp_path / "x.npy", rows), **kind).plan(), tmp_path / "out")
 
 
-def test_what_is_no_array_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="samples are empty"):
-        Arrays(saved(tmp_path / "empty.npy", np.zeros((3, 0)))).plan()
-    with pytest.raises(UsageError, match="test_fraction"):
-        Arrays(tmp_path / "empty.npy", test_fraction=1.0).plan()
+def test_archives_that_leave_the_split_unclear_are_refused(tmp_path: Path) -> None:
+    x, y = np.zeros((4, 2)), np.arange(4)
+    for why, arrays in (
+        ("name one of them `train`", {"a": x, "b": x}),
+        ("name one of them `train`", {"a": x, "b": x, "y": y}),
+        ("name one of them `train`", {"x": x, "y": y, "labels": y}),
+        ("samples of shape", {"train": x, "test": np.zeros((4, 3))}),
+        ("samples are empty", {"x": np.zeros((3, 0))}),
+        ("labels for one split only", {"train": x, "test": x, "train_labels": y}),
+        ("one integer per sample", {"train": x, "train_labels": y[:3]}),
+        ("one integer per sample", {"x": x, "y": x}),
+        ("unclear what y belongs to", {"train": x, "test": x, "y": y}),
+        ("unclear what labels belongs to", {"train": x, "train_labels": y, "labels": y}),
+        ("row 2 is -1, expected labels", {"x": x, "y": np.array([0, 1, -1, 1])}),
+        ("row 1 is 2147483648", {"x": x, "y": np.array([0, 2**31, 1, 1])}),
+    ):
+        np.savez(tmp_path / "x.npz", **arrays)
+        with pytest.raises(DataError, match=why):
+            Arrays(tmp_path / "x.npz").plan()
+    np.savez(tmp_path / "one.npz", whatever=rng.normal(size=(40, 2)))
+    assert Arrays(tmp_path / "one.npz").plan().total == 40
+    with NpzFile.at(tmp_path / "one.npz") as archive, pytest.raises(DataError, match="it holds whatever"):
+        archive.array("train")
     (tmp_path / "x.csv").write_text("1,2")
     with pytest.raises(DataError, match=r"not a \.npy"):
         Arrays(tmp_path / "x.csv").plan()
 
 
-def test_archives_that_leave_the_split_unclear_are_refused(tmp_path: Path) -> None:
-    def refused(why: str, **arrays: np.ndarray) -> None:
-        np.savez(tmp_path / "x.npz", **arrays)
-        with pytest.raises(DataError, match=why):
-            Arrays(tmp_path / "x.npz").plan()
-
-    x = np.zeros((4, 2))
-    refused("name one of them `train`", a=x, b=x)
-    refused("samples of shape", train=x, test=np.zeros((4, 3)))
-    refused("labels for one split only", train=x, test=x, train_labels=np.arange(4))
-    refused("one integer per sample", train=x, train_labels=np.arange(3))
-    refused("one integer per sample", x=x, y=x)
-    refused("name one of them `train`", a=x, b=x, y=np.arange(4))
-    refused("name one of them `train`", x=x, y=np.arange(4), labels=np.arange(4))
-    refused("unclear what y belongs to", train=x, test=x, y=np.arange(4))
-    refused("unclear what labels belongs to", train=x, train_labels=np.arange(4), labels=np.arange(4))
-    refused("row 2 is -1, expected labels", x=x, y=np.array([0, 1, -1, 1]))
-    refused("row 1 is 2147483648", x=x, y=np.array([0, 2**31, 1, 1]))
-    np.savez(tmp_path / "one.npz", whatever=rng.normal(size=(40, 2)))
-    assert Arrays(tmp_path / "one.npz").plan().total == 40
-    with NpzFile.at(tmp_path / "one.npz") as archive, pytest.raises(DataError, match="it holds whatever"):
-        archive.array("train")
-
-
 # ---- Symbols ---------------------------------------------------------------------------------------------------------
-
-CORPUS = "Grüße, 世界! 🙂 one two three four five six seven eight nine ten.\n" * 40
-
-
-def rows(plan: Plan, start: int = 0) -> np.ndarray:
-    """The rows from one item on, of both splits in order."""
-    empty = np.empty((0, *plan.shape), plan.dtype)
-    return np.concatenate([empty, *(block.rows for block in plan.blocks(start))])
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 7])
@@ -196,20 +168,6 @@ def test_a_folder_is_read_in_order_and_each_file_has_its_own_end_for_testing(tmp
     assert dataset.kind.text(dataset.train.reshape(-1)) == "a" * 90 + "b" * 90
     assert dataset.kind.text(dataset.test.reshape(-1)) == "A" * 10 + "B" * 10
     assert "'A', 'B'" in dataset.manifest.notes[0]  # unknown in training
-
-
-@pytest.mark.parametrize("vocabulary", ["chars", "bytes"])
-def test_blocks_of_text_can_start_anywhere(vocabulary: str, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(CORPUS, "utf-8")
-    (tmp_path / "b.txt").write_text(CORPUS[::-1], "utf-8")
-    plan = Text(tmp_path, 16, vocabulary).plan()
-    everything = rows(plan)
-    assert len(everything) == plan.total
-    if vocabulary == "bytes":
-        train = prepare(plan, tmp_path / "out").train.tobytes()
-        assert train.startswith(CORPUS.encode()[:1000])
-    for start in (1, 17, plan.total - 1, plan.total):
-        assert np.array_equal(rows(plan, start), everything[start:])
 
 
 def test_the_memory_does_not_depend_on_the_size_of_the_text(tmp_path: Path) -> None:
@@ -252,44 +210,29 @@ def test_binary_digits_are_above_the_threshold_and_keep_their_labels(tmp_path: P
     for options in ({"threshold": 1.0}, {"threshold": 0.5, "stochastic": True}):
         with pytest.raises(UsageError, match="threshold"):
             Binary("digits", **options).plan()
-    plan = Binary("digits", threshold=0.25).plan()
-    assert np.array_equal(rows(plan, 100), np.concatenate([digits.train, digits.test])[100:] > 4)
+    darker = rows(Binary("digits", threshold=0.25).plan())
+    assert np.array_equal(darker, np.concatenate([digits.train, digits.test]) > 4)
 
 
 def test_a_random_pixel_is_1_with_the_probability_of_its_value() -> None:
     digits = open_dataset("digits")
-    plan = Binary("digits", stochastic=True).plan()
-    drawn, gray = rows(plan), np.concatenate([digits.train, digits.test])
-    assert np.array_equal(drawn[700:], rows(plan, 700))
+    drawn = rows(Binary("digits", stochastic=True).plan())
+    gray = np.concatenate([digits.train, digits.test])
     for level in (0, 3, 8, 13, 16):
         pixels = drawn[gray == level]
         error = np.sqrt(max(level * (16 - level), 1e-9)) / 16 / np.sqrt(len(pixels))
         assert abs(pixels.mean() - level / 16) <= 5 * error
 
 
-def idx(array: np.ndarray) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape) + array.tobytes()
-
-
 def test_mnist_is_read_from_its_files_packed_or_not(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    arrays = {
-        f"{stem}-{kind}": rng.integers(0, 256, shape, dtype=np.uint8)
-        for stem, n in (("train", 30), ("t10k", 7))
-        for kind, shape in (("images-idx3", (n, 5, 5)), ("labels-idx1", (n,)))
-    }
     versions = set()
-    for form, between, pack in (("plain", "-", bytes), ("packed", ".", gzip.compress)):
-        folder = tmp_path / form
-        folder.mkdir()
-        for name, array in arrays.items():
-            end = "" if pack is bytes else ".gz"
-            (folder / f"{name.replace('-idx', between + 'idx')}-ubyte{end}").write_bytes(pack(idx(array)))
-        dataset = prepare(Mnist(folder).plan(), tmp_path / f"{form}-out")
+    for form, names in (("plain", ("-",)), ("packed", (".", ".gz", gzip.compress))):
+        arrays = save_mnist(tmp_path / form, *names)
+        dataset = prepare(Mnist(tmp_path / form).plan(), tmp_path / f"{form}-out")
         versions.add(dataset.version)
-        assert np.array_equal(dataset.train[:, 0], arrays["train-images-idx3"])
-        assert np.array_equal(dataset.labels.test, arrays["t10k-labels-idx1"])
-        assert np.array_equal(rows(Binary(str(folder)).plan(), 30)[:, 0], arrays["t10k-images-idx3"] > 127)
+        assert np.array_equal(dataset.train[:, 0], arrays["train-images"])
+        assert np.array_equal(dataset.labels.test, arrays["t10k-labels"])
+        assert np.array_equal(rows(Binary(str(tmp_path / form)).plan(), 30)[:, 0], arrays["t10k-images"] > 127)
     assert len(versions) == 1
     images = tmp_path / "plain" / "train-images-idx3-ubyte"
     for raw, why in ((images.read_bytes()[:-1], "damaged"), (b"\0\0\x0d\x03" + bytes(12), "not an idx file")):
@@ -302,17 +245,62 @@ def test_mnist_is_read_from_its_files_packed_or_not(tmp_path: Path) -> None:
 
 
 def test_arrays_of_integers_are_symbols(tmp_path: Path) -> None:
-    path = tmp_path / "x.npy"
-    stored = np.random.default_rng(0).integers(0, 300, (50, 4))
-    np.save(path, stored)
+    stored = rng.integers(0, 300, (50, 4))
+    path = saved(tmp_path / "x.npy", stored)
     dataset = prepare(Arrays(path, symbols=300, test_fraction=0.0).plan(), tmp_path / "out")
     assert (dataset.kind.count, dataset.train.dtype) == (300, np.dtype("<u2"))
     assert np.array_equal(dataset.train, stored)
-    with pytest.raises(DataError, match=r"outside 0 \.\. 98"):
-        prepare(Arrays(path, symbols=99).plan(), tmp_path / "b")
-    for options in ({"symbols": 1}, {"symbols": 300, "bins": (0.0, 1.0, 300)}, {"symbols": 10**6}, {}):
-        with pytest.raises(UsageError):
-            Arrays(path, **options).plan()
-    np.save(path, stored.astype(float))
-    with pytest.raises(UsageError, match="astype"):
-        Arrays(path, symbols=300).plan()
+
+
+# ---- Every source ----------------------------------------------------------------------------------------------------
+
+
+def plan_of(source: str, folder: Path) -> Plan:
+    """A plan of several blocks or parts, where a source has them."""
+    if source == "arrays":
+        return Arrays(saved(folder / "x.npy", np.arange(2_500_000.0)), test_fraction=0.3).plan()
+    if source == "named splits":
+        np.savez_compressed(
+            folder / "x.npz", train=np.arange(30.0), test=np.arange(9.0), train_labels=range(30), test_labels=range(9)
+        )
+        return Arrays(folder / "x.npz").plan()
+    if source in ("chars", "bytes"):
+        (folder / "a.txt").write_text(CORPUS, "utf-8")
+        (folder / "b.txt").write_text(CORPUS[::-1], "utf-8")
+        return Text(folder, 16, source).plan()
+    if source == "wav":
+        for i in range(12):
+            save_wav(folder / f"{i}.wav", np.random.default_rng(i).integers(-99, 99, (130 * i + 3, 2)).astype(np.int16))
+        return Wav(folder, length=50).plan()
+    if source == "folder":
+        for i in range(30):
+            Image.fromarray(noise(i, 8, 8)).save(folder / f"{i}.png")
+        return Folder(folder).plan()
+    if source == "imagenet32":
+        return ImageNet32(save_imagenet(folder / "batches")).plan()
+    if source == "mnist":
+        save_mnist(folder / "mnist")
+        return Mnist(folder / "mnist").plan()
+    return Binary("digits", stochastic=True).plan()
+
+
+@pytest.mark.parametrize(
+    "source", ["arrays", "named splits", "chars", "bytes", "wav", "folder", "imagenet32", "mnist", "binary"]
+)
+def test_a_source_can_be_read_from_any_item_on(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted preparation reads only the rest: the same rows, labels and split."""
+    monkeypatch.setattr("bsi.data.sequences.BLOCK_BYTES", 1000)
+    plan = plan_of(source, tmp_path)
+
+    def read(start: int) -> list[np.ndarray]:
+        blocks = list(plan.blocks(start))
+        is_test = [np.broadcast_to(block.for_testing, len(block.rows)) for block in blocks]
+        labels = [block.labels for block in blocks if block.labels is not None]
+        return [np.concatenate([*each, []]) for each in ([rows(plan, start).reshape(-1)], is_test, labels)]
+
+    everything = read(0)
+    per_item = len(everything[0]) // plan.total
+    assert len(everything[1]) == plan.total
+    for start in (1, 7, 31, plan.total - 1, plan.total):
+        for found, whole, count in zip(read(start), everything, (per_item, 1, 1), strict=True):
+            assert np.array_equal(found, whole[start * count :])

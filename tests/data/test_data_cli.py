@@ -117,9 +117,11 @@ def test_bad_data_is_exit_3_and_damage_is_found_by_verify(
     assert capsys.readouterr().out.startswith("x: ")
 
 
-def test_the_command_answers_without_torch() -> None:
+def test_the_digits_are_listed_without_torch_and_without_a_data_folder(root: Path) -> None:
     program = "import sys\nfrom bsi.cli import main\nmain(['data', '--list'])\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert "digits: 1498 train, 299 test" in done.stdout
+    assert not root.exists()
 
 
 def test_what_is_no_data_is_exit_code_2_or_3_and_does_not_block(

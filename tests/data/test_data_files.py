@@ -25,9 +25,9 @@ from bsi.data.arrays import Arrays
 from bsi.data.files import ArrayFile, NpzFile, header_bytes
 from bsi.data.prepare import prepare
 from bsi.data.published import BATCHES, Cifar10, ImageNet32, ImageNet64
-from bsi.data.sequences import Wav
 from bsi.errors import DataError, UsageError
-from bsi.io import data_folder, download, open_untrusted, parse_json, read_json
+from bsi.io import data_folder, download, parse_json, read_json
+from inputs import save_imagenet
 
 RECORDS = 20
 
@@ -79,12 +79,6 @@ def layouts(folder: Path, files: dict[str, bytes]) -> dict[str, Path]:
         "tar": tar_of(folder / "c.tar", [(entry(name), raw) for name, raw in named], "w"),
         "zip": zip_of(folder / "c.zip", list(named)),
     }
-
-
-def rows(plan, start: int = 0) -> np.ndarray:
-    """All rows from an item on, of both splits in order."""
-    empty = np.empty((0, *plan.shape), plan.dtype)
-    return np.concatenate([empty, *(block.rows for block in plan.blocks(start))])
 
 
 def test_cifar10_is_the_same_from_a_folder_and_from_any_archive(files: dict[str, bytes], tmp_path: Path) -> None:
@@ -146,38 +140,39 @@ def test_row_24_a_malicious_cifar_pickle_is_never_loaded(tmp_path: Path) -> None
 
 
 def bad_archives(folder: Path, files: dict[str, bytes]) -> Iterator[tuple[str, Path]]:
-    good = [(entry(f"c/{name}"), raw) for name, raw in files.items()]
-    huge = entry("c/huge.bin")
-    huge.size = 1 << 40
-    extras = {
+    """Archives with the expected files and one more entry, and what is said of them."""
+    named = [(f"c/{name}", raw) for name, raw in files.items()]
+    tars = {
         "leads outside": [entry("../outside"), entry("/outside"), entry("c/../../outside"), entry("C:\\outside")],
         "a link or a device": [
             entry("c/link", tarfile.SYMTYPE, "/etc/passwd"),
             entry("c/hard", tarfile.LNKTYPE, "../../outside"),
-            entry("c/null", tarfile.CHRTYPE),
-            entry("c/disk", tarfile.BLKTYPE),
-            entry("c/pipe", tarfile.FIFOTYPE),
+            *(entry("c/device", kind) for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)),
         ],
     }
-    for why, infos in extras.items():
+    for why, infos in tars.items():
         for number, info in enumerate(infos):
+            good = [(entry(name), raw) for name, raw in named]
             yield why, tar_of(folder / f"{why}-{number}.tar.gz", [*good, (info, b"")])
     link = zipfile.ZipInfo("c/link")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
-    names = [(f"c/{name}", raw) for name, raw in files.items()]
-    yield "leads outside", zip_of(folder / "outside.zip", [*names, ("../outside", b"x")])
-    yield "leads outside", zip_of(folder / "absolute.zip", [*names, ("/outside", b"x")])
-    yield "a link or a device", zip_of(folder / "link.zip", [*names, (link, b"/etc/passwd")])
-    # Bombs: a claim of a terabyte, a gigabyte of zeros in a megabyte, and an extended header of a gigabyte.
-    with gzip.open(folder / "claim.tar.gz", "wb") as file:
-        file.write(huge.tobuf())
-    yield "unpacks to more than", folder / "claim.tar.gz"
-    yield "decompression bomb", zip_of(folder / "bomb.zip", [*names, ("c/zeros.bin", bytes(80 << 20))])
-    header = entry("c/pax", tarfile.XHDTYPE)
-    header.size = 1 << 30
-    with gzip.open(folder / "header.tar.gz", "wb") as file:
-        file.write(header.tobuf(tarfile.USTAR_FORMAT))
-    yield "extended header", folder / "header.tar.gz"
+    for why, name, more in (
+        ("leads outside", "outside.zip", ("../outside", b"x")),
+        ("leads outside", "absolute.zip", ("/outside", b"x")),
+        ("a link or a device", "link.zip", (link, b"/etc/passwd")),
+        ("decompression bomb", "bomb.zip", ("c/zeros.bin", bytes(80 << 20))),
+    ):
+        yield why, zip_of(folder / name, [*named, more])
+    # Headers alone: a file of a terabyte, and an extended header of a gigabyte.
+    huge, extended = entry("c/huge.bin"), entry("c/pax", tarfile.XHDTYPE)
+    huge.size, extended.size = 1 << 40, 1 << 30
+    for why, header in (
+        ("unpacks to more than", huge.tobuf()),
+        ("extended header", extended.tobuf(tarfile.USTAR_FORMAT)),
+    ):
+        path = folder / f"{why}.tar.gz"
+        path.write_bytes(gzip.compress(header))
+        yield why, path
 
 
 def test_row_25_malicious_archives_are_refused_and_nothing_is_written_outside(
@@ -223,13 +218,7 @@ def test_the_real_cifar10_has_the_known_version(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Batches of a few images in the official format."""
-    folder = tmp_path_factory.mktemp("imagenet32")
-    for number, name in enumerate(BATCHES):
-        rng = np.random.default_rng(number)
-        images = rng.integers(0, 256, (3 + number, 3072), dtype=np.uint8)
-        np.savez(folder / name, data=images, labels=rng.integers(1, 1001, len(images)), mean=images.mean(0))
-    return folder
+    return save_imagenet(tmp_path_factory.mktemp("imagenet") / "batches")
 
 
 def test_imagenet_is_the_same_from_batches_and_from_their_zips(imagenet: Path, tmp_path: Path) -> None:
@@ -262,13 +251,6 @@ def test_imagenet_of_another_size_or_format_is_rejected(imagenet: Path, tmp_path
         prepare(ImageNet32(tmp_path).plan(), tmp_path / "out")
 
 
-def test_blocks_can_start_anywhere(imagenet: Path, files: dict[str, bytes], tmp_path: Path) -> None:
-    for plan in (ImageNet32(imagenet).plan(), Cifar10(layouts(tmp_path, files)["tar.gz"]).plan()):
-        everything = rows(plan)
-        for start in (1, 3, RECORDS, plan.total - 1, plan.total):
-            assert np.array_equal(rows(plan, start), everything[start:])
-
-
 # ---- NumPy's files ---------------------------------------------------------------------------------------------------
 
 
@@ -294,10 +276,9 @@ def test_row_26_object_arrays_and_headers_that_claim_a_terabyte_are_refused_befo
     tmp_path: Path,
 ) -> None:
     canary = tmp_path / "canary"
-    objects = np.empty(1, object)
-    objects[0] = Canary(canary)
+    objects = np.array([Canary(canary)], object)
     np.savez(tmp_path / "objects.npz", train=objects)
-    floats = np.dtype("<f4")
+    floats, magic = np.dtype("<f4"), b"\x93NUMPY"
     terabyte = header_bytes(floats, (1 << 28, 1 << 10))
     zip_of(tmp_path / "terabyte.npz", [("train.npy", terabyte)])
     zip_of(tmp_path / "bomb.npz", [("train.npy", header_bytes(np.dtype("u1"), (80 << 20,)) + bytes(80 << 20))])
@@ -312,12 +293,12 @@ def test_row_26_object_arrays_and_headers_that_claim_a_terabyte_are_refused_befo
         "complex.npy": (np.zeros(3, complex), "expected integers or real floats"),
         "pickle.npy": (pickle.dumps(Canary(canary)), "not a .npy file"),
         "short.npy": (b"\x93NU", "not a .npy file"),
-        "future.npy": (b"\x93NUMPY\x09\x00", "format version 09"),
-        "long.npy": (b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 100, "format version 02"),
+        "future.npy": (magic + b"\x09\x00", "format version 09"),
+        "long.npy": (magic + b"\x02\x00\xff\xff\xff\xff" + b" " * 100, "format version 02"),
         "terabyte.npy": (terabyte, "claims .* but holds 256 bytes"),
         "negative.npy": (header_bytes(floats, (-1, 4)), "negative shape"),
         "both.npy": (header_bytes(floats, (-1, -4)) + bytes(16), "negative shape"),
-        "deep.npy": (b"\x93NUMPY\x01\x00" + (4000).to_bytes(2, "little") + b"(" * 4000, "invalid header"),
+        "deep.npy": (magic + b"\x01\x00" + (4000).to_bytes(2, "little") + b"(" * 4000, "invalid header"),
     }
     for name, (content, why) in cases.items():
         if isinstance(content, bytes):
@@ -327,9 +308,8 @@ def test_row_26_object_arrays_and_headers_that_claim_a_terabyte_are_refused_befo
         tracemalloc.start()
         with pytest.raises(DataError, match=f"{name}.*{why}"):
             Arrays(tmp_path / name).plan()
-        _, peak = tracemalloc.get_traced_memory()
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20, f"the peak at {name}"
         tracemalloc.stop()
-        assert peak < 8 << 20, f"{name} took {peak} bytes"
     assert not canary.exists()
 
 
@@ -423,12 +403,6 @@ def test_what_is_no_file_is_an_error_and_does_not_block(source: type, tmp_path: 
             source(path).plan()
 
 
-def test_a_folder_may_hold_pipes(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.wav")
-    with pytest.raises(DataError, match="pipe"):
-        Wav(tmp_path).plan()
-
-
 def test_untrusted_json_is_limited_in_size_and_depth(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"a": [1, 2]}')
@@ -441,8 +415,6 @@ def test_untrusted_json_is_limited_in_size_and_depth(tmp_path: Path) -> None:
     for text in (b"", b"{", b"\xff\xfe", b"1" * 10_000):
         with pytest.raises(DataError, match="x is not valid JSON"):
             parse_json(text, "x")
-    with open_untrusted(path) as file:
-        assert file.read(1) == b"{"
 
 
 # ---- Downloads -------------------------------------------------------------------------------------------------------

@@ -25,11 +25,13 @@ from bsi.training.stream import shards_of
 seeds = st.integers(0, 2**64 - 1)
 
 
-@settings(max_examples=25, deadline=None)
-@given(seed=seeds, n=st.integers(1, 3000), epoch=st.integers(0, 10**9))
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, n=st.one_of(st.integers(1, 3000), st.integers(2**40, 2**61)), epoch=st.integers(0, 10**9))
 def test_every_epoch_visits_every_sample_exactly_once(seed: int, n: int, epoch: int) -> None:
-    ids = sample_ids(seed, n, epoch * n, n)
-    assert np.array_equal(np.sort(ids), np.arange(n))
+    epoch = min(epoch, 2**61 // n)
+    ids = sample_ids(seed, n, epoch * n, min(n, 3000))
+    assert len(np.unique(ids)) == len(ids)
+    assert ((ids >= 0) & (ids < n)).all()
 
 
 @settings(max_examples=25, deadline=None)
@@ -42,13 +44,6 @@ def test_the_order_does_not_depend_on_how_the_stream_is_cut(seed: int, n: int, s
     pieces = [sample_ids(seed, n, int(first), count) for first, count in zip(starts, cuts, strict=False)]
     assert np.array_equal(whole, np.concatenate([np.empty(0, np.int64), *pieces]))
     assert ((whole >= 0) & (whole < n)).all()
-
-
-@settings(max_examples=15, deadline=None)
-@given(seed=seeds, n=st.integers(2**40, 2**61), start=st.integers(0, 2**40))
-def test_the_order_of_a_set_too_large_to_list_has_no_repetition(seed: int, n: int, start: int) -> None:
-    count = min(500, n - start % n)
-    assert len(np.unique(sample_ids(seed, n, start, count))) == count
 
 
 def test_the_order_is_the_one_of_the_first_release() -> None:
@@ -143,11 +138,10 @@ def test_every_kind_of_source_gives_the_same_batch(images: np.ndarray) -> None:
 
 def test_batches_fetched_ahead_come_in_order(images: np.ndarray) -> None:
     source = as_source(images)
-    ids = [sample_ids(0, 50, start, 8) for start in range(0, 80, 8)]
-    for depth in (0, 1, 4, 99):
-        found = list(ahead(source, ids, depth))
-        assert len(found) == len(ids)
-        assert all(torch.equal(x, source.take(i)) for x, i in zip(found, ids, strict=True))
+    for number in (0, 1, 10):
+        ids = [sample_ids(0, 50, 8 * i, 8) for i in range(number)]
+        for found, batch in zip(ahead(source, ids), ids, strict=True):
+            assert torch.equal(found, source.take(batch))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

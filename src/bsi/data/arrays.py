@@ -44,7 +44,9 @@ class Arrays:
         path, bins, symbols = self.path.expanduser(), self.bins, self.symbols
         if bins and symbols is not None:
             raise UsageError("--bins are for numbers and --symbols for integers without an order: leave one out.")
-        kind = Bins(*bins) if bins else None if symbols is None else Symbols(symbols)
+        kind: Kind = Bins(*bins) if bins else None
+        if symbols is not None:
+            kind = Symbols(symbols)
         with ExitStack() as stack:
             arrays = _opened(path, stack)
             data = {name: array for name, array in arrays.items() if not name.endswith("_labels")}

@@ -25,6 +25,7 @@ from bsi.rng import coins
 # A set is kept on the device if it takes at most this part of the free memory there.
 RESIDENT_PART = 0.25
 CHUNK_BYTES = 64 << 20
+AHEAD = 2  # batches
 
 
 @runtime_checkable
@@ -148,13 +149,13 @@ def flip(x: Shaped[Tensor, "batch *data width"], seed: int, start: int) -> Shape
     return torch.where(heads.view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
 
 
-def ahead(source: BatchSource, ids: Iterable[Int64[np.ndarray, " batch"]], depth: int = 2) -> Iterator[Tensor]:
-    """The batches of `ids`, in order, with the next `depth` of them fetched in the background."""
+def ahead(source: BatchSource, ids: Iterable[Int64[np.ndarray, " batch"]]) -> Iterator[Tensor]:
+    """The batches of `ids`, in order, with the next two of them fetched in the background."""
     with ThreadPoolExecutor(1, thread_name_prefix="bsi-ahead") as pool:
         waiting = []
         for batch in ids:
             waiting.append(pool.submit(source.take, batch))
-            if len(waiting) > depth:
+            if len(waiting) > AHEAD:
                 yield waiting.pop(0).result()
         for future in waiting:
             yield future.result()

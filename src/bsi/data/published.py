@@ -21,7 +21,7 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,6 +63,13 @@ PICKLES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz
 MAX_BYTES, MAX_IMAGENET_BYTES = 1 << 30, 64 << 30  # unpacked
 
 
+def _images(
+    name: str, source: str, shape: tuple[int, ...], input: str, parts: Sequence[Part], labels: str = "u1", **more: Any
+) -> Plan:
+    """The plan of 8-bit images with labels, without options."""
+    return Plan(name, source, shape, Bins.uint8(), {}, input, parts, np.dtype(labels), **more)
+
+
 def _require(path: Path, found: Collection[str], names: Iterable[str], instead: str) -> None:
     """Raise if a file is missing."""
     if missing := [name for name in names if name not in found]:
@@ -93,7 +100,7 @@ class Cifar10:
 
     def plan(self) -> Plan:
         path = _downloaded() if self.path is None else self.path.expanduser()
-        parts, classes = [], []
+        parts, names = [], []
         with members(path, {*CIFAR10_FILES, *PICKLES, CIFAR10_NAMES}, MAX_BYTES) as found:
             _require(path, found, CIFAR10_FILES, f"the binary version ({CIFAR10}), packed or unpacked")
             for name, expected in CIFAR10_FILES.items():
@@ -107,20 +114,11 @@ class Cifar10:
                 parts.append(array_part(images, records[:, 0], name == "test_batch.bin"))
             if CIFAR10_NAMES in found:
                 with found[CIFAR10_NAMES].open() as file:
-                    classes = file.read(1024).decode("ascii", "backslashreplace").split()
-                if len(classes) != 10:
-                    raise DataError(f"{path}: {CIFAR10_NAMES} holds {len(classes)} names of ten. Download it again.")
-        return Plan(
-            name="cifar10",
-            source=CIFAR10,
-            shape=(3, 32, 32),
-            kind=Bins.uint8(),
-            options={},
-            input=fingerprint(CIFAR10_FILES),
-            parts=parts,
-            label_dtype=np.dtype("uint8"),
-            classes=check_classes(classes),
-        )
+                    names = file.read(1024).decode("ascii", "backslashreplace").split()
+                if len(names) != 10:
+                    raise DataError(f"{path}: {CIFAR10_NAMES} holds {len(names)} names of ten. Download it again.")
+        classes = check_classes(names)
+        return _images("cifar10", CIFAR10, (3, 32, 32), fingerprint(CIFAR10_FILES), parts, classes=classes)
 
 
 def _downloaded() -> Path:
@@ -153,16 +151,8 @@ class ImageNet32:
                         raise UsageError(f"{data.name} holds {data.shape} of {data.dtype}, {expected}.")
                     counts[name] = (len(data), found[name].size)
                 progress.advance()
-        return Plan(
-            name=f"imagenet{size}",
-            source=IMAGENET,
-            shape=(3, size, size),
-            kind=Bins.uint8(),
-            options={},
-            input=fingerprint(counts),
-            parts=[Part(count, partial(self._blocks, path, name, count)) for name, (count, _) in counts.items()],
-            label_dtype=np.dtype("<u2"),
-        )
+        parts = [Part(count, partial(self._blocks, path, name, count)) for name, (count, _) in counts.items()]
+        return _images(f"imagenet{size}", IMAGENET, (3, size, size), fingerprint(counts), parts, "<u2")
 
     def _blocks(self, path: Path, name: str, count: int, start: int) -> Iterator[Block]:
         with _batches(path) as found, _opened(found, name) as batch:
@@ -218,16 +208,9 @@ class Mnist:
             if rows.shape[1:] != train.shape[1:] or labels.shape != rows.shape[:1]:
                 shapes = f"images of shape {rows.shape} and labels of shape {labels.shape}"
                 raise DataError(f"{path} holds {shapes}. Download them again.")
-        return Plan(
-            name="mnist",
-            source="MNIST (LeCun, Cortes and Burges, 1998)",
-            shape=(1, *train.shape[1:]),
-            kind=Bins.uint8(),
-            options={},
-            input=fingerprint([digest([array.tobytes()]) for array in (train, test, train_labels, test_labels)]),
-            parts=[array_part(train[:, None], train_labels, False), array_part(test[:, None], test_labels, True)],
-            label_dtype=np.dtype("uint8"),
-        )
+        content = fingerprint([digest([array.tobytes()]) for array in (train, test, train_labels, test_labels)])
+        parts = [array_part(train[:, None], train_labels, False), array_part(test[:, None], test_labels, True)]
+        return _images("mnist", "MNIST (LeCun, Cortes and Burges, 1998)", (1, *train.shape[1:]), content, parts)
 
 
 def _idx(path: Path, given: Member, name: str) -> UInt8[np.ndarray, "..."]:
@@ -272,21 +255,23 @@ class Binary:
             raise UsageError(f"--stochastic and --threshold {self.threshold:g} exclude each other: leave one out.")
         if self.threshold is not None and not 0 < self.threshold < 1:
             raise UsageError(f"threshold is a value between 0 (black) and 1 (white), got {self.threshold:g}.")
-        images = self._images()
+        images = self._gray()
         if not isinstance(images.kind, Bins) or len(images.shape) != 3 or images.shape[0] != 1:
             expected = "gray images, of shape (1, height, width): prepare them with --channels 1"
             raise UsageError(f"{self.path} holds samples of shape {images.shape}, expected {expected}.")
-        how = "at random" if self.stochastic else f"above {self.threshold or 0.5:g}"
         return replace(
             images,
             name=f"{images.name}-binary",
             source=f"{images.source}, binarized",
             kind=Symbols(2),
-            options={**images.options, "binary": how},
+            options={
+                **images.options,
+                "binary": "at random" if self.stochastic else f"above {self.threshold or 0.5:g}",
+            },
             parts=[Part(images.total, partial(self._blocks, images, images.kind.count - 1))],
         )
 
-    def _images(self) -> Plan:
+    def _gray(self) -> Plan:
         """The gray images that are binarized, as their source describes them."""
         path = Path(self.path).expanduser()
         if not os.path.isdir(path) or os.path.isfile(path / MANIFEST):
@@ -311,16 +296,16 @@ def _uniforms(image: Shaped[np.ndarray, "c h w"]) -> Shaped[np.ndarray, "c h w"]
 def _of_dataset(name: str) -> Plan:
     """A prepared dataset as a plan of its rows."""
     dataset = open_dataset(name)
-    labels = dataset.labels
+    manifest, labels = dataset.manifest, dataset.labels
     train, test = (None, None) if labels is None else (labels.train, labels.test)
     return Plan(
         name=dataset.name,
-        source=dataset.manifest.source,
+        source=manifest.source,
         shape=dataset.shape,
         kind=dataset.bins,
-        options=dataset.manifest.options,
+        options=manifest.options,
         input=dataset.version,
         parts=[array_part(dataset.train, train, False), array_part(dataset.test, test, True)],
         label_dtype=None if train is None else train.dtype,
-        classes=dataset.manifest.classes,
+        classes=manifest.classes,
     )

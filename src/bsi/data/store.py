@@ -218,10 +218,9 @@ def open_for_run(name: str, run: Path | None) -> Dataset:
     except DataError:
         if run is None:
             raise
-    version = None
-    with suppress(DataError, KeyError, TypeError):
-        version = str(read_json(run / "run.json")["data_version"])
-    return open_dataset(name, version=version)
+        with suppress(DataError, KeyError, TypeError):
+            return open_dataset(name, version=str(read_json(run / "run.json")["data_version"]))
+        raise
 
 
 def find_dataset(name: str, version: str) -> Dataset | None:

@@ -4,8 +4,7 @@
     everybody = features.over_ranks()                      # equal on all ranks, for any number of ranks
 
 Distances between sets of images are distances between their features, so a value has a meaning only together with its
-extractor. An `Extractor` has a `name`, the `hash` of its weights, its resize and its precision; every record carries
-these. The moments of the features suffice for the Frechet distance; its error, KID, precision and recall need `keep`.
+extractor. The moments of the features suffice for the Frechet distance; its error and the other metrics need `keep`.
 
 Images are not resized, cropped or requantized: the extractor gets what a file holds in 8 bits. Files with other content
 (16 bits, CMYK, transparency, an animation) are rejected with an error that names the file, and not converted.
@@ -84,8 +83,7 @@ class Features:
 def collect(images: Iterable[Tensor], extractor: Extractor, keep: bool = False) -> Features:
     """The features of all `images`, batch by batch. Batches may differ in the number and size of their images.
 
-    Args:
-        keep: Hold the features in memory (4 bytes x dim each: 0.4 GB for 50,000 of Inception's).
+    With `keep`, the features stay in memory (4 bytes x dim each: 0.4 GB for 50,000 of Inception's).
     """
     moments = Moments.empty(extractor.dim, extractor.device)
     kept = [torch.empty(0, extractor.dim, device=extractor.device)]
@@ -100,11 +98,7 @@ def collect(images: Iterable[Tensor], extractor: Extractor, keep: bool = False) 
 
 
 def require_images(images: Tensor) -> UInt8[Tensor, "n 3 h w"]:
-    """`images`, if they are 8-bit color images.
-
-    Floats are rejected rather than converted: truncating them makes every value half a step too dark, and the FID
-    changes.
-    """
+    """`images`, if they are 8-bit color images. Floats that are truncated are half a step too dark: the FID changes."""
     if images.dtype != torch.uint8:
         fix = "Round, never truncate: ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8) for values in [-1, 1]"
         raise DataError(f"images must be 8-bit, 0 to 255, got {images.dtype}. {fix}.")

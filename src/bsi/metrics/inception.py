@@ -86,8 +86,7 @@ class Inception:
         self.name = NAME if self.hash == PUBLISHED_HASH else OTHER_NAME
         if self.hash != PUBLISHED_HASH:
             found = f"not the published weights of {NAME} (expected {PUBLISHED_HASH[:16]}, found {self.hash[:16]})"
-            called = f'distances are called "fd-{self.name}" and cannot be compared with a published FID'
-            warnings.warn(f"{found}: {called}", QualityWarning, stacklevel=2)
+            warnings.warn(f'{found}: distances are called "fd-{self.name}", not FID', QualityWarning, stacklevel=2)
         self.dtype = {"float32": torch.float32, "tf32": torch.float32, "float16": torch.float16}[self.precision]
         network = Network().eval().requires_grad_(False)
         network.load_state_dict(folded(published))

@@ -4,10 +4,7 @@
     real = reference("cifar10", version, "test", batches_of(test), extractor)
     quality = sample_quality(samples, real, extractor, generation=Generation("sde2", 16, seed=0))
 
-The record has everything that is needed to compare the value. The Frechet distance is called FID only if the features
-come from Inception's published weights; with any other extractor it is called "fd-" + its name. Properties that limit
-comparisons cause a warning and are stored in the record.
-
+The record has everything that is needed to compare the value, and what limits a comparison, which is also a warning.
 Reference features are computed once and stored in the data folder. Their key is the data (a hash of its content, and
 the split) and the extractor (a hash of its weights, its resize, its precision):
 

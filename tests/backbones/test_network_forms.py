@@ -423,7 +423,7 @@ def test_a_recipe_asks_for_its_form_and_fp8_is_never_replaced_silently(monkeypat
     with pytest.raises(UsageError, match="lean"):
         replace(digits(), precision="fp8", lean=True)
     own, fp8 = torch.nn.Bilinear(3, 1, 3), replace(digits(), precision="fp8", compile=True)
-    with pytest.raises(UsageError, match="only for the DiT"):
+    with pytest.raises(UsageError, match="fp8"):
         bsi.train(fp8, data=torch.randn(8, 3), backbone=own, out=tmp_path / "own", device="cpu")
     asked = []
     monkeypatch.setattr("bsi.training.train.accelerate", lambda network, device, lean, fp8: asked.append((lean, fp8)))

@@ -16,7 +16,7 @@ from bsi.recipe import Every, Objective, Recipe
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.serialization import from_plain, to_plain
 from bsi.training.step import Engine
-from bsi.training.stream import Batch, Piece
+from bsi.training.stream import Batch
 
 METHODS = [bsi.BSI(), bsi.BFN(), bsi.VDM()]
 
@@ -63,7 +63,7 @@ def batch() -> Batch:
     torch.manual_seed(1)
     data = torch.randint(0, 17, (32, 1, 8, 8), dtype=torch.uint8)
     t = (torch.arange(32, dtype=torch.float64) / 32 + 0.3) % 1
-    return Batch(Piece(0, 0, 0, 32), data, t, torch.randn(32, 1, 8, 8), None)
+    return Batch(data, t, torch.randn(32, 1, 8, 8))
 
 
 @pytest.mark.parametrize("spec", [BSI(), BFN(), VDM()])

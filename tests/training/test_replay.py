@@ -132,7 +132,7 @@ def test_a_step_asks_nothing_of_the_host(recipe: Recipe, monkeypatch: pytest.Mon
     for name in GENERATORS:  # which may not be read while a step is recorded
         monkeypatch.setattr(torch, name, lambda *_, asked=name: pytest.fail(f"{asked} inside a step"))
     with Listening() as listening, Reading() as reading:
-        engine._single(batch)
+        engine._train([batch])
     assert listening.heard | reading.heard == set()
 
 

@@ -4,13 +4,12 @@
     gradient  DDP's sum over ranks and pieces; in the audit mode a sum over virtual shards in a fixed order
     update    AdamW or Muon (optimizers.py) with the norm of the gradient clipped, then the averages of the weights
 
-A flag on the device decides whether a step counts: it is set as long as all losses and gradient norms have been finite.
-After the first non-finite step no rank changes its state any more, since the summed loss and the norm of the summed
-gradient are the same on all ranks. The host reads the flag some steps later, so that no step waits for it. A step
-changes its state in place, and all values that differ between steps are in tensors (the batch, the learning rate, the
-weights of the averages), so that a step can be recorded once and replayed on a single GPU (replay.py).
+A flag on the device decides whether a step counts: it is set as long as all losses and gradient norms have been finite,
+on all ranks alike, since both are sums over ranks. The host reads it some steps later, so that no step waits for it. A
+step changes its state in place, and all values that differ between steps are in tensors, so that on a single GPU it can
+be recorded once and replayed (replay.py).
 
-In the audit mode the gradient has the same bits for any number of ranks. Floating-point sums depend on their order. So
+In the audit mode the gradient has the same bits for any number of ranks. Floating-point sums depend on their order, so
 each virtual shard is computed separately, with its own dropout, and the gradients are added in a binary tree over shard
 numbers: ((g_0 + g_1) + (g_2 + g_3)) + ... A rank holds a power of two of consecutive shards, which is a subtree; the
 ranks exchange the sums of their subtrees and all add the rest of the tree in the same order.
@@ -62,58 +61,51 @@ class Engine:
         self.powers = PowerAverages(model.denoiser.backbone, recipe.ema.powers)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = Optimizers(model.denoiser.backbone, recipe.optimizer)
-        self.loss = Loss.of(recipe.objective, model.method, world.device)
+        self.loss = Loss(recipe.objective, model.method, world.device)
         self.steps_done = 0
         self.updating = False  # True during an update, when the state is incomplete
+        self._network: nn.Module = model.denoiser
+        record = record and world.device.type == "cuda" and replayable(recipe, model, world)
+        self._replay = Replay(world.device) if record else None
         # Values of the next step, on the device: a recorded step would repeat values passed from the host. The EMA and
         # each power-function average have the weight of the new parameters.
         self.this_step = torch.zeros((), dtype=torch.int64, device=world.device)
         self.lr, self.ema_weight, *self.power_weights = torch.zeros(2 + len(recipe.ema.powers), device=world.device)
-        # The counters.
-        self.bad_step = torch.full((), -1, dtype=torch.int64, device=world.device)
+        # The counters: the first step that was not finite, the loss scale and the good steps since it changed; and sums
+        # of losses, gradient norms, steps, and losses without their weight.
+        self.bad_step = torch.full_like(self.this_step, -1)
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
-        self.scale_age = torch.zeros((), dtype=torch.int64, device=world.device)
-        # Sums of losses, gradient norms and steps, and of the losses without their weight.
+        self.scale_age = torch.zeros_like(self.this_step)
         self.sums = torch.zeros(2 + self.loss.terms, dtype=torch.float64, device=world.device)
-        self._network: nn.Module = model.denoiser
-        record = record and world.device.type == "cuda" and replayable(recipe, model, world)
-        self._replay = Replay(world.device) if record else None
 
     # ---- A step, from the batch to the update ----
 
     def step(self, stream: Stream, watchdog: Watchdog) -> None:
         """One step. On a GPU it returns before the device has finished."""
-        watchdog.at(self.steps_done, "data")
-        self._set_values(self.steps_done)
-        batches = self._seeded(stream, watchdog)
-        if self._replay is not None:
-            self._replay(self._single, next(batches))
-        else:
-            self.optimizer.zero_grad()
-            losses = self._audited(batches) if self.recipe.audit else self._summed(batches)
-            watchdog.at(self.steps_done, "update")
-            self._update(losses)
-        self.steps_done += 1
-
-    def _set_values(self, step: int) -> None:
-        """Set the values of the next step after `step` updates, without waiting for the device."""
+        step, ema = self.steps_done, self.recipe.ema
+        watchdog.at(step, "data")
         self.this_step.fill_(step)
         self.lr.fill_(self.recipe.rate(step))
-        self.ema_weight.fill_(self.recipe.ema.weight(step + 1))
-        for weight, width in zip(self.power_weights, self.recipe.ema.powers, strict=True):
+        self.ema_weight.fill_(ema.weight(step + 1))
+        for weight, width in zip(self.power_weights, ema.powers, strict=True):
             weight.fill_(1 - Profile(step + 1, width).beta)
+        batches = self._watched(stream.step(step), watchdog)
+        if self._replay is not None:
+            self._replay(lambda batch: self._train([batch]), next(batches))
+        else:
+            self._train(batches)
+        self.steps_done += 1
 
-    def _seeded(self, stream: Stream, watchdog: Watchdog) -> Iterator[Batch]:
-        """The batches of a step, with the seed of dropout set before each is computed."""
-        for batch in stream.step(self.steps_done):
+    def _watched(self, batches: Iterator[Batch], watchdog: Watchdog) -> Iterator[Batch]:
+        for batch in batches:
             watchdog.at(self.steps_done, "compute")
-            batch.seed_dropout(self.recipe.seed)
             yield batch
+        watchdog.at(self.steps_done, "update")
 
-    def _single(self, batch: Batch) -> None:
-        """A step of one batch that does not depend on values of the host."""
+    def _train(self, batches: Iterable[Batch]) -> None:
+        """The gradients of the batches and the update, from values on the device alone."""
         self.optimizer.zero_grad()
-        self._update(self._summed([batch]))
+        self._update(self._audited(batches) if self.recipe.audit else self._summed(batches))
 
     def _summed(self, batches: Iterable[Batch]) -> Float[Tensor, " terms"]:
         """Sum gradients over pieces and ranks; returns the loss of the global batch."""
@@ -129,15 +121,14 @@ class Engine:
 
     def _audited(self, batches: Iterable[Batch]) -> Float[Tensor, " terms"]:
         """The same shard by shard, in an order that does not depend on the number of ranks."""
-        mine = tree_sum(self._gradient(batch) for batch in batches)
-        total = tree_sum(self.world.gather(mine))
+        total = tree_sum(self.world.gather(tree_sum(map(self._gradient, batches))))
         *parts, losses = total.split([*(p.numel() for p in self.parameters), self.loss.terms])
         for p, part in zip(self.parameters, parts, strict=True):
             p.grad = part.view_as(p)
         return losses
 
     def _gradient(self, batch: Batch) -> Vector:
-        """The gradients and losses of a piece as one vector."""
+        """The gradients and losses of a shard as one vector."""
         losses = self._losses(batch)
         (losses.sum() / self.recipe.batch).backward()
         parts = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters]
@@ -145,13 +136,13 @@ class Engine:
         return torch.cat([*parts, self.loss.sums(losses, batch.t) / self.recipe.batch])
 
     def _losses(self, batch: Batch) -> PerSample:
+        network, cond = self._network, batch.cond
+        predict = network if cond is None else lambda latent, level: network(latent, level, cond)
         x = self.model.kind.values(batch.data, torch.float32)
         # Our backbones set their compute dtype themselves; networks passed by the caller run under autocast.
         foreign = self.half is not None and not isinstance(self.model.denoiser.backbone, Backbone)
-        network, cond = cast(Predictor, self._network), batch.cond
-        predict = network if cond is None else lambda latent, level: self._network(latent, level, cond)
         with torch.autocast(self.world.device.type, self.half, enabled=foreign):
-            return self.loss(predict, x, batch.t, batch.eps)
+            return self.loss(cast(Predictor, predict), x, batch.t, batch.eps)
 
     @torch.no_grad()
     def _update(self, losses: Float[Tensor, " terms"]) -> None:
@@ -183,8 +174,7 @@ class Engine:
 
     def first_fault(self) -> int | None:
         """The first step whose loss or gradient was not finite, if there was one. Waits for the device."""
-        step = int(self.bad_step)
-        return None if step < 0 else step
+        return None if (step := int(self.bad_step)) < 0 else step
 
     def means(self) -> Means:
         """Averages since the last call. Waits for the device."""
@@ -222,8 +212,8 @@ class Engine:
         state = self.state()
         for file, group in state.items():
             if found := differences(tensors[file], group):
-                lines = [f"the {file} of the checkpoint is of another network. Pass the same, or use another --out."]
-                raise UsageError("\n".join([*lines, *found]))
+                other = f"the {file} of the checkpoint is of another network. Pass the same, or use another --out."
+                raise UsageError("\n".join([other, *found]))
         for file, group in state.items():
             for name, mine in group.items():
                 mine.copy_(tensors[file][name])
@@ -251,15 +241,13 @@ class Engine:
         ids = [self.world.device.index] if self.world.device.type == "cuda" else None
         network = self.model.denoiser
         # Buffers are the same on all ranks; sending them in every forward pass would cost a collective.
-        buffers = [name for name, _ in network.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
+        buffers = dict(network.named_buffers())
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, list(buffers))
         self._network = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
-        before = [buffer.clone() for buffer in network.buffers()]  # the pass would change running statistics
-        batch = stream.first(self.steps_done)
-        batch.seed_dropout(self.recipe.seed)
-        self._losses(batch).sum().backward()
+        before = [buffer.clone() for buffer in buffers.values()]  # the pass would change running statistics
+        self._losses(stream.first(self.steps_done)).sum().backward()
         self.optimizer.zero_grad()
-        for buffer, value in zip(network.buffers(), before, strict=True):
+        for buffer, value in zip(buffers.values(), before, strict=True):
             buffer.copy_(value)
 
     def close(self) -> None:
@@ -303,26 +291,19 @@ class Means:
     measured: float
 
 
-@dataclass(frozen=True)
 class Loss:
-    """The loss of a recipe's objective, see bsi.objective. `grid` is that of L_M^k, or None for L_M^inf."""
+    """The loss of a recipe's objective, see bsi.objective, with its tables on the device."""
 
-    method: Method
-    weight: Weight | None
-    levels: Proposal
-    grid: Float[Tensor, " levels"] | None
-
-    @classmethod
-    def of(cls, objective: Objective, method: Method, device: torch.device) -> Loss:
-        """The loss with its tables on the device."""
-        weight: Weight | None = None
-        if objective.weight == "sigmoid":
-            weight = sigmoid_weight(method, objective.bias)
-        elif objective.weight == "edm":
-            weight = edm_weight(method)
-        levels: Proposal = expected_levels(method, weight).to(device) if objective.expected_levels else method.levels
-        grid = None if objective.finite_k is None else paper_grid(method, objective.finite_k).to(device)
-        return cls(method, weight, levels, grid)
+    def __init__(self, objective: Objective, method: Method, device: torch.device) -> None:
+        weights: dict[str, Weight | None] = {
+            "elbo": None, "sigmoid": sigmoid_weight(method, objective.bias), "edm": edm_weight(method),
+        }  # fmt: skip
+        self.method, self.weight, k = method, weights[objective.weight], objective.finite_k
+        self.terms = 1 if self.weight is None else 2  # the length of `sums`
+        self.grid = None if k is None else paper_grid(method, k).to(device)
+        self.levels: Proposal = method.levels
+        if objective.expected_levels:
+            self.levels = expected_levels(method, self.weight).to(device)
 
     def __call__(
         self, predict: Predictor, x: Float[Tensor, "batch *data"], t: PerSample, eps: Float[Tensor, "batch *data"]
@@ -342,11 +323,6 @@ class Loss:
             return losses.sum().reshape(1)
         weight = self.weight(self.level(t)).clamp(min=1e-300)  # EDM's is zero at level 0
         return torch.stack([losses.sum(), (losses / weight).sum().to(losses.dtype)])
-
-    @property
-    def terms(self) -> int:
-        """The length of `sums`."""
-        return 1 if self.weight is None else 2
 
     @staticmethod
     def _measurement(grid: Float[Tensor, " levels"], t: PerSample) -> Int64[Tensor, " batch"]:

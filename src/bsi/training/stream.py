@@ -7,7 +7,7 @@ Training reads one stream of samples; step s takes the positions s b .. (s + 1) 
     label hidden      uniforms(seed', position) < p                 if labels are learned
     noise eps         philox(seed, position)
     level             t_i = (i / b + delta(seed, step)) mod 1       stratified over the global batch
-    dropout           generator(seed, step, first virtual shard)    seeded before each piece is computed
+    dropout           generator(seed, step, first virtual shard)    seeded when a piece is read
 
 The global batch is divided into virtual shards. A rank takes consecutive shards and computes them in `accumulation`
 pieces, or one by one in the audit mode. Everything except dropout is the same for any number of ranks. Dropout is the
@@ -68,9 +68,8 @@ def piece_levels(recipe: Recipe, piece: Piece) -> Float[Tensor, " count"]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A piece with its data, levels and noise on the device."""
+    """The data, levels and noise of a piece, on the device."""
 
-    piece: Piece
     data: Tensor
     t: Float[Tensor, " batch"]
     eps: Float[Tensor, "batch *data"]
@@ -82,16 +81,12 @@ class Batch:
         return [tensor for tensor in (self.data, self.t, self.eps, self.cond) if tensor is not None]
 
     def clone(self) -> Batch:
-        return Batch(self.piece, *(tensor.clone() for tensor in self.tensors))
+        return Batch(*(tensor.clone() for tensor in self.tensors))
 
     def copy_(self, other: Batch) -> None:
         """Copy the tensors of another batch of the same shape."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             mine.copy_(theirs)
-
-    def seed_dropout(self, seed: int) -> None:
-        """Seed torch's generator, from which the network draws dropout masks, for this piece."""
-        torch.manual_seed(derive(seed, "dropout", self.piece.step, self.piece.shard))
 
 
 class Stream:
@@ -114,7 +109,7 @@ class Stream:
         self._data = ahead(source, ids)
 
     def step(self, step: int) -> Iterator[Batch]:
-        """The batches of a step. Steps must be read in order."""
+        """The batches of a step. Steps must be read in order, and each batch computed before the next is read."""
         for piece in self._pieces(step):
             yield self._batch(piece, next(self._data))
 
@@ -135,15 +130,18 @@ class Stream:
         return piece_ids(self.recipe, len(self.source), piece)
 
     def _batch(self, piece: Piece, data: Tensor) -> Batch:
-        device, start = self.world.device, piece.step * self.recipe.batch + piece.offset
-        if self.recipe.data.flips:
-            data = flip(data, self.recipe.seed, start)
+        """A piece with its levels, noise and labels; also seeds torch's generator, which draws its dropout masks."""
+        recipe, device = self.recipe, self.world.device
+        start = piece.step * recipe.batch + piece.offset
+        if recipe.data.flips:
+            data = flip(data, recipe.seed, start)
+        t = piece_levels(recipe, piece).to(device, non_blocking=True)
         positions = torch.arange(start, start + piece.count, device=device)
         eps = standard_normal(self._noise_seed, positions, 0, self.shape)
-        t = piece_levels(self.recipe, piece).to(device, non_blocking=True)
         cond = None
         if self.labels is not None:
-            hidden = uniforms(derive(self.recipe.seed, "unlabelled"), start, piece.count) < self.recipe.data.unlabeled
+            hidden = uniforms(derive(recipe.seed, "unlabelled"), start, piece.count) < recipe.data.unlabeled
             seen = np.where(hidden, self._classes, self.labels[self._ids(piece)])
             cond = torch.from_numpy(seen).to(device, non_blocking=True)
-        return Batch(piece, data, t, eps, cond)
+        torch.manual_seed(derive(recipe.seed, "dropout", piece.step, piece.shard))
+        return Batch(data, t, eps, cond)

@@ -93,6 +93,25 @@ def test_repeated_values_declared_continuous_are_said_to_have_no_density() -> No
         model.elbo(x)
 
 
+@pytest.mark.parametrize(("step", "last", "rows"), [(1e-5, 1e12, 2048), (1e-4, 1e10, 200), (2.0**-15, 1e11, 200)])
+def test_rounded_values_declared_continuous_are_said_to_have_no_density(step: float, last: float, rows: int) -> None:
+    """Too many different values to be repeated often, but a network could learn their grid."""
+    model, x = continuous(bsi.BSI(alpha_M=last), data=bsi.Standardize(0.0, 3.0)), 3 * normal(rows, 4)
+    for data in ((x.double() / step).round() * step, ((x.double() / step).round() * step).float()):
+        with pytest.warns(UserWarning, match="multiples of"):
+            model.elbo(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.elbo(x)
+        continuous(bsi.BSI(alpha_M=0.1 / step**2), data=bsi.Standardize(0.0, 1.0)).elbo((x / step).round() * step)
+
+
+def test_values_below_the_smallest_normal_number_are_coarser_than_others() -> None:
+    data = 1e-40 * normal(64, 4)
+    with pytest.raises(UsageError, match="resolution"):
+        continuous(bsi.BSI(alpha_M=1e12), data=bsi.Standardize(0.0, 1e-40)).elbo(data)
+
+
 def test_one_column_of_integers_among_many_is_named() -> None:
     x = normal(512, 200)
     x[:, 17] = x[:, 17].round()

@@ -24,7 +24,7 @@ from bsi.elbo import Elbo, Estimator, Proposals
 from bsi.errors import UsageError
 from bsi.gaussian import Data, PerSample, over
 from bsi.levels import low_discrepancy
-from bsi.methods import check_resolution
+from bsi.methods import check_resolution, last_noise
 from bsi.methods.base import Method, Parametrization, Predictor
 from bsi.objective import Weight, training_loss
 from bsi.progress import shown
@@ -34,6 +34,7 @@ from bsi.variance import Variance, named_variance
 
 DEQUANTIZATION = 1 << 27  # the stream of noise for the positions within bins, apart from those of probes
 SEARCHED_VALUES, SEARCHED_ROWS = 4096, 1024  # how much of the data is searched for repetitions
+ROUNDED_ROWS, FEWEST_ROUNDED = 64, 32  # and for rounded values, and the fewest that are not multiples by chance
 
 Array = Tensor | np.ndarray
 Rows = Integer[Tensor, " batch"]
@@ -124,10 +125,13 @@ class Density(nn.Module):
         if not isinstance(self.kind, Standardize) or not data.is_floating_point():
             return
         # The distance between neighboring numbers in the type of the data, and in the type that it is computed in.
-        x, coarse = self.values(data), torch.finfo(data.dtype).eps * data.abs().amax(0, keepdim=True).double()
+        x, dtype = self.values(data), torch.finfo(data.dtype)
+        coarse = dtype.eps * data.abs().amax(0, keepdim=True).double().clamp(min=dtype.smallest_normal)
         stored = (self.values(coarse) - self.values(torch.zeros_like(coarse))).max()
         check_resolution(self.method, max(float(stored), torch.finfo(x.dtype).eps * float(x.abs().max())))
-        _warn_repeated(data)
+        std = torch.as_tensor(self.kind.std, dtype=torch.float64, device=data.device)
+        noise = last_noise(self.method) * std
+        _warn_discrete(data, noise if data.ndim == 2 else noise.max())
 
     # ---- Loss and predictions ----------------------------------------------------------------------------------------
 
@@ -370,17 +374,46 @@ def _levels(x: Data) -> PerSample:
     return low_discrepancy(world * len(x), delta)[rank * len(x) : (rank + 1) * len(x)]
 
 
-def _warn_repeated(data: Data) -> None:
-    """Warn if values are repeated, in one column of a table or anywhere in other data: they have no density."""
+def _warn_discrete(data: Data, noise: Float64[Tensor, "..."]) -> None:
+    """Warn if values are repeated or rounded, in one column of a table or anywhere in other data: it has no density.
+
+    Rounding to steps below the noise of the last level makes no difference.
+    """
     columns, most = (data, SEARCHED_ROWS) if data.ndim == 2 else (data.reshape(-1, 1), SEARCHED_VALUES)
     some = columns[:: max(1, len(columns) // most)]
     repeated = (some.sort(dim=0).values.diff(dim=0) == 0).sum(dim=0)
-    bad = (repeated > max(2, 0.01 * len(some))).nonzero()[:, 0].tolist()
-    if bad:
-        where = f" in column {', '.join(map(str, bad[:10]))}" if data.ndim == 2 else ""
-        warnings.warn(
-            f"{int(repeated.max()) / len(some):.0%} of the values{where} are repeated, so the data has no density, and "
-            f"a bound in nats can fall without limit. Describe discrete data with bsi.Bins or bsi.Symbols, leave such "
-            f"columns out, or add noise of the width of one unit.",
-            stacklevel=5,
-        )
+    rounded = _step(some[:ROUNDED_ROWS], noise.expand(some.shape[1]))
+    often, step = f"{int(repeated.max()) / len(some):.0%}", f"{float(rounded.max()):.3g}"
+    for problem, found in (
+        (f"{often} of the values{{}} are repeated", repeated > max(2, 0.01 * len(some))),
+        (f"the values{{}} are multiples of {step}, which is more than the noise of the last level", rounded > 0),
+    ):
+        if bad := found.nonzero()[:, 0].tolist():
+            where = f" in column {', '.join(map(str, bad[:10]))}" if data.ndim == 2 else ""
+            warnings.warn(
+                f"{problem.format(where)}, so the data has no density, and a bound in nats can fall without limit. "
+                f"Describe discrete data with bsi.Bins or bsi.Symbols, leave such columns out, or add noise of the "
+                f"width of one unit.",
+                stacklevel=5,
+            )
+            return
+
+
+def _step(columns: Float[Tensor, "rows columns"], least: Float64[Tensor, " columns"]) -> Float64[Tensor, " columns"]:
+    """The largest power of 10 or 2 above `least` that divides all values of a column; 0 if there is none.
+
+    Powers close to the resolution of the dtype divide everything, and a few values may be multiples by chance.
+    """
+    x, eps = columns.double(), torch.finfo(columns.dtype).eps
+    largest, found = x.abs().amax(0), torch.zeros_like(least)
+    least = torch.maximum(least, 8 * eps * largest)
+    if len(x) < FEWEST_ROUNDED or not bool((largest > least).any()):
+        return found
+    for base in (10.0, 2.0):
+        first = (largest.log() / math.log(base)).floor().clamp(min=-300)
+        for i in range(math.ceil(math.log(float((largest / least).max()), base)) + 1):
+            step = base ** (first - i)
+            multiple = x / step
+            divides = ((multiple - multiple.round()).abs() <= eps * multiple.abs()).all(0) & (step > least)
+            found = torch.where(divides, torch.maximum(found, step), found)
+    return found

@@ -52,7 +52,7 @@ def check_resolution(method: Method, resolution: float) -> None:
     The latent then rounds to x itself, and the prediction error vanishes. The result grows with the last precision and
     is not a bound on -ln p(x).
     """
-    if _last_noise(method) < resolution:
+    if last_noise(method) < resolution:
         problem = f"below the resolution of the data, {resolution:.2g}: the bound would not be one"
         raise UsageError(_message(method, problem, resolution, at_most=True))
 
@@ -64,17 +64,17 @@ def check_last_level(method: Method, kind: DataKind) -> None:
     proposes has the paper's ratio of the two, that of alpha_M = 1e6 for 8-bit images. If its noise is far below that at
     which symbols are certain, most levels would be wasted.
     """
-    if isinstance(kind, Bins) and _last_noise(method) > kind.width:
+    if isinstance(kind, Bins) and last_noise(method) > kind.width:
         problem = (
             f"above the width of the {kind.count} bins, {kind.width:.2g}: the bound would be mostly reconstruction"
         )
         raise UsageError(_message(method, problem, PAPERS_RATIO * kind.width, at_most=False))
-    if isinstance(kind, Symbols) and _last_noise(method) < LEAST_SYMBOL_NOISE:
+    if isinstance(kind, Symbols) and last_noise(method) < LEAST_SYMBOL_NOISE:
         problem = "and symbols are certain long before it: most levels would be wasted"
         raise UsageError(_message(method, problem, SYMBOL_NOISE, at_most=True))
 
 
-def _last_noise(method: Method) -> float:
+def last_noise(method: Method) -> float:
     """1 / rho: the noise of the last latent in units of x."""
     import torch
 
@@ -97,6 +97,6 @@ def _message(method: Method, problem: str, noise: float, at_most: bool) -> str:
     digit = 10.0 ** (math.floor(math.log10(value)) - 1)
     rounded = (math.floor if at_most else math.ceil)(value / digit) * digit
     return (
-        f"the noise of the last level is {_last_noise(method):.2g}, {problem}. Got {method}. "
+        f"the noise of the last level is {last_noise(method):.2g}, {problem}. Got {method}. "
         f"Use {name} {'<=' if at_most else '>='} {rounded:.2g}."
     )

@@ -103,6 +103,7 @@ def compress(
         batch_size: Samples coded together, at most: fewer while the stack holds too few bits for their latents.
         progress: Called with the number of network evaluations that were just completed.
     """
+    model.check_denoiser()
     bins = _bins(model)
     if data.is_floating_point() or tuple(data.shape[1:]) != model.shape:
         got = f"{data.dtype} of shape {tuple(data.shape)}"

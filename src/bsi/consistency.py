@@ -11,25 +11,22 @@ and the rest is trained: at two levels of one path, psi = signal x + noise eps f
     loss = sqrt(|f(psi, level) - stop_gradient f(psi', level')|^2 + c^2 n) / (sigma - sigma'),        sigma' < sigma.
 
 During training sigma' approaches sigma, from sigma' = 0, where f is x: sigma' = sigma (1 - g (1 + 8 / (1 + e^sigma)))
-with a gap g that is halved eight times. A sample is f at a level without signal. Further evaluations add noise to it
-again and repeat. A tuned network is no longer a denoiser: it has no bound and no likelihood.
+with a gap g that is halved eight times. A sample is f at the first level. Further evaluations add noise to it again and
+repeat: psi' = signal' f + noise' eps. A tuned network is no longer a denoiser: it has no bound and no likelihood.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from bsi.gaussian import Data, PerSample, over, squared_norm
 from bsi.methods.base import Method, Predictor, level_at, rho_at
-from bsi.rng import Noise
-from bsi.sampling import Step
+from bsi.solvers import Table
 
-FIRST_SIGMA, LAST_SIGMA = 80.0, 0.8  # the levels at which samples are drawn, in units of the data's deviation
+FIRST_SIGMA, LAST_SIGMA = 80.0, 0.8  # the noise of the first and of the last evaluation
 LOG_SIGMA = (-1.1, 2.0)  # mean and deviation of ln(sigma) in training
 SMOOTH = 1e-3  # c, which bounds the gradient where the two agree
 HALVINGS = 8  # of the gap during training
@@ -63,23 +60,18 @@ def _at(method: Method, predict: Predictor, x: Data, eps: Data, sigma: PerSample
     return predict(method.encoder(level).encode(x, eps), level)
 
 
-def sigmas(steps: int) -> list[float]:
-    """The noise levels of the evaluations: sigma^(1/7) evenly spaced, as in EDM's grid."""
-    if steps == 1:
-        return [FIRST_SIGMA]
-    first, last = FIRST_SIGMA ** (1 / 7), LAST_SIGMA ** (1 / 7)
-    return [(first + i / (steps - 1) * (last - first)) ** 7 for i in range(steps)]
+def consistency_grid(method: Method, k: int, predicted: bool) -> Float[Tensor, " levels"]:
+    """The levels of k steps: sigma^(1/7) evenly spaced, as in EDM's grid, from the prior's level to sigma = 0.8.
+
+    If the sample is not `predicted` from the last latent, but is that latent (VDM), the last step ends at the last level.
+    """
+    ends = torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)
+    roots = torch.linspace(FIRST_SIGMA ** (1 / 7), LAST_SIGMA ** (1 / 7), k + predicted, dtype=torch.float64)
+    return torch.cat([ends[:1], level_at(method, roots[1:] ** -7), ends[1 + predicted :]])
 
 
-def few_steps(method: Method, predict: Predictor, noise: Noise, steps: int) -> Iterator[Step]:
-    """Draw samples in `steps` evaluations of a consistency function. The x_hat of the last step is the sample."""
-    levels = level_at(method, 1 / torch.tensor(sigmas(steps), dtype=torch.float64))
-    levels = levels.clamp(method.levels.low, method.levels.high)
-    x_hat: Data | None = None
-    for i, level in enumerate(levels):
-        with torch.no_grad():
-            eps = noise(float(i), float(i + 1))
-            each = level.to(eps.device).expand(len(eps))
-            psi = method.encoder(each).encode(torch.zeros_like(eps) if x_hat is None else x_hat, eps)
-            x_hat = predict(psi, each)
-        yield Step(psi, level.to(eps.device), x_hat)
+def consistency(method: Method, grid: Float[Tensor, " levels"]) -> Table:
+    """The solver psi' = signal' f + noise' eps, without noise where the step ends at the method's last level."""
+    encoder, nothing = method.encoder(grid[1:]), torch.zeros(len(grid) - 1, dtype=torch.float64)
+    noise = torch.where(grid[1:] < method.levels.high, encoder.noise, 0.0)
+    return Table(latent=nothing, x_hat=encoder.signal, previous=nothing, eps=noise)

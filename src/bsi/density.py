@@ -29,6 +29,7 @@ from bsi.methods.base import Method, Parametrization, Predictor
 from bsi.objective import Weight, training_loss
 from bsi.progress import shown
 from bsi.rng import standard_normal
+from bsi.sampler import CONSISTENCY, Sampler
 from bsi.values import CONTINUOUS, Bins, DataKind, Standardize, Symbols, as_tensor, check_finite
 from bsi.variance import Variance, named_variance
 
@@ -52,6 +53,7 @@ class Density(nn.Module):
         parametrization: Parametrization | None = None,
         sigma_data: float = 1.0,
         class_names: tuple[str, ...] = (),
+        consistent: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(method, type) or not isinstance(method, Method):
@@ -65,7 +67,7 @@ class Density(nn.Module):
         largest = max(-kind.low, kind.high) if isinstance(kind, Bins) else 1.0
         check_resolution(method, torch.finfo(torch.float32).eps * largest)
         clip = (kind.low, kind.high) if method.clips and isinstance(kind, Bins) else None
-        self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip, self.symbols)
+        self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip, self.symbols, consistent)
         self.class_names = class_names
         self.origin: object = None  # the description of the file that the model was loaded from
         self.variances: dict[str, Variance] = {}
@@ -111,6 +113,23 @@ class Density(nn.Module):
         """Convert values back to data: the nearest bin or symbol, or the original units."""
         return self.kind.data(x).reshape(len(x), *self.shape)
 
+    def named(self, sampler: Sampler) -> Sampler:
+        """The sampler with an explicit solver. A network tuned by `bsi.distill` has its own, whatever the grid."""
+        if not self.denoiser.consistent:
+            return sampler.named(self.method)
+        if sampler.solver not in (None, CONSISTENCY) or sampler.variance != "none":
+            got = f"solver={sampler.solver!r}, variance={sampler.variance!r}"
+            raise UsageError(f"a distilled network draws samples with its own solver, got {got}. Leave them out.")
+        return replace(sampler, solver=CONSISTENCY)
+
+    def check_denoiser(self) -> None:
+        """Raise for a network tuned by `bsi.distill`, which has no bound and predicts no means."""
+        if self.denoiser.consistent:
+            raise UsageError(
+                "a distilled network has no ELBO, no likelihood and no posterior: it only draws samples. Use the "
+                "network that it was tuned from."
+            )
+
     def check(self, data: Array) -> None:
         """Raise if data is not finite or not of its kind. Reads the data: `forward` does so on the CPU only."""
         data = as_tensor(data)
@@ -137,6 +156,7 @@ class Density(nn.Module):
 
     def forward(self, data: Tensor, cond: Condition | None = None, weight: Weight | None = None) -> PerSample:
         """The training loss 2 L_M / n of each sample, at levels stratified over the global batch."""
+        self.check_denoiser()
         data = as_tensor(data)
         if data.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check(data)
@@ -178,6 +198,7 @@ class Density(nn.Module):
             >>> model.score(torch.zeros(2, 1, 8, 8), 5.0).shape
             torch.Size([2, 1, 8, 8])
         """
+        self.check_denoiser()
         x_hat = self.predict(latent, level, cond, guidance)
         encoder = self.method.encoder(torch.as_tensor(level, device=latent.device).expand(len(latent)))
         return (over(encoder.signal, latent) * x_hat - latent) / over(encoder.noise.square(), latent)
@@ -252,6 +273,7 @@ class Density(nn.Module):
             >>> model.log_likelihood(images, tolerance=0.1).shape
             torch.Size([4])
         """
+        self.check_denoiser()
         if self.symbols is not None:
             raise UsageError("symbols have no density, so the flow has no likelihood of them. Use model.elbo(data).")
         if draws < 1 or (draws > 1 and (probes is not None or self.bins is None)):
@@ -295,6 +317,7 @@ class Density(nn.Module):
             >>> bound = model.elbo(digits.test[:64], finite_k=16, variance=variance)
             >>> samples = model.sample(4, steps=8, variance="level")
         """
+        self.check_denoiser()
         if self.symbols is not None:
             raise UsageError("a variance is for numbers; the transitions of symbols are mixtures. Leave variance out.")
         self.check(data)
@@ -316,6 +339,7 @@ class Density(nn.Module):
         ids: Sequence[int] | np.ndarray | None = None,
     ) -> EvaluatedModel:
         """The argument of `bsi.bound.estimate`: this model, in evaluation mode, on samples, by default on all."""
+        self.check_denoiser()
         if isinstance(data, np.ndarray) or not isinstance(data, Samples):
             data = as_tensor(data)
         check_condition(cond, len(data))

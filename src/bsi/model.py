@@ -56,6 +56,7 @@ class Model(Density):
         parametrization: what the network predicts; by default what the method's networks do.
         sigma_data: the standard deviation of the data, for preconditioning.
         class_names: names of the labels 0, 1, ...
+        consistent: whether the network was tuned by `bsi.distill` to draw samples in few steps.
     """
 
     def sample(
@@ -89,7 +90,7 @@ class Model(Density):
             >>> model.sample(4, steps=8, seed=1).shape
             torch.Size([4, 1, 8, 8])
         """
-        sampler = replace(sampler or Sampler(), **changes)
+        sampler = self.named(replace(sampler or Sampler(), **changes))
         variance = self.variance(sampler.variance)
 
         def begin(predict: Predictor, rows: Rows, numbers: Rows) -> Iterator[Step]:
@@ -121,7 +122,7 @@ class Model(Density):
             1.58 (2, 1, 8, 8)
             1e+04 (2, 1, 8, 8)
         """
-        sampler, numbers = replace(sampler or Sampler(), **changes), _numbers(num)
+        sampler, numbers = self.named(replace(sampler or Sampler(), **changes)), _numbers(num)
         predict = self._given(self._condition(numbers, label, cond), torch.arange(len(numbers)), sampler.guidance)
         variance = self.variance(sampler.variance)
         return self._evaluated(self._steps(predict, sampler, numbers.to(self.device), seed, variance))
@@ -158,6 +159,7 @@ class Model(Density):
             >>> model.denoise(y, precision=1 / 0.4**2).shape
             torch.Size([2, 1, 8, 8])
         """
+        self.check_denoiser()
         std = self.kind.std if isinstance(self.kind, Standardize) else 1.0
         if isinstance(std, tuple):
             raise UsageError("the data is standardized with several std. Use model.restore(y, lambda x: x, precision).")
@@ -205,6 +207,7 @@ class Model(Density):
             >>> bool((filled == images)[..., :4, :].all())
             True
         """
+        self.check_denoiser()
         y, mask = self.values(x).to(self.device), as_tensor(mask).to(self.device)
         if mask.shape not in (self.shape, (len(y), *self.shape)):
             raise UsageError(f"a mask has the shape of one sample or of all, got {tuple(mask.shape)} for {self.shape}")
@@ -251,6 +254,7 @@ class Model(Density):
             >>> model.restore(half(model.values(images)), half, precision=1e3, steps=8).shape
             torch.Size([2, 1, 8, 8])
         """
+        self.check_denoiser()
         y, sampler = as_tensor(y).to(self.device), replace(sampler or Sampler(solver=NOISY_SOLVER), **changes)
         units = self.kind.data if isinstance(self.kind, Standardize) else lambda x: x  # not rounded to bins
         nothing = torch.zeros(len(y), *self.latent_shape, device=self.device, dtype=self.dtype)
@@ -286,6 +290,7 @@ class Model(Density):
             >>> model.interpolate(images[:2], images[2:], num=3).shape
             torch.Size([2, 3, 1, 8, 8])
         """
+        self.check_denoiser()
         start, end = (self.values(each).to(self.device) for each in (a, b))
         if start.shape != end.shape or num < 2:
             shapes = f"{tuple(start.shape)} and {tuple(end.shape)}"

@@ -59,6 +59,8 @@ class Objective:
     levels: Literal["paper", "expected"] | None = None
     """How levels are drawn: log-uniformly as in the paper, or in proportion to the expected loss (see `bsi.objective`).
     Default: paper with the ELBO's weight, expected with others."""
+    consistency: bool = False
+    """Tune a trained network to draw samples in few steps instead: see `bsi.distill`."""
 
     def __post_init__(self) -> None:
         if self.finite_k is None:
@@ -260,6 +262,10 @@ class Recipe:
         if self.precision == "fp8":
             _require("lean", self.lean, not self.lean, "off with precision fp8, which already stores few activations")
             _require("compile", self.compile, self.compile, "on with precision fp8")
+        if self.objective.consistency:
+            _require("every.evaluate", self.every.evaluate, self.every.evaluate == 0, "0: a consistency function has no bound")
+            own = self.objective == Objective(consistency=True)
+            _require("objective", self.objective, own, "either consistency or a bound's")
 
     @property
     def shards(self) -> int:

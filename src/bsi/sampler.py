@@ -35,6 +35,9 @@ FLOW_SOLVER = "ode2"
 # The posterior's steps towards symbols that are drawn from the predicted probabilities, not towards their mean.
 MIXTURE = "mixture"
 
+# The steps of a network tuned by `bsi distill`, on levels of its own: see `bsi.consistency`.
+CONSISTENCY = "consistency"
+
 # For uses that need noise in each step: a start that is only approximately correct, or one from a given measurement. It
 # has the best FID with 16 evaluations of the solvers with noise.
 NOISY_SOLVER = "sde2"

@@ -15,12 +15,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bsi.brownian import BrownianPath, check_resolved
+from bsi.consistency import consistency, consistency_grid
 from bsi.errors import UsageError
 from bsi.gaussian import Belief, Data, over
 from bsi.grids import check_grid, named_grid
 from bsi.methods.base import Method, Predictor
 from bsi.rng import Noise, SeededNoise, derive
-from bsi.sampler import MIXTURE, Sampler
+from bsi.sampler import CONSISTENCY, MIXTURE, Sampler
 from bsi.solvers import Path, Solver, Table, named_solver, posterior
 from bsi.symbols import SymbolPredictor, drawn
 from bsi.variance import Variance, widened
@@ -149,8 +150,11 @@ def levels_of(method: Method, sampler: Sampler) -> Levels:
     Raises:
         UsageError: whatever drawing with this sampler would raise, before any evaluation of the network.
     """
-    levels = named_grid(sampler.grid)(method, sampler.steps)
-    noisy = named_solver(_solver(method, sampler))(method, levels).eps != 0
+    if sampler.solver == CONSISTENCY:
+        levels = consistency_grid(method, sampler.steps, evaluations(method, 0) > 0)
+    else:
+        levels = named_grid(sampler.grid)(method, sampler.steps)
+    noisy = _solver(method, sampler)(method, levels).eps != 0
     if sampler.noise == "path":
         informations = Path.of(method, levels).information
         check_resolved(torch.stack([informations[:-1], informations[1:]], 1)[noisy].tolist())
@@ -177,9 +181,10 @@ def drawing(
     return trajectory(method, predict, noise, levels, _solver(method, sampler), variance=variance)
 
 
-def _solver(method: Method, sampler: Sampler) -> str:
+def _solver(method: Method, sampler: Sampler) -> Solver:
     """The solver whose table the steps follow."""
-    return "posterior" if sampler.solver == MIXTURE else sampler.solver_for(method)
+    name = sampler.solver_for(method)
+    return consistency if name == CONSISTENCY else posterior if name == MIXTURE else named_solver(name)
 
 
 def noise_of(

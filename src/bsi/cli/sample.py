@@ -106,7 +106,7 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
     from bsi.sampling import evaluations, levels_of
 
     world = world or World(Place(), model.device)
-    sampler, label = args.sampler.named(model.method), _labels(model, args)
+    sampler, label = model.named(args.sampler), _labels(model, args)
     levels_of(model.method, sampler)  # raises for an invalid sampler
     out = args.out
     if out is None and args.npz is None and args.animate is None:

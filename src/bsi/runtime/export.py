@@ -96,6 +96,7 @@ class ModelSpec:
     backbone: BackboneConfig | None
     parametrization: Parametrization | None = None
     sigma_data: float = 1.0
+    consistent: bool = False
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -147,7 +148,7 @@ class Trained:
         own = class_name(network) if config is None else ""
         if isinstance(known, Trained) and (known.recipe.method, known.recipe.backbone) == (model.method, config):
             return replace(known, network=own, weights=weights, ema=False, sigma_rel=None)
-        spec = ModelSpec(name, model.method, config, denoiser.parametrization, denoiser.sigma_data)
+        spec = ModelSpec(name, model.method, config, denoiser.parametrization, denoiser.sigma_data, denoiser.consistent)
         return Trained(spec, data, own, 0, weights, ema=False)
 
     def about(self) -> dict[str, Any]:
@@ -181,9 +182,10 @@ def build_model(recipe: Recipe | ModelSpec, data: DataSpec, backbone: nn.Module 
     elif isinstance(backbone, Backbone) and backbone.shape != data.latent_shape:
         shapes = f"got {backbone.shape} and {data.latent_shape}"
         raise UsageError(f"the network and the data must have one shape, {shapes}. Build the network for this data.")
+    consistent = recipe.objective.consistency if isinstance(recipe, Recipe) else recipe.consistent
     return Model(
         backbone, recipe.method, data.shape, data=data.kind, parametrization=recipe.parametrization,
-        sigma_data=recipe.sigma_data, class_names=data.class_names,
+        sigma_data=recipe.sigma_data, class_names=data.class_names, consistent=consistent,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bsi.backbones.layers import Backbone
+from bsi.consistency import consistency_loss, gap_at
 from bsi.errors import UsageError
 from bsi.grids import paper_grid
 from bsi.levels import Proposal
@@ -61,7 +62,8 @@ class Engine:
         self.powers = PowerAverages(model.denoiser.backbone, recipe.ema.powers)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = Optimizers(model.denoiser.backbone, recipe.optimizer)
-        self.loss = Loss(recipe.objective, model.method, world.device)
+        self.gap = torch.zeros((), device=world.device)  # of consistency tuning
+        self.loss = Loss(recipe.objective, model.method, self.gap)
         self.steps_done = 0
         self.updating = False  # True during an update, when the state is incomplete
         self._network: nn.Module = model.denoiser
@@ -86,6 +88,7 @@ class Engine:
         watchdog.at(step, "data")
         self.this_step.fill_(step)
         self.lr.fill_(self.recipe.rate(step))
+        self.gap.fill_(gap_at(step / self.recipe.steps))
         self.ema_weight.fill_(ema.weight(step + 1))
         for weight, width in zip(self.power_weights, ema.powers, strict=True):
             weight.fill_(1 - Profile(step + 1, width).beta)
@@ -292,22 +295,25 @@ class Means:
 
 
 class Loss:
-    """The loss of a recipe's objective, see bsi.objective, with its tables on the device."""
+    """The loss of a recipe's objective, see bsi.objective, with its tables on the device of `gap`."""
 
-    def __init__(self, objective: Objective, method: Method, device: torch.device) -> None:
+    def __init__(self, objective: Objective, method: Method, gap: Float[Tensor, ""]) -> None:
         weights: dict[str, Weight | None] = {
             "elbo": None, "sigmoid": sigmoid_weight(method, objective.bias), "edm": edm_weight(method),
         }  # fmt: skip
         self.method, self.weight, k = method, weights[objective.weight], objective.finite_k
         self.terms = 1 if self.weight is None else 2  # the length of `sums`
-        self.grid = None if k is None else paper_grid(method, k).to(device)
+        self.grid = None if k is None else paper_grid(method, k).to(gap.device)
+        self.gap = gap if objective.consistency else None
         self.levels: Proposal = method.levels
         if objective.expected_levels:
-            self.levels = expected_levels(method, self.weight).to(device)
+            self.levels = expected_levels(method, self.weight).to(gap.device)
 
     def __call__(
         self, predict: Predictor, x: Float[Tensor, "batch *data"], t: PerSample, eps: Float[Tensor, "batch *data"]
     ) -> PerSample:
+        if self.gap is not None:
+            return consistency_loss(self.method, predict, x, t, eps, self.gap)
         if self.grid is None:
             return training_loss(self.method, predict, x, t, eps, self.weight, self.levels)
         return finite_training_loss(self.method, predict, x, self.grid, self._measurement(self.grid, t), eps)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from bsi.errors import BsiError, Preempted, UsageError
 from bsi.methods import check_last_level
 from bsi.model import Model
 from bsi.progress import Progress
-from bsi.recipe import Recipe
+from bsi.recipe import Ema, Every, Objective, Optimizer, Recipe, Samples
 from bsi.rng import derive
 from bsi.runtime import run_folder
 from bsi.runtime.checkpoint import Saver
@@ -37,6 +38,7 @@ from bsi.runtime.export import build_model, class_name, config_of, load, read_tr
 from bsi.runtime.out_of_memory import check_host, enough_to_train
 from bsi.runtime.run_folder import RunFolder, RunRecord, Sink, State
 from bsi.runtime.serialization import to_plain
+from bsi.sampler import Sampler
 from bsi.sampling import levels_of
 from bsi.training.dataset import TrainingData, open_training_data
 from bsi.training.lock import hold
@@ -44,7 +46,7 @@ from bsi.training.loop import Loop, listening, log
 from bsi.training.resume import find_checkpoint, restore
 from bsi.training.step import Engine
 from bsi.training.stream import Stream
-from bsi.values import DataKind
+from bsi.values import DataKind, Symbols
 
 LONGEST_S = 1e8  # three years: the longest wait for another rank
 WORTH_SAYING = 1.5  # speedup with one thread from which a message is logged
@@ -203,6 +205,51 @@ def train(
     return Run(folder.path, backbone)
 
 
+def distill(
+    source: str | Path | Run,
+    steps: int = 1000,
+    out: str | Path | None = None,
+    *,
+    lr: float = 1e-4,
+    batch: int | None = None,
+    data: object = None,
+    labels: object = None,
+    device: str | None = None,
+    command_line: bool = False,
+) -> Run:
+    """Tune a trained network to draw samples in one to four evaluations: see `bsi.consistency`.
+
+        fast = bsi.distill("runs/cifar10", steps=2000).model()
+        images = fast.sample(16, steps=1)           # k steps are k + 1 evaluations, for VDM k
+
+    The result only draws samples: it has no ELBO and no likelihood.
+
+    Args:
+        source: A run, an exported file, or the name of a bundled network.
+        steps: Steps of training.
+        out: The run folder, by default `runs/NAME-distilled`.
+        lr: The first learning rate of AdamW, which falls to 0 by a cosine.
+        batch: By default that of the network's own training. The other arguments are those of `train`.
+    """
+    trained = read_trained(Path(source))
+    recipe = trained.recipe
+    if not isinstance(recipe, Recipe) or recipe.backbone is None or isinstance(trained.data.kind, Symbols):
+        raise UsageError(f"{source} cannot be distilled: that needs a network of bsi.backbones, its recipe, and numbers.")
+    recipe = replace(
+        recipe,
+        name=f"{recipe.name}-distilled",
+        steps=steps,
+        batch=batch or recipe.batch,
+        objective=Objective(consistency=True),
+        optimizer=Optimizer(lr, schedule="cosine", weight_decay=0.0, clip=recipe.optimizer.clip),
+        ema=Ema(beta=max(0.0, 1 - 20 / steps), start=0),
+        every=Every(),
+        samples=Samples(recipe.samples.count, Sampler(steps=1)),
+    )
+    arguments: dict[str, Any] = {"labels": labels, "device": device, "command_line": command_line}
+    return train(recipe, data, out=out, init_from=Path(source), **arguments)
+
+
 @contextlib.contextmanager
 def _numerics(recipe: Recipe, world: World) -> Iterator[None]:
     """The threads of the recipe; in the audit mode, one thread and deterministic kernels. Restored at the end, like the
@@ -259,7 +306,7 @@ def _model(
     check_last_level(model.method, model.kind)
     if recipe.samples.sampler.variance != "none":
         raise UsageError("samples during training have no fitted variance. Use samples.sampler.variance=none.")
-    levels_of(model.method, recipe.samples.sampler)  # raises now if the sampler is invalid, not at the first samples
+    levels_of(model.method, model.named(recipe.samples.sampler))  # raises now if the sampler is invalid, not at the first samples
     if recipe.precision == "fp8":
         check_fp8(recipe.backbone, data.spec.latent_shape)
     if init_from is not None:

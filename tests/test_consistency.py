@@ -1,21 +1,29 @@
 """Consistency tuning, against the exact flow map of a mixture."""
 
 import copy
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import bsi
 from bsi.backbones import MLPConfig, build
-from bsi.consistency import consistency_loss, few_steps, gap_at, sigmas
+from bsi.cli import main
+from bsi.consistency import consistency_loss, gap_at
 from bsi.denoiser import Denoiser
+from bsi.errors import UsageError
 from bsi.grids import geometric_grid
 from bsi.levels import low_discrepancy
 from bsi.methods import BFN, BSI, VDM, Method
-from bsi.methods.base import level_at, rho_at
+from bsi.methods.base import level_at
+from bsi.metrics.frechet import Moments, frechet_distance
 from bsi.objective import training_loss
-from bsi.rng import SeededNoise
-from bsi.sampling import sample
+from bsi.recipe import Every, Objective
+from bsi.sampler import Sampler
+from bsi.sampling import drawing, evaluations, sample
 from mixtures import at, mixture
 
 METHODS = [BSI(alpha_M=1e4), BFN(sigma_1=0.01), VDM()]
@@ -92,15 +100,61 @@ def test_tuning_approaches_the_flow_map_of_a_mixture() -> None:
     assert after < 0.6 * before
 
 
-def test_samples_take_the_given_number_of_evaluations() -> None:
-    method, calls = BSI(), []
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_samples_of_a_known_flow_map_are_exact(method: Method, steps: int) -> None:
+    """For a point mass the consistency function is constant: every number of steps draws the point, to rounding."""
+    point, calls = torch.tensor([0.3, -0.7]), []
 
     def predict(latent: Tensor, level: Tensor) -> Tensor:
-        calls.append(float(1 / rho_at(method, level[:1])))
-        return torch.zeros_like(latent)
+        calls.append(float(level[0]))
+        return point.expand_as(latent)
 
-    for steps in (1, 2, 4):
-        calls.clear()
-        drawn = list(few_steps(method, predict, SeededNoise(0, torch.arange(3), (2,), torch.float32), steps))
-        assert len(calls) == len(drawn) == steps
-        torch.testing.assert_close(calls, sigmas(steps))
+    drawn = list(drawing(method, predict, Sampler(steps, "consistency"), torch.arange(3), (2,)))
+    torch.testing.assert_close(drawn[-1].x_hat, point.expand(3, 2))
+    assert len(calls) == evaluations(method, steps)
+    assert calls == sorted(calls)
+    assert calls[0] == method.levels.low
+
+
+def test_a_distilled_model_only_draws_samples() -> None:
+    model = bsi.Model(network(), BSI(), (2,), consistent=True)
+    assert model.sample(3, steps=1).shape == (3, 2)
+    with pytest.raises(UsageError, match="solver"):
+        model.sample(3, solver="ode2")
+    x = torch.zeros(3, 2)
+    for verb in (model, model.elbo, model.log_likelihood, lambda x: model.score(x, 1.0), model.fit_variance,
+                 lambda x: model.denoise(x, 1.0), lambda x: model.inpaint(x, x), lambda x: model.interpolate(x, x),
+                 lambda x: model.restore(x, lambda y: y, 1.0)):  # fmt: skip
+        with pytest.raises(UsageError, match="distilled"):
+            verb(x)
+
+
+def test_distilling_is_for_numbers_and_networks_of_ours(tmp_path: Path) -> None:
+    bsi.Model(network(), BSI(), (2,)).save_pretrained(tmp_path / "own")
+    with pytest.raises(UsageError, match="recipe"):
+        bsi.distill(tmp_path / "own")
+    with pytest.raises(UsageError, match="bound"):
+        replace(bsi.recipes.digits(), objective=Objective(consistency=True), every=Every(evaluate=10))
+
+
+@pytest.mark.slow
+def test_digits_in_two_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The Fréchet distance of pixels to the test set, with two evaluations, and that of the teacher with 2 and 16."""
+    out = tmp_path / "fast"
+    assert main(["distill", "digits", "--steps", "600", "--lr", "5e-4", "--out", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "finished"
+    test = torch.tensor(bsi.data.open_dataset("digits").test).flatten(1).double()
+
+    real = Moments.of(test)
+
+    def distance(source: str | Path, steps: int) -> float:
+        drawn = bsi.load(source).sample(2000, steps=steps).flatten(1).double()
+        return frechet_distance(Moments.of(drawn), real)
+
+    few, teacher = distance(out, 1), {steps: distance("digits", steps) for steps in (1, 15)}
+    assert few < 0.1 * teacher[1]
+    assert few < 1.5 * teacher[15]
+    assert main(["export", str(out), "--out", str(tmp_path / "fast.safetensors")]) == 0
+    same = bsi.load(tmp_path / "fast.safetensors").sample(2, steps=1)
+    assert torch.equal(same, bsi.load(out).sample(2, steps=1))

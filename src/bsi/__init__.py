@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bsi.runtime.export import load as load
     from bsi.sampler import Sampler as Sampler
     from bsi.training.train import Run as Run
+    from bsi.training.train import distill as distill
     from bsi.training.train import train as train
     from bsi.values import Bins as Bins
     from bsi.values import Standardize as Standardize
@@ -45,6 +46,7 @@ _HOME = {
     "Recipe": "bsi.recipe",
     "Run": "bsi.training.train",
     "Sampler": "bsi.sampler",
+    "distill": "bsi.training.train",
     "load": "bsi.runtime.export",
     "train": "bsi.training.train",
 }

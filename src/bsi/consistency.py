@@ -18,6 +18,7 @@ repeat: psi' = signal' f + noise' eps. A tuned network is no longer a denoiser: 
 from __future__ import annotations
 
 import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -63,10 +64,11 @@ def _at(method: Method, predict: Predictor, x: Data, eps: Data, sigma: PerSample
 def consistency_grid(method: Method, k: int, predicted: bool) -> Float[Tensor, " levels"]:
     """The levels of k steps: sigma^(1/7) evenly spaced, as in EDM's grid, from the prior's level to sigma = 0.8.
 
-    If the sample is not `predicted` from the last latent, but is that latent (VDM), the last step ends at the last level.
+    If the sample is the last latent (VDM), and not `predicted` from it, the last step ends at the last level.
     """
     ends = torch.tensor([method.levels.low, method.levels.high], dtype=torch.float64)
-    roots = torch.linspace(FIRST_SIGMA ** (1 / 7), LAST_SIGMA ** (1 / 7), k + predicted, dtype=torch.float64)
+    first = 1 / max(float(rho_at(method, ends)[0]), 1 / FIRST_SIGMA)
+    roots = torch.linspace(first ** (1 / 7), LAST_SIGMA ** (1 / 7), k + predicted, dtype=torch.float64)
     return torch.cat([ends[:1], level_at(method, roots[1:] ** -7), ends[1 + predicted :]])
 
 

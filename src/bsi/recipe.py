@@ -263,7 +263,12 @@ class Recipe:
             _require("lean", self.lean, not self.lean, "off with precision fp8, which already stores few activations")
             _require("compile", self.compile, self.compile, "on with precision fp8")
         if self.objective.consistency:
-            _require("every.evaluate", self.every.evaluate, self.every.evaluate == 0, "0: a consistency function has no bound")
+            _require(
+                "every.evaluate",
+                self.every.evaluate,
+                self.every.evaluate == 0,
+                "0: a consistency function has no bound",
+            )
             own = self.objective == Objective(consistency=True)
             _require("objective", self.objective, own, "either consistency or a bound's")
 

@@ -32,7 +32,7 @@ from bsi.model import Model
 from bsi.pictures import is_image
 from bsi.rng import standard_normal, subset
 from bsi.runtime.export import model_of, read_trained
-from bsi.sampler import NOISY_SOLVER, Sampler, default_solver
+from bsi.sampler import CONSISTENCY, NOISY_SOLVER, Sampler
 from bsi.sampling import Step, belief, drawing, evaluations, measurement
 from bsi.solvers import SOLVERS
 from bsi.symbols import beliefs, shades
@@ -199,7 +199,7 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
     """Load a run folder, an exported file or a bundled network, and its test images if the dataset is available."""
     trained = read_trained(path)
     model = model_of(trained, str(path)).to(device)
-    bins, levels, symbols = model.bins, model.method.levels, model.symbols
+    bins, levels, symbols, tuned = model.bins, model.method.levels, model.symbols, model.denoiser.consistent
     text = symbols is not None and len(model.shape) == 1
     if not (is_image(model.shape) or text):
         raise UsageError(
@@ -223,15 +223,15 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         "bins": None if bins is None else bins.count,
         "lowest": levels.low,
         "highest": levels.high,
-        "solvers": tuple(SOLVERS),
+        "solvers": (CONSISTENCY,) if tuned else tuple(SOLVERS),
         "measuring_solvers": measuring_solvers(model.method),
         "measuring_solver": NOISY_SOLVER,
         "grids": tuple(GRIDS),
-        "solver": default_solver(model.method),
+        "solver": model.named(Sampler()).solver,
         "grid": Sampler.grid,
-        "evaluations": evaluations(model.method, Sampler.steps),
+        "evaluations": evaluations(model.method, 1 if tuned else Sampler.steps),
         "limits": asdict(limits),
-        "modes": ("draw", "denoise", "inpaint") if symbols is None else ("draw",),
+        "modes": ("draw",) if tuned or symbols is not None else ("draw", "denoise", "inpaint"),
         "alphabet": alphabet(symbols) if text and symbols is not None else (),  # empty for images
         "length": model.shape[0] if text else 0,  # of a text
         "classes": model.class_names or tuple(map(str, range(model.classes or 0))),

@@ -200,7 +200,7 @@ def quality(args: Eval, world: World) -> Iterator[Found]:
     run = runs.open_run(args.runs[0], world, not args.weights, args.step, args.precision)
     samples.check_images(run.model)
     label = range(all_labels(run.model, run.path)) if args.labels else None
-    sampler = Sampler(args.steps, args.solver, args.grid, variance=args.variance).named(run.model.method)
+    sampler = run.model.named(Sampler(args.steps, args.solver, args.grid, variance=args.variance))
     levels_of(run.model.method, sampler)  # raises for an invalid sampler
     guided = [replace(sampler, guidance=each) for each in args.guidance]
     split = runs.open_split(run, args.reference, args.data)

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import tyro
 
 from bsi.backbones.config import MLPConfig, cost, resolve
-from bsi.cli.options import Device, Json, answer, fill, parse_as, show_set_defaults
+from bsi.cli.options import Count, Device, Json, Run, answer, fill, parse_as, show_set_defaults
 from bsi.data import store
 from bsi.errors import DataError, UsageError
 from bsi.methods import METHODS
@@ -70,6 +70,31 @@ class Train:
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     options: Annotated[Options, tyro.conf.arg(name=""), tyro.conf.FlagCreatePairsOff]
+
+
+@dataclass(frozen=True)
+class Distill:
+    """Tune a trained network to draw samples in few evaluations of the network, on the data that it was trained on. The
+    result only draws samples: it has no ELBO and no likelihood. The same command resumes an interrupted run.
+    """
+
+    run: Run
+    steps: Count = 1000  # Steps of training.
+    out: Path | None = None  # The run folder, by default runs/NAME-distilled.
+    lr: float = 1e-4  # The first learning rate of AdamW.
+    batch: Count | None = None  # By default that of the network's own training.
+    device: Device = None
+    json: Json = False
+
+    def execute(self) -> int:
+        from bsi.training.train import distill
+
+        done = distill(
+            self.run, self.steps, self.out, lr=self.lr, batch=self.batch, device=self.device, command_line=True
+        )
+        log(f"next: bsi sample {shlex.quote(str(done.path))} --steps 1 (two evaluations; more steps may be better)")
+        status = json.loads((done.path / "status.json").read_text("utf-8"))
+        return answer(self.json, {"run": str(done.path), **status}, done.path)
 
 
 def run(words: Sequence[str]) -> int:

@@ -249,6 +249,7 @@ def measure_quality(
 ) -> SampleQuality | None:
     """Draw `num` samples and compare them with the split. Every rank calls it; the first gets the result."""
     bins, dataset = check_images(model), split.dataset
+    sampler = model.named(sampler)
     levels_of(model.method, sampler)  # raises if the sampler cannot draw
     if len(split.rows) < 2:  # before samples are drawn, which may take hours
         raise DataError(
@@ -264,7 +265,7 @@ def measure_quality(
     images = _counted(image_batches(split.rows, bins, batch), "reference", len(split.rows), show)
     known = reference(dataset.name, dataset.version, split.name, images, extractor, keep)
     spent = evaluations(model.method, sampler.steps, sampler.guidance != 1)
-    generation = Generation(sampler.solver_for(model.method), spent, seed)
+    generation = Generation(str(sampler.solver), spent, seed)
     found = sample_quality(samples, known, extractor, kid, precision_and_recall, generation)
     height, width = model.shape[1:]
     if extractor.resize == "none" or min(height, width) >= SMALL:

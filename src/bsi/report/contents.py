@@ -209,6 +209,9 @@ def measure(run: Run, device: torch.device, backbone: nn.Module | None, bound_kn
         measured.missing.append(f"no animation: {TOO_SLOW}")
     else:
         measured.animation = belief_animation(model)
+    if model.denoiser.consistent:
+        measured.missing.append("no bound: a distilled network has none")
+        return measured
     dataset = find_dataset(run.recipe.data.name, run.data_version)
     if dataset is None:
         measured.missing.append(

@@ -234,7 +234,9 @@ def distill(
     trained = read_trained(Path(source))
     recipe = trained.recipe
     if not isinstance(recipe, Recipe) or recipe.backbone is None or isinstance(trained.data.kind, Symbols):
-        raise UsageError(f"{source} cannot be distilled: that needs a network of bsi.backbones, its recipe, and numbers.")
+        raise UsageError(
+            f"{source} cannot be distilled: that needs a network of bsi.backbones, its recipe, and numbers."
+        )
     recipe = replace(
         recipe,
         name=f"{recipe.name}-distilled",
@@ -306,7 +308,9 @@ def _model(
     check_last_level(model.method, model.kind)
     if recipe.samples.sampler.variance != "none":
         raise UsageError("samples during training have no fitted variance. Use samples.sampler.variance=none.")
-    levels_of(model.method, model.named(recipe.samples.sampler))  # raises now if the sampler is invalid, not at the first samples
+    levels_of(
+        model.method, model.named(recipe.samples.sampler)
+    )  # raises now if the sampler is invalid, not at the first samples
     if recipe.precision == "fp8":
         check_fp8(recipe.backbone, data.spec.latent_shape)
     if init_from is not None:

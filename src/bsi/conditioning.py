@@ -1,29 +1,25 @@
 """Conditioning on real measurements of the unknown sample, and on labels.
 
 **Denoising is exact.** A measurement y ~ N(x, 1 / a) is a belief from which generation can continue: the latent
-psi = signal y at the level whose signal-to-noise ratio is a, that is at the gain alpha with alpha^2 / (alpha + c) = a,
-
-    alpha = (a + sqrt(a^2 + 4 c a)) / 2.
-
-The samples are draws from p(x | y), since psi contains all information of the measurements so far. This holds only for
-steps that measure the prediction: the flow and other churns share the marginals of psi but not the law of x given psi.
+psi = signal y at the level whose signal-to-noise ratio is a. The samples are draws from p(x | y), since psi contains
+all information of the measurements so far. This holds only for steps that measure the prediction: the flow and other
+churns share the marginals of psi but not the law of x given psi.
 
 **Linear measurements** y = A x + N(0, 1 / a) are built into a predictor. In place of E[x | psi] it returns an
 approximation of E[x | psi, y], the Gaussian one with the moments of p(x | psi),
 
     x_hat + V A^T (A V A^T + 1 / a)^-1 (y - A x_hat),        V = Cov[x | psi] = (d x_hat / d psi) noise^2 / signal,
 
-exact for Gaussian data. That is the idea of Tweedie Moment Projected Diffusions (Boys et al., 2023) in the form of
-Moment Matching Posterior Sampling (Rozet et al., 2024): V is never formed, only multiplied with by vector-Jacobian
-products, and the system solved in a Krylov space of a few dimensions. Any solver takes the result.
+exact for Gaussian data: Tweedie Moment Projected Diffusions (Boys et al., 2023) in the form of Moment Matching
+Posterior Sampling (Rozet et al., 2024). V is never formed, only multiplied with by vector-Jacobian products, and the
+system is solved in a Krylov space of a few dimensions. Any solver takes the result.
 
-A trained network is not an exact predictor, and its Jacobian is no covariance: neither symmetric nor positive, and
-worst at high noise, where V is noise^2 / signal times a small difference. Conjugate gradients then diverge. So the
-matrix is projected onto the Krylov space and regularized there: only the positive eigenvalues of its symmetric part
-are used, and theta = eigenvalue + 1 / a is inverted as theta / (theta^2 + delta^2). Here delta is the estimated error
-of the symmetric part: as large as the antisymmetric part, which would be 0 for an exact predictor. In that case the
-result is that of conjugate gradients. The part of y - A x_hat that remains unexplained is treated as an error of which
-only the size is known, with a multiple of the identity as V.
+The Jacobian of a trained network is no covariance: neither symmetric nor positive, and worst at high noise. Conjugate
+gradients then diverge. So the matrix is projected onto the Krylov space, only the positive eigenvalues of its symmetric
+part are used, and theta = eigenvalue + 1 / a is inverted as theta / (theta^2 + delta^2), where delta is the estimated
+error of the symmetric part: as large as the antisymmetric part. An exact predictor has none, and the result is that of
+conjugate gradients. The part of y - A x_hat that remains unexplained is treated as an error of which only the size is
+known, with a multiple of the identity as V.
 
 **Guidance** mixes two predictors, with and without a condition (Ho and Salimans, 2022).
 """
@@ -38,19 +34,17 @@ from jaxtyping import Float, Num, Shaped
 from torch import Tensor
 
 from bsi.errors import DataError, NonFinite, UsageError
-from bsi.gaussian import over
-from bsi.grids import EDM_SIGMA, geometric_grid, onward_grid
+from bsi.gaussian import Data, PerSample, over
+from bsi.grids import EDM_SIGMA, geometric_grid
 from bsi.methods.base import Method, Predictor, level_at, rho_at
 from bsi.rng import Noise
 from bsi.sampler import NOISY_SOLVER, Sampler
 from bsi.sampling import Step, end_of, trajectory
 from bsi.solvers import SOLVERS, Solver, named_solver, posterior
 
-Data = Float[Tensor, "batch *data"]
 Given = Num[Tensor, "batch *given"]
 Mask = Shaped[Tensor, "batch *data"]  # of numbers or of truth values
 Measured = Float[Tensor, "batch *measured"]
-PerSample = Float[Tensor, " batch"]
 
 
 def start_of(method: Method, precision: float) -> float:
@@ -103,14 +97,11 @@ def denoising(
     """Every step from y to the result of `denoise`."""
     _check_values(y)
     level = start_of(method, precision)
-    grid = onward_grid(method, level, k)
+    grid = geometric_grid(method, k, level)
     solve = named_solver(solver) if isinstance(solver, str) else solver
     if not _measures(solve, method, grid):
         allowed = " or ".join(measuring_solvers(method))
-        raise UsageError(
-            f"denoising draws from p(x | y) only with the noise of real measurements: use {allowed}. The flow and "
-            f"churn turn the prior into samples of the data, but not y into samples of x given y."
-        )
+        raise UsageError(f"denoising draws from p(x | y) only with the noise of real measurements: use {allowed}.")
     start = over(method.encoder(grid[:1]).signal.to(y.device), y) * y
     return trajectory(method, predict, noise, grid, solve, start, differentiable)
 
@@ -129,10 +120,8 @@ def measured(
     """
     _check_values(y)
     if not precision > 0 or iterations < 2:
-        raise UsageError(
-            f"a measurement has a positive precision and needs at least two iterations, since one direction does not "
-            f"show whether a Jacobian is a covariance: got precision={precision}, iterations={iterations}"
-        )
+        got = f"got precision={precision}, iterations={iterations}"  # one shows no asymmetry of a Jacobian
+        raise UsageError(f"a measurement has a positive precision and needs at least two iterations, {got}")
 
     def predictor(latent: Data, level: PerSample) -> Data:
         # derivatives are needed, also under the caller's no_grad or inference mode
@@ -146,10 +135,8 @@ def measured(
             psi = latent.detach().requires_grad_()
             made, transposed = torch.func.vjp(operator, torch.zeros_like(psi))[:2]
             if made.shape != y.shape:
-                raise UsageError(
-                    f"y is what the operator makes of the samples, one row for each: got y of {tuple(y.shape)}, and "
-                    f"the operator makes {tuple(made.shape)} of {tuple(psi.shape)}"
-                )
+                shapes = f"got y of {tuple(y.shape)}, and {tuple(made.shape)} from samples of {tuple(psi.shape)}"
+                raise UsageError(f"y is what the operator makes of the samples, one row for each: {shapes}")
             x_hat = predict(psi, level)
 
         def spread(u: Measured) -> Data:
@@ -185,11 +172,7 @@ def inpainted(
 
 
 def replaced(predict: Predictor, y: Data, mask: Mask) -> Predictor:
-    """The simple method: predict y itself where the mask is 1, and leave the other predictions unchanged.
-
-    The known part then follows a trajectory towards y, but affects the rest only through the latent, late in the
-    trajectory.
-    """
+    """The simple method: predict y itself where the mask is 1. It affects the rest only through the latent, late."""
     return lambda latent, level: torch.where(mask.bool(), y, predict(latent, level))
 
 

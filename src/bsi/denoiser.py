@@ -1,8 +1,8 @@
-"""From a network to a prediction of the sample: preconditioning, Section "Model Design".
+"""From a network to a prediction of the sample: preconditioning, Equation "preconditioned model".
 
     f(psi, level) = c_skip psi + c_out f'(c_in psi, t),        t = F(level) in [0, 1]
 
-(Equation "preconditioned model"). The coefficients need only the encoder N(signal x, noise^2) and the data's standard
+The coefficients need only the encoder N(signal x, noise^2) and the data's standard
 deviation. EDM's conditions (unit variance of the network's input and of its target, minimal c_out) give, with
 d = signal^2 sigma_data^2 + noise^2,
 
@@ -52,8 +52,7 @@ class Coefficients:
 def edm(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
     """EDM's coefficients: unit variance of the network's input and target, minimal c_out.
 
-    Where the latent is deterministic (BFN's first: signal = noise = 0) the limits are taken, except that c_in is 0: the
-    latent is 0, and the network predicts the data's mean.
+    At BFN's deterministic first latent (signal = noise = 0) they are the limits, but c_in = 0: so is the latent.
     """
     signal, noise = encoder.signal, encoder.noise
     d = (signal * sigma_data).square() + noise.square()
@@ -94,9 +93,8 @@ def blend(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
     return Coefficients(broad.c_skip, broad.c_out, edm(encoder, sigma_data).c_in)
 
 
-COEFFICIENTS: dict[Parametrization, Callable[[Encoder, float], Coefficients]] = {
-    "edm": edm, "epsilon": epsilon, "blend": blend
-}  # fmt: skip
+Preconditioning = Callable[[Encoder, float], Coefficients]
+COEFFICIENTS: dict[Parametrization, Preconditioning] = {"edm": edm, "epsilon": epsilon, "blend": blend}
 
 
 def consistent(coefficients: Coefficients, method: Method, level: Float[Tensor, "*batch"]) -> Coefficients:
@@ -127,8 +125,7 @@ class Denoiser(nn.Module):
     ) -> None:
         super().__init__()
         _check_backbone(backbone)
-        self.backbone = backbone
-        self.method = method
+        self.backbone, self.method = backbone, method
         self.parametrization = parametrization or method.parametrization
         if self.parametrization not in COEFFICIENTS:
             raise UsageError(f"unknown parametrization {self.parametrization!r}. Use one of {', '.join(COEFFICIENTS)}.")
@@ -174,10 +171,10 @@ class Denoiser(nn.Module):
         return log_p + self._output(scaled, level, cond)
 
     def given(self, cond: Condition | None, guidance: float = 1.0, known: Data | None = None) -> Predictor:
-        """This denoiser as a predictor with a fixed condition, for losses, the ELBO and solvers.
+        """This denoiser as a predictor with a fixed condition and the symbols that are `known`, see `logits`.
 
         A `guidance` other than 1 scales the change that the condition makes to the prediction, or to the logits of
-        symbols, and takes twice the evaluations. `known` are symbols that are known exactly, see `logits`.
+        symbols, and takes twice the evaluations.
         """
         check_guidance(guidance)
         if cond is None and guidance != 1:
@@ -215,8 +212,11 @@ def _check_backbone(backbone: object) -> None:
     )
 
 
-def check_condition(cond: Condition | None, num: int) -> None:
-    """Raise unless each condition is a tensor with one row for each of `num` samples."""
+def check_condition(cond: Condition | None, num: int, classes: int | None = None) -> None:
+    """Raise unless each condition is a tensor with one row for each of `num` samples, and labels are in range.
+
+    Label `classes`, one past the last, stands for no label. On a GPU the embedding would fail with an assertion.
+    """
     named = cond if isinstance(cond, dict) else {} if cond is None else {"cond": cond}
     for name, value in named.items():
         if not isinstance(value, Tensor):
@@ -230,13 +230,6 @@ def check_condition(cond: Condition | None, num: int) -> None:
                 f"a condition needs one row per sample, got {got} for {num} samples. Use {name}.expand({num}) for one "
                 f"that all share."
             )
-
-
-def check_labels(cond: Condition | None, classes: int | None) -> None:
-    """Raise if a label is out of range; on a GPU the embedding would fail with a device-side assertion.
-
-    Label `classes`, one past the last, stands for no label.
-    """
     if isinstance(cond, Tensor) and classes and not cond.is_floating_point():
         low, high = int(cond.min()), int(cond.max())
         if low < 0 or high > classes:

@@ -283,22 +283,23 @@ class Density(nn.Module):
         check_condition(cond, len(data))
         divergence = flow.exact_divergence if probes is None else flow.hutchinson(seed, self.shape, probes)
 
-        def weights(x: Data, predict: Predictor, ids: Rows) -> Iterator[PerSample]:
+        def log_weight(x: Data, predict: Predictor, ids: Rows, draw: int) -> PerSample:
             if self.bins is None:
-                yield flow.flow_density(self.method, predict, x, divergence, ids, tolerance).log_density
-                return
-            index = self.bins.indices(x)
-            for draw in range(draws):
-                eps = standard_normal(seed, ids, DEQUANTIZATION + draw, self.shape, torch.float64)
-                position = torch.special.ndtr(eps).to(self.dtype)
-                given = (self.method, predict, index, self.bins, position, divergence, ids, tolerance)
-                yield flow.binned_flow(*given).log_density
+                return flow.flow_density(self.method, predict, x, divergence, ids, tolerance).log_density
+            eps = standard_normal(seed, ids, DEQUANTIZATION + draw, self.shape, torch.float64)
+            position, index = torch.special.ndtr(eps).to(self.dtype), self.bins.indices(x)
+            given = (self.method, predict, index, self.bins, position, divergence, ids, tolerance)
+            return flow.binned_flow(*given).log_density
 
         found = []
         with shown(progress, "log-likelihood", len(data), "sample") as advance, self.evaluating():
             for rows in torch.arange(len(data)).split(batch_size):
-                x = self.values(data[rows.to(data.device)]).to(self.device)
-                each = torch.stack([*weights(x, self._given(cond, rows), rows.to(self.device))])
+                x, predict, ids = (
+                    self.values(_rows_of(data, rows, self.device)),
+                    self._given(cond, rows),
+                    rows.to(self.device),
+                )
+                each = torch.stack([log_weight(x, predict, ids, draw) for draw in range(draws)])
                 found.append(torch.logsumexp(each.double(), 0) - math.log(draws))
                 advance(len(rows))
         return torch.cat(found).cpu() - math.prod(self.shape) * self.kind.log_determinant
@@ -340,11 +341,9 @@ class Density(nn.Module):
     ) -> EvaluatedModel:
         """The argument of `bsi.bound.estimate`: this model, in evaluation mode, on samples, by default on all."""
         self.check_denoiser()
-        if isinstance(data, np.ndarray) or not isinstance(data, Samples):
-            data = as_tensor(data)
         check_condition(cond, len(data))
-        if isinstance(data, Tensor):
-            self._checked(data)
+        if isinstance(data, Tensor | np.ndarray) or not isinstance(data, Samples):  # arrays have its methods too
+            data = self._checked(as_tensor(data))
         chosen = torch.arange(len(data)) if ids is None else torch.as_tensor(ids)
         if len(chosen) < 1:
             raise UsageError("a bound needs at least one sample, got none")
@@ -352,10 +351,8 @@ class Density(nn.Module):
         def x(places: Rows) -> Data:
             rows = chosen[places.cpu()]
             if isinstance(data, Tensor):
-                samples = data[rows.to(data.device)]
-            else:
-                samples = self._checked(data.take(rows.numpy()))
-            return self.values(samples).to(self.device)
+                return self.values(_rows_of(data, rows, self.device))
+            return self.values(self._checked(data.take(rows.numpy()))).to(self.device)
 
         def predict(places: Rows) -> Predictor:
             return self._given(cond, chosen[places.cpu()])
@@ -369,7 +366,11 @@ class Density(nn.Module):
 
     def _given(self, cond: Condition | None, rows: Rows, guidance: float = 1.0, known: Data | None = None) -> Predictor:
         """The predictor for these rows of a condition."""
-        return self.denoiser.given(_rows_of(cond, rows, self.device), guidance, known)
+        if isinstance(cond, dict):
+            cond = {name: _rows_of(value, rows, self.device) for name, value in cond.items()}
+        elif cond is not None:
+            cond = _rows_of(cond, rows, self.device)
+        return self.denoiser.given(cond, guidance, known)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -382,10 +383,8 @@ class Density(nn.Module):
             self.train(was_training)
 
 
-def _rows_of(cond: Condition | None, rows: Rows, device: torch.device) -> Condition | None:
-    if isinstance(cond, dict):
-        return {name: value[rows.to(value.device)].to(device) for name, value in cond.items()}
-    return None if cond is None else cond[rows.to(cond.device)].to(device)
+def _rows_of(tensor: Tensor, rows: Rows, device: torch.device) -> Tensor:
+    return tensor[rows.to(tensor.device)].to(device)
 
 
 def _levels(x: Data) -> PerSample:

@@ -14,7 +14,8 @@
 A message states what is wrong, the value that was given, and how to fix it.
 """
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -53,6 +54,12 @@ class Preempted(BsiError):
     """The run was asked to stop and has been saved; the same command resumes it."""
 
     code = 75
+
+
+def unknown(kind: str, name: str, known: Collection[str]) -> UsageError:
+    """The error for an unknown name, which suggests the nearest of the known ones."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return UsageError(f"unknown {kind} {name!r}: did you mean {near[0]!r}? The {kind}s are {', '.join(known)}.")
 
 
 @contextmanager

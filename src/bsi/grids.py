@@ -9,7 +9,6 @@ For BSI and VDM `paper` is `geometric`; for BFN, whose information starts at 0, 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bsi.errors import UsageError
+from bsi.errors import UsageError, unknown
 from bsi.methods.base import Method, level_at, rho_at
 
 Levels = Float[Tensor, " levels"]
@@ -81,24 +80,20 @@ def edm_grid(method: Method, k: int, power: float = 7.0) -> Levels:
     return _joined(ends, level_at(method, roots[1:] ** -power))
 
 
-def geometric_grid(method: Method, k: int) -> Levels:
-    """ln Lambda uniform. Where Lambda starts at 0 (BFN), its first step is to sigma = 80 if there is more than one."""
+def geometric_grid(method: Method, k: int, start: float | None = None) -> Levels:
+    """ln Lambda uniform, from the prior's level or from `start`.
+
+    Where Lambda starts at 0 (BFN), the first step is to sigma = 80 if there is more than one.
+    """
     ends = _ends(method, k)
+    if start is not None:
+        if not ends[0] < start < ends[1]:
+            raise UsageError(f"sampling can start from levels between {ends[0]:g} and {ends[1]:g}, got {start:g}")
+        ends[0] = start
     low, high = (method.gain(ends) + method.c).tolist()
     first, count = (math.log(low), k + 1) if low > 0 else (-2 * math.log(EDM_SIGMA), k)
     informations = torch.logspace(first, math.log(high), count, base=math.e, dtype=torch.float64)[-k:]
     return _joined(ends, method.level(informations - method.c))
-
-
-def onward_grid(method: Method, level: float, k: int) -> Levels:
-    """k steps, uniform in ln Lambda, from any level to the last, for sampling that does not start at the prior."""
-    ends, (low, high) = _ends(method, k), (method.levels.low, method.levels.high)
-    if not low < level < high:
-        raise UsageError(f"sampling can start from levels between {low:g} and {high:g}, got {level:g}")
-    ends[0] = level
-    first, last = (method.gain(ends) + method.c).tolist()
-    informations = torch.logspace(math.log(first), math.log(last), k + 1, base=math.e, dtype=torch.float64)
-    return _joined(ends, method.level(informations[1:] - method.c))
 
 
 GRIDS: dict[str, Grid] = {"paper": paper_grid, "edm": edm_grid, "geometric": geometric_grid}
@@ -106,7 +101,6 @@ GRIDS: dict[str, Grid] = {"paper": paper_grid, "edm": edm_grid, "geometric": geo
 
 def named_grid(name: str) -> Grid:
     """The grid called `name`; an unknown one is an error that suggests the nearest."""
-    if name in GRIDS:
-        return GRIDS[name]
-    near = difflib.get_close_matches(name, GRIDS, n=1, cutoff=0.0)
-    raise UsageError(f"unknown grid {name!r}: did you mean {near[0]!r}? The grids are {', '.join(GRIDS)}.")
+    if name not in GRIDS:
+        raise unknown("grid", name, GRIDS)
+    return GRIDS[name]

@@ -5,8 +5,8 @@
     images = model.sample(16, seed=0)
     print(model.bits_per_dim(test))             # the bound, with its two errors
 
-A model draws the noise and calls the functions that take (method, predict, ...). Integer tensors are bin indices or
-symbols, floats are values. density.py has the loss, predictions and bounds; this file the samples, and storage.
+A model draws the noise and calls the functions that take (method, predict, ...). density.py has the loss, predictions
+and bounds, this file samples and storage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bsi import flow
 from bsi.conditioning import denoising, inpainted, measured
-from bsi.denoiser import Condition, check_condition, check_labels
+from bsi.denoiser import Condition, check_condition
 from bsi.density import Array, Density, Rows
 from bsi.errors import NonFinite, UsageError
 from bsi.methods.base import Predictor
@@ -40,10 +40,10 @@ Label = int | Sequence[int]  # the class of all samples, or classes that samples
 
 
 class Model(Density):
-    """A network, a method and a description of the data.
+    """A network, a method and a description of the data. Integers are bin indices or symbols, floats are values.
 
-    Calling the model, `model(x)`, returns the training loss of each sample, so that `torch.compile` and
-    `DistributedDataParallel` can wrap it. A prediction is `model.predict(latent, level)`.
+    `model(x)` is the training loss of each sample, so that `torch.compile` and `DistributedDataParallel` can wrap the
+    model. A prediction is `model.predict(latent, level)`.
 
     Args:
         backbone: is called as `backbone(input, t)`, or `backbone(input, t, cond)` with a condition. `input` are latents
@@ -73,8 +73,7 @@ class Model(Density):
     ) -> Tensor:
         """Draw samples: bin indices (uint8 for 8-bit images), symbols, or values. Sample i depends on (seed, i) alone.
 
-        Raises an error before the first evaluation if the sampler does not suit the method, and `bsi.errors.NonFinite`
-        if a sample holds NaN or infinity.
+        Raises before the first evaluation if the sampler does not suit the method, and if a sample is not finite.
 
         Args:
             num: How many samples, or a range of their numbers i.
@@ -108,9 +107,7 @@ class Model(Density):
         cond: Condition | None = None,
         **changes: Any,
     ) -> Iterator[Step]:
-        """Iterate over the steps of drawing samples, as values; the x_hat of the last step is the sample.
-
-        The arguments and errors are those of `sample`; all samples are drawn together.
+        """Iterate over the steps of `sample`, as values; the x_hat of the last step is the sample.
 
         Example:
 
@@ -143,8 +140,8 @@ class Model(Density):
     ) -> Tensor:
         """Draw a sample from p(x | y) for each measurement y = x + noise of variance 1 / precision.
 
-        This is exact up to the network's errors: see `bsi.conditioning`. For several draws given one measurement,
-        repeat it: `y.expand(8, *model.shape)`. The other arguments are those of `sample`.
+        This is exact up to the network's errors: see `bsi.conditioning`. Repeat a measurement for several draws given
+        it: `y.expand(8, *model.shape)`. The other arguments are those of `sample`.
 
         Args:
             y: Floats in the units of the data; for binned data its values, e.g. in [-1, 1].
@@ -280,9 +277,6 @@ class Model(Density):
         Args:
             tolerance: Error of each step of the flow, in nats.
 
-        Returns:
-            Data of shape (batch, num, *shape).
-
         Example:
 
             >>> model = bsi.Model.from_pretrained("digits")
@@ -296,12 +290,11 @@ class Model(Density):
             shapes = f"{tuple(start.shape)} and {tuple(end.shape)}"
             raise UsageError(f"interpolation needs num >= 2 and two batches of one shape, got num={num}, {shapes}")
         check_condition(cond, len(start))
-        rows = torch.arange(len(start))
+        rows, method = torch.arange(len(start)), self.method
         with self.evaluating():
-            predict = self._given(cond, rows)
-            first, last = (flow.flow_encode(self.method, predict, x, tolerance) for x in (start, end))
+            first, last = (flow.flow_encode(method, self._given(cond, rows), x, tolerance) for x in (start, end))
             w = flow.arc(first, last, num).flatten(0, 1).to(self.dtype)
-            x = flow.flow_decode(self.method, self._given(cond, rows.repeat_interleave(num)), w, tolerance)
+            x = flow.flow_decode(method, self._given(cond, rows.repeat_interleave(num)), w, tolerance)
         return self.data(x).unflatten(0, (-1, num))
 
     def labels(self, numbers: range | Rows, label: Label | None) -> Int[Tensor, " batch"] | None:
@@ -330,7 +323,6 @@ class Model(Density):
         with shown(progress, "sample", len(numbers) * (sampler.steps + 1), "step") as advance:
             for rows in torch.arange(len(numbers)).split(batch_size):
                 predict = self._given(cond, rows, sampler.guidance, None if known is None else known[rows])
-                x = torch.empty(0)
                 for step in self._evaluated(begin(predict, rows, numbers[rows].to(self.device))):
                     x = step.x_hat
                     advance(len(rows))
@@ -347,13 +339,11 @@ class Model(Density):
         if cond is not None and label is not None:
             raise UsageError(f"samples have either a label or a condition, got label={label} and cond. Leave one out.")
         cond = self.labels(numbers, label) if cond is None else cond
-        check_condition(cond, len(numbers))
-        check_labels(cond, self.classes)
+        check_condition(cond, len(numbers), self.classes)
         return cond
 
     def _evaluated(self, steps: Iterator[Step]) -> Iterator[Step]:
         """The steps of a trajectory in evaluation mode, and the one check that samples are finite."""
-        x = torch.empty(0)
         while True:
             with self.evaluating():
                 step = next(steps, None)
@@ -361,10 +351,8 @@ class Model(Density):
                 break
             x = step.x_hat
             yield step
-        finite = torch.isfinite(x).reshape(len(x), -1).all(1)
-        if not bool(finite.all()):
-            count = f"{int((~finite).sum())} of {len(x)} samples drawn together hold NaN or infinity"
-            raise NonFinite(f"{count}: the network's predictions are not finite")
+        if bad := int((~torch.isfinite(x)).reshape(len(x), -1).any(1).sum()):
+            raise NonFinite(f"{bad} of {len(x)} samples drawn together hold NaN or infinity, as the predictions do")
 
     # ---- Storage -----------------------------------------------------------------------------------------------------
 
@@ -392,14 +380,10 @@ class Model(Density):
         return export.load(source, backbone=backbone)
 
     def save_pretrained(self, folder: str | Path, name: str | None = None) -> Path:
-        """Write the model as a folder: model.safetensors, config.json and a model card. No run folder is needed.
+        """Write the model as a folder: model.safetensors, config.json and a model card, named after the folder.
 
         A network of `bsi.backbones` is rebuilt by `from_pretrained`; your own is passed again:
         `bsi.Model.from_pretrained("my-model", backbone=MyNet())`.
-
-        Args:
-            folder: Is made if it does not exist; files in it are replaced.
-            name: The name in the model card, by default that of the folder.
         """
         from bsi.runtime import export, hub
 
@@ -407,11 +391,7 @@ class Model(Density):
         return hub.write_model_folder(export.Trained.of(self, name), Path(folder))
 
     def push_to_hub(self, repository: str, private: bool = True) -> str:
-        """Upload the model to the Hugging Face hub, with the token of `hf auth login`, and return its address.
-
-        Args:
-            repository: `USER/NAME`.
-        """
+        """Upload the model to `USER/NAME` of the Hugging Face hub with the token of `hf auth login`: its address."""
         from bsi.runtime import hub
 
         with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,6 @@ and new noise, computed in float64 before the first evaluation. A step without a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from bsi.errors import UsageError
+from bsi.errors import UsageError, unknown
 from bsi.methods.base import Method, rho_at
 
 Steps = Float[Tensor, " steps"]
@@ -92,19 +91,11 @@ def posterior(method: Method, grid: Levels) -> Table:
     )
 
 
-def _flow(method: Method, grid: Levels) -> Table:
-    """The probability flow: w' = w + (rho' - rho) x_hat.
-
-    Without information w is undefined: BFN's first step is that of `posterior`, which equals the flow's with w := eps.
-    """
-    path = Path.of(method, grid)
-    moved = torch.diff(path.rho) * path.noise[1:]
-    eps = torch.where(path.empty, posterior(method, grid).eps, 0.0)
-    return Table(latent=path.shrinkage, x_hat=moved, previous=torch.zeros_like(moved), eps=eps)
-
-
 def _churned(zeta: float) -> Solver:
-    """w' = q w + (rho' - q rho) x_hat + sqrt(1 - q^2) eps, q = (rho / rho')^zeta."""
+    """w' = q w + (rho' - q rho) x_hat + sqrt(1 - q^2) eps, q = (rho / rho')^zeta: for zeta = 0 the probability flow.
+
+    Without information w is undefined, and q is 0: BFN's first step is that of `posterior`.
+    """
 
     def solver(method: Method, grid: Levels) -> Table:
         path = Path.of(method, grid)
@@ -138,13 +129,13 @@ def midpoint(step: Solver) -> Solver:
 
 
 def churn(zeta: float) -> Solver:
-    """Between the flow (zeta = 0) and the samplers of BFN and VDM (zeta = 1), and beyond; of second order."""
+    """From the flow (zeta = 0) to the samplers of BFN and VDM (zeta = 1), and beyond; of second order."""
     if not 0 <= zeta < float("inf"):
         raise UsageError(f"churn is a finite number from 0 (the flow) upwards: got zeta={zeta}")
     return midpoint(_churned(zeta))
 
 
-sde2, ode2 = midpoint(posterior), midpoint(_flow)
+sde2, ode2 = midpoint(posterior), churn(0.0)
 
 SOLVERS: dict[str, Solver] = {"posterior": posterior, "sde2": sde2, "ode2": ode2, "churn": churn(0.5)}
 
@@ -159,5 +150,4 @@ def named_solver(name: str) -> Solver:
             return churn(float(zeta))
         except ValueError:
             raise UsageError(f"churn takes a number from 0 upwards, as in churn:0.3: got {name!r}") from None
-    near = difflib.get_close_matches(name, SOLVERS, n=1, cutoff=0.0)
-    raise UsageError(f"unknown solver {name!r}: did you mean {near[0]!r}? The solvers are {', '.join(SOLVERS)}.")
+    raise unknown("solver", name, SOLVERS)

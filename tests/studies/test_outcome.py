@@ -18,10 +18,8 @@ from bsi.recipe import Objective
 from bsi.studies import comparison, measure, outcome, runner
 from bsi.studies.ablations import FACTORS, advantage, intermediate_is_best, parameters
 from bsi.studies.bounds import converges, estimate, proposals, relative_spread, resampled
-from bsi.studies.job import Result, Training, network_name
-from bsi.studies.measure import Bound
-from bsi.studies.outcome import Claim, Difference, Estimate, Results
-from bsi.studies.runner import STUDIES
+from bsi.studies.measure import Bound, Result, Training, network_name
+from bsi.studies.outcome import STUDIES, Estimate, Results
 from bsi.studies.scale import SCALES
 
 SMOKE, MINI, MEDIUM, PAPER = (SCALES[name] for name in ("smoke", "mini", "medium", "paper"))
@@ -37,7 +35,7 @@ def test_an_estimate_shows_two_digits_of_its_error():
         "3.4481 ± 0.0051": Estimate(3.44812, 0.0051),
         "123 ± 25": Estimate(123.4, 25.0),
         "0.08178": Estimate(0.08178, 0.0),
-        "(-5.036 ± 0.076)e-10": Estimate(-5.036e-10, 7.6e-12),
+        "-5.036e-10 ± 7.6e-12": Estimate(-5.036e-10, 7.6e-12),
         "inf": Estimate(math.inf, 1e-9),
     }
     assert [str(estimate) for estimate in shown.values()] == list(shown)
@@ -128,7 +126,7 @@ def test_differences_of_distances_are_paired_by_seed(tmp_path):
 )
 def test_a_claim_holds_beyond_two_standard_errors_and_its_practical_size(value, error, size, verdict):
     exact = Estimate(3.0, 0.0)
-    assert outcome.less("a < b", exact, exact, Difference(value, error, size)).verdict == verdict
+    assert outcome.less("a < b", exact, exact, Estimate(value, error, size)).verdict == verdict
 
 
 def test_independent_errors_add_in_squares_and_one_percent_of_a_distance_matters():
@@ -147,10 +145,10 @@ def test_equality_needs_evidence_too(value, error, verdict):
 
 
 def test_all_of_many_hold_or_not():
-    held, unsure, broken = (Claim("", verdict, "") for verdict in ("held", "undecided", "not held"))
-    assert outcome.all_of("x", [held, held]).verdict == "held"
-    assert outcome.all_of("x", [held, unsure]).verdict == "undecided"
-    assert outcome.all_of("x", [held, unsure, broken]).verdict == "not held"
+    held, unsure, broken = (Estimate(value, 0.1) for value in (-1.0, -0.1, 1.0))
+    assert outcome.all_less("x", [held, held]).verdict == "held"
+    assert outcome.all_less("x", [held, unsure]).verdict == "undecided"
+    assert outcome.all_less("x", [held, unsure, broken]).verdict == "not held"
 
 
 @pytest.mark.parametrize(
@@ -164,9 +162,9 @@ def test_all_of_many_hold_or_not():
     ],
 )
 def test_a_bound_converges_only_if_it_is_above_and_falls(gaps, verdict):
-    steps = [Difference(b - a, 0.1, 0.0) for a, b in itertools.pairwise(gaps)]
-    total = Difference(gaps[-1] - gaps[0], 0.1, 0.0)
-    assert converges([Difference(gap, 0.1, 0.0) for gap in gaps], steps, total).verdict == verdict
+    steps = [Estimate(b - a, 0.1, 0.0) for a, b in itertools.pairwise(gaps)]
+    total = Estimate(gaps[-1] - gaps[0], 0.1, 0.0)
+    assert converges([Estimate(gap, 0.1, 0.0) for gap in gaps], steps, total).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -179,7 +177,7 @@ def test_a_bound_converges_only_if_it_is_above_and_falls(gaps, verdict):
 )
 def test_an_advantage_is_refuted_for_each_quantity_alone(distances, bits, verdict):
     found = {"FID": distances, "bits/dim": bits}
-    gaps = {name: [Difference(value, 0.1, 0.0) for value in values] for name, values in found.items()}
+    gaps = {name: [Estimate(value, 0.1, 0.0) for value in values] for name, values in found.items()}
     assert advantage(gaps).verdict == verdict
 
 
@@ -189,7 +187,7 @@ def test_an_advantage_is_refuted_for_each_quantity_alone(distances, bits, verdic
 )
 def test_an_intermediate_value_is_best_or_not_beyond_two_standard_errors(distances, verdict):
     found = dict(enumerate(distances))
-    assert intermediate_is_best([0.0, 1.0, 2.0], lambda a, b: Difference(found[a] - found[b], 0.1, 0.0)) == verdict
+    assert intermediate_is_best([0.0, 1.0, 2.0], lambda a, b: Estimate(found[a] - found[b], 0.1, 0.0)) == verdict
 
 
 def test_tables_are_the_same_as_records_and_as_markdown():
@@ -233,12 +231,11 @@ def test_results_of_earlier_versions_keep_their_names():
 
 def test_jobs_fit_into_the_time_of_their_scale(tmp_path):
     everything = list(STUDIES.values())
-    assert max(p.seconds for p in runner.plan(everything, Results(tmp_path, MINI))) < 9 * 60
-    assert sum(p.seconds for p in runner.plan(everything, Results(tmp_path, SMOKE))) < 10 * 60
+    assert max(p.job.seconds(MINI) for p in runner.plan(everything, Results(tmp_path, MINI))) < 9 * 60
+    assert sum(p.job.seconds(SMOKE) for p in runner.plan(everything, Results(tmp_path, SMOKE))) < 10 * 60
     for study in runner.named_studies("all", MEDIUM):
-        minutes = [
-            p.seconds / 60 for p in runner.plan([study], Results(tmp_path, MEDIUM)) if isinstance(p.job, Training)
-        ]
+        jobs = [planned.job for planned in runner.plan([study], Results(tmp_path, MEDIUM))]
+        minutes = [job.seconds(MEDIUM) / 60 for job in jobs if isinstance(job, Training)]
         assert len(minutes) == 9
         assert all(9 < each < 11 for each in minutes)
     with pytest.raises(UsageError, match="medium"):

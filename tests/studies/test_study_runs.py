@@ -17,22 +17,9 @@ import bsi.evaluation.samples
 from bsi.cli import main
 from bsi.errors import DataError, Preempted, UsageError
 from bsi.recipe import Every
-from bsi.studies.job import Training
-from bsi.studies.measure import Bound, Deadline, LevelErrors, bound, measure, paper_sampler, quality
-from bsi.studies.outcome import Results
-from bsi.studies.runner import (
-    STUDIES,
-    Planned,
-    do,
-    load_network,
-    named_studies,
-    page,
-    plan,
-    plan_text,
-    publish,
-    run,
-    train,
-)
+from bsi.studies.measure import Bound, Deadline, LevelErrors, Training, bound, paper_sampler, quality
+from bsi.studies.outcome import STUDIES, Results
+from bsi.studies.runner import do, load_network, named_studies, page, plan, plan_text, publish, run, train
 from bsi.studies.scale import SCALES, Comparison
 from bsi.training.lock import hold
 from tiny_studies import TINY, tiny
@@ -167,22 +154,23 @@ def test_drawing_that_runs_out_of_time_resumes_to_the_same_samples(folder, tmp_p
     store, job = Results(folder, TINY), quality(TINY, tiny("bsi"), paper_sampler(4))
     model = load_network(store.file(Training(job.network)), job.network, CPU)
     with pytest.raises(Preempted, match="32 of 40 samples"):
-        measure(job, model, Results(tmp_path, TINY), Passing(3))
-    found = measure(job, model, Results(tmp_path, TINY), Deadline())
+        job.measure(model, Results(tmp_path, TINY), Passing(3))
+    found = job.measure(model, Results(tmp_path, TINY), Deadline())
     assert np.array_equal(found.arrays["images"], store.read(job).arrays["images"])
     assert found.arrays["images"].shape == (40, 1, 8, 8)
     assert found.values["distance_test"] == pytest.approx(store.read(job).values["distance_test"], rel=1e-4)
 
 
 def test_a_job_starts_only_if_its_time_is_left_but_training_saves(tmp_path):
-    store, training = Results(tmp_path, TINY), Planned(Training(tiny("bsi")), "study", 7000.0, False)
-    with pytest.raises(Preempted, match="next is bits/dim") as caught:
-        do(Planned(Bound(tiny("bsi"), 4, 2), "study", 1e9, False), store, Passing(60), CPU)
+    slow = replace(TINY, throughput=TINY.throughput._replace(startup_s=1e4))
+    store, training = Results(tmp_path, slow), Training(tiny("bsi"))
+    with pytest.raises(Preempted, match="next is bound") as caught:
+        do(Bound(tiny("bsi"), 4, 2), store, Passing(100), CPU)
     assert caught.value.code == 75
-    with pytest.raises(Preempted, match="next is train"):
+    with pytest.raises(Preempted, match="next is training"):
         do(training, store, Passing(30), CPU)
     do(training, store, Passing(100), CPU)
-    assert store.done(training.job)
+    assert store.done(training)
 
 
 def test_damaged_measurements_and_those_of_other_networks_are_rejected(folder, tmp_path):
@@ -249,7 +237,7 @@ def test_the_command_line_lists_plans_runs_and_rejects(tmp_path, capsys, monkeyp
     assert main(["study"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(STUDIES)
     assert main(["study", "comparison", "--plan", "--out", str(tmp_path)]) == 0
-    assert "train BSI, seed 0: 300 steps of 64" in capsys.readouterr().out
+    assert "training of BSI, seed 0: 300 steps of 64" in capsys.readouterr().out
     assert main(["study", "illustration", "--out", str(tmp_path), "--json", "--publish", str(tmp_path / "docs")]) == 0
     assert json.loads(capsys.readouterr().out)["studies"] == [str(tmp_path / "illustration-smoke")]
     assert main(["study", "comparsion", "--out", str(tmp_path)]) == 2

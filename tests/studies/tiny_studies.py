@@ -28,7 +28,6 @@ TINY = replace(
     convergence=tiny,
     profiled=tiny,
     samples=40,
-    sample_batch=40,
     references=("test", "train"),
     steps=(2, 4),
     convergence_steps=(2, 4, 16),
@@ -39,7 +38,6 @@ TINY = replace(
     profile_levels=17,
     profile_images=8,
     lambda_0=(1e-2, 1.0),
-    lambda_0_steps=(2, 4),
     trained_k=(4,),
-    evaluated_k=(2, 4),
+    parameter_steps=(2, 4),
 )

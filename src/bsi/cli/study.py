@@ -44,10 +44,10 @@ class StudyOptions:
 
     def execute(self) -> int:
         from bsi.studies import runner
-        from bsi.studies.outcome import Results
+        from bsi.studies.outcome import STUDIES, Results
 
         if self.name is None:
-            for name, study in runner.STUDIES.items():
+            for name, study in STUDIES.items():
                 print(f"{name:<19}  {study.shows} ({study.paper})")
             log("next: bsi study NAME --plan")
             return 0
@@ -57,7 +57,7 @@ class StudyOptions:
         studies = runner.named_studies(self.name, scale)
         if self.seeds is not None:
             if not any(study.takes_seeds(scale) for study in studies):
-                taking = ", ".join(study.name for study in runner.STUDIES.values() if study.takes_seeds(scale))
+                taking = ", ".join(study.name for study in STUDIES.values() if study.takes_seeds(scale))
                 raise UsageError(f"{self.name} has no --seeds: leave it out. {taking} and all have it.")
             scale = scale.with_seeds(self.seeds)
         results = Results(self.out, scale)

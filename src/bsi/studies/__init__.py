@@ -5,11 +5,9 @@ verdict on each claim. Jobs are plain records; the file that keeps a job's resul
 studies share networks and measurements, and an interrupted study resumes when the same command is run again.
 
     scale.py      the settings of each scale: digits on a CPU, CIFAR-10 on one GPU, or the paper's own
-    job.py        jobs, their names and estimated times, and the store of their results
-    measure.py    the measurements: bits per dimension, sample quality, errors over the levels
-    outcome.py    estimates with errors, claims, tables, studies
-    figures.py    the style of figures, panels and curves
-    runner.py     the studies by name; the plan, training, resuming, and time limits; docs/results.md
+    measure.py    jobs: trainings, and measurements of bounds, errors and samples; the store of their results
+    outcome.py    estimates with errors, claims, tables, figures, the registry of studies
+    runner.py     the plan, training, resuming, and time limits; docs/results.md
 
 The studies are in illustration, comparison, bounds and ablations.
 """

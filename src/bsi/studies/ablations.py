@@ -30,15 +30,14 @@ from typing import Any
 from bsi.methods import BSI
 from bsi.recipe import Objective, Recipe
 from bsi.sampler import FLOW_SOLVER, Sampler
-from bsi.studies import figures, measure, outcome
+from bsi.studies import outcome
 from bsi.studies.comparison import our_solvers
-from bsi.studies.outcome import Claim, Difference, Outcome, Row, Steps, Verdict, study
+from bsi.studies.measure import bound, bound_and_quality, paper_sampler, quality, samplers_of
+from bsi.studies.outcome import Claim, Estimate, Outcome, Row, Steps, Verdict, study
 from bsi.studies.scale import Scale
 
-# initial-precision
 
-
-def intermediate_is_best(values: Sequence[float], difference: Callable[[float, float], Difference]) -> Verdict:
+def intermediate_is_best(values: Sequence[float], difference: Callable[[float, float], Estimate]) -> Verdict:
     """Held if a value in between is better than both ends, not held if one end is better than all in between.
 
     Args:
@@ -48,47 +47,41 @@ def intermediate_is_best(values: Sequence[float], difference: Callable[[float, f
     ends, between = (values[0], values[-1]), values[1:-1]
     if any(all(difference(value, end).lower for end in ends) for value in between):
         return "held"
-    if any(all(difference(end, value).lower for value in between) for end in ends):
-        return "not held"
-    return "undecided"
+    return "not held" if any(all(difference(end, value).lower for value in between) for end in ends) else "undecided"
 
 
 @study('Figure "lambda0"', "bits/dim and FID against lambda_0 and steps")
 def initial_precision(scale: Scale) -> Steps:
     values = scale.lambda_0
     trained = {value: scale.parameters.networks("bsi", lambda_0=value) for value in values}
-    samplers = {f"{scale.metric} at {k}": measure.paper_sampler(k) for k in scale.lambda_0_steps}
-    results = yield measure.measurements(scale, trained, samplers)
+    samplers = {f"{scale.metric} at {k}": paper_sampler(k) for k in scale.parameter_steps}
+    results = yield bound_and_quality(scale, itertools.chain(*trained.values()), samplers)
 
     rows = [{"lambda_0": value, **results.row(networks, samplers)} for value, networks in trained.items()]
     few, *_, many = samplers.values()
     low, high = values[0], values[-1]
 
-    def gap(a: float, b: float) -> Difference:
+    def gap(a: float, b: float) -> Estimate:
         return results.distance_difference(trained[a], trained[b], few)
 
-    falling = [results.less_bits(f"{a:g} against {b:g}", trained[a], trained[b]) for a, b in itertools.pairwise(values)]
+    falling = [results.bits_difference(trained[a], trained[b]) for a, b in itertools.pairwise(values)]
     larger = f"With many steps ({many.steps}) larger lambda_0 sample better: {high:g} against {low:g}"
     intermediate = f"With few steps ({few.steps}) an intermediate lambda_0 samples best"
     shown = ", ".join(f"{results.distance(networks, few)} at {value:g}" for value, networks in trained.items())
     claims = [
-        outcome.all_of("Likelihood improves with falling lambda_0, at each step of it", falling),
+        outcome.all_less("Likelihood improves with falling lambda_0, at each step of it", falling),
         results.less_distance(larger, trained[high], trained[low], many),
         Claim(intermediate, intermediate_is_best(values, gap), shown),
     ]
-    figure, (left, right) = figures.panels(2)
-    x = r"$\lambda_0$"
-    bits = {"BSI": [row["bits/dim"] for row in rows]}
+    figure, (left, right) = outcome.panels(2)
+    x, bits = r"$\lambda_0$", {"BSI": [row["bits/dim"] for row in rows]}
     distances = {name: [row[name] for row in rows] for name in samplers}
-    figures.curves(left, values, bits, base=10, xlabel=x, ylabel="bits per dimension", title="Likelihood")
-    figures.curves(right, values, distances, base=10, xlabel=x, ylabel=scale.metric, title="Sample quality")
+    outcome.curves(left, values, bits, base=10, xlabel=x, ylabel="bits per dimension", title="Likelihood")
+    outcome.curves(right, values, distances, base=10, xlabel=x, ylabel=scale.metric, title="Sample quality")
     return Outcome({"initial precision": rows}, claims, figure)
 
 
-# finite-k
-
-
-def advantage(differences: Mapping[str, Sequence[Difference]]) -> Claim:
+def advantage(differences: Mapping[str, Sequence[Estimate]]) -> Claim:
     """The claim that no training has a consistent advantage.
 
     Args:
@@ -108,40 +101,31 @@ def _with_objective(scale: Scale, objective: Objective) -> list[Recipe]:
 
 @study('Figure "train-finite-k"', "networks trained on L_M^k against L_M^inf, evaluated at k'")
 def finite_k(scale: Scale) -> Steps:
-    trained = {k: _with_objective(scale, Objective(finite_k=k)) for k in (None, *scale.trained_k)}
-    samplers = {k: measure.paper_sampler(k) for k in scale.evaluated_k}
+    ks, infinite = scale.parameter_steps, _with_objective(scale, Objective())
+    trained = {k: _with_objective(scale, Objective(finite_k=k)) for k in scale.trained_k}
     results = yield [
         job
-        for networks in trained.values()
-        for network in networks
-        for k, sampler in samplers.items()
-        for job in (measure.bound(scale, network, k), measure.quality(scale, network, sampler))
+        for network in itertools.chain(infinite, *trained.values())
+        for k in ks
+        for job in (bound(scale, network, k), quality(scale, network, paper_sampler(k)))
     ]
 
-    infinite = trained.pop(None)
-    found: dict[str, dict[str, list[Difference]]] = {scale.metric: {}, "bits/dim": {}}
-    rows = []
+    found: dict[str, dict[str, list[Estimate]]] = {scale.metric: {}, "bits/dim": {}}
     for k, networks in trained.items():
-        row: Row = {"trained on k": k}
-        for quantity, each in found.items():
-            each[f"k = {k}"] = gaps = [
-                results.bits_difference(networks, infinite, at)
-                if quantity == "bits/dim"
-                else results.distance_difference(networks, infinite, sampler)
-                for at, sampler in samplers.items()
-            ]
-            row |= {f"{quantity} at k' = {at}": gap for at, gap in zip(samplers, gaps, strict=True)}
-        rows.append(row)
-    figure, axes = figures.panels(2)
+        distances = [results.distance_difference(networks, infinite, paper_sampler(at)) for at in ks]
+        found[scale.metric][f"k = {k}"] = distances
+        found["bits/dim"][f"k = {k}"] = [results.bits_difference(networks, infinite, at) for at in ks]
+    rows = [
+        {"trained on": k, **{f"{q} at k' = {at}": each[k][i] for q, each in found.items() for i, at in enumerate(ks)}}
+        for k in found["bits/dim"]
+    ]
+    figure, axes = outcome.panels(2)
     for panel, (quantity, each) in zip(axes, found.items(), strict=True):
-        panel.axhline(0, color=figures.GREY, linewidth=0.9)
-        figures.curves(panel, scale.evaluated_k, each, xlabel="evaluated for k' steps", ylabel=quantity)
-        panel.set_title("Trained on $L_M^k$ less $L_M^\\infty$")
+        panel.axhline(0, color=outcome.GREY, linewidth=0.9)
+        title = "Trained on $L_M^k$ less $L_M^\\infty$"
+        outcome.curves(panel, ks, each, xlabel="evaluated for k' steps", ylabel=quantity, title=title)
     claim = advantage({f"{name} in {q}": gaps for q, each in found.items() for name, gaps in each.items()})
     return Outcome({"difference to training on L_M^inf": rows}, [claim], figure)
-
-
-# weighting
 
 
 @study("new", "bits/dim against FID when the loss is weighted over the level: what sample quality costs in likelihood")
@@ -150,8 +134,8 @@ def weighting(scale: Scale) -> Steps:
     objectives = {"ELBO": elbo} | {f"sigmoid, b = {b:g}": replace(elbo, weight="sigmoid", bias=b) for b in scale.bias}
     objectives |= {"EDM": replace(elbo, weight="edm"), "ELBO, the paper's levels": Objective()}
     trained = {name: _with_objective(scale, objective) for name, objective in objectives.items()}
-    samplers = measure.samplers_of(scale, scale.most_steps)
-    results = yield measure.measurements(scale, trained, samplers)
+    samplers = samplers_of(scale, scale.most_steps)
+    results = yield bound_and_quality(scale, itertools.chain(*trained.values()), samplers)
 
     column, sampler = next(iter(samplers.items()))
     unweighted, *weighted, paper_levels = trained
@@ -165,16 +149,13 @@ def weighting(scale: Scale) -> Steps:
     claims.append(results.less_bits(statement, trained[unweighted], trained[paper_levels]))
 
     rows = [{"weight": name, **results.row(networks, samplers)} for name, networks in trained.items()]
-    figure, (axes,) = figures.panels(1)
-    for row, color in zip(rows, figures.PALETTE, strict=False):
+    figure, (axes,) = outcome.panels(1)
+    for row, color in zip(rows, outcome.PALETTE, strict=False):
         x, y = row["bits/dim"], row[column]
         axes.errorbar(x.value, y.value, y.error, x.error, fmt="o", color=color, capsize=2, label=row["weight"])
     axes.set(xlabel="bits per dimension", ylabel=f"{scale.metric}, {sampler.steps} steps")
     axes.legend()
     return Outcome({"weights": rows}, claims, figure, [our_solvers(*trained[unweighted][:1])])
-
-
-# disentangle
 
 
 FACTORS = ("hyper-prior", "offset", "preconditioning")
@@ -189,9 +170,7 @@ def parameters(undone: Collection[str]) -> dict[str, Any]:
     return {"lambda_0": lambda_0, "gamma_0": gamma_0}
 
 
-@study(
-    "new", "which of the three changes between BFN and BSI matters: hyper-prior, offset of the levels, preconditioning"
-)
+@study("new", "which of the three changes between BFN and BSI matters: hyper-prior, offset of levels, preconditioning")
 def disentangle(scale: Scale) -> Steps:
     networks_of = scale.parameters.networks
 
@@ -206,8 +185,8 @@ def disentangle(scale: Scale) -> Steps:
         "BFN as published": networks_of("bfn"),
         **{f"gamma_0 = {value:g}": networks_of("bsi", gamma_0=value) for value in scale.gamma_0},
     }
-    samplers = measure.samplers_of(scale, scale.most_steps, ours=SOLVER)
-    results = yield measure.measurements(scale, trained, samplers)
+    samplers = samplers_of(scale, scale.most_steps, ours=SOLVER)
+    results = yield bound_and_quality(scale, itertools.chain(*trained.values()), samplers)
 
     bsi, median = trained["BSI"], "bits/dim of the median image"
     bits = {name: results.image_bits(networks) for name, networks in trained.items()}
@@ -224,13 +203,13 @@ def disentangle(scale: Scale) -> Steps:
             statement = f"BSI's {factor} alone improves {scale.metric} over BFN's{by}"
             claims.append(results.less_distance(statement, bsi, networks, how))
 
-    figure, axes = figures.panels(3, width=2.8, height=3.2)
+    figure, axes = outcome.panels(3, width=2.8, height=3.2)
+    names, places = [row["network"] for row in changes], range(len(changes))
     for panel, unit in zip(axes, (median, *samplers), strict=True):
-        shown, names = [row[unit] for row in changes], [row["network"] for row in changes]
-        values, errors = [each.value for each in shown], [each.error for each in shown]
-        panel.errorbar(values, range(len(shown)), xerr=errors, fmt="o", color=figures.COLORS["bsi"], capsize=2)
-        panel.axvline(0, color=figures.GREY, linewidth=0.9)
-        panel.set_yticks(range(len(shown)), names if unit == median else [])
+        values, errors = [row[unit].value for row in changes], [row[unit].error for row in changes]
+        panel.errorbar(values, places, xerr=errors, fmt="o", color=outcome.COLORS["bsi"], capsize=2)
+        panel.axvline(0, color=outcome.GREY, linewidth=0.9)
+        panel.set_yticks(places, names if unit == median else [])
         panel.invert_yaxis()
         panel.set_xlabel(unit)
     figure.suptitle("BSI less the other network (below 0: BSI is better)", fontsize=9.5, fontweight="bold")

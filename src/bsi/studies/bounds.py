@@ -24,20 +24,18 @@ from jaxtyping import Float64
 
 from bsi.denoiser import edm
 from bsi.levels import ExpectedError, Fitted, LogUniform, Proposal, Uniform
+from bsi.methods import BSI
 from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler, VarianceKind
-from bsi.studies import figures, measure, outcome
-from bsi.studies.measure import Bound, LevelErrors, Reconstruction
-from bsi.studies.outcome import Claim, Difference, Estimate, Outcome, Steps, Verdict, study
+from bsi.studies import outcome
+from bsi.studies.measure import OURS, Bound, LevelErrors, quality
+from bsi.studies.outcome import PRACTICAL_BITS, PRACTICAL_SHARE, Claim, Estimate, Outcome, Steps, study
 from bsi.studies.scale import Scale
-
-# elbo-convergence
-
 
 EXCESS = r"$L_M^k - L_M^\infty$, bits/dim"
 FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # alpha_R / alpha_M
 
 
-def converges(gaps: Sequence[Difference], steps: Sequence[Difference], total: Difference) -> Claim:
+def converges(gaps: Sequence[Estimate], steps: Sequence[Estimate], total: Estimate) -> Claim:
     """The claim that L_M^k falls to its limit from above.
 
     It is held if the first gap is positive and the gap falls in total, and not held if any gap is negative or rises.
@@ -48,54 +46,49 @@ def converges(gaps: Sequence[Difference], steps: Sequence[Difference], total: Di
         total: The difference from the first k to the last.
     """
     above, below = sum(gap.higher for gap in gaps), sum(gap.lower for gap in gaps)
-    rising = sum(step.higher for step in steps)
-    falls = gaps[0].higher and total.lower
-    verdict: Verdict = "not held" if below or rising else "held" if falls else "undecided"
+    rising, falls = sum(step.higher for step in steps), gaps[0].higher and total.lower
     because = (
-        f"from {gaps[0]} to {gaps[-1]} bits/dim; beyond {outcome.PRACTICAL_BITS:g} and two standard errors {above} of "
+        f"from {gaps[0]} to {gaps[-1]} bits/dim; beyond {PRACTICAL_BITS:g} and two standard errors {above} of "
         f"{len(gaps)} gaps are positive, {below} negative, and {rising} rise with k"
     )
-    return Claim("L_M^k converges to L_M^inf from above, down to the noise floor", verdict, because)
+    statement = "L_M^k converges to L_M^inf from above, down to the noise floor"
+    return Claim(statement, "not held" if below or rising else "held" if falls else "undecided", because)
 
 
 @study('Figure "elbo-convergence"', "L_M^k -> L_M^inf from above, down to the noise floor; L_R for several alpha_R")
 def elbo_convergence(scale: Scale) -> Steps:
     network, ks = scale.comparisons[0].networks("bsi")[0], scale.ks
+    assert isinstance(network.method, BSI)
     infinite, *finite = (Bound(network, scale.finite_levels, scale.recon, k) for k in (None, *ks))
-    reconstruction = Reconstruction(network, FACTORS, scale.recon)
-    results = yield [infinite, *finite, reconstruction]
+    decoders = {f: Bound(network, 2, scale.recon, alpha_R=f * network.method.alpha_M) for f in FACTORS}
+    results = yield [infinite, *finite, *decoders.values()]
 
     gaps = [results.finite_gap(bound, infinite) for bound in finite]
     steps = [results.finite_gap(b, a) for a, b in itertools.pairwise(finite)]
-    total = results.finite_gap(finite[-1], finite[0])
-    bits = results.read(reconstruction).arrays["bits"]  # (factors, images)
-    means = {factor: Estimate(float(row.mean()), 0.0) for factor, row in zip(FACTORS, bits, strict=True)}
-    one = bits[FACTORS.index(1.0)]
-    gains = {factor: outcome.mean_of_images((row - one)[None]) for factor, row in zip(FACTORS, bits, strict=True)}
-    gain = Difference(gains[2.0].value, gains[2.0].error, outcome.PRACTICAL_BITS)
+    bits = {factor: results.term(bound, "reconstruction") for factor, bound in decoders.items()}
+    means = {factor: Estimate(float(each.mean()), 0.0) for factor, each in bits.items()}
+    gains = {f: outcome.mean_of_images((each - bits[1.0])[None], PRACTICAL_BITS) for f, each in bits.items()}
     edge = "alpha_R = 2 alpha_M gives a slight edge in likelihood over alpha_M"
 
-    figure, (left, right) = figures.panels(2)
+    figure, (left, right) = outcome.panels(2)
     floor = [gap.error for gap in gaps]
-    left.fill_between(ks, floor, color="#E4E4EA", linewidth=0, label="noise floor: one standard error")
-    figures.curves(left, ks, {"BSI": gaps}, yscale="log", xlabel="k", ylabel=EXCESS, title="The finite bound")
-    x, y = r"$\alpha_R / \alpha_M$", r"$L_R$, bits/dim"
-    title = "The reconstruction term"
-    figures.curves(right, FACTORS, {"BSI": list(means.values())}, yscale="log", xlabel=x, ylabel=y, title=title)
+    left.fill_between(ks, floor, color=outcome.PALE, linewidth=0, label="noise floor: one standard error")
+    outcome.curves(left, ks, {"BSI": gaps}, yscale="log", xlabel="k", ylabel=EXCESS, title="The finite bound")
+    x, title = r"$\alpha_R / \alpha_M$", "The reconstruction term"
+    found = {"BSI": list(means.values())}
+    outcome.curves(right, FACTORS, found, yscale="log", xlabel=x, ylabel=r"$L_R$, bits/dim", title=title)
     tables = {
         "gap": [{"k": k, "L_M^k - L_M^inf, bits/dim": gap} for k, gap in zip(ks, gaps, strict=True)],
         "reconstruction": [
-            {"alpha_R / alpha_M": factor, "L_R, bits/dim": mean.value, "less that at 1": gains[factor]}
-            for factor, mean in means.items()
+            {"alpha_R / alpha_M": factor, "L_R, bits/dim": means[factor].value, "less that at 1": gains[factor]}
+            for factor in FACTORS
         ],
     }
     terms = results.read(infinite).values
     note = f"L_M^inf is {terms['measurement']:.4f} and L_R {terms['reconstruction']:.2g} bits/dim."
-    claims = [converges(gaps, steps, total), outcome.less(edge, means[2.0], means[1.0], gain)]
+    total = results.finite_gap(finite[-1], finite[0])
+    claims = [converges(gaps, steps, total), outcome.less(edge, means[2.0], means[1.0], gains[2.0])]
     return Outcome(tables, claims, figure, [note])
-
-
-# importance-sampling
 
 
 RESAMPLED = 200  # bootstrap samples of the images
@@ -120,19 +113,20 @@ def proposals(level: Curve, errors: Errors) -> dict[str, Proposal]:
     }
 
 
-def _density(proposal: Proposal, level: Curve) -> Curve:
-    return proposal.density(torch.from_numpy(level)).numpy()
+def _ratio(level: Curve, errors: Errors, proposal: Proposal) -> Curve:
+    """h / p."""
+    return errors.mean(1) / proposal.density(torch.from_numpy(level)).numpy()
 
 
 def orders(level: Curve, errors: Errors, proposal: Proposal) -> float:
     """log10 of the largest over the smallest h / p."""
-    ratio = errors.mean(1) / _density(proposal, level)
+    ratio = _ratio(level, errors, proposal)
     return math.log10(ratio.max() / ratio.min())
 
 
 def relative_spread(level: Curve, errors: Errors, proposal: Proposal) -> float:
     """The standard deviation of one draw over its mean."""
-    u, density = np.log(level), level * _density(proposal, level)
+    u, density = np.log(level), level * proposal.density(torch.from_numpy(level)).numpy()
     mean = np.trapezoid(0.5 * level * errors.mean(1), u)
     second = np.trapezoid(0.25 * level**2 * (errors**2).mean(1) / density, u)
     return math.sqrt(max(0.0, second / mean**2 - 1))
@@ -145,14 +139,12 @@ def resampled(statistic: Statistic, level: Curve, errors: Errors, proposal: Prop
     return np.array([statistic(level, each, proposal) for each in (errors, *(errors[:, ids] for ids in chosen))])
 
 
-def estimate(sets: Sets) -> Estimate:
-    return Estimate(float(sets[0]), float(sets[1:].std(ddof=1)))
+def estimate(sets: Sets, size: float = 0.0) -> Estimate:
+    return Estimate(float(sets[0]), float(sets[1:].std(ddof=1)), size)
 
 
 def _less(statement: str, a: Sets, b: Sets) -> Claim:
-    paired = estimate(a - b)
-    difference = Difference(paired.value, paired.error, outcome.PRACTICAL_SHARE * float(b[0]))
-    return outcome.less(statement, estimate(a), estimate(b), difference)
+    return outcome.less(statement, estimate(a), estimate(b), estimate(a - b, PRACTICAL_SHARE * float(b[0])))
 
 
 @study('Figure "importance-sampling"', "the range of h / p under uniform, log-uniform, exact and fitted proposals")
@@ -167,22 +159,16 @@ def importance_sampling(scale: Scale) -> Steps:
         {name: resampled(statistic, level, errors, proposal) for name, proposal in compared.items()}
         for statistic in (orders, relative_spread)
     )
-    figure, (axes,) = figures.panels(1, width=4.8, height=3.2)
+    figure, (axes,) = outcome.panels(1, width=4.8, height=3.2)
     mean = np.trapezoid(errors.mean(1), level)
-    for (name, proposal), color in zip(compared.items(), figures.PALETTE, strict=False):
-        ratio = errors.mean(1) / _density(proposal, level) / mean
+    for (name, proposal), color in zip(compared.items(), outcome.PALETTE, strict=False):
+        ratio = _ratio(level, errors, proposal) / mean
         axes.plot(level, ratio, "--" if name == "exact" else "-", color=color, label=name)
     axes.set(xscale="log", yscale="log", xlabel=r"$\lambda$", ylabel=r"$h(\lambda) / p(\lambda)$ over its mean")
     axes.legend()
     axes.set_title("Draws of the bound: flat is better")
-    rows = [
-        {
-            "proposal": name,
-            "range of h / p, orders of magnitude": estimate(ranges[name]),
-            "standard deviation of a draw / mean": estimate(spreads[name]),
-        }
-        for name in compared
-    ]
+    columns = ("range of h / p, orders of magnitude", "standard deviation of a draw / mean")
+    rows = outcome.table("proposal", columns, {n: [estimate(ranges[n]), estimate(spreads[n])] for n in compared})
     shrinks = "The log-uniform proposal shrinks the range of h / p (paper: by about 4 orders of magnitude)"
     claims = [
         _less(shrinks, ranges["log-uniform"], ranges["uniform"]),
@@ -190,9 +176,6 @@ def importance_sampling(scale: Scale) -> Steps:
         _less("A fitted proposal shrinks the spread further", spreads["fitted"], spreads["log-uniform"]),
     ]
     return Outcome({"proposals": rows}, claims, figure)
-
-
-# proposal
 
 
 LEVELS = (1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)  # in the table of distances
@@ -206,29 +189,24 @@ def proposal(scale: Scale) -> Steps:
 
     arrays = results.read(job).arrays
     level, distance = arrays["level"], arrays["distance"]
-    u = np.log(level)
-    inside = [wanted for wanted in LEVELS if u[0] - 1e-6 <= math.log(wanted) <= u[-1] + 1e-6]
-    nearest = {wanted: distance[np.abs(u - math.log(wanted)).argmin()] for wanted in inside}
+    inside = [wanted for wanted in LEVELS if wanted / level[0] >= 1 - 1e-6 and wanted / level[-1] <= 1 + 1e-6]
+    nearest = {wanted: distance[np.abs(np.log(level / wanted)).argmin()] for wanted in inside}
     found = {wanted: outcome.mean_of_images(values[None]) for wanted, values in nearest.items()}
-    paired = outcome.mean_of_images((nearest[1e2] - nearest[1.0])[None])
-    gap = Difference(paired.value, paired.error, outcome.PRACTICAL_SHARE * found[1.0].value)
+    gap = outcome.mean_of_images((nearest[1e2] - nearest[1.0])[None], PRACTICAL_SHARE * found[1.0].value)
     falls = "For lambda > 1 the distance falls quickly: at 100 it is below that at 1"
 
     c_skip = edm(network.method.encoder(torch.from_numpy(level)), network.sigma_data).c_skip.numpy()
     low, middle, high = np.quantile(distance, (0.05, 0.5, 0.95), axis=1)
-    figure, (axes,) = figures.panels(1, width=4.4, height=3.0)
-    color = figures.COLORS["bsi"]
+    figure, (axes,) = outcome.panels(1, width=4.4, height=3.0)
+    color = outcome.COLORS["bsi"]
     axes.fill_between(level, low, high, color=color, alpha=0.2, linewidth=0)
     axes.plot(level, middle, color=color, label="network: median, 5 to 95 % of images")
-    axes.plot(level, np.abs(1 - c_skip), "--", color=figures.GREY, label=r"$c_\mathrm{skip}\,\mu$ alone")
+    axes.plot(level, np.abs(1 - c_skip), "--", color=outcome.GREY, label=r"$c_\mathrm{skip}\,\mu$ alone")
     axes.set(xscale="log", yscale="log", xlabel=r"$\lambda$", ylabel=r"$|\mu - f(\mu, \lambda)|\, /\, |\mu|$")
     axes.set_title("Predictions approach the belief")
     axes.legend()
     rows = [{"lambda": at, "|mu - f| / |mu|": each} for at, each in found.items()]
     return Outcome({"distance": rows}, [outcome.less(falls, found[1e2], found[1.0], gap)], figure)
-
-
-# variance-aware
 
 
 KINDS: tuple[VarianceKind, ...] = ("none", "level", "dct", "learned")
@@ -237,53 +215,32 @@ MOST = 64  # steps of the samplers
 
 @study("new", "the bound and the samples for few steps, with a predictive variance in each step")
 def variance_aware(scale: Scale) -> Steps:
-    network, our_grid = scale.parameters.networks("bsi")[0], measure.OURS.grid
-    infinite = Bound(network, scale.finite_levels, scale.recon)
-    bounds = {kind: [replace(infinite, finite_k=k, variance=kind) for k in scale.ks] for kind in KINDS}
+    network, ks = scale.parameters.networks("bsi")[0], scale.ks
     steps = [k for k in scale.convergence_steps if k <= MOST]
-    samplers = {
-        "posterior": [Sampler(k, "posterior", our_grid) for k in steps],
-        "posterior, variance dct": [Sampler(k, "posterior", our_grid, variance="dct") for k in steps],
-        **{solver: [Sampler(k, solver, our_grid) for k in steps] for solver in (NOISY_SOLVER, FLOW_SOLVER)},
-    }
-    results = yield [
-        infinite,
-        *itertools.chain.from_iterable(zip(*bounds.values(), strict=True)),
-        *(measure.quality(scale, network, how) for curve in samplers.values() for how in curve),
-    ]
+    infinite = Bound(network, scale.finite_levels, scale.recon)
+    bounds = {kind: [replace(infinite, finite_k=k, variance=kind) for k in ks] for kind in KINDS}
+    solvers = ("posterior", NOISY_SOLVER, FLOW_SOLVER)
+    samplers = {solver: [Sampler(k, solver, OURS.grid) for k in steps] for solver in solvers}
+    samplers["posterior, variance dct"] = [replace(sampler, variance="dct") for sampler in samplers["posterior"]]
+    drawn = [quality(scale, network, sampler) for curve in samplers.values() for sampler in curve]
+    results = yield [infinite, *itertools.chain(*bounds.values()), *drawn]
 
-    excess: dict[str, list[Difference]]
-    excess = {kind: [results.finite_gap(bound, infinite) for bound in each] for kind, each in bounds.items()}
-    gains = [
-        outcome.less(f"{kind} at {k} steps", with_variance, without, results.finite_gap(a, b))
-        for kind in KINDS[1:]
-        for k, with_variance, without, a, b in zip(
-            scale.ks, excess[kind], excess["none"], bounds[kind], bounds["none"], strict=True
-        )
-    ]
+    excess = {f"variance {kind}": [results.finite_gap(b, infinite) for b in each] for kind, each in bounds.items()}
+    pairs = [pair for kind in KINDS[1:] for pair in zip(bounds[kind], bounds["none"], strict=True)]
     found = {name: [results.distance([network], how) for how in curve] for name, curve in samplers.items()}
-    plain, aware, *_ = found.values()
-    better = [outcome.less(f"{k} steps", a, b) for k, a, b in zip(steps, aware, plain, strict=True)]
+    distances = zip(found["posterior, variance dct"], found["posterior"], strict=True)
 
-    figure, (left, right) = figures.panels(2)
-    title = "The bound for k steps"
-    figures.curves(left, scale.ks, excess, yscale="log", xlabel="k", ylabel=EXCESS, title=title)
-    figures.curves(right, steps, found, xlabel="steps", ylabel=scale.metric, yscale="log", title="Samples")
+    figure, (left, right) = outcome.panels(2)
+    outcome.curves(left, ks, excess, yscale="log", xlabel="k", ylabel=EXCESS, title="The bound for k steps")
+    outcome.curves(right, steps, found, xlabel="steps", ylabel=scale.metric, yscale="log", title="Samples")
     tables = {
-        "L_M^k less L_M^inf, bits/dim": [
-            {
-                "transition": f"bound, variance {kind}",
-                **{f"k = {k}": gap for k, gap in zip(scale.ks, gaps, strict=True)},
-            }
-            for kind, gaps in excess.items()
-        ],
-        f"samples ({scale.metric})": [
-            {"sampler": name, **{f"{k} steps": each for k, each in zip(steps, estimates, strict=True)}}
-            for name, estimates in found.items()
-        ],
+        "L_M^k less L_M^inf, bits/dim": outcome.table("transition", ks, excess, "k = {}"),
+        f"samples ({scale.metric})": outcome.table("sampler", steps, found, "{} steps"),
     }
     claims = [
-        outcome.all_of("A predictive variance lowers the bound for k steps", gains),
-        outcome.all_of("A predictive variance improves the samples of the solver posterior", better),
+        outcome.all_less("A predictive variance lowers the bound for k steps", (results.finite_gap(*p) for p in pairs)),
+        outcome.all_less(
+            "A predictive variance improves the samples of the solver posterior", (a - b for a, b in distances)
+        ),
     ]
     return Outcome(tables, claims, figure)

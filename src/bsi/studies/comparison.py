@@ -20,9 +20,9 @@ from bsi.data.store import open_dataset
 from bsi.pictures import grid
 from bsi.recipe import Recipe
 from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler
-from bsi.studies import figures, measure, outcome
-from bsi.studies.job import Job
-from bsi.studies.outcome import Claim, Outcome, Results, Row, Steps, study
+from bsi.studies import outcome
+from bsi.studies.measure import OURS, bound_and_quality, paper_sampler, quality, samplers_of
+from bsi.studies.outcome import COLORS, Claim, Outcome, Results, Row, Steps, study
 from bsi.studies.scale import DATASETS, METHOD_NAMES, Comparison, Scale
 
 if TYPE_CHECKING:
@@ -32,26 +32,26 @@ EQUAL_BITS = 0.01  # bits per dimension: about the largest difference in the pap
 PAIRS = (("bsi", "vdm"), ("bsi", "bfn"), ("vdm", "bfn"))
 
 # The paper's bits per dimension and FID, with standard deviations over three seeds.
-Printed = Mapping[str, tuple[str, str | None]]
-IMAGENET32: Printed = {
+Printed = Mapping[str, tuple[str, str]]
+IMAGENET32 = {
     "bfn": ("3.448 ± 0.005", "11.0 ± 0.1"),
     "vdm": ("3.452 ± 0.006", "9.9 ± 0.5"),
     "bsi": ("3.448 ± 0.006", "8.9 ± 0.1"),
 }
-IMAGENET64: Printed = {
+IMAGENET64 = {
     "bfn": ("3.222 ± 0.006", "38.2 ± 0.8"),
     "vdm": ("3.228 ± 0.006", "35.2 ± 0.7"),
     "bsi": ("3.218 ± 0.004", "30.1 ± 0.4"),
 }
-UNET: Printed = {
+UNET = {
     "bfn": ("3.505 ± 0.001", "14.2 ± 0.4"),
     "vdm": ("3.527 ± 0.009", "15.4 ± 1.5"),
     "bsi": ("3.510 ± 0.009", "12.8 ± 0.6"),
 }
-# CIFAR-10 by training steps. The values of VDM and BFN are those of their authors.
-CIFAR10: Mapping[int, Printed] = {
-    10_000_000: {"vdm": ("2.65", None), "bsi": ("2.64", None)},
-    5_000_000: {"bfn": ("2.66", None), "bsi": ("2.65", None)},
+# CIFAR-10 by training steps, without FID. The values of VDM and BFN are those of their authors.
+CIFAR10 = {
+    10_000_000: {"vdm": ("2.65", ""), "bsi": ("2.64", "")},
+    5_000_000: {"bfn": ("2.66", ""), "bsi": ("2.65", "")},
 }
 PAPER_NOTE = (
     "The paper's values are for ImageNet32, DiT-L/2 and 2M steps; its FID is for 50,000 samples in 1024 steps against "
@@ -63,37 +63,27 @@ UNET_NOTE = "The paper's values are for ImageNet32, a U-Net of width 256 and 100
 
 def our_solvers(*recipes: Recipe) -> str:
     """A note with the solver of the default sampler for each method."""
-    found = (f"{measure.OURS.solver_for(recipe.method)} for {type(recipe.method).__name__}" for recipe in recipes)
+    found = (f"{OURS.solver_for(recipe.method)} for {type(recipe.method).__name__}" for recipe in recipes)
     return f"Our solver is {', '.join(found)}."
-
-
-# comparison and architecture
-
-
-def _measurements(scale: Scale, compared: Comparison, *steps: int) -> list[Job]:
-    samplers = measure.samplers_of(scale, *steps) if compared.samples else {}
-    return measure.measurements(scale, {method: compared.networks(method) for method in compared.methods}, samplers)
 
 
 def _printed(recipe: Recipe) -> Printed:
     """The paper's values for the most similar network."""
     if recipe.data.name == "imagenet64":
         return IMAGENET64
-    return CIFAR10[recipe.steps] if recipe.data.name == "cifar10" and recipe.steps in CIFAR10 else IMAGENET32
+    return CIFAR10.get(recipe.steps, IMAGENET32) if recipe.data.name == "cifar10" else IMAGENET32
 
 
 def comparison_table(
     results: Results, compared: Comparison, printed: Printed, samplers: Mapping[str, Sampler]
 ) -> dict[str, list[Row]]:
     """Bits per dimension and Fréchet distances, next to the paper's values."""
-    recipe, samplers = compared.recipe("bsi"), samplers if compared.samples else {}
-    rows: list[Row] = [
-        {"method": method.upper(), "paper's bits/dim": bits}  # reported by its authors for this budget
-        for method, (bits, _) in printed.items()
-        if method not in compared.methods
-    ]
+    recipe, rows, samplers = compared.recipe("bsi"), list[Row](), samplers if compared.samples else {}
+    for method, (bits, _) in printed.items():
+        if method not in compared.methods:  # reported by its authors for this budget
+            rows.append({"method": method.upper(), "paper's bits/dim": bits})
     for method in compared.methods:
-        networks, (bits, fid) = compared.networks(method), printed.get(method, ("–", None))
+        networks, (bits, fid) = compared.networks(method), printed.get(method, ("–", "–"))
         row: Row = {"method": method.upper(), "bits/dim": None, "paper's bits/dim": bits}
         row |= results.row(networks, samplers)
         if "train" in results.scale.references:
@@ -104,7 +94,7 @@ def comparison_table(
 
 def differences(results: Results, compared: Comparison, on: str = "") -> tuple[dict[str, list[Row]], list[Claim]]:
     """The paired differences of the methods, and the claims: equal bits per dimension; FID of BSI < VDM < BFN."""
-    metric, sampler = results.scale.metric, measure.paper_sampler(results.scale.most_steps)
+    metric, sampler = results.scale.metric, paper_sampler(results.scale.most_steps)
     bits, rows, ordered = {}, [], []
     for a, b in PAIRS:
         p, q = compared.networks(a), compared.networks(b)
@@ -119,19 +109,41 @@ def differences(results: Results, compared: Comparison, on: str = "") -> tuple[d
 
 def _draw(results: Results, compared: Comparison, steps: tuple[int, ...], note: str) -> Figure:
     """Bits per dimension of every seed with their mean, and the distances by steps of the paper's sampler."""
-    figure, (left, right) = figures.panels(2)
+    figure, (left, right) = outcome.panels(2)
     found = {}
     for i, method in enumerate(METHOD_NAMES):
-        networks, color = compared.networks(method), figures.COLORS[method]
+        networks, color = compared.networks(method), COLORS[method]
         mean = results.bits(networks)
         left.plot([i + 0.15] * len(networks), [results.bits([n]).value for n in networks], ".", color=color, alpha=0.5)
         left.errorbar(i, mean.value, mean.error, fmt="o", color=color, capsize=2)
-        found[method.upper()] = [results.distance(networks, measure.paper_sampler(k)) for k in steps]
+        found[method.upper()] = [results.distance(networks, paper_sampler(k)) for k in steps]
     left.set(ylabel="bits per dimension", title=f"Likelihood{note}")
     left.set_xticks(range(len(found)), list(found))
     title = f"Sample quality, the paper's sampler{note}"
-    figures.curves(right, steps, found, xlabel="steps", ylabel=results.scale.metric, title=title)
+    outcome.curves(right, steps, found, xlabel="steps", ylabel=results.scale.metric, title=title)
     return figure
+
+
+def _compare(scale: Scale, compared: list[Comparison], steps: tuple[int, ...], note: str, drawn: str = "") -> Steps:
+    """The study of these comparisons. All are in the tables, those with samples in the claims, the first is drawn."""
+    samplers, first, sampled = samplers_of(scale, *steps), compared[0], [each for each in compared if each.samples]
+    networks = {each: [n for method in each.methods for n in each.networks(method)] for each in compared}
+    results = yield [
+        job
+        for each, trained in networks.items()
+        for job in bound_and_quality(scale, trained, samplers if each.samples else {})
+    ]
+    tables, claims = dict[str, list[Row]](), []
+    for each in compared:
+        printed = UNET if first is scale.architecture else _printed(each.recipe("bsi"))
+        tables |= comparison_table(results, each, printed, samplers)
+    for each in sampled:
+        on = f" on {DATASETS[each.recipe('bsi').data.name].title}" if len(sampled) > 1 else ""
+        table, found = differences(results, each, on)
+        tables |= table
+        claims += found
+    notes = [our_solvers(*map(first.recipe, METHOD_NAMES)), *([] if scale.name == "paper" else [note])]
+    return Outcome(tables, claims, _draw(results, first, steps, drawn), notes)
 
 
 @study(
@@ -139,32 +151,12 @@ def _draw(results: Results, compared: Comparison, steps: tuple[int, ...], note: 
     "BFN, VDM and BSI, same backbone and budget: equal bits/dim, FID ordered BSI < VDM < BFN",
 )
 def comparison(scale: Scale) -> Steps:
-    results = yield [job for each in scale.comparisons for job in _measurements(scale, each, *scale.steps)]
-    first, samplers = scale.comparisons[0], measure.samplers_of(scale, *scale.steps)
-    tables, claims = dict[str, list[Row]](), []
-    for each in scale.comparisons:
-        tables |= comparison_table(results, each, _printed(each.recipe("bsi")), samplers)
-    sampled = [each for each in scale.comparisons if each.samples]
-    for each in sampled:
-        on = f" on {DATASETS[each.recipe('bsi').data.name].title}" if len(sampled) > 1 else ""
-        table, found = differences(results, each, on)
-        tables |= table
-        claims += found
-    notes = [our_solvers(*map(first.recipe, METHOD_NAMES)), *([] if scale.name == "paper" else [PAPER_NOTE])]
-    return Outcome(tables, claims, _draw(results, first, scale.steps, ""), notes)
+    return (yield from _compare(scale, [*scale.comparisons], scale.steps, PAPER_NOTE))
 
 
 @study('Table "architecture"', "the same comparison with another backbone, in the paper the U-Net")
 def architecture(scale: Scale) -> Steps:
-    compared, steps = scale.architecture, scale.most_steps
-    results = yield _measurements(scale, compared, steps)
-    table, claims = differences(results, compared)
-    tables = comparison_table(results, compared, UNET, measure.samplers_of(scale, steps)) | table
-    notes = [our_solvers(*map(compared.recipe, METHOD_NAMES)), *([] if scale.name == "paper" else [UNET_NOTE])]
-    return Outcome(tables, claims, _draw(results, compared, (steps,), ", the other backbone"), notes)
-
-
-# samples
+    return (yield from _compare(scale, [scale.architecture], (scale.most_steps,), UNET_NOTE, ", the other backbone"))
 
 
 ROWS, COLUMNS = 8, 4
@@ -173,8 +165,8 @@ ROWS, COLUMNS = 8, 4
 @study('Figure "samples"', "samples of the three methods next to data")
 def samples(scale: Scale) -> Steps:
     """The first samples are kept with their distance."""
-    first, sampler, num = scale.comparisons[0], measure.paper_sampler(scale.most_steps), ROWS * COLUMNS
-    jobs = {method: measure.quality(scale, first.networks(method)[0], sampler) for method in METHOD_NAMES}
+    first, sampler, num = scale.comparisons[0], paper_sampler(scale.most_steps), ROWS * COLUMNS
+    jobs = {method: quality(scale, first.networks(method)[0], sampler) for method in METHOD_NAMES}
     results = yield list(jobs.values())
 
     dataset = open_dataset(first.recipe("bsi").data.name)
@@ -185,16 +177,13 @@ def samples(scale: Scale) -> Steps:
         shown[method.upper()] = results.read(job).arrays["images"][:num]
         distance = results.distance([job.network], sampler)
         rows.append({"method": method.upper(), f"{scale.metric} at {sampler.steps}": distance})
-    figure, axes = figures.panels(len(shown), width=1.75, height=3.4)
+    figure, axes = outcome.panels(len(shown), width=1.75, height=3.4)
     for panel, (name, indices) in zip(axes, shown.items(), strict=True):
         panel.imshow(grid(dataset.bins.values(indices), COLUMNS, towards=1), interpolation="nearest")
         panel.set_title(name, loc="center")
         panel.set_axis_off()
     note = f"{sampler.steps} steps of the paper's sampler; samples 0 to {num - 1} of seed 0, not selected."
     return Outcome({"samples": rows}, [], figure, [note])
-
-
-# fid-convergence
 
 
 FROM = 16  # steps, in the paper's claim
@@ -204,44 +193,29 @@ PAPERS = "paper's sampler"
 
 @study('Figure "fid-convergence"', "FID against steps for the three methods, and for our solvers")
 def fid_convergence(scale: Scale) -> Steps:
-    steps, our_grid = scale.convergence_steps, measure.OURS.grid
-    networks = {method.upper(): scale.convergence(method) for method in METHOD_NAMES}
-    samplers = {PAPERS: [measure.paper_sampler(k) for k in steps]}
+    steps, networks = scale.convergence_steps, {method.upper(): scale.convergence(method) for method in METHOD_NAMES}
+    samplers = {PAPERS: [paper_sampler(k) for k in steps]}
     for solver in (FLOW_SOLVER, NOISY_SOLVER):
-        samplers[f"{solver}, {our_grid}"] = [Sampler(k, solver, our_grid) for k in steps if k <= ENOUGH]
-    results = yield [
-        measure.quality(scale, network, sampler)
-        for network in networks.values()
-        for curve in samplers.values()
-        for sampler in curve
-    ]
+        samplers[f"{solver}, {OURS.grid}"] = [Sampler(k, solver, OURS.grid) for k in steps if k <= ENOUGH]
+    every = [sampler for curve in samplers.values() for sampler in curve]
+    results = yield [quality(scale, network, sampler) for network in networks.values() for sampler in every]
 
     found = {
         curve: {name: [results.distance([network], how) for how in along] for name, network in networks.items()}
         for curve, along in samplers.items()
     }
-    figure, axes = figures.panels(len(found), width=2.8)
-    rows: list[Row] = []
+    figure, axes = outcome.panels(len(found), width=2.8)
     for panel, (curve, each) in zip(axes, found.items(), strict=True):
         shown = steps[: len(each["BSI"])]
-        figures.curves(panel, shown, each, xlabel="steps", ylabel=scale.metric, yscale="log", title=curve)
-        for method, estimates in each.items():
-            rows.append({"sampler": f"{method}, {curve}", **dict(zip(map(str, steps), estimates, strict=False))})
-    paper = found[PAPERS]
-    order = [
-        outcome.less(f"{k} steps, against {other}", paper["BSI"][i], paper[other][i])
-        for i, k in enumerate(steps)
-        for other in ("VDM", "BFN")
-        if k >= FROM
-    ]
-    at, ours = steps.index(FROM), []
-    for name, network in networks.items():
-        curve = f"{measure.OURS.solver_for(network.method)}, {our_grid}"
-        ours.append(outcome.less(name, found[curve][name][at], paper[name][at]))
-    better = f"At {FROM} steps, our solver on {our_grid} is better than the paper's sampler, for each method"
+        outcome.curves(panel, shown, each, xlabel="steps", ylabel=scale.metric, yscale="log", title=curve)
+    named = {f"{name}, {curve}": estimates for curve, each in found.items() for name, estimates in each.items()}
+    paper, at = found[PAPERS], steps.index(FROM)
+    order = [paper["BSI"][i] - paper[other][i] for i, k in enumerate(steps) for other in ("VDM", "BFN") if k >= FROM]
+    ours = {name: f"{OURS.solver_for(network.method)}, {OURS.grid}" for name, network in networks.items()}
+    better = f"At {FROM} steps, our solver on {OURS.grid} is better than the paper's sampler, for each method"
     claims = [
-        outcome.all_of(f"From {FROM} steps upwards, BSI is better than BFN and VDM at the same number", order),
-        outcome.all_of(better, ours),
+        outcome.all_less(f"From {FROM} steps upwards, BSI is better than BFN and VDM at the same number", order),
+        outcome.all_less(better, (found[curve][name][at] - paper[name][at] for name, curve in ours.items())),
     ]
-    table = {f"sample quality ({scale.metric}) by steps": rows}
-    return Outcome(table, claims, figure, [our_solvers(*networks.values())])
+    tables = {f"sample quality ({scale.metric}) by steps": outcome.table("sampler", steps, named)}
+    return Outcome(tables, claims, figure, [our_solvers(*networks.values())])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +26,7 @@ from bsi.oracle import Mixture
 from bsi.pictures import grid
 from bsi.rng import SeededNoise, standard_normal
 from bsi.sampling import Step, measurement, trajectory
-from bsi.studies import figures
-from bsi.studies.outcome import Claim, Outcome, Steps, Verdict, study
+from bsi.studies.outcome import PALETTE, Claim, Outcome, Steps, panels, study
 from bsi.studies.scale import METHOD_NAMES, Scale
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 METHOD = BSI(lambda_0=0.3, alpha_M=1e3)
 GRID = (0.3, 1.2, 4.0, 16.0, 80.0, METHOD.levels.high)
 SEED = 32
-BELIEF, MEASURED, GUESS = (figures.PALETTE[i] for i in (0, 1, 4))
+BELIEF, MEASURED, GUESS = (PALETTE[i] for i in (0, 1, 4))
 
 
 def spiral(arms: int = 60) -> Mixture:
@@ -47,12 +45,6 @@ def spiral(arms: int = 60) -> Mixture:
     radius = 0.3 + 0.2 * turn
     means = torch.stack([radius * torch.cos(turn), radius * torch.sin(turn)], 1)
     return Mixture(torch.full((arms,), 1 / arms, dtype=torch.float64), means, torch.full_like(means, 0.004))
-
-
-def steps() -> list[Step]:
-    """The trajectory of one sample."""
-    noise = SeededNoise(SEED, torch.zeros(1, dtype=torch.long), (2,), torch.float64)
-    return list(trajectory(METHOD, spiral().predictor(METHOD), noise, torch.tensor(GRID, dtype=torch.float64)))
 
 
 def _circle(axes: Axes, center: Float[Tensor, " 2"], precision: float) -> None:
@@ -65,25 +57,13 @@ def _circle(axes: Axes, center: Float[Tensor, " 2"], precision: float) -> None:
     axes.plot(*center.tolist(), "+", color=BELIEF, markersize=8, markeredgewidth=1.6)
 
 
-def _label(axes: Axes, point: list[float], text: str, color: str) -> None:
-    axes.annotate(
-        text,
-        (point[0], point[1]),
-        xytext=(8, 0),
-        textcoords="offset points",
-        color=color,
-        va="center",
-        fontweight="bold",
-    )
-
-
 def _draw(found: list[Step]) -> Figure:
-    figure, axes = figures.panels(5, width=1.75, height=2.15)
+    figure, axes = panels(5, width=1.75, height=2.15)
     generator = torch.Generator().manual_seed(0)
     chosen, eps = torch.rand(900, generator=generator), torch.randn(900, 2, generator=generator)
     points = spiral().sample(chosen.double(), eps.double())
     first, second, last = found[0], found[1], found[-1]
-    guess, y = first.x_hat[0].tolist(), measurement(METHOD, first, second)[0].tolist()
+    guess, y = (tuple(x[0].tolist()) for x in (first.x_hat, measurement(METHOD, first, second)))
     titles = ("1 Believe", "2 Predict", "3 Measure", "4 Update", "5 Repeat")
     for panel, title in zip(axes, titles, strict=True):
         panel.plot(points[:, 0], points[:, 1], ".", color="#A9A9B4", markersize=1.1, zorder=0)
@@ -94,8 +74,8 @@ def _draw(found: list[Step]) -> Figure:
         panel.plot(*guess, "o", color=GUESS, markersize=6, zorder=3)
     for panel in axes[2:4]:
         panel.plot(*y, "X", color=MEASURED, markersize=7, zorder=3)
-    _label(axes[1], guess, r"$\hat{x}$", GUESS)
-    _label(axes[2], y, r"$y$", MEASURED)
+    for panel, point, name, color in ((axes[1], guess, r"$\hat{x}$", GUESS), (axes[2], y, r"$y$", MEASURED)):
+        panel.annotate(name, point, xytext=(8, 0), textcoords="offset points", color=color, va="center")
     axes[2].plot(*zip(guess, y, strict=True), ":", color=MEASURED, linewidth=1.2)
     _circle(axes[3], second.latent[0], GRID[1])
     for step in found[1:-1]:
@@ -111,17 +91,18 @@ def _draw(found: list[Step]) -> Figure:
 def illustration(scale: Scale) -> Steps:
     """Lemma "Posterior Update" holds at each step."""
     yield []
-    found, error = steps(), 0.0
+    noise = SeededNoise(SEED, torch.zeros(1, dtype=torch.long), (2,), torch.float64)
+    found = list(trajectory(METHOD, spiral().predictor(METHOD), noise, torch.tensor(GRID, dtype=torch.float64)))
+    error = 0.0
     for a, b in itertools.pairwise(found):
         belief = Belief(a.latent, a.level[None]).update(measurement(METHOD, a, b), (b.level - a.level)[None])
         error = max(error, float((belief.mean - b.latent).abs().max()))
-    columns = ("i", "lambda", "mu_1", "mu_2", "x_hat_1", "x_hat_2")
-    rows = []
+    columns, rows = ("i", "lambda", "mu_1", "mu_2", "x_hat_1", "x_hat_2"), []
     for i, step in enumerate(found):
         cells = (i, float(step.level), *step.latent[0].tolist(), *step.x_hat[0].tolist())
         rows.append(dict(zip(columns, cells, strict=True)))
-    verdict: Verdict = "held" if error < 1e-9 else "not held"
-    claim = Claim("Each belief is the posterior of the one before", verdict, f"largest difference {error:.1e}")
+    statement, because = "Each belief is the posterior of the one before", f"largest difference {error:.1e}"
+    claim = Claim(statement, "held" if error < 1e-9 else "not held", because)
     note = "Exact predictions for a mixture of 60 Gaussians on a spiral; the same at every scale."
     return Outcome({"belief": rows}, [claim], _draw(found), [note])
 
@@ -136,36 +117,6 @@ def encoder(method: str, t: float) -> Encoder:
     return built.encoder(built.levels.icdf(torch.tensor(t, dtype=torch.float64)))
 
 
-def _rounds_to(statement: str, value: float, printed: float, places: int) -> Claim:
-    """The claim that an exact value rounds to the printed one."""
-    verdict: Verdict = "held" if round(value, places) == printed else "not held"
-    return Claim(statement, verdict, f"{value:.4f}, printed {printed:g}")
-
-
-def _draw_encoders(dataset_name: str, encoders: Mapping[tuple[str, float], Encoder]) -> Figure:
-    """A test image under each encoder, a row for each method."""
-    dataset = open_dataset(dataset_name)
-    assert dataset.bins is not None
-    image = np.asarray(dataset.split("test")[IMAGES[dataset.name]])
-    x = torch.from_numpy(dataset.bins.values(image)).float()
-    eps = standard_normal(0, torch.zeros(1, dtype=torch.long), 0, tuple(x.shape))[0]
-    half, pictures = x.shape[1] // 2, []
-    for e in encoders.values():
-        mean = float(e.signal) * x
-        sample = mean + float(e.noise) * eps
-        pictures.append(torch.cat([mean[:, :half], sample[:, half:]], dim=1).numpy())
-    figure, (axes,) = figures.panels(1, width=7.4, height=2.4)
-    sheet = np.asarray(grid(np.stack(pictures), len(TIMES)))
-    width, height = sheet.shape[1] / len(TIMES), sheet.shape[0] / len(METHOD_NAMES)
-    axes.imshow(sheet, interpolation="nearest")
-    axes.set_xticks([(i + 0.5) * width for i in range(len(TIMES))], [f"{t:g}" for t in TIMES])
-    names = [method.upper() for method in METHOD_NAMES]
-    axes.set_yticks([(i + 0.5) * height for i in range(len(names))], names)
-    axes.set_xlabel("t: noise at 0, data at 1 (top the mean, bottom a sample)")
-    axes.grid(False)
-    return figure
-
-
 @study('Figure "noise-levels"', "encoders of the three methods, mean and sample, over t")
 def noise_levels(scale: Scale) -> Steps:
     yield []
@@ -177,14 +128,34 @@ def noise_levels(scale: Scale) -> Steps:
             e = encoders[method, t]
             row |= {f"{method.upper()} signal": float(e.signal), f"{method.upper()} variance": float(e.noise**2)}
         rows.append(row)
-    variance = {key: float(e.noise) ** 2 for key, e in encoders.items()}
-    largest = max(float(encoder("bfn", t / 1000).noise) ** 2 for t in range(1001))
+    noisy = {method: float(encoders[method, 0.1].noise) ** 2 for method in METHOD_NAMES}
+    signal = {method: float(encoders[method, 0.0].signal) for method in METHOD_NAMES}
     claims = [
-        _rounds_to("BSI's variance at t = 0.1", variance["bsi", 0.1], 15.85, 2),
-        _rounds_to("VDM's variance at t = 0.1", variance["vdm", 0.1], 0.96, 2),
-        _rounds_to("VDM's share of the image at t = 0", float(encoders["vdm", 0.0].signal), 0.08, 2),
-        _rounds_to("BFN is deterministic at t = 0: its variance", variance["bfn", 0.0], 0.0, 12),
-        _rounds_to("BSI's share of the image at t = 0", float(encoders["bsi", 0.0].signal), 0.0, 12),
+        Claim(statement, "held" if round(value, places) == printed else "not held", f"{value:.4f}, printed {printed:g}")
+        for statement, value, printed, places in (
+            ("BSI's variance at t = 0.1", noisy["bsi"], 15.85, 2),
+            ("VDM's variance at t = 0.1", noisy["vdm"], 0.96, 2),
+            ("VDM's share of the image at t = 0", signal["vdm"], 0.08, 2),
+            ("BFN is deterministic at t = 0: its variance", float(encoders["bfn", 0.0].noise) ** 2, 0.0, 12),
+            ("BSI's share of the image at t = 0", signal["bsi"], 0.0, 12),
+        )
     ]
-    figure = _draw_encoders(scale.comparisons[0].recipe("bsi").data.name, encoders)
+
+    dataset = open_dataset(scale.comparisons[0].recipe("bsi").data.name)
+    assert dataset.bins is not None
+    x = torch.from_numpy(dataset.bins.values(np.asarray(dataset.split("test")[IMAGES[dataset.name]]))).float()
+    eps = standard_normal(0, torch.zeros(1, dtype=torch.long), 0, tuple(x.shape))[0]
+    half, pictures = x.shape[1] // 2, []
+    for e in encoders.values():
+        mean = float(e.signal) * x
+        pictures.append(torch.cat([mean[:, :half], (mean + float(e.noise) * eps)[:, half:]], dim=1).numpy())
+    figure, (axes,) = panels(1, width=7.4, height=2.4)
+    sheet = np.asarray(grid(np.stack(pictures), len(TIMES)))
+    height, width = sheet.shape[0] / len(METHOD_NAMES), sheet.shape[1] / len(TIMES)
+    axes.imshow(sheet, interpolation="nearest")
+    axes.set_xticks([(i + 0.5) * width for i in range(len(TIMES))], [f"{t:g}" for t in TIMES])
+    axes.set_yticks([(i + 0.5) * height for i in range(len(noisy))], [method.upper() for method in METHOD_NAMES])
+    axes.set_xlabel("t: noise at 0, data at 1 (top the mean, bottom a sample)")
+    axes.grid(False)
+    largest = max(float(encoder("bfn", t / 1000).noise) ** 2 for t in range(1001))
     return Outcome({"encoders": rows}, claims, figure, [f"BFN's variance is at most {largest:.4g}, at any t."])

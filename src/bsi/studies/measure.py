@@ -1,64 +1,298 @@
-"""The measurements of a network: its bound, its errors over the levels, and the quality of its samples.
+"""Jobs, which train or measure a network, and the store of their results.
 
+    Training         train a network and keep its moving average
     Bound            bits per dimension of the test set, with L_M^inf or L_M^k
-    Reconstruction   L_R for several precisions alpha_R of the decoder
     LevelErrors      errors of the predictions at levels from the first to the last
     Quality          the Fréchet distance of samples to the test set, or to the training set too
 
-Noise, levels and the order of images depend on the seed alone, so that networks are compared on the same draws.
+A job is a record, and its name is a hash of the record. Its result is kept in files of that name, written atomically:
 
-The metric of the scale smoke is `fd-digits`, a Fréchet distance for 8x8 digits, which are too small for Inception. Its
-features are the 32 activations before the logits of a small classifier, whose weights (digits_features.safetensors) are
-part of the package and were trained by docs/benchmarks/digits_features.py. Its values are comparable with each other
-only.
+    FOLDER/networks/HASH/network.safetensors     the moving average, next to the run's journal
+    FOLDER/measurements/KIND-HASH.json           the job, the values, and how they were measured
+    FOLDER/measurements/KIND-HASH.npz            arrays, if there are any
+
+Noise, levels and the order of images depend on the seed alone, so that networks are compared on the same draws.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
+import json
 import math
 import shutil
 import time
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
+import numpy as np
 import safetensors.torch
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from bsi.bound import EvaluatedModel, OneRank
+from bsi.backbones.config import UNetConfig, cost
 from bsi.bound import estimate as estimate_bound
 from bsi.data.batches import as_source
 from bsi.data.store import open_dataset
-from bsi.elbo import Estimator, reconstruction_loss
-from bsi.errors import DataError, NonFinite, Preempted, UsageError
+from bsi.elbo import Estimator
+from bsi.errors import DataError, NonFinite, Preempted
 from bsi.evaluation.runs import fitted_variance
 from bsi.evaluation.samples import SampleFile, draw_into, image_batches
 from bsi.gaussian import squared_norm
+from bsi.io import atomic, canonical_json, write_json
 from bsi.methods import BSI
 from bsi.metrics import Extractor, Inception, collect, frechet_distance, frechet_error, metric_name, reference
 from bsi.model import Model
-from bsi.recipe import Recipe
+from bsi.recipe import Objective, Recipe
 from bsi.rng import standard_normal
 from bsi.runtime.distributed import Place, World
+from bsi.runtime.serialization import changes, flat, from_plain, to_plain
 from bsi.sampler import Sampler, VarianceKind
-from bsi.studies.job import Job, Result, Store, describe
-from bsi.studies.scale import MetricName, Scale
+from bsi.studies.scale import DATASETS, MetricName, Scale
+from bsi.training.resume import SAFE
 
 SHOWN = 64  # samples that are kept for figures
 OURS = Sampler()
-OURS_NAME = f"our solver on {OURS.grid} in {OURS.steps}"  # in tables
+
+
+@dataclass(frozen=True)
+class Job:
+    """A measurement of a network, or its training."""
+
+    network: Recipe
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__.lower()
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{_hash({'network': network_name(self.network), **self.settings()})}"
+
+    def settings(self) -> dict[str, Any]:
+        """All settings except the network, for JSON. Newer ones are left out at their defaults, to keep names."""
+        older = ((k, v) for k, v in vars(self).items() if (k, v) not in (("variance", "none"), ("alpha_R", None)))
+        return {k: v.record() if isinstance(v, Sampler) else to_plain(v) for k, v in older if k != "network"}
+
+    def title(self) -> str:
+        """The job in a few words."""
+        settings = ", ".join(f"{name} {value}" for name, value in flat(self.settings()).items() if value is not None)
+        return f"{self.kind} of {describe(self.network)}: {settings}"
+
+    def measure(self, model: Model, store: Store, deadline: Deadline) -> Result:
+        """Measure the trained network."""
+        raise NotImplementedError
+
+    def seconds(self, scale: Scale) -> float:
+        """An estimate, from floating-point operations and the speed of the scale's hardware."""
+        network, data, speed = self.network, DATASETS[self.network.data.name], scale.throughput
+        assert network.backbone is not None
+        relative = speed.unet if isinstance(network.backbone, UNetConfig) else 1.0
+        flops = cost(network.backbone, data.shape, data.bins).flops / relative
+        match self:
+            case Training():  # the backward pass takes as long as two evaluations
+                return speed.startup_s + 3 * network.batch * network.steps * flops / speed.training
+            case Bound():
+                evaluations, compared = data.test_images * (self.levels + self.recon), 0
+            case LevelErrors():
+                evaluations, compared = self.levels * self.images, 0
+            case Quality():
+                evaluations, compared = self.num * (self.sampler.steps + 1), self.num
+        return 0.2 * speed.startup_s + evaluations * flops / speed.evaluation + compared / speed.metric
+
+
+@dataclass(frozen=True)
+class Training(Job):
+    @property
+    def name(self) -> str:
+        return network_name(self.network)
+
+    def title(self) -> str:
+        return f"training of {describe(self.network)}: {self.network.steps} steps of {self.network.batch}"
+
+
+@dataclass(frozen=True)
+class Bound(Job):
+    """Bits per dimension of the test set: `levels` and `recon` evaluations of each image.
+
+    `alpha_R` is the precision of BSI's decoder, in place of the method's own.
+    """
+
+    levels: int
+    recon: int
+    finite_k: int | None = None
+    variance: VarianceKind = "none"
+    alpha_R: float | None = None
+
+    def measure(self, model: Model, store: Store, deadline: Deadline) -> Result:
+        """The bound, with the replicates of every image in nats: differences of networks are computed from these."""
+        dataset, batch = open_dataset(self.network.data.name), store.scale.batch
+        test = model.on(as_source(dataset.split("test"), model.device))
+        if self.variance != "none":
+            test = replace(test, variance=fitted_variance(model, dataset, self.variance, batch))
+        if self.alpha_R is not None:
+            assert isinstance(test.method, BSI)
+            test = replace(test, method=replace(test.method, alpha_R=self.alpha_R))
+        found = estimate_bound(test, Estimator(self.levels, self.recon, self.finite_k, batch_size=batch))
+        terms = {"measurement": found.measurements, "reconstruction": found.reconstructions}
+        arrays = {name: term.values for name, term in terms.items()} | {"prior": found.prior}
+        arrays |= {f"{name}_sizes": term.sizes for name, term in terms.items()} | {"block": found.measurements.block}
+        values = {**found.record(), "images": len(found.nats), "dimensions": found.n}
+        return Result(values, {name: array.numpy() for name, array in arrays.items()})
+
+
+@dataclass(frozen=True)
+class LevelErrors(Job):
+    """|x - x_hat|^2 and |psi - x_hat| / |psi| of `images` test images at `levels` levels, evenly spaced in t."""
+
+    levels: int
+    images: int
+
+    @torch.no_grad()
+    def measure(self, model: Model, store: Store, deadline: Deadline) -> Result:
+        """Both at each level, of the same images with the same noise."""
+        test = open_dataset(self.network.data.name).split("test")
+        count = min(self.images, len(test))
+        chosen = np.arange(count) * len(test) // count
+        x, ids = model.values(torch.from_numpy(test[chosen])).to(model.device), torch.from_numpy(chosen)
+        eps = standard_normal(2, ids.to(model.device), 0, model.shape)
+        levels = model.method.levels.icdf(torch.linspace(0, 1, self.levels, dtype=torch.float64))
+        errors, distances = [], []
+        for level in levels.to(model.device):
+            at = level.expand(count)
+            psi = model.method.encoder(at).encode(x, eps)
+            x_hat = model.denoiser(psi, at)
+            errors.append(squared_norm(x - x_hat).double().cpu())
+            distances.append((squared_norm(psi - x_hat) / squared_norm(psi)).sqrt().double().cpu())
+        arrays = {"level": levels, "error": torch.stack(errors), "distance": torch.stack(distances)}
+        if not bool(torch.isfinite(arrays["error"]).all()):
+            raise NonFinite("predictions are NaN or infinite at some level")
+        return Result({"images": count, "levels": self.levels}, {name: a.numpy() for name, a in arrays.items()})
+
+
+@dataclass(frozen=True)
+class Quality(Job):
+    """The Fréchet distance of `num` samples to parts of the dataset. Sample i has the same noise for every network."""
+
+    metric: MetricName
+    num: int
+    sampler: Sampler
+    references: tuple[str, ...] = ("test",)
+    seed: int = 0
+
+    def measure(self, model: Model, store: Store, deadline: Deadline) -> Result:
+        """The distance to each part of the dataset, with the error from drawing these samples.
+
+        Samples are kept in the store until their distance is known, so that an interrupted drawing resumes.
+        """
+        dataset, extractor = open_dataset(self.network.data.name), _extractor(self.metric, model.device)
+        if self.sampler.variance != "none":
+            fitted_variance(model, dataset, self.sampler.variance, store.scale.batch)
+        batch, kept = store.scale.batch, store.folder / "measurements" / f"{self.name}-samples"
+        file = SampleFile.of(model, self.sampler, self.seed, None, kept / "samples.npz", self.num)
+
+        def check(ids: range) -> None:
+            deadline.check(f"{ids.start} of {self.num} samples are drawn")
+
+        alone = World(Place(), model.device)
+        drawn = draw_into(file, file.missing(), model, self.sampler, self.seed, None, batch, alone, check)
+        assert drawn is not None
+        assert dataset.bins is not None
+        samples = collect(image_batches(drawn, dataset.bins, batch), extractor, keep=True)
+        assert samples.vectors is not None
+        values: dict[str, Any] = {"metric": metric_name(extractor), "samples": len(drawn)}
+        values |= {"extractor_hash": extractor.hash, "precision": extractor.precision}
+        for part in self.references:
+            images = image_batches(dataset.split(part), dataset.bins, batch)
+            real = reference(dataset.name, dataset.version, part, images, extractor, folder=store.folder / "references")
+            values[f"distance_{part}"] = frechet_distance(samples.moments, real.features.moments)
+            values[f"error_{part}"] = frechet_error(samples.vectors, real.features.moments)
+        shutil.rmtree(kept)
+        return Result(values, {"images": drawn[:SHOWN]})
+
+
+# The measurements of a scale
 
 
 def paper_sampler(steps: int) -> Sampler:
     return Sampler(steps, "posterior", "paper")
+
+
+def samplers_of(scale: Scale, *steps: int, ours: Sampler = OURS) -> dict[str, Sampler]:
+    """The paper's sampler with these numbers of steps, and ours, by the columns of their distances in tables."""
+    papers = {f"{scale.metric} at {k}": paper_sampler(k) for k in steps}
+    return {**papers, f"{scale.metric}, our solver on {ours.grid} in {ours.steps}": ours}
+
+
+def bound(scale: Scale, network: Recipe, finite_k: int | None = None) -> Bound:
+    return Bound(network, scale.levels, scale.recon, finite_k)
+
+
+def quality(scale: Scale, network: Recipe, sampler: Sampler = OURS) -> Quality:
+    return Quality(network, scale.metric, scale.samples, sampler.named(network.method), scale.references)
+
+
+def bound_and_quality(scale: Scale, networks: Iterable[Recipe], samplers: Mapping[str, Sampler]) -> list[Job]:
+    """The bound of each network, and the quality of its samples by each sampler."""
+    return [job for n in networks for job in (bound(scale, n), *(quality(scale, n, s) for s in samplers.values()))]
+
+
+# The names of networks and jobs
+
+
+def network_name(recipe: Recipe) -> str:
+    """A hash of the settings that decide the weights.
+
+    Settings at their defaults are left out, so that a setting added in a later version changes no name. If a default
+    changes instead, the recipe that is stored with each result shows it (`check_network`).
+    """
+    return _hash(_changed_settings(recipe, ""))
+
+
+def check_network(stored: object, wanted: Recipe, path: Path) -> None:
+    """Raise if two recipes with one name differ in a setting that decides the weights."""
+    if not all(_keeps_weights(change.name) for change in changes(stored, wanted)):
+        raise DataError(f"{path} is of a network trained with other defaults. Delete it and run the study again.")
+
+
+def _hash(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(plain).encode()).hexdigest()[:12]
+
+
+def _keeps_weights(name: str) -> bool:
+    return any(name == safe or name.startswith(f"{safe}.") for safe in SAFE)
+
+
+def _changed_settings(record: Any, prefix: str) -> dict[str, Any]:
+    """The settings of a record that decide the weights and differ from their defaults."""
+    found: dict[str, Any] = {"is": type(record).__name__}
+    for f in fields(record):
+        value = getattr(record, f.name)
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        if value != default and not _keeps_weights(prefix + f.name):
+            nested = is_dataclass(value)
+            found[f.name] = _changed_settings(value, f"{prefix}{f.name}.") if nested else to_plain(value)
+    return found
+
+
+def describe(recipe: Recipe) -> str:
+    """A network in a few words: its method, the settings that studies vary, and its seed."""
+    method, usual, objective = recipe.method, vars(type(recipe.method)()), vars(recipe.objective)
+    varied = {name: value for name, value in vars(method).items() if name in ("lambda_0", "gamma_0", "clips")}
+    words = [type(method).__name__, *(f"{name}={value}" for name, value in varied.items() if value != usual[name])]
+    words += ["U-Net"] if isinstance(recipe.backbone, UNetConfig) else []
+    words += [recipe.parametrization] if recipe.parametrization is not None else []
+    words += [f"{name}={value}" for name, value in objective.items() if value != vars(Objective())[name]]
+    return f"{' '.join(words)}, seed {recipe.seed}"
+
+
+# Results and their store
 
 
 @dataclass(frozen=True)
@@ -78,204 +312,64 @@ class Deadline:
 
 
 @dataclass(frozen=True)
-class OfTestSet(Job):
-    """A measurement of the network on the test set."""
+class Result:
+    """What was measured: JSON values and arrays by name; `about` has the time, the machine and the commit."""
 
-    @abstractmethod
-    def of(self, model: EvaluatedModel, batch: int) -> Result: ...
+    values: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Bound(OfTestSet):
-    """Bits per dimension of the test set: `levels` and `recon` evaluations of each image."""
-
-    levels: int
-    recon: int
-    finite_k: int | None = None
-    variance: VarianceKind = "none"
-
-    def title(self) -> str:
-        at = "" if self.finite_k is None else f" at k={self.finite_k}"
-        return f"bits/dim of {describe(self.network)}{at}: {self.levels} levels{_with_variance(self.variance)}"
-
-    def evaluations(self) -> int:
-        return self.data.test_images * (self.levels + self.recon)
-
-    def of(self, model: EvaluatedModel, batch: int) -> Result:
-        """The bound, with the replicates of every image in nats: differences of networks are computed from these."""
-        found = estimate_bound(model, Estimator(self.levels, self.recon, self.finite_k, batch_size=batch))
-        arrays = {
-            "measurement": found.measurements.values,
-            "measurement_sizes": found.measurements.sizes,
-            "reconstruction": found.reconstructions.values,
-            "reconstruction_sizes": found.reconstructions.sizes,
-            "block": found.measurements.block,
-            "prior": found.prior,
-        }
-        values = {**found.record(), "images": len(found.nats), "dimensions": found.n}
-        return Result(values, {name: array.numpy() for name, array in arrays.items()})
+    def __str__(self) -> str:
+        shown = (f"{name} {value:.5g}" for name, value in self.values.items() if isinstance(value, float))
+        return ", ".join(shown) or f"{len(self.arrays)} arrays"
 
 
 @dataclass(frozen=True)
-class Reconstruction(OfTestSet):
-    """L_R of BSI with alpha_R = factor alpha_M, from the same predictions for every factor."""
+class Store:
+    """The folder that all studies share, at one scale."""
 
-    factors: tuple[float, ...]
-    recon: int
+    folder: Path
+    scale: Scale
 
-    def title(self) -> str:
-        return f"L_R of {describe(self.network)} for {len(self.factors)} values of alpha_R"
+    def network(self, recipe: Recipe) -> Path:
+        """The run folder of a network."""
+        return self.folder / "networks" / network_name(recipe)
 
-    def evaluations(self) -> int:
-        return self.data.test_images * self.recon * len(self.factors)
+    def file(self, job: Job) -> Path:
+        """The file that exists if the job is done: the weights, or the record of a measurement."""
+        if isinstance(job, Training):
+            return self.network(job.network) / "network.safetensors"
+        return self.folder / "measurements" / f"{job.name}.json"
 
-    def of(self, model: EvaluatedModel, batch: int) -> Result:
-        """L_R of every image for each factor."""
-        method = model.method
-        if not isinstance(method, BSI):
-            raise UsageError(f"alpha_R is a parameter of BSI, got {type(method).__name__}. Use a network of BSI.")
-        nats = torch.zeros(len(self.factors), model.count, dtype=torch.float64)
-        for ids in model.batches(model.count, batch, OneRank()):
-            x, predict = model.x(ids), model.predict(ids)
-            for number in range(self.recon):
-                eps = standard_normal(1, ids, number, model.shape)
-                for row, factor in enumerate(self.factors):
-                    decoder = replace(method, alpha_R=factor * method.alpha_M)
-                    loss = reconstruction_loss(decoder, predict, x, eps, model.kind)
-                    nats[row, ids.cpu()] += loss.double().cpu() / self.recon
-        bits = nats / (math.prod(model.shape) * math.log(2))
-        return Result({"factors": list(self.factors), "reconstruction": bits.mean(1).tolist()}, {"bits": bits.numpy()})
+    def done(self, job: Job) -> bool:
+        return self.file(job).is_file()
 
+    def write(self, job: Job, result: Result) -> None:
+        """Write a result, its arrays first: a record that exists is complete."""
+        path = self.file(job)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if result.arrays:
+            with atomic(path.with_suffix(".npz")) as temporary:
+                np.savez_compressed(temporary, allow_pickle=False, **result.arrays)
+        about_job = {"kind": job.kind, "recipe": to_plain(job.network), **job.settings()}
+        found = {"job": about_job, "values": dict(result.values), "arrays": sorted(result.arrays)}
+        write_json(path, {**found, "about": dict(result.about)})
 
-@dataclass(frozen=True)
-class LevelErrors(OfTestSet):
-    """|x - x_hat|^2 and |psi - x_hat| / |psi| of `images` test images at `levels` levels, evenly spaced in t."""
-
-    levels: int
-    images: int
-
-    def title(self) -> str:
-        return f"errors of {describe(self.network)}: {self.images} images at {self.levels} levels"
-
-    def evaluations(self) -> int:
-        return self.levels * self.images
-
-    def of(self, model: EvaluatedModel, batch: int) -> Result:
-        """Both at each level, of the same images with the same noise."""
-        count = min(self.images, model.count)
-        ids = torch.arange(count, device=model.device) * model.count // count
-        x, predict, eps = model.x(ids), model.predict(ids), standard_normal(2, ids, 0, model.shape)
-        t = torch.linspace(0, 1, self.levels, dtype=torch.float64)
-        levels = model.method.levels.icdf(t)
-        errors, distances = [], []
-        for level in levels.to(model.device):
-            at = level.expand(count)
-            psi = model.method.encoder(at).encode(x, eps)
-            x_hat = predict(psi, at)
-            errors.append(squared_norm(x - x_hat).double().cpu())
-            distances.append((squared_norm(psi - x_hat) / squared_norm(psi)).sqrt().double().cpu())
-        arrays = {"level": levels, "t": t, "error": torch.stack(errors), "distance": torch.stack(distances)}
-        if not bool(torch.isfinite(arrays["error"]).all()):
-            raise NonFinite("predictions are NaN or infinite at some level")
-        return Result({"images": count, "levels": self.levels}, {name: a.numpy() for name, a in arrays.items()})
-
-
-@dataclass(frozen=True)
-class Quality(Job):
-    """The Fréchet distance of `num` samples to parts of the dataset. Sample i has the same noise for every network."""
-
-    metric: MetricName
-    num: int
-    sampler: Sampler
-    references: tuple[str, ...] = ("test",)
-    seed: int = 0
-
-    def title(self) -> str:
-        how = self.sampler
-        drawn = f"{self.num} samples, {how.steps} steps of {how.solver} on {how.grid}"
-        return f"{self.metric} of {describe(self.network)}: {drawn}{_with_variance(how.variance)}"
-
-    def evaluations(self) -> int:
-        return self.num * (self.sampler.steps + 1)
-
-    def seconds(self, scale: Scale) -> float:
-        return super().seconds(scale) + self.num / scale.throughput.metric
-
-    def of_samples(self, model: Model, store: Store, deadline: Deadline) -> Result:
-        """The distance to each part of the dataset, with the error from drawing these samples.
-
-        Samples are kept in the store until their distance is known, so that an interrupted drawing resumes.
-        """
-        dataset, extractor = open_dataset(self.network.data.name), _extractor(self.metric, model.device)
-        batch, kept = store.scale.sample_batch, store.folder / "measurements" / f"{self.name}-samples"
-        file = SampleFile.of(model, self.sampler, self.seed, None, kept / "samples.npz", self.num)
-
-        def check(ids: range) -> None:
-            deadline.check(f"{ids.start} of {self.num} samples are drawn")
-
-        alone = World(Place(), model.device)
-        drawn = draw_into(file, file.missing(), model, self.sampler, self.seed, None, batch, alone, check)
-        assert drawn is not None
-        assert dataset.bins is not None
-        samples = collect(image_batches(drawn, dataset.bins, batch), extractor, keep=True)
-        assert samples.vectors is not None
-        values: dict[str, Any] = {
-            "metric": metric_name(extractor),
-            "samples": len(drawn),
-            "extractor_hash": extractor.hash,
-            "precision": extractor.precision,
-        }
-        for part in self.references:
-            images = image_batches(dataset.split(part), dataset.bins, batch)
-            real = reference(dataset.name, dataset.version, part, images, extractor, folder=store.folder / "references")
-            values[f"distance_{part}"] = frechet_distance(samples.moments, real.features.moments)
-            values[f"error_{part}"] = frechet_error(samples.vectors, real.features.moments)
-        shutil.rmtree(kept)
-        return Result(values, {"images": drawn[:SHOWN]})
-
-
-def _with_variance(kind: VarianceKind) -> str:
-    return "" if kind == "none" else f", variance {kind}"
-
-
-@torch.no_grad()
-def measure(job: Job, model: Model, store: Store, deadline: Deadline) -> Result:
-    """Measure a model, with a predictive variance if the job has one, fitted to training samples."""
-    dataset, batch = open_dataset(job.network.data.name), store.scale.batch
-    kind = job.sampler.variance if isinstance(job, Quality) else getattr(job, "variance", "none")
-    variance = None if kind == "none" else fitted_variance(model, dataset, kind, batch)
-    if isinstance(job, Quality):
-        return job.of_samples(model, store, deadline)
-    assert isinstance(job, OfTestSet)
-    test = model.on(as_source(dataset.split("test"), model.device))
-    return job.of(replace(test, variance=variance), batch)
-
-
-# The measurements of a scale
-
-
-def bound(scale: Scale, network: Recipe, finite_k: int | None = None) -> Bound:
-    return Bound(network, scale.levels, scale.recon, finite_k)
-
-
-def quality(scale: Scale, network: Recipe, sampler: Sampler = OURS) -> Quality:
-    return Quality(network, scale.metric, scale.samples, sampler.named(network.method), scale.references)
-
-
-def samplers_of(scale: Scale, *steps: int, ours: Sampler = OURS) -> dict[str, Sampler]:
-    """The paper's sampler with these numbers of steps, and ours, by the columns of their distances."""
-    return {f"{scale.metric} at {k}": paper_sampler(k) for k in steps} | {f"{scale.metric}, {OURS_NAME}": ours}
-
-
-def measurements(scale: Scale, groups: Mapping[Any, Iterable[Recipe]], samplers: Mapping[str, Sampler]) -> list[Job]:
-    """The bound of each network, and the quality of its samples by each sampler."""
-    jobs: list[Job] = []
-    for network in itertools.chain.from_iterable(groups.values()):
-        jobs += [bound(scale, network), *(quality(scale, network, sampler) for sampler in samplers.values())]
-    return jobs
-
-
-# The features of digits
+    def read(self, job: Job) -> Result:
+        """Read a result. Raises a DataError if files are missing, damaged, or belong to another network."""
+        path, arrays = self.file(job), {}
+        try:
+            found = json.loads(path.read_text("utf-8"))
+            recipe = from_plain(Recipe, found["job"]["recipe"], "recipe")
+            if found["arrays"]:
+                with np.load(path.with_suffix(".npz"), allow_pickle=False) as stored:
+                    arrays = {name: stored[name] for name in found["arrays"]}
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            raise DataError(
+                f"{path} or its .npz is missing or damaged ({error}). Delete both and run the study again."
+            ) from error
+        check_network(recipe, job.network, path)
+        return Result(found["values"], arrays, found["about"])
 
 
 @functools.cache
@@ -285,22 +379,25 @@ def _extractor(metric: MetricName, device: torch.device) -> Extractor:
 
 def digits_classifier() -> nn.Sequential:
     """Values in [-1, 1] of 8x8 digits to features and logits, with new weights."""
-    return nn.Sequential(
-        OrderedDict(
-            conv_1=nn.Conv2d(1, 16, 3, padding=1),
-            silu_1=nn.SiLU(),
-            conv_2=nn.Conv2d(16, 32, 3, padding=1, stride=2),
-            silu_2=nn.SiLU(),
-            flatten=nn.Flatten(),
-            hidden=nn.Linear(32 * 16, DigitsFeatures.dim),
-            silu_3=nn.SiLU(),
-            logits=nn.Linear(DigitsFeatures.dim, 10),
-        )
-    )
+    layers = {
+        "conv_1": nn.Conv2d(1, 16, 3, padding=1),
+        "silu_1": nn.SiLU(),
+        "conv_2": nn.Conv2d(16, 32, 3, padding=1, stride=2),
+        "silu_2": nn.SiLU(),
+        "flatten": nn.Flatten(),
+        "hidden": nn.Linear(32 * 16, DigitsFeatures.dim),
+        "silu_3": nn.SiLU(),
+        "logits": nn.Linear(DigitsFeatures.dim, 10),
+    }
+    return nn.Sequential(OrderedDict(layers))
 
 
 class DigitsFeatures:
-    """A `bsi.metrics.Extractor`: the classifier with the weights of the package."""
+    """A `bsi.metrics.Extractor` for digits, which are too small for Inception: 32 activations of a small classifier.
+
+    Its weights are part of the package; docs/benchmarks/digits_features.py trained them. The values of the metric are
+    comparable with each other only.
+    """
 
     name, resize, precision, dim = "digits", "none", "float32", 32
 

@@ -1,4 +1,4 @@
-"""From results to a report: estimates with standard errors, a verdict on each claim, and tables.
+"""From results to an outcome: estimates with standard errors, a verdict on each claim, tables and figures.
 
 An error is one standard error:
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,11 +30,11 @@ from jaxtyping import Float64
 from bsi.elbo import Replicates
 from bsi.recipe import Recipe
 from bsi.sampler import Sampler
-from bsi.studies.job import Job, Store
-from bsi.studies.measure import OURS, Bound, bound, quality
+from bsi.studies.measure import OURS, Bound, Job, Store, bound, quality
 from bsi.studies.scale import Scale
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STANDARD_ERRORS = 2.0
@@ -42,10 +42,9 @@ PRACTICAL_BITS = 0.001
 PRACTICAL_SHARE = 0.01  # of the value that is compared with
 
 PerImage = Float64[np.ndarray, "seeds images"]
-Networks = Sequence[Recipe]
-"""One network trained from several seeds."""
-Row = dict[str, Any]
-"""The cells of a table by column: text, numbers, estimates, or None."""
+Networks = Sequence[Recipe]  # one network trained from several seeds
+Row = dict[str, Any]  # the cells of a table by column: text, numbers, estimates, or None
+Verdict = Literal["held", "not held", "undecided"]
 
 
 # Estimates
@@ -53,61 +52,46 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its standard error; 0 where the value is exact."""
+    """A value and its standard error; 0 where the value is exact. Of a difference also the smallest practical size."""
 
     value: float
     error: float
+    size: float = 0.0
 
     def __str__(self) -> str:
         """The value with as many digits as the error allows: two digits of the error."""
         if not self.error > 0 or not math.isfinite(self.error) or not math.isfinite(self.value):
             return f"{self.value:.4g}"
-        exponent = math.floor(math.log10(self.error))
-        if exponent < -6:
-            unit = math.floor(math.log10(max(abs(self.value), self.error)))
-            scaled = Estimate(self.value / 10.0**unit, self.error / 10.0**unit)
-            return f"({scaled})e{unit}" if scaled.error > 1e-6 else f"{self.value:.4g}"
-        places = max(0, 1 - exponent)
+        places = max(0, 1 - math.floor(math.log10(self.error)))
+        if places > 7:
+            return f"{self.value:.4g} ± {self.error:.2g}"
         return f"{self.value:.{places}f} ± {self.error:.{places}f}"
 
-    def __sub__(self, other: Estimate) -> Difference:
+    def __sub__(self, other: Estimate) -> Estimate:
         """The difference of two independent estimates."""
         error = math.hypot(self.error, other.error)
-        return Difference(self.value - other.value, error, PRACTICAL_SHARE * abs(other.value))
-
-
-@dataclass(frozen=True)
-class Difference(Estimate):
-    """A difference, and the smallest one of practical size."""
-
-    size: float
+        return Estimate(self.value - other.value, error, PRACTICAL_SHARE * abs(other.value))
 
     @property
     def lower(self) -> bool:
-        """Whether it is below 0, beyond two standard errors and its practical size."""
+        """Whether a difference is below 0, beyond two standard errors and its practical size."""
         return self.value < -max(self.size, STANDARD_ERRORS * self.error)
 
     @property
     def higher(self) -> bool:
-        """Whether it is above 0, beyond two standard errors and its practical size."""
         return self.value > max(self.size, STANDARD_ERRORS * self.error)
 
-    @property
-    def not_lower(self) -> bool:
-        """Whether two standard errors rule out that it is below 0 by its practical size."""
-        return self.value - STANDARD_ERRORS * self.error > -self.size
 
-
-def mean_of_seeds(each: Sequence[Estimate]) -> Estimate:
+def mean_of_seeds(each: Sequence[Estimate], size: float = 0.0) -> Estimate:
     """The mean of independent estimates, with the spread between them or their own errors, whichever is larger."""
     own = math.sqrt(sum(e.error**2 for e in each)) / len(each)
     between = _error_of_mean(np.array([e.value for e in each]))
-    return Estimate(statistics.fmean(e.value for e in each), max(own, between))
+    return Estimate(statistics.fmean(e.value for e in each), max(own, between), size)
 
 
-def mean_of_images(each: PerImage) -> Estimate:
+def mean_of_images(each: PerImage, size: float = 0.0) -> Estimate:
     """The mean over images and seeds. All seeds see the same images: both spreads are in the error."""
-    return Estimate(float(each.mean()), math.hypot(_error_of_mean(each.mean(0)), _error_of_mean(each.mean(1))))
+    return Estimate(float(each.mean()), math.hypot(_error_of_mean(each.mean(0)), _error_of_mean(each.mean(1))), size)
 
 
 def median_of_images(each: PerImage) -> Estimate:
@@ -132,9 +116,6 @@ def _error_of_mean(values: Float64[np.ndarray, " n"]) -> float:
 # Claims
 
 
-Verdict = Literal["held", "not held", "undecided"]
-
-
 @dataclass(frozen=True)
 class Claim:
     """A statement of the paper (or a question of ours), the verdict, and the numbers behind it."""
@@ -144,31 +125,34 @@ class Claim:
     because: str
 
 
-def less(statement: str, a: Estimate, b: Estimate, difference: Difference | None = None) -> Claim:
+def verdict(difference: Estimate) -> Verdict:
+    """Whether a difference is below 0."""
+    excluded = difference.value - STANDARD_ERRORS * difference.error > -difference.size
+    return "held" if difference.lower else "not held" if excluded else "undecided"
+
+
+def less(statement: str, a: Estimate, b: Estimate, difference: Estimate | None = None) -> Claim:
     """The claim that a < b; `difference` is a - b where it is known more precisely than from the two."""
     gap = a - b if difference is None else difference
-    verdict: Verdict = "held" if gap.lower else "not held" if gap.not_lower else "undecided"
-    return Claim(statement, verdict, f"{a} against {b}, difference {gap}; it matters from {gap.size:.2g}")
+    return Claim(statement, verdict(gap), f"{a} against {b}, difference {gap}; it matters from {gap.size:.2g}")
+
+
+def all_less(statement: str, differences: Iterable[Estimate]) -> Claim:
+    """The claim that all of these differences are below 0."""
+    verdicts = [verdict(gap) for gap in differences]
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("held", "undecided", "not held") if v in verdicts)
+    return Claim(statement, _all(verdicts), f"of {len(verdicts)} comparisons: {counts}")
 
 
 def equal(statement: str, differences: Mapping[str, Estimate], tolerance: float) -> Claim:
     """The claim that all differences are smaller than `tolerance`."""
     verdicts: list[Verdict] = []
     for gap in differences.values():
-        margin = STANDARD_ERRORS * gap.error
-        if abs(gap.value) + margin < tolerance:
-            verdicts.append("held")
-        else:
-            verdicts.append("not held" if abs(gap.value) - margin > tolerance else "undecided")
+        value, margin = abs(gap.value), STANDARD_ERRORS * gap.error
+        not_held = value - margin > tolerance
+        verdicts.append("held" if value + margin < tolerance else "not held" if not_held else "undecided")
     shown = ", ".join(f"{name} {gap}" for name, gap in differences.items())
     return Claim(statement, _all(verdicts), f"{shown}; equal means less than {tolerance:g} apart")
-
-
-def all_of(statement: str, claims: Sequence[Claim]) -> Claim:
-    """The claim that all of these claims hold."""
-    verdicts = [claim.verdict for claim in claims]
-    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("held", "undecided", "not held") if v in verdicts)
-    return Claim(statement, _all(verdicts), f"of {len(claims)} comparisons: {counts}")
 
 
 def _all(verdicts: Sequence[Verdict]) -> Verdict:
@@ -187,42 +171,43 @@ class Results(Store):
         found = [self.read(bound(self.scale, network)).values for network in networks]
         return mean_of_seeds([Estimate(v["bits_per_dim"], v["monte_carlo_error"]) for v in found])
 
+    def term(self, job: Bound, term: str) -> Float64[np.ndarray, " images"]:
+        """A term of the bound of every image, in bits per dimension."""
+        found = self.read(job)
+        nats = np.average(found.arrays[term], axis=0, weights=found.arrays[f"{term}_sizes"])
+        return nats / (found.values["dimensions"] * math.log(2))
+
     def image_bits(self, networks: Networks, finite_k: int | None = None) -> PerImage:
         """The bound of every image in bits per dimension, for each seed."""
         rows = []
-        for network in networks:
-            found = self.read(bound(self.scale, network, finite_k))
-            nats = found.arrays["prior"] + sum(
-                np.average(found.arrays[term], axis=0, weights=found.arrays[f"{term}_sizes"])
-                for term in ("measurement", "reconstruction")
-            )
-            rows.append(nats / (found.values["dimensions"] * math.log(2)))
+        for job in (bound(self.scale, network, finite_k) for network in networks):
+            found = self.read(job)
+            prior = found.arrays["prior"] / (found.values["dimensions"] * math.log(2))
+            rows.append(prior + self.term(job, "measurement") + self.term(job, "reconstruction"))
         return np.stack(rows)
 
-    def bits_difference(self, a: Networks, b: Networks, finite_k: int | None = None) -> Difference:
+    def bits_difference(self, a: Networks, b: Networks, finite_k: int | None = None) -> Estimate:
         """a - b in bits per dimension, paired by image and by seed."""
-        found = mean_of_images(self.image_bits(a, finite_k) - self.image_bits(b, finite_k))
-        return Difference(found.value, found.error, PRACTICAL_BITS)
+        return mean_of_images(self.image_bits(a, finite_k) - self.image_bits(b, finite_k), PRACTICAL_BITS)
 
-    def finite_gap(self, a: Bound, b: Bound) -> Difference:
+    def finite_gap(self, a: Bound, b: Bound) -> Estimate:
         """L_M of `a` less that of `b`, at two values of k, with the Monte Carlo error of the difference."""
         p, q = self.read(a), self.read(b)
         values = torch.from_numpy(p.arrays["measurement"] - q.arrays["measurement"])
         sizes, block = (torch.from_numpy(p.arrays[name]) for name in ("measurement_sizes", "block"))
         found = Replicates(values, sizes, block)
         unit = len(found.mean) * p.values["dimensions"] * math.log(2)
-        return Difference(float(found.mean.sum()) / unit, math.sqrt(found.sum_variance) / unit, PRACTICAL_BITS)
+        return Estimate(float(found.mean.sum()) / unit, math.sqrt(found.sum_variance) / unit, PRACTICAL_BITS)
 
     def distance(self, networks: Networks, sampler: Sampler = OURS, part: str = "test") -> Estimate:
         """The Fréchet distance of samples to a part of the dataset."""
         found = [self.read(quality(self.scale, network, sampler)).values for network in networks]
         return mean_of_seeds([Estimate(v[f"distance_{part}"], v[f"error_{part}"]) for v in found])
 
-    def distance_difference(self, a: Networks, b: Networks, sampler: Sampler = OURS) -> Difference:
+    def distance_difference(self, a: Networks, b: Networks, sampler: Sampler = OURS) -> Estimate:
         """a - b of Fréchet distances, paired by seed."""
         pairs = [self.distance([p], sampler) - self.distance([q], sampler) for p, q in zip(a, b, strict=True)]
-        found = mean_of_seeds(pairs)
-        return Difference(found.value, found.error, PRACTICAL_SHARE * self.distance(b, sampler).value)
+        return mean_of_seeds(pairs, PRACTICAL_SHARE * self.distance(b, sampler).value)
 
     def row(self, networks: Networks, samplers: Mapping[str, Sampler]) -> Row:
         """Bits per dimension, and the distance by each sampler."""
@@ -239,35 +224,7 @@ class Results(Store):
         return less(statement, self.distance(a, sampler), self.distance(b, sampler), gap)
 
 
-# Outcomes and studies
-
-
-def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows of a table for JSON, with the columns of the longest; an estimate becomes its value and its error."""
-    found = []
-    for row in rows:
-        record: dict[str, Any] = {}
-        for column in max(rows, key=len):
-            cell = row.get(column)
-            if isinstance(cell, Estimate):
-                record |= {column: cell.value, f"{column} error": cell.error}
-            else:
-                record[column] = cell
-        found.append(record)
-    return found
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table, with the columns of the longest."""
-    columns = [*max(rows, key=len)]
-    lines = [columns, ["---"] * len(columns), *([_text(row.get(column)) for column in columns] for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |" for cells in lines)
-
-
-def _text(cell: str | int | float | Estimate | None) -> str:
-    if cell is None:
-        return "–"
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+# Studies
 
 
 @dataclass(frozen=True)
@@ -291,14 +248,10 @@ class Study:
     outcome.
     """
 
-    paper: str
-    """The paper's tables and figures by name, or "new"."""
+    name: str
+    paper: str  # the paper's tables and figures by name, or "new"
     shows: str
     steps: Callable[[Scale], Steps]
-
-    @property
-    def name(self) -> str:
-        return self.steps.__name__.replace("_", "-")
 
     def measurements(self, scale: Scale) -> Sequence[Job]:
         return next(self.steps(scale))
@@ -326,6 +279,90 @@ class Study:
         return f"bsi study {self.name} --scale {scale.name}{seeds} --out FOLDER"
 
 
+STUDIES: dict[str, Study] = {}
+
+
 def study(paper: str, shows: str) -> Callable[[Callable[[Scale], Steps]], Study]:
-    """Make a study of its steps; `fid_convergence` is the study "fid-convergence"."""
-    return lambda steps: Study(paper, shows, steps)
+    """Register a study by its steps; `fid_convergence` is the study "fid-convergence"."""
+
+    def register(steps: Callable[[Scale], Steps]) -> Study:
+        name = steps.__name__.replace("_", "-")
+        return STUDIES.setdefault(name, Study(name, paper, shows, steps))
+
+    return register
+
+
+# Tables and figures
+
+
+def table(head: str, columns: Iterable[Any], found: Mapping[str, Sequence[Estimate]], column: str = "{}") -> list[Row]:
+    """A row for each name, its estimates in order; `column` makes the name of a column."""
+    names = [column.format(each) for each in columns]
+    return [{head: name, **dict(zip(names, estimates, strict=False))} for name, estimates in found.items()]
+
+
+def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows of a table for JSON, with the columns of the longest; an estimate becomes its value and its error."""
+    found = []
+    for row in rows:
+        record: dict[str, Any] = {}
+        for column in max(rows, key=len):
+            cell = row.get(column)
+            record[column] = cell.value if isinstance(cell, Estimate) else cell
+            if isinstance(cell, Estimate):
+                record[f"{column} error"] = cell.error
+        found.append(record)
+    return found
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as a table, with the columns of the longest."""
+
+    def text(cell: str | int | float | Estimate | None) -> str:
+        return "–" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+    columns = [*max(rows, key=len)]
+    lines = [columns, ["---"] * len(columns), *([text(row.get(column)) for column in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |" for cells in lines)
+
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
+COLORS = {"bsi": PALETTE[0], "vdm": PALETTE[1], "bfn": PALETTE[2]}
+GREY, PALE = "#6F6F78", "#E4E4EA"
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": PALE,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+def panels(columns: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Axes]]:
+    """An empty figure of panels in a row; sizes of one panel in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(columns * width, height), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False).flat)
+
+
+def curves(
+    axes: Axes, x: Sequence[float | int], found: Mapping[str, Sequence[Estimate]], base: int = 2, **labels: Any
+) -> None:
+    """Estimates by name, with bars of one standard error, over a logarithmic axis. Methods have colors of their own."""
+    for i, (name, estimates) in enumerate(found.items()):
+        color, values = COLORS.get(name.lower(), PALETTE[i % len(PALETTE)]), [e.value for e in estimates]
+        marker, errors = "os^Dvp*"[PALETTE.index(color)], [e.error for e in estimates]
+        axes.errorbar(x[: len(values)], values, errors, None, f"-{marker}", color=color, capsize=2, label=name)
+    axes.set_xscale("log", base=base)
+    axes.set_xticks(x, [f"{tick:g}" for tick in x])
+    axes.minorticks_off()
+    axes.set(**labels)
+    axes.legend()

@@ -7,7 +7,7 @@ time works in a folder.
 NAME-SCALE/figure.png, numbers.json            what a study writes
 docs/results/NAME-SCALE.png, NAME-SCALE.json   copies of the figure and the numbers
 docs/results/NAME-SCALE.txt                    a remark, written by hand, if there is one
-docs/results/conclusion.txt                    what all of it shows, written by hand
+docs/results/introduction.txt                  the beginning of the page, written by hand
 docs/results.md                                generated from these by `page`; a test compares them
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from bsi import __version__
-from bsi.errors import UsageError
+from bsi.errors import UsageError, extra
 from bsi.evaluation.runs import COMPILED, open_run, speed_up
 from bsi.io import write_json, write_text
 from bsi.methods import METHODS
@@ -42,34 +42,12 @@ from bsi.runtime.distributed import Place, World, find_place, pick_device
 from bsi.runtime.export import export, read_trained
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.runtime.serialization import changes
-from bsi.studies import ablations, bounds, comparison, figures, illustration, outcome
-from bsi.studies.job import Job, Store, Training, check_network, describe, network_name
-from bsi.studies.measure import Bound, Deadline, Quality, measure
-from bsi.studies.outcome import Results, Study
+from bsi.studies import ablations, bounds, comparison, illustration, outcome  # noqa: F401  studies register themselves
+from bsi.studies.measure import Bound, Deadline, Job, Quality, Store, Training, check_network, describe, network_name
+from bsi.studies.outcome import STUDIES, Results, Study
 from bsi.studies.scale import SCALES, Scale
 from bsi.training import train as trainer
 from bsi.training.lock import hold
-
-# The most informative for their time first: the first ones share six networks.
-STUDIES: dict[str, Study] = {
-    study.name: study
-    for study in (
-        illustration.illustration,
-        illustration.noise_levels,
-        comparison.comparison,
-        comparison.fid_convergence,
-        bounds.elbo_convergence,
-        bounds.importance_sampling,
-        bounds.proposal,
-        comparison.samples,
-        ablations.disentangle,
-        ablations.initial_precision,
-        ablations.weighting,
-        ablations.finite_k,
-        bounds.variance_aware,
-        comparison.architecture,
-    )
-}
 
 
 def named_studies(name: str, scale: Scale) -> list[Study]:
@@ -86,23 +64,19 @@ def named_studies(name: str, scale: Scale) -> list[Study]:
     return [STUDIES[name]]
 
 
-# The plan
-
-
 @dataclass(frozen=True)
 class Planned:
-    """A job, the first study that needs it, and its estimated seconds."""
+    """A job and the first study that needs it. It is done if its result exists; a training also if nothing needs it."""
 
     job: Job
     study: str
-    seconds: float
     done: bool
 
     def record(self, store: Store) -> dict[str, Any]:
-        """The job for JSON, with the values that were measured."""
+        """For JSON, with the estimated minutes, and the values that were measured."""
         values = dict(store.read(self.job).values) if self.done and not isinstance(self.job, Training) else None
-        about = {"study": self.study, "job": self.job.title(), "minutes": self.seconds / 60, "done": self.done}
-        return {**about, "values": values}
+        minutes = self.job.seconds(store.scale) / 60
+        return {"study": self.study, "job": self.job.title(), "minutes": minutes, "done": self.done, "values": values}
 
 
 def plan(studies: Sequence[Study], store: Store) -> list[Planned]:
@@ -111,51 +85,54 @@ def plan(studies: Sequence[Study], store: Store) -> list[Planned]:
     wanted = {study.name: study.measurements(store.scale) for study in studies}
     unfinished = {network_name(job.network) for jobs in wanted.values() for job in jobs if not store.done(job)}
     for study, jobs in wanted.items():
-        groups: dict[str, list[Job]] = {}
+        by_network: dict[str, list[Job]] = {}
         for job in sorted(jobs, key=lambda job: job.network.seed):
-            groups.setdefault(network_name(job.network), [Training(job.network)]).append(job)
-        for network, group in groups.items():
-            for each in group:
-                done = store.done(each) or network not in unfinished
-                planned.setdefault(each.name, Planned(each, study, each.seconds(store.scale), done))
+            by_network.setdefault(network_name(job.network), [Training(job.network)]).append(job)
+        for network, group in by_network.items():
+            for job in group:
+                done = store.done(job) or network not in unfinished
+                planned.setdefault(job.name, Planned(job, study, done))
     return list(planned.values())
 
 
 def plan_text(planned: Sequence[Planned], store: Store) -> str:
     """One line for each job: its estimated minutes, or the values that were measured. At the paper's scale also the
     command that trains each network on several GPUs."""
-    scale = store.scale
-    lines = [f"{scale.name}: {scale.summary}"]
+
+    def duration(minutes: float) -> str:
+        return f"{minutes:.2f} min" if minutes < 300 else f"{minutes / 60:.0f} h"
+
+    lines, left, networks = [f"{store.scale.name}: {store.scale.summary}"], list[float](), 0
     for p in planned:
-        found = f" = {store.read(p.job)}" if p.done and not isinstance(p.job, Training) else ""
-        lines.append(f"{'done' if p.done else _duration(p.seconds):>12}  {p.study:<19} {p.job.title()}{found}")
-        if scale.name == "paper" and isinstance(p.job, Training) and not p.done:
+        record = p.record(store)
+        found = f" = {store.read(p.job)}" if record["values"] else ""
+        lines.append(f"{'done' if p.done else duration(record['minutes']):>12}  {p.study:<19} {record['job']}{found}")
+        if p.done:
+            continue
+        left.append(record["minutes"])
+        networks += isinstance(p.job, Training)
+        if store.scale.name == "paper" and isinstance(p.job, Training):
             lines.append(f"{'':34}{train_command(p.job.network, store)}")
-    left = [p for p in planned if not p.done]
-    networks, duration = sum(isinstance(p.job, Training) for p in left), _duration(math.fsum(p.seconds for p in left))
-    return "\n".join([*lines, f"{len(left)} of {len(planned)} jobs left, {networks} networks to train: {duration}"])
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.2f} min" if seconds < 300 * 60 else f"{seconds / 3600:.0f} h"
+    last = f"{len(left)} of {len(planned)} jobs left, {networks} networks to train: {duration(math.fsum(left))}"
+    return "\n".join([*lines, last])
 
 
 def train_command(recipe: Recipe, store: Store) -> str:
     """`bsi train` with every setting that differs from the recipe of that name."""
     method = next(name for name, spec in METHODS.items() if isinstance(recipe.method, spec))
-    words = ["torchrun --nproc-per-node 4 -m bsi train", recipe.name, "--method", method]
-    for change in changes(named_recipe(recipe.name, method), recipe):
-        words += [f"--{change.name.replace('_', '-')}", str(change.after)]
+    found = changes(named_recipe(recipe.name, method), recipe)
+    options = [f"--{change.name.replace('_', '-')} {change.after}" for change in found]
+    words = ["torchrun --nproc-per-node 4 -m bsi train", recipe.name, "--method", method, *options]
     return " ".join([*words, "--out", str(store.network(recipe))])
 
 
-# The jobs
+# Running
 
 
 def run(
     studies: Sequence[Study], results: Results, minutes: float | None = None, device: str | None = None
 ) -> list[Path]:
-    """Run the remaining jobs, write the report of each study, and return the folders of the reports.
+    """Run the remaining jobs, write the outcome of each study, and return the folders of the outcomes.
 
     Raises:
         Preempted: The time limit is reached; the same call resumes.
@@ -172,24 +149,24 @@ def run(
             todo = [p for p in plan([study], results) if not p.done]
             for i, planned in enumerate(todo):
                 log(f"{study.name}, {len(todo) - i} jobs left: {planned.job.title()}")
-                do(planned, results, deadline, where)
+                do(planned.job, results, deadline, where)
             written.append(write_outcome(study, results, _about(where)))
     load_network.cache_clear()
     return written
 
 
-def do(planned: Planned, store: Store, deadline: Deadline, device: torch.device) -> None:
+def do(job: Job, store: Store, deadline: Deadline, device: torch.device) -> None:
     """Do a job and store its result."""
-    job, title, started = planned.job, planned.job.title(), time.monotonic()
+    title, started, seconds = job.title(), time.monotonic(), job.seconds(store.scale)
     # Training and drawing save what they have, so they need only enough time to make progress.
-    needed = min(planned.seconds, 60.0) if isinstance(job, Training | Quality) else planned.seconds
-    deadline.check(f"next is {title} ({planned.seconds / 60:.1f} min)", needed)
+    needed = min(seconds, 60.0) if isinstance(job, Training | Quality) else seconds
+    deadline.check(f"next is {title} ({seconds / 60:.1f} min)", needed)
     if isinstance(job, Training):
         load_network.cache_clear()  # frees its memory
         found = train(job.network, store, deadline, device)
     else:
         model = load_network(store.file(Training(job.network)), job.network, device)
-        result = measure(job, model, store, deadline)
+        result = job.measure(model, store, deadline)
         about = {**_about(device), "seconds": round(time.monotonic() - started, 1)}
         store.write(job, replace(result, about=about))
         found = str(result)
@@ -203,9 +180,8 @@ def train(recipe: Recipe, store: Store, deadline: Deadline, device: torch.device
     """
 
     def stop_at_deadline(record: Mapping[str, Value]) -> None:
-        """Make the trainer save and stop, like the signal of a scheduler."""
         if deadline.left_s <= 0:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # like a scheduler: the trainer saves and stops
 
     out, sinks = store.network(recipe), [stop_at_deadline]
     folder = trainer.train(recipe, out=out, sinks=sinks, device=device.type, command_line=True).path
@@ -250,44 +226,25 @@ def _commit() -> str:
 # The outcome, and the page of results
 
 
-INTRODUCTION = """# Results
-
-{conclusion}
-
-`bsi study NAME --scale SCALE --out FOLDER` repeats a study, and `--plan` lists its jobs with their estimated minutes.
-This page is generated by `--publish docs`.
-
-| scale | what is trained | what it can show |
-|---|---|---|
-{scales}
-
-## All claims
-
-Numbers have one standard error: over seeds if there are several, otherwise the Monte Carlo error of a bound, or the
-error from drawing these samples. **Held**: the difference is larger than two standard errors and than its practical
-size, which is 0.001 bits/dim or 1 % of the value that is compared with. **Not held**: two standard errors rule out a
-difference of that size. **Undecided**: neither. With one seed, another training run may reverse a verdict; with two,
-the error has one degree of freedom. `--seeds 3` trains more.
-
-| study | claim | scale, seeds | verdict | numbers |
-|---|---|---|---|---|
-{claims}
-
-Not yet run: {missing}.
-"""
-
-
 def write_outcome(study: Study, results: Results, about: Mapping[str, Any]) -> Path:
     """Write the outcome of a study whose measurements are complete; returns its folder."""
     scale, jobs = results.scale, study.measurements(results.scale)
     folder = results.folder / f"{study.name}-{scale.name}"
-    with figures.style():
+    with extra("figures", "drawing a figure"):
+        import matplotlib
+    with matplotlib.rc_context(outcome.STYLE):
         found = study.report(results)
         folder.mkdir(parents=True, exist_ok=True)
         found.figure.savefig(folder / "figure.png", dpi=150, metadata={"Software": None})
     made = [results.read(job).about for job in jobs] or [about]
-    seeds = len({job.network.seed for job in jobs})
-    tables = found.tables.items()
+    # How precisely bounds and distances were estimated, each once.
+    protocol = [
+        f"bits/dim: the test set, {job.levels} levels and {job.recon} reconstructions of each image."
+        if isinstance(job, Bound)
+        else f'{job.metric}: {job.num:,} samples against the test set if not stated; "at k" is in k steps.'
+        for job in jobs
+        if isinstance(job, Bound | Quality)
+    ]
     numbers = {
         "study": study.name,
         "scale": scale.name,
@@ -295,10 +252,11 @@ def write_outcome(study: Study, results: Results, about: Mapping[str, Any]) -> P
         "commits": sorted({str(each["commit"]) for each in made}),
         "command": study.command(scale),
         "claims": [asdict(claim) for claim in found.claims],
-        "seeds": seeds,
-        "notes": [*found.notes, *_protocol(jobs)],
+        "seeds": len({job.network.seed for job in jobs}),
+        "notes": [*found.notes, *dict.fromkeys(protocol)],
         "tables": [
-            {"name": t, "markdown": outcome.markdown(rows), "rows": outcome.records(rows)} for t, rows in tables
+            {"name": name, "markdown": outcome.markdown(rows), "rows": outcome.records(rows)}
+            for name, rows in found.tables.items()
         ],
         "networks": {network_name(job.network): describe(job.network) for job in jobs},
         "measurements": {job.name: job.title() for job in jobs},
@@ -306,20 +264,9 @@ def write_outcome(study: Study, results: Results, about: Mapping[str, Any]) -> P
     }
     write_json(folder / "numbers.json", numbers)
     for claim in found.claims:
-        print(f"{claim.statement}: {claim.verdict}, {_seeds(seeds)} ({claim.because}).", flush=True)
+        print(f"{claim.statement}: {claim.verdict}, {_seeds(numbers)} ({claim.because}).", flush=True)
     print(folder, flush=True)
     return folder
-
-
-def _protocol(jobs: Sequence[Job]) -> list[str]:
-    """How precisely bounds and distances were estimated."""
-    found: dict[str, None] = {}
-    for job in jobs:
-        if isinstance(job, Bound):
-            found[f"bits/dim: the test set, {job.levels} levels and {job.recon} reconstructions of each image."] = None
-        elif isinstance(job, Quality):
-            found[f'{job.metric}: {job.num:,} samples against the test set if not stated; "at k" is in k steps.'] = None
-    return list(found)
 
 
 def publish(folders: Sequence[Path], docs: Path) -> Path:
@@ -337,44 +284,43 @@ def publish(folders: Sequence[Path], docs: Path) -> Path:
 
 
 def page(results: Path) -> str:
-    """The page, from the published results."""
-    scales = [scale for scale in SCALES.values() if scale.name != "smoke"]
-    wanted = [(study, scale) for study in STUDIES.values() for scale in scales if study.runs_at(scale)]
-    paths = {(study.name, scale.name): results / f"{study.name}-{scale.name}.json" for study, scale in wanted}
-    found = {key: json.loads(path.read_text("utf-8")) for key, path in paths.items() if path.is_file()}
-    missing = {
-        scale.name: [name for name, at in paths if at == scale.name and (name, at) not in found] for scale in scales
-    }
-    conclusion = results / "conclusion.txt"
-    introduction = INTRODUCTION.format(
-        conclusion=conclusion.read_text("utf-8").strip() if conclusion.is_file() else "The studies of this package.",
-        scales="\n".join(f"| {scale.name} | {scale.summary} | {scale.evidence} |" for scale in scales),
-        claims="\n".join(_claim(numbers, claim) for numbers in found.values() for claim in numbers["claims"]),
-        missing="; ".join(f"{name}: {', '.join(studies)}" for name, studies in missing.items() if studies),
-    )
-    return "\n".join([introduction, *(_section(numbers, results) for numbers in found.values())])
+    """The page, from the published results: the introduction, all claims, and a section for each study."""
+    published, missing = list[dict[str, Any]](), []
+    for scale in (scale for scale in SCALES.values() if scale.name != "smoke"):
+        paths = {name: results / f"{name}-{scale.name}.json" for name, study in STUDIES.items() if study.runs_at(scale)}
+        published += [json.loads(path.read_text("utf-8")) for path in paths.values() if path.is_file()]
+        if lacking := [name for name, path in paths.items() if not path.is_file()]:
+            missing.append(f"{scale.name}: {', '.join(lacking)}")
+    claims = ["| study | claim | scale, seeds | verdict | numbers |", "|---|---|---|---|---|"]
+    for numbers in published:
+        where = f"[{numbers['study']}](#{numbers['study']}-{numbers['scale']})"
+        for claim in numbers["claims"]:
+            scale_and_seeds = f"{numbers['scale']}, {_seeds(numbers)}"
+            cells = (where, claim["statement"], scale_and_seeds, f"**{claim['verdict']}**", claim["because"])
+            claims.append(f"| {' | '.join(cells)} |")
+    introduction = results / "introduction.txt"
+    head = introduction.read_text("utf-8") if introduction.is_file() else "# Results\n"
+    table = "\n".join([*claims, "", f"Not yet run: {'; '.join(missing)}.", ""])
+    return "\n".join([head, table, *(_section(numbers, results) for numbers in published)])
 
 
-def _claim(numbers: Mapping[str, Any], claim: Mapping[str, str]) -> str:
-    where = f"[{numbers['study']}](#{numbers['study']}-{numbers['scale']})"
-    seeds = _seeds(numbers["seeds"])
-    cells = (where, claim["statement"], f"{numbers['scale']}, {seeds}", f"**{claim['verdict']}**", claim["because"])
-    return f"| {' | '.join(cells)} |"
-
-
-def _seeds(seeds: int) -> str:
-    return {0: "nothing trained", 1: "1 seed"}.get(seeds, f"{seeds} seeds")
+def _seeds(numbers: Mapping[str, Any]) -> str:
+    return {0: "nothing trained", 1: "1 seed"}.get(numbers["seeds"], f"{numbers['seeds']} seeds")
 
 
 def _section(numbers: Mapping[str, Any], results: Path) -> str:
     """One screen: the figure, the first table, and how it was made. The other tables are in the JSON file."""
-    study, scale = STUDIES[numbers["study"]], numbers["scale"]
-    name, (table, *others) = f"{study.name}-{scale}", numbers["tables"]
+    study, (table, *others) = STUDIES[numbers["study"]], numbers["tables"]
+    name = f"{study.name}-{numbers['scale']}"
     where = "New, not in the paper" if study.paper == "new" else f"The paper's {study.paper}"
-    lines = [f"## {study.name}, {scale}", "", f"{where}: {study.shows}.", "", f"![{name}](results/{name}.png)", ""]
-    remark = results / f"{name}.txt"
-    lines += [f"*Remark.* {remark.read_text('utf-8').strip()}", ""] if remark.is_file() else []
-    lines += [f"{table['name'][0].upper()}{table['name'][1:]}:", "", table["markdown"], ""]
+    parts = [f"## {study.name}, {numbers['scale']}", f"{where}: {study.shows}.", f"![{name}](results/{name}.png)"]
+    if (remark := results / f"{name}.txt").is_file():
+        parts.append(f"*Remark.* {remark.read_text('utf-8').strip()}")
     more = [f"[The other tables](results/{name}.json): {', '.join(each['name'] for each in others)}."] if others else []
-    made = f"`{numbers['command']}` · {', '.join(numbers['hardware'])}; commit {', '.join(numbers['commits'])}"
-    return "\n".join([*lines, " ".join([*numbers["notes"], *more]), "", made, ""])
+    parts += [
+        f"{table['name'][0].upper()}{table['name'][1:]}:",
+        table["markdown"],
+        " ".join([*numbers["notes"], *more]),
+    ]
+    made = f"{', '.join(numbers['hardware'])}; commit {', '.join(numbers['commits'])}"
+    return "\n\n".join([*parts, f"`{numbers['command']}` · {made}"]) + "\n"

@@ -1,9 +1,6 @@
 """The scales: all settings that determine the size of a study, one record per scale. Imports no torch.
 
-smoke   8x8 digits on a CPU, to test that all studies run. Networks train for seconds; no evidence.
-mini    CIFAR-10 on one GPU, networks of 2M to 10M parameters that train for one or two minutes.
-medium  CIFAR-10 on one GPU, for the two comparisons: networks that train for ten minutes. Not yet run.
-paper   the paper's datasets, networks, budgets and seeds. Not yet run.
+The scales medium and paper have not been run yet.
 """
 
 from __future__ import annotations
@@ -12,24 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from bsi import recipes
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.recipe import Ema, Every, Keep, Optimizer, Recipe
-from bsi.recipes import (
-    cifar10_20min_bpd,
-    cifar10_dit_mini,
-    cifar10_dit_s,
-    cifar10_unet,
-    digits,
-    imagenet32_dit_l2,
-    imagenet32_unet,
-    imagenet64_dit_l4,
-)
 
 MetricName = Literal["fd-digits", "FID"]
 METHOD_NAMES = ("bfn", "vdm", "bsi")  # in the order of the paper's tables
-
-RecipeOf = Callable[[str], Recipe]
-"""The recipe for a method."""
+RecipeOf = Callable[[str], Recipe]  # the recipe for a method
 
 
 class DatasetSize(NamedTuple):
@@ -49,8 +35,7 @@ DATASETS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Throughput:
+class Throughput(NamedTuple):
     """The speed of a scale's hardware, for time estimates."""
 
     training: float  # FLOP/s of a DiT
@@ -67,8 +52,7 @@ class Comparison:
     recipe: RecipeOf
     seeds: tuple[int, ...]
     methods: tuple[str, ...] = METHOD_NAMES
-    samples: bool = True
-    """Whether sample quality is compared too, or the likelihood alone."""
+    samples: bool = True  # whether sample quality is compared too, or the likelihood alone
 
     def networks(self, method: str, **parameters: Any) -> list[Recipe]:
         """The networks of one method with these parameters, one for each seed of weights, data, levels and noise."""
@@ -83,8 +67,9 @@ class Scale:
 
     name: str
     summary: str
-    evidence: str  # the conclusions that results at this scale support
     studies: tuple[str, ...] | None = None  # the studies that this scale is for; None for all of them
+    asked_seeds: int | None = None  # the number of seeds given by --seeds, in place of the scale's own
+    throughput: Throughput
 
     # Networks
     comparisons: tuple[Comparison, ...]  # the first one is shown in figures
@@ -97,7 +82,6 @@ class Scale:
     metric: MetricName
     samples: int  # of a Fréchet distance
     references: tuple[str, ...] = ("test",)  # parts of the dataset to compare with: the paper takes the test set
-    sample_batch: int
     steps: tuple[int, ...]  # of the paper's sampler, for each network of a comparison
     convergence_steps: tuple[int, ...]  # along the curves of Figure "fid-convergence"
 
@@ -108,18 +92,14 @@ class Scale:
     ks: tuple[int, ...]
     profile_levels: int
     profile_images: int
-    batch: int
+    batch: int  # also of samples
 
     # Parameter studies
     lambda_0: tuple[float, ...]
-    lambda_0_steps: tuple[int, ...]  # of the paper's sampler for each lambda_0, from few to many
+    parameter_steps: tuple[int, ...]  # of the paper's sampler, and k' of L_M^k', from few to many
     gamma_0: tuple[float, ...]  # between lambda_0, which is BSI, and infinity, which is its BFN
     trained_k: tuple[int, ...]
-    evaluated_k: tuple[int, ...]
     bias: tuple[float, ...]  # values of ln SNR at which a sigmoid weight is one half
-
-    throughput: Throughput
-    asked_seeds: int | None = None  # the number of seeds given by --seeds, in place of the scale's own
 
     @property
     def most_steps(self) -> int:
@@ -129,13 +109,10 @@ class Scale:
     def with_seeds(self, number: int) -> Scale:
         """The same with this many seeds for all networks that are compared with each other."""
         seeds = tuple(range(number))
-        return replace(
-            self,
-            comparisons=tuple(replace(c, seeds=seeds) if len(c.methods) > 1 else c for c in self.comparisons),
-            architecture=replace(self.architecture, seeds=seeds),
-            parameters=replace(self.parameters, seeds=seeds),
-            asked_seeds=number,
-        )
+        comparisons = tuple(replace(c, seeds=seeds) if len(c.methods) > 1 else c for c in self.comparisons)
+        architecture, parameters = (replace(c, seeds=seeds) for c in (self.architecture, self.parameters))
+        changed = replace(self, comparisons=comparisons, architecture=architecture, parameters=parameters)
+        return replace(changed, asked_seeds=number)
 
 
 def _short(recipe: Recipe, steps: int, checkpoint: int = 1000) -> Recipe:
@@ -147,7 +124,7 @@ def _short(recipe: Recipe, steps: int, checkpoint: int = 1000) -> Recipe:
 def _smoke(method: str) -> Recipe:
     """300 steps of a DiT with 22k parameters: about 5 s on one core."""
     return replace(
-        _short(digits(method), steps=300),
+        _short(recipes.digits(method), steps=300),
         backbone=DiTConfig(width=32, depth=1, heads=2, patch=2, dropout=0.0),
         optimizer=Optimizer(lr=1e-2, beta_2=0.99, weight_decay=1e-2, warmup=30, schedule="cosine", final_lr=1e-5),
         ema=Ema(beta=0.97, start=30),
@@ -155,18 +132,17 @@ def _smoke(method: str) -> Recipe:
 
 
 def _smoke_unet(method: str) -> Recipe:
-    """The same with a U-Net."""
     return replace(_smoke(method), backbone=UNetConfig(width=16, levels=1, dropout=0.0), batch=32)
 
 
 def _mini(method: str) -> Recipe:
     """4000 steps of 512 images, 41 epochs: about 100 s on an H200 at 22,400 images/s."""
-    return _short(cifar10_dit_mini(method), steps=4000)
+    return _short(recipes.cifar10_dit_mini(method), steps=4000)
 
 
 def _mini_parameter(method: str) -> Recipe:
     """Half as many steps, as the paper does in its parameter studies; warm-up and averaging in proportion."""
-    recipe = _short(cifar10_dit_mini(method), steps=2000)
+    recipe = _short(recipes.cifar10_dit_mini(method), steps=2000)
     return replace(recipe, optimizer=replace(recipe.optimizer, warmup=250), ema=Ema(beta=0.998, start=500))
 
 
@@ -177,28 +153,29 @@ def _mini_unet(method: str) -> Recipe:
 
 def _medium(method: str) -> Recipe:
     """The U-Net of cifar10-20min-bpd for 30,000 steps of 128 images: 9.8 minutes on an H200 at 50.9 steps/s."""
-    return _short(cifar10_20min_bpd(method), steps=30_000, checkpoint=5000)
+    return _short(recipes.cifar10_20min_bpd(method), steps=30_000, checkpoint=5000)
 
 
 def _medium_dit(method: str) -> Recipe:
     """DiT-S/2 for 10,000 steps of 512 images, with the flips and levels of the U-Net: about 10 minutes on an H200."""
     unet = _medium(method)
-    return replace(_short(cifar10_dit_s(method), steps=10_000), data=unet.data, objective=unet.objective)
+    return replace(_short(recipes.cifar10_dit_s(method), steps=10_000), data=unet.data, objective=unet.objective)
 
 
 def _paper_cifar10(method: str) -> Recipe:
-    return replace(cifar10_unet(method), steps=10_000_000)
+    return replace(recipes.cifar10_unet(method), steps=10_000_000)
 
 
 def _paper_parameter(method: str) -> Recipe:
     """ "We reduced the training steps to 100k for our parameter studies." """
-    return replace(imagenet32_dit_l2(method), steps=100_000, keep=Keep(last=2, every=20_000))
+    return replace(recipes.imagenet32_dit_l2(method), steps=100_000, keep=Keep(last=2, every=20_000))
 
 
 MINI = Scale(
     name="mini",
     summary="CIFAR-10, one H200; DiTs of 10M parameters and U-Nets of 2M train for one or two minutes",
-    evidence="whether a claim shows at small scale",
+    # Measured: 21,600 images/s in training, 34 s for 256 steps of 10,000 samples, 5250 images/s for the FID features.
+    throughput=Throughput(training=245e12, evaluation=300e12, unet=0.6, metric=5000.0, startup_s=4.0),
     comparisons=(Comparison(_mini, seeds=(0, 1)),),
     architecture=Comparison(_mini_unet, seeds=(0,)),
     parameters=Comparison(_mini_parameter, seeds=(0, 1, 2)),
@@ -206,7 +183,6 @@ MINI = Scale(
     profiled=_mini,
     metric="FID",
     samples=10_000,
-    sample_batch=1024,
     steps=(16, 64, 256),
     convergence_steps=(8, 16, 32, 64, 128, 256),
     levels=20,
@@ -214,23 +190,20 @@ MINI = Scale(
     ks=(8, 16, 32, 64, 128, 256, 512, 1024),
     profile_levels=129,
     profile_images=1000,
-    batch=2500,
+    batch=1024,
     # Few values, and three seeds each: one seed leaves most verdicts open.
     lambda_0=(1e-4, 1e-2, 1.0),
-    lambda_0_steps=(16, 256),
     gamma_0=(1.0,),
     trained_k=(16, 64),
-    evaluated_k=(16, 64, 256),
+    parameter_steps=(16, 64, 256),
     bias=(2.0,),
-    # Measured: 21,600 images/s in training, 34 s for 256 steps of 10,000 samples, 5250 images/s for the FID features.
-    throughput=Throughput(training=245e12, evaluation=300e12, unet=0.6, metric=5000.0, startup_s=4.0),
 )
 
 SMOKE = replace(
     MINI,
     name="smoke",
     summary="8x8 digits, a CPU with two cores; networks train for seconds",
-    evidence="that everything runs; the numbers are no evidence for any claim",
+    throughput=Throughput(training=9e9, evaluation=10e9, unet=0.8, metric=10_000.0, startup_s=1.0),
     comparisons=(Comparison(_smoke, seeds=(0,)),),
     architecture=Comparison(_smoke_unet, seeds=(0,)),
     parameters=Comparison(_smoke, seeds=(0,)),
@@ -238,7 +211,6 @@ SMOKE = replace(
     profiled=_smoke,
     metric="fd-digits",
     samples=512,
-    sample_batch=256,
     steps=(8, 32),
     convergence_steps=(4, 16, 32),
     levels=8,
@@ -246,46 +218,42 @@ SMOKE = replace(
     ks=(8, 32, 128),
     profile_levels=33,
     profile_images=64,
-    batch=299,
-    lambda_0_steps=(8, 32),
+    batch=256,
     trained_k=(16,),
-    evaluated_k=(8, 32),
-    throughput=Throughput(training=9e9, evaluation=10e9, unet=0.8, metric=10_000.0, startup_s=1.0),
+    parameter_steps=(8, 32),
 )
 
 MEDIUM = replace(
     MINI,
     name="medium",
     summary="CIFAR-10, one H200; U-Nets and DiTs of 30M parameters train for ten minutes",
-    evidence="whether the paper's comparison of the methods shows beyond the spread over three seeds",
+    studies=("comparison", "architecture"),
+    # From 50.9 steps/s of the U-Net and 8956 images/s of DiT-S/2 in training; the rest is estimated.
+    throughput=Throughput(training=325e12, evaluation=400e12, unet=0.94, metric=5000.0, startup_s=4.0),
     comparisons=(Comparison(_medium, seeds=(0, 1, 2)),),
     architecture=Comparison(_medium_dit, seeds=(0, 1, 2)),
     samples=50_000,
     references=("test", "train"),
     steps=(16, 64, 256, 1024),
     batch=1000,
-    studies=("comparison", "architecture"),
-    # From 50.9 steps/s of the U-Net and 8956 images/s of DiT-S/2 in training; the rest is estimated.
-    throughput=Throughput(training=325e12, evaluation=400e12, unet=0.94, metric=5000.0, startup_s=4.0),
 )
 
 PAPER = replace(
     MINI,
     name="paper",
     summary="ImageNet32, ImageNet64 and CIFAR-10, 4 x H100 for training; the paper's networks, budgets and seeds",
-    evidence="the claims themselves",
+    throughput=Throughput(training=4 * 105e12, evaluation=300e12, unet=0.9, metric=2500.0, startup_s=60.0),
     comparisons=(
-        Comparison(imagenet32_dit_l2, seeds=(0, 1, 2)),
-        Comparison(imagenet64_dit_l4, seeds=(0, 1, 2)),
+        Comparison(recipes.imagenet32_dit_l2, seeds=(0, 1, 2)),
+        Comparison(recipes.imagenet64_dit_l4, seeds=(0, 1, 2)),
         Comparison(_paper_cifar10, seeds=(0,), methods=("bsi",), samples=False),
-        Comparison(cifar10_unet, seeds=(0,), methods=("bsi",), samples=False),
+        Comparison(recipes.cifar10_unet, seeds=(0,), methods=("bsi",), samples=False),
     ),
-    architecture=Comparison(imagenet32_unet, seeds=(0, 1, 2)),
+    architecture=Comparison(recipes.imagenet32_unet, seeds=(0, 1, 2)),
     parameters=Comparison(_paper_parameter, seeds=(0,)),
-    convergence=imagenet64_dit_l4,
-    profiled=cifar10_unet,
+    convergence=recipes.imagenet64_dit_l4,
+    profiled=recipes.cifar10_unet,
     samples=50_000,
-    sample_batch=1000,
     steps=(1024,),
     convergence_steps=(8, 16, 32, 64, 128, 256, 512, 1024),
     levels=5,
@@ -294,12 +262,10 @@ PAPER = replace(
     profile_levels=257,
     batch=500,
     lambda_0=(1e-4, 1e-3, 1e-2, 1e-1, 1.0),
-    lambda_0_steps=(16, 64, 256, 1024),
     gamma_0=(1e-1, 1.0),
     trained_k=(16, 64, 256, 1024),
-    evaluated_k=(16, 64, 256, 1024),
+    parameter_steps=(16, 64, 256, 1024),
     bias=(2.0, 6.0),
-    throughput=Throughput(training=4 * 105e12, evaluation=300e12, unet=0.9, metric=2500.0, startup_s=60.0),
 )
 
 SCALES: dict[str, Scale] = {scale.name: scale for scale in (SMOKE, MINI, MEDIUM, PAPER)}

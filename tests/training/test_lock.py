@@ -19,7 +19,7 @@ from bsi.errors import BsiError, UsageError
 from bsi.recipe import Keep
 from bsi.runtime import checkpoint
 from bsi.training import lock
-from bsi.training.lock import EXPIRES_S, FILE, Owner, hold
+from bsi.training.lock import EXPIRES_S, FILE, Lock, Owner, acquire, hold
 
 ELSEWHERE = Owner("elsewhere", 12, "1", "", "t")
 JOBS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
@@ -185,8 +185,10 @@ def test_a_race_for_a_dead_lock_has_one_winner(tmp_path: Path) -> None:
         winners: list[str] = []
 
         def contend(winners: list[str] = winners) -> None:
+            mine = Lock(tmp_path / FILE, Owner.me())
             with contextlib.suppress(UsageError):
-                winners.append(lock._acquire(tmp_path / FILE, Owner.me(), lambda line: None).token)
+                acquire(mine, lambda line: None)
+                winners.append(mine.owner.token)
 
         threads = [threading.Thread(target=contend) for _ in range(4)]
         for thread in threads:

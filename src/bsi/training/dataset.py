@@ -1,7 +1,7 @@
 """The data of a run: a prepared dataset, or a tensor, array or Dataset that the caller passes.
 
-Both are described by a `DataSpec` with a hash of the content. What is computed from all samples of a tensor or array
-(the hash, the mean, the largest value) is computed from a random subset of a Dataset, which can only be indexed.
+Both are described by a `DataSpec` with a hash of the content. What is computed from all samples of a tensor is computed
+from a random subset of a Dataset, which can only be indexed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ Labels = Int64[np.ndarray, " count"]
 
 SPOT_CHECK = 64  # samples of a Dataset whose content is hashed
 FIT_SAMPLES = 4096  # samples of a Dataset for its mean and standard deviation, or its largest value
+FIRST = np.zeros(1, np.int64)  # the index of the first sample
 DARKEST = 64  # data whose largest value is smaller than this is assumed not to be 8-bit images
 
 
@@ -76,25 +77,21 @@ def open_training_data(
     if labels is not None and not recipe.data.labels:
         raise UsageError("labels were given, and the recipe learns none. Set data.labels=True in it.")
     train = as_source(data, device, recipe.data.workers)
-    first = train.take(np.zeros(1, np.int64))
-    kind, note = _resolve(kind, first, data, train)
+    first = train.take(FIRST)
+    shape, floats = tuple(first.shape[1:]), first.is_floating_point()
+    kind, note = _fitted(kind, first, data, train)
     known = _labels(labels, len(train), "the data") if recipe.data.labels else None
     version = _version(data, train)
-    spec = DataSpec(
-        name=recipe.data.name,
-        version=version if known is None else fingerprint([version, digest([known.tobytes()])]),
-        count=len(train),
-        shape=tuple(first.shape[1:]),
-        kind=kind,
-        classes=_classes(known),
-    )
-    floats = first.is_floating_point()
-    tested = None if test is None else as_source(test, device, recipe.data.workers)
-    if tested is not None:
-        example = tested.take(np.zeros(1, np.int64))
+    if known is not None:
+        version = fingerprint([version, digest([known.tobytes()])])
+    spec = DataSpec(recipe.data.name, version, len(train), shape, kind, _classes(known))
+    tested = None
+    if test is not None:
+        tested = as_source(test, device, recipe.data.workers)
+        example = tested.take(FIRST)
         if example.shape != first.shape or floats > example.is_floating_point():
             raise UsageError(
-                f"test samples must be like training samples, of shape {spec.shape} and {first.dtype}, got "
+                f"test samples must be like training samples, of shape {shape} and {first.dtype}, got "
                 f"{tuple(example.shape[1:])} and {example.dtype}. Pass test=None to train without."
             )
         tested = InFloat32(tested) if example.is_floating_point() else tested
@@ -103,19 +100,17 @@ def open_training_data(
 
 def _prepared(recipe: Recipe, device: torch.device, run: Path | None) -> TrainingData:
     dataset = open_for_run(recipe.data.name, run)
-    given = None if dataset.labels is None else dataset.labels.train
-    known = _labels(given, len(dataset.train), dataset.name) if recipe.data.labels else None
-    names = () if known is None or dataset.labels is None else dataset.labels.names
-    if names and _classes(known) > len(names):
-        raise DataError(f"{dataset.name} has {_classes(known)} classes, and names for {len(names)}. Prepare it again.")
+    known: Labels | None = None
+    names: tuple[str, ...] = ()
+    if recipe.data.labels:
+        given = dataset.labels
+        known = _labels(None if given is None else given.train, len(dataset.train), dataset.name)
+        names = () if given is None else given.names
+    count = _classes(known)
+    if names and count > len(names):
+        raise DataError(f"{dataset.name} has {count} classes, and names for {len(names)}. Prepare it again.")
     spec = DataSpec(
-        name=dataset.name,
-        version=dataset.version,
-        count=len(dataset.train),
-        shape=dataset.shape,
-        kind=dataset.kind,
-        classes=len(names) or _classes(known),
-        class_names=names,
+        dataset.name, dataset.version, len(dataset.train), dataset.shape, dataset.kind, len(names) or count, names
     )
     test = as_source(dataset.test) if len(dataset.test) else None
     return TrainingData(as_source(dataset.split("train"), device), test, spec, known)
@@ -141,38 +136,33 @@ def _classes(labels: Labels | None) -> int:
     return 0 if labels is None else int(labels.max(initial=-1)) + 1
 
 
-def _resolve(kind: DataKind | None, first: Tensor, data: object, train: BatchSource) -> tuple[DataKind, str]:
+def _fitted(kind: DataKind | None, first: Tensor, data: object, train: BatchSource) -> tuple[DataKind, str]:
     """The kind of the caller's data, fitted if that is left to do, with a note on what was assumed."""
-    if kind is None and first.is_floating_point():
-        x = data.double() if isinstance(data, Tensor) else _some(train, FIT_SAMPLES).double()
-        check_finite(x)
-        return Standardize.fit(x), ""
-    if kind is None and first.dtype != torch.uint8:
+    if kind is not None and not (isinstance(kind, Symbols) and kind.prior is None):
+        return kind, ""
+    rows = data if isinstance(data, Tensor) else _some(train, FIT_SAMPLES)
+    if isinstance(kind, Symbols):
+        kind.check(rows)
+        return Symbols.fit(rows.cpu(), kind.count, kind.names), ""
+    if first.is_floating_point():
+        check_finite(rows)
+        return Standardize.fit(rows), ""
+    if first.dtype != torch.uint8:
         raise UsageError(
             f"integer data other than uint8 needs a kind, got {first.dtype}. Pass kind=bsi.Bins(low, high, count) "
             f"or kind=bsi.Symbols(count), or convert continuous data to floats."
         )
-    if kind is None:
-        return Bins.uint8(), _as_images(data, train)
-    if isinstance(kind, Symbols) and kind.prior is None:
-        rows = data if isinstance(data, Tensor) else _some(train, FIT_SAMPLES)
-        kind.check(rows)
-        return Symbols.fit(rows.cpu(), kind.count, kind.names), ""
-    return kind, ""
-
-
-def _as_images(data: object, train: BatchSource) -> str:
-    """A note on uint8 data without a kind that does not use all 256 levels; raises if it cannot be 8-bit images."""
-    largest = int((data if isinstance(data, Tensor | np.ndarray) else _some(train, FIT_SAMPLES)).max())
+    largest = int(data.max()) if isinstance(data, np.ndarray) else int(rows.max())
     if largest < DARKEST:
+        levels = max(largest, 1) + 1
         raise UsageError(
             f"uint8 data without a kind must be 8-bit images, 0 to 255, got a maximum of {largest}. Pass "
-            f"kind=bsi.Bins(-1.0, 1.0, {max(largest, 1) + 1}) for values 0 to {max(largest, 1)}, "
-            f"kind=bsi.Symbols({max(largest, 1) + 1}) for symbols, or kind=bsi.Bins.uint8() for 8-bit images."
+            f"kind=bsi.Bins(-1.0, 1.0, {levels}) for values 0 to {levels - 1}, kind=bsi.Symbols({levels}) for symbols, "
+            f"or kind=bsi.Bins.uint8() for 8-bit images."
         )
     if largest == 255:
-        return ""
-    return (
+        return Bins.uint8(), ""
+    return Bins.uint8(), (
         f"assuming 8-bit images with 256 levels; the largest value of the data is {largest}. Pass "
         f"kind=bsi.Bins(low, high, count) if it has fewer levels, kind=bsi.Bins.uint8() if not."
     )

@@ -13,7 +13,6 @@ Ages are differences of modification times on the file system of the lock, since
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -23,7 +22,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -56,19 +55,13 @@ class Owner:
 
     @classmethod
     def me(cls) -> Owner:
-        group = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        group = os.environ.get("TORCHELASTIC_RUN_ID", NO_ID)
         group = "" if group == NO_ID else group
+        job = os.environ.get("SLURM_JOB_ID") or group
         count = os.environ.get("SLURM_RESTART_COUNT", "")  # not set before the first requeue
-        return cls(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started=_process_start(os.getpid()),
-            job=os.environ.get("SLURM_JOB_ID") or group,
-            token=uuid.uuid4().hex,
-            requeues=int(count) if re.fullmatch(r"[0-9]{1,9}", count) else 0,
-            group=group,
-            system=_system(),
-        )
+        requeues = int(count) if re.fullmatch(r"[0-9]{1,9}", count) else 0
+        host, pid = socket.gethostname(), os.getpid()
+        return cls(host, pid, _process_start(pid), job, uuid.uuid4().hex, requeues, group, _system())
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}" + (f", job {self.job}" if self.job else "")
@@ -103,16 +96,15 @@ def _system() -> str:
         return ""
 
 
+@dataclass(frozen=True)
 class Lock:
-    """A lock held by this process. `check` raises if another process has taken it over."""
+    """A lock held by this process."""
 
-    def __init__(self, path: Path, owner: Owner) -> None:
-        self.path, self.owner = path, owner
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="bsi-lock", daemon=True)
-        self._thread.start()
+    path: Path
+    owner: Owner
 
     def check(self) -> None:
+        """Raise if another process has taken the lock over."""
         holder = _read(self.path)
         if holder is None:
             raise BsiError(
@@ -125,84 +117,68 @@ class Lock:
                 f"{EXPIRES_S:.0f} s. This process stops and writes nothing more."
             )
 
-    def _beat(self) -> None:
-        while not self._stopped.wait(BEAT_S):
-            with contextlib.suppress(BsiError, OSError):
-                self.check()
-                os.utime(self.path)
-
-    def release(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-        with contextlib.suppress(BsiError, OSError):
-            self.check()
-            self.path.unlink()
-
 
 @contextmanager
 def hold(folder: Path, warn: Callable[[str], None], owner: Owner | None = None) -> Iterator[Lock]:
     """Hold the lock of a folder while the block runs; raises a UsageError if another process holds it."""
-    lock = Lock(folder / FILE, _acquire(folder / FILE, owner or Owner.me(), warn))
+    lock, stopped = Lock(folder / FILE, owner or Owner.me()), threading.Event()
+    acquire(lock, warn)
+
+    def beat() -> None:
+        while not stopped.wait(BEAT_S):
+            with suppress(BsiError, OSError):
+                lock.check()
+                os.utime(lock.path)
+
+    thread = threading.Thread(target=beat, name="bsi-lock", daemon=True)
+    thread.start()
     try:
         yield lock
     finally:
-        lock.release()
+        stopped.set()
+        thread.join()
+        with suppress(BsiError, OSError):
+            lock.check()
+            lock.path.unlink()
 
 
-def _acquire(path: Path, me: Owner, warn: Callable[[str], None]) -> Owner:
+def acquire(lock: Lock, warn: Callable[[str], None]) -> None:
     """Write the lock, if there is none or it may be replaced.
 
     flock serializes jobs that find the same expired lock. On a file system without it, two jobs may both take the lock;
     the check before each write then stops one of them.
     """
+    folder = lock.path.parent
     try:
-        folder = os.open(path.parent, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(folder, fcntl.LOCK_EX)
-            holder = _read(path)
-            if holder is not None:
-                with contextlib.suppress(FileNotFoundError):  # it was just released
-                    warn(_reason_to_take_over(path, holder, me))
-            write_text(path, json.dumps(asdict(me)))
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if (holder := _read(lock.path)) is not None:
+                with suppress(FileNotFoundError):  # it was just released
+                    warn(f"taking over the lock of {holder}: {_reason(lock.path, holder, lock.owner)}")
+            write_text(lock.path, json.dumps(asdict(lock.owner)))
         finally:
-            os.close(folder)
+            os.close(descriptor)
     except OSError as error:
-        raise UsageError(
-            f"cannot write in the run folder {path.parent}: {error.strerror}. Use another --out."
-        ) from error
-    return me
+        raise UsageError(f"cannot write in the run folder {folder}: {error.strerror}. Use another --out.") from error
 
 
-def _reason_to_take_over(path: Path, holder: Owner, me: Owner) -> str:
-    """The reason why an existing lock may be replaced, for the log; raises if it may not."""
-    age = _age(path)
-    same_job = holder.host != me.host and me.job and holder.job == me.job
+def _reason(path: Path, holder: Owner, me: Owner) -> str:
+    """Why an existing lock may be replaced; raises if it may not."""
+    age, same_job = _age(path), holder.host != me.host and me.job and holder.job == me.job
     if holder.ended(me):
-        reason = "its process has ended"
-    elif same_job and me.requeues > holder.requeues:
-        reason = "this is the same job, requeued"
-    elif same_job and me.group and holder.group == me.group:
-        reason = "these are the same ranks, restarted"
-    elif age >= EXPIRES_S:
-        reason = f"no heartbeat for {age:.0f} s"
-    else:
-        raise UsageError(
-            f"{path.parent} is in use by {holder} (last heartbeat {age:.0f} s ago). Wait for it, stop it, or use "
-            f"another --out. The lock of a job that died expires after {EXPIRES_S:.0f} s."
-        )
-    return f"taking over the lock of {holder}: {reason}"
-
-
-def _read(path: Path) -> Owner | None:
-    """The owner that a lock names; None if there is no lock, or no valid one."""
-    try:
-        given = read_json(path)
-        host, started, job, token = (str(given[name]) for name in ("host", "started", "job", "token"))
-        requeues, group = int(given.get("requeues", 0)), str(given.get("group", job))  # missing in early versions
-        return Owner(host, int(given["pid"]), started, job, token, requeues, group, str(given.get("system", "")))
-    except (DataError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        return None
+        return "its process has ended"
+    if same_job and me.requeues > holder.requeues:
+        return "this is the same job, requeued"
+    if same_job and me.group and holder.group == me.group:
+        return "these are the same ranks, restarted"
+    if age >= EXPIRES_S:
+        return f"no heartbeat for {age:.0f} s"
+    raise UsageError(
+        f"{path.parent} is in use by {holder} (last heartbeat {age:.0f} s ago). Wait for it, stop it, or use another "
+        f"--out. The lock of a job that died expires after {EXPIRES_S:.0f} s."
+    )
 
 
 def _age(path: Path) -> float:
@@ -215,3 +191,14 @@ def _age(path: Path) -> float:
     if age < -BEAT_S:
         os.utime(path)
     return max(0.0, age)
+
+
+def _read(path: Path) -> Owner | None:
+    """The owner that a lock names; None if there is no lock, or no valid one."""
+    try:
+        given = read_json(path)
+        host, started, job, token = (str(given[name]) for name in ("host", "started", "job", "token"))
+        requeues, group = int(given.get("requeues", 0)), str(given.get("group", job))  # missing in early versions
+        return Owner(host, int(given["pid"]), started, job, token, requeues, group, str(given.get("system", "")))
+    except (DataError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return None

@@ -74,9 +74,6 @@ class Loop:
     pending: bool
     """Whether the evaluation and the samples of the current step are pending."""
 
-    def __post_init__(self) -> None:
-        self.recipe, self.world = self.engine.recipe, self.engine.world
-
     def run(self) -> None:
         """Train to the last step.
 
@@ -84,6 +81,7 @@ class Loop:
             Preempted: A signal asked to stop. The state is saved.
             NonFinite: A loss or gradient was not finite. The state before it is saved.
         """
+        self.recipe, self.world = self.engine.recipe, self.engine.world
         try:
             self._train()
         except (Preempted, NonFinite):
@@ -112,8 +110,7 @@ class Loop:
             self.pending = "evaluate" in due or "sample" in due
             if step % READ_EVERY[self.world.device.type] and not due and not stored:
                 continue
-            fault = engine.first_fault()
-            if fault is not None:
+            if (fault := engine.first_fault()) is not None:
                 raise self._non_finite(fault)
             steps_ended = time.perf_counter()
             if "journal" in due:
@@ -132,32 +129,32 @@ class Loop:
 
     # ---- Actions after a step ----
 
+    def _record(self, event: str, **values: Value) -> None:
+        """Pass a record of the current step to the sinks, on the first rank."""
+        step = self.engine.steps_done
+        self.watchdog.at(step, "journal")
+        if self.world.first:
+            record = {"event": event, "step": step, **values, "time": time.time()}
+            for sink in self.sinks:
+                sink(record)
+
     def _journal(self, rate: float) -> None:
-        """Write one record of the steps since the last one, and show it next to the progress."""
-        means, step, kind = self.engine.means(), self.engine.steps_done, self.data.spec.kind
+        """Record the steps since the last record, and show them next to the progress."""
+        means, step, k = self.engine.means(), self.engine.steps_done, self.recipe.objective.finite_k
+        kind, lr, age_s = self.data.spec.kind, self.recipe.rate(step - 1), self.saver.age_s
         bits = kind.channels * means.measured / 2 / math.log(2)  # 2 L_M / n in nats: L_M in bits per dimension
-        k, lr, age_s = self.recipe.objective.finite_k, self.recipe.rate(step - 1), self.saver.age_s
-        self._record({
-            "event": "train", "step": step, "loss": means.loss,
-            "bits_per_dim" if k is None else "bits_per_dim_finite_k": bits, "lr": lr,
-            "grad_norm": means.grad_norm, "images_per_s": rate, "checkpoint_age_s": age_s, "time": time.time(),
-        })  # fmt: skip
+        bound = {"bits_per_dim" if k is None else "bits_per_dim_finite_k": bits}
+        self._record(
+            "train", loss=means.loss, **bound, lr=lr, grad_norm=means.grad_norm, images_per_s=rate,
+            checkpoint_age_s=age_s,
+        )  # fmt: skip
         # For discrete data the loss is most of the bound; for continuous data the two are not comparable.
         what = "measurement term" if isinstance(kind, Standardize) else "loss"
         rounds = "" if k is None else f" in {k} rounds"
         each = "images" if len(self.data.spec.shape) == 3 else "samples"
+        note = f"{what} {bits:.3f} bits/{kind.element}{rounds} · {rate:.4g} {each}/s · lr {lr:.1e}"
         saved = self.saver.has_saved and step < self.recipe.steps
-        self.progress.note = (
-            f"{what} {bits:.3f} bits/{kind.element}{rounds} · {rate:.4g} {each}/s · lr {lr:.1e}"
-            + (f" · saved {readable_seconds(age_s)} ago" if saved else "")
-        )  # fmt: skip
-
-    def _record(self, record: Mapping[str, Value]) -> None:
-        """Pass a record to the sinks, on the first rank."""
-        self.watchdog.at(self.engine.steps_done, "journal")
-        if self.world.first:
-            for sink in self.sinks:
-                sink(record)
+        self.progress.note = f"{note} · saved {readable_seconds(age_s)} ago" if saved else note
 
     def _observe(self) -> None:
         """Evaluate and draw samples if they are due."""
@@ -172,22 +169,22 @@ class Loop:
                     raise self._preempted() from None
                 raise
             unit = found.n * math.log(2)
-            self._record({
-                "event": "evaluate", "step": step, "bits_per_dim": found.bits_per_dim,
-                "error": found.monte_carlo_error, "data_error": found.data_error,
-                "data_resolved": found.data_resolved, "reconstruction": float(found.reconstruction.mean()) / unit,
-                "measurement": float(found.measurement.mean()) / unit, "prior": float(found.prior.mean()) / unit,
-                "change_of_units": found.log_determinant / math.log(2), "time": time.time(),
-            })  # fmt: skip
+            self._record(
+                "evaluate", bits_per_dim=found.bits_per_dim, error=found.monte_carlo_error,
+                data_error=found.data_error, data_resolved=found.data_resolved,
+                reconstruction=float(found.reconstruction.mean()) / unit,
+                measurement=float(found.measurement.mean()) / unit, prior=float(found.prior.mean()) / unit,
+                change_of_units=found.log_determinant / math.log(2),
+            )  # fmt: skip
             if self.world.first:
                 progress.log(f"step {step}: test {found}")
-                if step == recipe.steps and (text := _baselines(self.data, found)):
+                if step == recipe.steps and (text := _baselines(self.data, self.data.test, found)):
                     progress.log(f"for comparison, the same samples: {text}")
         self.watchdog.at(step, "evaluate")
         if "sample" in due and self.world.first:
             self.folder.check()
             path = draw_samples(model, recipe, self.folder.path / "samples" / f"step-{step:08d}")
-            self._record({"event": "sample", "step": step, "file": f"samples/{path.name}", "time": time.time()})
+            self._record("sample", file=f"samples/{path.name}")
         self.pending = False
 
     # ---- Saving ----
@@ -207,9 +204,8 @@ class Loop:
     def _preempted(self) -> Preempted:
         self._save()
         self._finish_saves()
-        reason = self.stop.reason or "another rank's signal"
-        steps = f"step {self.engine.steps_done} of {self.recipe.steps}"
-        message = f"{reason}: saved {steps}; the same command or call resumes"
+        reason, done = self.stop.reason or "another rank's signal", self.engine.steps_done
+        message = f"{reason}: saved step {done} of {self.recipe.steps}; the same command or call resumes"
         log(message)
         return Stopped(message)
 
@@ -232,13 +228,13 @@ class Loop:
 
     def _non_finite(self, step: int) -> NonFinite:
         """Save the inputs of a non-finite step and the state before it, so that a resumed run repeats the step."""
-        recipe, batch = self.recipe, Piece(step, 0, 0, self.recipe.batch)
-        t = piece_levels(recipe, batch)
-        name = f"replay-{step:08d}.json"
+        recipe, name = self.recipe, f"replay-{step:08d}.json"
         if self.world.first:
+            batch = Piece(step, 0, 0, recipe.batch)
+            ids, t = piece_ids(recipe, self.data.spec.count, batch), piece_levels(recipe, batch)
+            levels = self.engine.loss.level(t.to(self.world.device))
             self.folder.write(name, {
-                "step": step, "seed": recipe.seed, "ids": piece_ids(recipe, self.data.spec.count, batch).tolist(),
-                "t": t.tolist(), "levels": self.engine.loss.level(t.to(self.world.device)).tolist(),
+                "step": step, "seed": recipe.seed, "ids": ids.tolist(), "t": t.tolist(), "levels": levels.tolist(),
                 "recipe": self.about["recipe"],
             })  # fmt: skip
         self.engine.steps_done, self.pending = step, False
@@ -251,16 +247,11 @@ class Loop:
         )
 
 
-def _baselines(data: TrainingData, found: Elbo) -> str:
+def _baselines(data: TrainingData, test: BatchSource, found: Elbo) -> str:
     """The baselines of the random subset of test samples that was evaluated."""
-    assert data.test is not None
-    train = data.train.take(subset(len(data.train), MOST_TRAIN))
-    test = data.test.take(subset(len(data.test), len(found.nats)))
-    return baselines_text(baselines(train.cpu().numpy(), test.cpu().numpy(), data.spec.bins), found.binned)
-
-
-class Interrupted(Exception):
-    """A signal arrived during an evaluation."""
+    sets = ((data.train, MOST_TRAIN), (test, len(found.nats)))
+    train, tested = (source.take(subset(len(source), count)).cpu().numpy() for source, count in sets)
+    return baselines_text(baselines(train, tested, data.spec.bins), found.binned)
 
 
 def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: StopFlag) -> Elbo:
@@ -272,7 +263,7 @@ def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: S
 
     def poll() -> None:
         if stop:
-            raise Interrupted
+            raise Preempted
 
     wanted = recipe.evaluation
     ids = subset(len(test), wanted.images)
@@ -286,14 +277,13 @@ def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
 
     A model with labels takes the classes in turn. If there are few classes, each has a column of the grid.
     """
-    wanted = recipe.samples
+    wanted, label = recipe.samples, range(model.classes) if model.classes else None
     seed = derive(recipe.seed, "samples") >> 32
-    label = range(model.classes) if model.classes else None
     x = model.sample(wanted.count, wanted.sampler, seed=seed, label=label).cpu().numpy()
     path.parent.mkdir(exist_ok=True)
     if is_image(model.shape):
-        low, high = (0.0, float(model.bins.count - 1)) if model.bins is not None else (float(x.min()), float(x.max()))
         path = path.with_suffix(".png")
+        low, high = (0.0, float(model.bins.count - 1)) if model.bins is not None else (float(x.min()), float(x.max()))
         grid(x, class_columns(model.classes), low, max(high, low + 1e-6)).save(path)
     elif model.symbols is not None:
         path = path.with_suffix(".txt")

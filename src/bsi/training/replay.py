@@ -6,12 +6,9 @@ inputs of all steps must be at the same address (`held`), and values that change
 network's random numbers come from torch's generator, whose seed each replay reads.
 
 The first steps run normally, on the stream that will record: they choose algorithms, compile, and allocate the
-workspace of matrix products, which belongs to a stream. When a recording is deleted, torch frees the workspace of its
-stream. So two recordings never share a stream at the same time; it is reused after that, for few workspaces.
-
-A recording never releases its memory, and evaluations need memory too, so a step that takes a large share of it is not
-recorded. It would gain nothing, since the device is then slower than the host. `replayable` in step.py lists the other
-steps that are not recorded.
+workspace of matrix products, which belongs to a stream. A recording never releases its memory, and evaluations need
+memory too, so a step that takes a large share of it is not recorded. It would gain nothing, since the device is then
+slower than the host. `replayable` in step.py lists the other steps that are not recorded.
 
 If recording fails, the state is unchanged: kernels do not run while they are recorded, and every step begins by
 clearing the gradients that the attempt left. All steps then run normally, on the caller's stream.
@@ -19,13 +16,10 @@ clearing the gradients that the attempt left. All steps then run normally, on th
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import gc
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -40,13 +34,10 @@ class Replay:
     """Calls `step(batch)` for batches of one shape. The step may also use tensors that are changed in place."""
 
     def __init__(self, device: torch.device) -> None:
-        idle = _idle(device)
-        self._device, self._stream = device, idle.pop() if idle else torch.cuda.Stream(device)
-        weakref.finalize(self, idle.append, self._stream)
+        self._device, self._stream = device, torch.cuda.Stream(device)
         self._held: Batch | None = None
-        self._plain_steps = 0
+        self._plain_steps, self._failed = 0, False
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._failed = False
 
     @property
     def recorded(self) -> bool:
@@ -55,71 +46,62 @@ class Replay:
 
     def __call__(self, step: Callable[[Batch], None], batch: Batch) -> None:
         """One step on a batch; `step` must be the same in every call."""
-        if self._failed:
-            step(batch)
-            return
-        if self._held is None:
-            self._held = batch.clone()
-        else:
-            self._held.copy_(batch)
-        if self._plain_steps == PLAIN_STEPS and self._graph is None and self._small():
-            try:
-                self._graph = self._record(step, self._held)
-            except RuntimeError as error:
-                self._give_up(error)
-        if self._failed:  # outside the handler, since the exception keeps the tensors of the attempt alive
-            step(batch)
-        elif self._graph is not None:
+        if not self._failed:
+            if self._held is None:
+                self._held = batch.clone()
+            else:
+                self._held.copy_(batch)
+            if self._plain_steps == PLAIN_STEPS and self._graph is None and self._small():
+                self._record(step, self._held)
+        if self._graph is not None:
             self._graph.replay()
+        elif self._held is None:  # recording has failed
+            step(batch)
         else:
-            self._run(step, self._held)
-
-    def _run(self, step: Callable[[Batch], None], held: Batch) -> None:
-        """A normal step, on the stream that will record."""
-        here = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            step(held)
-        here.wait_stream(self._stream)
-        self._plain_steps += 1
+            here = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                step(self._held)
+            here.wait_stream(self._stream)
+            self._plain_steps += 1
 
     def _small(self) -> bool:
         return torch.cuda.max_memory_allocated(self._device) < LARGEST_SHARE * available(self._device)
 
-    def _record(self, step: Callable[[Batch], None], held: Batch) -> torch.cuda.CUDAGraph:
+    def _record(self, step: Callable[[Batch], None], held: Batch) -> None:
         """Record all kernels of a step, without running them. Other threads may use the device (to fetch data)."""
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        here = torch.cuda.current_stream(self._device)
+        here, collects = torch.cuda.current_stream(self._device), gc.isenabled()
+        gc.collect()
+        gc.disable()  # freeing another recording, or a kernel, would invalidate this one
         try:
-            with (
-                _without_collector(),
-                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 step(held)
-        except RuntimeError:
+        except RuntimeError as error:
             torch.cuda.set_stream(here)  # torch does not restore the stream if ending the recording fails
             graph.reset()
             _end_recording(self._device, pool)
-            raise
-        torch.cuda.empty_cache()  # release the gradients of the last normal step
-        return graph
-
-    def _give_up(self, error: RuntimeError) -> None:
-        self._failed, self._held = True, None
-        # Ending a failed recording raises another error; CUDA's messages continue with general advice.
-        cause = str(error.__context__ or error).partition("\n")[0]
-        warnings.warn(
-            f"the training step could not be recorded as a CUDA graph ({cause}). Training continues without: the same "
-            "computation, slower if the network is small.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+            self._failed, self._held = True, None
+            # Ending a failed recording raises another error; CUDA's messages continue with general advice.
+            cause = str(error.__context__ or error).partition("\n")[0]
+            warnings.warn(
+                f"the training step could not be recorded as a CUDA graph ({cause}). Training continues without: the "
+                "same computation, slower if the network is small.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        else:
+            self._graph = graph
+            torch.cuda.empty_cache()  # release the gradients of the last normal step
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _end_recording(device: torch.device, pool: tuple[int, int]) -> None:
     """Clean up after CUDA has invalidated a recording, which torch before 2.12 does not do."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    with contextlib.suppress(RuntimeError):  # it has already ended
+    with suppress(RuntimeError):  # it has already ended
         torch._C._cuda_endAllocateToPool(index, pool)  # until then, freeing cached memory is an internal error
         torch._C._cuda_releasePool(index, pool)
     generator = torch.cuda.default_generators[index]
@@ -129,22 +111,3 @@ def _end_recording(device: torch.device, pool: tuple[int, int]) -> None:
     except RuntimeError:  # the generator is still in the recording's state
         generator.graphsafe_set_state(torch.Generator(device))
     generator.manual_seed(seed)  # as before the step
-
-
-@functools.cache
-def _idle(device: torch.device) -> list[torch.cuda.Stream]:
-    """Streams whose `Replay` has been deleted."""
-    return []
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Disable Python's garbage collector: freeing another recording, or a kernel, would invalidate this one."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -13,7 +13,8 @@ The first rank reads and prints; all ranks raise together.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,6 +38,17 @@ SHOWN = 7  # changes in a message of at most ten lines
 Log = Callable[[str], None]
 
 
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """Raise on all ranks if the block raises a BsiError on one."""
+    error = None
+    try:
+        yield
+    except BsiError as raised:
+        error = raised
+    world.agree(error)
+
+
 @dataclass(frozen=True)
 class Resumed:
     """The point from which a run resumes. Only the first rank has the checkpoint; `Engine.share` sends its state."""
@@ -51,25 +63,20 @@ def find_checkpoint(
     folder: RunFolder, record: RunRecord, data: DataSpec, world: World, allow: Sequence[str], log: Log
 ) -> Resumed:
     """Find the checkpoint to resume from, and raise if the current settings do not fit it."""
-    found, error = None, None
-    if world.first:
-        try:
-            found = checkpoint.find(folder.checkpoints, log)
-            if found is not None:
-                state = found.state
-                before = folder.read_record() or RunRecord(from_plain(Recipe, state["recipe"]), str(state["network"]))
-                versions = state["data"]["version"], data.version
-                for change in check_changes(before, record, versions, found.step, allow):
-                    log(f"changed since the run began: {change}")
-                pieces = state["ranks"] * before.recipe.accumulation, world.size * record.recipe.accumulation
-                if pieces[0] != pieces[1] and not record.recipe.audit:
-                    log(
-                        f"ranks x accumulation was {pieces[0]} and is {pieces[1]}: samples, levels and noise stay the "
-                        f"same, dropout masks differ, and sums are rounded differently"
-                    )
-        except BsiError as raised:
-            error = raised
-    world.agree(error)
+    found = None
+    with together(world):
+        if world.first and (found := checkpoint.find(folder.checkpoints, log)) is not None:
+            state = found.state
+            before = folder.read_record() or RunRecord(from_plain(Recipe, state["recipe"]), str(state["network"]))
+            versions = state["data"]["version"], data.version
+            for change in check_changes(before, record, versions, found.step, allow):
+                log(f"changed since the run began: {change}")
+            pieces = state["ranks"] * before.recipe.accumulation, world.size * record.recipe.accumulation
+            if pieces[0] != pieces[1] and not record.recipe.audit:
+                log(
+                    f"ranks x accumulation was {pieces[0]} and is {pieces[1]}: samples, levels and noise stay the "
+                    f"same, dropout masks differ, and sums are rounded differently"
+                )
     pending = found is not None and bool(found.state["evaluation_pending"])
     done = found is not None and found.step >= record.recipe.steps and not pending
     return Resumed(found, _in_units_of(found, data, world), world.any(done), world.any(pending))
@@ -77,31 +84,25 @@ def find_checkpoint(
 
 def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> DataSpec:
     """The description of the data with the checkpoint's standardization, which in version 0.1.0 is a single number."""
-    now = data.kind
-    if not isinstance(now, Standardize):
+    if not isinstance(data.kind, Standardize):
         return data
-    before = now if found is None else from_plain(DataSpec, found.state["data"]).kind
-    numbers = len(now.mean) if isinstance(now.mean, tuple) else 1
+    kind = data.kind if found is None else from_plain(DataSpec, found.state["data"]).kind
+    numbers = len(data.kind.mean) if isinstance(data.kind.mean, tuple) else 1
     moments = torch.empty(2, numbers, dtype=torch.float64, device=world.device)
-    for row, moment in zip(moments, ("mean", "std"), strict=True):
-        row[:] = row.new_tensor(getattr(before, moment))
+    for row, name in zip(moments, ("mean", "std"), strict=True):
+        row[:] = row.new_tensor(getattr(kind, name))
     world.broadcast(moments)
     mean, std = moments.tolist()
-    if len(set(mean)) == len(set(std)) == 1:
-        return replace(data, kind=Standardize(mean[0], std[0]))
-    return replace(data, kind=Standardize(tuple(mean), tuple(std)))
+    single = len({*mean}) == len({*std}) == 1
+    return replace(data, kind=Standardize(mean[0], std[0]) if single else Standardize(tuple(mean), tuple(std)))
 
 
 def restore(engine: Engine, found: Checkpoint | None, log: Log) -> None:
     """Load a checkpoint's state into the engine, on the rank that has found it."""
-    error = None
-    if found is not None:
-        try:
+    with together(engine.world):
+        if found is not None:
             engine.restore(found.step, {name: checkpoint.read_tensors(found, name) for name in engine.state()})
             log(f"resuming from {found.folder}")
-        except UsageError as raised:
-            error = raised
-    engine.world.agree(error)
 
 
 def check_changes(
@@ -112,11 +113,10 @@ def check_changes(
     `versions` are the hashes of the data, then and now; `step` is the step that the run has reached.
     """
     known = [*flat(now.recipe), DATA_VERSION]
-    for name in allow:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Some names: {', '.join(known[:8])}."
-            raise UsageError(f"--allow must name a setting, got {name!r}. {hint}")
+    for name in [name for name in allow if name not in known]:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Some names: {', '.join(known[:8])}."
+        raise UsageError(f"--allow must name a setting, got {name!r}. {hint}")
     if before.recipe.backbone is None and before.network == now.network:  # not described by earlier versions
         before = replace(before, recipe=replace(before.recipe, backbone=now.recipe.backbone))
     found = [change for change in changes(before.recipe, now.recipe) if change.name != "data.name"]
@@ -126,27 +126,14 @@ def check_changes(
         found.append(Change(DATA_VERSION, versions[0][:12], versions[1][:12]))
 
     constant = now.recipe.optimizer.schedule == "constant"
-
-    def accepted(change: Change) -> bool:
-        extended = change.name == "steps" and constant and now.recipe.steps >= step
-        safe = extended or _within(change.name, SAFE) or change.name in allow
-        return safe and not _within(change.name, NEVER)
-
-    if rejected := [change for change in found if not accepted(change)]:
-        raise UsageError(_explain(rejected, constant, step))
-    return found
-
-
-def _within(name: str, groups: Sequence[str]) -> bool:
-    return any(name == group or name.startswith(f"{group}.") for group in groups)
-
-
-def _explain(rejected: Sequence[Change], constant: bool, step: int) -> str:
+    safe = (*SAFE, *allow, *(["steps"] if constant and now.recipe.steps >= step else []))
+    names = [c.name for c in found if _within(c.name, NEVER) or not _within(c.name, safe)]
+    if not names:
+        return found
     lines = [f"this run began with other settings, and has reached step {step}:"]
-    lines += [f"  {change}" for change in rejected[:SHOWN]]
-    if len(rejected) > SHOWN:
-        lines.append(f"  and {len(rejected) - SHOWN} more")
-    names = [change.name for change in rejected]
+    lines += [f"  {change}" for change in found if change.name in names][:SHOWN]
+    if len(names) > SHOWN:
+        lines.append(f"  and {len(names) - SHOWN} more")
     if any(_within(name, NEVER) for name in names):
         advice = (
             "A checkpoint cannot be read into another network, optimizer or objective. Use another --out; --init-from "
@@ -161,4 +148,8 @@ def _explain(rejected: Sequence[Change], constant: bool, step: int) -> str:
         )
     else:
         advice = f"Use the old values, another --out, or --allow {' '.join(names)}."
-    return "\n".join([*lines, advice])
+    raise UsageError("\n".join([*lines, advice]))
+
+
+def _within(name: str, groups: Sequence[str]) -> bool:
+    return any(name == group or name.startswith(f"{group}.") for group in groups)

@@ -43,7 +43,7 @@ from bsi.sampling import levels_of
 from bsi.training.dataset import TrainingData, open_training_data
 from bsi.training.lock import hold
 from bsi.training.loop import Loop, listening, log
-from bsi.training.resume import find_checkpoint, restore
+from bsi.training.resume import find_checkpoint, restore, together
 from bsi.training.step import Engine
 from bsi.training.stream import Stream
 from bsi.values import DataKind, Symbols
@@ -140,7 +140,10 @@ def train(
         folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
         world = enter(join(device, timeout_s=min(hang_after_s, LONGEST_S) + 60))
         enter(_numerics(recipe, world))
-        folder = enter(_locked(folder, world))
+        with together(world):
+            if world.first:
+                enter(folder.made())
+                folder = replace(folder, check=enter(hold(folder.path, log)).check)
         watchdog = enter(watching(world.place, hang_after_s, world.token))
         log_once: Callable[[str], None] = log if world.first else lambda line: None
 
@@ -270,21 +273,6 @@ def _numerics(recipe: Recipe, world: World) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _locked(folder: RunFolder, world: World) -> Iterator[RunFolder]:
-    """The run folder, made and locked by the first rank. All ranks raise together."""
-    with contextlib.ExitStack() as stack:
-        error = None
-        if world.first:
-            try:
-                stack.enter_context(folder.made())
-                folder = replace(folder, check=stack.enter_context(hold(folder.path, log)).check)
-            except BsiError as raised:
-                error = raised
-        world.agree(error)
-        yield folder
 
 
 def _model(

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 class Bench:
     """Time a network's training step, sampling or bound, and compare with large matrix products.
 
-    Reports the median of repeated measurements after a warm-up, by device events on a GPU and by the wall clock on a
-    CPU. A training step is that of the trainer: noise, loss, backward, clipping, AdamW, EMA. Sampling counts images
-    times evaluations.
+    Reports the median of repeated measurements after a warm-up. A training step is that of the trainer: noise, loss,
+    backward, clipping, AdamW, EMA. Sampling counts images times evaluations.
     """
 
     work: Annotated[Literal["train", "sample", "elbo"], tyro.conf.Positional]  # What to time.

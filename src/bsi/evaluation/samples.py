@@ -90,10 +90,17 @@ class SampleFile:
             UsageError: if the file or its parts hold other samples.
             DataError: if they are damaged, or were not written here.
         """
-        if self.path.exists():
-            self._check_file()
-            return []
         about = self.folder / "about.json"
+        if self.path.exists():
+            try:
+                with open_untrusted(self.path) as file, np.load(file, allow_pickle=False) as arrays:
+                    found = dict(parse_json(str(arrays["about"]).encode(), self.path))
+            except (DataError, BadZipFile, KeyError, ValueError, OSError, TypeError, EOFError) as error:
+                raise DataError(f"{self.path} exists, but was not written by bsi sample. Use another name.") from error
+            if found.pop("num", None) != self.num:
+                raise UsageError(f"{self.path} holds another number of samples. Remove it, or use another name.")
+            self._check(found, self.path)
+            return []
         if about.exists():
             try:
                 found = dict(read_json(about))
@@ -112,6 +119,12 @@ class SampleFile:
                 raise
         return [ids for ids in self._parts() if not self._exists(ids)]
 
+    def _check(self, found: dict[str, Any], where: Path) -> None:
+        pairs = {name: (found.get(name), self.about.get(name)) for name in {**found, **self.about}}
+        differing = [f"{name} {there!r} there, {here!r} here" for name, (there, here) in pairs.items() if there != here]
+        if differing:
+            raise UsageError(f"{where} holds other samples ({'; '.join(differing)}). Remove it, or use another name.")
+
     def write(self, ids: range, rows: Shaped[np.ndarray, "rows ..."]) -> None:
         """Write a part atomically."""
         with atomic(self._part(ids), "--npz") as temporary:
@@ -123,11 +136,10 @@ class SampleFile:
             with np.load(self.path, allow_pickle=False) as arrays:
                 return arrays["arr_0"]
         rows = np.concatenate([np.load(self._part(ids), allow_pickle=False) for ids in self._parts()])
-        arrays = {"arr_0": rows, "about": np.array(json.dumps({**self.about, "num": self.num}))}
-        if self.labels is not None:
-            arrays["labels"] = self.labels
+        labels = {} if self.labels is None else {"labels": self.labels}
+        about = np.array(json.dumps({**self.about, "num": self.num}))
         with atomic(self.path, "--npz") as temporary, temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, allow_pickle=False, arr_0=rows, about=about, **labels)
         shutil.rmtree(self.folder)
         return rows
 
@@ -140,28 +152,9 @@ class SampleFile:
     def _exists(self, ids: range) -> bool:
         """Whether a part is complete. The last part of a smaller number of samples is not: it is drawn again."""
         try:
-            file = self._part(ids)
-            return file.is_file() and len(np.load(file, mmap_mode="r", allow_pickle=False)) == len(ids)
+            return len(np.load(self._part(ids), mmap_mode="r", allow_pickle=False)) == len(ids)
         except (OSError, ValueError, EOFError):
             return False
-
-    def _check_file(self) -> None:
-        try:
-            with open_untrusted(self.path) as file, np.load(file, allow_pickle=False) as arrays:
-                found = dict(parse_json(str(arrays["about"]).encode(), self.path))
-        except (DataError, BadZipFile, KeyError, ValueError, OSError, TypeError, EOFError) as error:
-            raise DataError(f"{self.path} exists, but was not written by bsi sample. Choose another name.") from error
-        if found.pop("num", None) != self.num:
-            raise UsageError(f"{self.path} holds another number of samples. Remove it, or choose another name.")
-        self._check(found, self.path)
-
-    def _check(self, found: dict[str, Any], where: Path) -> None:
-        pairs = {name: (found.get(name), self.about.get(name)) for name in {**found, **self.about}}
-        differing = [f"{name} {there!r} there, {here!r} here" for name, (there, here) in pairs.items() if there != here]
-        if differing:
-            raise UsageError(
-                f"{where} holds other samples ({'; '.join(differing)}). Remove it, or choose another name."
-            )
 
 
 def draw_into(
@@ -280,12 +273,8 @@ def measure_quality(
 
 def quality_record(run: Run, sampler: Sampler, seed: int, label: Label, found: SampleQuality) -> dict[str, Any]:
     """The metric's own record, the sampler and the model. `precision` is the network's, as in the record of a bound."""
-    return {
-        **found.record(),
-        "extractor_precision": found.precision,
-        "drawing": described(sampler, seed, label),
-        **run.record(),
-    }
+    drawing = described(sampler, seed, label)
+    return {**found.record(), "extractor_precision": found.precision, "drawing": drawing, **run.record()}
 
 
 # ---- Animations ------------------------------------------------------------------------------------------------------
@@ -294,27 +283,27 @@ def quality_record(run: Run, sampler: Sampler, seed: int, label: Label, found: S
 def animate_beliefs(model: Model, sampler: Sampler, seed: int, label: Label, num: int, path: Path) -> None:
     """The first `num` samples as an animation: belief mean, prediction and measurement at every step, as values.
 
-    Of images of symbols, it shows the probability of symbol 1 given each pixel's own latent, and as predicted.
-
-    A VDM's latent is not a belief mean; `belief` rescales it to the mean of the sample given its measurements.
+    Of images of symbols, it shows the probability of symbol 1 given each pixel's own latent, and as predicted. A VDM's
+    latent is not a belief mean; `belief` rescales it to the mean of the sample given its measurements.
     """
-    steps = model.trajectory(range(num), sampler, seed=seed, cond=model.labels(range(num), label))
-    moments = []
-    for step, after in itertools.pairwise(steps):  # one by one: a GPU holds two steps, not all
-        moments.append(_moment(model, step, measurement(model.method, step, after)))
-    moments.append(_moment(model, after, None))
+    steps = list[Moment]()
+
+    def moment(step: Step, after: Step | None) -> Moment:
+        if model.symbols is not None:
+            encoder = model.method.encoder(step.level[None])
+            mean, x_hat = map(shades, beliefs(model.symbols, encoder, step.latent, step.x_hat))
+            y = None
+        else:
+            mean, x_hat = belief(model.method, step).mean, step.x_hat
+            y = None if after is None else measurement(model.method, step, after).cpu().numpy()
+        return Moment(mean.cpu().numpy(), x_hat.cpu().numpy(), y, float(step.level))
+
+    trajectory = model.trajectory(range(num), sampler, seed=seed, cond=model.labels(range(num), label))
+    for step, after in itertools.pairwise(itertools.chain(trajectory, [None])):  # a GPU holds two steps, not all
+        steps.append(moment(step, after))
     if model.bins is not None or model.symbols is not None:
         low, high = (model.bins.low, model.bins.high) if model.bins else (0.0, 1.0)
     else:
-        low, high = float(moments[-1].prediction.min()), float(moments[-1].prediction.max())
-    frames = belief_frames(moments, low, high if high > low else low + 1)
+        low, high = float(steps[-1].prediction.min()), float(steps[-1].prediction.max())
+    frames = belief_frames(steps, low, high if high > low else low + 1)
     animate(frames, path, lossless=min(model.shape[1:]) < SMALLEST)
-
-
-def _moment(model: Model, step: Step, y: Tensor | None) -> Moment:
-    if model.symbols is not None:
-        own, predicted = beliefs(model.symbols, model.method.encoder(step.level[None]), step.latent, step.x_hat)
-        return Moment(shades(own).cpu().numpy(), shades(predicted).cpu().numpy(), None, float(step.level))
-    known = belief(model.method, step)
-    mean, x_hat = known.mean.cpu().numpy(), step.x_hat.cpu().numpy()
-    return Moment(mean, x_hat, None if y is None else y.cpu().numpy(), float(step.level))

@@ -1,8 +1,8 @@
 """How fast a network trains, samples and evaluates the bound, and how far its fast form is from float32.
 
 The training step is the trainer's own (`Engine.step`): noise, levels, loss, backward, clipping, AdamW, EMA. Sampling
-and the bound count images times network evaluations. Times are the median of repeats after a warm-up, by device events
-on a GPU and by the wall clock on a CPU, and are compared with large matrix products on the same machine.
+and the bound count images times network evaluations. Times are the median of repeats after a warm-up, from an idle
+device to an idle device, and are compared with large matrix products on the same machine.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +40,7 @@ from bsi.training.stream import Stream
 from bsi.values import Bins
 
 Work = Literal["train", "sample", "elbo"]
+Step = Callable[[], object]
 
 BINS = Bins.uint8()
 SAMPLING_STEPS = 8
@@ -88,16 +89,6 @@ class Speed:
     repeats: int
 
 
-@dataclass(frozen=True)
-class Running:
-    """A step to time, and how often it evaluates the network for each image (once in a training step)."""
-
-    step: Callable[[], object]
-    evaluations: int
-    prepare: Callable[[], object] | None = None  # compiles the function that draws a step's noise
-    recorded: Callable[[], bool] = lambda: False
-
-
 class Start:
     """The parts of the time from `since` to the first step, in seconds; 0 is the start of the process."""
 
@@ -117,14 +108,13 @@ def since_process_start() -> float:
             ticks = int(file.read().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
-        return float("nan")
+        return math.nan
 
 
 def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, start: Start | None = None) -> Speed:
-    """Time one case.
+    """Time one case: the median of `repeats` measurements.
 
     Args:
-        repeats: Measurements that the median is taken of.
         matmul_tflops: Of an earlier case in the same process, so that it is not measured again.
         start: The parts of the time to the first step before this call.
     """
@@ -137,36 +127,32 @@ def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, st
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(case.device)
-    with {"train": _train, "sample": _sample, "elbo": _elbo}[case.work](case) as running:
-        _wait(case.device)
-        start.lap("build")
-        for part, work in (("noise", running.prepare), ("step", running.step)):
-            if work is not None:
-                work()
-                _wait(case.device)
-                start.lap(part)
-        times = _times(running.step, case.device, repeats)
-        recorded = running.recorded()
-    seconds, images = statistics.median(times), case.batch * running.evaluations
+    with contextlib.ExitStack() as stack:
+        engine, parts = None, list[tuple[str, Step]]()
+        if case.work == "train":
+            engine, stream, step = _training(case, stack)
+            parts.append(("noise", lambda: stream.first(0)))  # compiles the function that draws a step's noise
+        else:
+            step = _sampling(case) if case.work == "sample" else _bound(case)
+        for part, work in [("build", lambda: None), *parts, ("step", step)]:
+            work()
+            _wait(case.device)
+            start.lap(part)
+        times = _times(step, case.device, repeats)
+        recorded = engine is not None and engine.recorded
+    # A step of training counts one evaluation of the network for each image.
+    evaluated = evaluations(METHODS[case.method](), SAMPLING_STEPS) if case.work == "sample" else 1
+    seconds, images = statistics.median(times), case.batch * evaluated
     costs = cost(case.backbone, case.shape, BINS.count)
-    passes = TRAINING_COST if case.work == "train" else 1
-    tflops = images * costs.flops * passes / seconds / 1e12
-    peak = torch.cuda.max_memory_allocated(case.device) / 2**30 if cuda else float("nan")
+    tflops = images * costs.flops * (TRAINING_COST if case.work == "train" else 1) / seconds / 1e12
+    peak = torch.cuda.max_memory_allocated(case.device) / 2**30 if cuda else math.nan
     reachable = matmul_tflops or measure_matmul(case.device, case.precision)
     return Speed(
-        images_per_s=images / seconds,
-        milliseconds=1e3 * seconds,
-        spread=(max(times) - min(times)) / seconds,
-        tflops=tflops,
-        matmul_tflops=reachable,
-        fraction=tflops / reachable,
-        peak_gib=peak,
-        first_step_s=sum(start.parts_s.values()),
-        first_step_parts_s=dict(start.parts_s),
-        recorded=recorded,
-        parameters=costs.parameters,
-        repeats=repeats,
-    )
+        images_per_s=images / seconds, milliseconds=1e3 * seconds, spread=(max(times) - min(times)) / seconds,
+        tflops=tflops, matmul_tflops=reachable, fraction=tflops / reachable, peak_gib=peak,
+        first_step_s=sum(start.parts_s.values()), first_step_parts_s=dict(start.parts_s), recorded=recorded,
+        parameters=costs.parameters, repeats=repeats,
+    )  # fmt: skip
 
 
 def measure_matmul(device: torch.device, precision: Precision) -> float:
@@ -182,32 +168,25 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _times(step: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+def _times(step: Step, device: torch.device, repeats: int) -> list[float]:
     """Seconds of a step, `repeats` times: each the mean over as many steps as fill about a third of a second."""
 
     def seconds(steps: int) -> float:
+        _wait(device)
         began = time.perf_counter()
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
         for _ in range(steps):
             step()
-        if device.type == "cuda":
-            end.record()
-            end.synchronize()
-            return start.elapsed_time(end) / steps / 1e3
+        _wait(device)
         return (time.perf_counter() - began) / steps
 
     for _ in range(WARM_STEPS[device.type]):
         step()
-    _wait(device)
     inner = max(1, min(100, round(0.3 / max(seconds(1), 1e-6))))
     return [seconds(inner) for _ in range(repeats)]
 
 
-@contextmanager
-def _train(case: Case) -> Iterator[Running]:
-    """The trainer's step, on random images that lie on the device."""
+def _training(case: Case, stack: contextlib.ExitStack) -> tuple[Engine, Stream, Step]:
+    """The trainer, its batches of random images that lie on the device, and its step."""
     recipe = Recipe(
         "bench", METHODS[case.method](), case.backbone, Data("bench"), steps=10**9, batch=case.batch,
         optimizer=Optimizer(lr=1e-4), virtual_shards=1, precision=case.precision,
@@ -219,13 +198,12 @@ def _train(case: Case) -> Iterator[Running]:
         model = build_model(recipe, data.spec, None)
     _accelerate(model.to(case.device).train().denoiser.backbone, case)
     engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device), case.record)
-    stream = Stream(recipe, data.train, data.spec.latent_shape, world, 0)
-    with watching(world.place, limit_s=600.0) as watchdog, contextlib.closing(stream):
-        yield Running(lambda: engine.step(stream, watchdog), 1, lambda: stream.first(0), lambda: engine.recorded)
+    stream = stack.enter_context(contextlib.closing(Stream(recipe, data.train, data.spec.latent_shape, world, 0)))
+    watchdog = stack.enter_context(watching(world.place, limit_s=600.0))
+    return engine, stream, lambda: engine.step(stream, watchdog)
 
 
-@contextmanager
-def _sample(case: Case) -> Iterator[Running]:
+def _sampling(case: Case) -> Step:
     """A few steps of the paper's sampler, from the noise to the sample."""
     model = _trained(case)
     grid, ids = paper_grid(model.method, SAMPLING_STEPS), torch.arange(case.batch, device=case.device)
@@ -234,11 +212,10 @@ def _sample(case: Case) -> Iterator[Running]:
     def step() -> None:
         sample(model.method, model.denoiser, SeededNoise(0, ids, case.shape), grid)
 
-    yield Running(step, evaluations(model.method, SAMPLING_STEPS))
+    return step
 
 
-@contextmanager
-def _elbo(case: Case) -> Iterator[Running]:
+def _bound(case: Case) -> Step:
     """One level of the bound for each image."""
     model = _trained(case)
     x = BINS.values(torch.randint(BINS.count, (case.batch, *case.shape), dtype=torch.uint8, device=case.device))
@@ -248,7 +225,7 @@ def _elbo(case: Case) -> Iterator[Running]:
     def step() -> None:
         measurement_loss(model.method, model.denoiser, x, t, torch.randn_like(x))
 
-    yield Running(step, 1)
+    return step
 
 
 def _trained(case: Case) -> Model:
@@ -284,8 +261,7 @@ def check(case: Case, batch: int = 8) -> Agreement:
     """Compare the fast form of a network with float32, eager, on new random inputs."""
     torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
     with case.device:
-        reference = build(case.backbone, case.shape, BINS.count)
-    reference = reference.to(case.device).train()
+        reference = build(case.backbone, case.shape, BINS.count).train()
     for parameter in reference.parameters():
         if not bool(parameter.any()):
             nn.init.normal_(parameter, std=0.02)  # a layer of zeros would hide the layers before it
@@ -300,9 +276,8 @@ def check(case: Case, batch: int = 8) -> Agreement:
         gradients = torch.autograd.grad((output * direction).sum(), list(network.parameters()))
         return output.detach(), torch.cat([g.flatten() for g in gradients])
 
-    (expected, expected_gradient), (found, found_gradient) = run(reference), run(fast)
-    return Agreement(
-        output=float((found - expected).norm() / expected.norm()),
-        gradient=float((found_gradient - expected_gradient).norm() / expected_gradient.norm()),
-        tolerance=TOLERANCE_FP8 if case.precision == "fp8" else TOLERANCE[fast.compute_dtype],
+    output, gradient = (
+        float((found - expected).norm() / expected.norm())
+        for expected, found in zip(run(reference), run(fast), strict=True)
     )
+    return Agreement(output, gradient, TOLERANCE_FP8 if case.precision == "fp8" else TOLERANCE[fast.compute_dtype])

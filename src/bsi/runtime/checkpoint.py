@@ -14,12 +14,14 @@ damage, not tampering: whoever can change a file can change its hash. No file is
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +42,6 @@ FORMER = {"optimizer": "optimiser"}  # file names of version 0.1.0
 SPARE_BYTES = 16 << 20  # disk space that a checkpoint leaves free, for the journal and the samples
 
 
-class DiskFull(BsiError):
-    """There is no space for a checkpoint; the previous one is unchanged."""
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """The content of a checkpoint in memory: tensors by file and name, and JSON-serializable state."""
@@ -51,10 +49,6 @@ class Snapshot:
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
-
-    @property
-    def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for group in self.tensors.values() for t in group.values())
 
 
 @dataclass(frozen=True)
@@ -70,41 +64,38 @@ class Checkpoint:
 
 
 def save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None] = lambda: None) -> Path:
-    """Write a checkpoint into `root` and make it the latest. `check` raises if the run folder's lock is lost."""
+    """Write a checkpoint into `root` and make it the latest. `check` raises if the run folder's lock is lost.
+
+    A full disk is detected before anything is written if possible; the previous checkpoint remains.
+    """
     check()
     root.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(root)
-    check_space(root, snapshot.bytes)
     final = root / f"step-{snapshot.step:08d}"
     temporary = root / f".{final.name}.{os.getpid()}"
+    needed = sum(tensor.nbytes for tensors in snapshot.tensors.values() for tensor in tensors.values())
+    free = shutil.disk_usage(root).free
     try:
+        if free < needed + SPARE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_files(temporary, snapshot)
         check()
         publish(temporary, final)
         move_latest(root, final.name)
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if io.is_full(error):
-            raise _disk_full(root, snapshot.bytes) from error
-        raise
+        if not io.is_full(error):
+            raise
+        limit = (
+            "" if free < needed + SPARE_BYTES else ", but a quota or the limit on a file's size (ulimit -f) is reached"
+        )
+        raise BsiError(
+            f"no space for a checkpoint in {root}: it takes {readable_bytes(needed)}, {readable_bytes(free)} are free"
+            f"{limit}. The previous checkpoint is unchanged. Free some space, or lower --keep.last, and run the same "
+            f"command again."
+        ) from error
     prune(root, keep, snapshot.step)
     return final
-
-
-def check_space(root: Path, needed: int) -> None:
-    """Raise if the disk has too little free space, before anything is written."""
-    if shutil.disk_usage(root).free < needed + SPARE_BYTES:
-        raise _disk_full(root, needed)
-
-
-def _disk_full(root: Path, needed: int) -> DiskFull:
-    free = shutil.disk_usage(root).free
-    limit = "" if free < needed + SPARE_BYTES else ", but a quota or the limit on a file's size (ulimit -f) is reached"
-    return DiskFull(
-        f"no space for a checkpoint in {root}: it takes {readable_bytes(needed)}, {readable_bytes(free)} are free"
-        f"{limit}. The previous checkpoint is unchanged. Free some space, or lower --keep.last, and run the same "
-        f"command again."
-    )
 
 
 def write_files(folder: Path, snapshot: Snapshot) -> None:
@@ -132,7 +123,6 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def move_latest(root: Path, name: str) -> None:
-    """Make `latest` name this checkpoint."""
     io.write_text(root / LATEST, name + "\n")
 
 
@@ -187,20 +177,16 @@ class Saver:
         """Wait until the save is on the disk, and raise its error."""
         running, self._running = self._running, None
         if running is not None:
-            _until_done(running)
+            # In short intervals, so that the main thread can handle signals that another thread has received.
+            while not wait([running], timeout=0.2).done:
+                pass
             running.result()
 
     def close(self) -> None:
         """Wait for the running save without raising its error: `close` may be called while another error is raised."""
-        if self._running is not None:
-            _until_done(self._running)
+        with suppress(Exception):
+            self.wait()
         self._pool.shutdown()
-
-
-def _until_done(running: Future[None]) -> None:
-    """Wait in short intervals, so that the main thread can handle signals that another thread has received."""
-    while not wait([running], timeout=0.2).done:
-        pass
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
@@ -209,49 +195,42 @@ def _until_done(running: Future[None]) -> None:
 def find(root: Path, warn: Callable[[str], None], step: int | None = None) -> Checkpoint | None:
     """The checkpoint to resume from, or the one of a given step; None if there has never been one.
 
-    `latest` names it. If it is damaged, the previous one is used after a call of `warn`; if all of them are, this
-    raises CorruptCheckpoint.
+    `latest` names it; newer ones were not completed. If it is damaged, the previous one is used after a call of `warn`;
+    if all of them are, this raises CorruptCheckpoint. A training that runs meanwhile may delete checkpoints, and has
+    newer ones then.
     """
+    name, by_step = _latest(root), _steps(root)
     if step is not None:
-        if step not in (known := _steps(root)):
-            steps = ", ".join(map(str, known)) or "none"
+        if step not in by_step:
+            steps = ", ".join(map(str, by_step)) or "none"
             raise UsageError(f"{root} has no checkpoint of step {step}. There are: {steps}.")
-        return verify(known[step])
-    candidates = _candidates(root, warn)
-    for folder in candidates:
+        return verify(by_step[step])
+    folders = list(by_step.values())
+    if any(folder.name == name for folder in folders):
+        while folders[0].name != name:
+            del folders[0]
+    elif _latest(root) != name:
+        return find(root, warn)
+    elif folders:
+        warn(f"DAMAGED CHECKPOINT: {root / LATEST} does not name one of the checkpoints: got {name!r:.40}")
+    for folder in folders:
         try:
             return verify(folder)
-        except (CorruptCheckpoint, DataError, FileNotFoundError) as error:
-            if not folder.exists():  # a running training has deleted it, and has a newer one
+        except CorruptCheckpoint as error:
+            if not folder.exists():
                 return find(root, warn)
-            then = "there is no earlier one" if folder == candidates[-1] else "falling back to the previous one"
+            then = "there is no earlier one" if folder == folders[-1] else "falling back to the previous one"
             warn(f"DAMAGED CHECKPOINT: {error}\n{then}")
-    if candidates:
+    if folders:
         raise CorruptCheckpoint(
-            f"all {len(candidates)} checkpoints in {root} are damaged, see above. Restore one from a copy, or train "
-            f"again with another --out."
+            f"all {len(folders)} checkpoints in {root} are damaged, see above. Restore one from a copy, or train again "
+            f"with another --out."
         )
     if (root / LATEST).is_file():
         raise CorruptCheckpoint(
             f"{root / LATEST} names a checkpoint, but there is none. Restore it, or use another --out."
         )
     return None
-
-
-def _candidates(root: Path, warn: Callable[[str], None]) -> list[Path]:
-    """The checkpoint named by `latest` and the older ones, the newest first. Newer ones were not completed."""
-    name = _latest(root)
-    while True:
-        folders = list(_steps(root).values())
-        names = [folder.name for folder in folders]
-        if name in names:
-            return folders[names.index(name) :]
-        name, before = _latest(root), name
-        if name == before:  # otherwise a running training has changed `latest` meanwhile
-            break
-    if folders:
-        warn(f"DAMAGED CHECKPOINT: {root / LATEST} does not name one of the checkpoints: got {name!r:.40}")
-    return folders
 
 
 def _steps(root: Path) -> dict[int, Path]:
@@ -271,17 +250,11 @@ def _latest(root: Path) -> str:
 
 def verify(folder: Path) -> Checkpoint:
     """The checkpoint in a folder. Raises if a file does not match its hash."""
-    for name, record in _manifest(folder).items():
-        path = folder / name
-        if not path.is_file():
-            raise CorruptCheckpoint(f"{path} is missing, expected sha256 {record['sha256']}.")
-        found = digest_file(path)
-        if found != record["sha256"]:
-            raise CorruptCheckpoint(
-                f"{path} is damaged: expected {record['bytes']} bytes of sha256 {record['sha256']}, got "
-                f"{path.stat().st_size} bytes of sha256 {found}."
-            )
     try:
+        for name, expected in _hashes(folder / MANIFEST).items():
+            found = digest_file(folder / name)
+            if found != expected:
+                raise CorruptCheckpoint(f"{folder / name} is damaged: expected sha256 {expected}, got {found}.")
         state = io.read_json(folder / STATE)
     except DataError as error:
         raise CorruptCheckpoint(str(error)) from error
@@ -295,23 +268,21 @@ def verify(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state["step"], state)
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The table of files. It is stored in canonical form with its own hash, so that any changed byte is detected."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CorruptCheckpoint(f"{path} is missing.")
+def _hashes(path: Path) -> dict[str, str]:
+    """The files' hashes in a manifest. It is canonical and has its own hash, so that any changed byte is detected."""
+    with io.open_untrusted(path, io.MAX_JSON_BYTES) as file:
+        text = file.read()
+    manifest = io.parse_json(text, path)
     try:
-        with io.open_untrusted(path, io.MAX_JSON_BYTES) as file:
-            text = file.read()
-        manifest = io.parse_json(text, path)
-        files: dict[str, dict[str, Any]] = manifest["files"]
-        expected, found = manifest["sha256"], fingerprint({"format": manifest["format"], "files": files})
-        same = canonical_json(manifest).encode() == text
-    except (DataError, ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpoint(f"{path} is damaged: it is not a manifest ({type(error).__name__}).") from error
-    if expected != found or not same or any(Path(name).name != name for name in files) or STATE not in files:
-        raise CorruptCheckpoint(f"{path} is damaged: expected sha256 {expected} of its table, got {found}.")
-    return files
+        hashes = {name: record["sha256"] for name, record in manifest["files"].items()}
+        intact = fingerprint({"format": manifest["format"], "files": manifest["files"]}) == manifest["sha256"]
+        if not intact or canonical_json(manifest).encode() != text or STATE not in hashes:
+            raise ValueError("its hash is another")
+        if any(Path(name).name != name for name in hashes):
+            raise ValueError("it names a file in another folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+    return hashes
 
 
 def read_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:

@@ -373,10 +373,10 @@ class Model(Density):
             >>> bsi.Model.from_pretrained("digits").sample(4, steps=8).shape
             torch.Size([4, 1, 8, 8])
         """
-        from bsi.runtime import export, hub
+        from bsi.runtime import export
 
-        if hub.is_repository(source):
-            source = hub.download(str(source), revision)
+        if export.is_repository(source):
+            source = export.download(str(source), revision)
         return export.load(source, backbone=backbone)
 
     def save_pretrained(self, folder: str | Path, name: str | None = None) -> Path:
@@ -385,17 +385,17 @@ class Model(Density):
         A network of `bsi.backbones` is rebuilt by `from_pretrained`; your own is passed again:
         `bsi.Model.from_pretrained("my-model", backbone=MyNet())`.
         """
-        from bsi.runtime import export, hub
+        from bsi.runtime import export
 
         name = name or re.sub(r"\W+", "-", Path(folder).resolve().name).strip("-") or "model"
-        return hub.write_model_folder(export.Trained.of(self, name), Path(folder))
+        return export.write_model_folder(export.Trained.of(self, name), Path(folder))
 
     def push_to_hub(self, repository: str, private: bool = True) -> str:
         """Upload the model to `USER/NAME` of the Hugging Face hub with the token of `hf auth login`: its address."""
-        from bsi.runtime import hub
+        from bsi.runtime import export
 
         with tempfile.TemporaryDirectory() as folder:
-            return hub.upload(self.save_pretrained(folder, repository.rpartition("/")[2]), repository, private)
+            return export.upload(self.save_pretrained(folder, repository.rpartition("/")[2]), repository, private)
 
 
 def _numbers(num: int | range, batch_size: int = 1) -> Rows:

@@ -14,8 +14,7 @@ from bsi.backbones import build
 from bsi.backbones.config import DiTConfig
 from bsi.cli import main
 from bsi.errors import UsageError
-from bsi.runtime.export import BUNDLED, read_trained
-from bsi.runtime.hub import is_repository
+from bsi.runtime.export import BUNDLED, is_repository, read_trained
 
 METHODS = [bsi.BSI(alpha_M=1e4), bsi.BFN(sigma_1=1e-2), bsi.VDM(nu_max=1e4)]
 

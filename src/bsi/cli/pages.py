@@ -93,7 +93,7 @@ class Export:
     json: Json = False
 
     def execute(self) -> int:
-        from bsi.runtime import export, hub
+        from bsi.runtime import export
 
         if self.hub_folder is None:
             if self.upload is not None:
@@ -105,7 +105,7 @@ class Export:
         if self.out is not None or self.sigma_rel is not None:
             raise UsageError("--hub-folder cannot be combined with --out and --sigma-rel: leave them out")
         make_folder(self.hub_folder, "--hub-folder")
-        hub.write_model_folder(export.read_trained(self.run, not self.weights, self.step), self.hub_folder)
-        address = None if self.upload is None else hub.upload(self.hub_folder, self.upload)
+        export.write_model_folder(export.read_trained(self.run, not self.weights, self.step), self.hub_folder)
+        address = None if self.upload is None else export.upload(self.hub_folder, self.upload)
         record = {"folder": str(self.hub_folder), "address": address}
         return answer(self.json, record, address or self.hub_folder)

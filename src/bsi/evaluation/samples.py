@@ -286,24 +286,24 @@ def animate_beliefs(model: Model, sampler: Sampler, seed: int, label: Label, num
     Of images of symbols, it shows the probability of symbol 1 given each pixel's own latent, and as predicted. A VDM's
     latent is not a belief mean; `belief` rescales it to the mean of the sample given its measurements.
     """
-    steps = list[Moment]()
 
-    def moment(step: Step, after: Step | None) -> Moment:
-        if model.symbols is not None:
+    def moment(step: Step, y: Tensor | None) -> Moment:
+        if model.symbols is None:
+            mean, x_hat = belief(model.method, step).mean, step.x_hat
+        else:
             encoder = model.method.encoder(step.level[None])
             mean, x_hat = map(shades, beliefs(model.symbols, encoder, step.latent, step.x_hat))
             y = None
-        else:
-            mean, x_hat = belief(model.method, step).mean, step.x_hat
-            y = None if after is None else measurement(model.method, step, after).cpu().numpy()
-        return Moment(mean.cpu().numpy(), x_hat.cpu().numpy(), y, float(step.level))
+        return Moment(mean.cpu().numpy(), x_hat.cpu().numpy(), y if y is None else y.cpu().numpy(), float(step.level))
 
-    trajectory = model.trajectory(range(num), sampler, seed=seed, cond=model.labels(range(num), label))
-    for step, after in itertools.pairwise(itertools.chain(trajectory, [None])):  # a GPU holds two steps, not all
-        steps.append(moment(step, after))
+    steps = model.trajectory(range(num), sampler, seed=seed, cond=model.labels(range(num), label))
+    moments = []
+    for step, after in itertools.pairwise(steps):  # one by one: a GPU holds two steps, not all
+        moments.append(moment(step, measurement(model.method, step, after)))
+    moments.append(moment(after, None))
     if model.bins is not None or model.symbols is not None:
         low, high = (model.bins.low, model.bins.high) if model.bins else (0.0, 1.0)
     else:
-        low, high = float(steps[-1].prediction.min()), float(steps[-1].prediction.max())
-    frames = belief_frames(steps, low, high if high > low else low + 1)
+        low, high = float(moments[-1].prediction.min()), float(moments[-1].prediction.max())
+    frames = belief_frames(moments, low, high if high > low else low + 1)
     animate(frames, path, lossless=min(model.shape[1:]) < SMALLEST)

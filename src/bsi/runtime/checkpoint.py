@@ -86,9 +86,7 @@ def save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None] =
         shutil.rmtree(temporary, ignore_errors=True)
         if not io.is_full(error):
             raise
-        limit = (
-            "" if free < needed + SPARE_BYTES else ", but a quota or the limit on a file's size (ulimit -f) is reached"
-        )
+        limit = "" if free < needed + SPARE_BYTES else ", but a quota or the file size limit (ulimit -f) is reached"
         raise BsiError(
             f"no space for a checkpoint in {root}: it takes {readable_bytes(needed)}, {readable_bytes(free)} are free"
             f"{limit}. The previous checkpoint is unchanged. Free some space, or lower --keep.last, and run the same "

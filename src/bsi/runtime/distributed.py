@@ -7,7 +7,6 @@ Without either there is one rank and no process group. Ranks use NCCL on GPUs an
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import math
 import os
@@ -19,7 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal, get_args
@@ -54,38 +53,37 @@ class Place:
 
 def find_place(env: Mapping[str, str]) -> Place:
     """The place given by torchrun's variables, else by those of an srun step, else a single rank."""
+
+    def number(name: str, default: int | None = None) -> int:
+        text = env.get(name, "")
+        if not text and default is not None:
+            return default
+        if not re.fullmatch(r"[0-9]{1,9}", text):
+            raise UsageError(f"{name} in the environment must be a whole number, got {text!r}. {LAUNCHERS}")
+        return int(text)
+
+    host = env.get("MASTER_ADDR", "")
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+        rank, size, local_size = number("RANK"), number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE", 1)
         if rank >= size:
             raise UsageError(f"RANK must be less than WORLD_SIZE, got RANK={rank} and WORLD_SIZE={size}. {LAUNCHERS}")
-        host, port = env.get("MASTER_ADDR", "localhost"), _integer(env, "MASTER_PORT", 29500)
-        return Place(rank, size, _integer(env, "LOCAL_RANK", 0), host, port, _integer(env, "LOCAL_WORLD_SIZE", 1))
+        return Place(rank, size, number("LOCAL_RANK", 0), host or "localhost", number("MASTER_PORT", 29500), local_size)
     # SLURM_STEP_NUM_TASKS is set by srun; the shell of sbatch has only the job's variables and is one process.
-    if "SLURM_PROCID" in env and (tasks := _integer(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
-        host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
-        port = _integer(env, "MASTER_PORT", 20000 + _integer(env, "SLURM_JOB_ID", 0) % 20000)
-        on_a_node = -(-tasks // max(1, _integer(env, "SLURM_STEP_NUM_NODES", tasks)))
-        return Place(_integer(env, "SLURM_PROCID"), tasks, _integer(env, "SLURM_LOCALID", 0), host, port, on_a_node)
+    if "SLURM_PROCID" in env and (size := number("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        host = host or first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
+        port = number("MASTER_PORT", 20000 + number("SLURM_JOB_ID", 0) % 20000)
+        local_size = -(-size // max(1, number("SLURM_STEP_NUM_NODES", size)))
+        return Place(number("SLURM_PROCID"), size, number("SLURM_LOCALID", 0), host, port, local_size)
     return Place()
-
-
-def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A number from the environment, or the default if it is unset or empty."""
-    text = env.get(name, "")
-    if not text and default is not None:
-        return default
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise UsageError(f"{name} in the environment must be a whole number, got {text!r}. {LAUNCHERS}")
-    return int(text)
 
 
 def first_host(nodes: str) -> str:
     """The first host of Slurm's list: `gpu[003-006,9],login` -> `gpu003`."""
-    match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^\[,]*)", nodes)
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^\[,]*)", nodes)
     if not match:
         raise UsageError(f"cannot read Slurm's list of nodes, got {nodes!r}. Set MASTER_ADDR.")
-    prefix, numbers, suffix = match.groups()
-    return prefix + re.split(r"[-,]", numbers)[0] + suffix if numbers else prefix
+    prefix, number, suffix = match.groups()
+    return prefix + (number or "") + suffix
 
 
 class FailedTogether(Exception):
@@ -166,34 +164,28 @@ def join(device: str | None, timeout_s: float) -> Iterator[World]:
     """Join the process group while the block runs. `device` is cuda, cpu, or None for a GPU if there is one."""
     place = find_place(os.environ)
     world = World(place, pick_device(device, place.local_rank))
-    if world.device.type == "cuda":
+    cuda = world.device.type == "cuda"
+    if cuda:
         torch.cuda.set_device(world.device)
     if place.size == 1:
         yield world
         return
     store, token = meet(place, timeout_s)
     dist.init_process_group(
-        "nccl" if world.device.type == "cuda" else "gloo",
-        store=store,
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=world.device if world.device.type == "cuda" else None,
-    )
+        "nccl" if cuda else "gloo", store=store, rank=place.rank, world_size=place.size,
+        timeout=timedelta(seconds=timeout_s), device_id=world.device if cuda else None,
+    )  # fmt: skip
     try:
         yield replace(world, token=token)
     except BaseException as error:
-        _clear_frames(error)
+        # Release the local variables of a failed step: DDP, one of them, must not outlive the process group.
+        failed: BaseException | None = error
+        while failed is not None:
+            traceback.clear_frames(failed.__traceback__)
+            failed = failed.__cause__ or failed.__context__
         raise
     finally:
         dist.destroy_process_group()
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Release the local variables of a failed step: DDP, which is one of them, must not outlive the process group."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def pick_device(device: str | None, local_rank: int) -> torch.device:
@@ -304,7 +296,7 @@ class Watchdog:
                 self._launcher = None
                 os.kill(os.getpid(), signal.SIGTERM)  # torchrun was killed: save and exit, as after its SIGTERM
             if store is not None:
-                with contextlib.suppress(RuntimeError):  # the rank that serves the store has ended
+                with suppress(RuntimeError):  # the rank that serves the store has ended
                     store.set(f"at/{self.place.rank}", "{} {}".format(*self.where))
             # Wait again before the end, so that the other ranks can publish where they are stuck.
             if self._hangs() and not self._stopped.wait(2 * tick) and self._hangs():
@@ -316,12 +308,12 @@ class Watchdog:
     def _give_up(self, store: Store | None) -> None:
         places = {self.place.rank: self.where}
         if store is not None:
-            with contextlib.suppress(RuntimeError):
+            with suppress(RuntimeError):
                 for rank in range(self.place.size):
                     if store.check([f"at/{rank}"]):
                         step, phase = store.get(f"at/{rank}").decode().split()
                         places[rank] = (int(step), PHASES[PHASES.index(phase)])
-        with contextlib.suppress(OSError):  # a log that cannot be written
+        with suppress(OSError):  # a log that cannot be written
             sys.stderr.write(verdict(self.place.rank, places, self.place.size, self.limit_s) + "\n")
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             sys.stderr.flush()
@@ -331,11 +323,13 @@ class Watchdog:
 def verdict(me: int, places: dict[int, tuple[int, Phase]], size: int, limit_s: float) -> str:
     """A message that names the ranks that the others wait for: those furthest behind, and those that never reported."""
     progress = {rank: (step, PHASES.index(phase)) for rank, (step, phase) in places.items()}
-    text = {rank: f"in step {step} ({phase})" for rank, (step, phase) in places.items()}
-    behind = [rank for rank in places if progress[rank] == min(progress.values())]
-    named = [f"rank {rank} hangs {text[rank]}" for rank in behind]
+    named, waiting = [], []
+    for rank, (step, phase) in places.items():
+        if progress[rank] == min(progress.values()):
+            named.append(f"rank {rank} hangs in step {step} ({phase})")
+        else:
+            waiting.append(f"rank {rank} in step {step} ({phase})")
     named += [f"rank {rank} never reported" for rank in range(size) if rank not in places]
-    waiting = [f"rank {rank} {text[rank]}" for rank in places if rank not in behind]
     rest = f"; waiting for it: {', '.join(waiting[:8])}" if waiting else ""
     return f"bsi train: no progress for {limit_s:.0f} s on rank {me}: {', '.join(named[:8])}{rest}"
 

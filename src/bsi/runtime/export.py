@@ -7,6 +7,12 @@ An export is a safetensors file: the weights, and in its metadata the recipe and
 model that no recipe trained has a `ModelSpec` in place of the recipe. Neither can contain code. A network passed by the
 caller is never imported by name and must be passed again: `bsi.load(run, backbone=MyNet())`. Before a network is built,
 its shapes are compared with those of the weights, so that a small file cannot make the loader allocate a large network.
+
+A model can also be a folder, which `bsi.load` opens like a run and which the Hugging Face hub can hold:
+
+    model.safetensors     an export
+    config.json           the description in its metadata, for people and search
+    README.md             a model card: the method, the data, and how to load it
 """
 
 from __future__ import annotations
@@ -14,7 +20,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -33,8 +41,8 @@ from bsi.backbones.layers import Backbone
 from bsi.backbones.mlp import MLP
 from bsi.backbones.unet import UNet
 from bsi.data.store import check_classes
-from bsi.errors import BsiError, CorruptCheckpoint, UsageError
-from bsi.io import atomic, check_writable, share
+from bsi.errors import BsiError, CorruptCheckpoint, UsageError, extra
+from bsi.io import atomic, check_writable, make_folder, share, write_json, write_text
 from bsi.methods import METHODS, Method
 from bsi.methods.base import Parametrization
 from bsi.model import Model
@@ -53,6 +61,26 @@ BUNDLED = {"digits": Path(__file__).parents[1] / "pretrained" / "digits.safetens
 LARGEST_SAMPLE = 2**31  # largest number of values in one sample
 SHOWN = 7  # differences in a message of at most ten lines
 MOST_SUGGESTED = 3
+REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+
+CARD = """---
+library_name: bsi
+tags: [generative, {kind}]
+---
+
+# {name}
+
+{kind_name} for {origin}.
+
+```python
+import bsi
+
+model = bsi.Model.from_pretrained("PATH"{backbone})  # this folder, or the name of this repository
+samples = model.sample(16)
+```
+
+`config.json` describes the model. The weights are {weights}.
+"""
 
 
 # ---- Description -----------------------------------------------------------------------------------------------------
@@ -196,12 +224,9 @@ def config_of(backbone: nn.Module, data: DataSpec) -> BackboneConfig | None:
     ours = cast(DiT | UNet | MLP, backbone)
     with torch.device("meta"):
         again = data.build(ours.config)
-    same = ours.shape == data.latent_shape and again.fourier.exponents == ours.fourier.exponents
-    return ours.config if same and _layout(again) == _layout(ours) else None
-
-
-def _layout(network: nn.Module) -> tuple[str, dict[str, torch.Size]]:
-    return repr(network), {name: tensor.shape for name, tensor in network.state_dict().items()}
+    same = repr(ours) == repr(again) and not differences(ours.state_dict(), again.state_dict())
+    same = same and (ours.shape, ours.fourier.exponents) == (again.shape, again.fourier.exponents)
+    return ours.config if same else None
 
 
 def differences(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> list[str]:
@@ -287,20 +312,14 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
             if found.folder.exists():
                 raise
             # A running training has deleted this checkpoint, and has a newer one.
-    if str(path) in BUNDLED:
-        raise UsageError(
-            f"the folder {path} here is not a run, and hides the bundled network of that name. Rename it, or run in "
-            f"another folder."
-        )
     near = {found.name: found for found in _trained_in(path.parent)}
     near |= {name: Path(name) for name in BUNDLED if path.name == str(path)}
     close = [near[name] for name in difflib.get_close_matches(path.name, near, n=1)]
     meant = " or ".join(map(str, _trained_in(path)[:MOST_SUGGESTED] or close))
-    raise UsageError(
-        f"{path} is neither a run folder with a checkpoint nor an exported file. "
-        f"{f'Did you mean {meant}? ' if meant else ''}`bsi train` makes one; {', '.join(BUNDLED)} comes with the "
-        f"package."
-    )
+    hint = f"Did you mean {meant}?" if meant else f"`bsi train` makes one; {', '.join(BUNDLED)} comes with the package."
+    if str(path) in BUNDLED:
+        hint = "It hides the bundled network of that name: rename it, or run in another folder."
+    raise UsageError(f"{path} is neither a run folder with a checkpoint nor an exported file. {hint}")
 
 
 def _trained_in(folder: Path) -> list[Path]:
@@ -319,12 +338,9 @@ def _read_export(path: Path, step: int | None) -> Trained:
             metadata = file.metadata() or {}
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        with path.open("rb") as opened:
-            begins_well = opened.read(9)[8:] == b"{"  # the length of the header in eight bytes, then a JSON object
         raise CorruptCheckpoint(
-            f"{path} is damaged or incomplete ({error}). Copy it again, or make it again with `bsi export`."
-            if begins_well
-            else f"{path} is not a safetensors file ({error}). Pickles (.pt, .pth, .ckpt) can run code: never loaded."
+            f"{path} is damaged or not a safetensors file ({error}). Copy it again, or write it again by `bsi export`. "
+            f"Pickles (.pt, .pth, .ckpt) can run code: never loaded."
         ) from error
     given: dict[str, Any] = {}
     try:
@@ -379,3 +395,57 @@ def write_export(path: Path, trained: Trained) -> Path:
         safetensors.torch.save_file(dict(trained.weights), temporary, {METADATA: json.dumps(trained.about())})
         share(temporary)
     return path
+
+
+def write_model_folder(trained: Trained, folder: Path) -> Path:
+    """Write a model as a folder with the content of a hub repository."""
+    name, kind, shape = trained.recipe.name, to_plain(trained.recipe.method)["kind"], trained.data.shape
+    origin = f"data of shape {' x '.join(map(str, shape))}"
+    if isinstance(trained.recipe, Recipe):
+        origin += f", trained on {trained.data.name or 'your data'} with `bsi train {name}`, step {trained.step}"
+    own = "" if trained.recipe.backbone else f", backbone={trained.network.rpartition('.')[2]}(...)"
+    weights = "an exponential moving average" if trained.ema else "those that the model had"
+    make_folder(folder, "the folder")
+    write_export(folder / MODEL_FILE, trained)
+    write_json(folder / "config.json", trained.about())
+    card = CARD.format(name=name, kind=kind, kind_name=kind.upper(), origin=origin, backbone=own, weights=weights)
+    write_text(folder / "README.md", card)
+    return folder
+
+
+# ---- The Hugging Face hub --------------------------------------------------------------------------------------------
+
+
+def is_repository(source: str | Path) -> bool:
+    """Whether this is the name of a repository, USER/NAME, rather than a path in a folder that exists here."""
+    return REPOSITORY.fullmatch(str(source)) is not None and not Path(source).parent.exists()
+
+
+def upload(folder: str | Path, repository: str, private: bool = True) -> str:
+    """Upload a folder with the token of `hf auth login`; returns its address."""
+    with _hub(f"upload to {repository}") as hub:
+        api = hub.HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
+
+
+def download(repository: str, revision: str | None = None) -> Path:
+    """Download a hub repository, or find it in the cache; returns the folder, for `bsi.load`."""
+    wanted = [MODEL_FILE, "config.json", "README.md"]  # no code
+    with _hub(f"download {repository}") as hub:
+        return Path(hub.snapshot_download(repository, revision=revision, allow_patterns=wanted))
+
+
+@contextmanager
+def _hub(purpose: str) -> Iterator[Any]:
+    """huggingface_hub; what it raises (no connection, no such repository, no token) becomes one message."""
+    with extra("hub", "the Hugging Face hub"):
+        import huggingface_hub  # type: ignore[import-not-found, unused-ignore]
+    try:
+        yield huggingface_hub
+    except (OSError, ValueError) as error:  # its errors of HTTP and of missing files are of these kinds
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise UsageError(
+            f"cannot {purpose} with the Hugging Face hub: {reason}. Check the name, the connection and `hf auth "
+            f"whoami`; a folder that is on this machine is loaded by its path."
+        ) from error

@@ -24,7 +24,7 @@ SECTIONS = {
     ],
     "Exact predictors and other formulations": ["bsi.adapters", "bsi.oracle", "bsi.noising", "bsi.interpolant"],
     "Trainer": ["bsi.recipe", "bsi.training.train", "bsi.runtime.export"],
-    "Recipes": ["bsi.recipes.images", "bsi.recipes.others"],
+    "Recipes": ["bsi.recipes"],
     "Backbones": ["bsi.backbones"],
     "Data and metrics": ["bsi.data.store", "bsi.metrics.quality", "bsi.metrics.frechet"],
     "Reports and errors": ["bsi.report", "bsi.errors"],

@@ -1,10 +1,10 @@
 """Networks: a backbone maps (x, t, cond) to an array like x, and its output is 0 before training.
 
-`config` (sizes, names, parameters and FLOPs) imports no torch; the rest is imported when first used.
-
     network = build("dit-l/2", shape=(3, 32, 32), bins_count=256)
     network.compute_dtype = compute_dtype("auto", device)
     accelerate(network, device)
+
+`config` (sizes, names, parameters and FLOPs) imports no torch; the rest is imported when first used.
 """
 
 from __future__ import annotations
@@ -23,21 +23,9 @@ if TYPE_CHECKING:
     from bsi.backbones.layers import Backbone
 
 __all__ = [
-    "Backbone",
-    "BackboneConfig",
-    "Cost",
-    "DiTConfig",
-    "MLPConfig",
-    "Precision",
-    "UNetConfig",
-    "accelerate",
-    "build",
-    "compile_regions",
-    "compute_dtype",
-    "cost",
-    "freeze",
-    "resolve",
-]
+    "Backbone", "BackboneConfig", "Cost", "DiTConfig", "MLPConfig", "Precision", "UNetConfig", "accelerate", "build",
+    "compile_regions", "compute_dtype", "cost", "freeze", "resolve",
+]  # fmt: skip
 
 
 def build(
@@ -62,8 +50,7 @@ def build(
     Raises:
         UsageError: The network cannot take such data, or its weights need more memory than the machine has.
     """
-    if isinstance(config, str):
-        config = resolve(config)
+    config = resolve(config) if isinstance(config, str) else config
     needed = 4 * cost(config, shape, bins_count, num_classes, out_channels).parameters
     import torch
 

@@ -1,25 +1,53 @@
 """Select the fastest implementation of a network on this machine. Only this module uses `bsi.kernels`.
 
 A DiT or a U-Net in bfloat16 on an NVIDIA GPU with Triton takes the fused form (kernels/fused_dit.py, fused_unet.py),
-unless it is checkpointed. Everything else is compiled region by region (kernels/compiled.py). Each form computes the
-same function as the plain one, dropout included, up to rounding. Without Triton, on a GPU that is too old for it, or on
-a CPU, a network is not changed: there, compiling would cost more time than it saves. 8-bit products in a DiT
-have large rounding errors and are used only on request.
+unless it is checkpointed. Everything else is compiled region by region (`compile_regions`). Each form computes the same
+function as the plain one, dropout included, up to rounding. Without Triton, on a GPU that is too old for it, or on a
+CPU, a network is not changed: there, compiling would cost more time than it saves. 8-bit products in a DiT have large
+rounding errors and are used only on request.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 from bsi.backbones.config import BackboneConfig, DiTConfig, Form, UNetConfig
 from bsi.backbones.layers import Backbone
 from bsi.backbones.unet import UNet
 from bsi.devices import compiles
 from bsi.errors import UsageError
+
+# Torch's compiler may recompute everything except matrix products, convolutions and attention, instead of storing what
+# the backward pass would otherwise write to memory again: pointwise operations are cheap, and their results take most
+# of the memory (see backbones/dit.py).
+RECOMPUTE_POINTWISE = {
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+}
+
+# By default Inductor writes a result that needs more than a few reads or operations and is used twice: in a norm's
+# gradient, complete images in float32. With these limits it is recomputed in the kernel that reads it. Sums of a few
+# numbers are not unrolled: results with one number per channel or group are written, since otherwise the threads of all
+# pixels would compute them. For a training step of the U-Net 128x32, without convolutions and products, this is 62 GB
+# of memory traffic instead of 76 GB.
+WRITE_NO_POINTWISE = {
+    "realize_reads_threshold": 10**6,
+    "realize_acc_reads_threshold": 10**6,
+    "realize_opcount_threshold": 10**6,
+    "unroll_reductions_threshold": 1,
+}
+
+# Limit on the compiled variants of one block: down and up, at each resolution, in training and evaluation, for a fixed
+# and for a dynamic batch size. With torch's default of 8 the compilation would fail.
+VARIANTS = 64
 
 
 def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8: bool = False) -> None:
@@ -43,16 +71,15 @@ def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8
     if fp8:
         check_fp8(backbone.config, backbone.shape)
     form = form_of(backbone.config, backbone.compute_dtype, device, lean)
-    fused = form in ("fused", "lean")
-    if fp8 and not fused:
+    if fp8 and form not in ("fused", "lean"):
         raise UsageError("fp8 needs Triton, and a network that computes in bfloat16. Use --precision bf16.")
     if form == "compiled":
         compile_regions(backbone)
-    elif fused and isinstance(backbone, UNet):
+    elif form != "plain" and isinstance(backbone, UNet):
         from bsi.kernels.fused_unet import FusedUNet  # imported here because Triton may not be installed
 
         backbone.fast = FusedUNet(form == "lean")
-    elif fused:
+    elif form != "plain":
         from bsi.kernels.fused_dit import FusedDiT
 
         backbone.fast = FusedDiT(form == "lean" and not fp8, fp8)
@@ -98,12 +125,42 @@ def freeze(backbone: Backbone) -> None:
 def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
     """Compile the repeated parts of a network and those that process every token, at their first call.
 
-    The network computes the same function as before, dropout included, up to rounding.
+    The network computes the same function as before, dropout included, up to rounding, and the names in its state dict
+    do not change. Blocks of one class share their code and take their parameters as inputs of the graph, so every
+    further block uses the first one's kernels. Only the batch size may be a dynamic shape: by default the compiler
+    would also make every size dynamic that differs between two blocks, and such kernels are slower.
     """
-    from bsi.kernels.compiled import compile_call  # imports torch's compiler, which takes seconds
+    import torch._dynamo  # takes seconds
 
-    for region in backbone.regions():
-        region._compiled_call_impl = compile_call(region, backend)  # as `region.compile` sets it
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+    for region in backbone.regions():  # as `region.compile` sets it
+        region._compiled_call_impl = _static(torch.compile(region._call_impl, backend=_lean(backend), fullgraph=True))
+
+
+def _static(run: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*inputs: Any) -> Any:
+        for tensor in inputs:
+            if isinstance(tensor, Tensor):
+                torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
+        return run(*inputs)
+
+    return call
+
+
+@functools.cache  # one object for all regions and networks: compiled code is shared only within one backend
+def _lean(backend: str) -> Callable[..., Any]:
+    import torch._functorch.config
+
+    compiler: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
+    if backend == "inductor":
+        # Passed as an argument instead of a context, since the backward pass is compiled later, when it first runs.
+        compiler = functools.partial(compiler, config_patches=WRITE_NO_POINTWISE)
+
+    def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        with torch._functorch.config.patch(RECOMPUTE_POINTWISE):
+            return compiler(graph, inputs)
+
+    return compile_graph
 
 
 def compile_like(copied: nn.Module, original: nn.Module, backend: str = "inductor") -> None:

@@ -8,6 +8,5 @@ import this package only when they use it, and both work without it, but are slo
 | fused_dit.py, dit_kernels.py | a DiT's blocks, with one kernel between two matrix products in 16 or 8 bits |
 | fused_unet.py, unet_kernels.py | a U-Net's blocks, with one kernel between two convolutions |
 | cublaslt.py | matrix products with GELU in the epilogue, in bfloat16 or 8 bits |
-| compiled.py | the blocks of any network, each type compiled once by torch.compile |
 | philox.py | normal random numbers from counters |
 """

@@ -16,10 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from io import StringIO
-from typing import IO, TYPE_CHECKING, ClassVar, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from typing import TextIO as Stream
+else:
+    from io import TextIOBase as Stream  # a StringIO is no TextIO
 
 LINE_EVERY_S = 10.0
 BAR_EVERY_S = 0.1
@@ -27,26 +29,12 @@ BAR_COLUMNS = 24
 CLEAR = "\r\x1b[2K"  # the current row of the terminal
 
 
-@runtime_checkable
-class Stream(Protocol):
-    """A text file such as sys.stderr."""
-
-    @property
-    def encoding(self) -> str | None: ...
-    @property
-    def closed(self) -> bool: ...
-    def write(self, text: str, /) -> int: ...
-    def flush(self) -> None: ...
-    def isatty(self) -> bool: ...
-    def fileno(self) -> int: ...
-
-
 # ---- Lines on stderr -------------------------------------------------------------------------------------------------
 
 
 def log(text: str, stream: Stream | None = None) -> None:
     """Print a line on stderr, above a progress bar if one is shown. Never raises."""
-    _write(_stderr() if stream is None else stream, f"{CLEAR if Progress.bars else ''}{text}\n")
+    _write(stream or _stderr(), f"{CLEAR if Progress.bars else ''}{text}\n")
 
 
 def _stderr() -> Stream:
@@ -57,11 +45,7 @@ def _stderr() -> Stream:
 def _write(stream: Stream, text: str) -> None:
     """Write and flush `text`; a stream that cannot be written is silenced from then on."""
     try:
-        try:
-            stream.write(text)
-        except UnicodeEncodeError:
-            encoding = stream.encoding or "ascii"
-            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.write(text)
         stream.flush()
     except (OSError, ValueError):  # ValueError: the stream is closed
         with contextlib.suppress(OSError, ValueError):
@@ -134,13 +118,8 @@ class Progress:
 
     def __init__(self, what: str, total: int, unit: str = "it", done: int = 0, stream: Stream | None = None) -> None:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""
-        self.stream = _stderr() if stream is None else stream
+        self.stream = stream or _stderr()
         self.live = supports_bars(self.stream)
-        self._console: Console | None = None
-        if self.live:
-            from rich.console import Console
-
-            self._console = Console(file=cast(IO[str], self.stream), highlight=False)
         self._first = self._shown_count = done
         self._started = self._shown_at = time.monotonic()
 
@@ -159,17 +138,15 @@ class Progress:
     def advance(self, count: int = 1, note: str | None = None) -> None:
         """Add to the count, and show it if it was last shown long enough ago."""
         self.done += count
-        if note is not None:
-            self.note = note
+        self.note = self.note if note is None else note
         if time.monotonic() - self._shown_at >= (BAR_EVERY_S if self.live else LINE_EVERY_S):
             self._show()
 
     def line(self) -> str:
         """The progress as plain text."""
         elapsed, fresh = time.monotonic() - self._started, self.done - self._first
-        total = amount(self.total, self.unit)
-        counted = f"{amount(self.done, 'B')} of {total}" if self.unit == "B" else f"{self.done}/{total}"
-        parts = [f"{self.what} {counted}"]
+        counted = f"{amount(self.done, 'B')} of " if self.unit == "B" else f"{self.done}/"
+        parts = [f"{self.what} {counted}{amount(self.total, self.unit)}"]
         if fresh and elapsed > 0:
             rate = fresh / elapsed
             parts.append(f"{amount(rate, self.unit)}/s")
@@ -182,14 +159,16 @@ class Progress:
 
     def _show(self) -> None:
         self._shown_at, self._shown_count = time.monotonic(), self.done
-        _write(self.stream, f"{self.line()}\n" if self._console is None else CLEAR + self._row(self._console))
+        _write(self.stream, CLEAR + self._row() if self.live else f"{self.line()}\n")
 
-    def _row(self, console: Console) -> str:
+    def _row(self) -> str:
         """The bar and the line in one row. It must not wrap: a row that wraps could not be cleared."""
+        from rich.console import Console
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
+        console = Console(file=self.stream, highlight=False)
         line, columns = Text(self.line(), no_wrap=True, overflow="crop"), max(console.width - 1, 1)
         bar = [ProgressBar(max(self.total, 1), self.done, BAR_COLUMNS)] if len(line) + BAR_COLUMNS < columns else []
         row = Table.grid(padding=(0, 1))

@@ -11,57 +11,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bsi import backbones as backbones
-    from bsi import conditioning as conditioning
-    from bsi import data as data
-    from bsi import methods as methods
-    from bsi import metrics as metrics
-    from bsi import recipes as recipes
-    from bsi import sampling as sampling
-    from bsi import solvers as solvers
-    from bsi.methods import BFN as BFN
-    from bsi.methods import BSI as BSI
-    from bsi.methods import VDM as VDM
-    from bsi.model import Model as Model
-    from bsi.recipe import Recipe as Recipe
-    from bsi.runtime.export import load as load
-    from bsi.sampler import Sampler as Sampler
-    from bsi.training.train import Run as Run
-    from bsi.training.train import distill as distill
-    from bsi.training.train import train as train
-    from bsi.values import Bins as Bins
-    from bsi.values import Standardize as Standardize
-    from bsi.values import Symbols as Symbols
+    from bsi import backbones, conditioning, data, methods, metrics, recipes, sampling, solvers
+    from bsi.methods import BFN, BSI, VDM
+    from bsi.model import Model
+    from bsi.recipe import Recipe
+    from bsi.runtime.export import load
+    from bsi.sampler import Sampler
+    from bsi.training.train import Run, distill, train
+    from bsi.values import Bins, Standardize, Symbols
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "BSI": "bsi.methods",
-    "BFN": "bsi.methods",
-    "VDM": "bsi.methods",
-    "Bins": "bsi.values",
-    "Standardize": "bsi.values",
-    "Symbols": "bsi.values",
-    "Model": "bsi.model",
-    "Recipe": "bsi.recipe",
-    "Run": "bsi.training.train",
-    "Sampler": "bsi.sampler",
-    "distill": "bsi.training.train",
-    "load": "bsi.runtime.export",
-    "train": "bsi.training.train",
-}
+__all__ = [
+    "BFN", "BSI", "VDM", "Bins", "Model", "Recipe", "Run", "Sampler", "Standardize", "Symbols", "__version__",
+    "backbones", "conditioning", "data", "distill", "load", "methods", "metrics", "recipes", "sampling", "solvers",
+    "train",
+]  # fmt: skip
 
-_MODULES = ("backbones", "conditioning", "data", "methods", "metrics", "recipes", "sampling", "solvers")
-
-__all__ = [*sorted(_HOME), *_MODULES, "__version__"]
+_HOMES = {
+    "BFN": "methods", "BSI": "methods", "VDM": "methods", "Model": "model", "Recipe": "recipe", "Sampler": "sampler",
+    "Bins": "values", "Standardize": "values", "Symbols": "values", "load": "runtime.export",
+    "Run": "training.train", "distill": "training.train", "train": "training.train",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    if name in _MODULES:
-        return import_module(f"bsi.{name}")
-    raise AttributeError(f"module 'bsi' has no attribute {name!r}. It has {', '.join(__all__)}.")
+    if name not in __all__:
+        raise AttributeError(f"module 'bsi' has no attribute {name!r}. It has {', '.join(__all__)}.")
+    return getattr(import_module(f"bsi.{_HOMES[name]}"), name) if name in _HOMES else import_module(f"bsi.{name}")
 
 
 def __dir__() -> list[str]:

@@ -26,7 +26,6 @@ PRECISION_DIM = 32  # section "Architecture": t becomes a 32-dimensional precisi
 # Bounds on sizes, far beyond any network that can be trained. `build` also compares the weights with the memory.
 LARGEST = dict.fromkeys(("depth", "levels", "heads", "patch"), 1 << 12) | {"width": 1 << 16, "mlp_ratio": 1 << 8}
 
-
 Shape = tuple[int, ...]  # of one sample: (channels, *space)
 
 
@@ -100,10 +99,10 @@ class UNetConfig:
         levels: Blocks down at each resolution (paper: 32).
         heads: Attention heads; they divide all widths.
         dropout: Dropout between the convolutions of each block.
-        checkpoint: Store only each block's input for the backward pass, and recompute the block there.
+        checkpoint: As in `DiTConfig`.
         coarser: Widths at further resolutions, each half of the previous one, with the same number of levels and with
-            attention after every block. Networks with coarser resolutions are much cheaper and give good samples. The
-            paper's networks have none, which gives better likelihoods.
+            attention after every block. They make a network much cheaper and give good samples. The paper's networks
+            have none, which gives better likelihoods.
     """
 
     width: int
@@ -123,7 +122,6 @@ class UNetConfig:
         return (self.width, *self.coarser)
 
     def check(self, shape: Shape) -> None:
-        """Raise UsageError for data that this network cannot take."""
         _check_space("a U-Net", shape)
         if len(shape) > 4:
             raise UsageError(f"a U-Net takes 1 to 3 spatial axes, got {shape}. Use a DiT (dit-s/2) for more axes.")
@@ -152,7 +150,6 @@ class MLPConfig:
         _check_sizes(self.width, dropout=self.dropout, depth=self.depth, mlp_ratio=self.mlp_ratio)
 
     def check(self, shape: Shape) -> None:
-        """Raise UsageError for data that this network cannot take."""
         if not shape or min(shape) < 1:
             raise UsageError(f"an MLP takes data of shape (n,) or more axes, all at least 1, got {shape}.")
 
@@ -172,13 +169,8 @@ DIT_SIZES = {
     "xl": DiTConfig(width=1152, depth=28, heads=16),
 }
 
-KNOWN_NAMES = (
-    *(f"dit-{size}/{patch}" for size in DIT_SIZES for patch in (2, 4, 8)),
-    "unet-128x32",
-    "unet-256x32",
-    "unet-128-256-256x2",
-    "mlp-256x4",
-)
+KNOWN_NAMES = [f"dit-{size}/{patch}" for size in DIT_SIZES for patch in (2, 4, 8)]
+KNOWN_NAMES += ["unet-128x32", "unet-256x32", "unet-128-256-256x2", "mlp-256x4"]
 
 
 def resolve(name: str) -> BackboneConfig:
@@ -221,14 +213,13 @@ def input_channels(channels: int, bins_count: int | None) -> int:
     return channels * (1 + 2 * len(fourier_exponents(bins_count)))
 
 
-# ---- Parameters, and floating-point operations of a forward pass of one image: two per multiply-add of a matrix
-# product, convolution or attention. Norms and activations are not counted, as is usual. A training step without
-# checkpointing costs three times the forward pass.
-
-
 @dataclass(frozen=True)
 class Cost:
-    """Parameters, and forward FLOPs per image (or other sample)."""
+    """Parameters, and floating-point operations of a forward pass of one image (or other sample).
+
+    There are two for each multiply-add of a product, convolution or attention. Norms and activations are not counted,
+    as is usual. A training step without checkpointing costs three times the forward pass.
+    """
 
     parameters: int
     flops: int = 0
@@ -249,8 +240,7 @@ def cost(
 ) -> Cost:
     """The cost of `build` with the same arguments, without building the network."""
     config.check(shape)
-    inputs = input_channels(shape[0], bins_count)
-    outputs = shape[0] if out_channels is None else out_channels
+    inputs, outputs = input_channels(shape[0], bins_count), shape[0] if out_channels is None else out_channels
     if isinstance(config, UNetConfig):
         width, network = 4 * config.width, _unet(config, shape, inputs, outputs)
     else:
@@ -315,11 +305,11 @@ def _residual(inputs: int, width: int, kernel: int, pixels: int) -> Cost:
 # 6 P in all. Its update orthogonalizes all matrices of one shape at once, when activations are freed and gradients
 # exist; the copies in MUON_UPDATE are half as large again in float32.
 #
-# Activations of every image are stored for the backward pass. The unit of the tables below is one pass over the stream
-# of a block: tokens x width for a DiT; pixels x width for a U-Net, summed over its resolutions; width for an MLP. The
-# backward pass of one block needs about as much additional memory as autograd would store for that block. The peak is
-# at the start of the backward pass: gradients then take the memory that activations free, so the larger of the two
-# counts. With several ranks, DDP's buckets hold the gradients from the start.
+# The unit of the tables of stored activations is one pass over the stream of a block: tokens x width for a DiT; pixels
+# x width for a U-Net, summed over its resolutions; width for an MLP. The backward pass of one block needs about as much
+# additional memory as autograd would store for it. The peak is at the start of the backward pass: gradients then take
+# the memory that activations free, so the larger of the two counts. With several ranks, DDP's buckets hold the
+# gradients from the start.
 #
 # Measured on an H200 in bfloat16, without the driver's own memory, and in brackets this estimate: DiT-L/2 compiled 26.7
 # GiB at batch 128 (26.8), fused 63 GiB at batch 256 (65.4); U-Net 128 x 32 at batch 128 fused 10.5 GiB (11.2), lean 5.3
@@ -371,11 +361,7 @@ def training_memory(
 ) -> Memory:
     """The memory of a training step of `build(config, shape, bins_count, num_classes)`.
 
-    Args:
-        form: The form in which the network is computed (`bsi.backbones.acceleration.form_of`).
-        half: Whether it computes in 16 bits.
-        averages: The number of moving averages of the weights.
-        optimizer: Which optimizer updates the weights.
+    The network is computed in one of the forms of acceleration.py, `half` in 16 bits, with a number of moving averages.
     """
     parameters = cost(config, shape, bins_count, num_classes).parameters
     moments, update = (8, 0) if optimizer == "adamw" else (6, MUON_UPDATE[type(config)] * (2 if half else 3) // 2)

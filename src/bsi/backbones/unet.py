@@ -16,7 +16,7 @@ Images are channels-last from the first convolution to the last and in the backw
 have the same memory format, which `accelerate` sets; otherwise every convolution copies its weights first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
@@ -68,17 +68,32 @@ class UNet(Backbone):
         recompute = self.config.checkpoint and self.training
         inputs = zip(shifts.split(self.widths, dim=1), seeds, strict=True)
 
-        def run(block: nn.Module, x: Image, skip: Image | None) -> Image:
-            return layers.run_block(block, recompute, x, skip, *next(inputs))
+        def run(block: UNetBlock, x: Image, skip: Image | None) -> tuple[Image, Image]:
+            return layers.run_block(block, recompute, x, skip, *next(inputs)), x
 
+        return self.head(self.walk(x, run, self.attention))
+
+    def walk(
+        self,
+        x: Image,
+        run: Callable[["UNetBlock", Image, Image | None], tuple[Image, Image]],
+        attend: Callable[[Image], Image],
+    ) -> Image:
+        """All layers between the first and the last.
+
+        `run` takes a block, its input and its skip; it returns the output, and the input as a later block's skip.
+        """
         skips = [x]
         for layer in [*self.down, self.before]:
-            x = run(layer, x, None) if isinstance(layer, UNetBlock) else layer(x)
+            if isinstance(layer, UNetBlock):
+                x, skips[-1] = run(layer, x, None)
+            else:
+                x = layer(x)
             skips.append(x)
-        x = run(self.after, self.attention(skips.pop()), None)
+        x, _ = run(self.after, attend(skips.pop()), None)
         for layer in self.up:
-            x = run(layer, x, skips.pop()) if isinstance(layer, UNetBlock) else layer(x)
-        return self.head(x)
+            x = run(layer, x, skips.pop())[0] if isinstance(layer, UNetBlock) else layer(x)
+        return x
 
     def blocks(self) -> Iterator["UNetBlock"]:
         """The blocks in the order in which they run."""

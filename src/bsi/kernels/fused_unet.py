@@ -215,7 +215,6 @@ class FusedUNet:
         inputs = zip(shifts.split(network.widths, dim=1), seeds, strict=True)
 
         def run(block: UNetBlock, x: Image, skip: Image | None) -> tuple[Image, Image]:
-            """The block's output, and x in the form in which a later block reads it as a skip."""
             shift, seed = next(inputs)
             norms, shortcut, bias = (block.norm_in, block.norm_out), block.shortcut, bias_of(block.conv_out)
             if shortcut is not None:
@@ -228,17 +227,7 @@ class FusedUNet:
             )  # fmt: skip
             return out if block.attention is None else fused_attention(block.attention, out), x
 
-        skips = [x]
-        for layer in [*network.down, network.before]:
-            if isinstance(layer, UNetBlock):
-                x, skips[-1] = run(layer, x, None)
-            else:
-                x = layer(x)
-            skips.append(x)
-        x = fused_attention(network.attention, skips.pop())
-        x, _ = run(network.after, x, None)
-        for layer in network.up:
-            x = run(layer, x, skips.pop())[0] if isinstance(layer, UNetBlock) else layer(x)
+        x = network.walk(x, run, lambda x: fused_attention(network.attention, x))
         return fused_norm(network.head.norm, x, act=True)
 
     def freeze(self, network: UNet) -> None:

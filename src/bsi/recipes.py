@@ -57,17 +57,12 @@ def cifar10_unet(method: str = "bsi") -> Recipe:
     Paper: BSI 2.65 bits/dim after 5M steps (BFN 2.66), 2.64 after 10M (VDM 2.65)
     """
     return Recipe(
-        name="cifar10-unet",
-        method=METHODS[method](),
-        backbone=UNetConfig(width=128, levels=32, heads=1, dropout=0.1),
-        data=Data("cifar10"),
-        steps=5_000_000,
-        batch=128,
+        name="cifar10-unet", method=METHODS[method](), backbone=UNetConfig(width=128, levels=32, heads=1, dropout=0.1),
+        data=Data("cifar10"), steps=5_000_000, batch=128,
         optimizer=Optimizer(lr=2e-4, beta_2=0.99, weight_decay=1e-2, schedule="constant", warmup=0, clip=1.0),
-        ema=Ema(beta=0.9999, start=1000),
-        every=Every(journal=100, evaluate=50_000, sample=50_000, checkpoint=5000),
+        ema=Ema(beta=0.9999, start=1000), every=Every(journal=100, evaluate=50_000, sample=50_000, checkpoint=5000),
         keep=Keep(last=2, every=500_000),
-    )
+    )  # fmt: skip
 
 
 def imagenet32_dit_l2(method: str = "bsi") -> Recipe:
@@ -79,18 +74,13 @@ def imagenet32_dit_l2(method: str = "bsi") -> Recipe:
     Paper: BSI 3.448 ± 0.006 bits/dim, FID 8.9 ± 0.1; BFN 3.448 ± 0.005, 11.0 ± 0.1; VDM 3.452 ± 0.006, 9.9 ± 0.5
     """
     return replace(
-        cifar10_unet(method),
-        name="imagenet32-dit-l2",
-        backbone=replace(DIT_SIZES["l"], patch=2, dropout=0.05),
-        data=Data("imagenet32"),
-        steps=2_000_000,
-        batch=512,
+        cifar10_unet(method), name="imagenet32-dit-l2", backbone=replace(DIT_SIZES["l"], patch=2, dropout=0.05),
+        data=Data("imagenet32"), steps=2_000_000, batch=512,
         optimizer=Optimizer(
             lr=5e-4, beta_2=0.99, weight_decay=1e-2, schedule="cosine", final_lr=5e-5, warmup=1000, clip=1.0
         ),
-        every=Every(journal=100, evaluate=20_000, sample=20_000, checkpoint=2000),
-        keep=Keep(last=2, every=200_000),
-    )
+        every=Every(journal=100, evaluate=20_000, sample=20_000, checkpoint=2000), keep=Keep(last=2, every=200_000),
+    )  # fmt: skip
 
 
 def imagenet64_dit_l4(method: str = "bsi") -> Recipe:
@@ -102,12 +92,9 @@ def imagenet64_dit_l4(method: str = "bsi") -> Recipe:
     Paper: BSI 3.218 ± 0.004 bits/dim, FID 30.1 ± 0.4; BFN 3.222 ± 0.006, 38.2 ± 0.8; VDM 3.228 ± 0.006, 35.2 ± 0.7
     """
     return replace(
-        imagenet32_dit_l2(method),
-        name="imagenet64-dit-l4",
-        backbone=replace(DIT_SIZES["l"], patch=4, dropout=0.05),
-        data=Data("imagenet64"),
-        steps=1_000_000,
-    )
+        imagenet32_dit_l2(method), name="imagenet64-dit-l4", backbone=replace(DIT_SIZES["l"], patch=4, dropout=0.05),
+        data=Data("imagenet64"), steps=1_000_000,
+    )  # fmt: skip
 
 
 def imagenet32_unet(method: str = "bsi") -> Recipe:
@@ -119,13 +106,10 @@ def imagenet32_unet(method: str = "bsi") -> Recipe:
     Paper: BSI 3.510 ± 0.009 bits/dim, FID 12.8 ± 0.6; BFN 3.505 ± 0.001, 14.2 ± 0.4; VDM 3.527 ± 0.009, 15.4 ± 1.5
     """
     return replace(
-        imagenet32_dit_l2(method),
-        name="imagenet32-unet",
-        backbone=UNetConfig(width=256, levels=32, heads=1, dropout=0.1),
-        steps=100_000,
-        every=Every(journal=100, evaluate=5000, sample=5000, checkpoint=2000),
-        keep=Keep(last=2, every=20_000),
-    )
+        imagenet32_dit_l2(method), name="imagenet32-unet",
+        backbone=UNetConfig(width=256, levels=32, heads=1, dropout=0.1), steps=100_000,
+        every=Every(journal=100, evaluate=5000, sample=5000, checkpoint=2000), keep=Keep(last=2, every=20_000),
+    )  # fmt: skip
 
 
 # ---- Ours ------------------------------------------------------------------------------------------------------------
@@ -140,17 +124,12 @@ def cifar10_dit_s(method: str = "bsi") -> Recipe:
     Expected: 3.282 ± 0.007 bits/dim (0.002 of it Monte Carlo); FID 52.7 ± 0.3 at 16 evaluations (10k samples, test set)
     """
     return Recipe(
-        name="cifar10-dit-s",
-        method=METHODS[method](),
-        backbone=replace(DIT_SIZES["s"], patch=2, dropout=0.0),
-        data=Data("cifar10"),
-        steps=7000,
-        batch=512,
+        name="cifar10-dit-s", method=METHODS[method](), backbone=replace(DIT_SIZES["s"], patch=2, dropout=0.0),
+        data=Data("cifar10"), steps=7000, batch=512,
         optimizer=Optimizer(lr=1e-3, beta_2=0.99, warmup=500, schedule="cosine", final_lr=1e-5),
-        ema=Ema(beta=0.999, start=1000),
-        every=Every(journal=50, evaluate=1000, sample=1000, checkpoint=1000),
+        ema=Ema(beta=0.999, start=1000), every=Every(journal=50, evaluate=1000, sample=1000, checkpoint=1000),
         evaluation=Evaluation(images=2048, measure=2, recon=2, batch=512),
-    )
+    )  # fmt: skip
 
 
 def cifar10_dit_mini(method: str = "bsi") -> Recipe:
@@ -173,16 +152,12 @@ def cifar10_20min_bpd(method: str = "bsi") -> Recipe:
     Expected: 2.885 ± 0.007 bits/dim on the whole test set (0.0004 of it Monte Carlo), trained with flips
     """
     return replace(
-        cifar10_dit_s(method),
-        name="cifar10-20min-bpd",
-        backbone=UNetConfig(width=128, levels=8, heads=1, dropout=0.0),
-        data=Data("cifar10", flips=True),
-        objective=Objective(levels="expected"),
-        steps=45_000,
-        batch=128,
+        cifar10_dit_s(method), name="cifar10-20min-bpd",
+        backbone=UNetConfig(width=128, levels=8, heads=1, dropout=0.0), data=Data("cifar10", flips=True),
+        objective=Objective(levels="expected"), steps=45_000, batch=128,
         optimizer=Optimizer(lr=3e-3, kind="muon", beta_2=0.99, warmup=300, schedule="cosine"),
         every=Every(journal=200, evaluate=10_000, sample=10_000, checkpoint=5000),
-    )
+    )  # fmt: skip
 
 
 def cifar10_20min_fid(method: str = "bsi") -> Recipe:
@@ -194,15 +169,11 @@ def cifar10_20min_fid(method: str = "bsi") -> Recipe:
     Expected: FID 9.6 (10k samples, test set, 2 x 16 evaluations), guidance chosen among three, with flips
     """
     return replace(
-        cifar10_20min_bpd(method),
-        name="cifar10-20min-fid",
+        cifar10_20min_bpd(method), name="cifar10-20min-fid",
         backbone=UNetConfig(width=128, levels=2, heads=4, dropout=0.0, coarser=(256, 256)),
-        data=Data("cifar10", flips=True, labels=True),
-        objective=Objective(weight="edm"),
-        steps=14_500,
-        batch=512,
+        data=Data("cifar10", flips=True, labels=True), objective=Objective(weight="edm"), steps=14_500, batch=512,
         every=Every(journal=100, evaluate=5000, sample=5000, checkpoint=2500),
-    )
+    )  # fmt: skip
 
 
 def folder(method: str = "bsi") -> Recipe:
@@ -213,16 +184,11 @@ def folder(method: str = "bsi") -> Recipe:
     Time: 40 minutes for 32x32 on an H200 (estimated from cifar10-dit-s)
     """
     return Recipe(
-        name="folder",
-        method=METHODS[method](),
-        backbone=replace(DIT_SIZES["s"], patch=2, dropout=0.05),
-        data=Data("folder", flips=True),
-        steps=40_000,
-        batch=512,
-        optimizer=Optimizer(lr=5e-4, warmup=1000, schedule="cosine", final_lr=5e-5),
-        ema=Ema(beta=0.9995, start=1000),
+        name="folder", method=METHODS[method](), backbone=replace(DIT_SIZES["s"], patch=2, dropout=0.05),
+        data=Data("folder", flips=True), steps=40_000, batch=512,
+        optimizer=Optimizer(lr=5e-4, warmup=1000, schedule="cosine", final_lr=5e-5), ema=Ema(beta=0.9995, start=1000),
         every=Every(journal=50, evaluate=2000, sample=2000, checkpoint=1000),
-    )
+    )  # fmt: skip
 
 
 def folder_mini(method: str = "bsi") -> Recipe:
@@ -235,18 +201,12 @@ def folder_mini(method: str = "bsi") -> Recipe:
         PNG takes 6.97 bits, lossless WebP 6.35. All 1800 steps: not yet run
     """
     return replace(
-        folder(method),
-        name="folder-mini",
-        backbone=UNetConfig(width=32, levels=1, heads=4, dropout=0.0, coarser=(64, 64)),
-        steps=1800,
-        batch=32,
-        optimizer=Optimizer(lr=2e-3, warmup=50, schedule="cosine", final_lr=1e-5),
-        ema=Ema(beta=0.995, start=100),
-        every=Every(journal=20, evaluate=600, sample=600, checkpoint=300),
-        evaluation=Evaluation(images=256),
-        samples=Samples(count=36),
-        compile=False,
-    )
+        folder(method), name="folder-mini",
+        backbone=UNetConfig(width=32, levels=1, heads=4, dropout=0.0, coarser=(64, 64)), steps=1800, batch=32,
+        optimizer=Optimizer(lr=2e-3, warmup=50, schedule="cosine", final_lr=1e-5), ema=Ema(beta=0.995, start=100),
+        every=Every(journal=20, evaluate=600, sample=600, checkpoint=300), evaluation=Evaluation(images=256),
+        samples=Samples(count=36), compile=False,
+    )  # fmt: skip
 
 
 # ---- Digits and symbols ----------------------------------------------------------------------------------------------
@@ -265,19 +225,14 @@ def digits(method: str = "bsi") -> Recipe:
         # 17 gray levels need no precision above 1e4; 256 levels do. Training on higher precisions makes the bound worse
         # (2.08 instead of 1.92 bits/dim after 3000 steps, at two learning rates).
         method=_with_last_precision(method, 1e4),
-        backbone=DiTConfig(width=64, depth=3, heads=4, patch=2, dropout=0.0),
-        data=Data("digits"),
-        steps=4000,
-        batch=64,
-        virtual_shards=16,
+        backbone=DiTConfig(width=64, depth=3, heads=4, patch=2, dropout=0.0), data=Data("digits"), steps=4000,
+        batch=64, virtual_shards=16,
         optimizer=Optimizer(kind="muon", lr=1e-2, beta_2=0.99, warmup=100, schedule="cosine", final_lr=1e-5),
-        ema=Ema(beta=0.995, start=100),
-        precision="float32",
-        compile=False,
+        ema=Ema(beta=0.995, start=100), precision="float32", compile=False,
         threads=1,  # two threads are not faster at this size
         every=Every(journal=50, evaluate=1000, sample=1000, checkpoint=500),
         evaluation=Evaluation(images=299, measure=4, recon=2),
-    )
+    )  # fmt: skip
 
 
 def binary_digits(method: str = "bsi") -> Recipe:
@@ -287,14 +242,9 @@ def binary_digits(method: str = "bsi") -> Recipe:
     Hardware: two CPU cores
     """
     return replace(
-        digits(method),
-        name="binary-digits",
-        method=SYMBOLS[method],
-        data=Data("binary-digits"),
-        steps=2000,
-        every=Every(journal=50, evaluate=500, sample=500, checkpoint=500),
-        samples=Samples(sampler=Sampler(steps=32)),
-    )
+        digits(method), name="binary-digits", method=SYMBOLS[method], data=Data("binary-digits"), steps=2000,
+        every=Every(journal=50, evaluate=500, sample=500, checkpoint=500), samples=Samples(sampler=Sampler(steps=32)),
+    )  # fmt: skip
 
 
 def text_mini(method: str = "bsi") -> Recipe:
@@ -304,19 +254,12 @@ def text_mini(method: str = "bsi") -> Recipe:
     Hardware: two CPU cores
     """
     return replace(
-        digits(method),
-        name="text-mini",
-        method=SYMBOLS[method],
-        backbone=DiTConfig(width=96, depth=3, heads=4, patch=1, dropout=0.0),
-        data=Data("text"),
-        steps=1500,
-        batch=32,
-        optimizer=replace(digits().optimizer, warmup=50),
-        ema=Ema(beta=0.99, start=50),
+        digits(method), name="text-mini", method=SYMBOLS[method],
+        backbone=DiTConfig(width=96, depth=3, heads=4, patch=1, dropout=0.0), data=Data("text"), steps=1500, batch=32,
+        optimizer=replace(digits().optimizer, warmup=50), ema=Ema(beta=0.99, start=50),
         every=Every(journal=25, evaluate=500, sample=500, checkpoint=250),
-        evaluation=Evaluation(images=256, measure=4, recon=2),
-        samples=Samples(count=4, sampler=Sampler(steps=32)),
-    )
+        evaluation=Evaluation(images=256, measure=4, recon=2), samples=Samples(count=4, sampler=Sampler(steps=32)),
+    )  # fmt: skip
 
 
 def mnist_binary(method: str = "bsi") -> Recipe:
@@ -328,17 +271,12 @@ def mnist_binary(method: str = "bsi") -> Recipe:
     Paper: none; 77.9 nats per image, 0.143 bits per pixel, for a Bayesian flow network (Graves et al., 2023)
     """
     return Recipe(
-        name="mnist-binary",
-        method=SYMBOLS[method],
-        backbone=UNetConfig(width=128, levels=2, heads=4, dropout=0.3, coarser=(256, 256)),
-        data=Data("mnist-binary"),
-        steps=30_000,
-        batch=512,
-        optimizer=Optimizer(lr=5e-4, warmup=500, schedule="cosine", final_lr=1e-6),
-        ema=Ema(beta=0.9995, start=1000),
-        every=Every(journal=50, evaluate=2000, sample=2000, checkpoint=1000),
+        name="mnist-binary", method=SYMBOLS[method],
+        backbone=UNetConfig(width=128, levels=2, heads=4, dropout=0.3, coarser=(256, 256)), data=Data("mnist-binary"),
+        steps=30_000, batch=512, optimizer=Optimizer(lr=5e-4, warmup=500, schedule="cosine", final_lr=1e-6),
+        ema=Ema(beta=0.9995, start=1000), every=Every(journal=50, evaluate=2000, sample=2000, checkpoint=1000),
         samples=Samples(sampler=Sampler(steps=64)),
-    )
+    )  # fmt: skip
 
 
 def text8(method: str = "bsi") -> Recipe:
@@ -349,17 +287,11 @@ def text8(method: str = "bsi") -> Recipe:
     Paper: none; 1.41 bits per character for a Bayesian flow network (Graves et al., 2023)
     """
     return Recipe(
-        name="text8",
-        method=SYMBOLS[method],
-        backbone=replace(DIT_SIZES["b"], patch=1, dropout=0.01),
-        data=Data("text8"),
-        steps=1_000_000,
-        batch=3072,
-        optimizer=Optimizer(lr=2e-4, warmup=2500),
-        ema=Ema(beta=0.9999, start=1000),
-        every=Every(journal=50, evaluate=10_000, sample=10_000, checkpoint=5000),
+        name="text8", method=SYMBOLS[method], backbone=replace(DIT_SIZES["b"], patch=1, dropout=0.01),
+        data=Data("text8"), steps=1_000_000, batch=3072, optimizer=Optimizer(lr=2e-4, warmup=2500),
+        ema=Ema(beta=0.9999, start=1000), every=Every(journal=50, evaluate=10_000, sample=10_000, checkpoint=5000),
         samples=Samples(count=4, sampler=Sampler(steps=256)),
-    )
+    )  # fmt: skip
 
 
 # ---- Vectors, series, sound ------------------------------------------------------------------------------------------
@@ -375,17 +307,11 @@ def arrays(method: str = "bsi") -> Recipe:
     Time: 10 minutes for a few dozen dimensions on two cores
     """
     return Recipe(
-        name="arrays",
-        method=METHODS[method](),
-        backbone=MLPConfig(width=256, depth=4),
-        data=Data("arrays"),
-        steps=20_000,
-        batch=256,
-        optimizer=Optimizer(lr=1e-3, warmup=500, schedule="cosine", final_lr=1e-5),
-        ema=Ema(beta=0.999, start=1000),
-        compile=False,
+        name="arrays", method=METHODS[method](), backbone=MLPConfig(width=256, depth=4), data=Data("arrays"),
+        steps=20_000, batch=256, optimizer=Optimizer(lr=1e-3, warmup=500, schedule="cosine", final_lr=1e-5),
+        ema=Ema(beta=0.999, start=1000), compile=False,
         every=Every(journal=100, evaluate=2000, sample=0, checkpoint=1000),
-    )
+    )  # fmt: skip
 
 
 def table_mini(method: str = "bsi") -> Recipe:
@@ -397,16 +323,11 @@ def table_mini(method: str = "bsi") -> Recipe:
     Time: 2 minutes
     """
     return replace(
-        arrays(method),
-        name="table-mini",
-        method=_with_last_precision(method, 1e4),
-        backbone=MLPConfig(width=128, depth=2),
-        data=Data("table"),
-        steps=3000,
-        optimizer=replace(arrays().optimizer, warmup=100),
-        ema=Ema(beta=0.995, start=200),
+        arrays(method), name="table-mini", method=_with_last_precision(method, 1e4),
+        backbone=MLPConfig(width=128, depth=2), data=Data("table"), steps=3000,
+        optimizer=replace(arrays().optimizer, warmup=100), ema=Ema(beta=0.995, start=200),
         every=Every(journal=20, evaluate=500, sample=0, checkpoint=500),
-    )
+    )  # fmt: skip
 
 
 def series_mini(method: str = "bsi") -> Recipe:
@@ -418,14 +339,10 @@ def series_mini(method: str = "bsi") -> Recipe:
     Time: 10 minutes for 128 steps
     """
     return replace(
-        table_mini(method),
-        name="series-mini",
-        backbone=UNetConfig(width=32, levels=1, heads=4, dropout=0.0, coarser=(64, 64)),
-        data=Data("series"),
-        steps=2000,
-        batch=32,
-        optimizer=Optimizer(lr=2e-3, warmup=50, schedule="cosine", final_lr=1e-5),
-    )
+        table_mini(method), name="series-mini",
+        backbone=UNetConfig(width=32, levels=1, heads=4, dropout=0.0, coarser=(64, 64)), data=Data("series"),
+        steps=2000, batch=32, optimizer=Optimizer(lr=2e-3, warmup=50, schedule="cosine", final_lr=1e-5),
+    )  # fmt: skip
 
 
 def audio_mini(method: str = "bsi") -> Recipe:
@@ -436,12 +353,10 @@ def audio_mini(method: str = "bsi") -> Recipe:
     Time: 10 minutes for pieces of 256 values
     """
     return replace(
-        series_mini(method),
-        name="audio-mini",
+        series_mini(method), name="audio-mini",
         method=_with_last_precision(method, 6.7e10),  # noise of an eighth of a bin, the paper's ratio for 8-bit images
-        data=Data("sounds"),
-        batch=16,
-    )
+        data=Data("sounds"), batch=16,
+    )  # fmt: skip
 
 
 # ---- All recipes -----------------------------------------------------------------------------------------------------

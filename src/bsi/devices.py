@@ -159,7 +159,5 @@ def enough_for_batch(batch: int, option: str, device: torch.device) -> Iterator[
         if not is_out_of_memory(error):
             raise
         fix = f"Use {option} {batch // 2}." if batch > 1 else "Use a larger device, or a smaller network."
-        free = readable_bytes(available(device))
-        raise UsageError(
-            f"out of memory on {device} ({free} for this process) with {batch} samples at a time. {fix}"
-        ) from error
+        where = f"{device} ({readable_bytes(available(device))} for this process)"
+        raise UsageError(f"out of memory on {where} with {batch} samples at a time. {fix}") from error

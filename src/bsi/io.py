@@ -318,9 +318,8 @@ def download(url: str, to: Path, sha256: str, instead: str, timeout_s: float = 3
             raise DataError(f"the download of {url} ended early. Run the same command again to resume.")
     except (OSError, HTTPException) as error:
         if getattr(error, "code", None) != 416:  # 416: everything was received; the hash decides
-            raise DataError(
-                f"cannot download {url}: {error}. Fetch it by other means and {instead}, or run the same command again."
-            ) from error
+            fix = f"Fetch it by other means and {instead}, or run the same command again."
+            raise DataError(f"cannot download {url}: {error}. {fix}") from error
     found = digest_file(part)
     if found != sha256:
         part.unlink()

@@ -54,12 +54,9 @@ def class_columns(classes: int | None) -> int | None:
 
 
 def grid(
-    images: Shaped[np.ndarray, "..."],
-    columns: int | None = None,
-    low: Number | None = None,
-    high: Number | None = None,
-    towards: int = SHEET,
-) -> Image.Image:
+    images: Shaped[np.ndarray, "..."], columns: int | None = None, low: Number | None = None,
+    high: Number | None = None, towards: int = SHEET,
+) -> Image.Image:  # fmt: skip
     """The images row by row, by default in a square.
 
     Small grids are enlarged by an integer factor, to a width of about `towards` pixels.

@@ -67,10 +67,8 @@ class Objective:
             return
         _at_least(self, "objective.", finite_k=1)
         if self.weight != "elbo" or self.levels is not None:
-            raise UsageError(
-                f"L_M^k has the ELBO's weights and the levels of its grid, got objective.weight={self.weight} and "
-                f"objective.levels={self.levels} with finite_k={self.finite_k}. Leave them or finite_k out."
-            )
+            got = f"got objective.weight={self.weight}, objective.levels={self.levels}, finite_k={self.finite_k}"
+            raise UsageError(f"L_M^k has weights and levels of its own, {got}. Leave them or finite_k out.")
 
     @property
     def expected_levels(self) -> bool:
@@ -244,11 +242,10 @@ class Recipe:
     def __post_init__(self) -> None:
         check_name(self.name)
         if isinstance(self.backbone, str):
-            raise UsageError(
-                f"backbone must be a config, got {self.backbone!r}. Use bsi.backbones.resolve({self.backbone!r})."
-            )
-        _at_least(self, "", steps=1, batch=1, accumulation=1, virtual_shards=1)
+            fix = f"Use bsi.backbones.resolve({self.backbone!r})."
+            raise UsageError(f"backbone must be a config, got {self.backbone!r}. {fix}")
         for name in ("steps", "batch", "accumulation", "virtual_shards"):
+            _at_least(self, "", **{name: 1})
             _require(name, getattr(self, name), getattr(self, name) <= MOST, f"at most {MOST}")
         if self.threads is not None:
             _at_least(self, "", threads=1)
@@ -290,10 +287,8 @@ class Recipe:
         ):
             if shared % count:
                 fit = ", ".join(str(n) for n in range(1, shared + 1) if shared % n == 0)
-                raise UsageError(
-                    f"a batch of {self.batch} is divided into {self.shards} virtual shards, and {count} {what} cannot "
-                    f"share {shared} of them evenly. Use {fit} {what}, or another --batch."
-                )
+                shards = f"{shared} of the {self.shards} virtual shards of a batch of {self.batch}"
+                raise UsageError(f"{count} {what} cannot share {shards} evenly. Use {fit} {what}, or another --batch.")
 
     def shortened(self, steps: int) -> Recipe:
         """The recipe with its warm-up and moving average scaled to fewer steps, as for `--steps`; `steps` is unchanged.

@@ -133,17 +133,13 @@ class Bins:
             return
         low, high = float(data.min()), float(data.max())
         if low < self.low or high > self.high:
-            raise DataError(
-                f"data lies outside its bins: found values {low:g} to {high:g}, expected {self.low:g} to "
-                f"{self.high:g}. Integer tensors are bin indices, floats are values."
-            )
+            found = f"found values {low:g} to {high:g}, expected {self.low:g} to {self.high:g}"
+            raise DataError(f"data lies outside its bins: {found}. Integer tensors are bin indices, floats are values.")
         if self.low < 0 <= low and high <= 1:
             off = ((data.double() - self.low) / self.width + 0.25) % 1 >= 0.5
             if bool(off.any()):
-                raise DataError(
-                    f"data lies between 0 and 1, but not on the centers of bins from {self.low:g} to {self.high:g}. "
-                    f"Pass bins(data), the bin indices, for data such as that of torchvision's ToTensor."
-                )
+                got = f"got values between 0 and 1 for bins from {self.low:g} to {self.high:g}"
+                raise DataError(f"data is not on its bins' centers, {got}. Use bins(data) for ToTensor's output.")
 
 
 @dataclass(frozen=True)
@@ -185,10 +181,8 @@ class Symbols:
         if self.prior is not None:
             prior = tuple(map(float, self.prior))
             if len(prior) != self.count or not all(0 < p <= 1 for p in prior) or abs(math.fsum(prior) - 1) > 1e-6:
-                raise UsageError(
-                    f"the prior of {self.count} symbols has one positive probability each, with the sum 1: got "
-                    f"{len(prior)} numbers with the sum {math.fsum(prior):g}. Use bsi.Symbols.fit(train, count)."
-                )
+                got = f"got {len(prior)} numbers with the sum {math.fsum(prior):g}. Use bsi.Symbols.fit(train, count)."
+                raise UsageError(f"the prior of {self.count} symbols needs positive numbers with the sum 1, {got}")
             object.__setattr__(self, "prior", prior)
 
     @classmethod
@@ -217,10 +211,9 @@ class Symbols:
         if not shape:
             raise UsageError("symbols need at least one axis, got samples of shape (). Use data[:, None].")
         if math.prod(shape) * self.count > LARGEST_EMBEDDED:
-            raise UsageError(
-                f"a sample of {math.prod(shape)} symbols of {self.count} kinds has over {LARGEST_EMBEDDED} numbers "
-                f"when it is embedded. Use shorter samples, or write each symbol as several bytes, bsi.Symbols.bytes()."
-            )
+            found = f"got {math.prod(shape)} symbols of {self.count} kinds"
+            fix = "Use shorter samples, or write each symbol as several bytes, bsi.Symbols.bytes()."
+            raise UsageError(f"an embedded sample has at most {LARGEST_EMBEDDED} numbers, {found}. {fix}")
         channels, *space = shape if len(shape) > 1 else (1, *shape)
         return (channels * self.count, *space)
 
@@ -292,10 +285,8 @@ class Standardize:
                 object.__setattr__(self, name, float(given) if single else tuple(map(float, given)))
         mean, std = _numbers(self.mean), _numbers(self.std)
         if not (len(mean) == len(std) and all(map(math.isfinite, mean)) and all(0 < s < math.inf for s in std)):
-            raise UsageError(
-                f"standardizing needs a finite mean and a positive std for each element, got mean={self.mean!s:.80}, "
-                f"std={self.std!s:.80}. Fit them with bsi.Standardize.fit(train)."
-            )
+            got = f"got mean={self.mean!s:.80}, std={self.std!s:.80}. Fit them with bsi.Standardize.fit(train)."
+            raise UsageError(f"standardizing needs a finite mean and a positive std for each element, {got}")
 
     @classmethod
     def fit(cls, data: Float[Tensor, "..."]) -> Standardize:
@@ -319,10 +310,8 @@ class Standardize:
 
     def values(self, data: Num[Tensor, "*shape"], dtype: torch.dtype | None = None) -> Float[Tensor, "*shape"]:
         if not data.is_floating_point():
-            raise UsageError(
-                f"integer data needs bins or symbols, got {data.dtype}. Pass data=bsi.Bins.uint8() for 8-bit images, "
-                f"data=bsi.Symbols(count) for symbols, or convert continuous data to floats."
-            )
+            fix = "Pass data=bsi.Bins.uint8() (8-bit images) or data=bsi.Symbols(count), or convert the data to floats."
+            raise UsageError(f"integer data needs bins or symbols, got {data.dtype}. {fix}")
         data = data if dtype is None else data.to(dtype)
         mean, std = self._like(data)
         return (data - mean) / std
@@ -341,9 +330,9 @@ class Standardize:
         key = (x.dtype, x.device, x.shape[1:])
         cache = self.__dict__.setdefault("_tensors", {})
         if key not in cache:
-            found = tuple(x.shape)
             if x.ndim < 2 or x.shape[1] != len(self.mean):
-                raise UsageError(f"data of shape {found} does not fit {len(self.mean)} means. Fit them to your data.")
+                fix = f"does not fit {len(self.mean)} means. Fit them to your data."
+                raise UsageError(f"data of shape {tuple(x.shape)} {fix}")
             shape = (-1, *[1] * (x.ndim - 2))
             cache[key] = tuple(x.new_tensor(values).view(shape) for values in (self.mean, self.std))
         return cache[key]

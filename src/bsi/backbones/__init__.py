@@ -29,12 +29,9 @@ __all__ = [
 
 
 def build(
-    config: BackboneConfig | str,
-    shape: tuple[int, ...],
-    bins_count: int | None = None,
-    num_classes: int = 0,
+    config: BackboneConfig | str, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0,
     out_channels: int | None = None,
-) -> Backbone:
+) -> Backbone:  # fmt: skip
     """Build a network for data of one shape, e.g. `build("dit-l/2", (3, 32, 32), bins_count=256)`.
 
     Args:
@@ -61,10 +58,8 @@ def build(
     if hasattr(os, "sysconf") and torch.get_default_device().type == "cpu":  # neither Windows nor the meta device
         installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > installed:
-            raise UsageError(
-                f"the weights of this network need more memory than this machine has, got {readable_bytes(needed)} of "
-                f"{readable_bytes(installed)}. Use a smaller width or depth."
-            )
+            got = f"got {readable_bytes(needed)} of {readable_bytes(installed)}. Use a smaller width or depth."
+            raise UsageError(f"the weights of this network need more memory than this machine has, {got}")
     networks: dict[type, type[Backbone]] = {DiTConfig: DiT, UNetConfig: UNet, MLPConfig: MLP}
     return networks[type(config)](config, shape, bins_count, num_classes, out_channels)
 

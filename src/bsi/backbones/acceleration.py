@@ -106,10 +106,8 @@ def check_fp8(config: BackboneConfig | None, shape: tuple[int, ...]) -> None:
         raise UsageError("fp8 exists only for the DiT. Use --precision bf16 for other networks.")
     tokens = math.prod(config.grid(shape))
     if config.width % 16 or tokens % 16 or config.checkpoint:
-        raise UsageError(
-            f"fp8 needs a width and a number of tokens divisible by 16, and no checkpointing, got width "
-            f"{config.width}, {tokens} tokens, checkpoint={config.checkpoint}. Use --precision bf16."
-        )
+        got = f"got width {config.width}, {tokens} tokens, checkpoint={config.checkpoint}. Use --precision bf16."
+        raise UsageError(f"fp8 needs a width and a number of tokens divisible by 16, and no checkpointing, {got}")
 
 
 def freeze(backbone: Backbone) -> None:

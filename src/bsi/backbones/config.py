@@ -42,10 +42,8 @@ def _check_sizes(width: int, heads: int = 1, dropout: float = 0.0, **sizes: int)
 
 def _check_space(network: str, shape: Shape) -> None:
     if len(shape) < 2 or min(shape) < 1:
-        raise UsageError(
-            f"{network} takes data of shape (channels, *space) with all sizes at least 1, got {shape}. "
-            "Use an MLP (mlp-256x4) for vectors; a series needs an axis of channels (data[:, None])."
-        )
+        fix = "Use an MLP (mlp-256x4) for vectors; a series needs an axis of channels (data[:, None])."
+        raise UsageError(f"{network} takes data of shape (channels, *space), all at least 1, got {shape}. {fix}")
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,8 @@ class DiTConfig:
         """Raise UsageError for data that this network cannot take."""
         _check_space("a DiT", shape)
         if any(size % self.patch for size in shape[1:]):
-            raise UsageError(
-                f"a DiT needs spatial sizes that are multiples of its patch, got {shape[1:]} and patch {self.patch}. "
-                f"Use a patch that divides {math.gcd(*shape[1:])}, or crop or pad the data."
-            )
+            fix = f"Use a patch that divides {math.gcd(*shape[1:])}, or crop or pad the data."
+            raise UsageError(f"the patch must divide all spatial sizes, got {shape[1:]} and patch {self.patch}. {fix}")
         least = 2 * (len(shape) - 1)
         if self.width < least:
             raise UsageError(f"positions of {shape[1:]} need a width of at least {least}, got width={self.width}.")
@@ -127,10 +123,8 @@ class UNetConfig:
             raise UsageError(f"a U-Net takes 1 to 3 spatial axes, got {shape}. Use a DiT (dit-s/2) for more axes.")
         factor = 2 ** len(self.coarser)
         if any(size % factor for size in shape[1:]):
-            raise UsageError(
-                f"a U-Net at {len(self.widths)} resolutions needs every spatial size to be a multiple of {factor}, "
-                f"got {shape[1:]}. Use fewer resolutions, or crop or pad the data."
-            )
+            need = f"{len(self.widths)} resolutions need every spatial size to be a multiple of {factor}"
+            raise UsageError(f"{need}, got {shape[1:]}. Use fewer resolutions, or crop or pad the data.")
 
     def pixels(self, shape: Shape) -> list[int]:
         """The number of pixels at each resolution."""
@@ -188,10 +182,8 @@ def resolve(name: str) -> BackboneConfig:
     if match := re.fullmatch(r"mlp-(\d{1,9})x(\d{1,9})", lowered):
         return MLPConfig(width=int(match[1]), depth=int(match[2]))
     nearest = get_close_matches(lowered[:99], KNOWN_NAMES, n=1, cutoff=0.0)[0]
-    raise UsageError(
-        f"unknown backbone {name[:99]!r}. Did you mean {nearest!r}? Known: {', '.join(KNOWN_NAMES)}; "
-        "other widths, levels, depths and patches are possible."
-    )
+    known = f"{', '.join(KNOWN_NAMES)}; other widths, levels, depths and patches are possible"
+    raise UsageError(f"unknown backbone {name[:99]!r}. Did you mean {nearest!r}? Known: {known}.")
 
 
 def fourier_exponents(bins_count: int | None) -> range:
@@ -232,12 +224,9 @@ class Cost:
 
 
 def cost(
-    config: BackboneConfig,
-    shape: Shape,
-    bins_count: int | None = None,
-    num_classes: int = 0,
+    config: BackboneConfig, shape: Shape, bins_count: int | None = None, num_classes: int = 0,
     out_channels: int | None = None,
-) -> Cost:
+) -> Cost:  # fmt: skip
     """The cost of `build` with the same arguments, without building the network."""
     config.check(shape)
     inputs, outputs = input_channels(shape[0], bins_count), shape[0] if out_channels is None else out_channels
@@ -350,15 +339,9 @@ class Memory:
 
 
 def training_memory(
-    config: BackboneConfig,
-    shape: Shape,
-    bins_count: int | None = None,
-    num_classes: int = 0,
-    form: Form = "compiled",
-    half: bool = True,
-    averages: int = 1,
-    optimizer: OptimizerKind = "adamw",
-) -> Memory:
+    config: BackboneConfig, shape: Shape, bins_count: int | None = None, num_classes: int = 0,
+    form: Form = "compiled", half: bool = True, averages: int = 1, optimizer: OptimizerKind = "adamw",
+) -> Memory:  # fmt: skip
     """The memory of a training step of `build(config, shape, bins_count, num_classes)`.
 
     The network is computed in one of the forms of acceleration.py, `half` in 16 bits, with a number of moving averages.

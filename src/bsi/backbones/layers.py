@@ -57,13 +57,9 @@ class Backbone(nn.Module, ABC):
     config: BackboneConfig
 
     def __init__(
-        self,
-        config: BackboneConfig,
-        shape: tuple[int, ...],
-        bins_count: int | None = None,
-        num_classes: int = 0,
+        self, config: BackboneConfig, shape: tuple[int, ...], bins_count: int | None = None, num_classes: int = 0,
         out_channels: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         config.check(shape)
         super().__init__()
         self.config = config
@@ -95,10 +91,8 @@ class Backbone(nn.Module, ABC):
 
     def forward(self, x: Image, t: Times, cond: Labels | None = None) -> Float[Tensor, "batch out_channels *space"]:
         if x.shape[1:] != self.shape:
-            raise UsageError(
-                f"this network was built for data of shape {self.shape}, got a batch of {tuple(x.shape[1:])}. "
-                "Build it with the shape of the data."
-            )
+            got = f"got a batch of {tuple(x.shape[1:])}. Build it with the shape of the data."
+            raise UsageError(f"this network was built for data of shape {self.shape}, {got}")
         features = self.fourier(x)  # outside autocast, so that sines are computed in the dtype of x
         inside = nullcontext() if self.compute_dtype is None else torch.autocast(x.device.type, self.compute_dtype)
         with inside:

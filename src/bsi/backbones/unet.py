@@ -74,11 +74,9 @@ class UNet(Backbone):
         return self.head(self.walk(x, run, self.attention))
 
     def walk(
-        self,
-        x: Image,
-        run: Callable[["UNetBlock", Image, Image | None], tuple[Image, Image]],
+        self, x: Image, run: Callable[["UNetBlock", Image, Image | None], tuple[Image, Image]],
         attend: Callable[[Image], Image],
-    ) -> Image:
+    ) -> Image:  # fmt: skip
         """All layers between the first and the last.
 
         `run` takes a block, its input and its skip; it returns the output, and the input as a later block's skip.

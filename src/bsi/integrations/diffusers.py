@@ -69,16 +69,10 @@ class BSIScheduler(SchedulerMixin, ConfigMixin):
 
     @register_to_config
     def __init__(
-        self,
-        num_train_timesteps: int = 1000,
-        lambda_0: float = 1e-2,
-        gamma_0: float | None = None,
-        alpha_M: float = 1e6,
-        prediction_type: str = "edm",
-        sigma_data: float = 0.5,
-        solver: str = "ode2",
+        self, num_train_timesteps: int = 1000, lambda_0: float = 1e-2, gamma_0: float | None = None,
+        alpha_M: float = 1e6, prediction_type: str = "edm", sigma_data: float = 0.5, solver: str = "ode2",
         grid: str = "edm",
-    ) -> None:
+    ) -> None:  # fmt: skip
         if prediction_type not in COEFFICIENTS:
             raise UsageError(f"prediction_type must be one of {', '.join(COEFFICIENTS)}, got {prediction_type!r}.")
         self.method = BSI(lambda_0, gamma_0, alpha_M)
@@ -127,14 +121,10 @@ class BSIScheduler(SchedulerMixin, ConfigMixin):
         self.timesteps = (self.config.num_train_timesteps * (1 - t)).clamp(min=0).float().to(device)
 
     def step(
-        self,
-        model_output: Data,
-        timestep: Tensor | float,
-        sample: Data,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        variance_noise: Data | None = None,
+        self, model_output: Data, timestep: Tensor | float, sample: Data,
+        generator: torch.Generator | list[torch.Generator] | None = None, variance_noise: Data | None = None,
         return_dict: bool = True,
-    ) -> BSISchedulerOutput | tuple[Tensor]:
+    ) -> BSISchedulerOutput | tuple[Tensor]:  # fmt: skip
         """The next belief's mean; after the last time step, the sample.
 
         `generator` draws the noise of solvers that add any; `variance_noise` is the noise itself.

@@ -126,10 +126,8 @@ class _Attention:
         self, ctx: Any, dout: Matrix, largest: Any, second: Matrix, inverse: Tensor | None, rows8: Rows | None
     ) -> tuple[Matrix, PerChannel, Rows]:
         if ctx.attention is None:
-            raise RuntimeError(
-                "a fused DiT has one backward pass for each forward pass, got a second one. For Jacobians "
-                "(retain_graph=True), do not accelerate the network."
-            )
+            fix = "For Jacobians (retain_graph=True), do not accelerate the network."
+            raise RuntimeError(f"a fused DiT has one backward pass for each forward pass, got a second one. {fix}")
         (parts, mixed), ctx.attention = ctx.attention, None  # the graph of the attention is freed
         batch, heads, tokens, size = mixed.shape
         dmixed = input_gradient(dout, second).view(batch, tokens, heads, size).transpose(1, 2)
@@ -243,13 +241,9 @@ class FusedDiT:
     frozen: list[Weights8] | None = None  # used when gradients are disabled
 
     def __call__(
-        self,
-        network: DiT,
-        x: Stream,
-        modulations: Sequence[Float[Tensor, "batch 6 width"]],
-        last: Float[Tensor, "batch 2 width"],
-        seeds: Int32[Tensor, "twice_depth 2"] | None,
-    ) -> Stream:
+        self, network: DiT, x: Stream, modulations: Sequence[Float[Tensor, "batch 6 width"]],
+        last: Float[Tensor, "batch 2 width"], seeds: Int32[Tensor, "twice_depth 2"] | None,
+    ) -> Stream:  # fmt: skip
         blocks: Sequence[Any] = list(network.blocks)
         halves, keep = 2 * len(blocks), torch.is_grad_enabled()
         eight: Sequence[Weights8 | None] = [None] * halves

@@ -19,9 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bsi.metrics.features import collect
-from bsi.metrics.frechet import frechet_distance
-from bsi.metrics.inception import Inception
+from bsi.metrics import Inception, collect, frechet_distance
 from bsi.progress import Progress
 
 KNOWN = 10.32333

@@ -227,7 +227,9 @@ def test_a_damaged_file_is_refused_with_both_hashes(name: str, whole: Dataset, t
     with pytest.raises(DataError, match=f"{name} is damaged: expected sha256 {sha256}, found"):
         open_dataset(folder, check_hashes=True)
     (folder / name).write_bytes(raw[:-1])
-    with pytest.raises(DataError, match=rf"{name} has {len(raw) - 1} bytes, expected {len(raw)} bytes"):
+    with pytest.raises(
+        DataError, match=rf"{name} is .* damaged: it has {len(raw) - 1} bytes, expected {len(raw)} bytes"
+    ):
         open_dataset(folder)
     (folder / name).unlink()
     with pytest.raises(DataError, match=f"{name} is missing"):

@@ -12,9 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bsi.metrics.features import Features
-from bsi.metrics.frechet import Moments, frechet_distance
-from bsi.metrics.two_sample import kernel_distance
+from bsi.metrics import Features, Moments, frechet_distance, kernel_distance
 
 DIM = 6
 

@@ -15,11 +15,9 @@ from torch import Tensor
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder, download
 from bsi.metrics import inception
-from bsi.metrics.features import Extractor, QualityWarning, require_images
 from bsi.metrics.inception import (
     BATCH_NORM_EPS,
     NAME,
-    PUBLISHED_HASH,
     Inception,
     cached_weights,
     expected_shapes,
@@ -29,7 +27,7 @@ from bsi.metrics.inception import (
     weights_hash,
     weights_path,
 )
-from bsi.metrics.quality import metric_name
+from bsi.metrics.quality import PUBLISHED_HASH, Extractor, QualityWarning, metric_name, require_images
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "inception_cifar10.npz"
 TEST_BATCH = data_folder() / "cifar-10-batches-bin" / "test_batch.bin"

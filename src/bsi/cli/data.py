@@ -117,7 +117,7 @@ class DataOptions:
             )
         dataset = prepare(plan, data_folder() / plan.name if self.to is None else self.to)
         if self.verify:
-            store.verify(dataset.folder, dataset.manifest)
+            dataset.verify()
         _show(dataset, self.json)
         if not len(dataset.test):
             log("bsi data: warning: there are no test samples, which `bsi eval` needs. Use a larger --test-fraction.")

@@ -89,9 +89,11 @@ class Images:
 
 def images(where: str, batch: int, num: int | None) -> Images:
     """The first `num` images of a file of arrays, a folder of images or a prepared dataset."""
+    from bsi.data.files import walk
+    from bsi.data.images import SUFFIXES
     from bsi.data.store import open_dataset
     from bsi.evaluation.samples import image_batches
-    from bsi.metrics.features import array_batches, file_batches, image_files
+    from bsi.metrics.quality import array_batches, file_batches
 
     path = Path(where).expanduser()
     if path.suffix in (".npy", ".npz"):
@@ -99,7 +101,9 @@ def images(where: str, batch: int, num: int | None) -> Images:
             count = len(array)
         return Images(path.name, min(count, num or count), array_batches(_blocks(path), batch, str(path)))
     if path.is_dir() and not (path / "manifest.json").exists():
-        files = image_files(path)[:num]
+        files = [path / name for name in walk(path, SUFFIXES)][:num]
+        if not files:
+            raise DataError(f"{path} holds no images: none of its files ends in {', '.join(SUFFIXES)}.")
         return Images(where, len(files), file_batches(files, batch))
     name, _, split = where.rpartition(":") if where.endswith((":train", ":test")) else (where, "", "test")
     dataset = open_dataset(name)
@@ -113,17 +117,15 @@ def images(where: str, batch: int, num: int | None) -> Images:
 @contextmanager
 def _opened(path: Path) -> Iterator[ArrayFile]:
     """The array of an .npy file; of an .npz file its only one, or arr_0."""
-    from bsi.data import files
+    from bsi.data.files import open_arrays
 
-    if path.suffix == ".npy":
-        with files.ArrayFile.at(path) as array:
-            yield array
-        return
-    with files.NpzFile.at(path) as archive:
-        if len(archive.names) != 1 and "arr_0" not in archive.names:
-            held = ", ".join(archive.names) or "no arrays"
-            raise DataError(f"{path} holds {held}. Save only the images, or name them arr_0.")
-        with archive.array("arr_0" if "arr_0" in archive.names else archive.names[0]) as array:
+    with open_arrays(path) as arrays:
+        names = ["arr_0"] if "arr_0" in arrays else list(arrays)
+        if len(names) != 1:
+            raise DataError(
+                f"{path} holds {', '.join(names) or 'no arrays'}. Save only the images, or name them arr_0."
+            )
+        with arrays[names[0]]() as array:
             yield array
 
 

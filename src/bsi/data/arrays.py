@@ -8,7 +8,7 @@ Labels are arrays named `train_labels` and `test_labels`; those of a single arra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Integer, Shaped
 
-from bsi.data.files import ArrayFile, NpzFile
+from bsi.data.files import ArrayFile, open_arrays
 from bsi.data.prepare import MAX_CLASSES, Block, Part, Plan, check_fraction, rows_for_testing
 from bsi.errors import DataError, UsageError
 from bsi.io import digest_file
@@ -41,26 +41,25 @@ class Arrays:
 
     def plan(self) -> Plan:
         check_fraction(self.test_fraction)
-        path, bins, symbols = self.path.expanduser(), self.bins, self.symbols
-        if bins and symbols is not None:
+        path = self.path.expanduser()
+        if self.bins and self.symbols is not None:
             raise UsageError("--bins are for numbers and --symbols for integers without an order: leave one out.")
-        kind: Kind = Bins(*bins) if bins else None
-        if symbols is not None:
-            kind = Symbols(symbols)
+        kind: Kind = Bins(*self.bins) if self.bins else None if self.symbols is None else Symbols(self.symbols)
         with ExitStack() as stack:
             arrays = _opened(path, stack)
-            data = {name: array for name, array in arrays.items() if not name.endswith("_labels")}
-            first = next(iter(data.values()))
-            for array in data.values():
-                _check(array, first, kind)
-            for split in data:
+            data, shape = (
+                {name: arrays[name] for name in ("train", "test") if name in arrays},
+                arrays["train"].shape[1:],
+            )
+            for split, array in data.items():
+                _check(array, shape, kind)
                 _labels(arrays, split)
         if isinstance(kind, Symbols):
-            kind.latent_shape(first.shape[1:])  # raises for samples that are too large when they are embedded
+            kind.latent_shape(shape)  # raises for samples that are too large when they are embedded
         return Plan(
             name=path.stem,
             source=f"arrays of {path.name}",
-            shape=first.shape[1:],
+            shape=shape,
             kind=kind,
             options={
                 "split": "by name" if "test" in data else f"row i is for testing if hash(i) < {self.test_fraction}",
@@ -87,36 +86,31 @@ class Arrays:
 
 def _opened(path: Path, stack: ExitStack) -> dict[str, ArrayFile]:
     """The arrays by name: `train`, and those that exist of `test`, `train_labels`, `test_labels`."""
-    if path.suffix == ".npy":
-        return {"train": stack.enter_context(ArrayFile.at(path))}
-    if path.suffix != ".npz":
-        raise DataError(f"{path} is not a .npy or .npz file. Save arrays with numpy.save or numpy.savez.")
-    archive = stack.enter_context(NpzFile.at(path))
-    return {name: stack.enter_context(archive.array(theirs)) for name, theirs in _names(path, archive.names).items()}
+    arrays = stack.enter_context(open_arrays(path))
+    return {name: stack.enter_context(arrays[theirs]()) for name, theirs in _names(path, arrays).items()}
 
 
-def _names(path: Path, names: Sequence[str]) -> dict[str, str]:
-    """The names of the arrays in an archive, by the names used here."""
+def _names(path: Path, names: Collection[str]) -> dict[str, str]:
+    """The names of the arrays in a file, by the names used here."""
     known = {name: name for name in ("train", "test", "train_labels", "test_labels") if name in names}
     labels = [name for name in LABELS if name in names]
     if "train" not in known:
-        data = [name for name in names if name not in labels] or labels
+        data = [name for name in names if name not in labels]
         if len(data) != 1 or len(labels) > 1:
             held = f"{path} holds the arrays {', '.join(names) or 'none'}"
             raise DataError(f"{held}: name one of them `train`, or keep only one, with its labels as `labels`.")
-        known, labels = {"train": data[0]}, [name for name in labels if name != data[0]]
+        known = {"train": data[0]}
     if labels and ("test" in known or "train_labels" in known or len(labels) > 1):
         unclear = f"it is unclear what {labels[-1]} belongs to"
         raise DataError(f"{path} holds {', '.join([*known, *labels])}: {unclear}. Name it train_labels or test_labels.")
-    if ("train_labels" in known) != ("test_labels" in known) and "test" in known:
+    if "test" in known and ("train_labels" in known) != ("test_labels" in known):
         raise DataError(f"{path} has labels for one split only: give both train_labels and test_labels, or neither.")
     return {**known, **({"train_labels": labels[0]} if labels else {})}
 
 
-def _check(array: ArrayFile, first: ArrayFile, kind: Kind) -> None:
-    if array.shape[1:] != first.shape[1:]:
-        shapes = f"{array.name} has samples of shape {array.shape[1:]}, {first.name} of {first.shape[1:]}"
-        raise DataError(f"{shapes}. Give both one shape.")
+def _check(array: ArrayFile, shape: tuple[int, ...], kind: Kind) -> None:
+    if array.shape[1:] != shape:
+        raise DataError(f"{array.name} has samples of shape {array.shape[1:]}, train of {shape}. Give both one shape.")
     if not array.row_bytes:
         raise DataError(f"{array.name} has shape {array.shape}: its samples are empty.")
     if kind is None and array.dtype.kind != "f":
@@ -135,21 +129,21 @@ def _stored(
     rows: Shaped[np.ndarray, "rows *shape"], kind: Kind, name: str, first: int
 ) -> Shaped[np.ndarray, "rows *shape"]:
     """Rows as they are stored. Errors name the first invalid row."""
-    if rows.dtype.kind == "f":
-        bins = kind if isinstance(kind, Bins) else None
-        with np.errstate(over="ignore"):
-            values = rows.astype("<f4")
-        low, high = (bins.low, bins.high) if bins else (-np.inf, np.inf)
-        bad = ~(np.isfinite(values) & (rows >= low) & (rows <= high))
-        problem = f"values outside [{low}, {high}]" if bins else "values that are NaN, infinite or beyond float32"
-        stored = values if bins is None else bins.indices(np.where(bad, low, rows).astype(np.float64))
-    else:
+    low: Any
+    high: Any
+    if rows.dtype.kind != "f":
         assert kind is not None, "the plan rejects integers without bins or symbols"
-        bad = (rows < 0) | (rows >= kind.count) if rows.dtype.kind != "b" else np.zeros_like(rows)
-        problem = f"integers outside 0 .. {kind.count - 1}"
-        stored = rows.astype(kind.dtype)
-    if bad.any():
-        row = first + int(np.flatnonzero(bad.reshape(len(rows), -1).any(1))[0])
+        low, high, problem = 0, kind.count - 1, f"integers outside 0 .. {kind.count - 1}"
+    elif isinstance(kind, Bins):
+        low, high, problem = kind.low, kind.high, f"values outside [{kind.low}, {kind.high}]"
+    else:
+        high = np.finfo(np.float32).max
+        low, problem = -high, "values that are NaN, infinite or beyond float32"
+    good = (rows >= low) & (rows <= high)
+    if not good.all():
+        row = first + int(np.flatnonzero(~good.reshape(len(rows), -1).all(1))[0])
         fix = f"or describe the data with other --{type(kind).__name__.lower()}" if kind else "or repair them"
         raise DataError(f"{name}: row {row} has {problem}. Remove such rows, {fix}.")
-    return stored
+    if rows.dtype.kind == "f" and isinstance(kind, Bins):
+        return kind.indices(rows)
+    return rows.astype(kind.dtype if kind else "<f4")

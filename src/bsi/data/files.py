@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedIOBase, BufferedReader, BytesIO
-from pathlib import Path, PurePosixPath
+from io import BufferedIOBase, BufferedReader
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any, cast
 
 import numpy as np
@@ -34,8 +34,7 @@ from bsi.progress import readable_bytes
 
 BLOCK_BYTES = 8 << 20
 HEADER_BYTES = 256
-# Deflate reaches at most 1032 : 1. Real data of more than a few megabytes stays far below this ratio.
-MAX_RATIO = 200
+MAX_RATIO = 200  # deflate reaches 1032 : 1; real data of more than a few megabytes stays far below this ratio
 RATIO_FREE_BYTES = 64 << 20
 MAX_MEMBERS = 100_000
 MAX_READ = 16 << 20
@@ -80,18 +79,25 @@ class Member:
     name: str
     size: int
     open: Callable[[], Any]
+    kind: int = stat.S_IFREG
 
 
 @contextmanager
 def members(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[dict[str, Member]]:
     """The files named `wanted` in a folder (or a folder directly in it), a tar or a zip archive, by base name."""
+    by_name: dict[str, Member] = {}
+    found: Iterator[Member]
     with ExitStack() as stack:
-        by_name: dict[str, Member] = {}
         try:
             if os.path.isdir(path):
-                found = _in_folder(path, wanted)
+                files = [
+                    file for name in sorted(wanted) for file in sorted({*path.glob(name), *path.glob(f"*/{name}")})
+                ]
+                found = (Member(str(f), f.stat().st_size, partial(open_untrusted, f)) for f in files if f.is_file())
             else:
-                found = _in_archive(stack.enter_context(open_untrusted(path)), path, max_bytes)
+                file = stack.enter_context(open_untrusted(path))
+                entries = zip_members(file, str(path)) if zipfile.is_zipfile(file) else _tar_members(file)
+                found = _checked(entries, path, max_bytes)
             for member in found:
                 base = PurePosixPath(member.name).name
                 if base in by_name:
@@ -104,81 +110,59 @@ def members(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[dic
             raise DataError(f"{path} is not a readable zip, tar or tar.gz archive: {error}.") from error
 
 
-def _in_folder(folder: Path, wanted: Collection[str]) -> Iterator[Member]:
-    for name in sorted(wanted):
-        for path in sorted({*folder.glob(name), *folder.glob(f"*/{name}")}):
-            if path.is_file():
-                yield Member(str(path), path.stat().st_size, partial(open_untrusted, path))
-
-
-def _in_archive(file: BufferedReader, path: Path, max_bytes: int) -> Iterator[Member]:
-    """The regular files. One header is read at a time: a bomb is rejected before it is decompressed."""
+def _checked(entries: Iterator[Member], path: Path, max_bytes: int) -> Iterator[Member]:
+    """The regular files of an archive. One header is read at a time: a bomb is rejected before it is decompressed."""
     total = 0
-    entries = _zip_entries(file, path) if zipfile.is_zipfile(file) else _tar_entries(file, path)
-    for count, (member, is_file, is_folder) in enumerate(entries):
-        name, parts = member.name, PurePosixPath(member.name.replace("\\", "/"))
-        drive = parts.parts and parts.parts[0].endswith(":")
-        if parts.is_absolute() or ".." in parts.parts or drive or "\0" in name:
+    for count, member in enumerate(entries):
+        name, where = member.name, PureWindowsPath(member.name)  # knows both slashes, and drives
+        if where.anchor or ".." in where.parts:
             raise DataError(f"{path} holds {name!r}, a name that leads outside. The archive is not used.")
-        if not (is_file or is_folder):
+        if member.kind not in (stat.S_IFREG, stat.S_IFDIR):
             raise DataError(f"{path} holds {name!r}, a link or a device. The archive is not used.")
         total += member.size
         if total > max_bytes or count >= MAX_MEMBERS:
             most = f"{readable_bytes(max_bytes)} or {MAX_MEMBERS} files"
             raise DataError(f"{path} unpacks to more than {most} (at {name!r}). The archive is not used.")
-        if is_file:
+        if member.kind == stat.S_IFREG:
             yield member
 
 
-def _zip_entries(file: BufferedReader, path: Path) -> Iterator[tuple[Member, bool, bool]]:
-    archive = _zip(file, str(path))
-    for info in archive.infolist():
-        regular = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG, stat.S_IFDIR)
-        member = Member(info.filename, info.file_size, partial(_unzipped, archive, info, str(path)))
-        yield member, regular and not info.is_dir(), regular and info.is_dir()
-
-
-def _tar_entries(file: BufferedReader, path: Path) -> Iterator[tuple[Member, bool, bool]]:
+def _tar_members(file: BufferedReader) -> Iterator[Member]:
     file.seek(0)
     packed = file.read(2) == b"\x1f\x8b"
     file.seek(0)
-    stream = _ShortReads(gzip.GzipFile(fileobj=file) if packed else file, path)
-    archive = tarfile.open(fileobj=cast(IO[bytes], stream), mode="r:")  # noqa: SIM115  the members are read later
+    stream = _ShortReads(gzip.GzipFile(fileobj=file) if packed else cast(Any, file))
+    archive = tarfile.open(fileobj=stream, mode="r:")  # noqa: SIM115  the members are read later
     for info in archive:
-        yield Member(info.name, info.size, partial(archive.extractfile, info)), info.isreg(), info.isdir()
+        kind = stat.S_IFREG if info.isreg() else stat.S_IFDIR if info.isdir() else stat.S_IFLNK
+        yield Member(info.name, info.size, partial(archive.extractfile, info), kind)
 
 
-class _ShortReads:
+class _ShortReads(BufferedReader):
     """A stream that rejects very long reads, which a tar archive with a forged extended header would cause."""
 
-    def __init__(self, stream: gzip.GzipFile | BufferedReader, path: Path) -> None:
-        self.stream, self.path = stream, path
-        self.seek, self.tell, self.seekable = stream.seek, stream.tell, stream.seekable
-
-    def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= MAX_READ:
-            raise DataError(f"{self.path} has an extended header of {size} bytes, expected a few hundred.")
-        return self.stream.read(size)
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= MAX_READ:
+            raise EOFError(f"it has an extended header of {size} bytes, expected a few hundred")
+        return super().read(size)
 
 
-def _zip(stream: BufferedIOBase, name: str) -> zipfile.ZipFile:
-    """A zip archive without encrypted members and members that claim to unpack to far more bytes than they occupy."""
+def zip_members(stream: BufferedIOBase, name: str) -> Iterator[Member]:
+    """All members of a zip archive. Rejects claims to unpack to far more bytes than a member occupies."""
+
+    def opened(info: zipfile.ZipInfo) -> Any:
+        try:
+            return archive.open(info)
+        except UNREADABLE as error:
+            raise DataError(f"{name}: member {info.filename!r} cannot be read: {error}. Save it again.") from error
+
     archive = zipfile.ZipFile(cast(IO[bytes], stream))
     for info in archive.infolist():
-        if info.flag_bits & 0x1:
-            raise DataError(f"{name}: member {info.filename!r} is encrypted. Save it without a password.")
         if info.file_size > RATIO_FREE_BYTES and info.file_size > MAX_RATIO * max(1, info.compress_size):
             claim = f"claims to unpack from {info.compress_size} to {info.file_size} bytes"
             raise DataError(f"{name}: member {info.filename!r} {claim}: a decompression bomb, or constant data.")
-    return archive
-
-
-def _unzipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> BufferedIOBase:
-    """A stream of one member's content."""
-    try:
-        return cast(BufferedIOBase, archive.open(info))
-    except UNREADABLE as error:
-        raise DataError(f"{name}: member {info.filename!r} cannot be read: {error}. Save it again.") from error
+        kind = stat.S_IFDIR if info.is_dir() else stat.S_IFMT(info.external_attr >> 16) or stat.S_IFREG
+        yield Member(info.filename, info.file_size, partial(opened, info), kind)
 
 
 # ---- Arrays ----------------------------------------------------------------------------------------------------------
@@ -202,8 +186,9 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
     def __init__(self, stream: BufferedIOBase, size: int, name: str, seekable: bool = True) -> None:
         self.stream, self.name, self.seekable = stream, name, seekable
         try:
-            self.shape, self.dtype, self.offset = self._read_header()
-            claimed = self.offset + math.prod(self.shape) * self.dtype.itemsize
+            self.shape, self.dtype = self._read_header()
+            self.offset, self.row_bytes = stream.tell(), math.prod(self.shape[1:]) * self.dtype.itemsize
+            claimed = self.offset + len(self) * self.row_bytes
             if claimed != size:
                 claim = f"claims {self.shape} elements of {self.dtype}, {claimed} bytes with its header"
                 raise DataError(f"{name} {claim}, but holds {size} bytes. The file is damaged: save it again.")
@@ -222,33 +207,21 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
     def __len__(self) -> int:
         return self.shape[0]
 
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    def _read_header(self) -> tuple[tuple[int, ...], np.dtype, int]:
-        """Shape, dtype, and the position of the first element."""
-        name, prefix = self.name, self._read(10)
-        if prefix[:6] != b"\x93NUMPY":
-            raise DataError(f"{name} is not a .npy file (it begins with {prefix[:6]!r}). Use numpy.save.")
-        if prefix[6:7] != b"\x01":  # later versions are for arrays with very long headers
-            raise DataError(f"{name} has .npy format version {prefix[6:7].hex()}, expected 01. Save a plain array.")
-        size = int.from_bytes(prefix[8:], "little")
+    def _read_header(self) -> tuple[tuple[int, ...], np.dtype]:
         try:
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(BytesIO(prefix[8:] + self._read(size)))
+            if (version := np.lib.format.read_magic(self.stream)) != (1, 0):  # others: very long headers
+                raise ValueError(f"its format version is {version}, expected (1, 0)")
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(self.stream)
         except Exception as error:  # the parser evaluates a literal: damaged text may raise anything
-            raise DataError(f"{name} has an invalid header: {error}. The file is damaged.") from error
+            raise DataError(f"{self.name} is not a valid .npy file: {error}. Use numpy.save.") from error
         if dtype.hasobject:
-            raise DataError(f"{name} holds Python objects, whose loading could run code. Save numbers.")
-        if dtype.names is not None or dtype.kind not in "buif":
-            raise DataError(f"{name} has dtype {dtype}, expected integers or real floats. Convert with .astype.")
-        if not shape:
-            raise DataError(f"{name} is a single number, expected an array whose first axis counts the samples.")
-        if min(shape) < 0:
-            raise DataError(f"{name} has a negative shape {shape}. The file is damaged: save it again.")
+            raise DataError(f"{self.name} holds Python objects, whose loading could run code. Save numbers.")
+        if dtype.names is not None or dtype.kind not in "buif" or not shape or min(shape) < 0:
+            wanted = "integers or real floats whose first axis counts the samples"
+            raise DataError(f"{self.name} holds {shape} of {dtype}, expected an array of {wanted}.")
         if fortran and len(shape) > 1:
-            raise DataError(f"{name} is stored column by column. Save numpy.ascontiguousarray(array) instead.")
-        return tuple(int(d) for d in shape), dtype, 10 + size
+            raise DataError(f"{self.name} is stored column by column. Save numpy.ascontiguousarray(array) instead.")
+        return tuple(int(d) for d in shape), dtype
 
     def blocks(self, start: int = 0, block_bytes: int = BLOCK_BYTES) -> Iterator[Shaped[np.ndarray, "rows *shape"]]:
         """The rows from `start` on, in order, in blocks of about `block_bytes`. Call it once for a member."""
@@ -283,32 +256,24 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
             raise DataError(f"{self.name} is damaged: {error}. Save or download it again.") from error
 
 
-class NpzFile(AbstractContextManager["NpzFile"]):
-    """The arrays of a `.npz` file, opened one at a time. Rejects encrypted members and decompression bombs."""
+@contextmanager
+def open_arrays(path: Path, stream: BufferedIOBase | None = None) -> Iterator[dict[str, Callable[[], ArrayFile]]]:
+    """The arrays of a `.npz` file by name, to be opened one at a time, or the one of a `.npy` file, named "".
 
-    def __init__(self, stream: BufferedIOBase, name: str) -> None:
-        self.stream, self.name = stream, name
+    `stream` is the content of a `.npz` file that is itself a member of an archive.
+    """
+    if path.suffix == ".npy":
+        yield {"": partial(ArrayFile.at, path)}
+        return
+    if path.suffix != ".npz":
+        raise DataError(f"{path} is not a .npy or .npz file. Save arrays with numpy.save or numpy.savez.")
+
+    def opened(name: str, member: Member) -> ArrayFile:
+        return ArrayFile(member.open(), member.size, f"{path}[{name!r}]", seekable=False)
+
+    with stream or open_untrusted(path) as file:
         try:
-            self.archive = _zip(stream, name)
-        except BaseException as error:
-            stream.close()
-            if isinstance(error, UNREADABLE):
-                raise DataError(f"{name} is not a .npz archive: {error}. Save it with numpy.savez.") from error
-            raise
-        files = self.archive.namelist()
-        self.names = sorted(file.removesuffix(".npy") for file in files if file.endswith(".npy"))
-
-    @classmethod
-    def at(cls, path: Path) -> NpzFile:
-        return cls(open_untrusted(path), str(path))
-
-    def __exit__(self, *error: object) -> None:
-        self.archive.close()
-        self.stream.close()
-
-    def array(self, name: str) -> ArrayFile:
-        if name not in self.names:
-            raise DataError(f"{self.name} holds no array {name!r}; it holds {', '.join(self.names) or 'none'}.")
-        info = self.archive.getinfo(f"{name}.npy")
-        stream = _unzipped(self.archive, info, self.name)
-        return ArrayFile(stream, info.file_size, f"{self.name}[{name!r}]", seekable=False)
+            found = {member.name.removesuffix(".npy"): member for member in zip_members(file, str(path))}
+        except UNREADABLE as error:
+            raise DataError(f"{path} is not a .npz archive: {error}. Save it with numpy.savez.") from error
+        yield {name: partial(opened, name, m) for name, m in sorted(found.items()) if m.name.endswith(".npy")}

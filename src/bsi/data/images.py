@@ -38,7 +38,6 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 MAX_PIXELS = 1 << 26
 DEFAULT_SIZE = 64
 GRAY = ("1", "L", "LA")  # modes
-HUB_LABELS = ("label", "labels")  # columns
 HUB_SURVEYED = 256  # images of each part that are decoded to choose size and channels
 
 Resampling = Literal["lanczos", "bicubic", "bilinear", "box"]
@@ -70,23 +69,27 @@ def open_image(path: Path, name: str) -> Image.Image:
 def checked(image: Image.Image, name: str) -> Image.Image:
     """The decoded image, upright and opaque. Raises an error for what cannot be converted faithfully to 8-bit RGB."""
     width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise DataError(f"{name} has {width} x {height} pixels, more than {MAX_PIXELS}: shrink it first")
-    if getattr(image, "is_animated", False) and image.format != "MPO":  # an MPO of a camera starts with the picture
-        raise DataError(f"{name} is animated or has several pages: save one of them")
-    if image.mode == "CMYK":
-        raise DataError(f"{name} is CMYK, whose colors depend on a profile: convert it to RGB first")
     # Pillow opens a 16-bit color PNG as RGB: only the decoder's own mode shows its depth.
     tiles = getattr(image, "tile", ()) if image.format in ("PNG", "TIFF") else ()
-    if image.mode.startswith(("I", "F")) or any(re.search(r";(16|32)", str(tile[3])) for tile in tiles):
-        raise DataError(f"{name} has more than eight bits per channel: convert it to 8 bits first")
-    if image.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA"):
-        raise DataError(f"{name} has the color mode {image.mode}: convert it to RGB first")
-    image = ImageOps.exif_transpose(image)
-    if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        if image.getchannel("A").getextrema() != (255, 255):
-            raise DataError(f"{name} is partly transparent: flatten it first")
+    why = ""
+    if width * height > MAX_PIXELS:
+        why = f"has {width} x {height} pixels, more than {MAX_PIXELS}: shrink it first"
+    elif getattr(image, "is_animated", False) and image.format != "MPO":  # an MPO of a camera starts with the picture
+        why = "is animated or has several pages: save one of them"
+    elif image.mode == "CMYK":
+        why = "is CMYK, whose colors depend on a profile: convert it to RGB first"
+    elif image.mode.startswith(("I", "F")) or any(re.search(r";(16|32)", str(tile[3])) for tile in tiles):
+        why = "has more than eight bits per channel: convert it to 8 bits first"
+    elif image.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA"):
+        why = f"has the color mode {image.mode}: convert it to RGB first"
+    else:
+        image = ImageOps.exif_transpose(image)
+        if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            if image.getchannel("A").getextrema() != (255, 255):
+                why = "is partly transparent: flatten it first"
+    if why:
+        raise DataError(f"{name} {why}")
     return image
 
 
@@ -181,14 +184,16 @@ class ImageOptions:
         rest = itertools.islice(items(), start, None)
         with ThreadPoolExecutor(self.threads) as pool:
             while batch := list(itertools.islice(rest, max(1, min(512, BLOCK_BYTES // (channels * size**2))))):
-                found = list(pool.map(read, batch))
-                used = np.array([not isinstance(image, str) for image in found])
-                rows = [image for image in found if not isinstance(image, str)]
+                found = list(zip(batch, pool.map(read, batch), strict=True))
+                used = [(item, image) for item, image in found if not isinstance(image, str)]
+                rows = np.empty((len(used), channels, size, size), np.uint8)
+                for row, (_, image) in zip(rows, used, strict=True):
+                    row[:] = image
                 yield Block(
-                    rows=np.array(rows, np.uint8).reshape(len(rows), channels, size, size),
-                    for_testing=np.array([item.for_testing for item in batch])[used],
-                    labels=np.array([item.label for item in batch], "<i4")[used],
-                    skipped=tuple(reason for reason in found if isinstance(reason, str)),
+                    rows=rows,
+                    for_testing=np.array([item.for_testing for item, _ in used], bool),
+                    labels=np.array([item.label for item, _ in used], "<i4"),
+                    skipped=tuple(reason for _, reason in found if isinstance(reason, str)),
                 )
 
 
@@ -219,7 +224,11 @@ class Folder(ImageOptions):
             listing.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
             total += 1
             if self.labels:
-                found.add(self._class_of(name))
+                folder, slash, _ = name.partition("/")
+                if not slash:
+                    fix = "Move it into a folder of its class, or omit --labels."
+                    raise DataError(f"{self.path / name} is in no class. {fix}")
+                found.add(folder)
         if not total:
             raise DataError(f"{path} holds no images ({', '.join(SUFFIXES)}). Give the folder of images with --from.")
         classes = check_classes(sorted(found))
@@ -241,17 +250,10 @@ class Folder(ImageOptions):
     def _items(self, classes: tuple[str, ...]) -> Iterator[Item]:
         path, numbers = self.path.expanduser(), {name: number for number, name in enumerate(classes)}
         for name in walk(path, SUFFIXES):
-            label = numbers.get(self._class_of(name)) if self.labels else 0
+            label = numbers.get(name.partition("/")[0]) if self.labels else 0
             if label is None:
                 raise DataError(f"{name} is of a class that appeared in the meantime: run the same command again.")
             yield Item(name, for_testing(name, self.test_fraction), label, partial(open_image, path / name, name))
-
-    def _class_of(self, name: str) -> str:
-        """The folder below the root that a relative path begins with."""
-        folder, slash, _ = name.partition("/")
-        if not slash:
-            raise DataError(f"{self.path / name} is in no class. Move it into a folder of its class, or omit --labels.")
-        return folder
 
 
 # ---- The hub ---------------------------------------------------------------------------------------------------------
@@ -274,30 +276,6 @@ class HuggingFace(ImageOptions):
     revision: str = "main"
 
     def plan(self) -> Plan:
-        parts = self._parts()
-        counts = {split: len(part) for split, part in parts.items()}
-        column, classes = _hub_labels(parts)
-        headers = Counter[Header]()
-        for part in parts.values():
-            for index in range(min(HUB_SURVEYED, len(part))):
-                with suppress(DataError):  # reported when the row is read
-                    image = self._image(part, index)
-                    headers[image.mode, *image.size] += 1
-        split = "by name" if "test" in parts else f"row i is for testing if hash(i) < {self.test_fraction}"
-        taken = f"column {self.column!r}, cropped to the largest centered square"
-        return self.planned(
-            partial(self._items, parts, column),
-            sum(counts.values()),
-            headers,
-            {"revision": self.revision, "split": split, **({"labels": column} if column else {})},
-            name=self.path.rsplit("/", 1)[-1],
-            source=f"Hugging Face dataset {self.path}, {taken}",
-            input=fingerprint([self.path, self.column, counts]),
-            classes=classes,
-        )
-
-    def _parts(self) -> dict[str, Any]:
-        """The hub's parts by the names of splits."""
         with extra("hub", "a dataset of the hub"):
             import datasets  # type: ignore[import-not-found, unused-ignore]
         try:
@@ -309,43 +287,53 @@ class HuggingFace(ImageOptions):
         if "train" not in parts:
             raise DataError(f"{self.path!r} has no part named train; it has {', '.join(loaded)}.")
         if self.column not in (has := parts["train"].column_names):
-            raise UsageError(
-                f"{self.path!r} has no column {self.column!r}; it has {', '.join(has)}. Choose a --column."
-            )
-        return parts
+            raise UsageError(f"{self.path!r} has no column {self.column!r}; it has {', '.join(has)}. Give a --column.")
+        labels, classes = _hub_labels(parts)
+        headers = Counter[Header]()
+        for part in parts.values():
+            for index in range(min(HUB_SURVEYED, len(part))):
+                with suppress(DataError):  # reported when the row is read
+                    image = self._image(part, index)
+                    headers[image.mode, *image.size] += 1
+        counts = {split: len(part) for split, part in parts.items()}
+        split = "by name" if "test" in parts else f"row i is for testing if hash(i) < {self.test_fraction}"
+        return self.planned(
+            partial(self._items, parts, labels),
+            sum(counts.values()),
+            headers,
+            {"revision": self.revision, "split": split, **({"labels": labels} if labels else {})},
+            name=self.path.rsplit("/", 1)[-1],
+            source=f"Hugging Face dataset {self.path}, column {self.column!r}, cropped to the largest centered square",
+            input=fingerprint([self.path, self.column, counts]),
+            classes=classes,
+        )
 
-    def _items(self, parts: Mapping[str, Any], column: str) -> Iterator[Item]:
+    def _items(self, parts: Mapping[str, Any], labels: str) -> Iterator[Item]:
         for split, part in parts.items():
             chosen = np.full(len(part), split == "test")
             if "test" not in parts:
                 chosen = rows_for_testing(0, len(part), self.test_fraction)
-            labels = part[column][:] if column else [0] * len(part)
-            for index, (is_test, label) in enumerate(zip(chosen, labels, strict=True)):
+            numbers = part[labels][:] if labels else [0] * len(part)
+            for index, (is_test, label) in enumerate(zip(chosen, numbers, strict=True)):
                 yield Item(f"row {index}", bool(is_test), label, partial(self._image, part, index))
 
     def _image(self, part: Any, index: int) -> Image.Image:
         name = f"row {index}"
         with _decoding(name):
             image = part[index][self.column]
-        if not isinstance(image, Image.Image):
-            raise DataError(f"{name} holds a {type(image).__name__}, not an image")
-        return checked(image, name)
+            if not isinstance(image, Image.Image):
+                raise DataError(f"{name} holds a {type(image).__name__}, not an image")
+            return checked(image, name)
 
 
 def _hub_labels(parts: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """The column of the labels and the names of the classes; an empty name if not every row has a label."""
-    import datasets  # type: ignore[import-not-found, unused-ignore]
-
-    features = parts["train"].features
-    for column in HUB_LABELS:
-        feature = features.get(column)
-        named = isinstance(feature, datasets.ClassLabel)
-        if not (named or (isinstance(feature, datasets.Value) and "int" in feature.dtype)):
+    for column in ("label", "labels"):
+        features = [part.features.get(column) for part in parts.values()]
+        names = getattr(features[0], "names", ())  # of a ClassLabel
+        if not (names or "int" in getattr(features[0], "dtype", "")) or any(f != features[0] for f in features):
             continue
-        if any(part.features.get(column) != feature for part in parts.values()):
-            continue
-        classes = check_classes(feature.names) if named else ()
-        most = len(classes) or MAX_CLASSES
+        most = len(names) or MAX_CLASSES
         if all(cell is not None and 0 <= cell < most for part in parts.values() for cell in part[column][:]):
-            return column, classes
+            return column, check_classes(names)
     return "", ()

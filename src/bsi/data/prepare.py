@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Integer, Shaped
@@ -27,7 +27,7 @@ from jaxtyping import Bool, Integer, Shaped
 from bsi.data.files import BLOCK_BYTES, HEADER_BYTES, ArrayFile, header_bytes
 from bsi.data.store import FORMAT, MANIFEST, SPLITS, Dataset, FileRecord, Manifest, open_dataset
 from bsi.errors import BsiError, DataError, UsageError
-from bsi.io import FULL, cannot_write, digest_file, fingerprint, make_folder, sync_folder, write_text
+from bsi.io import FULL, cannot_write, digest_file, fingerprint, make_folder, sync_file, sync_folder, write_text
 from bsi.progress import Progress, readable_bytes
 from bsi.rng import uniforms
 from bsi.values import Bins, DataKind, Standardize, Symbols
@@ -202,8 +202,6 @@ def _write(plan: Plan, folder: Path) -> None:
     except BaseException:
         staging.sync()  # also after Ctrl-C, so that the next run does not read these rows again
         raise
-    finally:
-        staging.close()
     os.rename(partial, folder)
     sync_folder(folder.parent)
 
@@ -211,55 +209,42 @@ def _write(plan: Plan, folder: Path) -> None:
 class _Staging:
     """The hidden folder of an incomplete dataset: append-only files, and a note of how much of them is valid.
 
-    `layout` has the dtype and shape of a row of each file. The note is replaced as one object, so that an interruption
-    finds the old or the new one.
+    `layout` has the path, the dtype and the shape of a row of each file. The note is replaced as one object, so that
+    an interruption finds the old or the new one.
     """
 
-    def __init__(self, path: Path, plan: Plan) -> None:
-        self.path, self.plan = path, plan
-        self.layout: dict[str, tuple[np.dtype, tuple[int, ...]]] = dict.fromkeys(SPLITS, (plan.dtype, plan.shape))
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder, self.plan, self.state = folder, plan, folder / "state.json"
+        self.layout = {split: (folder / f"{split}.npy", plan.dtype, plan.shape) for split in SPLITS}
         if plan.label_dtype is not None:
-            self.layout |= {f"{split}_labels": (plan.label_dtype, ()) for split in SPLITS}
-        note = self._resumable()
-        if note is None:
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir()
+            labels = [f"{split}_labels" for split in SPLITS]
+            self.layout |= {name: (folder / f"{name}.npy", plan.label_dtype, ()) for name in labels}
+        try:  # to resume an interrupted preparation of exactly the same rows
+            self.note: dict[str, Any] = json.loads(self.state.read_text())
+            complete = all(path.stat().st_size >= self._end(name) for name, (path, _, _) in self.layout.items())
+            resumes = complete and self.note["identity"] == plan.identity
+        except (OSError, ValueError, KeyError, TypeError):
+            resumes = False
+        if not resumes:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
             counts = dict.fromkeys(self.layout, 0)
-            note = {"identity": plan.identity, "items": 0, "counts": counts, "skipped": []}
-        self.note = note
-        self.files = {name: self._open(name) for name in self.layout}
+            self.note = {"identity": plan.identity, "items": 0, "counts": counts, "skipped": []}
+        for name, (path, _, _) in self.layout.items():
+            path.touch()
+            os.truncate(path, self._end(name))  # rows written after the last note are written again
         self.synced_at = time.monotonic()
 
-    def _resumable(self) -> dict[str, Any] | None:
-        """The note of an interrupted preparation of exactly the same rows."""
-        try:
-            note = json.loads((self.path / "state.json").read_text())
-            sizes = {name: (self.path / f"{name}.npy").stat().st_size for name in self.layout}
-            complete = all(sizes[name] >= self._end(name, note) for name in sizes)
-            return note if note["identity"] == self.plan.identity and complete else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def _end(self, name: str, note: dict[str, Any]) -> int:
-        dtype, shape = self.layout[name]
-        return HEADER_BYTES + note["counts"][name] * math.prod(shape) * dtype.itemsize
-
-    def _open(self, name: str) -> IO[bytes]:
-        path = self.path / f"{name}.npy"
-        path.touch()
-        file = path.open("r+b")
-        file.truncate(self._end(name, self.note))  # rows written after the last note are written again
-        file.seek(0, os.SEEK_END)
-        return file
+    def _end(self, name: str) -> int:
+        _, dtype, shape = self.layout[name]
+        return HEADER_BYTES + self.note["counts"][name] * math.prod(shape) * dtype.itemsize
 
     def missing(self) -> Iterator[Block]:
         """The rows not yet written. Damaged input discards what was read from it: it is read again from the start."""
         try:
             yield from self.plan.blocks(self.note["items"])
         except DataError:
-            self.close()
-            self.files = {}
-            shutil.rmtree(self.path, ignore_errors=True)
+            shutil.rmtree(self.folder)
             raise
 
     def append(self, block: Block) -> None:
@@ -269,11 +254,12 @@ class _Staging:
             fix = "repair or remove the file, or allow more with --skip N."
             raise DataError(f"{plan.name}: {skipped[plan.skip]}. {allowed}: {fix}")
         is_test = np.broadcast_to(block.for_testing, len(block.rows))
-        for name, (dtype, _) in self.layout.items():
+        for name, (path, dtype, _) in self.layout.items():
             values = block.labels if name.endswith("_labels") else block.rows
             assert values is not None, "a plan with a type of labels has labels"
-            chosen = values[is_test if name.startswith("test") else ~is_test]
-            self.files[name].write(np.ascontiguousarray(chosen, dtype).data)
+            chosen = values[is_test == name.startswith("test")]
+            with path.open("ab") as file:
+                file.write(np.ascontiguousarray(chosen, dtype).data)
             counts[name] += len(chosen)
         self.note = self.note | {"items": self.note["items"] + block.items, "counts": counts, "skipped": skipped}
         if time.monotonic() - self.synced_at >= SYNC_EVERY_S:
@@ -281,28 +267,22 @@ class _Staging:
 
     def sync(self) -> None:
         """Make the rows durable, then the note that counts them."""
-        if not self.files:  # discarded
-            return
-        for file in self.files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        write_text(self.path / "state.json", json.dumps(self.note))
-        self.synced_at = time.monotonic()
-
-    def close(self) -> None:
-        for file in self.files.values():
-            file.close()
+        if self.folder.exists():  # not discarded
+            for path, _, _ in self.layout.values():
+                sync_file(path)
+            write_text(self.state, json.dumps(self.note))
+            self.synced_at = time.monotonic()
 
     def finish(self, name: str) -> None:
         """Write headers, hashes and the manifest. The folder is then a dataset except for its name."""
         plan, counts = self.plan, self.note["counts"]
         if not counts["train"]:
             raise DataError(f"{plan.name} has no training samples. Add more, or use --test-fraction 0.")
-        for file, (dtype, shape) in self.layout.items():
-            self.files[file].seek(0)
-            self.files[file].write(header_bytes(dtype, (counts[file], *shape)))
+        for file, (path, dtype, shape) in self.layout.items():
+            with path.open("r+b") as opened:
+                opened.write(header_bytes(dtype, (counts[file], *shape)))
         self.sync()
-        paths = [self.path / f"{file}.npy" for file in self.layout]
+        paths = [path for path, _, _ in self.layout.values()]
         manifest = Manifest(
             name=name,
             source=plan.source,
@@ -317,26 +297,25 @@ class _Staging:
             classes=plan.classes,
             notes=plan.notes,
         )
-        write_text(self.path / MANIFEST, manifest.to_json())
-        (self.path / "state.json").unlink()
-        sync_folder(self.path)
+        write_text(self.folder / MANIFEST, manifest.to_json())
+        self.state.unlink()
+        sync_folder(self.folder)
 
 
 def _fitted(kind: Bins | Symbols | None, path: Path) -> DataKind:
-    """The kind of the data with what is measured on the training samples: frequencies of symbols, or units."""
-    if isinstance(kind, Symbols):
-        with ArrayFile.at(path) as array:
+    """The kind of the data with what is measured on the training samples in one pass.
+
+    These are the frequencies of symbols, or mean and std per element or channel (Chan, Golub and LeVeque, 1979).
+    """
+    if isinstance(kind, Bins):
+        return kind
+    with ArrayFile.at(path) as array:
+        if kind is not None:
             counts = np.zeros(kind.count, np.int64)
             for block in array.blocks():
                 counts += np.bincount(block.reshape(-1), minlength=kind.count)
-        return kind.counted(counts)
-    return kind or _standardize(path)
-
-
-def _standardize(path: Path) -> Standardize:
-    """Mean and std per element or channel, in one pass (Chan, Golub and LeVeque, 1979), in float64."""
-    count, mean, squares = 0, np.zeros(1), np.zeros(1)
-    with ArrayFile.at(path) as array:
+            return kind.counted(counts)
+        count, mean, squares = 0, np.zeros(1), np.zeros(1)
         channels = array.shape[1] if len(array.shape) > 1 else 1
         for block in array.blocks():
             x = np.moveaxis(block.astype(np.float64).reshape(len(block), channels, -1), 1, 0).reshape(channels, -1)

@@ -1,8 +1,7 @@
 """Published sets of images, from the official files: CIFAR-10, downsampled ImageNet and MNIST; and binary images.
 
 CIFAR-10 (Krizhevsky, 2009), the binary version: six files of 10,000 records, each of which is a label byte and 3072
-pixels, channel by channel. Every file is compared with its known SHA-256 before a record is used. The classes have the
-names in `batches.meta.txt`, one per line, if that file exists.
+pixels, channel by channel. Every file is compared with its known SHA-256 before a record is used.
 
 Downsampled ImageNet (Chrabaszcz, Loshchilov and Hutter, 2017) at 32 or 64 pixels: `train_data_batch_1.npz` ..
 `train_data_batch_10.npz` and `val_data.npz` hold `data`, (N, 3 size^2) bytes channel by channel, and `labels` from 1 to
@@ -18,10 +17,11 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import math
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Shaped, UInt8
+from jaxtyping import UInt8
 
-from bsi.data.files import Member, NpzFile, members
+from bsi.data.files import ArrayFile, Member, members, open_arrays
 from bsi.data.images import Folder
 from bsi.data.prepare import Block, Part, Plan, array_part
-from bsi.data.store import MANIFEST, check_classes, open_dataset
+from bsi.data.store import MANIFEST, open_dataset
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder, digest, download, fingerprint
 from bsi.progress import Progress
@@ -50,24 +50,22 @@ CIFAR10_FILES = {
     "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
-CIFAR10_NAMES = "batches.meta.txt"
-
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGENET = "https://image-net.org/download-images.php (downsampled images, npz format; needs an account)"
 BATCHES = (*(f"train_data_batch_{i}.npz" for i in range(1, 11)), "val_data.npz")
-
 IDX = [f"{stem}-{kind}" for stem in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 IDX_FILES = {f"{name}-ubyte{end}": name for name in IDX for end in ("", ".gz")}
 IDX_FILES |= {file.replace("-idx", ".idx"): name for file, name in IDX_FILES.items()}  # the other published spelling
-
 PICKLES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz", "train_data_batch_1")
 MAX_BYTES, MAX_IMAGENET_BYTES = 1 << 30, 64 << 30  # unpacked
+PIECE = 1 << 20
 
 
 def _images(
-    name: str, source: str, shape: tuple[int, ...], input: str, parts: Sequence[Part], labels: str = "u1", **more: Any
+    name: str, source: str, shape: tuple[int, ...], input: str, parts: Sequence[Part], labels: str = "u1"
 ) -> Plan:
     """The plan of 8-bit images with labels, without options."""
-    return Plan(name, source, shape, Bins.uint8(), {}, input, parts, np.dtype(labels), **more)
+    return Plan(name, source, shape, Bins.uint8(), {}, input, parts, np.dtype(labels))
 
 
 def _require(path: Path, found: Collection[str], names: Iterable[str], instead: str) -> None:
@@ -78,16 +76,9 @@ def _require(path: Path, found: Collection[str], names: Iterable[str], instead: 
         raise DataError(f"{path} holds no {', '.join(missing[:3])}. {hint}Give {instead}.")
 
 
-def _read(file: Any, most: int) -> bytes:
-    """At most this many bytes, in pieces: a long read of an archive is rejected."""
-    pieces = []
-    while most > 0 and (piece := file.read(min(most, 1 << 20))):
-        pieces.append(piece)
-        most -= len(piece)
-    return b"".join(pieces)
-
-
-# ---- CIFAR-10 --------------------------------------------------------------------------------------------------------
+def _read(file: Any, size: int) -> bytes:
+    """The content, or somewhat more than `size` bytes of it. In pieces: a long read of an archive is rejected."""
+    return b"".join(itertools.islice(iter(partial(file.read, PIECE), b""), size // PIECE + 1))
 
 
 @dataclass(frozen=True)
@@ -99,9 +90,13 @@ class Cifar10:
     path: Path | None = None
 
     def plan(self) -> Plan:
-        path = _downloaded() if self.path is None else self.path.expanduser()
-        parts, names = [], []
-        with members(path, {*CIFAR10_FILES, *PICKLES, CIFAR10_NAMES}, MAX_BYTES) as found:
+        folder, archive = (data_folder() / name for name in ("cifar-10-batches-bin", "cifar-10-binary.tar.gz"))
+        if self.path is not None:
+            path = self.path.expanduser()
+        else:
+            path = folder if folder.is_dir() else download(CIFAR10, archive, CIFAR10_SHA256, "give it with --from")
+        parts = []
+        with members(path, {*CIFAR10_FILES, *PICKLES}, MAX_BYTES) as found:
             _require(path, found, CIFAR10_FILES, f"the binary version ({CIFAR10}), packed or unpacked")
             for name, expected in CIFAR10_FILES.items():
                 with found[name].open() as file:
@@ -112,20 +107,8 @@ class Cifar10:
                 records = np.frombuffer(raw, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
                 images = records[:, 1:].reshape(-1, 3, 32, 32)
                 parts.append(array_part(images, records[:, 0], name == "test_batch.bin"))
-            if CIFAR10_NAMES in found:
-                with found[CIFAR10_NAMES].open() as file:
-                    names = file.read(1024).decode("ascii", "backslashreplace").split()
-                if len(names) != 10:
-                    raise DataError(f"{path}: {CIFAR10_NAMES} holds {len(names)} names of ten. Download it again.")
-        classes = check_classes(names)
-        return _images("cifar10", CIFAR10, (3, 32, 32), fingerprint(CIFAR10_FILES), parts, classes=classes)
-
-
-def _downloaded() -> Path:
-    """The unpacked folder or the archive in the data folder, or else a download of the archive."""
-    folder = data_folder() / "cifar-10-batches-bin"
-    archive = data_folder() / "cifar-10-binary.tar.gz"
-    return folder if folder.is_dir() else download(CIFAR10, archive, CIFAR10_SHA256, "give it with --from")
+        plan = _images("cifar10", CIFAR10, (3, 32, 32), fingerprint(CIFAR10_FILES), parts)
+        return replace(plan, classes=CIFAR10_CLASSES)
 
 
 # ---- Downsampled ImageNet --------------------------------------------------------------------------------------------
@@ -145,8 +128,8 @@ class ImageNet32:
         # Decompressing up to a header inside a zip inside a zip takes minutes for the larger set.
         with _batches(path) as found, Progress(f"check imagenet{size}", len(BATCHES), "batch") as progress:
             for name in BATCHES:
-                with _opened(found, name) as batch, batch.array("data") as data:
-                    if len(data.shape) != 2 or data.shape[1] != 3 * size * size or data.dtype != np.uint8:
+                with _arrays(found[name]) as arrays, arrays["data"]() as data:
+                    if data.shape[1:] != (3 * size * size,) or data.dtype != np.uint8:
                         expected = f"expected (N, {3 * size * size}) of uint8 at {size} pixels"
                         raise UsageError(f"{data.name} holds {data.shape} of {data.dtype}, {expected}.")
                     counts[name] = (len(data), found[name].size)
@@ -155,10 +138,10 @@ class ImageNet32:
         return _images(f"imagenet{size}", IMAGENET, (3, size, size), fingerprint(counts), parts, "<u2")
 
     def _blocks(self, path: Path, name: str, count: int, start: int) -> Iterator[Block]:
-        with _batches(path) as found, _opened(found, name) as batch:
-            with batch.array("labels") as array:  # before the images: alternating would rewind a nested archive
+        with _batches(path) as found, _arrays(found[name]) as arrays:
+            with arrays["labels"]() as array:  # before the images: alternating would rewind a nested archive
                 labels = array.labels(count, 1, 1000)[start:] - 1
-            with batch.array("data") as data:
+            with arrays["data"]() as data:
                 for rows in data.blocks(start):
                     here, labels = labels[: len(rows)], labels[len(rows) :]
                     yield Block(rows.reshape(-1, 3, self.size, self.size), name == "val_data.npz", here)
@@ -183,8 +166,11 @@ def _batches(path: Path) -> Iterator[dict[str, Member]]:
         yield found
 
 
-def _opened(found: dict[str, Member], name: str) -> NpzFile:
-    return NpzFile(found[name].open(), found[name].name)
+@contextmanager
+def _arrays(batch: Member) -> Iterator[dict[str, Callable[[], ArrayFile]]]:
+    with open_arrays(Path(batch.name), batch.open()) as arrays:
+        _require(Path(batch.name), arrays, ("data", "labels"), f"the npz version from {IMAGENET}")
+        yield arrays
 
 
 # ---- MNIST -----------------------------------------------------------------------------------------------------------
@@ -200,8 +186,8 @@ class Mnist:
 
     def plan(self) -> Plan:
         path = self.path.expanduser()
-        with members(path, IDX_FILES, MAX_BYTES) as members_found:
-            found = {IDX_FILES[name]: member for name, member in members_found.items()}
+        with members(path, IDX_FILES, MAX_BYTES) as files:
+            found = {IDX_FILES[name]: member for name, member in files.items()}
             _require(path, found, IDX, "the folder with MNIST's four idx files")
             train, train_labels, test, test_labels = (_idx(path, found[name], name) for name in IDX)
         for rows, labels in ((train, train_labels), (test, test_labels)):
@@ -224,12 +210,12 @@ def _idx(path: Path, given: Member, name: str) -> UInt8[np.ndarray, "..."]:
             size = math.prod(shape)
             if header[:4] != bytes([0, 0, 8, axes]) or size > MAX_BYTES:
                 raise DataError(f"{path}: {name} is not an idx file of bytes with {axes} axes. Download it again.")
-            raw = _read(stream, size + 1)
+            raw = _read(stream, size)
             if len(raw) != size:
                 raise EOFError(f"expected {size} bytes, found {len(raw)}")
+            return np.frombuffer(raw, np.uint8).reshape(shape)
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: {name} is damaged: {error}. Download it again.") from error
-    return np.frombuffer(raw, np.uint8).reshape(shape)
 
 
 # ---- Binary images ---------------------------------------------------------------------------------------------------
@@ -255,57 +241,48 @@ class Binary:
             raise UsageError(f"--stochastic and --threshold {self.threshold:g} exclude each other: leave one out.")
         if self.threshold is not None and not 0 < self.threshold < 1:
             raise UsageError(f"threshold is a value between 0 (black) and 1 (white), got {self.threshold:g}.")
-        images = self._gray()
+        path = Path(self.path).expanduser()
+        if not os.path.isdir(path) or os.path.isfile(path / MANIFEST):
+            images = _of_dataset(self.path)
+        else:
+            is_mnist = any((path / name).is_file() for name in IDX_FILES)
+            images = Mnist(path).plan() if is_mnist else Folder(path, channels=1).plan()
         if not isinstance(images.kind, Bins) or len(images.shape) != 3 or images.shape[0] != 1:
             expected = "gray images, of shape (1, height, width): prepare them with --channels 1"
             raise UsageError(f"{self.path} holds samples of shape {images.shape}, expected {expected}.")
+        binary = "at random" if self.stochastic else f"above {self.threshold or 0.5:g}"
         return replace(
             images,
             name=f"{images.name}-binary",
             source=f"{images.source}, binarized",
             kind=Symbols(2),
-            options={
-                **images.options,
-                "binary": "at random" if self.stochastic else f"above {self.threshold or 0.5:g}",
-            },
+            options={**images.options, "binary": binary},
             parts=[Part(images.total, partial(self._blocks, images, images.kind.count - 1))],
         )
-
-    def _gray(self) -> Plan:
-        """The gray images that are binarized, as their source describes them."""
-        path = Path(self.path).expanduser()
-        if not os.path.isdir(path) or os.path.isfile(path / MANIFEST):
-            return _of_dataset(self.path)
-        is_mnist = any((path / name).is_file() for name in IDX_FILES)
-        return Mnist(path).plan() if is_mnist else Folder(path, channels=1).plan()
 
     def _blocks(self, images: Plan, white: int, start: int) -> Iterator[Block]:
         for block in images.blocks(start):
             levels = np.full(block.rows.shape, self.threshold or 0.5)
             for image, level in zip(block.rows, levels, strict=True) if self.stochastic else ():
-                level[:] = _uniforms(image)
+                key = hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest()[:16]
+                generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key, "<u8")))
+                level[:] = generator.random(image.shape)
             yield replace(block, rows=(block.rows / white > levels).astype(np.uint8))
-
-
-def _uniforms(image: Shaped[np.ndarray, "c h w"]) -> Shaped[np.ndarray, "c h w"]:
-    """Random numbers in [0, 1), derived from the image."""
-    key = np.frombuffer(hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest()[:16], "<u8")
-    return np.random.Generator(np.random.Philox(key=key)).random(image.shape)
 
 
 def _of_dataset(name: str) -> Plan:
     """A prepared dataset as a plan of its rows."""
     dataset = open_dataset(name)
-    manifest, labels = dataset.manifest, dataset.labels
+    labels = dataset.labels
     train, test = (None, None) if labels is None else (labels.train, labels.test)
     return Plan(
         name=dataset.name,
-        source=manifest.source,
+        source=dataset.manifest.source,
         shape=dataset.shape,
         kind=dataset.bins,
-        options=manifest.options,
+        options=dataset.manifest.options,
         input=dataset.version,
         parts=[array_part(dataset.train, train, False), array_part(dataset.test, test, True)],
         label_dtype=None if train is None else train.dtype,
-        classes=manifest.classes,
+        classes=dataset.manifest.classes,
     )

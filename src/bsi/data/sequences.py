@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 import os
 import wave
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from jaxtyping import Integer, UInt
 
 from bsi.data.files import BLOCK_BYTES, for_testing, walk
 from bsi.data.prepare import Block, Part, Plan, check_fraction
+from bsi.data.store import SPLITS
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, open_untrusted
 from bsi.values import Bins, Symbols
@@ -61,14 +63,15 @@ class Text:
         _check(self.length, self.test_fraction)
         path, chars = self.path.expanduser(), self.vocabulary == "chars"
         names = walk(path, (".txt",)) if os.path.isdir(path) else [""]
-        files = [_TextFile.at(path, name, chars, self.test_fraction) for name in names]
+        files = [_TextFile.at(path / name if name else path, chars, self.test_fraction) for name in names]
         # Everything is read once, for the number of symbols and the code points that occur.
-        counts = {"train": 0, "test": 0}
-        seen = {split: np.zeros(UNICODE, bool) for split in counts}
+        counts = dict.fromkeys(SPLITS, 0)
+        seen = {split: np.zeros(UNICODE, bool) for split in SPLITS}
         contents = hashlib.sha256()
         for file in files:
-            contents.update(f"{file.name}\0{file.size}\n".encode("utf-8", "surrogateescape"))
-            for split in counts:
+            name = "" if file.path == path else os.path.relpath(file.path, path)
+            contents.update(f"{name}\0{file.size}\n".encode("utf-8", "surrogateescape"))
+            for split in SPLITS:
                 for codes in file.read(split):
                     counts[split] += len(codes)
                     seen[split][codes] = True
@@ -105,36 +108,33 @@ class Text:
         code[[ord(name) for name in symbols.names] or range(256)] = np.arange(symbols.count)
         unused = start * self.length  # symbols of samples that were prepared before an interruption
         rest = np.zeros(0, symbols.dtype)
-        for file in files:
-            for codes in file.read(split):
-                fresh, unused = codes[unused:], max(0, unused - len(codes))
-                rest = np.concatenate([rest, code[fresh]])
-                usable = len(rest) // self.length * self.length
-                rows, rest = rest[:usable].reshape(-1, self.length), rest[usable:]
-                if usable:
-                    yield Block(rows, split == "test")
+        for codes in itertools.chain.from_iterable(file.read(split) for file in files):
+            rest = np.concatenate([rest, code[codes[unused:]]])
+            unused = max(0, unused - len(codes))
+            usable = len(rest) // self.length * self.length
+            if usable:
+                yield Block(rest[:usable].reshape(-1, self.length), split == "test")
+            rest = rest[usable:]
 
 
 @dataclass(frozen=True)
 class _TextFile:
-    """A file, whose bytes from `cut` on are for testing. Its name is relative to the folder, and empty without one."""
+    """A file, whose bytes from `cut` on are for testing."""
 
     path: Path
-    name: str
     chars: bool
     cut: int
     size: int
 
     @classmethod
-    def at(cls, root: Path, name: str, chars: bool, test_fraction: float) -> _TextFile:
-        path = root / name if name else root
+    def at(cls, path: Path, chars: bool, test_fraction: float) -> _TextFile:
         with open_untrusted(path) as file:
             size = os.fstat(file.fileno()).st_size
             cut = size - round(test_fraction * size)
             file.seek(cut)
-            while chars and cut < size and (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:  # inside a character
+            while chars and (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:  # inside a character
                 cut += 1
-        return cls(path, name, chars, cut, size)
+        return cls(path, chars, cut, size)
 
     def read(self, split: str) -> Iterator[UInt[np.ndarray, " symbols"]]:
         """The code points or bytes of one split, in chunks."""
@@ -178,30 +178,27 @@ class Wav:
         _check(self.length, self.test_fraction)
         path = self.path.expanduser()
         counts, listing = dict[str, int](), hashlib.sha256()
-        first: tuple[str, int, int] | None = None
+        form = where = ""
         for name in walk(path, (".wav",)):
             with _opened(path / name) as file:
                 rate, channels, frames = file.getframerate(), file.getnchannels(), file.getnframes()
-            first = first or (name, rate, channels)
-            if (rate, channels) != first[1:]:
-                expected = f"{first[2]} at {first[1]} Hz as {first[0]}. Convert them to one format"
-                raise DataError(f"{path / name} has {channels} channels at {rate} Hz, expected {expected}.")
+            found = f"{channels} channels at {rate} Hz"
+            form, where = form or found, where or name
+            if found != form:
+                raise DataError(f"{path / name} has {found}, expected {form} as {where}. Convert them to one format.")
             counts[name] = frames // self.length
             listing.update(f"{name}\0{frames}\n".encode("utf-8", "surrogateescape"))
-        if first is None:
+        if not counts:
             raise DataError(f"{path} holds no WAV file. Give the folder with --from.")
         if not any(counts.values()):
             raise DataError(f"{path} holds no WAV file of at least {self.length} samples. Choose a smaller --length.")
+        split = f"a file is for testing if sha256(relative path) < {self.test_fraction}"
         return Plan(
             name=path.resolve().name,
             source=f"the WAV files of a folder {path.resolve().name!r}",
             shape=(channels, self.length),
             kind=Bins.int16(),
-            options={
-                "length": self.length,
-                "rate": rate,
-                "split": f"a file is for testing if sha256(relative path) < {self.test_fraction}",
-            },
+            options={"length": self.length, "rate": rate, "split": split},
             input=listing.hexdigest(),
             parts=[Part(count, partial(self._blocks, path / name, name)) for name, count in counts.items()],
         )
@@ -228,10 +225,9 @@ def _opened(path: Path) -> Iterator[wave.Wave_read]:
             file = wave.open(raw)  # noqa: SIM115  closing it would close only `raw`
         except (wave.Error, EOFError, OSError) as error:
             raise DataError(f"{path} is not a PCM WAV file: {error}. Convert it first.") from error
-        if file.getsampwidth() != 2:
-            raise DataError(f"{path} has {8 * file.getsampwidth()} bits per sample, expected 16. Convert it first.")
-        if file.getframerate() < 1:
-            raise DataError(f"{path} has a rate of {file.getframerate()} Hz. Convert it first.")
+        if file.getsampwidth() != 2 or file.getframerate() < 1:
+            found = f"{8 * file.getsampwidth()} bits per sample at {file.getframerate()} Hz"
+            raise DataError(f"{path} has {found}, expected 16 bits. Convert it first.")
         yield file
 
 
@@ -243,10 +239,9 @@ def write_wav(path: Path, index: Integer[np.ndarray, "channels length"], rate: i
         rate: Samples per second: `options["rate"]` in the manifest of the dataset.
         option: The command-line option that names another place, for the error message.
     """
-    if index.ndim != 2 or not 1 <= len(index) <= 65535:
-        raise UsageError(f"sound must have the shape (channels, length), got {index.shape}.")
-    if index.size and not (index.min() >= 0 and index.max() <= 65535):
-        raise DataError(f"sound must be indices from 0 to 65535, got {index.min()} to {index.max()}.")
+    low, high = index.min(initial=0), index.max(initial=0)
+    if index.ndim != 2 or low < 0 or high > 65535:
+        raise DataError(f"sound is (channels, length) of 0 to 65535, got shape {index.shape} of {low} to {high}.")
     sound = (index.astype(np.int32) - MIDDLE).astype("<i2")
     with atomic(path, option) as temporary, wave.open(str(temporary), "wb") as file:
         file.setnchannels(len(index))

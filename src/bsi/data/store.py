@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -79,7 +80,7 @@ class Manifest:
     def version(self) -> str:
         described = asdict(self.kind)
         content = {
-            "files": {name: record.sha256 for name, record in sorted(self.files.items())},
+            "files": {name: record.sha256 for name, record in self.files.items()},
             "shape": list(self.shape),
             "bins": described if isinstance(self.kind, Bins) else None,
         }
@@ -101,24 +102,22 @@ class Manifest:
             if not {"train.npy", "test.npy"} <= set(given["files"]) <= set(FILES):
                 raise DataError(f"it lists the files {sorted(given['files'])}, expected some of {', '.join(FILES)}.")
             # Version 0.1.0 wrote the standardization under another key.
-            described = {**given, "standardize": given.get("standardisation", given.get("standardize"))}
-            key, *others = [key for key in KINDS if described.get(key)]
-            if others:
-                raise DataError(f"it describes the data as {key} and as {others[0]}.")
-            fields: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in described[key].items()}
+            kinds = {**given, "standardize": given.get("standardisation", given.get("standardize"))}
+            [(key, kind)] = [(key, kinds[key]) for key in KINDS if kinds.get(key)]  # exactly one
+            fields: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in kind.items()}
             manifest = cls(
                 name=str(given["name"]),
                 source=str(given["source"]),
-                counts={split: int(given["counts"][split]) for split in ("train", "test")},
+                counts={split: int(given["counts"][split]) for split in SPLITS},
                 shape=tuple(int(d) for d in given["shape"]),
                 dtype=str(np.dtype(given["dtype"])),
                 kind=KINDS[key](**fields),
                 files={name: FileRecord(**record) for name, record in given["files"].items()},
                 options=dict(given["options"]),
                 input=str(given["input"]),
-                skipped=tuple(str(line) for line in given["skipped"]),
+                skipped=tuple(map(str, given["skipped"])),
                 classes=check_classes(given.get("classes", [])),
-                notes=tuple(str(line) for line in given.get("notes", [])),
+                notes=tuple(map(str, given.get("notes", []))),
             )
             if manifest.version != given["version"]:
                 raise DataError(f"it has version {manifest.version}, expected {given['version']}.")
@@ -167,29 +166,38 @@ class Dataset:
         return self.manifest.shape
 
     @property
-    def bins(self) -> Bins | None:
-        """The values of binned data, else None."""
-        return self.kind if isinstance(self.kind, Bins) else None
-
-    @property
     def kind(self) -> DataKind:
         """Bins, symbols or, for continuous data, the standardization that was fitted on the training split."""
         return self.manifest.kind
 
+    @property
+    def bins(self) -> Bins | None:
+        """The values of binned data, else None."""
+        return self.kind if isinstance(self.kind, Bins) else None
+
     def split(self, name: str) -> Shaped[np.ndarray, "n *shape"]:
         """`train` or `test`. Raises an error if it is empty."""
-        if name not in ("train", "test"):
+        if name not in SPLITS:
             raise UsageError(f"a dataset has the splits train and test: got {name!r}")
         rows = self.train if name == "train" else self.test
         if not len(rows):
             raise DataError(f"dataset {self.name!r} has no {name} samples. Prepare it with another --test-fraction.")
         return rows
 
+    def verify(self) -> None:
+        """Compare every file with its hash. Errors name the file, the expected and the found hash."""
+        for name, record in self.manifest.files.items():
+            if (found := digest_file(self.folder / name)) != record.sha256:
+                path = self.folder / name
+                raise DataError(f"{path} is damaged: expected sha256 {record.sha256}, found {found}. {AGAIN}")
+
+
+# ---- Opening ---------------------------------------------------------------------------------------------------------
+
 
 def prepared(root: Path | None = None) -> list[Path]:
     """The folders of the prepared datasets in `root`, by default the data folder. Unfinished ones are not listed."""
-    root = data_folder() if root is None else root
-    return sorted(manifest.parent for manifest in root.glob(f"[!.]*/{MANIFEST}"))
+    return sorted(manifest.parent for manifest in (root or data_folder()).glob(f"[!.]*/{MANIFEST}"))
 
 
 def open_dataset(name_or_path: str | Path, check_hashes: bool = False, version: str | None = None) -> Dataset:
@@ -201,14 +209,16 @@ def open_dataset(name_or_path: str | Path, check_hashes: bool = False, version: 
             this content is opened: a dataset that was renamed is still found.
     """
     try:
-        found = _open(_find(name_or_path), check_hashes)
+        dataset = _open(_find(name_or_path))
     except DataError:
         if (same := _with_version(version)) is None:
             raise
-    else:
-        if version in (None, found.version) or (same := _with_version(version)) is None:
-            return found
-    return _open(same, check_hashes)
+        dataset = _open(same)
+    if version not in (None, dataset.version) and (same := _with_version(version)) is not None:
+        dataset = _open(same)
+    if check_hashes:
+        dataset.verify()
+    return dataset
 
 
 def open_for_run(name: str, run: Path | None) -> Dataset:
@@ -216,10 +226,9 @@ def open_for_run(name: str, run: Path | None) -> Dataset:
     try:
         return open_dataset(name)
     except DataError:
-        if run is None:
-            raise
         with suppress(DataError, KeyError, TypeError):
-            return open_dataset(name, version=str(read_json(run / "run.json")["data_version"]))
+            if run is not None:
+                return open_dataset(name, version=str(read_json(run / "run.json")["data_version"]))
         raise
 
 
@@ -258,23 +267,31 @@ def _find(name_or_path: str | Path) -> Path:
     )
 
 
-def _open(folder: Path, check_hashes: bool) -> Dataset:
+def _open(folder: Path) -> Dataset:
     manifest = Manifest.read(folder / MANIFEST)
     arrays = {name: _map(folder / name, manifest) for name in manifest.files}
-    if check_hashes:
-        verify(folder, manifest)
     labels = None
     if "train_labels.npy" in arrays and "test_labels.npy" in arrays:
         labels = Labels(arrays["train_labels.npy"], arrays["test_labels.npy"], manifest.classes)
     return Dataset(manifest, arrays["train.npy"], arrays["test.npy"], labels, folder)
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Compare every file with its hash. Errors name the file, the expected and the found hash."""
-    for name, record in manifest.files.items():
-        found = digest_file(folder / name)
-        if found != record.sha256:
-            raise DataError(f"{folder / name} is damaged: expected sha256 {record.sha256}, found {found}. {AGAIN}")
+def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
+    """Memory-map one file after comparing its size and header with the manifest."""
+    expected = manifest.files[path.name].bytes
+    found = path.stat().st_size if os.path.isfile(path) else 0
+    if found != expected:
+        raise DataError(f"{path} is missing or damaged: it has {found} bytes, expected {expected} bytes. {AGAIN}")
+    with ArrayFile.at(path) as array:
+        pass
+    split, _, is_labels = path.stem.partition("_")
+    shape = (manifest.counts[split], *(() if is_labels else manifest.shape))
+    if array.shape != shape or not (array.dtype.kind in "iu" if is_labels else array.dtype == manifest.dtype):
+        raise DataError(f"{path} holds {array.shape} of {array.dtype}, expected {shape} of {manifest.dtype}. {AGAIN}")
+    if not math.prod(array.shape):  # an empty file cannot be mapped
+        return np.empty(array.shape, array.dtype)
+    # The digits are also for trying things out: changes stay in memory, and torch does not warn of read-only memory.
+    return np.memmap(path, array.dtype, "c" if path.parent == DIGITS else "r", array.offset, array.shape)
 
 
 def check_classes(given: Iterable[object]) -> tuple[str, ...]:
@@ -287,24 +304,3 @@ def check_classes(given: Iterable[object]) -> tuple[str, ...]:
             raise DataError(f"two classes have the name {name!r}: rename one.")
         names.append(name)
     return tuple(names)
-
-
-def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
-    """Memory-map one file after comparing its size and header with the manifest."""
-    expected = manifest.files[path.name].bytes
-    if not os.path.isfile(path):
-        raise DataError(f"{path} is missing, expected {expected} bytes. {AGAIN}")
-    found = path.stat().st_size
-    if found != expected:
-        raise DataError(f"{path} has {found} bytes, expected {expected} bytes. {AGAIN}")
-    with ArrayFile.at(path) as array:
-        pass
-    is_labels = path.stem.endswith("_labels")
-    count = manifest.counts[path.stem.removesuffix("_labels")]
-    shape = (count,) if is_labels else (count, *manifest.shape)
-    if array.shape != shape or not (array.dtype.kind in "iu" if is_labels else array.dtype == manifest.dtype):
-        raise DataError(f"{path} holds {array.shape} of {array.dtype}, expected {shape} of {manifest.dtype}. {AGAIN}")
-    if not array.row_bytes * count:  # an empty file cannot be mapped
-        return np.empty(array.shape, array.dtype)
-    # The digits are also for trying things out: changes stay in memory, and torch does not warn of read-only memory.
-    return np.memmap(path, array.dtype, "c" if path.parent == DIGITS else "r", array.offset, array.shape)

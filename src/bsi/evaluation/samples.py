@@ -35,7 +35,7 @@ from bsi.errors import BsiError, DataError, UsageError
 from bsi.evaluation.runs import Run, Split, inner_precision, weights_hash
 from bsi.io import atomic, make_folder, open_untrusted, parse_json, read_json
 from bsi.metrics import KEPT, Extractor, Generation, QualityWarning, SampleQuality, collect, reference, sample_quality
-from bsi.metrics.features import array_batches
+from bsi.metrics.quality import array_batches
 from bsi.model import Model
 from bsi.pictures import SMALLEST, Moment, animate, belief_frames, is_image
 from bsi.progress import Progress, shown

@@ -9,30 +9,25 @@
 On several ranks each collects its own samples, then all call `features.over_ranks()`; the result is that of one rank.
 """
 
-from bsi.metrics.features import KEPT, Extractor, Features, QualityWarning, collect
 from bsi.metrics.frechet import Moments, frechet_distance, frechet_error
 from bsi.metrics.inception import Inception
-from bsi.metrics.quality import Generation, Reference, SampleQuality, metric_name, reference, sample_quality
+from bsi.metrics.quality import (
+    KEPT,
+    Extractor,
+    Features,
+    Generation,
+    QualityWarning,
+    Reference,
+    SampleQuality,
+    collect,
+    metric_name,
+    reference,
+    sample_quality,
+)
 from bsi.metrics.two_sample import Kid, PrecisionRecall, kernel_distance, precision_recall
 
 __all__ = [
-    "KEPT",
-    "Extractor",
-    "Features",
-    "Generation",
-    "Inception",
-    "Kid",
-    "Moments",
-    "PrecisionRecall",
-    "QualityWarning",
-    "Reference",
-    "SampleQuality",
-    "collect",
-    "frechet_distance",
-    "frechet_error",
-    "kernel_distance",
-    "metric_name",
-    "precision_recall",
-    "reference",
-    "sample_quality",
-]
+    "KEPT", "Extractor", "Features", "Generation", "Inception", "Kid", "Moments", "PrecisionRecall", "QualityWarning",
+    "Reference", "SampleQuality", "collect", "frechet_distance", "frechet_error", "kernel_distance", "metric_name",
+    "precision_recall", "reference", "sample_quality",
+]  # fmt: skip

@@ -22,8 +22,7 @@ import hashlib
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,18 +36,14 @@ from torch import Tensor, nn
 from bsi.data.prepare import exclusive
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder, download, write_bytes
-from bsi.metrics.features import QualityWarning, require_images
+from bsi.metrics.quality import OTHER_NAME, PUBLISHED_HASH, QualityWarning, require_images
 
 NAME = "inception-2015-12-05"
-OTHER_NAME = "inception-other"
 SIZE = 299
 BATCH_NORM_EPS = 0.001
 
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-
-PUBLISHED_HASH = "f52412653ee45bed604b0f4fa0d3942ce5f50784fece9766dfa6cbecddbe4555"
-"""`weights_hash` of the published weights: a distance is called FID only with these weights."""
 
 Precision = Literal["float32", "tf32", "float16"]
 """The precision of products in convolutions: float32; TF32, which rounds float32 inputs to 11 bits; or float16 weights
@@ -99,11 +94,15 @@ class Inception:
     def __call__(self, images: UInt8[Tensor, "n 3 h w"]) -> Float[Tensor, "n 2048"]:
         require_images(images)
         features = [torch.empty(0, self.dim, device=self.device)]
-        with _convolutions(self.precision):
+        conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # torch's stubs lag behind the setting
+        before, conv.fp32_precision = conv.fp32_precision, "tf32" if self.precision == "tf32" else "ieee"
+        try:
             for piece in images.split(self.batch) if len(images) else ():
                 values = piece.to(self.device, non_blocking=True).float()
                 pixels = (tf1_bilinear(values, SIZE) - 128) / 128
                 features.append(self._network(pixels.to(self.dtype, memory_format=torch.channels_last)))
+        finally:
+            conv.fp32_precision = before  # the program's own setting
         return torch.cat(features)
 
 
@@ -194,18 +193,6 @@ def folded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state[f"{name}.weight"] = (weights[f"{name}.conv.weight"].double() * scale.view(-1, 1, 1, 1)).float()
         state[f"{name}.bias"] = (beta - mean * scale).float()
     return state
-
-
-@contextmanager
-def _convolutions(precision: Precision) -> Iterator[None]:
-    """Set TF32 for the convolutions inside, and restore the setting afterwards."""
-    conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # torch's stubs lag behind the setting
-    before = conv.fp32_precision
-    conv.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-    try:
-        yield
-    finally:
-        conv.fp32_precision = before
 
 
 # ---- The network -----------------------------------------------------------------------------------------------------

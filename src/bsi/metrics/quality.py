@@ -1,10 +1,13 @@
-"""Sample quality: the record of a distance, and reference features of real data.
+"""Sample quality: features of images, reference features of real data, and the record of a distance.
 
-    samples = collect(batches, extractor)
+    samples = collect(batches, extractor, keep=True)                 # batches: uint8 (n, 3, h, w)
     real = reference("cifar10", version, "test", batches_of(test), extractor)
     quality = sample_quality(samples, real, extractor, generation=Generation("sde2", 16, seed=0))
 
-The record has everything that is needed to compare the value, and what limits a comparison, which is also a warning.
+Distances between sets of images are distances between their features, so a value has a meaning only together with its
+extractor: the record has everything that is needed to compare the value, and what limits a comparison, which is also a
+warning. The moments of the features suffice for the Frechet distance; its error and the other metrics need `keep`.
+
 Reference features are computed once and stored in the data folder. Their key is the data (a hash of its content, and
 the split) and the extractor (a hash of its weights, its resize, its precision):
 
@@ -19,22 +22,164 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped, UInt8
 from safetensors.torch import load, save
 from torch import Tensor
 
+from bsi.data.images import open_image
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder, digest, open_untrusted, read_json, write_bytes, write_json
-from bsi.metrics.features import Extractor, Features, QualityWarning, collect
 from bsi.metrics.frechet import Moments, frechet_distance, frechet_error
-from bsi.metrics.inception import OTHER_NAME, PUBLISHED_HASH
 from bsi.metrics.two_sample import Kid, PrecisionRecall, kernel_distance, precision_recall
 
+KEPT = 100_000  # the largest number of samples whose features are kept for the error: 0.8 GB of Inception's
 FORMAT = 1
+PUBLISHED_HASH = "f52412653ee45bed604b0f4fa0d3942ce5f50784fece9766dfa6cbecddbe4555"
+"""The hash of the published Inception weights: a distance is called FID only with these weights."""
+OTHER_NAME = "inception-other"
+
+
+class QualityWarning(UserWarning):
+    """A warning that a value is of limited comparability."""
+
+
+@runtime_checkable
+class Extractor(Protocol):
+    """`dim` features of 8-bit images, on `device`. `Inception` is one; a classifier of your own data can be another.
+
+    The Frechet distance is called "fd-" + `name`. `hash` is the SHA-256 of the weights, `resize` the name of the resize
+    between the images and the network, "none" without one, and `precision` that of the products: "float32", ...
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def hash(self) -> str: ...
+    @property
+    def resize(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __call__(self, images: UInt8[Tensor, "n 3 h w"]) -> Float[Tensor, "n dim"]: ...
+
+
+# ---- Images ----------------------------------------------------------------------------------------------------------
+
+
+def require_images(images: Tensor, name: str = "images") -> UInt8[Tensor, "n 3 h w"]:
+    """`images`, if they are 8-bit color images. Floats that are truncated are half a step too dark: the FID changes."""
+    if images.dtype != torch.uint8:
+        fix = "Round, never truncate: ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8) for values in [-1, 1]"
+        raise DataError(f"{name} must be 8-bit, 0 to 255, got {images.dtype}. {fix}.")
+    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
+        fix = "Repeat a single gray channel three times; use permute(0, 3, 1, 2) if channels come last"
+        raise DataError(f"{name} must have the shape (n, 3, height, width), got {tuple(images.shape)}. {fix}.")
+    return images
+
+
+def file_batches(files: Iterable[Path], size: int) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
+    """The files' images in order, gray ones in three equal channels. A batch ends before an image of another size.
+
+    They are not resized, cropped or requantized. Files with other content than 8 bits are rejected by name.
+    """
+    batch: list[np.ndarray] = []
+    for path in files:
+        image = np.asarray(open_image(path, str(path)).convert("RGB")).transpose(2, 0, 1)
+        if batch and (len(batch) == size or batch[0].shape != image.shape):
+            yield torch.from_numpy(np.stack(batch))
+            batch = []
+        batch.append(image)
+    if batch:
+        yield torch.from_numpy(np.stack(batch))
+
+
+def array_batches(
+    blocks: Iterable[Shaped[np.ndarray, "..."]], size: int, name: str
+) -> Iterator[UInt8[Tensor, "n 3 h w"]]:
+    """Batches of at most `size` from arrays of shape (n, h, w), (n, c, h, w) or (n, h, w, c) with c of 1 or 3."""
+    for block in blocks:
+        images = block[:, None] if block.ndim == 3 else block
+        if images.ndim != 4 or (block.ndim == 4 and (block.shape[1] in (1, 3)) == (block.shape[3] in (1, 3))):
+            shapes = "(n, h, w), (n, c, h, w) or (n, h, w, c) with 1 or 3 channels"
+            raise DataError(f"{name} must have the shape {shapes}, got {block.shape}.")
+        if images.shape[1] not in (1, 3):
+            images = images.transpose(0, 3, 1, 2)
+        for start in range(0, len(images), size):
+            piece = images[start : start + size]
+            colors = np.broadcast_to(piece, (len(piece), 3, *piece.shape[2:]))
+            yield require_images(torch.from_numpy(colors.copy()), name)
+
+
+# ---- Features --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Features:
+    """Moments of n samples' features; with `vectors`, also the features, on the device that computed them."""
+
+    moments: Moments
+    vectors: Float[Tensor, "n dim"] | None = None
+
+    @property
+    def n(self) -> int:
+        return self.moments.n
+
+    def kept(self) -> Float[Tensor, "n dim"]:
+        """The features themselves."""
+        if self.vectors is None:
+            raise UsageError("KID, precision and recall need the features themselves. Collect them with keep=True.")
+        return self.vectors
+
+    def over_ranks(self) -> Features:
+        """All ranks' features together, on every rank; `self` without a process group.
+
+        The samples of the ranks are interleaved, as if rank r of w had the samples r, r + w, r + 2w, ...:
+        metrics that depend on the order then do not depend on the number of ranks.
+        """
+        if not dist.is_initialized():
+            return self
+        if self.vectors is None:
+            return Features(self.moments.over_ranks())
+        count = torch.tensor([len(self.vectors)], device=self.vectors.device)
+        counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, count)
+        # Every rank sends the same shape, so that unequal counts cannot leave one of them waiting.
+        longest = max(int(count) for count in counts)
+        padded = F.pad(self.vectors, (0, 0, 0, longest - len(self.vectors)))
+        gathered = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(gathered, padded)
+        present = torch.arange(longest, device=count.device)[:, None] < torch.cat(counts)
+        return Features(self.moments.over_ranks(), torch.stack(gathered, 1)[present])
+
+
+def collect(images: Iterable[Tensor], extractor: Extractor, keep: bool = False) -> Features:
+    """The features of all `images`, batch by batch. Batches may differ in the number and size of their images.
+
+    With `keep`, the features stay in memory (4 bytes x dim each: 0.4 GB for 50,000 of Inception's).
+    """
+    moments = Moments.empty(extractor.dim, extractor.device)
+    kept = [torch.empty(0, extractor.dim, device=extractor.device)]
+    for batch in images:
+        if len(batch):
+            features = extractor(require_images(batch))
+            moments = moments + Moments.of(features)
+            kept += [features.float()] if keep else []
+    return Features(moments, torch.cat(kept) if keep else None)
+
+
+# ---- Records ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,17 +272,11 @@ def sample_quality(
         extractor_hash=extractor.hash,
         resize=extractor.resize,
         precision=extractor.precision,
-        kid=kernel_distance(_vectors(samples), _vectors(real)) if kid else None,
-        precision_recall=precision_recall(_vectors(samples), _vectors(real)) if precision_and_recall else None,
+        kid=kernel_distance(samples.kept(), real.kept()) if kid else None,
+        precision_recall=precision_recall(samples.kept(), real.kept()) if precision_and_recall else None,
         generation=generation,
         cautions=tuple(cautions),
     )
-
-
-def _vectors(features: Features) -> Tensor:
-    if features.vectors is None:
-        raise UsageError("KID, precision and recall need the features themselves. Collect them with keep=True.")
-    return features.vectors
 
 
 def reference(
@@ -163,20 +302,23 @@ def reference(
     readable = re.sub(r"[^A-Za-z0-9]+", "-", f"{dataset}-{split}").strip("-")[:80]
     stem = f"{readable}-{digest([json.dumps(key, sort_keys=True).encode()])[:16]}"
     path = (folder or data_folder() / "references") / f"{stem}.json"
-    features = _stored(path, key, extractor)
+    features = _stored(path, key, extractor.device)
     if features is None or (keep and features.vectors is None):
         features = collect(images, extractor, keep)
-        if features.n < 2:
-            raise DataError(f"a reference needs at least 2 images: {dataset} {split} gave {features.n}.")
+        tensors = {"mean": features.moments.mean, "scatter": features.moments.scatter}
+        tensors |= {"vectors": features.kept()} if keep else {}
+        data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
         try:
-            _store(path, key, features)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path.with_suffix(".safetensors"), data)
+            write_json(path, {"format": FORMAT, "key": key, "n": features.n, "sha256": digest([data])})
         except OSError as error:
             warnings.warn(f"the reference of {dataset} {split} is not stored: {error}", QualityWarning, stacklevel=2)
     return Reference(dataset, split, version, features if keep else Features(features.moments))
 
 
-def _stored(path: Path, key: dict[str, str], extractor: Extractor) -> Features | None:
-    """The stored features, on the extractor's device; None if there are none or they are damaged."""
+def _stored(path: Path, key: dict[str, str], device: torch.device) -> Features | None:
+    """The stored features; None if there are none or they are damaged."""
     if not path.exists():
         return None
     try:
@@ -185,18 +327,8 @@ def _stored(path: Path, key: dict[str, str], extractor: Extractor) -> Features |
             data = file.read()
         if (record["format"], record["key"], record["sha256"]) != (FORMAT, key, digest([data])):
             raise ValueError(f"{path} describes another file")
-        stored = {name: tensor.to(extractor.device) for name, tensor in load(data).items()}
+        stored = {name: tensor.to(device) for name, tensor in load(data).items()}
         return Features(Moments(record["n"], stored["mean"], stored["scatter"]), stored.get("vectors"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         warnings.warn(f"a damaged reference is computed again: {error}", QualityWarning, stacklevel=3)
         return None
-
-
-def _store(path: Path, key: dict[str, str], features: Features) -> None:
-    """Write the tensors, then the JSON with their hash."""
-    moments, vectors = features.moments, features.vectors
-    tensors = {"mean": moments.mean, "scatter": moments.scatter} | ({} if vectors is None else {"vectors": vectors})
-    data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path.with_suffix(".safetensors"), data)
-    write_json(path, {"format": FORMAT, "key": key, "n": features.n, "sha256": digest([data])})

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from bsi import BFN, BSI, VDM, Bins, Model, train
-from bsi.app import guard
+from bsi.app import server
 from bsi.app.server import create_app, listen, server_of
 from bsi.app.workbench import Frame, Limits, Request, Workbench, open_workbench
 from bsi.backbones import MLPConfig
@@ -46,11 +46,11 @@ DRAW: dict[str, Any] = {"kind": "draw", "seed": 3, "num": 2, "evaluations": 5, "
 def serving(bench: Any, jobs: int = 3) -> Iterator[int]:
     """The port of a server in another thread."""
     with listen(0) as listener:
-        server = server_of(create_app(bench, TOKEN, jobs))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        served = server_of(create_app(bench, TOKEN, jobs))
+        thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         yield listener.getsockname()[1]
-        server.should_exit = True
+        served.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
 
@@ -354,10 +354,8 @@ def test_other_origins_and_hosts_are_refused(port, headers, status):
 def test_only_this_machine_can_connect(monkeypatch):
     with listen(0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
-        with pytest.raises(UsageError, match="taken"):
+        with pytest.raises(UsageError, match="already in use"):
             listen(listener.getsockname()[1])
-    with pytest.raises(UsageError, match="65535"):
-        listen(10**6)
 
     def not_permitted(address: tuple[str, int]) -> socket.socket:
         raise PermissionError(errno.EACCES, "Permission denied (while attempting to bind)")
@@ -519,8 +517,8 @@ def test_idle_connections_do_not_keep_others_out(bench, sent):
 
 def test_headers_and_bodies_must_arrive_in_time(bench, monkeypatch):
     """Also when a byte arrives now and then, and also after a first request or an early rejection."""
-    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.4)
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.4)
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
     first = f"GET /{TOKEN}/main.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for head in ("", "GET /", first, "POST /wrong/run HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"):
         with serving(bench) as port, socket.create_connection(("127.0.0.1", port), timeout=0.05) as connection:

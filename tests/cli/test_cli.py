@@ -482,7 +482,7 @@ def test_the_demo_leaves_samples_a_report_and_numbers(capsys):
 @pytest.mark.parametrize(
     ("package", "words", "extra"),
     [
-        ("fastapi", "view digits", "view"),
+        ("starlette", "view digits", "view"),
         ("torch.utils.tensorboard", "train digits --track tensorboard --steps 1 --device cpu", "tensorboard"),
         ("huggingface_hub", "export digits --hub-folder hub --upload user/name", "hub"),
         ("datasets", "data huggingface --from mnist", "hub"),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 
 import bsi.metrics
-from bsi.cli.fid import Fid, images
+from bsi.cli.eval import Fid, images
 from bsi.cli.options import parse
 from bsi.errors import DataError
 
@@ -99,7 +100,7 @@ def test_a_prepared_dataset_is_a_stored_reference(quality, sets):
 
 
 def test_sixteen_grays_are_stretched_to_eight_bits(quality):
-    source = images("digits:test", 32, None)
+    source = images("digits:test", 32, None, ExitStack())
     batches = torch.cat(list(source.batches))
     assert (batches.dtype, batches.shape) == (torch.uint8, (source.n, 3, 8, 8))
     assert set(batches.unique().tolist()) == {round(index * 255 / 16) for index in range(17)}

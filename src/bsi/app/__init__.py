@@ -1,7 +1,6 @@
 """The page of `bsi view`: watch a belief sharpen, denoise and inpaint, in a browser on this machine.
 
 workbench.py    the model, its test images, requests and their frames
-guard.py        access control: this machine, this page, this token
-server.py       the addresses, the streaming and the server
+server.py       access control, the addresses, the streaming and the server
 page/           HTML, CSS and JavaScript, served as they are
 """

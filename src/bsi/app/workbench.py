@@ -38,6 +38,8 @@ from bsi.solvers import SOLVERS
 from bsi.symbols import beliefs, shades
 from bsi.values import Symbols
 
+Values = Float32[np.ndarray, "num *shape"]
+
 MAX_SAMPLES = 64
 MAX_VALUES = 1 << 16  # samples times dimensions: 256 KiB for each of the three images of a step
 MAX_EVALUATIONS = 128  # the browser keeps all steps, at most about 100 MB
@@ -96,9 +98,9 @@ class Frame:
     step: int
     last: int
     precision: float
-    mean: Float32[np.ndarray, "num *shape"]
-    x_hat: Float32[np.ndarray, "num *shape"]
-    y: Float32[np.ndarray, "num *shape"] | None
+    mean: Values
+    x_hat: Values
+    y: Values | None
 
     def line(self) -> bytes:
         """The frame as one line of JSON."""
@@ -125,40 +127,31 @@ class Workbench:
         if not 2 <= request.evaluations <= most.evaluations:
             raise UsageError(f"evaluations must be 2 to {most.evaluations}, got {request.evaluations}.")
         if request.kind not in self.about["modes"]:
-            raise UsageError(f"{self.about['name']} has symbols, and the page only draws them. Use the task draw.")
-        k = request.evaluations - evaluations(method, 0)
-        ids = torch.arange(request.num, device=model.device)
-        predict = self._predictor(request)
+            raise UsageError(f"the page only draws with {self.about['name']}. Use the task draw.")
+        classes, cond = len(self.about["classes"]), None
+        if request.label is not None:
+            if not 0 <= request.label < classes:
+                known = f"its labels are 0 to {classes - 1}" if classes else "it was trained without labels"
+                raise UsageError(f"this network has no label {request.label}: {known}.")
+            cond = torch.full((request.num,), request.label, device=model.device)
+        predict: Predictor = model.denoiser.given(cond, request.guidance)
+        k, ids = request.evaluations - evaluations(method, 0), torch.arange(request.num, device=model.device)
+        x = torch.empty(0)
+        if request.kind != "draw":
+            image = decode(request.image, np.dtype("<f4"), model.shape, "image")
+            if not np.isfinite(image).all():
+                raise UsageError("image must be finite, got NaN or infinity.")
+            x = torch.from_numpy(image.copy()).to(model.device).expand(request.num, *image.shape)
         if request.kind == "denoise":
             eps = standard_normal(request.seed, ids[:1], MEASUREMENT_DRAW, model.shape)
-            y = self._image(request) + eps * request.precision**-0.5
-            noise = BrownianPath(request.seed, ids, model.shape)
-            steps = denoising(method, predict, noise, y, request.precision, k, request.solver)
-            return _frames(model, steps, k, y)
+            y, noise = x + eps * request.precision**-0.5, BrownianPath(request.seed, ids, model.shape)
+            return _frames(model, denoising(method, predict, noise, y, request.precision, k, request.solver), k, y)
         if request.kind == "inpaint":
-            x = self._image(request)
             mask = torch.from_numpy(decode(request.hidden, np.dtype("u1"), model.shape[1:], "hidden") == 0)
-            known = mask.to(model.device, x.dtype).expand_as(x)
-            predict = inpainted(method, predict, x, known, iterations=INPAINT_ITERATIONS)
+            shown = mask.to(model.device, x.dtype).expand_as(x)
+            predict = inpainted(method, predict, x, shown, iterations=INPAINT_ITERATIONS)
         sampler = Sampler(k, request.solver, request.grid)
-        steps = drawing(method, predict, sampler, ids, model.latent_shape, request.seed)
-        return _frames(model, steps, k) if model.symbols is None else _symbol_frames(model, model.symbols, steps, k)
-
-    def _predictor(self, request: Request) -> Predictor:
-        """The network given the requested label and guidance."""
-        denoiser, classes = self.model.denoiser, len(self.about["classes"])
-        if request.label is None:
-            return denoiser.given(None, request.guidance)
-        if not 0 <= request.label < classes:
-            known = f"its labels are 0 to {classes - 1}" if classes else "it was trained without labels"
-            raise UsageError(f"this network has no label {request.label}: {known}.")
-        return denoiser.given(torch.full((request.num,), request.label, device=self.model.device), request.guidance)
-
-    def _image(self, request: Request) -> Float[Tensor, "num channels height width"]:
-        x = decode(request.image, np.dtype("<f4"), self.model.shape, "image")
-        if not np.isfinite(x).all():
-            raise UsageError("image must be finite, got NaN or infinity.")
-        return torch.from_numpy(x.copy()).to(self.model.device).expand(request.num, *x.shape)
+        return _frames(model, drawing(method, predict, sampler, ids, model.latent_shape, request.seed), k)
 
 
 def _frames(
@@ -167,32 +160,24 @@ def _frames(
     """Steps as frames; `y` is the measurement that led to the first one."""
     before = None
     for i, step in enumerate(steps):
-        if before is not None:
-            y = measurement(model.method, before, step)
-        current = belief(model.method, step)
-        mean, x_hat = _array(i, current.mean), _array(i, step.x_hat)
-        yield Frame(i, last, float(current.precision), mean, x_hat, None if y is None else _array(i, y))
+        if model.symbols is not None:
+            pair = beliefs(model.symbols, model.method.encoder(step.level[None]), step.latent, step.x_hat)
+            mean, x_hat = (shades(p) if is_image(model.shape) else _most_probable(p) for p in pair)
+            precision = step.level
+        else:
+            y = y if before is None else measurement(model.method, before, step)
+            current = belief(model.method, step)
+            mean, x_hat, precision = current.mean, step.x_hat, current.precision
+        arrays = [np.asarray(x.float().cpu().numpy(), np.float32) for x in (mean, x_hat, y) if x is not None]
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise NonFinite(f"step {i} holds NaN or infinity: the predictions of the network are not finite.")
+        yield Frame(i, last, float(precision), arrays[0], arrays[1], arrays[2] if y is not None else None)
         before = step
-
-
-def _symbol_frames(model: Model, symbols: Symbols, steps: Iterator[Step], last: int) -> Iterator[Frame]:
-    """Steps as probabilities: see `Frame`."""
-    for i, step in enumerate(steps):
-        known = beliefs(symbols, model.method.encoder(step.level[None]), step.latent, step.x_hat)
-        mean, x_hat = (_array(i, shades(p) if is_image(model.shape) else _most_probable(p)) for p in known)
-        yield Frame(i, last, float(step.level), mean, x_hat, None)
 
 
 def _most_probable(probabilities: Float[Tensor, "num 1 symbols length"]) -> Float[Tensor, "num 2 length"]:
     best = probabilities[:, 0].max(1)
     return torch.stack([best.indices.to(best.values), best.values], 1)
-
-
-def _array(step: int, x: Float[Tensor, "num *shape"]) -> Float32[np.ndarray, "num *shape"]:
-    array = np.asarray(x.float().cpu().numpy(), np.float32)
-    if not np.isfinite(array).all():
-        raise NonFinite(f"step {step} holds NaN or infinity: the predictions of the network are not finite.")
-    return array
 
 
 def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
@@ -202,10 +187,8 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
     bins, levels, symbols, tuned = model.bins, model.method.levels, model.symbols, model.denoiser.consistent
     text = symbols is not None and len(model.shape) == 1
     if not (is_image(model.shape) or text):
-        raise UsageError(
-            f"the page shows text and images of shape (1 or 3, height, width), but {name} models data of shape "
-            f"{model.shape}. `bsi sample` draws from it."
-        )
+        kinds = f"text and images of shape (1 or 3, height, width), but {name} models data of shape {model.shape}"
+        raise UsageError(f"the page shows {kinds}. `bsi sample` draws from it.")
     columns, limits = min(COLUMNS, math.prod(model.shape)), Limits.of(model.shape)
     shape = (1, -(-model.shape[0] // columns), columns) if text else model.shape
     # Standardized data has unit variance, and symbols are shown as probabilities.

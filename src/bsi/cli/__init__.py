@@ -22,8 +22,6 @@ from bsi.progress import log, silence, supports_color, supports_unicode
 
 __all__ = ["COMMANDS", "Command", "main"]
 
-MESSAGE_CHARACTERS = 500  # of an unexpected error
-
 
 class Command(NamedTuple):
     """The module of a command, the dataclass of its options (None: the module parses the words), and a summary."""
@@ -40,7 +38,7 @@ COMMANDS: dict[str, Command] = {
     "sample": Command("sample", "Sample", "draw samples from a trained model"),
     "eval": Command("eval", "Eval", "bits per dimension and sample quality, with standard errors"),
     "audit": Command("eval", "Audit", "all likelihoods of a model on the same samples, and their order"),
-    "fid": Command("fid", "Fid", "Fréchet distance between two sets of images"),
+    "fid": Command("eval", "Fid", "Fréchet distance between two sets of images"),
     "data": Command("data", "DataOptions", "prepare a dataset, or list the prepared ones"),
     "bench": Command("bench", "Bench", "measure how fast a network trains and samples on this machine"),
     "study": Command("study", "StudyOptions", "reproduce a table or figure of the paper"),
@@ -53,14 +51,14 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
-    return (
-        "usage: bsi COMMAND [options]\n\nBayesian Sample Inference: generative models with likelihoods.\n\n"
-        f"{lines}\n\n`bsi COMMAND --help` explains a command. --debug shows the traceback of an error.\n"
-        "`bsi --version` prints the version, `bsi --completion bash|zsh` a script for the shell."
-    )
+OVERVIEW = """usage: bsi COMMAND [options]
+
+Bayesian Sample Inference: generative models with likelihoods.
+
+{commands}
+
+`bsi COMMAND --help` explains a command. --debug shows the traceback of an error.
+`bsi --version` prints the version, `bsi --completion bash|zsh` a script for the shell."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,27 +89,27 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(overview())
+    name, *rest = words or ["--help"]
+    if name in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        lines = (f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+        print(OVERVIEW.format(commands="\n".join(lines)))
         return 0 if words else 2
-    name, *rest = words
     if name == "--version":
         print(f"bsi {__version__}")
         return 0
-    if name == "--completion":
-        from bsi.cli.options import completion
+    from bsi.cli.options import completion, parse
 
+    if name == "--completion":
         print(completion(rest))
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"Did you mean `bsi {near[0]}`?" if near else "`bsi --help` lists the commands."
         raise UsageError(f"there is no such command. {hint}")
-    from bsi.cli.options import parse
-
-    module = importlib.import_module(f"bsi.cli.{COMMANDS[name].module}")
-    options = COMMANDS[name].options
-    return int(module.run(rest) if options is None else parse(getattr(module, options), rest, f"bsi {name}").execute())
+    module, options, _ = COMMANDS[name]
+    found = importlib.import_module(f"bsi.cli.{module}")
+    return int(found.run(rest) if options is None else parse(getattr(found, options), rest, f"bsi {name}").execute())
 
 
 def _explained(error: Exception) -> BsiError:
@@ -132,9 +130,7 @@ def _explained(error: Exception) -> BsiError:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch
         return BsiError("not enough memory. Use smaller numbers, or a machine with more memory.")
     message = " ".join(f"{type(error).__name__}: {error}".split())
-    if len(message) > MESSAGE_CHARACTERS:
-        message = f"{message[:MESSAGE_CHARACTERS]} ..."
-    return BsiError(f"unexpected error: {message}. Run the same command with --debug for the traceback.")
+    return BsiError(f"unexpected error: {message:.500}. Run the same command with --debug for the traceback.")
 
 
 class _Log(io.TextIOWrapper):

@@ -10,7 +10,7 @@ import tyro
 
 from bsi import devices
 from bsi.backbones import config
-from bsi.cli.options import Count
+from bsi.cli.options import Count, Device
 from bsi.errors import UsageError
 from bsi.progress import log, readable_bytes
 
@@ -37,7 +37,7 @@ class Bench:
     record: bool = True  # With --no-record training steps are not recorded and replayed as a CUDA graph.
     repeats: Count = 5  # Number of measurements.
     check: bool = False  # First compare with float32 in eager mode, on random inputs.
-    device: Literal["auto", "cuda", "cpu"] = "auto"  # By default a GPU if there is one.
+    device: Device = None
     json: bool = False  # Print one JSON object per method on stdout.
 
     def execute(self) -> int:
@@ -48,10 +48,11 @@ class Bench:
         from bsi.backbones import acceleration
         from bsi.evaluation import speed
         from bsi.runtime.distributed import pick_device
+        from bsi.runtime.out_of_memory import LEAST, MOST
 
         start = speed.Start()
         start.lap("imports")
-        device = pick_device(None if self.device == "auto" else self.device, 0)
+        device = pick_device(self.device, 0)
         half = devices.compute_dtype(self.precision, device)
         form = acceleration.form_of(backbone, half, device, self.lean)
         if self.lean and form != "lean":
@@ -62,25 +63,33 @@ class Bench:
             acceleration.check_fp8(backbone, shape)
         torch.zeros((), device=device).item()  # a GPU sets up its context at first use
         start.lap("device")
-        if self.work == "train" and device.type == "cpu":
-            _check_host(config.training_memory(backbone, shape, 256, form=form, half=half is not None), self.batch)
+        if self.work == "train" and device.type == "cpu":  # the operating system would kill the process
+            memory = config.training_memory(backbone, shape, 256, form=form, half=half is not None)
+            needed, free = round(LEAST * (memory.bytes(self.batch) - config.CONTEXT)), devices.host_memory()
+            if needed > free:
+                fits = memory.largest(config.CONTEXT + round(free / MOST))
+                raise UsageError(
+                    f"not enough memory: a training step with {self.batch} images at a time takes at least "
+                    f"{readable_bytes(needed)}, and this process can have {readable_bytes(free)}. "
+                    + (f"Use --batch {fits}." if fits else "Not even one fits: use a smaller --backbone.")
+                )
         names = ("work", "backbone", "batch", "precision", "lean")
-        settings = {name: getattr(self, name) for name in names} | {"shape": shape}
-        found = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        settings = {name: getattr(self, name) for name in names} | {"shape": shape, "dtype": devices.type_name(half)}
+        settings["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         matmul, code = None, 0
         for method in ("bsi", "bfn", "vdm") if self.method == "all" else (self.method,):
             case = speed.Case(
                 self.work, backbone, shape, self.batch, method, self.precision, self.lean, device, self.record
             )
-            record = {**settings, "method": method, "dtype": devices.type_name(half), "device": found}
+            record = {**settings, "method": method}
             if self.check:
-                agreement = speed.check(case)
+                found = speed.check(case)
                 start.lap("check")
-                record["check"] = _record(agreement) | {"holds": agreement.holds}
-                code = code if agreement.holds else 1
+                record["check"] = _record(found) | {"holds": found.holds}
+                code = code if found.holds else 1
                 log(
-                    f"check: output {agreement.output:.1e}, gradient {agreement.gradient:.1e} from float32, tolerance "
-                    f"{agreement.tolerance:.0e}: {'holds' if agreement.holds else 'BROKEN'}"
+                    f"check: output {found.output:.1e}, gradient {found.gradient:.1e} from float32, tolerance "
+                    f"{found.tolerance:.0e}: {'holds' if found.holds else 'BROKEN'}"
                 )
             with devices.enough_for_batch(self.batch, "--batch", device):
                 measured = speed.measure(case, self.repeats, matmul, start)
@@ -94,20 +103,6 @@ class Bench:
 def _record(found: Agreement | Speed) -> dict[str, Any]:
     """The fields, with None instead of NaN, which JSON does not have."""
     return {name: None if value != value else value for name, value in asdict(found).items()}
-
-
-def _check_host(memory: config.Memory, batch: int) -> None:
-    """Reject a training step that exceeds the host memory, for which the operating system would kill the process."""
-    from bsi.runtime.out_of_memory import LEAST, MOST
-
-    needed, free = round(LEAST * (memory.bytes(batch) - config.CONTEXT)), devices.host_memory()
-    if needed > free:
-        fits = memory.largest(config.CONTEXT + round(free / MOST))
-        raise UsageError(
-            f"not enough memory: a training step with {batch} images at a time takes at least "
-            f"{readable_bytes(needed)}, and this process can have {readable_bytes(free)}. "
-            + (f"Use --batch {fits}." if fits else "Not even one fits: use a smaller --backbone.")
-        )
 
 
 def _line(r: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from PIL import Image
 from bsi import pictures
 from bsi.cli.options import Device, Json, Run, answer
 from bsi.data import files, store
+from bsi.data.baselines import baselines
 from bsi.data.images import SUFFIXES, open_image
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable, make_folder, open_untrusted
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 MEASURED = 256  # samples that the rate of --lossy-steps is measured with
 MAX_BYTES = 1 << 36  # of a compressed file
-FORMATS: dict[str, dict[str, Any]] = {"PNG": {"optimize": True}, "WebP": {"lossless": True, "method": 6}}
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,11 @@ class Compress:
             found = model.elbo(index, finite_k=self.steps, variance=variance, batch_size=self.batch_size, progress=True)
             record |= {"bound_bits_per_dim": found.bits_per_dim, "bound_error": found.monte_carlo_error}
             lines.append(f"  bound: {found.bits_per_dim:.4f} bits/dim ± {found.monte_carlo_error:.4f} (Monte Carlo)")
-        if index.element_size() == 1 and pictures.is_image(tuple(index.shape[1:])):
-            bits = {name: _file_bits(index.cpu().numpy(), name) for name in FORMATS}
-            record |= {f"{name.lower()}_bits_per_dim": value for name, value in bits.items()}
-            lines.append(f"  {', '.join(f'{name} {value:.4f}' for name, value in bits.items())} bits/dim")
+        others = baselines(index.numpy(), index.numpy(), model.bins) if model.bins else {}
+        others.pop("histogram", None)  # it is of training samples
+        if others:
+            record |= {f"{name.lower().replace(' ', '_')}_bits_per_dim": bits for name, bits in others.items()}
+            lines.append(f"  {', '.join(f'{name} {bits:.4f}' for name, bits in others.items())} bits/dim")
         return answer(self.json, record, "\n".join(lines))
 
 
@@ -155,7 +155,11 @@ class Decompress:
             )
         _write(self.out, index.numpy(), model)
         if self.preview is not None:
-            _animate(self.preview, first, model)
+            if not pictures.is_image(model.shape) or model.bins is None:
+                raise UsageError("--preview shows images: this data has none.")
+            frames = [pictures.grid(x_hat.numpy(), None, model.bins.low, model.bins.high) for x_hat in first]
+            with atomic(self.preview, "--preview") as temporary:
+                pictures.animate(frames, temporary)
         written = [str(path) for path in (self.out, self.preview) if path is not None]
         record = {"samples": len(index), "seconds": round(seconds, 3), **rate, "files": written}
         return answer(self.json, record, f"{len(index)} samples in {seconds:.1f} s: {', '.join(written)}{spent}")
@@ -189,31 +193,14 @@ def _images(folder: Path, model: Model) -> np.ndarray:
     if not pictures.is_image(model.shape) or model.bins is None or model.bins.count != 256:
         raise UsageError(f"{folder} is a folder of images, and this model is for {model.bins} of shape {model.shape}.")
     channels, height, width = model.shape
-    rows = []
+    rows = [np.zeros((0, *model.shape), np.uint8)]
     for name in sorted(files.walk(folder, SUFFIXES)):
-        path = folder / name
-        image = open_image(path, str(path))
+        image = open_image(folder / name, str(folder / name)).convert("RGB" if channels == 3 else "L")
         if image.size != (width, height):
-            raise DataError(
-                f"{path} has {image.width} x {image.height} pixels, the model {width} x {height}. `bsi data folder` "
-                f"prepares images of one size."
-            )
-        rows.append(np.atleast_3d(np.asarray(image.convert("RGB" if channels == 3 else "L"))).transpose(2, 0, 1))
-    return np.stack(rows) if rows else np.zeros((0, *model.shape), np.uint8)
-
-
-def _picture(image: np.ndarray) -> Image.Image:
-    return Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
-
-
-def _file_bits(images: np.ndarray, kind: str) -> float:
-    """Bits per dimension of images, each in a file of this format."""
-    size = 0
-    for image in images:
-        buffer = io.BytesIO()
-        _picture(image.astype("uint8")).save(buffer, kind, **FORMATS[kind])
-        size += len(buffer.getvalue())
-    return 8 * size / images.size
+            sizes = f"{image.width} x {image.height} pixels, the model {width} x {height}"
+            raise DataError(f"{folder / name} has {sizes}. `bsi data folder` prepares images of one size.")
+        rows.append(np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)[None])
+    return np.concatenate(rows)
 
 
 def _rate(blob: bytes, model: Model, index: Tensor, steps: int) -> dict[str, float]:
@@ -222,7 +209,7 @@ def _rate(blob: bytes, model: Model, index: Tensor, steps: int) -> dict[str, flo
     from bsi.evaluation.likelihoods import rate_distortion
 
     header, _ = unpack(blob)
-    variance = None if header.variance is None else read_variance(header.variance, model)
+    variance = read_variance(header.variance, model)
     with model.evaluating():
         found = rate_distortion(replace(model.on(index[:MEASURED]), variance=variance), header.steps)
     return {"rate_bits_per_dim": found.bits_per_dim[steps], "squared_error": found.squared_error[steps]}
@@ -239,13 +226,4 @@ def _write(out: Path, index: np.ndarray, model: Model) -> None:
     make_folder(out, "--out")
     for i, image in enumerate(index):
         with atomic(out / f"{i:06d}.png", "--out") as temporary:
-            _picture(image).save(temporary, "PNG")
-
-
-def _animate(path: Path, predictions: list[Tensor], model: Model) -> None:
-    """The predictions of a batch from coarse to fine."""
-    if not pictures.is_image(model.shape) or model.bins is None:
-        raise UsageError("--preview shows images: this data has none.")
-    frames = [pictures.grid(x_hat.numpy(), None, model.bins.low, model.bins.high) for x_hat in predictions]
-    with atomic(path, "--preview") as temporary:
-        pictures.animate(frames, temporary)
+            Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0)).save(temporary, "PNG")

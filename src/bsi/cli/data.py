@@ -41,12 +41,6 @@ SOURCES: dict[str, tuple[type[Source], str]] = {
 }
 
 
-def _shown(metavar: str, name: str | None = None) -> Any:
-    """The help of an option whose default depends on the source and is given in the text."""
-    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint="")
-
-
-@tyro.conf.configure(tyro.conf.FlagCreatePairsOff)
 @dataclass(frozen=True)
 class DataOptions:
     """Prepare a dataset as memory-mapped arrays with a manifest, or list the prepared datasets.
@@ -57,71 +51,77 @@ class DataOptions:
     wav, huggingface. The handwritten digits are part of the package.
     """
 
-    name: tyro.conf.Positional[Annotated[str | None, _shown("NAME")]] = None
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
     """The source, see above; or a prepared dataset to show or verify."""
-    from_: Annotated[str | None, _shown("PATH", "from")] = None
+    from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="PATH")] = None
     """The data: a folder, an archive, a file, or the name of a Hugging Face dataset."""
-    to: Annotated[Path | None, _shown("FOLDER")] = None
+    to: Path | None = None
     """The folder to write; by default the dataset's name in the data folder ($BSI_DATA, ~/.cache/bsi-data)."""
     list_: Annotated[bool, tyro.conf.arg(name="list")] = False  # Show the sources and the prepared datasets.
     verify: bool = False  # Check every file of the dataset against its hash.
     json: Json = False
-    labels: Annotated[bool | None, _shown("")] = None
+    labels: bool = False
     """folder: use the folders directly below PATH as classes. Other sources keep the labels they have."""
-    size: Annotated[int | None, _shown("INT")] = None
+    size: int | None = None
     """folder, huggingface: height and width in pixels (of the images, if all have the same up to 64; otherwise 64)."""
-    channels: Annotated[Literal["auto", 1, 3] | None, _shown("auto|1|3")] = None
+    channels: Literal["auto", 1, 3] | None = None
     """folder, huggingface: 3 for color, 1 for gray, auto for gray if all images are (auto)."""
-    resampling: Annotated[Literal["lanczos", "bicubic", "bilinear", "box"] | None, _shown("NAME")] = None
-    """folder, huggingface: the filter for resizing: lanczos, bicubic, bilinear or box (lanczos)."""
-    test_fraction: Annotated[float | None, _shown("FLOAT")] = None
+    resampling: Literal["lanczos", "bicubic", "bilinear", "box"] | None = None
+    """folder, huggingface: the filter for resizing (lanczos)."""
+    test_fraction: float | None = None
     """folder, arrays, text, wav, huggingface: the fraction used as test set: chosen by hash, of text the end (0.1)."""
-    skip: Annotated[int | None, _shown("INT")] = None
+    skip: int | None = None
     """folder, huggingface: how many unreadable images to skip at most (0)."""
-    bins: Annotated[tuple[float, float, int] | None, _shown("LOW HIGH COUNT")] = None
+    bins: Annotated[tuple[float, float, int] | None, tyro.conf.arg(metavar="LOW HIGH COUNT")] = None
     """arrays: the values of the integers 0 to COUNT - 1, or the range and number of bins for floats; without it the
     data is continuous."""
-    symbols: Annotated[int | None, _shown("COUNT")] = None
-    """arrays: the integers are symbols 0 to COUNT - 1 without an order, such as categories."""
-    length: Annotated[int | None, _shown("INT")] = None
+    symbols: int | None = None
+    """arrays: the integers are symbols 0 to INT - 1 without an order, such as categories."""
+    length: int | None = None
     """text, wav: characters or bytes (256), or audio samples (16384), per example."""
-    vocabulary: Annotated[Literal["chars", "bytes"] | None, _shown("chars|bytes")] = None
+    vocabulary: Literal["chars", "bytes"] | None = None
     """text: one symbol for each character that occurs, or the 256 bytes of UTF-8 (chars)."""
-    threshold: Annotated[float | None, _shown("FLOAT")] = None
-    """binary: the value between 0 and 1 above which a pixel is 1 (0.5)."""
-    stochastic: Annotated[bool | None, _shown("")] = None
-    """binary: a pixel is 1 with the probability of its value, drawn once."""
-    column: Annotated[str | None, _shown("NAME")] = None  # huggingface: the column of images (image).
-    revision: Annotated[str | None, _shown("NAME")] = None  # huggingface: the dataset's revision (main).
+    threshold: float | None = None  # binary: the value between 0 and 1 above which a pixel is 1 (0.5).
+    stochastic: bool = False  # binary: a pixel is 1 with the probability of its value, drawn once.
+    column: str | None = None  # huggingface: the column of images (image).
+    revision: str | None = None  # huggingface: the dataset's revision (main).
 
     def execute(self) -> int:
         if self.list_:
             return _list(self)
-        if self.name is None:
+        name, path = self.name, self.from_
+        if name is None:
             raise UsageError("no data was named. Use `bsi data NAME`; `bsi data --list` shows the names.")
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in COMMON}
-        options = {name: value for name, value in options.items() if value is not None}
-        existing = self.name in {"digits", *(folder.name for folder in store.prepared())}
-        if existing and self.from_ is None and self.to is None and (self.name not in SOURCES or not options):
+        options = {option: value for option, value in options.items() if value is not None and value is not False}
+        existing = name in {"digits", *(folder.name for folder in store.prepared())}
+        if existing and path is None and self.to is None and (name not in SOURCES or not options):
             if options:
-                raise UsageError(f"{self.name} is prepared already: leave out {_flags(options)}.")
-            _show(store.open_dataset(self.name, check_hashes=self.verify), self.json)
+                raise UsageError(f"{name} is prepared already: leave out {_flags(options)}.")
+            _show(store.open_dataset(name, check_hashes=self.verify), self.json)
             return 0
-        if self.name == "digits":
+        if name == "digits":
             raise UsageError("the digits are part of the package: leave out --from and --to.")
-        plan = make_source(self.name, self.from_, options).plan()
-        if self.to is None and plan.name != self.name and plan.name in (*SOURCES, "digits"):
-            raise UsageError(
-                f"a dataset made from {self.from_} would be named {plan.name!r}, like a source. Choose a folder with "
-                f"--to FOLDER."
-            )
+        plan = make_source(name, path, options).plan()
+        if self.to is None and plan.name != name and plan.name in (*SOURCES, "digits"):
+            clash = f"a dataset made from {path} would be named {plan.name!r}, like a source"
+            raise UsageError(f"{clash}. Choose a folder with --to FOLDER.")
         dataset = prepare(plan, data_folder() / plan.name if self.to is None else self.to)
         if self.verify:
             dataset.verify()
         _show(dataset, self.json)
         if not len(dataset.test):
             log("bsi data: warning: there are no test samples, which `bsi eval` needs. Use a larger --test-fraction.")
-        log(f"next: {_next(self.name, dataset, self.labels)}")
+        # The command that trains on it: with larger patches for large images, and with labels if they were requested.
+        outside = dataset.folder.parent.resolve() != data_folder().resolve()
+        command = SOURCES[name][1].replace("NAME", shlex.quote(str(dataset.folder) if outside else dataset.name))
+        if name == "arrays" and dataset.bins is None and len(dataset.shape) <= 2:
+            command += f", or {'table' if len(dataset.shape) == 1 else 'series'}-mini on a CPU"
+        if self.labels:
+            command = command.replace(" --data.name ", " --data.labels --data.name ", 1)
+        if dataset.shape and dataset.shape[-1] >= 64:
+            command = command.replace("bsi train folder ", "bsi train folder --backbone dit-s/4 ", 1)
+        log(f"next: {command}")
         return 0
 
 
@@ -133,8 +133,7 @@ def make_source(name: str, path: str | None, options: dict[str, Any]) -> Source:
         raise UsageError(f"unknown source of data {name!r}. {hint}")
     kind: Any = SOURCES[name][0]
     known = {field.name: field for field in fields(kind)}
-    unknown = [option for option in options if option not in known]
-    if unknown:
+    if unknown := [option for option in options if option not in known]:
         takes = _flags(option for option in known if option != "path") or "no options"
         kept = " Labels in the data are kept without it." if "labels" in unknown and name != "wav" else ""
         raise UsageError(f"{name} has no {_flags(unknown)}; it takes {takes}.{kept}")
@@ -148,25 +147,6 @@ def make_source(name: str, path: str | None, options: dict[str, Any]) -> Source:
 
 def _flags(options: Iterable[str]) -> str:
     return ", ".join(f"--{option.replace('_', '-')}" for option in options)
-
-
-def _show(dataset: store.Dataset, as_json: bool) -> None:
-    answer(as_json, _record(dataset), _line(dataset))
-    for note in dataset.manifest.notes:
-        log(f"bsi data: {note}.")
-
-
-def _next(source: str, dataset: store.Dataset, labels: bool | None) -> str:
-    """The command that trains on it: with larger patches for large images, and with labels if they were requested."""
-    outside = dataset.folder.parent.resolve() != data_folder().resolve()
-    command = SOURCES[source][1].replace("NAME", shlex.quote(str(dataset.folder) if outside else dataset.name))
-    if source == "arrays" and dataset.bins is None and len(dataset.shape) <= 2:
-        command += f", or {'table' if len(dataset.shape) == 1 else 'series'}-mini on a CPU"
-    if labels:
-        command = command.replace(" --data.name ", " --data.labels --data.name ", 1)
-    if command.startswith("bsi train folder ") and dataset.shape[-1] >= 64:
-        command = command.replace("bsi train folder ", "bsi train folder --backbone dit-s/4 ", 1)
-    return command
 
 
 def _list(args: DataOptions) -> int:
@@ -185,6 +165,16 @@ def _list(args: DataOptions) -> int:
     return answer(args.json, {**found, "datasets": [_record(dataset) for dataset in datasets]}, "\n".join(lines))
 
 
+def _show(dataset: store.Dataset, as_json: bool) -> None:
+    answer(as_json, _record(dataset), _line(dataset))
+    for note in dataset.manifest.notes:
+        log(f"bsi data: {note}.")
+
+
+def _record(dataset: store.Dataset) -> dict[str, Any]:
+    return {"folder": str(dataset.folder), **json.loads(dataset.manifest.to_json()), "name": dataset.name}
+
+
 def _line(dataset: store.Dataset) -> str:
     manifest, stored, labels = dataset.manifest, dataset.kind, dataset.labels
     skipped = f", {len(manifest.skipped)} skipped" if manifest.skipped else ""
@@ -197,7 +187,3 @@ def _line(dataset: store.Dataset) -> str:
         f"{dataset.name}: {manifest.counts['train']} train, {manifest.counts['test']} test{skipped}, {shape}, {kind}, "
         f"version {manifest.version[:12]}, {dataset.folder}"
     )
-
-
-def _record(dataset: store.Dataset) -> dict[str, Any]:
-    return {"folder": str(dataset.folder), **json.loads(dataset.manifest.to_json()), "name": dataset.name}

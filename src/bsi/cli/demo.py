@@ -38,19 +38,20 @@ class Demo:
         folder = bsi.train(recipe, out=self.out, device="cpu").path
 
         # As `bsi eval` does, with the stored record, so that the report shows the same number.
-        options = evaluation.Eval(runs=(folder,), bpd=True, measure=20, recon=4, device="cpu")
-        with join("cpu", evaluation.TIMEOUT_S) as world:
+        with join("cpu", timeout_s=3600.0) as world:
+            options = evaluation.Eval(runs=(folder,), bpd=True, measure=20, recon=4, device="cpu")
             found = evaluation.bound(options, world)
         store(found.run, found.what, found.record)
         picture = folder / "samples.png"
         pictures.grid(bsi.load(folder).sample(64, steps=32, seed=self.seed).numpy(), high=16).save(picture)
         files = {"run": str(folder), "samples": str(picture), "report": str(write_report(folder))}
-
-        name, bound = shlex.quote(str(folder)), found.record
+        name = shlex.quote(str(folder))
         log(f"next: bsi view {name} · bsi sample {name} --num 100 --out more.png")
-        numbers = ("bits_per_dim", "monte_carlo_error", "data_error", "baselines")
+        numbers = {
+            name: found.record[name] for name in ("bits_per_dim", "monte_carlo_error", "data_error", "baselines")
+        }
         text = (
-            f"test set    {evaluation.bound_line(bound)}\nbaselines   {baselines_text(bound['baselines'])}\n"
+            f"test set    {found.bound}\nbaselines   {baselines_text(found.record['baselines'])}\n"
             f"samples     {picture}\nreport      {files['report']}, opens in a browser"
         )
-        return answer(self.json, {**files, **{name: bound[name] for name in numbers}}, text)
+        return answer(self.json, {**files, **numbers}, text)

@@ -18,12 +18,9 @@ ENOUGH_DISK = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a
 EXTRAS = {
     "view": "`bsi view`",
     "figures": "the figures of `bsi study`",
-    "tensorboard": "`bsi train --track tensorboard`",
-    "wandb": "`bsi train --track wandb`",
-    "trackio": "`bsi train --track trackio`",
-    "mlflow": "`bsi train --track mlflow`",
     "codec": "`bsi compress` and `bsi decompress`",
     "hub": "`bsi export --upload` and `bsi data huggingface`",
+    **{name: f"`bsi train --track {name}`" for name in ("tensorboard", "wandb", "trackio", "mlflow")},
 }
 
 
@@ -47,12 +44,11 @@ class Doctor:
     def execute(self) -> int:
         checks = list(examine())
         healthy = all(check.state == "ok" for check in checks if check.required)
-        width = max(len(check.name) for check in checks)
         lines = []
         for check in checks:
-            lines.append(f"{check.state:<7}  {check.name:<{width}}  {check.found}")
+            lines.append(f"{check.state:<7}  {check.name:<12} {check.found}")
             if check.fix and check.state != "ok":
-                lines.append(f"{'':<{width + 9}}  -> {check.fix}")
+                lines.append(f"{'':<22}-> {check.fix}")
         lines.append("everything required works" if healthy else "something required is missing or broken, see above")
         answer(self.json, {"healthy": healthy, "checks": [asdict(check) for check in checks]}, "\n".join(lines))
         return 0 if healthy else 1
@@ -60,42 +56,35 @@ class Doctor:
 
 def examine() -> Iterator[Check]:
     """All checks. An error in one of them is reported as its result and does not affect the others."""
-    for name, checks in {"packages": _packages, "torch": _gpu, "data": _data}.items():
+    yield Check("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}", required=True)
+    for name, checks in {"packages": _packages, "torch": _torch, "data": _data}.items():
         try:
             yield from checks()
-        except Exception as error:  # a broken installation may raise anything, which is reported
+        except Exception as error:  # a broken installation may raise anything
             yield Check(name, "broken", f"{type(error).__name__}: {error}", required=name != "data")
 
 
 def _packages() -> Iterator[Check]:
-    """Python, and the packages that bsi requires or lists as extras, from the metadata of its installation."""
-    yield Check("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}", required=True)
-    missing: dict[str, list[str]] = {name: [] for name in EXTRAS}
+    """The packages that bsi requires, and those of its extras, from the metadata of its installation."""
+    missing: dict[str, list[str]] = {name: [] for name in ("", *EXTRAS)}
     for requirement in importlib.metadata.requires("bsi") or ():
-        name, least = re.match(r"([\w.-]+)(?:>=([\d.]+))?", requirement).groups("0")  # type: ignore[union-attr]
-        extra, version = re.search(r"extra == ['\"]([\w-]+)", requirement), _version(name)
-        if extra is None:
-            state = "missing" if version is None else "broken" if _numbers(version) < _numbers(least) else "ok"
-            fix = f"pip install --upgrade '{name}>={least}'"
-            yield Check(name, state, version or "not installed", fix, required=True)
-        elif version is None and extra[1] in missing:
-            missing[extra[1]].append(name)
-    for name, purpose in EXTRAS.items():
-        found = f"{', '.join(missing[name])} not installed: needed for {purpose}" if missing[name] else purpose
-        yield Check(name, "missing" if missing[name] else "ok", found, f"pip install 'bsi[{name}]'")
+        name, extra = re.split(r"[^\w.-]", requirement)[0], re.search(r"extra == ['\"]([\w-]+)", requirement)
+        if not any(importlib.metadata.distributions(name=name)):
+            missing.setdefault(extra[1] if extra else "", []).append(name)
+    for name in ("", *EXTRAS):
+        lacking = f"{', '.join(missing[name])} not installed: needed for " if missing[name] else ""
+        package, state = f"bsi[{name}]" if name else "bsi", "missing" if lacking else "ok"
+        found = lacking + EXTRAS.get(name, "every command")
+        yield Check(name or "packages", state, found, f"pip install --upgrade '{package}'", required=not name)
 
 
-def _gpu() -> Iterator[Check]:
-    """The GPUs that torch computes on."""
+def _torch() -> Iterator[Check]:
     import torch
 
+    yield Check("torch", "ok", torch.__version__, required=True)
     if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
-        yield Check("gpu", "ok", f"{count} x {', '.join(names)}, CUDA {torch.version.cuda}")
-        if _version("triton") is None:
-            found = "not installed: networks run without fused kernels"
-            yield Check("triton", "missing", found, "pip install triton")
+        names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
+        yield Check("gpu", "ok", f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {torch.version.cuda}")
     elif torch.version.cuda is None and shutil.which("nvidia-smi"):
         fix = "pip install --upgrade --force-reinstall torch"
         yield Check("gpu", "missing", "there is an NVIDIA driver, but this torch was built for CPUs", fix)
@@ -105,31 +94,13 @@ def _gpu() -> Iterator[Check]:
 
 
 def _data() -> Iterator[Check]:
-    """The prepared datasets, and the disk they are on."""
     from bsi.data.store import prepared
 
     root = data_folder()
     names = ["digits (in the package)", *sorted(path.name for path in prepared(root))]
     yield Check("datasets", "ok", f"{', '.join(names)}; in {root}")
     existing = next(path for path in (root, *root.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    state, found, fix = "ok", f"{readable_bytes(free)} free in {existing}", "set BSI_DATA to a folder on another disk"
-    if not existing.is_dir():
-        state, found = "missing", f"{existing} is not a folder"
-    elif not os.access(existing, os.W_OK):
-        state, found = "missing", f"{existing} is read-only"
-    elif free <= ENOUGH_DISK:
-        state = "missing"
-    yield Check("disk", state, found, fix)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> list[int]:
-    """The leading numbers: 2.13.0+cpu is [2, 13, 0]."""
-    return [int(part) for part in re.findall(r"\d+", version.split("+")[0])]
+    free, writable = shutil.disk_usage(existing).free, os.access(existing, os.W_OK | os.X_OK)  # a file lacks X
+    found = f"{readable_bytes(free)} free in {existing}" if writable else f"{existing} is no folder or is read-only"
+    state = "ok" if writable and free > ENOUGH_DISK else "missing"
+    yield Check("disk", state, found, "set BSI_DATA to a folder on another disk")

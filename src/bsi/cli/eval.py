@@ -1,40 +1,37 @@
-"""`bsi eval RUN --bpd`, `bsi eval RUN --fid`, `bsi eval A B --paired`: results with standard errors.
-
-`bsi audit RUN`: all likelihoods of a model side by side, and whether their order is right.
-"""
+"""`bsi eval`, `bsi audit` and `bsi fid`: likelihoods and the quality of images, with standard errors."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from bsi.cli.fid import logged_warnings, plus_minus
-from bsi.cli.options import BatchSize, Count, Device, InnerPrecision, Json, Run, Within, answer
+from bsi.cli.options import BatchSize, Count, Device, Json, Precision, Run, Within, answer, logged_warnings, plus_minus
 from bsi.cli.sample import all_labels
-from bsi.errors import BsiError, UsageError
+from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import check_writable
-from bsi.progress import log
+from bsi.progress import Progress, log
 from bsi.sampler import Sampler, VarianceKind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bsi.elbo import Elbo
     from bsi.evaluation.runs import Run as EvaluatedRun
     from bsi.runtime.distributed import World
 
 # The evaluations that an option applies to; the other options apply to all of them.
-_BOUND, _SAMPLES = ("bpd", "paired"), ("fid",)
 APPLIES = {
-    **dict.fromkeys(("split", "measure", "recon", "finite_k", "proposal", "limit"), _BOUND),
+    **dict.fromkeys(("split", "measure", "recon", "finite_k", "proposal", "limit"), ("bpd", "paired")),
     **dict.fromkeys(("target_se", "per_sample"), ("bpd",)),
-    **dict.fromkeys(("num", "reference", "steps", "solver", "grid", "labels", "guidance"), _SAMPLES),
-    **dict.fromkeys(("kid", "precision_recall", "inception"), _SAMPLES),
+    **dict.fromkeys(("num", "reference", "steps", "solver", "grid", "labels", "guidance"), ("fid",)),
+    **dict.fromkeys(("kid", "precision_recall", "inception"), ("fid",)),
 }
-TIMEOUT_S = 3600.0  # how long ranks wait for the slowest
+BLOCK_BYTES = 1 << 24
 
 Number = Annotated[int, Within(1, 1_000_000)]
 
@@ -85,7 +82,7 @@ class Eval:
     batch_size: BatchSize = 256
     step: int | None = None  # An earlier checkpoint, by its step.
     weights: bool = False  # Use the weights instead of their moving average.
-    precision: InnerPrecision = "auto"
+    precision: Precision = "auto"
     device: Device = None
     json: bool = False  # Print the result as a JSON object on stdout, or several as a list.
 
@@ -95,23 +92,23 @@ class Eval:
         from bsi.evaluation import runs
         from bsi.runtime.distributed import join
 
-        with join(self.device, TIMEOUT_S) as world, enough_for_batch(self.batch_size, "--batch-size", world.device):
-            records: list[Mapping[str, Any]] = []
+        with join(self.device, 3600.0) as world, enough_for_batch(self.batch_size, "--batch-size", world.device):
+            done: list[Found] = []
             try:
                 for found in evaluations(self, world):
                     if not world.first:
                         continue
-                    records.append(found.record)
+                    done.append(found)
                     try:
                         runs.store(found.run, found.what, found.record)
                     except BsiError as error:
                         log(f"bsi eval: warning: the result is printed and not stored: {error}")
-                    if self.per_sample is not None and found.samples is not None:
-                        runs.save_samples(self.per_sample, found.samples)
+                    if self.per_sample is not None and found.bound is not None:
+                        runs.save_samples(self.per_sample, found.bound)
             finally:  # print the results also if one cannot be stored or the next evaluation fails
-                if records:
-                    text = "\n".join(map(_paragraph, records))
-                    answer(self.json, records[0] if len(records) == 1 else records, text)
+                if done:
+                    records = [found.record for found in done]
+                    answer(self.json, records if len(done) > 1 else records[0], "\n".join(map(eval_text, done)))
         return 0
 
     def check(self) -> None:
@@ -143,12 +140,12 @@ class Eval:
 
 
 class Found(NamedTuple):
-    """The record of one evaluation, the run and the name to store it under, and the bounds of all samples."""
+    """The record of one evaluation, the run and the name to store it under, and its bound or difference of bounds."""
 
     record: Mapping[str, Any]
     run: EvaluatedRun
     what: str
-    samples: Elbo | None = None
+    bound: Elbo | None = None
 
 
 def evaluations(args: Eval, world: World) -> Iterator[Found]:
@@ -185,7 +182,7 @@ def bound(args: Eval, world: World) -> Found:
         if args.paired:
             first, second = estimate_pair(models[0], models[1], estimator, world, progress=True)
             record = runs.difference_record(run, opened[1], split, first, second)
-            return Found(record, run, f"paired-{args.split}")
+            return Found(record, run, f"paired-{args.split}", first - second)
         runs.speed_up(run, models[0].count * (args.measure + args.recon) // world.size)
         found = estimate(models[0], estimator, world, progress=True)
     return Found({**runs.bound_record(run, split, found), "variance": args.variance}, run, f"bpd-{args.split}", found)
@@ -220,6 +217,35 @@ def quality(args: Eval, world: World) -> Iterator[Found]:
             yield Found(record, run, f"fid-{args.reference}")
 
 
+def eval_text(found: Found) -> str:
+    """One result as text."""
+    from bsi.data.baselines import baselines_text
+
+    r = found.record
+    if found.bound is None:
+        made, drawing = r["generation"], r["drawing"]
+        classes = f" of {min(r['n'], drawing['classes'])} classes in turn" if drawing["classes"] else ""
+        guidance = "" if drawing["guidance"] == 1 else f", guidance {drawing['guidance']:g}"
+        how = f"{made['solver']}, {made['evaluations']} evaluations{guidance}, seed {made['seed']}"
+        return quality_text(r, f"samples{classes} ({how})")
+    if "difference" in r:
+        without = f"without pairing the first error would be {r['unpaired_error']:.5f}"
+        return f"{found.bound}\n  {r['a']['run']} less {r['b']['run']}; {without}"
+    names = ["measurement", "reconstruction", "prior"] + ["change_of_units"] * bool(r["change_of_units"])
+    terms = ", ".join(f"{name.replace('_', ' ')} {r[name]:.5f}" for name in names)
+    compared = baselines_text(r["baselines"], r["binned"])
+    return (
+        f"{found.bound}\n  {terms}; {r['finite_k'] or 'infinitely many'} rounds of measurement\n"
+        f"  {r['images']} {r['split']} samples of {r['dataset']} ({r['dataset_version'][:12]}), {r['evaluations']} "
+        f"evaluations, {r['proposal']} levels\n"
+        f"  weights {r['weights_sha256'][:12]} at step {r['step']}, {r['precision']}"
+        + (f"\n  for comparison: {compared}" if compared else "")
+    )
+
+
+# ---- bsi audit -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Audit:
     """Evaluate the likelihood of the same samples in every way, with standard errors, and check the order.
@@ -245,60 +271,12 @@ class Audit:
         from bsi.evaluation import likelihoods, runs
         from bsi.runtime.distributed import Place, World, pick_device
 
-        opened = runs.open_run(self.run, World(Place(), pick_device(self.device, 0)))
-        split = runs.open_split(opened, self.split, self.data)
-        runs.speed_up(opened, self.limit * self.steps)
-        record = likelihoods.audit(opened, split, self.limit, self.steps, self.variance, self.draws, self.seed)
+        run = runs.open_run(self.run, World(Place(), pick_device(self.device, 0)))
+        split = runs.open_split(run, self.split, self.data)
+        runs.speed_up(run, self.limit * self.steps)
+        record = likelihoods.audit(run, split, self.limit, self.steps, self.variance, self.draws, self.seed)
         answer(self.json, record, audit_text(record))
         return 0 if record["ordered"] else 1
-
-
-# ---- Records as text -------------------------------------------------------------------------------------------------
-
-
-def _paragraph(record: Mapping[str, Any]) -> str:
-    """One record as text."""
-    from bsi.data.baselines import baselines_text
-
-    if "metric" in record:
-        made, drawing = record["generation"], record["drawing"]
-        classes = f" of {min(record['n'], drawing['classes'])} classes in turn" if drawing["classes"] else ""
-        guidance = "" if drawing["guidance"] == 1 else f", guidance {drawing['guidance']:g}"
-        return (
-            f"{record['metric']} {record['value']:.3f}{plus_minus(record['error'], 3)}: {record['n']} samples{classes} "
-            f"({made['solver']}, {made['evaluations']} evaluations{guidance}, seed {made['seed']}) against "
-            f"{record['reference_n']} of {record['reference']} ({record['reference_split']}); {record['extractor']}, "
-            f"{record['resize']}"
-        )
-    if "difference" in record:
-        without = f"; without pairing the first error would be {record['unpaired_error']:.5f}"
-        return f"{bound_line(record)}\n  {record['a']['run']} less {record['b']['run']}{without}"
-    names = ["measurement", "reconstruction", "prior"] + ["change_of_units"] * bool(record["change_of_units"])
-    terms = ", ".join(f"{name.replace('_', ' ')} {record[name]:.5f}" for name in names)
-    compared = baselines_text(record["baselines"], record["binned"])
-    return (
-        f"{bound_line(record)}\n  {terms}; {record['finite_k'] or 'infinitely many'} rounds of measurement\n"
-        f"  {record['images']} {record['split']} samples of {record['dataset']} "
-        f"({record['dataset_version'][:12]}), {record['evaluations']} evaluations, {record['proposal']} levels\n"
-        f"  weights {record['weights_sha256'][:12]} at step {record['step']}, {record['precision']}"
-        + (f"\n  for comparison: {compared}" if compared else "")
-    )
-
-
-def bound_line(record: Mapping[str, Any]) -> str:
-    """A bound or a difference with its standard errors, in one line; of continuous data in nats, and in bits."""
-    sign, name = ("+", "difference") if "difference" in record else ("", "bits_per_dim")
-    bits = f"{record[name]:{sign}.5f} bits/dim"
-    factor = 1.0 if record["binned"] else math.log(2)
-    value = bits if record["binned"] else f"{factor * record[name]:{sign}.5f} nats/dim"
-    limit = "" if record["data_resolved"] else "at most "  # hidden by the Monte Carlo noise
-    for what, most, error in (
-        ("Monte Carlo", "", record["monte_carlo_error"]),
-        ("data set", limit, record["data_error"]),  # None for a single sample
-    ):
-        if error is not None:
-            value += f" ± {most}{factor * error:.5f} ({what})"
-    return value if record["binned"] else f"{value}; {bits}"
 
 
 def audit_text(record: dict[str, Any]) -> str:
@@ -314,3 +292,117 @@ def audit_text(record: dict[str, Any]) -> str:
         value = f"{each['difference']:+.4f}{plus_minus(each['error'])}"
         lines.append(f"{each['larger']}, less {each['smaller']}: {value}, {verdict}")
     return "\n".join([*lines, "The flow is another model, and may lie on either side."])
+
+
+# ---- bsi fid ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fid:
+    """Fréchet inception distance between the images A and the reference images B.
+
+    A and B are each a folder of images, an .npy or .npz file of uint8 images, or a prepared dataset (its name or
+    folder; NAME:train for the training part, the test part otherwise). The statistics of a
+    complete prepared dataset are stored and reused.
+    """
+
+    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]  # The images to evaluate.
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]  # The images to compare with.
+    num: Count | None = None  # Take the first this many images of each, instead of all.
+    kid: bool = False  # Also the kernel inception distance, with its standard error.
+    precision_recall: bool = False  # Also precision and recall, with 3 nearest neighbors.
+    weights: Path | None = None
+    """The network's weights as safetensors; by default inception-2015-12-05.safetensors in the data cache."""
+    device: Device = None
+    precision: Literal["float32", "tf32", "float16"] | None = None
+    """The precision of convolutions: by default tf32 on a GPU, float32 on the CPU."""
+    batch: Count = 64  # Images at a time.
+    json: Json = False
+
+    def execute(self) -> int:
+        with ExitStack() as stack:
+            # Both sets are opened before the network is loaded, so that a typo is reported at once.
+            a, b = (images(where, self.batch, self.num, stack) for where in (self.a, self.b))
+            from bsi import metrics
+            from bsi.runtime.distributed import pick_device
+
+            stack.enter_context(logged_warnings("bsi fid"))
+            extractor = metrics.Inception(self.weights, pick_device(self.device, 0), self.precision, self.batch)
+            keep = self.kid or self.precision_recall
+            if b.version is not None and b.split is not None and self.num is None:
+                real = metrics.reference(b.name, b.version, b.split, b.shown(), extractor, keep)
+            else:
+                real = metrics.Reference(b.name, b.split, b.version, metrics.collect(b.shown(), extractor, keep))
+            samples = metrics.collect(a.shown(), extractor, keep or a.n <= metrics.KEPT)
+            found = metrics.sample_quality(samples, real, extractor, self.kid, self.precision_recall).record()
+        return answer(self.json, {"samples": self.a, **found}, quality_text(found, f"images of {self.a}"))
+
+
+@dataclass(frozen=True)
+class Images:
+    """A set of images that is read once, in batches, and the split and version of a prepared dataset."""
+
+    name: str
+    n: int
+    batches: Iterator[Tensor]
+    split: str | None = None
+    version: str | None = None
+
+    def shown(self) -> Iterator[Tensor]:
+        """The first n images, with progress while they are read. A stored reference is not read."""
+        left = self.n
+        with Progress(self.name, self.n, "image") as progress:
+            for batch in self.batches:
+                yield batch[:left]
+                progress.advance(len(batch[:left]))
+                left -= len(batch)
+                if left <= 0:
+                    return
+
+
+def images(where: str, batch: int, num: int | None, stack: ExitStack) -> Images:
+    """The first `num` images of a file of arrays, a folder of images or a prepared dataset; `stack` closes files."""
+    from bsi.data.files import open_arrays, walk
+    from bsi.data.images import SUFFIXES
+    from bsi.data.store import open_dataset
+    from bsi.evaluation.samples import image_batches
+    from bsi.metrics.quality import array_batches, file_batches
+
+    path = Path(where).expanduser()
+    if path.suffix in (".npy", ".npz"):
+        arrays = stack.enter_context(open_arrays(path))
+        names = ["arr_0"] if "arr_0" in arrays else list(arrays)
+        if len(names) != 1:
+            held = ", ".join(names) or "no arrays"
+            raise DataError(f"{path} holds {held}. Save only the images, or name them arr_0.")
+        array = stack.enter_context(arrays[names[0]]())
+        batches = array_batches(array.blocks(block_bytes=BLOCK_BYTES), batch, str(path))
+        return Images(path.name, min(len(array), num or len(array)), batches)
+    if path.is_dir() and not (path / "manifest.json").exists():
+        files = [path / name for name in walk(path, SUFFIXES)][:num]
+        if not files:
+            raise DataError(f"{path} holds no images: none of its files ends in {', '.join(SUFFIXES)}.")
+        return Images(where, len(files), file_batches(files, batch))
+    name, _, split = where.rpartition(":") if where.endswith((":train", ":test")) else (where, "", "test")
+    dataset = open_dataset(name)
+    rows = dataset.split(split)
+    if dataset.bins is None:
+        raise DataError(f"{name} is continuous data; FID is for 8-bit images.")
+    batches = image_batches(rows, dataset.bins, batch)
+    return Images(dataset.name, min(len(rows), num or len(rows)), batches, split, dataset.version)
+
+
+def quality_text(r: Mapping[str, Any], compared: str) -> str:
+    """The record of a distance as text; `compared` describes the images that are not the reference."""
+    split = f" ({r['reference_split']})" if r["reference_split"] else ""
+    precision = r.get("extractor_precision", r["precision"])
+    text = (
+        f"{r['metric']} {r['value']:.3f}{plus_minus(r['error'], 3)}: {r['n']} {compared} against {r['reference_n']} of "
+        f"{r['reference']}{split}; {r['extractor']} {r['extractor_hash'][:12]}, {r['resize']}, {precision}"
+    )
+    if kid := r["kid"]:
+        value = f"{kid['value']:.6f}{plus_minus(kid['standard_error'], 6)}"
+        text += f"\n  KID {value} ({kid['blocks']} x {kid['block_size']} images)"
+    if both := r["precision_recall"]:
+        text += f"\n  precision {both['precision']:.4f}, recall {both['recall']:.4f} (k = {both['k']})"
+    return text

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from bsi.cli.options import Device, Json, Run, answer
+from bsi.cli.options import Device, Json, Run, Within, answer
 from bsi.errors import UsageError, extra
 from bsi.io import check_writable, make_folder
 from bsi.progress import log
@@ -27,7 +27,7 @@ class View:
     """
 
     run: Run
-    port: int = 0  # The port; 0 chooses a free one.
+    port: Annotated[int, Within(0, 65535)] = 0  # The port; 0 chooses a free one.
     browser: bool = True  # With --no-browser the address is printed and no browser is opened.
     device: Device = None
     json: Json = False

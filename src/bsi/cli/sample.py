@@ -6,18 +6,19 @@ import difflib
 import math
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
 
 from bsi import pictures
-from bsi.cli.options import BatchSize, Count, InnerPrecision, Json, Run, Within, answer
+from bsi.cli.options import BatchSize, Count, Device, Json, Precision, Run, Within, answer
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable
-from bsi.progress import Progress, log, readable_bytes
+from bsi.progress import log, readable_bytes
 from bsi.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ class Sample:
     animate: Path | None = None
     """A .gif or .webp of the first 16 samples: belief mean, prediction, measurement and precision at every step."""
     batch_size: BatchSize = 256
-    device: Literal["auto", "cuda", "cpu"] = "auto"  # By default a GPU if there is one.
-    precision: InnerPrecision = "auto"
+    device: Device = None
+    precision: Precision = "auto"
     weights: bool = False  # Use the weights instead of their moving average.
     json: Json = False
 
@@ -73,7 +74,7 @@ class Sample:
         from bsi.runtime import export
         from bsi.runtime.distributed import join
 
-        with join(None if self.device == "auto" else self.device, TIMEOUT_S) as world:
+        with join(self.device, TIMEOUT_S) as world:
             trained = export.read_trained(self.run, not self.weights)
             if world.first and trained.unfinished:
                 log(f"bsi sample: training of {self.run} is unfinished: {trained.unfinished}")
@@ -106,32 +107,29 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
     from bsi.sampling import evaluations, levels_of
 
     world = world or World(Place(), model.device)
-    sampler, label = model.named(args.sampler), _labels(model, args)
+    sampler, label, out = model.named(args.sampler), _labels(model, args), args.out
     levels_of(model.method, sampler)  # raises for an invalid sampler
-    out = args.out
     if out is None and args.npz is None and args.animate is None:
         out = Path(f"samples{form_of(model)}")
-    check_files(model, args, out)
+    _check_files(model, args, out)
     file = None if args.npz is None else SampleFile.of(model, sampler, args.seed, label, args.npz, args.num)
     missing = [] if file is None else file.missing()
     world.barrier()  # every rank has read what is missing before one of them writes
-    num = fresh = min(args.num, ANIMATED)  # if only an animation is requested
+    num = args.num if file or out else min(args.num, ANIMATED)
+    fresh = sum(map(len, missing)) if file else num
     samples, started = None, time.perf_counter()
-    if world.first and args.animate is not None:
-        with atomic(args.animate, "--animate") as temporary:
-            animate_beliefs(model, sampler, args.seed, label, num, temporary)
     if file is not None:
-        started, num, fresh = time.perf_counter(), args.num, sum(map(len, missing))
         samples = draw_into(file, missing, model, sampler, args.seed, label, args.batch_size, world)
     elif out is not None and world.first:
-        started, num, fresh = time.perf_counter(), args.num, args.num
-        with Progress("sample", num * (sampler.steps + 1), "step") as progress:
-            samples = model.sample(
-                num, sampler, seed=args.seed, label=label, batch_size=args.batch_size, progress=progress.advance
-            ).cpu().numpy()  # fmt: skip
+        drawn = model.sample(num, sampler, seed=args.seed, label=label, batch_size=args.batch_size, progress=True)
+        samples = drawn.cpu().numpy()
     seconds = time.perf_counter() - started
     if not world.first:
         return None
+    if args.animate is not None:
+        with atomic(args.animate, "--animate") as temporary:
+            animate_beliefs(model, sampler, args.seed, label, min(args.num, ANIMATED), temporary)
+        seconds = seconds if file or out else time.perf_counter() - started
     record: dict[str, Any] = {
         "run": str(args.run),
         "num": num,
@@ -184,11 +182,10 @@ def _dataset_rate(name: str, version: str) -> int:
     """The rate of the sound that a run was trained on, in samples per second."""
     from bsi.data.store import open_dataset
 
-    try:
+    with suppress(DataError, KeyError, TypeError, ValueError):
         return int(open_dataset(name, version=version).manifest.options["rate"])
-    except (DataError, KeyError, TypeError, ValueError):
-        log(f"bsi sample: the rate of {name} is unknown here: the sound is written with {RATE} Hz. Set it with --rate.")
-        return RATE
+    log(f"bsi sample: the rate of {name} is unknown here: the sound is written with {RATE} Hz. Set it with --rate.")
+    return RATE
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -209,69 +206,50 @@ def summary(record: dict[str, Any]) -> str:
     return printable + "\n".join([first, *record["files"]])
 
 
-def check_files(model: Model, args: Sample, out: Path | None) -> None:
+def _check_files(model: Model, args: Sample, out: Path | None) -> None:
     """Raise for output files that do not suit the data, cannot be written, or take too much memory."""
     from bsi.devices import host_memory
 
-    form = form_of(model)
+    form, stored, drawn = form_of(model), model.bins or model.symbols, f"{args.num} samples"
     if (args.animate and form != PICTURE) or (out and form == NOTHING):
         raise UsageError(f"data of shape {model.shape} has no picture: save it with --npz FILE")
     if args.rate is not None and form != SOUND:
         raise UsageError("--rate is for 16-bit sound: leave it out")
-    for option, suffixes, path in (
-        ("--out", (form,), out),
-        ("--npz", (".npz",), args.npz),
-        ("--animate", pictures.ANIMATIONS, args.animate),
-    ):
-        if path is None:
-            continue
-        if path.suffix.lower() not in suffixes:
-            raise UsageError(f"{option} {path} should end in {' or '.join(suffixes)}. --npz FILE writes an array.")
-        check_writable(path, option)
-    stored, steps = model.bins or model.symbols, args.sampler.steps
-    bytes_each = 1 if stored is not None and stored.count <= 256 else 4
-    arrays = 2 * args.num * math.prod(model.shape) * bytes_each  # the parts and the array made of them
-    frames = pictures.animation_bytes(model.shape, min(args.num, ANIMATED), steps + 1) if args.animate else 0
-    free = host_memory()
-    for what, needed, fix in (
-        (f"{args.num} samples", arrays, "draw fewer, and others with another --seed"),
-        (f"an animation of {steps} steps", frames, "use fewer steps"),
-    ):
-        if needed > free:
+    suffixes = {"--out": (form,), "--npz": (".npz",), "--animate": pictures.ANIMATIONS}
+    for (option, endings), path in zip(suffixes.items(), (out, args.npz, args.animate), strict=True):
+        if path is not None and path.suffix.lower() not in endings:
+            raise UsageError(f"{option} {path} should end in {' or '.join(endings)}. --npz FILE writes an array.")
+        if path is not None:
+            check_writable(path, option)
+    # The parts, and the array made of them.
+    needs = {drawn: 2 * args.num * math.prod(model.shape) * (1 if stored is not None and stored.count <= 256 else 4)}
+    if args.animate:
+        steps, num = args.sampler.steps, min(args.num, ANIMATED)
+        needs[f"an animation of {steps} steps"] = pictures.animation_bytes(model.shape, num, steps + 1)
+    for what, needed in needs.items():
+        if needed > (free := host_memory()):
+            fix = "draw fewer, and others with another --seed" if what == drawn else "use fewer steps"
             sizes = f"{readable_bytes(needed)} of memory, and {readable_bytes(free)} are free"
             raise UsageError(f"{what} take {sizes}: {fix}")
 
 
 def _labels(model: Model, args: Sample) -> int | range | None:
     """The number of the requested class, or the range of all classes."""
-    if args.label is not None and args.labels:
-        raise UsageError(f"--label {args.label} and --labels exclude each other: leave one out")
+    label, names, count = args.label, model.class_names, model.classes or 0
+    if label is not None and args.labels:
+        raise UsageError(f"--label {label} and --labels exclude each other: leave one out")
     if args.labels:
         return range(all_labels(model, args.run))
-    if args.label is not None:
-        return _label(model, args.label)
-    if args.sampler.guidance != 1:
-        raise UsageError(f"--guidance {args.sampler.guidance} needs --label or --labels: add one of them")
-    return None
-
-
-def all_labels(model: Model, run: object) -> int:
-    """The number of classes of a network with labels."""
-    if not model.classes:
-        raise UsageError(f"{run} was trained without labels: leave --labels out, or train it with --data.labels")
-    return model.classes
-
-
-def _label(model: Model, label: str) -> int:
-    """The number of a class, given by name or number. Names take precedence: classes may be called 1, 2, 3."""
-    names, count = model.class_names, model.classes or 0
-    if label in names:
+    if label is None:
+        if args.sampler.guidance != 1:
+            raise UsageError(f"--guidance {args.sampler.guidance} needs --label or --labels: add one of them")
+        return None
+    if label in names:  # names take precedence over numbers: classes may be called 1, 2, 3
         return names.index(label)
     if re.fullmatch(r"\d{1,9}", label) and int(label) < count:
         return int(label)
-    if not count:
-        known = "it was trained without labels. Leave it out, or train with bsi train RECIPE --data.labels"
-    else:
+    known = "it was trained without labels. Leave it out, or train with bsi train RECIPE --data.labels"
+    if count:
         more = [f"and {len(names) - SHOWN_NAMES} more"] if len(names) > SHOWN_NAMES else []
         listed = ", ".join([*names[:SHOWN_NAMES], *more])
         known = f"its labels are {listed + ', or ' if names else ''}0 to {count - 1}"
@@ -279,3 +257,10 @@ def _label(model: Model, label: str) -> int:
     near = difflib.get_close_matches(label.casefold(), folded, 1)
     hint = f". Did you mean {folded[near[0]]!r}?" if near else ""
     raise UsageError(f"this network has no label {label!r}: {known}{hint}")
+
+
+def all_labels(model: Model, run: object) -> int:
+    """The number of classes of a network with labels."""
+    if not model.classes:
+        raise UsageError(f"{run} was trained without labels: leave --labels out, or train it with --data.labels")
+    return model.classes

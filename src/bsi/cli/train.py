@@ -7,6 +7,7 @@ is typed, `bsi train RECIPE --help` shows its value, and the error for a typo su
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -20,7 +21,8 @@ from typing import Annotated, Any
 import tyro
 
 from bsi.backbones.config import MLPConfig, cost, resolve
-from bsi.cli.options import Count, Device, Json, Run, answer, fill, parse_as, show_set_defaults
+from bsi.cli.options import Count, Device, Json, Run, answer, fill
+from bsi.cli.options import parse as parse_options
 from bsi.data import store
 from bsi.errors import DataError, UsageError
 from bsi.methods import METHODS
@@ -46,6 +48,7 @@ CHOICES = (
 )
 
 LONG_H = 12.0  # hours of training on a CPU above which a warning is printed
+FOR_A_CPU = "`bsi train folder-mini` is made for images on a CPU. "
 CORE_TFLOPS = 0.03  # per second of one CPU core, roughly
 
 
@@ -101,7 +104,7 @@ def run(words: Sequence[str]) -> int:
     if "--list" in words:
         return _list("--json" in words)
     if not words or words[0] in ("-h", "--help"):
-        print(USAGE.format(recipes=fill(", ".join(RECIPES), "  ")))
+        print(USAGE.format(recipes=fill(", ".join(RECIPES))))
         return 0 if words else 2
     args, named = parse(words)
     recipe, options = args.recipe, args.options
@@ -140,17 +143,22 @@ def run(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
     """The edited recipe with the options, and the unedited recipe."""
-    name, *rest = words
-    method, rest = _take(rest, "--method")
-    backbone, rest = _take(rest, "--backbone")
-    default = default_of(name, method, backbone)
-    steps, _ = _take(rest, "--steps")
-    if steps is not None and steps.isascii() and steps.isdigit() and len(steps) < 20:
-        default = replace(default, recipe=default.recipe.shortened(int(steps)))
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, exit_on_error=False)
+    for option in ("--method", "--backbone", "--steps"):
+        first.add_argument(option)
+    try:
+        chosen, rest = first.parse_known_args(words[1:])
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error.argument_name} needs a value.") from error
+    name, default = words[0], default_of(words[0], chosen.method, chosen.backbone)
+    if chosen.steps is not None:
+        rest += ["--steps", chosen.steps]
+        if chosen.steps.isascii() and chosen.steps.isdigit() and len(chosen.steps) < 20:
+            default = replace(default, recipe=default.recipe.shortened(int(chosen.steps)))
     text = f"{evidence(name).summary}\n\n{CHOICES}"
     with method_options(default):
-        args = parse_as(tyro.conf.AvoidSubcommands[Train], rest, f"bsi train {name}", text, default=default)
-    return args, named_recipe(name, method or "bsi")
+        args = parse_options(Train, rest, f"bsi train {name}", text, tyro.conf.AvoidSubcommands, default=default)
+    return args, named_recipe(name, chosen.method or "bsi")
 
 
 def default_of(name: str, method: str | None = None, backbone: str | None = None) -> Train:
@@ -166,26 +174,10 @@ def method_options(train: Train) -> Iterator[None]:
     """Declare the type of the recipe's method inside this block, so that its fields are options."""
     declared = Recipe.__annotations__["method"]
     Recipe.__annotations__["method"] = type(train.recipe.method)
-    show_set_defaults(Train)
     try:
         yield
     finally:
         Recipe.__annotations__["method"] = declared
-
-
-def _take(words: list[str], option: str) -> tuple[str | None, list[str]]:
-    """The value of an option, the last one if it is given several times, and the words without it."""
-    value, rest, remaining = None, list[str](), iter(words)
-    for word in remaining:
-        if word == option:
-            value = next(remaining, None)
-            if value is None:
-                raise UsageError(f"{option} needs a value.")
-        elif word.startswith(f"{option}="):
-            value = word.partition("=")[2]
-        else:
-            rest.append(word)
-    return value, rest
 
 
 def _opened(recipe: Recipe, out: Path) -> store.Dataset:
@@ -222,18 +214,15 @@ def _announce(recipe: Recipe, dataset: store.Dataset, out: Path, device: str) ->
         f"{size['epochs']:,.3g} epochs, into {out}"
     )
     if images and isinstance(recipe.backbone, MLPConfig):
-        log(
-            "bsi train: warning: an MLP treats images as vectors. Use `bsi train folder`, or folder-mini on a CPU, "
-            "for images."
-        )
+        better = "Use `bsi train folder`, or folder-mini on a CPU, for images."
+        log(f"bsi train: warning: an MLP treats images as vectors. {better}")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     hours = recipe.steps * size["tflops_per_step"] / (CORE_TFLOPS * cores) / 3600
     if device == "cpu" and hours > LONG_H:
-        better = images and not recipe.name.startswith("folder-mini")
-        made = "`bsi train folder-mini` is made for images on a CPU. " if better else ""
+        better = "" if not images or recipe.name.startswith("folder-mini") else FOR_A_CPU
         log(
             f"bsi train: warning: {recipe.steps} steps of {size['tflops_per_step']:.2g} TFLOP take about {hours:,.0f} "
-            f"hours on this CPU. {made}Use a smaller --backbone, --batch and --steps."
+            f"hours on this CPU. {better}Use a smaller --backbone, --batch and --steps."
         )
 
 
@@ -257,6 +246,7 @@ def _dry_run(recipe: Recipe, named: Recipe, out: Path, as_json: bool) -> int:
         log(f"bsi train: {error}")
     changed = [str(change) for change in changes(named, recipe)]
     lines = [json.dumps(to_plain(recipe), indent=2), f"changed from {named.name}: {'; '.join(changed) or 'nothing'}"]
-    for name, value in size.items():
-        lines.append(f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value}")
+    lines += [
+        f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value}" for name, value in size.items()
+    ]
     return answer(as_json, {"recipe": to_plain(recipe), "changed": changed, **size}, "\n".join(lines))

@@ -29,7 +29,6 @@ import socket
 from collections.abc import Generator, Iterator
 from importlib import resources
 from threading import BoundedSemaphore
-from typing import Any
 
 import anyio
 import uvicorn
@@ -49,7 +48,6 @@ from bsi.errors import BsiError, UsageError
 
 HOSTS = ("127.0.0.1", "localhost")
 JOBS = 3  # requests computed at once
-HEADER_BYTES = "h11_max_incomplete_event_size"
 JOB_SECONDS, HEADER_SECONDS, BODY_SECONDS = 600.0, 5.0, 10.0
 MAX_WAITING = 64  # connections without a request
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
@@ -239,6 +237,16 @@ def listen(port: int) -> socket.socket:
 
 def server_of(app: Guard) -> uvicorn.Server:
     """A server for `run(sockets=[listen(0)])`, which serves until Ctrl-C."""
-    limits: dict[str, Any] = {"timeout_keep_alive": 5, "timeout_graceful_shutdown": 1, HEADER_BYTES: 16 << 10}
-    quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-    return uvicorn.Server(uvicorn.Config(app, http=GuardedProtocol, ws="none", lifespan="off", **limits, **quiet))
+    config = uvicorn.Config(
+        app,
+        http=GuardedProtocol,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=1,
+        h11_max_incomplete_event_size=16 << 10,
+    )
+    return uvicorn.Server(config)

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
-from typing import Literal
+from typing import Literal, NamedTuple
 
 WIDTH, HEIGHT = 560.0, 240.0
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 26.0, 34.0
-BASE = HEIGHT - BOTTOM
+LEFT, RIGHT, TOP, BASE = 58.0, 548.0, 26.0, 206.0
 MAX_POINTS = 600  # more are thinned out
 
 Role = Literal["belief", "predict", "measure", "soft"]
 Place = Callable[[float], float]  # from values to coordinates
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A value and its standard error; 0 if unknown."""
 
     x: float
@@ -49,16 +47,33 @@ class Axis:
     low: float | None = None
     high: float | None = None
 
+    def shows(self, value: float) -> bool:
+        return math.isfinite(value) and (value > 0 or not self.log)
+
+    def scale(self, values: Sequence[float], start: float, end: float) -> tuple[Place, list[float]]:
+        """The function from values to coordinates between start and end, and the ticks."""
+        low = min(values) if self.low is None else self.low
+        high = max(values) if self.high is None else self.high
+        if not high > low:
+            pad = max(0.5, 0.01 * abs(low))
+            low, high = (low / 2, low * 2) if self.log else (low - pad, low + pad)
+        margin = 0.0 if self.log else 0.04 * (high - low)
+        low -= margin if self.low is None else 0.0
+        high += margin if self.high is None else 0.0
+
+        def place(value: float) -> float:
+            first, last, here = (math.log(v) if self.log else v for v in (low, high, value))
+            return start + (end - start) * min(1.0, max(0.0, (here - first) / (last - first)))
+
+        return place, log_ticks(low, high) if self.log else nice_ticks(low, high)
+
 
 def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """About `wanted` round numbers in [low, high]: multiples of 1, 2 or 5 times a power of ten."""
-    if not (math.isfinite(low) and math.isfinite(high) and high > low):
-        return [low]
-    raw = (high - low) / max(1, wanted)
+    raw = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -81,60 +96,44 @@ def label(value: float) -> str:
     return f"{value:,.10g}" if size >= 1 or not size else f"{value:.3g}"
 
 
-def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> tuple[Place, list[float]]:
-    """The function from values to coordinates between start and end, and the ticks."""
-    low = min(values) if axis.low is None else axis.low
-    high = max(values) if axis.high is None else axis.high
-    if not high > low:
-        low, high = (low / 2, high * 2) if axis.log else (low - 0.5, high + 0.5)
-    if not axis.log and axis.low is None:
-        low -= 0.04 * (high - low)
-    if not axis.log and axis.high is None:
-        high += 0.04 * (high - low)
-
-    def place(value: float) -> float:
-        first, last, here = (math.log(v) if axis.log else v for v in (low, high, value))
-        return start + (end - start) * min(1.0, max(0.0, (here - first) / (last - first)))
-
-    return place, log_ticks(low, high) if axis.log else nice_ticks(low, high)
-
-
 def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     """One chart as an SVG element; an empty string without points."""
-    shown = [s for s in (replace(s, points=_usable(s.points, x, y)) for s in series) if s.points]
+    shown = [(s, points) for s in series if (points := [p for p in s.points if x.shows(p.x) and y.shows(p.y)])]
     if not shown:
         return ""
-    points = [point for s in shown for point in s.points]
-    across, columns = _scale(x, [p.x for p in points], LEFT, WIDTH - RIGHT)
-    ends = [end for p in points for end in ((p.y,) if y.log else (p.y - p.error, p.y + p.error))]
-    up, rows = _scale(y, ends, BASE, TOP)
+    every = [point for _, points in shown for point in points]
+    across, columns = x.scale([p.x for p in every], LEFT, RIGHT)
+    up, rows = y.scale([end for p in every for end in ((p.y,) if y.log else (p.y - p.error, p.y + p.error))], BASE, TOP)
     name = escape(title)
     parts = [f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{name}"><title>{name}</title>']
     for value in rows:
-        parts.append(_line("rule", LEFT, up(value), WIDTH - RIGHT, up(value)))
+        parts.append(_line("rule", LEFT, up(value), RIGHT, up(value)))
         parts.append(_text("tick", LEFT - 7, up(value) + 3.5, label(value), "end"))
     for value in columns:
         parts.append(_line("rule", across(value), BASE, across(value), BASE + 4))
         parts.append(_text("tick", across(value), BASE + 16, label(value), "middle"))
-    parts.append(_text("name", WIDTH - RIGHT, HEIGHT - 4, escape(x.name), "end"))
+    parts.append(_text("name", RIGHT, HEIGHT - 4, escape(x.name), "end"))
     parts.append(_text("name", 0.0, 11.0, escape(y.name)))
-    for s in shown:
-        parts += _draw(s, across, up, x.name)
+    for s, points in shown:
+        thinned = points[:: -(-len(points) // MAX_POINTS) * -1][::-1]  # counted from the end, which keeps the last
+        places = [(across(p.x), up(p.y)) for p in thinned]
+        line = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+        if s.filled:
+            area = f"{places[0][0]:.1f},{BASE} {line} {places[-1][0]:.1f},{BASE}"
+            parts.append(f'<polygon class="fill {s.role}" points="{area}"/>')
+        parts.append(f'<polyline class="line {s.role}" points="{line}"/>')
+        for p, (a, b) in zip(thinned, places, strict=True) if s.dots else ():
+            error = f" ± {p.error:.2g}" if p.error > 0 else ""
+            parts += [_line(f"line {s.role}", a, up(p.y - p.error), a, up(p.y + p.error))] if error else []
+            tip = escape(f"{s.name}: {p.y:.5g}{error}, {x.name} {label(p.x)}")
+            parts.append(
+                f'<circle class="dot {s.role}" cx="{a:.1f}" cy="{b:.1f}" r="3.4"><title>{tip}</title></circle>'
+            )
     if len(shown) > 1:  # a legend at the top right, each name in its color
-        names = " ".join(
-            f'<tspan class="text {s.role}" dx="14">{"●" if s.dots else "—"} {escape(s.name)}</tspan>' for s in shown
-        )
-        parts.append(_text("name", WIDTH - RIGHT, 11.0, names, "end"))
+        marks = [(s.role, f"{'●' if s.dots else '—'} {escape(s.name)}") for s, _ in shown]
+        names = " ".join(f'<tspan class="text {role}" dx="14">{mark}</tspan>' for role, mark in marks)
+        parts.append(_text("name", RIGHT, 11.0, names, "end"))
     return "".join([*parts, "</svg>"])
-
-
-def _usable(points: Sequence[Point], x: Axis, y: Axis) -> list[Point]:
-    fit = [
-        p for p in points
-        if math.isfinite(p.x) and math.isfinite(p.y) and (p.x > 0 or not x.log) and (p.y > 0 or not y.log)
-    ]  # fmt: skip
-    every = -(-len(fit) // MAX_POINTS) or 1
-    return fit[::-every][::-1]  # counted from the end, which keeps the last
 
 
 def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
@@ -143,23 +142,3 @@ def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
 
 def _text(kind: str, x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
-
-
-def _draw(series: Series, across: Place, up: Place, x_name: str) -> list[str]:
-    places = [(across(p.x), up(p.y)) for p in series.points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    parts = []
-    if series.filled:
-        area = f"{places[0][0]:.1f},{BASE} {line} {places[-1][0]:.1f},{BASE}"
-        parts.append(f'<polygon class="fill {series.role}" points="{area}"/>')
-    parts.append(f'<polyline class="line {series.role}" points="{line}"/>')
-    for point, (x, y) in zip(series.points, places, strict=True) if series.dots else ():
-        error = ""
-        if point.error > 0:
-            parts.append(_line(f"line {series.role}", x, up(point.y - point.error), x, up(point.y + point.error)))
-            error = f" ± {point.error:.2g}"
-        tip = escape(f"{series.name}: {point.y:.5g}{error}, {x_name} {label(point.x)}")
-        parts.append(
-            f'<circle class="dot {series.role}" cx="{x:.1f}" cy="{y:.1f}" r="3.4"><title>{tip}</title></circle>'
-        )
-    return parts

@@ -41,15 +41,11 @@ PNG = b"\x89PNG\r\n\x1a\n"
 OPERATIONS = {"cpu": 3e11, "cuda": 5e15}  # a few seconds each
 ANIMATED, STEPS = 9, 32  # samples of the animation, and their steps
 LEVELS, LEVEL_IMAGES = 21, 96
-MEASURE, RECON = (10, 5), 2  # levels per sample: the paper's 5, or 10 if that is cheap
+MEASURE, RECON = 5, 2  # evaluations of each sample, as in the paper
 MAX_IMAGES, MIN_IMAGES = 512, 16
 TOO_SLOW = "it takes too long on this device. Use --device cuda, or `bsi eval` and `bsi sample`."
 
 
-# ---- Files ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
 class Run:
     """The files of a run.
 
@@ -59,32 +55,89 @@ class Run:
         hashes: Name, size and SHA-256 of files of the run and of its latest checkpoint.
     """
 
-    path: Path
-    recipe: Recipe
-    network: str
-    changed: Sequence[str]
-    command: str
-    environment: Mapping[str, str]
-    state: str
-    step: int
-    journal: Sequence[Mapping[str, Value]]
-    pictures: Mapping[int, bytes]
-    evaluations: Sequence[Mapping[str, Any]]
-    hashes: Sequence[tuple[str, int, str]]
-    data_version: str
+    def __init__(self, path: Path) -> None:
+        record = RunFolder(path).read_record() if path.is_dir() else None
+        if record is None:
+            raise UsageError(f"{path} is not a run folder: it has no run.json. Use a folder that `bsi train` wrote.")
+        self.path, self.recipe, self.network = path, record.recipe, record.network
+        about, status = self._object("run.json"), self._object("status.json")
+        changed, command = (about[key] if isinstance(about.get(key), list) else [] for key in ("changed", "command"))
+        self.changed, self.command = [str(change) for change in changed], " ".join(str(word) for word in command)
+        environment = flat(about.get("environment", {}))
+        self.environment = {name: "none" if v is None else str(v) for name, v in environment.items()}
+        self.state, self.step = str(status.get("state", "unknown")), int(number(status.get("step")) or 0)
+        self.journal = read_journal(path) if self._file("journal.jsonl") else []
+        stored = [self._object(f"evaluations/{file.name}") for file in sorted(path.glob("evaluations/*.json"))]
+        self.evaluations = [record for record in stored if record]
+        self.pictures = self._pictures()
+        self.hashes, self.data_version = self._checkpoint()
 
     @property
-    def bounds(self) -> list[Mapping[str, Any]]:
+    def bounds(self) -> list[dict[str, Any]]:
         """Results of `bsi eval --bpd` on the test set, oldest first."""
         return [r for r in self.evaluations if isinstance(r.get("bits_per_dim"), float) and r.get("split") == "test"]
 
-    def events(self, kind: str) -> list[Mapping[str, Value]]:
+    def events(self, kind: str) -> list[dict[str, Value]]:
         return [record for record in self.journal if record.get("event") == kind]
 
     def numbers(self, kind: str, name: str) -> list[tuple[float, float]]:
         """(step, value) of one quantity of the journal, without missing and non-finite values."""
         found = [(number(record.get("step")), number(record.get(name))) for record in self.events(kind)]
         return [(step, value) for step, value in found if step is not None and value is not None]
+
+    def _file(self, name: str) -> Path | None:
+        """The path of a file of the run; None unless it is a regular file inside the run folder, also behind links."""
+        path = self.path / name
+        try:
+            return path if path.is_file() and path.resolve().is_relative_to(self.path.resolve()) else None
+        except (OSError, RuntimeError, ValueError):  # a loop of links, a null byte
+            return None
+
+    def _object(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file of the run; an empty one if there is none."""
+        path = self._file(name)
+        try:
+            value = None if path is None else read_json(path)
+        except DataError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def _pictures(self) -> dict[int, bytes]:
+        """The last of the grids that the journal names, and a few before it at equal distances."""
+        named, found = {}, {}
+        for record in self.events("sample"):
+            step, path = number(record["step"]), self._file(f"samples/{Path(str(record.get('file', ''))).name}")
+            if step is not None and path is not None:
+                named[int(step)] = path
+        steps = sorted(named)
+        for i in sorted(
+            {round(i * (len(steps) - 1) / (MAX_PICTURES - 1)) for i in range(MAX_PICTURES)} if steps else ()
+        ):
+            try:
+                with open_untrusted(named[steps[i]], PICTURE_BYTES) as file:
+                    data = file.read()
+            except DataError:
+                continue
+            if data.startswith(PNG):
+                found[steps[i]] = data
+        return found
+
+    def _checkpoint(self) -> tuple[list[tuple[str, int, str]], str]:
+        """The hashes of the run's files and of its latest checkpoint, and the version of the data it was trained on."""
+        files = [path for name in ("run.json", "journal.jsonl") if (path := self._file(name))]
+        hashes = [(path.name, path.stat().st_size, digest_file(path)) for path in files]
+        pointer = self._file("checkpoints/latest")
+        if pointer is None:
+            return hashes, ""
+        with open_untrusted(pointer) as file:
+            latest = Path(file.read(255).decode("utf-8", "replace").strip()).name
+        parts = self._object(f"checkpoints/{latest}/manifest.json").get("files")
+        data = self._object(f"checkpoints/{latest}/state.json").get("data")
+        for name, entry in sorted(parts.items()) if isinstance(parts, dict) else ():
+            size = number(entry.get("bytes")) if isinstance(entry, dict) else None
+            if size is not None:
+                hashes.append((f"{latest}/{name}", int(size), str(entry.get("sha256"))))
+        return hashes, str(data.get("version", "")) if isinstance(data, dict) else ""
 
 
 def number(value: object) -> float | None:
@@ -94,105 +147,16 @@ def number(value: object) -> float | None:
     return None
 
 
-def read_run(path: Path) -> Run:
-    folder = RunFolder(path)
-    record = folder.read_record() if path.is_dir() else None
-    if record is None:
-        raise UsageError(f"{path} is not a run folder: it has no run.json. Use a folder that `bsi train` wrote.")
-    about, status = _object(path, "run.json"), _object(path, "status.json")
-    changed, command = (about[key] if isinstance(about.get(key), list) else [] for key in ("changed", "command"))
-    journal = read_journal(path) if _inside(path, folder.journal.name) else []
-    stored = [_object(path, f"evaluations/{file.name}") for file in sorted(path.glob("evaluations/*.json"))]
-    hashes, data_version = _checkpoint(path)
-    return Run(
-        path=path,
-        recipe=record.recipe,
-        network=record.network,
-        changed=[str(change) for change in changed],
-        command=" ".join(str(word) for word in command),
-        environment={name: "none" if v is None else str(v) for name, v in flat(about.get("environment", {})).items()},
-        state=str(status.get("state", "unknown")),
-        step=int(number(status.get("step")) or 0),
-        journal=journal,
-        pictures=_pictures(path, journal),
-        evaluations=[record for record in stored if record],
-        hashes=hashes,
-        data_version=data_version,
-    )
-
-
-def _inside(run: Path, name: str) -> Path | None:
-    """The path of a file of the run; None unless it is a regular file inside the run folder, also behind links."""
-    path = run / name
-    try:
-        return path if path.is_file() and path.resolve().is_relative_to(run.resolve()) else None
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a null byte
-        return None
-
-
-def _object(run: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file of the run; an empty one if there is none."""
-    path = _inside(run, name)
-    try:
-        value = None if path is None else read_json(path)
-    except DataError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _pictures(run: Path, journal: Sequence[Mapping[str, Value]]) -> dict[int, bytes]:
-    """The last of the grids that the journal names, and a few before it at equal distances."""
-    named = {}
-    for record in journal:
-        step, path = number(record.get("step")), _inside(run, f"samples/{Path(str(record.get('file', ''))).name}")
-        if record.get("event") == "sample" and step is not None and path is not None:
-            named[int(step)] = path
-    steps, found = sorted(named), {}
-    last = len(steps) - 1
-    for step in sorted({steps[round(i * last / (MAX_PICTURES - 1))] for i in range(MAX_PICTURES)}) if steps else ():
-        try:
-            with open_untrusted(named[step], PICTURE_BYTES) as file:
-                data = file.read()
-        except DataError:
-            continue
-        if data.startswith(PNG):
-            found[step] = data
-    return found
-
-
-def _checkpoint(run: Path) -> tuple[list[tuple[str, int, str]], str]:
-    """The hashes of the run's files and of its latest checkpoint, and the version of the data it was trained on."""
-    found = [path for name in ("run.json", "journal.jsonl") if (path := _inside(run, name))]
-    hashes = [(path.name, path.stat().st_size, digest_file(path)) for path in found]
-    pointer = _inside(run, "checkpoints/latest")
-    if pointer is None:
-        return hashes, ""
-    with open_untrusted(pointer) as file:
-        latest = Path(file.read(255).decode("utf-8", "replace").strip()).name
-    files = _object(run, f"checkpoints/{latest}/manifest.json").get("files")
-    data = _object(run, f"checkpoints/{latest}/state.json").get("data")
-    for name, entry in sorted(files.items()) if isinstance(files, dict) else ():
-        size = number(entry.get("bytes")) if isinstance(entry, dict) else None
-        if size is not None:
-            hashes.append((f"{latest}/{name}", int(size), str(entry.get("sha256"))))
-    return hashes, str(data.get("version", "")) if isinstance(data, dict) else ""
-
-
-# ---- Measurements ---------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Measured:
     """Measurements of the model; `missing` gives the reason for each that is None or empty."""
 
     parameters: int | None = None
     animation: bytes | None = None
-    bound: Mapping[str, Any] | None = None
-    """As `bsi eval` stores it."""
+    bound: Mapping[str, Any] | None = None  # as `bsi eval` stores it
     by_level: Sequence[Point] = ()
     missing: list[str] = field(default_factory=list)
-    baselines: Mapping[str, float] = field(default_factory=dict)
-    """Bits per dimension of the same test samples by simple models and file formats."""
+    baselines: Mapping[str, float] = field(default_factory=dict)  # of the same test samples, in bits per dimension
 
 
 def measure(run: Run, device: torch.device, backbone: nn.Module | None, bound_known: bool = False) -> Measured:
@@ -208,27 +172,25 @@ def measure(run: Run, device: torch.device, backbone: nn.Module | None, bound_kn
     elif budget < ANIMATED * evaluations(model.method, STEPS):
         measured.missing.append(f"no animation: {TOO_SLOW}")
     else:
-        measured.animation = belief_animation(model)
-    if model.denoiser.consistent:
-        measured.missing.append("no bound: a distilled network has none")
-        return measured
-    dataset = find_dataset(run.recipe.data.name, run.data_version)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "belief.webp"
+            animate_beliefs(model, Sampler(steps=STEPS), 0, None, ANIMATED, path)
+            measured.animation = path.read_bytes()
+    name = run.recipe.data.name
+    dataset = find_dataset(name, run.data_version)
     if dataset is None:
-        measured.missing.append(
-            f"no bound: the test set of {run.recipe.data.name} is not on this machine. Try `bsi data --list`."
-        )
+        measured.missing.append(f"no bound: the test set of {name} is not on this machine. Try `bsi data --list`.")
         return measured
     wanted = min(MAX_IMAGES, len(dataset.test))
     budget -= LEVELS * min(wanted, LEVEL_IMAGES)
-    levels = next((m for m in MEASURE if wanted * (m + RECON) <= budget), MEASURE[-1])
-    num = min(wanted, int(budget) // (levels + RECON))
+    num = min(wanted, int(budget) // (MEASURE + RECON))
     if num < min(MIN_IMAGES, wanted):
         measured.missing.append(f"no bound: {TOO_SLOW}")
         return measured
     images = dataset.test[subset(len(dataset.test), num)]
     data, measured.baselines = torch.from_numpy(images), baselines(dataset.train, images, dataset.bins)
     if not bound_known:
-        found = model.bits_per_dim(data, measure=levels, recon=RECON).record()
+        found = model.bits_per_dim(data, measure=MEASURE, recon=RECON).record()
         measured.bound = None if found["bits_per_dim"] is None else {**found, "images": num}
     measured.by_level = bits_by_level(model, data[subset(num, LEVEL_IMAGES)])
     return measured
@@ -241,14 +203,6 @@ def _affordable_evaluations(recipe: Recipe, model: Model) -> float:
         return operations / (2 * sum(p.numel() for p in model.parameters()) * math.prod(model.shape[1:]))
     bins = None if model.bins is None else model.bins.count
     return operations / cost(recipe.backbone, model.latent_shape, bins).flops
-
-
-def belief_animation(model: Model) -> bytes:
-    """Beliefs from the prior to the samples, as an animated WebP."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "belief.webp"
-        animate_beliefs(model, Sampler(steps=STEPS), 0, None, ANIMATED, path)
-        return path.read_bytes()
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from bsi.data.baselines import baselines_text
 from bsi.io import atomic, check_writable
 from bsi.progress import readable_seconds
 from bsi.report.charts import Axis, Point, Role, Series, chart
-from bsi.report.contents import Measured, Run, measure, number, read_run
+from bsi.report.contents import Measured, Run, measure, number
 from bsi.runtime.distributed import pick_device
 from bsi.runtime.serialization import flat, to_plain
 
@@ -48,9 +48,8 @@ def write_report(
         device: Where to evaluate the model, by default a GPU if there is one.
         ask_model: Load and evaluate the model; otherwise only files are read.
     """
-    path = Path(run)
-    found = read_run(path)
-    target = path / "report.html" if out is None else Path(out)
+    found = Run(Path(run))
+    target = found.path / "report.html" if out is None else Path(out)
     check_writable(target, "--out")
     if ask_model:
         known = any(record.get("step") == found.step for record in found.bounds)
@@ -107,22 +106,20 @@ def best_bound(run: Run, measured: Measured) -> Mapping[str, Any] | None:
     return None
 
 
-def _errors(best: Mapping[str, Any], form: str) -> dict[str, str]:
+def _errors(best: Mapping[str, Any], digits: int) -> dict[str, str]:
     """The known errors of a bound. Monte Carlo noise can hide that of the test set, which then has a limit only."""
     limit = "" if best.get("data_resolved") is not False else "at most "
-    known = {"Monte Carlo": ("", "monte_carlo_error"), "test set": (limit, "data_error")}
-    values = {name: (most, number(best.get(key))) for name, (most, key) in known.items()}
-    return {name: f"{most}{value:{form}}" for name, (most, value) in values.items() if value is not None}
+    errors = (("Monte Carlo", "", "monte_carlo_error"), ("test set", limit, "data_error"))
+    return {
+        name: f"{most}{error:.{digits}f}" for name, most, key in errors if (error := number(best.get(key))) is not None
+    }
 
 
 def _header(run: Run, measured: Measured, best: Mapping[str, Any] | None) -> str:
-    recipe = run.recipe
-    figures = {}
+    recipe, figures = run.recipe, {}
     if best is not None:
-        errors = "".join(
-            f' <span class="error">± {value} ({name})</span>' for name, value in _errors(best, ".3f").items()
-        )
-        figures["bits per dimension"] = f"{float(best['bits_per_dim']):.3f}{errors}"
+        errors = (f' <span class="error">± {value} ({name})</span>' for name, value in _errors(best, 3).items())
+        figures["bits per dimension"] = f"{float(best['bits_per_dim']):.3f}{''.join(errors)}"
     figures["steps"] = f"{run.step:,}" + ("" if run.step == recipe.steps else f" of {recipe.steps:,}")
     if measured.parameters is not None:
         figures["parameters"] = f"{measured.parameters:,}"
@@ -154,25 +151,20 @@ def _likelihood(run: Run, measured: Measured, best: Mapping[str, Any] | None) ->
     if best is not None:
         total = float(best["bits_per_dim"])
         terms = {name: value for name in TERMS if (value := number(best.get(name))) is not None}
-        units = number(best.get("change_of_units"))
-        if units is None:  # a record of an older version: the difference to the sum, if all terms are known
-            units = total - sum(terms.values()) if len(terms) == len(TERMS) else 0.0
-        if abs(units) > 1e-6:
+        units = total - sum(terms.values())
+        if len(terms) == len(TERMS) and abs(units) > 1e-6:
             terms["change of units"] = units
-        errors = {name.replace("test set", "choice of test samples"): v for name, v in _errors(best, ".4f").items()}
         rows = [(name, f"{value:.4f}") for name, value in terms.items()]
         rows.append(("<b>bits per dimension</b>", f"<b>{total:.4f}</b>"))
-        rows += [(f"± {name}", value) for name, value in errors.items()]
+        rows += [(f"± {name.replace('test set', 'choice of test samples')}", v) for name, v in _errors(best, 4).items()]
         if measured.baselines:
             rows.append(("for comparison", escape(baselines_text(measured.baselines))))
         note = f"{best['about']} More evaluations reduce the first error, more test samples the second."
         parts.append(f"<div>{_table(rows, kind='numbers')}{_note(note)}</div>")
     if measured.by_level:
+        x, y = Axis("precision", log=True), Axis("bits per dimension and decade", low=0.0)
         drawn = chart(
-            "Where the bits are",
-            Axis("precision", log=True),
-            Axis("bits per dimension and decade", low=0.0),
-            [Series("measurement term", measured.by_level, "belief", dots=True, filled=True)],
+            "Where the bits are", x, y, [Series("measurement term", measured.by_level, dots=True, filled=True)]
         )
         caption = "Where the bits are: the area is the measurement term."
         parts.append(f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>")
@@ -192,62 +184,48 @@ def _pictures(run: Run) -> str:
 
 
 def _curves(run: Run) -> str:
-    bits = [Point(step, value) for step, value in run.numbers("train", "bits_per_dim")]
+    def curve(name: str, role: Role, shown: str = "") -> Series:
+        return Series(shown or name, [Point(step, value) for step, value in run.numbers("train", name)], role)
+
     # Training minimizes the measurement term, so this is the term of the test set to compare with. For images it is
     # most of the bound.
-    errors = dict(run.numbers("evaluate", "error"))
+    errors, trained = dict(run.numbers("evaluate", "error")), curve("bits_per_dim", "soft", "training")
     tested = [Point(step, value, errors.get(step, 0.0)) for step, value in run.numbers("evaluate", "measurement")]
-    values = sorted(p.y for p in [*bits, *tested])
-    high = None
+    values, high = sorted(p.y for p in [*trained.points, *tested]), None
     if len(values) > 20:  # the first losses are far above the rest, so the axis ignores the highest 5 %
         high = 1.05 * max(values[int(0.95 * len(values))], max((p.y for p in tested), default=0.0))
-    steps = Axis("step", low=0.0)
-    loss = [Series("training", bits, "soft"), Series("test, by the EMA", tested, "belief", dots=True)]
+    loss, steps = [trained, Series("test, by the EMA", tested, dots=True)], Axis("step", low=0.0)
     drawn = {
         "Loss": chart("Loss", steps, Axis("measurement term, bits per dimension", high=high), loss),
-        "Learning rate": chart("Learning rate", steps, Axis("", low=0.0), [_curve(run, "lr", "predict")]),
-        "Samples per second": chart("Rate", steps, Axis("", low=0.0), [_curve(run, "images_per_s", "soft")]),
-        "Norm of the gradient": chart("Gradient", steps, Axis("", log=True), [_curve(run, "grad_norm", "measure")]),
+        "Learning rate": chart("Learning rate", steps, Axis("", low=0.0), [curve("lr", "predict")]),
+        "Samples per second": chart("Rate", steps, Axis("", low=0.0), [curve("images_per_s", "soft")]),
+        "Norm of the gradient": chart("Gradient", steps, Axis("", log=True), [curve("grad_norm", "measure")]),
     }
     figures = [f"<figure><figcaption><b>{name}</b></figcaption>{svg}</figure>" for name, svg in drawn.items() if svg]
     return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
 
 
-def _curve(run: Run, name: str, role: Role) -> Series:
-    return Series(name, [Point(step, value) for step, value in run.numbers("train", name)], role)
-
-
 def _quality(run: Run) -> str:
     """The distances that `bsi eval` stored, against evaluations of the network, by solver and guidance."""
-    found: dict[str, list[Point]] = {}
-    metric, compared = "FID", []
+    found, metric, compared = dict[str, list[Point]](), "FID", []
     for record in (r for r in run.evaluations if "metric" in r):
-        guidance = _guidance(record)
+        drawing, generation, guidance = record.get("drawing"), record.get("generation"), None
+        if isinstance(drawing, dict):  # guidance 1 follows the labels as learned; without labels it means nothing
+            guidance = number(drawing.get("guidance"))
+            labeled = bool(drawing.get("classes")) or drawing.get("label") is not None
+            guidance = guidance if labeled or guidance != 1 else None
         compared.append({**record, "guidance": guidance})
-        generation, value = record.get("generation"), number(record.get("value"))
+        value, error = number(record.get("value")), number(record.get("error"))
         if isinstance(generation, dict) and value is not None:
-            metric = str(record["metric"])
-            evaluations, error = number(generation.get("evaluations")), number(record.get("error"))
+            metric, evaluations = str(record["metric"]), number(generation.get("evaluations"))
             name = str(generation.get("solver", "")) + ("" if guidance is None else f", guidance {guidance:g}")
             found.setdefault(name, []).append(Point(evaluations or 0.0, value, error or 0.0))
     if not found:
         return ""
-    series = [
-        Series(name, sorted(points, key=lambda p: p.x), ROLES[i % len(ROLES)], dots=True)
-        for i, (name, points) in enumerate(sorted(found.items()))
-    ]
+    named = zip(ROLES * len(found), sorted(found.items()), strict=False)
+    series = [Series(name, sorted(points), role, dots=True) for role, (name, points) in named]
     drawn = chart(f"{metric} against evaluations", Axis("evaluations", log=True), Axis(metric), series)
     return f'<div class="pair"><figure>{drawn}</figure><div>{_records(compared, QUALITY_COLUMNS)}</div></div>'
-
-
-def _guidance(record: Mapping[str, Any]) -> float | None:
-    """The guidance of samples with labels, 1 without exaggeration; None for samples without labels."""
-    drawing = record.get("drawing")
-    if not isinstance(drawing, dict):
-        return None
-    guidance = number(drawing.get("guidance"))
-    labeled = bool(drawing.get("classes")) or drawing.get("label") is not None
-    return guidance if labeled or guidance != 1 else None
 
 
 def _recipe(run: Run) -> str:
@@ -272,7 +250,7 @@ def _environment(run: Run) -> str:
     return (_list(facts, "facts") if facts else "") + files
 
 
-# ---- Pieces of HTML: their arguments are HTML ------------------------------------------------------------------------
+# Pieces of HTML: their arguments are HTML
 
 
 def _note(text: str) -> str:

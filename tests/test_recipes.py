@@ -15,9 +15,8 @@ from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
 from bsi.cli.train import parse
 from bsi.errors import UsageError
 from bsi.methods import BFN, BSI, METHODS, VDM, check_last_level
-from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
+from bsi.recipe import Data, Ema, Every, Optimizer, Recipe, changes, flat, from_plain, kinds, to_plain
 from bsi.recipes import RECIPES, evidence, named_recipe
-from bsi.runtime.serialization import changes, flat, from_plain, kinds, to_plain
 from bsi.values import Bins, Standardize, Symbols
 
 ALL = [(name, method) for name in RECIPES for method in METHODS]
@@ -116,7 +115,7 @@ def test_every_kind_is_one_of_ours() -> None:
         ({"steps": True}, "steps must be int"),
         ({"steps": 3.5}, "steps must be int"),
         ({"compile": 1}, "compile must be bool"),
-        ({"precision": "fp4"}, "precision is one of auto"),
+        ({"precision": "fp4"}, "precision must be one of auto"),
         ({"optimizer": {"beta_1": 0.9}}, "optimizer: missing lr"),
         ({"optimizer": 3}, "optimizer must be a table"),
         ({"sigma_data": "big"}, "sigma_data must be float"),

@@ -15,10 +15,9 @@ from bsi.elbo import Estimator
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.grids import geometric_grid, paper_grid
 from bsi.oracle import Sequences
-from bsi.recipe import Data, Optimizer, Recipe
+from bsi.recipe import Data, Optimizer, Recipe, from_plain, to_plain
 from bsi.rng import SeededNoise
 from bsi.runtime.export import DataSpec
-from bsi.runtime.serialization import from_plain, to_plain
 from bsi.sampling import drawing, end_of, trajectory
 from bsi.symbols import SymbolPredictor, drawn, expected, log_posterior, log_prob, mixture_kl
 

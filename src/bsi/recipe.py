@@ -3,21 +3,28 @@
 A recipe determines the result: the method, the network, the data, the optimizer, the averages and the seed. A run
 folder stores it, a resumed run is compared with it, and the command line edits it. Numbers from the paper are in
 `bsi.recipes`; the defaults here are ours unless a comment says otherwise.
+
+A record is stored as a dictionary of its fields. If a field may hold one of several records (the method, the network),
+the dictionary has a `kind`, a name from `kinds()`. Other names are rejected, and nothing is imported by a name read
+from a file. Reading is strict: an unknown field, a missing field or a value of another type raises an error.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+import types
+import typing
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
 
-from bsi.backbones.config import BackboneConfig
+from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig
 from bsi.devices import Precision
 from bsi.errors import UsageError
-from bsi.methods import Method
+from bsi.methods import METHODS, Method
 from bsi.methods.base import Parametrization
 from bsi.sampler import Sampler
+from bsi.values import CONTINUOUS, Bins, Standardize, Symbols
 
 SHARDS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -25,6 +32,17 @@ MOST = 10**12  # steps, samples in a batch: larger numbers are mistakes
 FIRST_RATE = 1e-8  # the paper's warm-up starts here
 
 Action = Literal["journal", "evaluate", "sample", "checkpoint"]
+Record = TypeVar("Record")
+
+NETWORKS: dict[str, type] = {"dit": DiTConfig, "unet": UNetConfig, "mlp": MLPConfig}
+DATA_KINDS: dict[str, type] = {"bins": Bins, "symbols": Symbols, "standardize": Standardize}
+# Fields that version 0.1.0 wrote under other names.
+FORMER = {
+    "optimiser": "optimizer",
+    "parametrisation": "parametrization",
+    "unlabelled": "unlabeled",
+    "standard": "standardize",
+}
 
 
 @dataclass(frozen=True)
@@ -324,3 +342,106 @@ def _at_least(record: object, prefix: str, **least: int) -> None:
 def _require(name: str, value: object, valid: bool, rule: str) -> None:
     if not valid:
         raise UsageError(f"{name} must be {rule}, got {value}.")
+
+
+# ---- Records as JSON-serializable data -------------------------------------------------------------------------------
+
+
+def kinds() -> dict[str, type]:
+    """The registered methods, the networks and the kinds of data, by the name that a file may give them."""
+    return {**METHODS, **NETWORKS, **DATA_KINDS}
+
+
+def to_plain(value: Any) -> Any:
+    """Convert a record to dictionaries, lists, numbers and strings."""
+    if is_dataclass(value) and not isinstance(value, type):
+        kind = next(({"kind": name} for name, cls in kinds().items() if cls is type(value)), {})
+        return {**kind, **{f.name: to_plain(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity
+    return value
+
+
+def from_plain(cls: type[Record], data: object, where: str = "") -> Record:
+    """Convert `data` to a record of class `cls`. Raises a UsageError that names an invalid field."""
+    if not isinstance(data, dict):
+        raise UsageError(f"{where or cls.__name__} must be a table of fields: got {data!r:.80}")
+    hints, known = typing.get_type_hints(cls), {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    given = {FORMER.get(str(name), str(name)): value for name, value in data.items() if name != "kind" or name in known}
+    # Version 0.1.0 wrote a sampler's fields in the record that holds it, and the kind of data in two fields.
+    if "sampler" in known and "sampler" not in given:
+        sampler = {name: given.pop(name) for name in ("steps", "solver", "grid") if name in given}
+        given |= {"sampler": sampler} if sampler else {}
+    if "kind" in known and "bins" in given:
+        former = {name: given.pop(name, None) for name in ("bins", "standardize")}
+        given["kind"] = next(({"kind": name, **value} for name, value in former.items() if value), to_plain(CONTINUOUS))
+    unknown = sorted(given.keys() - known.keys())
+    missing = [n for n, f in known.items() if n not in given and f.default is f.default_factory is MISSING]
+    if unknown or missing:
+        what = f"unknown {', '.join(unknown)}" if unknown else f"missing {', '.join(missing)}"
+        raise UsageError(f"{where or cls.__name__}: {what}; its fields are {', '.join(known)}")
+    prefix = f"{where}." if where else ""
+    return cls(**{name: _value(hints[name], value, prefix + name) for name, value in given.items()})
+
+
+def _value(hint: Any, value: object, where: str) -> Any:
+    """Convert `value` to the type of the annotation `hint`."""
+    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Method:
+        origin, choices = typing.Union, tuple(METHODS.values())
+    if origin in (typing.Union, types.UnionType):
+        if value is None and types.NoneType in choices:
+            return None
+        choices = tuple(choice for choice in choices if choice is not types.NoneType)
+        if float in choices and len(choices) > 1:  # or a list of them
+            choices = tuple(choice for choice in choices if (choice is float) != isinstance(value, list))
+        if len(choices) == 1:
+            return _value(choices[0], value, where)
+        known = {name: cls for name, cls in kinds().items() if cls in choices}
+        kind = value.get("kind") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or kind not in known:
+            raise UsageError(f"{where} is of kind {', '.join(known)}: got {kind!r:.80}")
+        return from_plain(known[kind], value, where)
+    if is_dataclass(hint):
+        return from_plain(typing.cast(type, hint), value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_value(choices[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is Literal and isinstance(value, str) and value in choices:
+        return value
+    if hint is float and (type(value) in (int, float) or value in ("inf", "-inf", "nan")):
+        return float(typing.cast(float, value))
+    if hint in (int, bool, str) and type(value) is hint:
+        return value
+    rule = f"one of {', '.join(map(str, choices))}" if origin is Literal else "a list" if origin else hint.__name__
+    raise UsageError(f"{where} must be {rule}: got {value!r:.80}")
+
+
+def flat(record: object, prefix: str = "") -> dict[str, Any]:
+    """A record's values by dotted name: {"optimizer.lr": 0.0002, ...}."""
+    plain = to_plain(record)
+    if not isinstance(plain, dict):
+        return {prefix: plain}
+    found: dict[str, Any] = {}
+    for name, value in plain.items():
+        found |= flat(value, f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that differs between two records, by its dotted name; None where a record has no such field."""
+
+    name: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before} -> {self.after}"
+
+
+def changes(before: object, after: object) -> list[Change]:
+    """The differences between two records, in the order of their fields."""
+    old, new = flat(before), flat(after)
+    return [Change(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]

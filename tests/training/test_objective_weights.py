@@ -12,9 +12,8 @@ from bsi.errors import UsageError
 from bsi.grids import paper_grid
 from bsi.methods import BFN, BSI, VDM
 from bsi.objective import edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
-from bsi.recipe import Every, Objective, Recipe
+from bsi.recipe import Every, Objective, Recipe, from_plain, to_plain
 from bsi.runtime.distributed import Place, World
-from bsi.runtime.serialization import from_plain, to_plain
 from bsi.training.step import Engine
 from bsi.training.stream import Batch
 

@@ -28,9 +28,8 @@ from bsi.errors import DataError, UsageError
 from bsi.methods import METHODS
 from bsi.pictures import is_image
 from bsi.progress import log
-from bsi.recipe import Recipe
+from bsi.recipe import Recipe, changes, to_plain
 from bsi.recipes import RECIPES, evidence, named_recipe
-from bsi.runtime.serialization import changes, to_plain
 
 USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--out FOLDER]
                  [--key value ...]

@@ -26,12 +26,11 @@ from bsi.evaluation.samples import animate_beliefs
 from bsi.io import digest_file, open_untrusted, read_json
 from bsi.model import Model
 from bsi.pictures import is_image
-from bsi.recipe import Recipe
+from bsi.recipe import Recipe, flat
 from bsi.report.charts import Point
 from bsi.rng import standard_normal, subset
 from bsi.runtime.export import load
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
-from bsi.runtime.serialization import flat
 from bsi.sampler import Sampler
 from bsi.sampling import evaluations
 

@@ -21,10 +21,10 @@ from bsi import __version__
 from bsi.data.baselines import baselines_text
 from bsi.io import atomic, check_writable
 from bsi.progress import readable_seconds
+from bsi.recipe import flat, to_plain
 from bsi.report.charts import Axis, Point, Role, Series, chart
 from bsi.report.contents import Measured, Run, measure, number
 from bsi.runtime.distributed import pick_device
-from bsi.runtime.serialization import flat, to_plain
 
 TERMS = ("reconstruction", "measurement", "prior")
 BOUND_COLUMNS = ("bits_per_dim", "monte_carlo_error", "data_error", "split", "images", "finite_k", "proposal", "step")

@@ -47,11 +47,10 @@ from bsi.methods import METHODS, Method
 from bsi.methods.base import Parametrization
 from bsi.model import Model
 from bsi.progress import log
-from bsi.recipe import Recipe, check_name
+from bsi.recipe import Recipe, check_name, from_plain, to_plain
 from bsi.runtime import checkpoint
 from bsi.runtime.ema import reconstruct
 from bsi.runtime.run_folder import RunFolder
-from bsi.runtime.serialization import from_plain, to_plain
 from bsi.values import Bins, DataKind
 
 EXPORT_FORMAT = 1

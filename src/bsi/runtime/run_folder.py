@@ -47,9 +47,8 @@ from bsi import __version__
 from bsi.errors import DataError, UsageError, extra
 from bsi.io import append_line, read_json, write_json, write_text
 from bsi.progress import log
-from bsi.recipe import Recipe
+from bsi.recipe import Recipe, changes, flat, from_plain, to_plain
 from bsi.runtime.distributed import World
-from bsi.runtime.serialization import changes, flat, from_plain, to_plain
 
 FORMAT = 1
 State = Literal["running", "preempted", "finished", "failed"]

@@ -49,10 +49,9 @@ from bsi.io import atomic, canonical_json, write_json
 from bsi.methods import BSI
 from bsi.metrics import Extractor, Inception, collect, frechet_distance, frechet_error, metric_name, reference
 from bsi.model import Model
-from bsi.recipe import Objective, Recipe
+from bsi.recipe import Objective, Recipe, changes, flat, from_plain, to_plain
 from bsi.rng import standard_normal
 from bsi.runtime.distributed import Place, World
-from bsi.runtime.serialization import changes, flat, from_plain, to_plain
 from bsi.sampler import Sampler, VarianceKind
 from bsi.studies.scale import DATASETS, MetricName, Scale
 from bsi.training.resume import SAFE

@@ -36,12 +36,11 @@ from bsi.io import write_json, write_text
 from bsi.methods import METHODS
 from bsi.model import Model
 from bsi.progress import log
-from bsi.recipe import Recipe
+from bsi.recipe import Recipe, changes
 from bsi.recipes import named_recipe
 from bsi.runtime.distributed import Place, World, find_place, pick_device
 from bsi.runtime.export import export, read_trained
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
-from bsi.runtime.serialization import changes
 from bsi.studies import ablations, bounds, comparison, illustration, outcome  # noqa: F401  studies register themselves
 from bsi.studies.measure import Bound, Deadline, Job, Quality, Store, Training, check_network, describe, network_name
 from bsi.studies.outcome import STUDIES, Results, Study

@@ -20,13 +20,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from bsi.errors import BsiError, UsageError
-from bsi.recipe import Recipe
+from bsi.recipe import Change, Recipe, changes, flat, from_plain
 from bsi.runtime import checkpoint
 from bsi.runtime.checkpoint import Checkpoint
 from bsi.runtime.distributed import World
 from bsi.runtime.export import DataSpec
 from bsi.runtime.run_folder import RunFolder, RunRecord
-from bsi.runtime.serialization import Change, changes, flat, from_plain
 from bsi.training.step import Engine
 from bsi.values import Standardize
 

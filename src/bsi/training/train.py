@@ -29,7 +29,7 @@ from bsi.errors import BsiError, Preempted, UsageError
 from bsi.methods import check_last_level
 from bsi.model import Model
 from bsi.progress import Progress
-from bsi.recipe import Ema, Every, Objective, Optimizer, Recipe, Samples
+from bsi.recipe import Ema, Every, Objective, Optimizer, Recipe, Samples, to_plain
 from bsi.rng import derive
 from bsi.runtime import run_folder
 from bsi.runtime.checkpoint import Saver
@@ -37,7 +37,6 @@ from bsi.runtime.distributed import World, find_place, join, watching
 from bsi.runtime.export import build_model, class_name, config_of, load, read_trained, set_weights
 from bsi.runtime.out_of_memory import check_host, enough_to_train
 from bsi.runtime.run_folder import RunFolder, RunRecord, Sink, State
-from bsi.runtime.serialization import to_plain
 from bsi.sampler import Sampler
 from bsi.sampling import levels_of
 from bsi.training.dataset import TrainingData, open_training_data

@@ -38,9 +38,8 @@ class TrainingData:
     train: BatchSource
     test: BatchSource | None
     spec: DataSpec
-    labels: Labels | None = None
-    note: str = ""
-    """An assumption about the data, to be printed."""
+    labels: Labels | None
+    note: str  # an assumption about the data, to be printed
 
 
 @dataclass(frozen=True)
@@ -69,25 +68,31 @@ def open_training_data(
 
     `run` is the folder of an interrupted run, by which a dataset that was renamed is found.
     """
+    name, version, names = recipe.data.name, "", tuple[str, ...]()
     if data is None:
-        for name, given in (("test", test), ("kind", kind), ("labels", labels)):
+        for what, given in (("test", test), ("kind", kind), ("labels", labels)):
             if given is not None:
-                raise UsageError(f"{name} was given without data. Pass data of your own with it, or leave {name} out.")
-        return _prepared(recipe, device, run)
+                raise UsageError(f"{what} was given without data. Pass data of your own with it, or leave {what} out.")
+        dataset = open_for_run(name, run)
+        name, version, kind = dataset.name, dataset.version, dataset.kind
+        data, test = dataset.split("train"), dataset.test if len(dataset.test) else None
+        if recipe.data.labels and dataset.labels is not None:
+            labels, names = dataset.labels.train, dataset.labels.names
     if labels is not None and not recipe.data.labels:
         raise UsageError("labels were given, and the recipe learns none. Set data.labels=True in it.")
     train = as_source(data, device, recipe.data.workers)
     first = train.take(FIRST)
     shape, floats = tuple(first.shape[1:]), first.is_floating_point()
     kind, note = _fitted(kind, first, data, train)
-    known = _labels(labels, len(train), "the data") if recipe.data.labels else None
-    version = _version(data, train)
-    if known is not None:
-        version = fingerprint([version, digest([known.tobytes()])])
-    spec = DataSpec(recipe.data.name, version, len(train), shape, kind, _classes(known))
+    known = _labels(labels, len(train), name) if recipe.data.labels else None
+    count = 0 if known is None else int(known.max(initial=-1)) + 1
+    if names and count > len(names):
+        raise DataError(f"{name} has {count} classes, and names for {len(names)}. Prepare it again.")
+    version = version or _version(data, train, known)
+    spec = DataSpec(name, version, len(train), shape, kind, len(names) or count, names)
     tested = None
     if test is not None:
-        tested = as_source(test, device, recipe.data.workers)
+        tested = as_source(test, workers=recipe.data.workers)
         example = tested.take(FIRST)
         if example.shape != first.shape or floats > example.is_floating_point():
             raise UsageError(
@@ -98,42 +103,19 @@ def open_training_data(
     return TrainingData(InFloat32(train) if floats else train, tested, spec, known, note)
 
 
-def _prepared(recipe: Recipe, device: torch.device, run: Path | None) -> TrainingData:
-    dataset = open_for_run(recipe.data.name, run)
-    known: Labels | None = None
-    names: tuple[str, ...] = ()
-    if recipe.data.labels:
-        given = dataset.labels
-        known = _labels(None if given is None else given.train, len(dataset.train), dataset.name)
-        names = () if given is None else given.names
-    count = _classes(known)
-    if names and count > len(names):
-        raise DataError(f"{dataset.name} has {count} classes, and names for {len(names)}. Prepare it again.")
-    spec = DataSpec(
-        dataset.name, dataset.version, len(dataset.train), dataset.shape, dataset.kind, len(names) or count, names
-    )
-    test = as_source(dataset.test) if len(dataset.test) else None
-    return TrainingData(as_source(dataset.split("train"), device), test, spec, known)
-
-
 def _labels(given: object, count: int, name: str) -> Labels:
     """The labels as int64, one for each sample."""
     if given is None:
-        raise DataError(
-            f"{name} has no labels. Leave data.labels out, or provide labels with the data (for folders of images: "
-            f"`bsi data folder --labels`)."
-        )
+        fix = "Leave data.labels out, or prepare the data with labels (`bsi data folder --labels`)."
+        raise DataError(f"{name} has no labels. {fix}")
     labels = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
-    if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer) or int(labels.min(initial=0)) < 0:
+    least = labels.min(initial=0)
+    if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer) or least < 0:
         raise DataError(
             f"labels must be whole numbers >= 0, one for each of the {count} samples of {name}, got {labels.dtype} of "
-            f"shape {labels.shape} with minimum {labels.min(initial=0)}."
+            f"shape {labels.shape} with minimum {least}."
         )
     return labels.astype(np.int64)
-
-
-def _classes(labels: Labels | None) -> int:
-    return 0 if labels is None else int(labels.max(initial=-1)) + 1
 
 
 def _fitted(kind: DataKind | None, first: Tensor, data: object, train: BatchSource) -> tuple[DataKind, str]:
@@ -168,13 +150,15 @@ def _fitted(kind: DataKind | None, first: Tensor, data: object, train: BatchSour
     )
 
 
-def _version(data: object, source: BatchSource) -> str:
-    """A hash of the content of a tensor or array, or of a subset of the samples of other data."""
+def _version(data: object, source: BatchSource, labels: Labels | None) -> str:
+    """A hash of the labels and the content of a tensor or array, or of a subset of the samples of other data."""
     if isinstance(data, Tensor | np.ndarray):
-        array = data.detach().cpu().numpy() if isinstance(data, Tensor) else data
-        return fingerprint([str(array.dtype), list(array.shape), digest([np.ascontiguousarray(array).tobytes()])])
-    sample = _some(source, SPOT_CHECK).cpu().numpy()
-    return fingerprint([len(source), str(sample.dtype), list(sample.shape), digest([sample.tobytes()])])
+        length, content = [], data.detach().cpu().numpy() if isinstance(data, Tensor) else data
+    else:
+        length, content = [len(source)], _some(source, SPOT_CHECK).cpu().numpy()
+    content = np.ascontiguousarray(content)
+    version = fingerprint([*length, str(content.dtype), list(content.shape), digest([content.tobytes()])])
+    return version if labels is None else fingerprint([version, digest([labels.tobytes()])])
 
 
 def _some(source: BatchSource, count: int) -> Tensor:

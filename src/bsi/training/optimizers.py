@@ -6,19 +6,17 @@ Muon (Jordan et al., 2024) takes momentum steps whose matrices have all singular
     N  = beta M + (1 - beta) G                            Nesterov momentum
     W <- W - lr (0.2 sqrt(max(m, n)) U + decay W)         U: the polar factor of N, by five Newton-Schulz steps
 
-The factor (Liu et al., 2025) matches the root mean square of AdamW's updates, so that both can use one learning rate
-and one weight decay. Muon updates the matrices between hidden features; filters of convolutions are matrices of shape
-(out, in x window).
-Embeddings, modulation, the output layer, every vector, and a matrix whose rows are not contiguous (torch's layers make
-none) are updated by AdamW.
-
-A flag on the device decides whether a step counts. If it is not set, neither optimizer changes anything.
+The factor (Liu et al., 2025) matches the root mean square of AdamW's updates, so that both share one learning rate and
+one weight decay. Muon updates the matrices between hidden features; filters of convolutions are matrices of shape
+(out, in x window). Embeddings, modulation, the output layer, every vector, and a matrix whose rows are not contiguous
+(torch's layers make none) are updated by AdamW. A step that does not count, by a flag on the device, changes nothing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -44,13 +42,9 @@ class Optimizers:
         self._muon = {n: p for n, p in named.items() if id(p) in contiguous}
         self._adam = {n: p for n, p in named.items() if id(p) not in contiguous}
         self.muon = Muon(list(self._muon.values()), settings.momentum, settings.weight_decay)
-        self.adam = GatedAdamW(
-            self._adam.values(),
-            lr=settings.lr,
-            betas=(settings.beta_1, settings.beta_2),
-            weight_decay=settings.weight_decay,
-            fused=True,
-            capturable=True,  # keeps the step count on the device
+        betas, decay = (settings.beta_1, settings.beta_2), settings.weight_decay
+        self.adam: Any = torch.optim.AdamW(  # capturable: the step count is on the device
+            self._adam.values(), settings.lr, betas, weight_decay=decay, fused=True, capturable=True
         )
         for p in self._adam.values():  # as in AdamW's first step, so that checkpoints always have all tensors
             self.adam.state[p] = {"step": torch.zeros((), device=p.device)} | {
@@ -65,7 +59,7 @@ class Optimizers:
         """Update the weights with their gradients divided by `scale`, if the step counts."""
         for group in self.adam.param_groups:
             group["lr"] = lr
-        self.adam.found_inf, self.adam.grad_scale = (~counts).float(), scale
+        self.adam.found_inf, self.adam.grad_scale = (~counts).float(), scale  # as torch.amp.GradScaler does
         self.adam.step()
         self.muon.step(lr, scale, counts)
 
@@ -73,16 +67,6 @@ class Optimizers:
         """The tensors that the next step depends on, by name."""
         adam = {f"{kind}/{n}": value for n, p in self._adam.items() for kind, value in self.adam.state[p].items()}
         return adam | {f"momentum/{n}": m for n, m in zip(self._muon, self.muon.momenta, strict=True)}
-
-
-class GatedAdamW(torch.optim.AdamW):
-    """Fused AdamW that changes nothing if `found_inf` is 1, and divides the gradients by `grad_scale`.
-
-    torch.amp.GradScaler sets both on a fused optimizer, whose kernel reads them on the device.
-    """
-
-    found_inf: Tensor
-    grad_scale: Tensor
 
 
 class Muon:
@@ -103,15 +87,15 @@ class Muon:
             weights = [by_rows(self.matrices[i], self.matrices[i]) for i in alike]
             momenta = [by_rows(self.momenta[i], self.matrices[i]) for i in alike]
             # torch.where, since a factor of 0 would keep a gradient that is not finite.
-            grads = torch.where(counts, torch.stack([self._gradient(i) for i in alike]) / scale, 0.0)
+            grads = torch.where(counts, torch.stack([_gradient(self.matrices[i]) for i in alike]) / scale, 0.0)
             lerp_(momenta, grads.unbind(), (1 - self.beta) * counts)
             factors = polar(torch.stack(momenta).lerp_(grads, 1 - self.beta))
             torch._foreach_mul_(weights, 1 - self.decay * lr)
             torch._foreach_sub_(weights, (factors * (ADAMS_SIZE * max(rows, columns) ** 0.5 * lr)).unbind())
 
-    def _gradient(self, i: int) -> Float[Tensor, "rows columns"]:
-        matrix = self.matrices[i]
-        return by_rows(torch.zeros_like(matrix) if matrix.grad is None else matrix.grad, matrix)
+
+def _gradient(matrix: nn.Parameter) -> Float[Tensor, "rows columns"]:
+    return by_rows(torch.zeros_like(matrix) if matrix.grad is None else matrix.grad, matrix)
 
 
 def polar(matrices: Float[Tensor, "count rows columns"]) -> Float[Tensor, "count rows columns"]:

@@ -34,7 +34,7 @@ from bsi.grids import paper_grid
 from bsi.levels import Proposal
 from bsi.methods.base import Method, Predictor
 from bsi.model import Model
-from bsi.objective import Weight, edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
+from bsi.objective import edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
 from bsi.recipe import Objective, Recipe
 from bsi.runtime.distributed import Watchdog, World
 from bsi.runtime.ema import EmaModel, PowerAverages, Profile
@@ -62,8 +62,7 @@ class Engine:
         self.powers = PowerAverages(model.denoiser.backbone, recipe.ema.powers)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = Optimizers(model.denoiser.backbone, recipe.optimizer)
-        self.gap = torch.zeros((), device=world.device)  # of consistency tuning
-        self.loss = Loss(recipe.objective, model.method, self.gap)
+        self.loss = Loss(recipe.objective, model.method, world.device)
         self.steps_done = 0
         self.updating = False  # True during an update, when the state is incomplete
         self._network: nn.Module = model.denoiser
@@ -73,8 +72,8 @@ class Engine:
         # each power-function average have the weight of the new parameters.
         self.this_step = torch.zeros((), dtype=torch.int64, device=world.device)
         self.lr, self.ema_weight, *self.power_weights = torch.zeros(2 + len(recipe.ema.powers), device=world.device)
-        # The counters: the first step that was not finite, the loss scale and the good steps since it changed; and sums
-        # of losses, gradient norms, steps, and losses without their weight.
+        # The counters: the first step that was not finite; the loss scale and the good steps since it changed; sums of
+        # losses, gradient norms, steps, and losses without their weight.
         self.bad_step = torch.full_like(self.this_step, -1)
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
         self.scale_age = torch.zeros_like(self.this_step)
@@ -88,10 +87,11 @@ class Engine:
         watchdog.at(step, "data")
         self.this_step.fill_(step)
         self.lr.fill_(self.recipe.rate(step))
-        self.gap.fill_(gap_at(step / self.recipe.steps))
         self.ema_weight.fill_(ema.weight(step + 1))
         for weight, width in zip(self.power_weights, ema.powers, strict=True):
             weight.fill_(1 - Profile(step + 1, width).beta)
+        if self.recipe.objective.consistency:
+            self.loss.gap.fill_(gap_at(step / self.recipe.steps))
         batches = self._watched(stream.step(step), watchdog)
         if self._replay is not None:
             self._replay(lambda batch: self._train([batch]), next(batches))
@@ -235,9 +235,8 @@ class Engine:
     def begin(self, stream: Stream) -> None:
         """Let DDP sum the gradients, from weights that are the same on all ranks.
 
-        DDP rearranges its buckets after the first backward pass, and with three ranks or more the arrangement
-        determines the order of sums. A first pass without an update fixes it, so that a resumed run computes the same
-        sums as an uninterrupted one.
+        DDP rearranges its buckets after the first backward pass, which with three ranks or more changes the order of
+        sums. A first pass without an update fixes it, so that a resumed run has the sums of an uninterrupted one.
         """
         if self.world.size == 1 or self.recipe.audit:
             return
@@ -254,9 +253,9 @@ class Engine:
             buffer.copy_(value)
 
     def close(self) -> None:
-        """Release DDP and its reference to the process group, which must not be destroyed while the GIL is held.
+        """Release DDP and its reference to the process group.
 
-        If DDP's reducer held the last reference, its destructor would wait under the GIL for gloo's thread, which may
+        If its reducer held the last reference, the destructor would wait under the GIL for gloo's thread, which may
         itself wait for the GIL to release a tensor: a finished run would never exit.
         """
         self._network = self.model.denoiser
@@ -295,24 +294,22 @@ class Means:
 
 
 class Loss:
-    """The loss of a recipe's objective, see bsi.objective, with its tables on the device of `gap`."""
+    """The loss of a recipe's objective, see bsi.objective, with its tables on the device."""
 
-    def __init__(self, objective: Objective, method: Method, gap: Float[Tensor, ""]) -> None:
-        weights: dict[str, Weight | None] = {
-            "elbo": None, "sigmoid": sigmoid_weight(method, objective.bias), "edm": edm_weight(method),
-        }  # fmt: skip
-        self.method, self.weight, k = method, weights[objective.weight], objective.finite_k
+    def __init__(self, objective: Objective, method: Method, device: torch.device) -> None:
+        weights = {"sigmoid": sigmoid_weight(method, objective.bias), "edm": edm_weight(method)}
+        self.method, self.weight, k = method, weights.get(objective.weight), objective.finite_k
         self.terms = 1 if self.weight is None else 2  # the length of `sums`
-        self.grid = None if k is None else paper_grid(method, k).to(gap.device)
-        self.gap = gap if objective.consistency else None
+        self.grid = None if k is None else paper_grid(method, k).to(device)
+        self.consistency, self.gap = objective.consistency, torch.zeros((), device=device)
         self.levels: Proposal = method.levels
         if objective.expected_levels:
-            self.levels = expected_levels(method, self.weight).to(gap.device)
+            self.levels = expected_levels(method, self.weight).to(device)
 
     def __call__(
         self, predict: Predictor, x: Float[Tensor, "batch *data"], t: PerSample, eps: Float[Tensor, "batch *data"]
     ) -> PerSample:
-        if self.gap is not None:
+        if self.consistency:
             return consistency_loss(self.method, predict, x, t, eps, self.gap)
         if self.grid is None:
             return training_loss(self.method, predict, x, t, eps, self.weight, self.levels)

@@ -9,15 +9,14 @@ A call with the same `out` resumes; for a finished run it returns at once. `bsi 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +38,7 @@ from bsi.runtime.out_of_memory import check_host, enough_to_train
 from bsi.runtime.run_folder import RunFolder, RunRecord, Sink, State
 from bsi.sampler import Sampler
 from bsi.sampling import levels_of
-from bsi.training.dataset import TrainingData, open_training_data
+from bsi.training.dataset import open_training_data
 from bsi.training.lock import hold
 from bsi.training.loop import Loop, listening, log
 from bsi.training.resume import find_checkpoint, restore, together
@@ -129,7 +128,7 @@ def train(
         raise UsageError(f"recipe must be a bsi.Recipe, got {recipe!r}. Pass for example bsi.recipes.digits().")
     if not hang_after_s > 0:
         raise UsageError(f"hang_after_s must be positive, got {hang_after_s}. Use inf to wait for ever.")
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         enter = stack.enter_context
         if not command_line:
             enter(_python_names())
@@ -166,8 +165,13 @@ def train(
         check_host(recipe, spec, world)
         with enough_to_train(recipe, spec, world, watchdog):
             half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
-            model = _model(recipe, opened, backbone, init_from if resumed.checkpoint is None else None, half, world)
-            engine = enter(contextlib.closing(Engine(recipe, model, world, half)))
+            torch.manual_seed(derive(recipe.seed, "init"))
+            model = build_model(recipe, spec, backbone)
+            _check_model(model, recipe)
+            if init_from is not None and resumed.checkpoint is None:
+                set_weights(model, read_trained(Path(init_from)), str(init_from))
+            model = _fastest(model.to(world.device).train(), recipe, half)
+            engine = enter(closing(Engine(recipe, model, world, half)))
         if begin is not None:
             begin()
         _check_threads(engine, log_once)
@@ -183,25 +187,15 @@ def train(
             journal.append(run_folder.JsonLines(folder, done, [name for name in possible if name in due]))
         progress = enter(Progress("train", recipe.steps, "step", done, None if world.first else StringIO()))
         enter(_status(folder, engine, world))
-        saver = enter(contextlib.closing(Saver(folder.checkpoints, recipe.keep, folder.check)))  # it needs the lock
+        saver = enter(closing(Saver(folder.checkpoints, recipe.keep, folder.check)))  # it needs the lock
         source, shape = opened.train, spec.latent_shape
-        stream = enter(contextlib.closing(Stream(recipe, source, shape, world, done, opened.labels, spec.classes)))
+        stream = enter(closing(Stream(recipe, source, shape, world, done, opened.labels, spec.classes)))
         trackers = enter(run_folder.tracking(track if world.first else (), folder.path, recipe))
         enter(enough_to_train(recipe, spec, world, watchdog))
         engine.begin(stream)
+        about = {"recipe": to_plain(recipe), "data": to_plain(spec), "network": record.network, "ranks": world.size}
         Loop(
-            data=opened,
-            engine=engine,
-            stream=stream,
-            folder=folder,
-            saver=saver,
-            sinks=[*journal, *trackers, *sinks],
-            progress=progress,
-            watchdog=watchdog,
-            stop=stop,
-            about={
-                "recipe": to_plain(recipe), "data": to_plain(spec), "network": record.network, "ranks": world.size,
-            },
+            opened, engine, stream, folder, saver, [*journal, *trackers, *sinks], progress, watchdog, stop, about,
             pending=resumed.evaluation_pending,
         ).run()  # fmt: skip
     return Run(folder.path, backbone)
@@ -240,29 +234,21 @@ def distill(
             f"{source} cannot be distilled: that needs a network of bsi.backbones, its recipe, and numbers."
         )
     recipe = replace(
-        recipe,
-        name=f"{recipe.name}-distilled",
-        steps=steps,
-        batch=batch or recipe.batch,
-        objective=Objective(consistency=True),
+        recipe, name=f"{recipe.name}-distilled", steps=steps, batch=batch or recipe.batch,
+        objective=Objective(consistency=True), ema=Ema(beta=max(0.0, 1 - 20 / steps), start=0), every=Every(),
         optimizer=Optimizer(lr, schedule="cosine", weight_decay=0.0, clip=recipe.optimizer.clip),
-        ema=Ema(beta=max(0.0, 1 - 20 / steps), start=0),
-        every=Every(),
         samples=Samples(recipe.samples.count, Sampler(steps=1)),
-    )
-    arguments: dict[str, Any] = {"labels": labels, "device": device, "command_line": command_line}
-    return train(recipe, data, out=out, init_from=Path(source), **arguments)
+    )  # fmt: skip
+    return train(recipe, data, out=out, labels=labels, init_from=Path(source), device=device, command_line=command_line)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _numerics(recipe: Recipe, world: World) -> Iterator[None]:
     """The threads of the recipe; in the audit mode, one thread and deterministic kernels. Restored at the end, like the
     caller's random number generators, since training seeds torch's.
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    wanted = 1 if recipe.audit else recipe.threads
-    if wanted is not None:
-        torch.set_num_threads(wanted)
+    torch.set_num_threads(1 if recipe.audit else recipe.threads or threads)
     if recipe.audit:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
         torch.use_deterministic_algorithms(True)
@@ -274,19 +260,9 @@ def _numerics(recipe: Recipe, world: World) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _model(
-    recipe: Recipe,
-    data: TrainingData,
-    backbone: nn.Module | None,
-    init_from: str | Path | None,
-    half: torch.dtype | None,
-    world: World,
-) -> Model:
-    """The model on its device, with weights from the seed, the caller's network or another run."""
-    torch.manual_seed(derive(recipe.seed, "init"))
-    model = build_model(recipe, data.spec, backbone)
-    network = model.denoiser.backbone
-    for name, parameter in network.named_parameters():
+def _check_model(model: Model, recipe: Recipe) -> None:
+    """Raise if the recipe cannot train this model, or draw samples from it."""
+    for name, parameter in model.denoiser.backbone.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise UsageError(
                 f"training needs weights in float32, got {parameter.dtype} for {name}. Pass backbone.float(); "
@@ -295,20 +271,19 @@ def _model(
     check_last_level(model.method, model.kind)
     if recipe.samples.sampler.variance != "none":
         raise UsageError("samples during training have no fitted variance. Use samples.sampler.variance=none.")
-    levels_of(
-        model.method, model.named(recipe.samples.sampler)
-    )  # raises now if the sampler is invalid, not at the first samples
+    levels_of(model.method, model.named(recipe.samples.sampler))  # raises if the sampler is invalid
     if recipe.precision == "fp8":
-        check_fp8(recipe.backbone, data.spec.latent_shape)
-    if init_from is not None:
-        set_weights(model, read_trained(Path(init_from)), str(init_from))
-    model = model.to(world.device).train()
-    fast = recipe.compile and not recipe.audit
-    if isinstance(network, Backbone):  # chooses the fastest form before the optimizer refers to the weights
+        check_fp8(recipe.backbone, model.latent_shape)
+
+
+def _fastest(model: Model, recipe: Recipe, half: torch.dtype | None) -> Model:
+    """The model with its network in the fastest form, before the optimizer refers to the weights."""
+    network, fast = model.denoiser.backbone, recipe.compile and not recipe.audit
+    if isinstance(network, Backbone):
         network.compute_dtype = half
         if fast:
-            accelerate(network, world.device, recipe.lean, fp8=recipe.precision == "fp8")
-    elif fast and compiles(world.device):
+            accelerate(network, model.device, recipe.lean, fp8=recipe.precision == "fp8")
+    elif fast and compiles(model.device):
         network.compile()
     return model
 
@@ -330,13 +305,13 @@ def _check_threads(engine: Engine, log: Callable[[str], None]) -> None:
         log(f"{threads} threads are {factor:.1f} times slower than one on this machine now. Set threads to 1.")
 
 
-@contextlib.contextmanager
+@contextmanager
 def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
     """Keep the status file up to date, however the run ends, unless the lock is lost."""
 
     def write(state: State, note: str = "") -> None:
         if world.first:
-            with contextlib.suppress(OSError):  # a full disk: the status only reports
+            with suppress(OSError):  # a full disk: the status only reports
                 folder.write_status(state, engine.steps_done, note)
 
     write("running")
@@ -349,7 +324,7 @@ def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
     write("finished")
 
 
-@contextlib.contextmanager
+@contextmanager
 def _python_names() -> Iterator[None]:
     """In errors for callers in Python, name arguments and settings (`steps=9`) in place of options (`--steps 9`).
 
@@ -357,8 +332,7 @@ def _python_names() -> Iterator[None]:
     """
 
     def named(option: re.Match[str]) -> str:
-        name = option[1].replace("-", "_")
-        return name if option[2] is None else f"{name}={option[2]}"
+        return option[1].replace("-", "_") + (f"={option[2]}" if option[2] else "")
 
     try:
         yield

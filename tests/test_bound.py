@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 import bsi
-from bsi.bound import FEWEST, EvaluatedModel, estimate, estimate_pair, expected_error, make_plan
+from bsi.bound import FEWEST, Design, EvaluatedModel, Integral, estimate, estimate_pair, expected_error, make_plan
 from bsi.control_variate import KNOTS
 from bsi.data.batches import as_source
 from bsi.elbo import Estimator
@@ -26,7 +26,6 @@ from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
 from bsi.recipe import Evaluation
 from bsi.runtime.distributed import FailedTogether, Place, World, join
-from bsi.strata import Design, Integral
 from bsi.training.loop import StopFlag, bound
 from bsi.values import Bins
 from repetitions import repeat

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from bsi.bound import Integral
 from bsi.control_variate import Basis, Interpolation, Valuewise, Wiener, fit_control, fit_proposal, knots
 from bsi.gaussian import squared_norm
 from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
-from bsi.strata import Integral
 from bsi.values import CONTINUOUS, Bins
 
 METHODS = [BSI(), BFN(), VDM()]

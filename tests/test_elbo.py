@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brute_force import mean_and_variance, source
-from bsi.bound import EvaluatedModel, estimate
+from bsi.bound import Design, EvaluatedModel, estimate, noise
 from bsi.denoiser import Denoiser
 from bsi.elbo import (
     Elbo,
@@ -33,7 +33,6 @@ from bsi.likelihood import categorical_normal, discretized_normal, normal
 from bsi.methods import BFN, BSI, VDM, Method, Predictor
 from bsi.oracle import Mixture
 from bsi.solvers import posterior
-from bsi.strata import Design, noise
 from bsi.values import CONTINUOUS, Bins
 from repetitions import repeat, unchecked
 

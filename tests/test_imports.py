@@ -37,7 +37,6 @@ LAYERS = [
         "sampler",
         "sampling",
         "solvers",
-        "strata",
         "variance",
     },
     {"recipe", "recipes"},

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bsi import codec
-from bsi.bound import EvaluatedModel, OneRank, estimate
+from bsi.bound import EvaluatedModel, OneRank, estimate, noise
 from bsi.data.batches import as_source
 from bsi.elbo import Elbo, Estimator
 from bsi.errors import BsiError, UsageError
@@ -27,7 +27,6 @@ from bsi.grids import paper_grid
 from bsi.model import Model
 from bsi.progress import log
 from bsi.rng import subset
-from bsi.strata import noise
 from bsi.variance import Variance, transition_kl
 
 MEASURE, RECON = 20, 2

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 import bsi
 from bsi import BFN, BSI, VDM, Bins
-from bsi.codec import compress, decompress
-from bsi.coded_file import pack, unpack
+from bsi.codec import compress, decompress, pack, unpack
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.variance import named_variance
 

@@ -20,7 +20,6 @@ LAYERS = [
         "adapters",
         "bound",
         "codec",
-        "coded_file",
         "conditioning",
         "consistency",
         "control_variate",

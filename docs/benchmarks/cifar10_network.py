@@ -162,14 +162,14 @@ def code(out: Path, args: argparse.Namespace) -> None:
     some = test[: args.coded]
     done = [0, time.monotonic()]
 
-    def progress(count: int) -> None:
-        done[0] += count
+    def watch(step: int, x_hat: torch.Tensor) -> None:
+        done[0] += len(x_hat)
         if time.monotonic() - done[1] > 20:
             done[1] = time.monotonic()
             say(evaluations=done[0])
 
     began = time.monotonic()
-    packed = codec.compress(model, some, steps=args.k, variance=variance, batch_size=args.batch, progress=progress)
+    packed = codec.compress(model, some, steps=args.k, variance=variance, batch_size=args.batch, watch=watch)
     encoded = time.monotonic() - began
     say(
         samples=packed.samples,
@@ -188,7 +188,7 @@ def code(out: Path, args: argparse.Namespace) -> None:
         **bound(model, some, measure=args.levels, recon=4, finite_k=args.k, variance=variance),
     )
     began, done[0] = time.monotonic(), 0
-    decoded = codec.decompress(model, packed.blob, progress=progress)
+    decoded = codec.decompress(model, packed.blob, watch)
     say(equal=bool(torch.equal(decoded, some)), decode_s=round(time.monotonic() - began, 1))
 
 

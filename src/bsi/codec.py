@@ -16,17 +16,26 @@ divergence. The first bits come from samples that are stored uncompressed, log2(
 stack holds enough bits for a batch. The stack of bits is an entropy coder of the package constriction (asymmetric
 numeral systems).
 
-Encoder and decoder must compute the same x_hat to the last bit (coded_file.py): a file can be decoded only on machines
-of the same type, so the format is not suitable for archives.
+The file:
+
+    magic (4 bytes), size of the header (4), header (JSON, deflated), words (4 bytes each), SHA-256 of all this (32)
+
+Encoder and decoder must compute the same x_hat to the last bit. So the header records the model's hash, the machine and
+a hash of some predictions, which the decoder compares before it starts; checksums of each batch and of the data detect
+any remaining difference. A file can be decoded only on machines of the same type: the format is not for archives.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import math
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +43,6 @@ import torch
 from jaxtyping import Float64, Int64, Integer
 from torch import Tensor
 
-from bsi import coded_file
 from bsi.errors import BsiError, DataError, UsageError, extra
 from bsi.grids import paper_grid
 from bsi.model import Model
@@ -43,14 +51,18 @@ from bsi.solvers import Path
 from bsi.values import Bins
 from bsi.variance import Variance, basis_of
 
+MAGIC = b"BSI\x01"
+HASH_BYTES = 32
+MOST_HEADER = 1 << 24
+MOST_BATCH = 1 << 16
+LOG_STEP = 0.125  # quantization step of a stored ln v
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
 # Grid points on either side of the mean with nonzero probability (at least 2^-24): REACH for q, LEAST to MOST for p.
 REACH, LEAST, MOST = 12, 64, 1 << 12
 MARGIN = 1.1  # a batch starts only if the stack holds this multiple of the bits that it is expected to take
 PROBES = 4  # predictions whose hash a decoder compares before it starts
 
-Report = Callable[[int], None]
-Preview = Callable[[int, Tensor], None]
+Watch = Callable[[int, Tensor], None]  # is called with each step and its predictions
 Coordinates = Float64[np.ndarray, "batch n"]
 Places = Int64[np.ndarray, "batch n"]
 
@@ -91,7 +103,7 @@ def compress(
     steps: int = 64,
     variance: Variance | None = None,
     batch_size: int = 16,
-    progress: Report = lambda count: None,
+    watch: Watch = lambda step, x_hat: None,
 ) -> Compressed:
     """Compress binned data without loss.
 
@@ -101,35 +113,34 @@ def compress(
         steps: Steps of the chain. More steps make a tighter bound and need more initial bits.
         variance: Variance of the transitions (`bsi.variance.named_variance`): `level`, `pixels` or `dct`.
         batch_size: Samples coded together, at most: fewer while the stack holds too few bits for their latents.
-        progress: Called with the number of network evaluations that were just completed.
+        watch: Called with the step of the chain and the predictions x_hat of a batch, after each evaluation.
     """
     model.check_denoiser()
-    bins = _bins(model)
+    bins, stack = _bins(model), _stream().stack.AnsCoder()
     if data.is_floating_point() or tuple(data.shape[1:]) != model.shape:
         got = f"{data.dtype} of shape {tuple(data.shape)}"
         raise UsageError(f"compression takes bin indices of samples of shape {model.shape}, got {got}.")
     if steps < 1 or batch_size < 1:
         raise UsageError(f"steps and batch_size must be at least 1, got steps={steps} and batch_size={batch_size}.")
     model.check(data)
-    stored = None if variance is None else coded_file.stored_variance(variance)
-    chain = _Chain(model, bins, steps, stored, progress)
+    stored = None if variance is None else stored_variance(variance)
+    chain = _Chain(model, bins, steps, stored, watch)
     index = data.cpu().numpy().astype(np.int32).reshape(len(data), -1)
 
-    coder, batches, plain = _stream().stack.AnsCoder(), list[CodedBatch](), 0
-    per_sample = chain.initial_bits * MARGIN
-    while plain < len(index) and coder.num_valid_bits() < per_sample:
-        coder.encode_reverse(index[plain], _stream().model.Uniform(bins.count))
+    batches, plain, per_sample = list[CodedBatch](), 0, chain.initial_bits * MARGIN
+    while plain < len(index) and stack.num_valid_bits() < per_sample:
+        stack.encode_reverse(index[plain], _stream().model.Uniform(bins.count))
         plain += 1
-    initial = before = coder.num_valid_bits()
-    done, checks = plain, [coded_file.checksum(index[:plain])]
+    initial = before = stack.num_valid_bits()
+    done, checks = plain, [checksum(index[:plain])]
     while done < len(index):
         part = index[done : done + min(batch_size, max(1, int(before / per_sample)))]
-        chain.encode(coder, part)
-        checks.append(coded_file.checksum(part))
-        after = coder.num_valid_bits()
+        chain.encode(stack, part)
+        checks.append(checksum(part))
+        done, after = done + len(part), stack.num_valid_bits()
         batches.append(CodedBatch(len(part), after - before))
-        done, before = done + len(part), after
-    header = coded_file.Header(
+        before = after
+    header = Header(
         shape=list(model.shape),
         bins=[bins.low, bins.high, bins.count],
         count=len(index),
@@ -138,74 +149,57 @@ def compress(
         checks=checks,
         steps=steps,
         variance=stored,
-        model=coded_file.model_hash(model),
-        machine=coded_file.machine(model),
+        model=model_hash(model),
+        machine=machine(model),
         probe=chain.probe(),
-        sha256=coded_file.data_hash(index, bins),
+        sha256=data_hash(index, bins),
     )
-    words = coder.get_compressed().astype("<u4").tobytes()
-    return Compressed(coded_file.pack(header, words), len(index), plain, chain.n, initial, tuple(batches))
+    words = stack.get_compressed().astype("<u4").tobytes()
+    return Compressed(pack(header, words), len(index), plain, chain.n, initial, tuple(batches))
 
 
-def decompress(
-    model: Model,
-    blob: bytes,
-    progress: Report = lambda count: None,
-    preview: Preview = lambda step, x_hat: None,
-) -> Integer[Tensor, "samples *data"]:
-    """Decompress a file. The data is identical to that which was compressed.
-
-    Args:
-        model: The model that compressed it.
-        preview: Called with the step and the prediction x_hat of each batch, from coarse to fine.
+def decompress(model: Model, blob: bytes, watch: Watch = lambda step, x_hat: None) -> Integer[Tensor, "samples *data"]:
+    """Decompress a file with the model that compressed it. The data is identical; `watch` is as in `compress`.
 
     Raises:
         DataError: The file is damaged.
         UsageError: The file was compressed with another model, or predictions on this machine differ.
     """
-    header, words = coded_file.unpack(blob)
+    header, words = unpack(blob)
     bins = _bins(model)
     header.check(model, bins, 8 * len(words))
     with _threads(header.machine.get("threads")):
-        chain = _Chain(model, bins, header.steps, header.variance, progress, preview)
+        chain = _Chain(model, bins, header.steps, header.variance, watch)
         if max(header.sizes, default=0) * chain.initial_bits > 8 * len(words):
             raise DataError("the header of the compressed file claims batches that are larger than the file.")
         header.check_predictions(model, chain.probe())
-        coder, parts = _stream().stack.AnsCoder(np.frombuffer(words, dtype="<u4").astype(np.uint32)), []
+        stack, parts = _stream().stack.AnsCoder(np.frombuffer(words, dtype="<u4").astype(np.uint32)), []
         for count, check in zip(reversed(header.sizes), reversed(header.checks[1:]), strict=True):
-            parts.append(chain.decode(coder, count))
-            if coded_file.checksum(parts[-1]) != check:
+            parts.append(chain.decode(stack, count))
+            if checksum(parts[-1]) != check:
                 raise BsiError(
                     "a batch was decoded to other values than those that were encoded, because this machine computes "
                     "other predictions than the one that wrote the file. Decode it there; nothing was written."
                 )
-    parts += [coder.decode(_stream().model.Uniform(bins.count), chain.n)[None] for _ in range(header.plain)]
+    parts += [stack.decode(_stream().model.Uniform(bins.count), chain.n)[None] for _ in range(header.plain)]
     index = np.concatenate([np.zeros((0, chain.n), np.int32), *parts[::-1]])
-    if coded_file.data_hash(index, bins) != header.sha256:
+    if data_hash(index, bins) != header.sha256:
         raise DataError("the decoded data has another SHA-256 than the file records: the file is damaged.")
     return torch.from_numpy(index.astype(np.uint8 if bins.count <= 256 else np.int32)).reshape(-1, *model.shape)
 
 
 def evaluations(blob: bytes) -> int:
     """The number of network evaluations that decompression takes, counted for each sample."""
-    header, _ = coded_file.unpack(blob)
+    header, _ = unpack(blob)
     return (header.steps + 1) * (header.count - header.plain)
 
 
 class _Chain:
     """The chain of latents of a model. `places` are the latents s_0 ... s_k of a batch, as numbers of grid points."""
 
-    def __init__(
-        self,
-        model: Model,
-        bins: Bins,
-        steps: int,
-        stored: dict[str, Any] | None,
-        progress: Report,
-        preview: Preview = lambda step, x_hat: None,
-    ) -> None:
-        self.model, self.bins, self.last, self.progress, self.preview = model, bins, steps, progress, preview
-        method, variance = model.method, coded_file.read_variance(stored, model)
+    def __init__(self, model: Model, bins: Bins, steps: int, stored: dict[str, Any] | None, watch: Watch) -> None:
+        self.model, self.bins, self.last, self.watch = model, bins, steps, watch
+        method, variance = model.method, read_variance(stored, model)
         self.levels = paper_grid(method, steps)
         path = Path.of(method, self.levels)
         self.scale, self.information = path.scale.numpy(), path.information.numpy()
@@ -228,24 +222,24 @@ class _Chain:
         entropy = 0.5 * math.log2(2 * math.pi * math.e)
         return self.n * sum(math.log2(self.std[i] / self.spacing[i]) + entropy for i in self.coded)
 
-    def encode(self, coder: Any, index: Integer[np.ndarray, "batch n"]) -> None:
+    def encode(self, stack: Any, index: Integer[np.ndarray, "batch n"]) -> None:
         """Push a batch of samples."""
         x, places = self._coordinates(index), np.zeros((len(self.levels), *index.shape), np.int64)
         for i in reversed(self.coded):
-            places[i] = self._posterior(i, x, places).pop(coder)
-        coder.encode_reverse(index.reshape(-1), *self._decoder(places))
+            places[i] = self._posterior(i, x, places).pop(stack)
+        stack.encode_reverse(index.reshape(-1), *self._decoder(places))
         for i in reversed(self.coded):
-            self._transition(i, places).push(coder, places[i])
+            self._transition(i, places).push(stack, places[i])
 
-    def decode(self, coder: Any, count: int) -> Integer[np.ndarray, "batch n"]:
+    def decode(self, stack: Any, count: int) -> Integer[np.ndarray, "batch n"]:
         """Pop a batch of samples, and push back the bits that encoding them popped."""
         places = np.zeros((len(self.levels), count, self.n), np.int64)
         for i in self.coded:
-            places[i] = self._transition(i, places).pop(coder)
-        index = coder.decode(*self._decoder(places)).reshape(count, self.n)
+            places[i] = self._transition(i, places).pop(stack)
+        index = stack.decode(*self._decoder(places)).reshape(count, self.n)
         x = self._coordinates(index)
         for i in self.coded:
-            self._posterior(i, x, places).push(coder, places[i])
+            self._posterior(i, x, places).push(stack, places[i])
         return index
 
     def probe(self) -> str:
@@ -290,8 +284,7 @@ class _Chain:
     def _predict(self, i: int, places: np.ndarray) -> Tensor:
         """x_hat at s_i."""
         x_hat = self._x_hat(i, places[i] * self.spacing[i])
-        self.progress(len(x_hat))
-        self.preview(i, x_hat)
+        self.watch(i, x_hat)
         return x_hat
 
     @torch.no_grad()
@@ -315,15 +308,15 @@ class _GridNormal:
         self.std = np.ascontiguousarray(np.broadcast_to(std, mean.shape)).reshape(-1)
         self.reach, self.normal = reach, _stream().model.QuantizedGaussian(-reach, reach)
 
-    def pop(self, coder: Any) -> Places:
-        offset = coder.decode(self.normal, self.rest, self.std).reshape(self.center.shape)
+    def pop(self, stack: Any) -> Places:
+        offset = stack.decode(self.normal, self.rest, self.std).reshape(self.center.shape)
         return self.center.astype(np.int64) + offset
 
-    def push(self, coder: Any, place: Places) -> None:
+    def push(self, stack: Any, place: Places) -> None:
         offset = place - self.center.astype(np.int64)
         if np.abs(offset).max(initial=0) > self.reach:
             raise UsageError("a latent lies too far from its prediction to be coded. Use more steps, or train longer.")
-        coder.encode_reverse(offset.astype(np.int32).reshape(-1), self.normal, self.rest, self.std)
+        stack.encode_reverse(offset.astype(np.int32).reshape(-1), self.normal, self.rest, self.std)
 
 
 def _stream() -> Any:
@@ -348,3 +341,147 @@ def _bins(model: Model) -> Bins:
     if model.bins is None:
         raise UsageError("only binned data has a finite number of bits. Pass a model with bins.")
     return model.bins
+
+
+# ---- The file --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a decoder must know."""
+
+    shape: list[int]
+    bins: list[float | int]
+    count: int
+    plain: int  # number of samples, the first ones, that are stored without the model
+    sizes: list[int]  # of the batches of the others
+    checks: list[int]  # checksums of the plain samples and of each batch
+    steps: int
+    variance: dict[str, Any] | None
+    model: str  # hashes of the model, of some predictions and of the data
+    machine: dict[str, Any]
+    probe: str
+    sha256: str
+
+    def check(self, model: Model, bins: Bins, bits: int) -> None:
+        """Raise if the file belongs to another model, or if these counts do not fit a stack of `bits`."""
+        if self.model != (ours := model_hash(model)):
+            hashes = f"its hash is {self.model!s:.12}, this model's is {ours:.12}"
+            raise UsageError(f"the file was compressed with another model: {hashes}. Pass the one that compressed it.")
+        fits = (
+            self.shape == list(model.shape)
+            and self.bins == [bins.low, bins.high, bins.count]
+            and self.plain + sum(self.sizes) == self.count
+            and len(self.checks) == len(self.sizes) + 1
+            and 1 <= self.steps <= 1 << 20
+            and max(self.sizes, default=0) <= MOST_BATCH
+            and self.count <= bits
+            and self.plain * math.prod(model.shape) * math.log2(bins.count) <= bits + 64
+        )
+        if not fits:
+            raise DataError("the header of the compressed file contradicts itself: `bsi compress` did not write it.")
+
+    def check_predictions(self, model: Model, probe: str) -> None:
+        """Raise, before decoding, if predictions on this machine differ from the encoder's."""
+        if self.probe == probe:
+            return
+        pairs = {name: (self.machine.get(name), here) for name, here in machine(model).items()}
+        differ = [f"{name}: {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]
+        raise UsageError(
+            f"this machine computes other predictions than the one that made the file "
+            f"({'; '.join(differ) or 'with the same settings'}). Decode it on a machine of the same type."
+        )
+
+
+def pack(header: Header, words: bytes) -> bytes:
+    text = zlib.compress(json.dumps(asdict(header), sort_keys=True, separators=(",", ":")).encode(), 9)
+    body = MAGIC + struct.pack("<I", len(text)) + text + words
+    return body + hashlib.sha256(body).digest()
+
+
+def unpack(blob: bytes) -> tuple[Header, bytes]:
+    """The header and the words of a file; a DataError if it is damaged, cut off, or not from `bsi compress`."""
+    start = len(MAGIC) + 4
+    if blob[: len(MAGIC)] != MAGIC:
+        raise DataError("this is not a file that `bsi compress` wrote, or its first bytes are damaged.")
+    if len(blob) < start + HASH_BYTES or hashlib.sha256(blob[:-HASH_BYTES]).digest() != blob[-HASH_BYTES:]:
+        raise DataError("the compressed file is damaged or cut off: its SHA-256 is another. Copy it again.")
+    (size,) = struct.unpack("<I", blob[len(MAGIC) : start])
+    body = blob[start:-HASH_BYTES]
+    try:
+        header = Header(**json.loads(zlib.decompressobj().decompress(body[:size], MOST_HEADER)))
+        counts = (header.count, header.plain, header.steps, *header.sizes, *header.checks)
+        if not all(type(value) is int and value >= 0 for value in counts) or type(header.machine) is not dict:
+            raise ValueError("a field has another type")
+    except (ValueError, TypeError, RecursionError, zlib.error) as error:
+        raise DataError(f"the header of the compressed file cannot be read ({error!r:.80}).") from error
+    words = body[size:]
+    if size > len(body) or len(words) % 4:
+        raise DataError("the compressed file is damaged: its sizes do not fit its length.")
+    return header, words
+
+
+def machine(model: Model) -> dict[str, Any]:
+    """The settings that affect the last bits of a prediction."""
+    network = model.denoiser.backbone
+    dtype = getattr(network, "compute_dtype", None) or next((p.dtype for p in network.parameters()), torch.float32)
+    device = model.device
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability(),
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def model_hash(model: Model) -> str:
+    """Hash of the method, the shape and bins of the data, and the weights."""
+    sha = hashlib.sha256(repr((model.method, model.shape, model.bins)).encode())
+    for name, tensor in sorted(model.denoiser.state_dict().items()):
+        sha.update(name.encode())
+        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def checksum(index: Integer[np.ndarray, "batch n"]) -> int:
+    return zlib.crc32(np.ascontiguousarray(index, dtype="<i4").tobytes())
+
+
+def data_hash(index: Integer[np.ndarray, "samples n"], bins: Bins) -> str:
+    """SHA-256 of the data in the byte format of a dataset."""
+    return hashlib.sha256(np.ascontiguousarray(index.astype(bins.dtype)).tobytes()).hexdigest()
+
+
+def stored_variance(variance: Variance) -> dict[str, Any]:
+    """A variance as it is stored in the header: its logarithms in steps of LOG_STEP, and the principal colors."""
+    logs = torch.round(torch.log(variance.values.clamp(min=1e-12)) / LOG_STEP).clamp(-127, 127).to(torch.int8)
+    matrices = variance.basis.matrices
+    dct = any(matrix is not None for matrix in matrices)
+    if variance.correction is not None or (dct and len(matrices) < 2):
+        raise UsageError("compression takes the variances level, pixels and dct: the others do not fit into a file.")
+    colors = matrices[0] if dct else None
+    return {
+        "kind": "dct" if dct else "level" if logs.shape[1] == 1 else "pixels",
+        "colors": None if colors is None else colors.tolist(),
+        "knots": len(logs),
+        "logs": base64.b64encode(logs.numpy().tobytes()).decode(),
+    }
+
+
+def read_variance(stored: dict[str, Any] | None, model: Model) -> Variance | None:
+    """The inverse of `stored_variance`, or None."""
+    if stored is None:
+        return None
+    shape, levels, colors = model.shape, model.method.levels, None
+    try:
+        logs = np.frombuffer(base64.b64decode(stored["logs"], validate=True), dtype=np.int8)
+        values = torch.exp(LOG_STEP * torch.from_numpy(logs.copy()).double()).reshape(stored["knots"], -1)
+        if stored["kind"] == "dct":
+            colors = torch.tensor(stored["colors"], dtype=torch.float64).reshape(shape[0], shape[0])
+        basis, groups = basis_of(stored["kind"], shape, colors)
+        if len(values[0]) != int(groups.max()) + 1 or len(values) < 2:
+            raise ValueError(f"{tuple(values.shape)} variances for data of shape {shape}")
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(f"the variance in the compressed file cannot be read ({error!r:.80}).") from error
+    return Variance(basis, levels.low, levels.high, values, groups)

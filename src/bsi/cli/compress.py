@@ -65,7 +65,9 @@ class Compress:
         variance = None if self.variance == "none" else fitted_variance(model, trained.data.name, self.variance)
         started = time.perf_counter()
         with Progress("compress", len(index) * (self.steps + 1), "evaluation") as progress:
-            packed = codec.compress(model, index, self.steps, variance, self.batch_size, progress.advance)
+            packed = codec.compress(
+                model, index, self.steps, variance, self.batch_size, lambda step, x_hat: progress.advance(len(x_hat))
+            )
         seconds = time.perf_counter() - started
         with atomic(self.out, "--out") as temporary:
             temporary.write_bytes(packed.blob)
@@ -133,6 +135,7 @@ class Decompress:
         rough: list[Tensor] = []  # the predictions after --lossy-steps, batch by batch
 
         def watch(step: int, x_hat: Tensor) -> None:
+            progress.advance(len(x_hat))
             if step == len(first):
                 first.append(x_hat)
             if step == self.lossy_steps:
@@ -140,7 +143,7 @@ class Decompress:
 
         started = time.perf_counter()
         with Progress("decompress", codec.evaluations(blob), "evaluation") as progress:
-            index = codec.decompress(model, blob, progress.advance, watch)
+            index = codec.decompress(model, blob, watch)
         seconds, rate, spent = time.perf_counter() - started, dict[str, float](), ""
         if self.lossy_steps is not None:
             if not rough:
@@ -205,13 +208,13 @@ def _images(folder: Path, model: Model) -> np.ndarray:
 
 def _rate(blob: bytes, model: Model, index: Tensor, steps: int) -> dict[str, float]:
     """The rate that is spent in the first steps of the chain of a file, and the error of the predictions after them."""
-    from bsi.coded_file import read_variance, unpack
+    from bsi.codec import read_variance, unpack
     from bsi.evaluation.likelihoods import rate_distortion
 
     header, _ = unpack(blob)
-    variance = read_variance(header.variance, model)
     with model.evaluating():
-        found = rate_distortion(replace(model.on(index[:MEASURED]), variance=variance), header.steps)
+        subject = replace(model.on(index[:MEASURED]), variance=read_variance(header.variance, model))
+        found = rate_distortion(subject, header.steps)
     return {"rate_bits_per_dim": found.bits_per_dim[steps], "squared_error": found.squared_error[steps]}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bsi.data.baselines import baselines, baselines_text
-from bsi.values import Bins
+from bsi.values import CONTINUOUS, Bins, Symbols
 
 SOUND = Bins(-1.0, 1.0, 65536)
 
@@ -45,24 +45,46 @@ def test_noise_without_a_pattern_is_stored_as_it_is(bins, bits):
     assert math.log2(bins.count) < baselines(series, series, bins)["linear prediction"] < bits + 0.05
 
 
+def test_ngrams_know_the_entropy_of_a_markov_chain():
+    generator = np.random.default_rng(0)
+    law = generator.dirichlet(np.ones(3), size=3)  # of the next symbol, for each symbol before it
+    rows = np.zeros((3000, 64), np.uint8)
+    for i in range(1, 64):
+        rows[:, i] = (generator.random((3000, 1)) > law[rows[:, i - 1]].cumsum(1)).sum(1)
+    train, test = rows[:2000], rows[2000:]
+    found = baselines(train, test, Symbols(3))
+    after = law[test[:, :-1]]
+    entropy = -(after * np.log2(after)).sum() / test.size  # the first symbol is always 0
+    assert entropy < found["6-grams"] < 1.06 * entropy < found["1-grams"] < math.log2(3)
+    assert found["6-grams"] < found["LZMA"]
+
+
+def test_ngrams_are_a_distribution_also_after_unseen_contexts():
+    train = np.array([[0, 1, 0, 1, 0, 2]])
+    rows = np.stack(np.meshgrid(*[np.arange(4)] * 3, indexing="ij"), -1).reshape(-1, 3)
+    bits = [baselines(train[:, :], row[None], Symbols(4))["6-grams"] for row in rows]
+    assert sum(2.0 ** (-3 * each) for each in bits) == pytest.approx(1)
+
+
 def test_gaussians_have_their_entropies_in_the_units_of_the_data():
     mixing = np.array([[2.0, 1.0, 0.0], [0.0, 1.0, 3.0], [0.0, 0.0, 0.5]])
     train, test = (np.random.default_rng(seed).standard_normal((20_000, 3)) @ mixing + 100 for seed in (0, 1))
-    found = baselines(train, test, None)
+    found = baselines(train, test, CONTINUOUS)
     full = np.linalg.slogdet(2 * np.pi * math.e * mixing.T @ mixing)[1] / 6
     diagonal = np.log(2 * np.pi * math.e * (mixing**2).sum(axis=0)).mean() / 2
     tolerance = 4 / math.sqrt(2 * 2048 * 3)  # four standard errors of the test set
     assert found["full Gaussian"] * math.log(2) == pytest.approx(full, abs=tolerance)
     assert found["diagonal Gaussian"] * math.log(2) == pytest.approx(diagonal, abs=tolerance)
-    assert list(baselines(train[:, [0, 1, 1]], test[:, [0, 1, 1]], None)) == ["diagonal Gaussian"]  # singular
-    assert baselines(train * [1, 0, 1], test, None) == {}  # a constant column has no density
+    assert list(baselines(train[:, [0, 1, 1]], test[:, [0, 1, 1]], CONTINUOUS)) == ["diagonal Gaussian"]  # singular
+    assert baselines(train * [1, 0, 1], test, CONTINUOUS) == {}  # a constant column has no density
 
 
 def test_other_data_has_no_baselines():
     vectors, images = np.zeros((5, 4), np.uint8), np.zeros((5, 1, 4, 4), np.uint16)
     assert baselines(vectors, vectors, Bins.uint8()) == {}
     assert baselines(images, images, SOUND) == {}
-    assert baselines(images.astype(np.float32), images.astype(np.float32), None) == {}
+    assert baselines(images.astype(np.float32), images.astype(np.float32), CONTINUOUS) == {}
+    assert list(baselines(images, images, Symbols(2))) == ["histogram"]
     assert baselines(images[:0], images, SOUND) == {}
 
 

@@ -4,6 +4,8 @@
 |---|---|
 | 8-bit images | a histogram of each pixel with the frequencies in the training images; PNG and lossless WebP |
 | series of bins, such as sound | linear prediction with Rice codes, as in FLAC, for each sample of the data; LZMA |
+| text | n-grams (n = 1 and 6) with Kneser-Ney smoothing; LZMA (xz), given the training text |
+| other symbols | a histogram of each element |
 | continuous | Gaussians fitted to the training samples, with a diagonal and with a full covariance |
 
 Images are stacked into tall pictures and series into one file, so that headers do not dominate the size.
@@ -21,7 +23,7 @@ from jaxtyping import Float, Integer, Shaped
 from PIL import Image
 
 from bsi.rng import subset
-from bsi.values import Bins
+from bsi.values import Bins, DataKind, Standardize
 
 MOST_TRAIN, MOST_TEST = 20_000, 2048  # larger sets are subsampled, which changes the results in the third digit
 TALLEST = 16_000  # rows of one picture: WebP allows at most 16383
@@ -29,26 +31,34 @@ WIDEST = 1024  # dimensions of a full covariance
 MOST_VALUES = 1 << 21  # of series that are coded: a few seconds
 ORDERS = (2, 4, 8, 12)  # of linear prediction
 WEIGHT_BITS = 15  # of a weight of linear prediction
+LONGEST, DISCOUNT = 6, 0.75  # n-grams
 
 
 def baselines(
-    train: Shaped[np.ndarray, "train *data"], test: Shaped[np.ndarray, "test *data"], bins: Bins | None
+    train: Shaped[np.ndarray, "train *data"], test: Shaped[np.ndarray, "test *data"], kind: DataKind
 ) -> dict[str, float]:
     """Bits per dimension of the test samples by each baseline; empty for data that has none."""
     if not len(train) or not len(test):
         return {}
     train, test = train[subset(len(train), MOST_TRAIN)], test[subset(len(test), MOST_TEST)]
-    if bins is None:
+    if isinstance(kind, Standardize):
         return _gaussians(train, test)
-    if bins.count <= 256 and test.ndim == 4 and test.shape[1] in (1, 3):
+    if not isinstance(kind, Bins):
+        if test.ndim != 2 or kind.count**LONGEST > 2**62:
+            return {"histogram": _histogram(train, test, kind.count)}
+        known = train.tobytes()
+        xz = len(lzma.compress(known + test.tobytes())) - len(lzma.compress(known))
+        grams = {f"{n}-grams": _ngrams(train, test, kind.count, n) for n in (1, LONGEST)}
+        return {**grams, "LZMA": 8 * xz / test.size}
+    if kind.count <= 256 and test.ndim == 4 and test.shape[1] in (1, 3):
         return {
-            "histogram": _histogram(train, test, bins.count),
+            "histogram": _histogram(train, test, kind.count),
             "PNG": _stacked(test, "PNG", optimize=True),
             "WebP": _stacked(test, "WEBP", lossless=True),
         }
-    if test.ndim == 3 and bins.count <= 1 << 16:
+    if test.ndim == 3 and kind.count <= 1 << 16:
         series = test[: max(1, MOST_VALUES // test[0].size)].astype(np.int64)
-        raw = series.astype("<u2" if bins.count > 256 else "u1").tobytes()
+        raw = series.astype("<u2" if kind.count > 256 else "u1").tobytes()
         return {"linear prediction": _linear_prediction(series), "LZMA": 8 * len(lzma.compress(raw)) / series.size}
     return {}
 
@@ -80,6 +90,38 @@ def _stacked(test: Shaped[np.ndarray, "test channels height width"], kind: str, 
         Image.fromarray(tall[..., 0] if tall.shape[2] == 1 else tall).save(file, kind, **options)
         size += file.tell()
     return 8 * size / test.size
+
+
+def _ngrams(
+    train: Integer[np.ndarray, "train length"], test: Integer[np.ndarray, "test length"], count: int, longest: int
+) -> float:
+    """Interpolated Kneser-Ney smoothing: each n-gram's frequency, discounted, and the rest from the shorter ones.
+
+    Shorter n-grams are counted by the number of different symbols that precede them in the training text.
+    """
+
+    def codes(rows: Integer[np.ndarray, "rows length"], n: int) -> Integer[np.ndarray, " windows"]:
+        windows = np.lib.stride_tricks.sliding_window_view(rows.astype(np.int64), n, axis=1)
+        return (windows @ count ** np.arange(n - 1, -1, -1, dtype=np.int64)).reshape(-1)
+
+    def looked_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        places = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+        return np.where(keys[places] == wanted, values[places], 0)
+
+    longest = min(longest, test.shape[1])
+    tables = [np.unique(codes(train, longest), return_counts=True)]
+    for n in range(longest - 1, 0, -1):
+        tables.append(np.unique(tables[-1][0] % count**n, return_counts=True))
+    p = np.full(test.shape, 1.0 / count)
+    for n, (grams, counts) in enumerate(reversed(tables), 1):
+        contexts, first = np.unique(grams // count, return_index=True)
+        wanted = codes(test, n)
+        total = looked_up(contexts, np.add.reduceat(counts, first), wanted // count)
+        kinds = looked_up(contexts, np.diff(np.append(first, len(grams))), wanted // count)
+        shorter = p[:, n - 1 :].reshape(-1)
+        discounted = np.maximum(looked_up(grams, counts, wanted) - DISCOUNT, 0) + DISCOUNT * kinds * shorter
+        p[:, n - 1 :] = np.where(total > 0, discounted / np.maximum(total, 1), shorter).reshape(len(test), -1)
+    return float(-np.log2(p).mean())
 
 
 def _linear_prediction(series: Integer[np.ndarray, "samples channels length"]) -> float:

@@ -170,7 +170,7 @@ def own_error() -> Iterator[None]:
 def bound_record(run: Run, split: Split, elbo: Elbo) -> dict[str, Any]:
     """Bound, terms and errors in bits per dimension, how they were estimated, of what, and the same by baselines."""
     test = split.rows[subset(len(split.rows), len(elbo.nats))]
-    compared = baselines(split.dataset.train, test, split.dataset.bins)
+    compared = baselines(split.dataset.train, test, split.dataset.kind)
     return {**elbo.record(), **_effort(elbo), **split.record(), **run.record(), "baselines": compared}
 
 

@@ -187,7 +187,7 @@ def measure(run: Run, device: torch.device, backbone: nn.Module | None, bound_kn
         measured.missing.append(f"no bound: {TOO_SLOW}")
         return measured
     images = dataset.test[subset(len(dataset.test), num)]
-    data, measured.baselines = torch.from_numpy(images), baselines(dataset.train, images, dataset.bins)
+    data, measured.baselines = torch.from_numpy(images), baselines(dataset.train, images, dataset.kind)
     if not bound_known:
         found = model.bits_per_dim(data, measure=MEASURE, recon=RECON).record()
         measured.bound = None if found["bits_per_dim"] is None else {**found, "images": num}

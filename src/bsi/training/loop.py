@@ -251,7 +251,7 @@ def _baselines(data: TrainingData, test: BatchSource, found: Elbo) -> str:
     """The baselines of the random subset of test samples that was evaluated."""
     sets = ((data.train, MOST_TRAIN), (test, len(found.nats)))
     train, tested = (source.take(subset(len(source), count)).cpu().numpy() for source, count in sets)
-    return baselines_text(baselines(train, tested, data.spec.bins), found.binned)
+    return baselines_text(baselines(train, tested, data.spec.kind), found.binned)
 
 
 def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: StopFlag) -> Elbo:

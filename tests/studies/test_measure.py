@@ -15,7 +15,7 @@ from bsi.elbo import reconstruction_loss
 from bsi.errors import DataError
 from bsi.metrics import Extractor, Moments, frechet_distance, metric_name
 from bsi.rng import standard_normal
-from bsi.studies.measure import Bound, Deadline, DigitsFeatures, LevelErrors, Store
+from bsi.studies.measure import Bound, DigitsFeatures, LevelErrors, Store
 from bsi.studies.scale import SCALES
 from bsi.values import to_uint8
 
@@ -32,7 +32,7 @@ def test_the_decoder_has_the_precision_of_the_job(model, tmp_path):
     x = model.values(torch.as_tensor(open_dataset("digits").split("test")[:]))
     eps = standard_normal(1, torch.arange(len(x)), 0, model.shape)
     for alpha_R in (0.01 * model.method.alpha_M, 2 * model.method.alpha_M):
-        found = Bound(DIGITS, 2, 2, alpha_R=alpha_R).measure(model, Store(tmp_path, SMOKE), Deadline()).values
+        found = Bound(DIGITS, 2, 2, alpha_R=alpha_R).measure(model, Store(tmp_path, SMOKE)).values
         with torch.no_grad():
             method = replace(model.method, alpha_R=alpha_R)
             bits = reconstruction_loss(method, model.denoiser, x, eps, model.kind).mean() / (64 * math.log(2))
@@ -41,7 +41,7 @@ def test_the_decoder_has_the_precision_of_the_job(model, tmp_path):
 
 def test_level_errors_have_the_relative_distance_of_predictions_from_their_latents(model, tmp_path):
     test = open_dataset("digits").split("test")
-    found = LevelErrors(DIGITS, levels=3, images=2).measure(model, Store(tmp_path, SMOKE), Deadline()).arrays
+    found = LevelErrors(DIGITS, levels=3, images=2).measure(model, Store(tmp_path, SMOKE)).arrays
     ids, level = torch.tensor([0, len(test) // 2]), torch.from_numpy(found["level"])[1].expand(2)
     x = model.values(torch.as_tensor(test[ids.numpy()]))
     psi = model.method.encoder(level).encode(x, standard_normal(2, ids, 0, model.shape))

@@ -17,7 +17,7 @@ import bsi.evaluation.samples
 from bsi.cli import main
 from bsi.errors import DataError, Preempted, UsageError
 from bsi.recipe import Every
-from bsi.studies.measure import Bound, Deadline, LevelErrors, Training, bound, paper_sampler, quality
+from bsi.studies.measure import Bound, LevelErrors, Training, bound, paper_sampler, quality
 from bsi.studies.outcome import STUDIES, Results
 from bsi.studies.runner import do, load_network, named_studies, page, plan, plan_text, publish, run, train
 from bsi.studies.scale import SCALES, Comparison
@@ -125,26 +125,23 @@ def test_jobs_are_planned_once_seed_by_seed_and_networks_before_their_measuremen
 # Time limits and damage
 
 
-class Passing(Deadline):
-    """A deadline that passes after a number of checks."""
-
-    def __init__(self, checks: int) -> None:
-        object.__setattr__(self, "at", checks)
+class Passing(Results):
+    """A store whose time passes with a number of checks."""
 
     @property
     def left_s(self) -> float:
-        object.__setattr__(self, "at", self.at - 1)
-        return self.at
+        object.__setattr__(self, "deadline", self.deadline - 1)
+        return self.deadline
 
 
 def test_training_that_runs_out_of_time_resumes_to_the_same_network(tmp_path):
     recipe = replace(tiny("bsi"), steps=6, every=Every(journal=1, checkpoint=100))
     whole, parts = Results(tmp_path / "whole", TINY), Results(tmp_path / "parts", TINY)
-    train(recipe, whole, Deadline(), CPU)
+    train(recipe, whole, CPU)
     with pytest.raises(Preempted, match="step 3 of 6"):
-        train(recipe, parts, Passing(3), CPU)
+        train(recipe, Passing(tmp_path / "parts", TINY, 3.0), CPU)
     assert not parts.done(Training(recipe))
-    train(recipe, parts, Deadline(), CPU)
+    train(recipe, parts, CPU)
     ours, theirs = (safetensors.torch.load_file(store.file(Training(recipe))) for store in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -154,8 +151,8 @@ def test_drawing_that_runs_out_of_time_resumes_to_the_same_samples(folder, tmp_p
     store, job = Results(folder, TINY), quality(TINY, tiny("bsi"), paper_sampler(4))
     model = load_network(store.file(Training(job.network)), job.network, CPU)
     with pytest.raises(Preempted, match="32 of 40 samples"):
-        job.measure(model, Results(tmp_path, TINY), Passing(3))
-    found = job.measure(model, Results(tmp_path, TINY), Deadline())
+        job.measure(model, Passing(tmp_path, TINY, 3.0))
+    found = job.measure(model, Results(tmp_path, TINY))
     assert np.array_equal(found.arrays["images"], store.read(job).arrays["images"])
     assert found.arrays["images"].shape == (40, 1, 8, 8)
     assert found.values["distance_test"] == pytest.approx(store.read(job).values["distance_test"], rel=1e-4)
@@ -163,14 +160,14 @@ def test_drawing_that_runs_out_of_time_resumes_to_the_same_samples(folder, tmp_p
 
 def test_a_job_starts_only_if_its_time_is_left_but_training_saves(tmp_path):
     slow = replace(TINY, throughput=TINY.throughput._replace(startup_s=1e4))
-    store, training = Results(tmp_path, slow), Training(tiny("bsi"))
+    training = Training(tiny("bsi"))
     with pytest.raises(Preempted, match="next is bound") as caught:
-        do(Bound(tiny("bsi"), 4, 2), store, Passing(100), CPU)
+        do(Bound(tiny("bsi"), 4, 2), Passing(tmp_path, slow, 100.0), CPU)
     assert caught.value.code == 75
     with pytest.raises(Preempted, match="next is training"):
-        do(training, store, Passing(30), CPU)
-    do(training, store, Passing(100), CPU)
-    assert store.done(training)
+        do(training, Passing(tmp_path, slow, 30.0), CPU)
+    do(training, Passing(tmp_path, slow, 100.0), CPU)
+    assert Results(tmp_path, slow).done(training)
 
 
 def test_damaged_measurements_and_those_of_other_networks_are_rejected(folder, tmp_path):

@@ -29,7 +29,7 @@ from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler, VarianceKind
 from bsi.studies import outcome
 from bsi.studies.measure import OURS, Bound, LevelErrors, quality
 from bsi.studies.outcome import PRACTICAL_BITS, PRACTICAL_SHARE, Claim, Estimate, Outcome, Steps, study
-from bsi.studies.scale import Scale
+from bsi.studies.scale import DATASETS, Scale
 
 EXCESS = r"$L_M^k - L_M^\infty$, bits/dim"
 FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # alpha_R / alpha_M
@@ -65,7 +65,8 @@ def elbo_convergence(scale: Scale) -> Steps:
 
     gaps = [results.finite_gap(bound, infinite) for bound in finite]
     steps = [results.finite_gap(b, a) for a, b in itertools.pairwise(finite)]
-    bits = {factor: results.term(bound, "reconstruction") for factor, bound in decoders.items()}
+    unit = math.prod(DATASETS[network.data.name].shape) * math.log(2)
+    bits = {factor: results.elbo(bound).reconstruction.numpy() / unit for factor, bound in decoders.items()}
     means = {factor: Estimate(float(each.mean()), 0.0) for factor, each in bits.items()}
     gains = {f: outcome.mean_of_images((each - bits[1.0])[None], PRACTICAL_BITS) for f, each in bits.items()}
     edge = "alpha_R = 2 alpha_M gives a slight edge in likelihood over alpha_M"
@@ -216,7 +217,7 @@ MOST = 64  # steps of the samplers
 @study("new", "the bound and the samples for few steps, with a predictive variance in each step")
 def variance_aware(scale: Scale) -> Steps:
     network, ks = scale.parameters.networks("bsi")[0], scale.ks
-    steps = [k for k in scale.convergence_steps if k <= MOST]
+    steps = [k for k in ks if k <= MOST]
     infinite = Bound(network, scale.finite_levels, scale.recon)
     bounds = {kind: [replace(infinite, finite_k=k, variance=kind) for k in ks] for kind in KINDS}
     solvers = ("posterior", NOISY_SOLVER, FLOW_SOLVER)

@@ -22,7 +22,7 @@ from bsi.recipe import Recipe
 from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler
 from bsi.studies import outcome
 from bsi.studies.measure import OURS, bound_and_quality, paper_sampler, quality, samplers_of
-from bsi.studies.outcome import COLORS, Claim, Outcome, Results, Row, Steps, study
+from bsi.studies.outcome import COLORS, Claim, Estimate, Outcome, Results, Row, Steps, study
 from bsi.studies.scale import DATASETS, METHOD_NAMES, Comparison, Scale
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def _printed(recipe: Recipe) -> Printed:
 
 def comparison_table(
     results: Results, compared: Comparison, printed: Printed, samplers: Mapping[str, Sampler]
-) -> dict[str, list[Row]]:
+) -> list[Row]:
     """Bits per dimension and Fréchet distances, next to the paper's values."""
-    recipe, rows, samplers = compared.recipe("bsi"), list[Row](), samplers if compared.samples else {}
+    rows, samplers = list[Row](), samplers if compared.samples else {}
     for method, (bits, _) in printed.items():
         if method not in compared.methods:  # reported by its authors for this budget
             rows.append({"method": method.upper(), "paper's bits/dim": bits})
@@ -89,22 +89,18 @@ def comparison_table(
         if "train" in results.scale.references:
             row |= {f"{n}, training set": results.distance(networks, how, "train") for n, how in samplers.items()}
         rows.append(row | ({"paper's FID": fid} if samplers else {}))
-    return {f"{DATASETS[recipe.data.name].title}, {recipe.steps} steps": rows}
+    return rows
 
 
-def differences(results: Results, compared: Comparison, on: str = "") -> tuple[dict[str, list[Row]], list[Claim]]:
-    """The paired differences of the methods, and the claims: equal bits per dimension; FID of BSI < VDM < BFN."""
-    metric, sampler = results.scale.metric, paper_sampler(results.scale.most_steps)
-    bits, rows, ordered = {}, [], []
+def claims_of(results: Results, compared: Comparison, on: str = "") -> list[Claim]:
+    """The claims: equal bits per dimension; FID of BSI < VDM < BFN."""
+    sampler, bits, ordered = paper_sampler(results.scale.most_steps), dict[str, Estimate](), []
     for a, b in PAIRS:
         p, q = compared.networks(a), compared.networks(b)
-        name = f"{a.upper()} - {b.upper()}"
-        bits[name], gap = results.bits_difference(p, q), results.distance_difference(p, q, sampler)
-        rows.append({"": name, "bits/dim": bits[name], f"{metric} at {sampler.steps}": gap})
-        statement = f"{metric} of {a.upper()} below {b.upper()}'s at {sampler.steps} steps{on}"
+        bits[f"{a.upper()} - {b.upper()}"] = results.bits_difference(p, q)
+        statement = f"{results.scale.metric} of {a.upper()} below {b.upper()}'s at {sampler.steps} steps{on}"
         ordered.append(results.less_distance(statement, p, q, sampler))
-    claims = [outcome.equal(f"Equal bits/dim{on}", bits, EQUAL_BITS), *ordered]
-    return {f"paired differences{on}": rows}, claims
+    return [outcome.equal(f"Equal bits/dim{on}", bits, EQUAL_BITS), *ordered]
 
 
 def _draw(results: Results, compared: Comparison, steps: tuple[int, ...], note: str) -> Figure:
@@ -133,15 +129,14 @@ def _compare(scale: Scale, compared: list[Comparison], steps: tuple[int, ...], n
         for each, trained in networks.items()
         for job in bound_and_quality(scale, trained, samplers if each.samples else {})
     ]
-    tables, claims = dict[str, list[Row]](), []
+    tables, claims = dict[str, list[Row]](), list[Claim]()
     for each in compared:
-        printed = UNET if first is scale.architecture else _printed(each.recipe("bsi"))
-        tables |= comparison_table(results, each, printed, samplers)
-    for each in sampled:
-        on = f" on {DATASETS[each.recipe('bsi').data.name].title}" if len(sampled) > 1 else ""
-        table, found = differences(results, each, on)
-        tables |= table
-        claims += found
+        recipe = each.recipe("bsi")
+        title = DATASETS[recipe.data.name].title
+        printed = UNET if first is scale.architecture else _printed(recipe)
+        tables[f"{title}, {recipe.steps} steps"] = comparison_table(results, each, printed, samplers)
+        if each.samples:
+            claims += claims_of(results, each, f" on {title}" if len(sampled) > 1 else "")
     notes = [our_solvers(*map(first.recipe, METHOD_NAMES)), *([] if scale.name == "paper" else [note])]
     return Outcome(tables, claims, _draw(results, first, steps, drawn), notes)
 
@@ -193,7 +188,8 @@ PAPERS = "paper's sampler"
 
 @study('Figure "fid-convergence"', "FID against steps for the three methods, and for our solvers")
 def fid_convergence(scale: Scale) -> Steps:
-    steps, networks = scale.convergence_steps, {method.upper(): scale.convergence(method) for method in METHOD_NAMES}
+    steps = [k for k in scale.ks if k <= scale.most_steps]
+    networks = {method.upper(): scale.convergence(method) for method in METHOD_NAMES}
     samplers = {PAPERS: [paper_sampler(k) for k in steps]}
     for solver in (FLOW_SOLVER, NOISY_SOLVER):
         samplers[f"{solver}, {OURS.grid}"] = [Sampler(k, solver, OURS.grid) for k in steps if k <= ENOUGH]

@@ -84,7 +84,7 @@ class Job:
         settings = ", ".join(f"{name} {value}" for name, value in flat(self.settings()).items() if value is not None)
         return f"{self.kind} of {describe(self.network)}: {settings}"
 
-    def measure(self, model: Model, store: Store, deadline: Deadline) -> Result:
+    def measure(self, model: Model, store: Store) -> Result:
         """Measure the trained network."""
         raise NotImplementedError
 
@@ -129,7 +129,7 @@ class Bound(Job):
     variance: VarianceKind = "none"
     alpha_R: float | None = None
 
-    def measure(self, model: Model, store: Store, deadline: Deadline) -> Result:
+    def measure(self, model: Model, store: Store) -> Result:
         """The bound, with the replicates of every image in nats: differences of networks are computed from these."""
         dataset, batch = open_dataset(self.network.data.name), store.scale.batch
         test = model.on(as_source(dataset.split("test"), model.device))
@@ -154,7 +154,7 @@ class LevelErrors(Job):
     images: int
 
     @torch.no_grad()
-    def measure(self, model: Model, store: Store, deadline: Deadline) -> Result:
+    def measure(self, model: Model, store: Store) -> Result:
         """Both at each level, of the same images with the same noise."""
         test = open_dataset(self.network.data.name).split("test")
         count = min(self.images, len(test))
@@ -185,7 +185,7 @@ class Quality(Job):
     references: tuple[str, ...] = ("test",)
     seed: int = 0
 
-    def measure(self, model: Model, store: Store, deadline: Deadline) -> Result:
+    def measure(self, model: Model, store: Store) -> Result:
         """The distance to each part of the dataset, with the error from drawing these samples.
 
         Samples are kept in the store until their distance is known, so that an interrupted drawing resumes.
@@ -197,7 +197,7 @@ class Quality(Job):
         file = SampleFile.of(model, self.sampler, self.seed, None, kept / "samples.npz", self.num)
 
         def check(ids: range) -> None:
-            deadline.check(f"{ids.start} of {self.num} samples are drawn")
+            store.check_time(f"{ids.start} of {self.num} samples are drawn")
 
         alone = World(Place(), model.device)
         drawn = draw_into(file, file.missing(), model, self.sampler, self.seed, None, batch, alone, check)
@@ -295,22 +295,6 @@ def describe(recipe: Recipe) -> str:
 
 
 @dataclass(frozen=True)
-class Deadline:
-    """A time to stop at, on the clock of time.monotonic()."""
-
-    at: float = math.inf
-
-    @property
-    def left_s(self) -> float:
-        return self.at - time.monotonic()
-
-    def check(self, progress: str, needed_s: float = 0.0) -> None:
-        """Raise `Preempted` if less time than needed is left; all finished work has been saved."""
-        if self.left_s <= needed_s:
-            raise Preempted(f"out of time: {progress}. Run the same command to resume.")
-
-
-@dataclass(frozen=True)
 class Result:
     """What was measured: JSON values and arrays by name; `about` has the time, the machine and the commit."""
 
@@ -325,10 +309,20 @@ class Result:
 
 @dataclass(frozen=True)
 class Store:
-    """The folder that all studies share, at one scale."""
+    """The folder that all studies share, at one scale, and the time to stop at by the clock of time.monotonic()."""
 
     folder: Path
     scale: Scale
+    deadline: float = math.inf
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def check_time(self, progress: str, needed_s: float = 0.0) -> None:
+        """Raise `Preempted` if less time than needed is left; all finished work has been saved."""
+        if self.left_s <= needed_s:
+            raise Preempted(f"out of time: {progress}. Run the same command to resume.")
 
     def network(self, recipe: Recipe) -> Path:
         """The run folder of a network."""

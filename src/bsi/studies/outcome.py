@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from jaxtyping import Float64
 
-from bsi.elbo import Replicates
+from bsi.elbo import Elbo, Replicates
 from bsi.recipe import Recipe
 from bsi.sampler import Sampler
 from bsi.studies.measure import OURS, Bound, Job, Store, bound, quality
@@ -171,33 +171,29 @@ class Results(Store):
         found = [self.read(bound(self.scale, network)).values for network in networks]
         return mean_of_seeds([Estimate(v["bits_per_dim"], v["monte_carlo_error"]) for v in found])
 
-    def term(self, job: Bound, term: str) -> Float64[np.ndarray, " images"]:
-        """A term of the bound of every image, in bits per dimension."""
+    def elbo(self, job: Bound) -> Elbo:
+        """The bound with its replicates: the difference of two has the error of their common noise."""
         found = self.read(job)
-        nats = np.average(found.arrays[term], axis=0, weights=found.arrays[f"{term}_sizes"])
-        return nats / (found.values["dimensions"] * math.log(2))
+        arrays = {name: torch.from_numpy(array) for name, array in found.arrays.items()}
+        measurement, reconstruction = (
+            Replicates(arrays[term], arrays[f"{term}_sizes"], arrays["block"])
+            for term in ("measurement", "reconstruction")
+        )
+        return Elbo(measurement, reconstruction, arrays["prior"], found.values["dimensions"])
 
     def image_bits(self, networks: Networks, finite_k: int | None = None) -> PerImage:
         """The bound of every image in bits per dimension, for each seed."""
-        rows = []
-        for job in (bound(self.scale, network, finite_k) for network in networks):
-            found = self.read(job)
-            prior = found.arrays["prior"] / (found.values["dimensions"] * math.log(2))
-            rows.append(prior + self.term(job, "measurement") + self.term(job, "reconstruction"))
-        return np.stack(rows)
+        found = [self.elbo(bound(self.scale, network, finite_k)) for network in networks]
+        return np.stack([elbo.nats.numpy() / (elbo.n * math.log(2)) for elbo in found])
 
     def bits_difference(self, a: Networks, b: Networks, finite_k: int | None = None) -> Estimate:
         """a - b in bits per dimension, paired by image and by seed."""
         return mean_of_images(self.image_bits(a, finite_k) - self.image_bits(b, finite_k), PRACTICAL_BITS)
 
     def finite_gap(self, a: Bound, b: Bound) -> Estimate:
-        """L_M of `a` less that of `b`, at two values of k, with the Monte Carlo error of the difference."""
-        p, q = self.read(a), self.read(b)
-        values = torch.from_numpy(p.arrays["measurement"] - q.arrays["measurement"])
-        sizes, block = (torch.from_numpy(p.arrays[name]) for name in ("measurement_sizes", "block"))
-        found = Replicates(values, sizes, block)
-        unit = len(found.mean) * p.values["dimensions"] * math.log(2)
-        return Estimate(float(found.mean.sum()) / unit, math.sqrt(found.sum_variance) / unit, PRACTICAL_BITS)
+        """The bound `a` less `b`, at two values of k, with the Monte Carlo error of the difference."""
+        gap = self.elbo(a) - self.elbo(b)
+        return Estimate(gap.bits_per_dim, gap.monte_carlo_error, PRACTICAL_BITS)
 
     def distance(self, networks: Networks, sampler: Sampler = OURS, part: str = "test") -> Estimate:
         """The Fréchet distance of samples to a part of the dataset."""

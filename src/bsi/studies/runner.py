@@ -22,6 +22,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -42,7 +43,7 @@ from bsi.runtime.distributed import Place, World, find_place, pick_device
 from bsi.runtime.export import export, read_trained
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.studies import ablations, bounds, comparison, illustration, outcome  # noqa: F401  studies register themselves
-from bsi.studies.measure import Bound, Deadline, Job, Quality, Store, Training, check_network, describe, network_name
+from bsi.studies.measure import Bound, Job, Quality, Store, Training, check_network, describe, network_name
 from bsi.studies.outcome import STUDIES, Results, Study
 from bsi.studies.scale import SCALES, Scale
 from bsi.training import train as trainer
@@ -140,7 +141,8 @@ def run(
         paper = results.scale.name == "paper"
         hint = "Train its networks with the commands that --plan prints" if paper else "Drop torchrun"
         raise UsageError(f"a study runs in one process, got a process group. {hint} and run the study on one GPU.")
-    deadline = Deadline(math.inf if minutes is None else time.monotonic() + 60 * minutes)
+    if minutes is not None:
+        results = replace(results, deadline=time.monotonic() + 60 * minutes)
     where, written = pick_device(device, 0), []
     results.folder.mkdir(parents=True, exist_ok=True)
     with hold(results.folder, log):
@@ -148,38 +150,38 @@ def run(
             todo = [p for p in plan([study], results) if not p.done]
             for i, planned in enumerate(todo):
                 log(f"{study.name}, {len(todo) - i} jobs left: {planned.job.title()}")
-                do(planned.job, results, deadline, where)
+                do(planned.job, results, where)
             written.append(write_outcome(study, results, _about(where)))
     load_network.cache_clear()
     return written
 
 
-def do(job: Job, store: Store, deadline: Deadline, device: torch.device) -> None:
+def do(job: Job, store: Store, device: torch.device) -> None:
     """Do a job and store its result."""
     title, started, seconds = job.title(), time.monotonic(), job.seconds(store.scale)
     # Training and drawing save what they have, so they need only enough time to make progress.
     needed = min(seconds, 60.0) if isinstance(job, Training | Quality) else seconds
-    deadline.check(f"next is {title} ({seconds / 60:.1f} min)", needed)
+    store.check_time(f"next is {title} ({seconds / 60:.1f} min)", needed)
     if isinstance(job, Training):
         load_network.cache_clear()  # frees its memory
-        found = train(job.network, store, deadline, device)
+        found = train(job.network, store, device)
     else:
         model = load_network(store.file(Training(job.network)), job.network, device)
-        result = job.measure(model, store, deadline)
+        result = job.measure(model, store)
         about = {**_about(device), "seconds": round(time.monotonic() - started, 1)}
         store.write(job, replace(result, about=about))
         found = str(result)
     print(f"{title}: {found} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
-def train(recipe: Recipe, store: Store, deadline: Deadline, device: torch.device) -> str:
+def train(recipe: Recipe, store: Store, device: torch.device) -> str:
     """Train a network, or resume, and keep its moving average in one file; returns a summary.
 
     `bsi train --out` into the same folder gives the same result, on any number of GPUs.
     """
 
     def stop_at_deadline(record: Mapping[str, Value]) -> None:
-        if deadline.left_s <= 0:
+        if store.left_s <= 0:
             signal.raise_signal(signal.SIGTERM)  # like a scheduler: the trainer saves and stops
 
     out, sinks = store.network(recipe), [stop_at_deadline]
@@ -215,11 +217,9 @@ def _about(device: torch.device) -> dict[str, Any]:
 def _commit() -> str:
     """The commit of this code, marked if the code was changed since; $BSI_COMMIT if there is no repository."""
     command = ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty= with changes"]
-    try:
-        here = Path(__file__).parent
-        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("BSI_COMMIT", "unknown")
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
+    return os.environ.get("BSI_COMMIT", "unknown")
 
 
 # The outcome, and the page of results

@@ -83,13 +83,12 @@ class Scale:
     samples: int  # of a Fréchet distance
     references: tuple[str, ...] = ("test",)  # parts of the dataset to compare with: the paper takes the test set
     steps: tuple[int, ...]  # of the paper's sampler, for each network of a comparison
-    convergence_steps: tuple[int, ...]  # along the curves of Figure "fid-convergence"
 
     # Evaluations of each image
     levels: int  # for L_M^inf; the paper takes 5
     recon: int  # for L_R; the paper takes 2
     finite_levels: int = 100  # for L_M^k - L_M^inf, as in the paper
-    ks: tuple[int, ...]
+    ks: tuple[int, ...]  # of L_M^k; up to most_steps also of the samplers in Figure "fid-convergence"
     profile_levels: int
     profile_images: int
     batch: int  # also of samples
@@ -184,7 +183,6 @@ MINI = Scale(
     metric="FID",
     samples=10_000,
     steps=(16, 64, 256),
-    convergence_steps=(8, 16, 32, 64, 128, 256),
     levels=20,
     recon=4,
     ks=(8, 16, 32, 64, 128, 256, 512, 1024),
@@ -212,10 +210,9 @@ SMOKE = replace(
     metric="fd-digits",
     samples=512,
     steps=(8, 32),
-    convergence_steps=(4, 16, 32),
     levels=8,
     finite_levels=20,
-    ks=(8, 32, 128),
+    ks=(4, 16, 32, 128),
     profile_levels=33,
     profile_images=64,
     batch=256,
@@ -255,7 +252,6 @@ PAPER = replace(
     profiled=recipes.cifar10_unet,
     samples=50_000,
     steps=(1024,),
-    convergence_steps=(8, 16, 32, 64, 128, 256, 512, 1024),
     levels=5,
     recon=2,
     ks=(8, 16, 32, 64, 128, 256, 512, 1024, 4096),

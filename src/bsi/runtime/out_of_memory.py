@@ -31,13 +31,10 @@ def check_host(recipe: Recipe, data: DataSpec, world: World) -> None:
     memory = _estimate(recipe, data, world)
     if world.device.type != "cpu" or memory is None:
         return
-    at_a_time = recipe.batch // (world.size * _pieces(recipe, world))
-    needed = round(LEAST * (memory.bytes(at_a_time, world.size) - CONTEXT))
+    needed = round(LEAST * (memory.bytes(_at_a_time(recipe, world), world.size) - CONTEXT))
     there = available(world.device, world.place.local_size)
-    what = (
-        f"not enough memory: a step takes at least {readable_bytes(needed)}, and this process can have "
-        f"{readable_bytes(there)}"
-    )
+    sizes = f"at least {readable_bytes(needed)}, and this process can have {readable_bytes(there)}"
+    what = f"not enough memory: a step takes {sizes}"
     world.agree(UsageError(_advice(recipe, data, world, what)) if needed > there else None)
 
 
@@ -54,13 +51,20 @@ def enough_to_train(recipe: Recipe, data: DataSpec, world: World, watchdog: Watc
         full = f"out of memory on {world.device} ({free} for this process)"
         if phase == "evaluate":
             batch, count = min(recipe.evaluation.batch, recipe.evaluation.images), recipe.samples.count
-            raise UsageError(
+            message = (
                 f"{full} in the evaluation after step {step}, with {batch} test samples at a time and --samples.count "
                 f"{count}. Use --evaluation.batch {max(1, batch // 2)} --samples.count {max(1, count // 2)} and the "
                 f"same --out."
-            ) from error
-        where = "before the first step" if phase == "start" else f"in step {step} ({phase})"
-        raise UsageError(_advice(recipe, data, world, f"{full} {where}")) from error
+            )
+        else:
+            where = "before the first step" if phase == "start" else f"in step {step} ({phase})"
+            message = _advice(recipe, data, world, f"{full} {where}")
+        raise UsageError(message) from error
+
+
+def _at_a_time(recipe: Recipe, world: World) -> int:
+    """The number of samples that a rank computes at a time."""
+    return recipe.batch // (recipe.shards if recipe.audit else world.size * recipe.accumulation)
 
 
 def _estimate(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
@@ -75,15 +79,9 @@ def _estimate(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
     return training_memory(config, data.latent_shape, bins_count, data.classes, form, half is not None, averages, kind)
 
 
-def _pieces(recipe: Recipe, world: World) -> int:
-    """The number of pieces in which a rank computes its part of a batch."""
-    return recipe.shards // world.size if recipe.audit else recipe.accumulation
-
-
 def _advice(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
     """An error message: what is wrong, the number of samples at a time, and the options that reduce it."""
-    pieces, memory = _pieces(recipe, world), _estimate(recipe, data, world)
-    had = recipe.batch // (world.size * pieces)
+    config, memory, had = recipe.backbone, _estimate(recipe, data, world), _at_a_time(recipe, world)
     there = available(world.device, world.place.local_size)
     if world.device.type == "cpu":
         there = CONTEXT + round(there / MOST)  # a CPU has no driver memory, but a fragmented heap
@@ -92,16 +90,16 @@ def _advice(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
         f"{what}, with {had} samples at a time: --batch {recipe.batch} on {world.size} "
         f"rank{'s' if world.size > 1 else ''}, --accumulation {recipe.accumulation}. About {fits} fit"
     )
-    config = recipe.backbone
     recompute = config is not None and not isinstance(config, MLPConfig) and not config.checkpoint
     again = ", or --backbone.checkpoint, which stores less and computes it again" if recompute else ""
     shards = recipe.shards // world.size
-    finer = [d for d in range(pieces + 1, shards + 1) if shards % d == 0 and recipe.batch // (world.size * d) <= fits]
-    if finer and not recipe.audit:
-        return (
-            f"{given}: add --accumulation {finer[0]}, which computes the same batch of {recipe.batch} with "
-            f"{recipe.batch // (world.size * finer[0])} at a time{again}, and use the same --out."
-        )
+    for pieces in () if recipe.audit else range(recipe.accumulation + 1, shards + 1):
+        fewer = recipe.batch // (world.size * pieces)
+        if shards % pieces == 0 and fewer <= fits:
+            return (
+                f"{given}: add --accumulation {pieces}, which computes the same batch of {recipe.batch} with {fewer} "
+                f"at a time{again}, and use the same --out."
+            )
     least = recipe.batch // recipe.shards
     batch = max(0, min(fits, least - 1)) * recipe.shards
     smaller = f"--batch {batch} --accumulation {shards}" if batch else "a smaller network (--backbone)"

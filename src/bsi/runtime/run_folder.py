@@ -98,25 +98,40 @@ class RunFolder:
                 for folder in new:
                     folder.rmdir()
 
-    def write(self, name: str, content: Any) -> Path:
+    def write(self, name: str, content: Any) -> None:
         """Write a file of the run as JSON."""
         self.check()
         write_json(self.path / name, content)
-        return self.path / name
 
     def write_record(self, record: RunRecord, named: Recipe | None, data_version: str, world: World) -> None:
-        self.write(
-            "run.json",
-            {
-                "format": FORMAT,
-                "recipe": to_plain(record.recipe),
-                "changed": [] if named is None else [str(change) for change in changes(named, record.recipe)],
-                "network": record.network,
-                "data_version": data_version,
-                "command": _without_home([Path(sys.argv[0]).name, *sys.argv[1:]]),
-                "environment": _environment(world),
-            },
-        )
+        """Write run.json, without the path of the home folder: ~ replaces it in the command, as in --out=~/run."""
+        home = os.path.expanduser("~")
+        words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        if len(home) > 1:
+            words = [re.sub(rf"(?<![^=]){re.escape(home)}(?=/|$)", "~", word) for word in words]
+        gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+        environment = {
+            "bsi": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "system": platform.system(),
+            "machine": platform.machine(),
+            "device": gpu or "cpu",
+            "ranks": world.size,
+            "threads": torch.get_num_threads(),
+            "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        }
+        content = {
+            "format": FORMAT,
+            "recipe": to_plain(record.recipe),
+            "changed": [] if named is None else [str(change) for change in changes(named, record.recipe)],
+            "network": record.network,
+            "data_version": data_version,
+            "command": words,
+            "environment": environment,
+        }
+        self.write("run.json", content)
 
     def read_record(self) -> RunRecord | None:
         """The record of a run that began earlier; None in a new folder."""
@@ -147,33 +162,10 @@ class RunFolder:
 
 def _read_table(path: Path) -> dict[str, Any]:
     """A JSON object, empty if it cannot be read."""
-    try:
+    with suppress(DataError):
         found = read_json(path)
-    except DataError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _without_home(words: list[str]) -> list[str]:
-    """Replace the home folder by ~ in the command, also in --out=FOLDER, but not inside other names."""
-    home = os.path.expanduser("~")
-    return [re.sub(rf"(?<![^=]){re.escape(home)}(?=/|$)", "~", word) if len(home) > 1 else word for word in words]
-
-
-def _environment(world: World) -> dict[str, Any]:
-    cuda = world.device.type == "cuda"
-    return {
-        "bsi": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
-        "ranks": world.size,
-        "threads": torch.get_num_threads(),
-        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-    }
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 # ---- The journal -----------------------------------------------------------------------------------------------------
@@ -228,11 +220,15 @@ def read_journal(run: Path) -> list[dict[str, Value]]:
 
 @dataclass(frozen=True)
 class Tracker:
-    """An open record in a tracker, and the identifier by which a resumed run continues it."""
+    """An open record in a tracker.
+
+    Args:
+        known: The identifier by which a resumed run continues the record.
+        write: Takes a step and its numbers by name, such as `train/loss`.
+    """
 
     known: str
     write: Callable[[int, dict[str, float]], object]
-    """Takes a step and its numbers by name, such as `train/loss`."""
     close: Callable[[], object]
 
 
@@ -307,27 +303,27 @@ def tracking(names: Sequence[str], folder: Path, recipe: Recipe) -> Iterator[lis
     training continues.
     """
     known, opened = _read_table(folder / TRACKED), dict[str, Tracker]()
+
+    def send(name: str, record: Mapping[str, Value]) -> None:
+        values = {
+            f"{record['event']}/{key}": float(value)
+            for key, value in record.items()
+            if key not in ("step", "event", "time") and isinstance(value, int | float)
+        }
+        with _reported(name):
+            opened[name].write(int(record["step"]), values)
+
     try:
         for name in names:
             with _reported(name):
                 opened[name] = TRACKERS[name][1](folder, recipe, known.get(name))
                 known[name] = opened[name].known
                 write_json(folder / TRACKED, known)
-        yield [functools.partial(_track, name, tracker) for name, tracker in opened.items()]
+        yield [functools.partial(send, name) for name in opened]
     finally:
         for name, tracker in reversed(opened.items()):
             with _reported(name):
                 tracker.close()
-
-
-def _track(name: str, tracker: Tracker, record: Mapping[str, Value]) -> None:
-    values = {
-        f"{record['event']}/{key}": float(value)
-        for key, value in record.items()
-        if key not in ("step", "event", "time") and isinstance(value, int | float)
-    }
-    with _reported(name):
-        tracker.write(int(record["step"]), values)
 
 
 @contextmanager

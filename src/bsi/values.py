@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -351,6 +351,18 @@ CONTINUOUS = Standardize(0.0, 1.0)  # continuous data in its own units
 def to_uint8(values: Float[np.ndarray, "*shape"], low: float = -1.0, high: float = 1.0) -> UInt8[np.ndarray, "*shape"]:
     """An 8-bit image of values in [low, high], by rounding."""
     return Bins(low, high, 256).indices(values)
+
+
+def check_classes(given: Iterable[object]) -> tuple[str, ...]:
+    """The names of classes. Raises an error for names that are not printable or not unique."""
+    names: list[str] = []
+    for name in given:
+        if not (isinstance(name, str) and name and name.strip() == name and name.isprintable()):
+            raise DataError(f"a class has the name {name!r:.80}, expected printable text without outer spaces: rename.")
+        if name in names:
+            raise DataError(f"two classes have the name {name!r}: rename one.")
+        names.append(name)
+    return tuple(names)
 
 
 def as_tensor(data: object) -> Tensor:

@@ -27,10 +27,9 @@ from PIL import Image, ImageOps
 
 from bsi.data.files import BLOCK_BYTES, for_testing, walk
 from bsi.data.prepare import MAX_CLASSES, Block, Part, Plan, check_fraction, rows_for_testing
-from bsi.data.store import check_classes
 from bsi.errors import DataError, UsageError, extra
 from bsi.io import fingerprint, open_untrusted
-from bsi.values import Bins
+from bsi.values import Bins, check_classes
 
 # Formats with decoders in Pillow that are pure image readers; others call programs (EPS) or are rarely fuzzed.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")

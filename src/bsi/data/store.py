@@ -15,7 +15,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -28,7 +28,7 @@ from jaxtyping import Integer, Shaped
 from bsi.data.files import ArrayFile
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import data_folder, digest_file, fingerprint, read_json
-from bsi.values import Bins, DataKind, Standardize, Symbols
+from bsi.values import Bins, DataKind, Standardize, Symbols, check_classes
 
 DIGITS = Path(str(resources.files("bsi.data"))) / "digits"  # part of the package; ORIGIN.txt names its authors
 FORMAT = 1
@@ -292,15 +292,3 @@ def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:
         return np.empty(array.shape, array.dtype)
     # The digits are also for trying things out: changes stay in memory, and torch does not warn of read-only memory.
     return np.memmap(path, array.dtype, "c" if path.parent == DIGITS else "r", array.offset, array.shape)
-
-
-def check_classes(given: Iterable[object]) -> tuple[str, ...]:
-    """The names of classes. Raises an error for names that are not printable or not unique."""
-    names: list[str] = []
-    for name in given:
-        if not (isinstance(name, str) and name and name.strip() == name and name.isprintable()):
-            raise DataError(f"a class has the name {name!r:.80}, expected printable text without outer spaces: rename.")
-        if name in names:
-            raise DataError(f"two classes have the name {name!r}: rename one.")
-        names.append(name)
-    return tuple(names)

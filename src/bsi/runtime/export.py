@@ -40,7 +40,6 @@ from bsi.backbones.dit import DiT
 from bsi.backbones.layers import Backbone
 from bsi.backbones.mlp import MLP
 from bsi.backbones.unet import UNet
-from bsi.data.store import check_classes
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError, extra
 from bsi.io import atomic, check_writable, make_folder, share, write_json, write_text
 from bsi.methods import METHODS, Method
@@ -51,7 +50,7 @@ from bsi.recipe import Recipe, check_name, from_plain, to_plain
 from bsi.runtime import checkpoint
 from bsi.runtime.ema import reconstruct
 from bsi.runtime.run_folder import RunFolder
-from bsi.values import Bins, DataKind
+from bsi.values import Bins, DataKind, check_classes
 
 EXPORT_FORMAT = 1
 MODEL_FILE = "model.safetensors"  # the file name in a folder for the Hugging Face hub

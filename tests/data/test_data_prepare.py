@@ -105,7 +105,8 @@ def test_row_21_a_struck_preparation_leaves_no_half_dataset_and_goes_on(
     assert second.stdout == "from 30\n", "what was read before must not be read again"
     third = struck(target, -1, name)
     assert (third.returncode, third.stdout) == (0, "from 70\n"), third.stderr
-    found = open_dataset(target, check_hashes=True)
+    found = open_dataset(target)
+    found.verify()
     assert found.version == whole.version
     assert np.array_equal(found.train, whole.train)
     assert sorted(path.name for path in target.iterdir()) == sorted([MANIFEST, *whole.manifest.files])
@@ -225,7 +226,7 @@ def test_a_damaged_file_is_refused_with_both_hashes(name: str, whole: Dataset, t
     open_dataset(folder)
     sha256 = whole.manifest.files[name].sha256
     with pytest.raises(DataError, match=f"{name} is damaged: expected sha256 {sha256}, found"):
-        open_dataset(folder, check_hashes=True)
+        open_dataset(folder).verify()
     (folder / name).write_bytes(raw[:-1])
     with pytest.raises(
         DataError, match=rf"{name} is .* damaged: it has {len(raw) - 1} bytes, expected {len(raw)} bytes"

@@ -98,7 +98,10 @@ class DataOptions:
         if existing and path is None and self.to is None and (name not in SOURCES or not options):
             if options:
                 raise UsageError(f"{name} is prepared already: leave out {_flags(options)}.")
-            _show(store.open_dataset(name, check_hashes=self.verify), self.json)
+            dataset = store.open_dataset(name)
+            if self.verify:
+                dataset.verify()
+            _show(dataset, self.json)
             return 0
         if name == "digits":
             raise UsageError("the digits are part of the package: leave out --from and --to.")
@@ -153,7 +156,10 @@ def _list(args: DataOptions) -> int:
     datasets, damaged = [store.open_dataset("digits")], []
     for folder in store.prepared():
         try:
-            datasets.append(store.open_dataset(folder, check_hashes=args.verify))
+            dataset = store.open_dataset(folder)
+            if args.verify:
+                dataset.verify()
+            datasets.append(dataset)
         except DataError as error:
             damaged.append(str(error))
             if not args.json:

@@ -2,18 +2,16 @@
 
 An image becomes its largest centered square, resampled to size x size; the manifest records this. Files that cannot be
 converted faithfully are rejected by name: truncated files, more than eight bits per channel, CMYK, transparency,
-several frames, more than 2^26 pixels, and images smaller than the size. The memory is that of one folder's listing and
-one block, at any number of images.
+several frames, more than 2^26 pixels, and images smaller than the size. The memory is that of the names and one block.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Bool, Integer, UInt8
 from PIL import Image, ImageOps
 
 from bsi.data.files import BLOCK_BYTES, for_testing, walk
@@ -109,19 +107,13 @@ def pixels(
 # ---- What the sources share ------------------------------------------------------------------------------------------
 
 
-Header = tuple[str, int, int]  # mode, width, height
+class Images(NamedTuple):
+    """Images that `load` opens by number, with an error that begins with the name."""
 
-
-class Item(NamedTuple):
-    """An image that `load` opens. Errors name it."""
-
-    name: str
-    for_testing: bool
-    label: int
-    load: Callable[[], Image.Image]
-
-
-Items = Callable[[], Iterator[Item]]
+    names: Sequence[str]
+    load: Callable[[int], Image.Image]
+    for_testing: Bool[np.ndarray, " images"]
+    labels: Integer[np.ndarray, " images"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +136,9 @@ class ImageOptions:
         check_fraction(self.test_fraction)
 
     def planned(
-        self, items: Items, total: int, headers: Counter[Header], options: dict[str, str], **described: Any
+        self, parts: Sequence[Images], headers: Counter[tuple[str, int, int]], options: dict[str, str], **described: Any
     ) -> Plan:
-        """The plan of `total` images whose size and channels, if they are not given, are chosen by the headers.
+        """The plan of images whose size and channels, if they are not given, are chosen by modes, widths and heights.
 
         Images are gray if all of them are stored as gray. Their size is their smaller side, if that is the same for all
         of them and at most 64; otherwise it is 64.
@@ -167,36 +159,32 @@ class ImageOptions:
             shape=(channels, size, size),
             kind=Bins.uint8(),
             options={"size": size, "channels": channels, "resampling": self.resampling, **options},
-            parts=[Part(total, partial(self._blocks, items, size, channels))],
-            label_dtype=np.dtype("<i4") if "labels" in options else None,
+            parts=[Part(len(images.names), partial(self._blocks, images, size, channels)) for images in parts],
+            label_dtype=None if parts[0].labels is None else np.dtype("<i4"),
             skip=self.skip,
             notes=tuple(notes),
         )
 
-    def _blocks(self, items: Items, size: int, channels: int, start: int) -> Iterator[Block]:
-        def read(item: Item) -> UInt8[np.ndarray, "c size size"] | str:
+    def _blocks(self, images: Images, size: int, channels: int, start: int) -> Iterator[Block]:
+        def read(index: int) -> UInt8[np.ndarray, "c size size"] | str:
             try:
-                return pixels(item.load(), item.name, size, channels, self.resampling)
+                return pixels(images.load(index), images.names[index], size, channels, self.resampling)
             except DataError as error:
                 return str(error)
 
-        rest = itertools.islice(items(), start, None)
+        each = max(1, min(512, BLOCK_BYTES // (channels * size**2)))
         with ThreadPoolExecutor(self.threads) as pool:
-            while batch := list(itertools.islice(rest, max(1, min(512, BLOCK_BYTES // (channels * size**2))))):
-                found = list(zip(batch, pool.map(read, batch), strict=True))
-                used = [(item, image) for item, image in found if not isinstance(image, str)]
-                rows = np.empty((len(used), channels, size, size), np.uint8)
-                for row, (_, image) in zip(rows, used, strict=True):
-                    row[:] = image
+            for first in range(start, len(images.names), each):
+                batch = range(first, min(first + each, len(images.names)))
+                found = list(pool.map(read, batch))
+                used = [index for index, image in zip(batch, found, strict=True) if not isinstance(image, str)]
+                rows = np.array([image for image in found if not isinstance(image, str)], np.uint8)
                 yield Block(
-                    rows=rows,
-                    for_testing=np.array([item.for_testing for item, _ in used], bool),
-                    labels=np.array([item.label for item, _ in used], "<i4"),
-                    skipped=tuple(reason for _, reason in found if isinstance(reason, str)),
+                    rows=rows.reshape(-1, channels, size, size),
+                    for_testing=images.for_testing[used],
+                    labels=None if images.labels is None else images.labels[used],
+                    skipped=tuple(reason for reason in found if isinstance(reason, str)),
                 )
-
-
-# ---- A folder --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -213,49 +201,46 @@ class Folder(ImageOptions):
 
     def plan(self) -> Plan:
         path = self.path.expanduser()
-        total, listing, found, headers = 0, hashlib.sha256(), set[str](), Counter[Header]()
-        for name in walk(path, SUFFIXES):
+        names, listing, headers = list(walk(path, SUFFIXES)), hashlib.sha256(), Counter[tuple[str, int, int]]()
+        if not names:
+            raise DataError(f"{path} holds no images ({', '.join(SUFFIXES)}). Give the folder of images with --from.")
+        for name in names:
             size = -1
             with suppress(Exception):  # a file without access or a damaged one: reported by name when it is read
                 size = (path / name).stat().st_size
                 with open_untrusted(path / name) as file, Image.open(file, formats=FORMATS) as image:
                     headers[image.mode, *image.size] += 1
             listing.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
-            total += 1
-            if self.labels:
-                folder, slash, _ = name.partition("/")
-                if not slash:
-                    fix = "Move it into a folder of its class, or omit --labels."
-                    raise DataError(f"{self.path / name} is in no class. {fix}")
-                found.add(folder)
-        if not total:
-            raise DataError(f"{path} holds no images ({', '.join(SUFFIXES)}). Give the folder of images with --from.")
-        classes = check_classes(sorted(found))
-        if len(classes) == 1:
-            fix = f"Use --from {path / classes[0]} if it holds the classes, or omit --labels."
-            raise DataError(f"all images of {path} are in {classes[0]}, which makes one class. {fix}")
+        options = {"split": f"an image is for testing if sha256(relative path) < {self.test_fraction}"}
+        labels: Integer[np.ndarray, " images"] | None = None
+        classes: tuple[str, ...] = ()
+        if self.labels:
+            labels, classes = _folder_labels(path, names)
+            options["labels"] = "the folder below the root"
+        is_test = np.array([for_testing(name, self.test_fraction) for name in names])
+        images = Images(names, lambda index: open_image(path / names[index], names[index]), is_test, labels)
         return self.planned(
-            partial(self._items, classes),
-            total,
+            [images],
             headers,
-            {"split": f"an image is for testing if sha256(relative path) < {self.test_fraction}"}
-            | ({"labels": "the folder below the root"} if self.labels else {}),
+            options,
             name=path.resolve().name,
             source=f"the images of a folder {path.resolve().name!r}, cropped to their largest centered square",
             input=listing.hexdigest(),
             classes=classes,
         )
 
-    def _items(self, classes: tuple[str, ...]) -> Iterator[Item]:
-        path, numbers = self.path.expanduser(), {name: number for number, name in enumerate(classes)}
-        for name in walk(path, SUFFIXES):
-            label = numbers.get(name.partition("/")[0]) if self.labels else 0
-            if label is None:
-                raise DataError(f"{name} is of a class that appeared in the meantime: run the same command again.")
-            yield Item(name, for_testing(name, self.test_fraction), label, partial(open_image, path / name, name))
 
-
-# ---- The hub ---------------------------------------------------------------------------------------------------------
+def _folder_labels(path: Path, names: Sequence[str]) -> tuple[Integer[np.ndarray, " images"], tuple[str, ...]]:
+    """The number of each image's class, and the names of the classes."""
+    for name in names:
+        if "/" not in name:
+            raise DataError(f"{path / name} is in no class. Move it into a folder of its class, or omit --labels.")
+    folders = [name.partition("/")[0] for name in names]
+    classes = check_classes(sorted(set(folders)))
+    if len(classes) == 1:
+        fix = f"Use --from {path / classes[0]} if it holds the classes, or omit --labels."
+        raise DataError(f"all images of {path} are in {classes[0]}, which makes one class. {fix}")
+    return np.searchsorted(classes, folders).astype("<i4"), classes
 
 
 @dataclass(frozen=True)
@@ -287,34 +272,29 @@ class HuggingFace(ImageOptions):
             raise DataError(f"{self.path!r} has no part named train; it has {', '.join(loaded)}.")
         if self.column not in (has := parts["train"].column_names):
             raise UsageError(f"{self.path!r} has no column {self.column!r}; it has {', '.join(has)}. Give a --column.")
-        labels, classes = _hub_labels(parts)
-        headers = Counter[Header]()
-        for part in parts.values():
+        column, classes = _hub_labels(parts)
+        sets, headers = [], Counter[tuple[str, int, int]]()
+        for split, part in parts.items():
+            is_test = np.full(len(part), split == "test")
+            if "test" not in parts:
+                is_test = rows_for_testing(0, len(part), self.test_fraction)
+            labels = np.array(part[column][:], "<i4") if column else None
+            images = Images([f"row {i}" for i in range(len(part))], partial(self._image, part), is_test, labels)
+            sets.append(images)
             for index in range(min(HUB_SURVEYED, len(part))):
                 with suppress(DataError):  # reported when the row is read
-                    image = self._image(part, index)
+                    image = images.load(index)
                     headers[image.mode, *image.size] += 1
-        counts = {split: len(part) for split, part in parts.items()}
         split = "by name" if "test" in parts else f"row i is for testing if hash(i) < {self.test_fraction}"
         return self.planned(
-            partial(self._items, parts, labels),
-            sum(counts.values()),
+            sets,
             headers,
-            {"revision": self.revision, "split": split, **({"labels": labels} if labels else {})},
+            {"revision": self.revision, "split": split, **({"labels": column} if column else {})},
             name=self.path.rsplit("/", 1)[-1],
             source=f"Hugging Face dataset {self.path}, column {self.column!r}, cropped to the largest centered square",
-            input=fingerprint([self.path, self.column, counts]),
+            input=fingerprint([self.path, self.column, {split: len(part) for split, part in parts.items()}]),
             classes=classes,
         )
-
-    def _items(self, parts: Mapping[str, Any], labels: str) -> Iterator[Item]:
-        for split, part in parts.items():
-            chosen = np.full(len(part), split == "test")
-            if "test" not in parts:
-                chosen = rows_for_testing(0, len(part), self.test_fraction)
-            numbers = part[labels][:] if labels else [0] * len(part)
-            for index, (is_test, label) in enumerate(zip(chosen, numbers, strict=True)):
-                yield Item(f"row {index}", bool(is_test), label, partial(self._image, part, index))
 
     def _image(self, part: Any, index: int) -> Image.Image:
         name = f"row {index}"

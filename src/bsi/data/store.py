@@ -200,25 +200,17 @@ def prepared(root: Path | None = None) -> list[Path]:
     return sorted(manifest.parent for manifest in (root or data_folder()).glob(f"[!.]*/{MANIFEST}"))
 
 
-def open_dataset(name_or_path: str | Path, check_hashes: bool = False, version: str | None = None) -> Dataset:
+def open_dataset(name_or_path: str | Path, version: str | None = None) -> Dataset:
     """The dataset of that name in the data folder, or in that folder. `digits` always exists.
 
-    Args:
-        check_hashes: Compare every file with its hash.
-        version: The content that a run was trained on. If the name has other content or none, any prepared dataset with
-            this content is opened: a dataset that was renamed is still found.
+    `version` is the content that a run was trained on. If the name has other content or none, any prepared dataset with
+    this content is opened: a dataset that was renamed is still found.
     """
-    try:
-        dataset = _open(_find(name_or_path))
-    except DataError:
-        if (same := _with_version(version)) is None:
-            raise
-        dataset = _open(same)
-    if version not in (None, dataset.version) and (same := _with_version(version)) is not None:
-        dataset = _open(same)
-    if check_hashes:
-        dataset.verify()
-    return dataset
+    for folder in [*_places(name_or_path), *prepared()] if version is not None else []:
+        with suppress(DataError):  # missing or damaged: another one
+            if (dataset := _open(folder)).version == version:
+                return dataset
+    return _open(_find(name_or_path))
 
 
 def open_for_run(name: str, run: Path | None) -> Dataset:
@@ -241,20 +233,15 @@ def find_dataset(name: str, version: str) -> Dataset | None:
     return dataset if dataset.version == version and len(dataset.test) else None
 
 
-def _with_version(version: str | None) -> Path | None:
-    """The folder of a prepared dataset with this content."""
-    for folder in prepared() if version is not None else ():
-        with suppress(DataError):  # damaged: another one
-            if Manifest.read(folder / MANIFEST).version == version:
-                return folder
-    return None
+def _places(name_or_path: str | Path) -> list[Path]:
+    """Where a dataset may be. A bare name is looked up in the data folder first, whatever the working directory."""
+    folder = Path(name_or_path).expanduser()
+    bare = isinstance(name_or_path, str) and os.sep not in name_or_path
+    return [DIGITS] if str(name_or_path) == "digits" else [data_folder() / folder, folder] if bare else [folder]
 
 
 def _find(name_or_path: str | Path) -> Path:
-    """The folder of a dataset. A bare name is looked up in the data folder first, whatever the working directory."""
-    wanted, folder = str(name_or_path), Path(name_or_path).expanduser()
-    bare = isinstance(name_or_path, str) and os.sep not in name_or_path
-    places = [DIGITS] if wanted == "digits" else [data_folder() / folder, folder] if bare else [folder]
+    wanted, places = str(name_or_path), _places(name_or_path)
     for place in places:
         if os.path.isfile(place / MANIFEST):
             return place

@@ -70,9 +70,7 @@ class Inception:
         batch: int = 128,
     ) -> None:
         self.device, self.batch = torch.device(device), batch
-        cuda, gpus = self.device.type == "cuda", torch.cuda.device_count()
-        if cuda and (self.device.index or 0) >= gpus:
-            raise UsageError(f"device {str(device)!r} does not exist: torch has {gpus} GPUs. Use cpu.")
+        cuda = self.device.type == "cuda"
         self.precision: Precision = precision or ("tf32" if cuda else "float32")
         if self.precision == "tf32" and not cuda:
             raise UsageError(f"precision 'tf32' needs an NVIDIA GPU, got device {self.device}. Use 'float32'.")
@@ -151,12 +149,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise DataError(f"{path} is not a valid safetensors file ({error}). Download or convert it again.") from error
     expected = expected_shapes()
-    if missing := sorted(expected.keys() - found.keys()):
-        lacks = f"lacks {len(missing)} of the {len(expected)} tensors of the FID network, {missing[0]} first"
-        raise DataError(f"{path} {lacks}. Use the weights of pytorch-fid, in its own key names.")
-    for name, shape in expected.items():
-        if tuple(found[name].shape) != shape:
-            raise DataError(f"{path}: {name} must have the shape {shape}, got {tuple(found[name].shape)}.")
+    if lacking := [name for name in expected if name not in found or tuple(found[name].shape) != expected[name]]:
+        lacks = f"lacks {len(lacking)} of the {len(expected)} tensors of the FID network, {lacking[0]} first"
+        raise DataError(f"{path} {lacks}. Use the weights of pytorch-fid, in its own key names and shapes.")
     return {name: found[name].float() for name in sorted(expected)}
 
 

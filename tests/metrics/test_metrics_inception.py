@@ -16,12 +16,11 @@ from bsi.errors import DataError, UsageError
 from bsi.io import data_folder, download
 from bsi.metrics import inception
 from bsi.metrics.inception import (
-    BATCH_NORM_EPS,
     NAME,
+    Conv,
     Inception,
     cached_weights,
     expected_shapes,
-    folded,
     read_weights,
     tf1_bilinear,
     weights_hash,
@@ -82,19 +81,15 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_folding_is_convolution_then_batch_norm(other_weights: Path) -> None:
-    weights = read_weights(other_weights)
-    state = folded(weights)
-    name = "Mixed_6b.branch7x7_2"
-    x = torch.randn(2, 128, 9, 9, generator=torch.Generator().manual_seed(1)).double()
-    plain = F.conv2d(x, weights[f"{name}.conv.weight"].double())
-    mean, var, gamma, beta = (
-        weights[f"{name}.bn.{part}"].double() for part in ("running_mean", "running_var", "weight", "bias")
-    )
-    normed = F.batch_norm(plain, mean, var, gamma, beta, eps=BATCH_NORM_EPS)
-    ours = F.conv2d(x, state[f"{name}.weight"].double(), state[f"{name}.bias"].double())
-    torch.testing.assert_close(ours, normed, rtol=1e-5, atol=1e-5)
-    assert len(state) == 2 * 94
+def test_folding_is_convolution_then_batch_norm() -> None:
+    torch.manual_seed(0)
+    conv = Conv(8, 5, (1, 7)).requires_grad_(False).eval()
+    for tensor in (conv.bn.weight, conv.bn.bias, conv.bn.running_mean, conv.bn.running_var):
+        tensor.uniform_(0.5, 1.5)
+    x = torch.randn(2, 8, 9, 9)
+    expected = F.relu(conv.bn(conv.conv(x)))
+    conv.fold()
+    torch.testing.assert_close(conv(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_other_weights_are_warned_of_and_never_called_fid(other_weights: Path) -> None:

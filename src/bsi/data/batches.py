@@ -22,8 +22,7 @@ from torch import Tensor
 from bsi.errors import DataError, UsageError
 from bsi.rng import coins
 
-# A set is kept on the device if it takes at most this part of the free memory there.
-RESIDENT_PART = 0.25
+RESIDENT_PART = 0.25  # of the free memory of the device: a set that takes at most this is kept there
 CHUNK_BYTES = 64 << 20
 AHEAD = 2  # batches
 
@@ -43,13 +42,10 @@ def as_source(data: object, device: torch.device | str = "cpu", workers: int = 0
     kind = type(data).__name__
     if isinstance(data, BatchSource) and not isinstance(data, Tensor | np.ndarray):  # both have a `take` of their own
         return data
-    if isinstance(data, Sequence | dict):
-        raise UsageError(f"a {kind} is not a set of samples. Use one tensor or a torch Dataset.")
-    if not (callable(getattr(data, "__getitem__", None)) and callable(getattr(data, "__len__", None))):
+    if isinstance(data, Sequence | dict) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         instead = "a tensor, an array, a map-style Dataset (__getitem__, __len__) or an object with __len__ and take"
         raise UsageError(f"cannot take samples from a {kind}. Give {instead}.")
-    samples: Any = data
-    if getattr(data, "ndim", 1) == 0 or not len(samples):
+    if getattr(data, "ndim", 1) == 0 or not len(data):
         raise DataError(f"a set of samples needs at least one: got an empty {kind} or a single number.")
     if isinstance(data, Tensor):
         return ResidentSource(data.detach().to(device))
@@ -104,7 +100,7 @@ class MapSource:
     def take(self, ids: Int64[np.ndarray, " batch"]) -> Shaped[Tensor, "batch *data"]:
         samples = list((self.pool.map if self.pool else map)(self._sample, ids.tolist()))
         forms = [f"{sample.dtype} of shape {tuple(sample.shape)}" for sample in samples]
-        for index, form in zip(ids.tolist(), forms, strict=True):
+        for index, form in zip(ids, forms, strict=True):
             if form != forms[0]:
                 found = f"{ids[0]} is {forms[0]}, {index} is {form}"
                 raise DataError(f"samples of {self.name} differ: {found}. Give all one form in its __getitem__.")
@@ -151,8 +147,8 @@ def flip(x: Shaped[Tensor, "batch *data width"], seed: int, start: int) -> Shape
 
 def ahead(source: BatchSource, ids: Iterable[Int64[np.ndarray, " batch"]]) -> Iterator[Tensor]:
     """The batches of `ids`, in order, with the next two of them fetched in the background."""
+    waiting = []
     with ThreadPoolExecutor(1, thread_name_prefix="bsi-ahead") as pool:
-        waiting = []
         for batch in ids:
             waiting.append(pool.submit(source.take, batch))
             if len(waiting) > AHEAD:

@@ -1,10 +1,9 @@
 """Input files: folders, archives and NumPy arrays, validated before any of their content is used, and streamed.
 
-Nothing is unpacked to disk, so nothing can be written outside. Archives with absolute names, `..`, links, devices,
-encrypted members or sizes beyond a limit are rejected. A `.npy` file is a magic number, a header (dtype, order, shape)
-and the raw elements; a `.npz` is a zip archive of such files. `ArrayFile` rejects arrays that would run code when
-loaded (object arrays are pickles) and headers that disagree with the file's size, and yields rows in blocks: the memory
-is that of one block, whatever the size of the array.
+Nothing is unpacked to disk, so nothing can be written outside. Archives with absolute names, `..`, links, devices or
+sizes beyond a limit are rejected. A `.npy` file is a magic number, a header (dtype, order, shape) and the raw elements;
+a `.npz` is a zip archive of such files. Arrays of objects, which are pickles, and headers that disagree with the file's
+size are rejected. The memory is that of one block, whatever the size of the array.
 """
 
 from __future__ import annotations
@@ -42,9 +41,6 @@ MAX_READ = 16 << 20
 UNREADABLE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 
 
-# ---- Folders ---------------------------------------------------------------------------------------------------------
-
-
 def walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     """Relative paths of the files with one of the suffixes, folder by folder, sorted; without hidden ones."""
     if not os.path.isdir(root):
@@ -69,9 +65,6 @@ def for_testing(name: str, fraction: float) -> bool:
     return int.from_bytes(sha[:8], "big") < fraction * 2**64
 
 
-# ---- Archives --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Member:
     """A file inside a folder or an archive."""
@@ -86,14 +79,10 @@ class Member:
 def members(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[dict[str, Member]]:
     """The files named `wanted` in a folder (or a folder directly in it), a tar or a zip archive, by base name."""
     by_name: dict[str, Member] = {}
-    found: Iterator[Member]
     with ExitStack() as stack:
         try:
             if os.path.isdir(path):
-                files = [
-                    file for name in sorted(wanted) for file in sorted({*path.glob(name), *path.glob(f"*/{name}")})
-                ]
-                found = (Member(str(f), f.stat().st_size, partial(open_untrusted, f)) for f in files if f.is_file())
+                found = _folder_members(path, wanted)
             else:
                 file = stack.enter_context(open_untrusted(path))
                 entries = zip_members(file, str(path)) if zipfile.is_zipfile(file) else _tar_members(file)
@@ -110,18 +99,24 @@ def members(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[dic
             raise DataError(f"{path} is not a readable zip, tar or tar.gz archive: {error}.") from error
 
 
+def _folder_members(folder: Path, wanted: Collection[str]) -> Iterator[Member]:
+    for pattern in (where + name for name in sorted(wanted) for where in ("", "*/")):
+        for file in sorted(folder.glob(pattern)):
+            if file.is_file():
+                yield Member(str(file), file.stat().st_size, partial(open_untrusted, file))
+
+
 def _checked(entries: Iterator[Member], path: Path, max_bytes: int) -> Iterator[Member]:
     """The regular files of an archive. One header is read at a time: a bomb is rejected before it is decompressed."""
-    total = 0
+    total, most = 0, f"{readable_bytes(max_bytes)} or {MAX_MEMBERS} files"
     for count, member in enumerate(entries):
+        total += member.size
         name, where = member.name, PureWindowsPath(member.name)  # knows both slashes, and drives
         if where.anchor or ".." in where.parts:
             raise DataError(f"{path} holds {name!r}, a name that leads outside. The archive is not used.")
         if member.kind not in (stat.S_IFREG, stat.S_IFDIR):
             raise DataError(f"{path} holds {name!r}, a link or a device. The archive is not used.")
-        total += member.size
         if total > max_bytes or count >= MAX_MEMBERS:
-            most = f"{readable_bytes(max_bytes)} or {MAX_MEMBERS} files"
             raise DataError(f"{path} unpacks to more than {most} (at {name!r}). The archive is not used.")
         if member.kind == stat.S_IFREG:
             yield member
@@ -129,8 +124,7 @@ def _checked(entries: Iterator[Member], path: Path, max_bytes: int) -> Iterator[
 
 def _tar_members(file: BufferedReader) -> Iterator[Member]:
     file.seek(0)
-    packed = file.read(2) == b"\x1f\x8b"
-    file.seek(0)
+    packed = file.peek(2).startswith(b"\x1f\x8b")
     stream = _ShortReads(gzip.GzipFile(fileobj=file) if packed else cast(Any, file))
     archive = tarfile.open(fileobj=stream, mode="r:")  # noqa: SIM115  the members are read later
     for info in archive:
@@ -165,9 +159,6 @@ def zip_members(stream: BufferedIOBase, name: str) -> Iterator[Member]:
         yield Member(info.filename, info.file_size, partial(opened, info), kind)
 
 
-# ---- Arrays ----------------------------------------------------------------------------------------------------------
-
-
 def header_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     """A header of fixed length, so that the number of rows can be written after the rows."""
     text = f"{{'descr': {np.lib.format.dtype_to_descr(dtype)!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
@@ -178,13 +169,10 @@ def header_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 class ArrayFile(AbstractContextManager["ArrayFile"]):
-    """The rows of one array, streamed from `.npy` data of `size` bytes. Closing it closes the stream.
+    """The rows of one array, streamed from `.npy` data of `size` bytes. Closing it closes the stream."""
 
-    Rows are skipped by seeking, except in members of archives: that would skip bytes that their checksum covers.
-    """
-
-    def __init__(self, stream: BufferedIOBase, size: int, name: str, seekable: bool = True) -> None:
-        self.stream, self.name, self.seekable = stream, name, seekable
+    def __init__(self, stream: BufferedIOBase, size: int, name: str) -> None:
+        self.stream, self.name = stream, name
         try:
             self.shape, self.dtype = self._read_header()
             self.offset, self.row_bytes = stream.tell(), math.prod(self.shape[1:]) * self.dtype.itemsize
@@ -224,13 +212,13 @@ class ArrayFile(AbstractContextManager["ArrayFile"]):
         return tuple(int(d) for d in shape), dtype
 
     def blocks(self, start: int = 0, block_bytes: int = BLOCK_BYTES) -> Iterator[Shaped[np.ndarray, "rows *shape"]]:
-        """The rows from `start` on, in order, in blocks of about `block_bytes`. Call it once for a member."""
-        skip = start * self.row_bytes
-        if self.seekable:
-            self.stream.seek(self.offset + skip)
-        while not self.seekable and skip > 0 and (data := self._read(min(skip, BLOCK_BYTES))):
+        """The rows from `start` on, in order, in blocks of about `block_bytes`. To be called once.
+
+        The rows before are read, too: seeking would skip bytes that the checksum of an archive covers.
+        """
+        each, skip = max(1, block_bytes // max(1, self.row_bytes)), start * self.row_bytes
+        while skip > 0 and (data := self._read(min(skip, BLOCK_BYTES))):
             skip -= len(data)
-        each = max(1, block_bytes // max(1, self.row_bytes))
         for first in range(start, len(self), each):
             rows = min(each, len(self) - first)
             raw = self._read(rows * self.row_bytes)
@@ -269,7 +257,7 @@ def open_arrays(path: Path, stream: BufferedIOBase | None = None) -> Iterator[di
         raise DataError(f"{path} is not a .npy or .npz file. Save arrays with numpy.save or numpy.savez.")
 
     def opened(name: str, member: Member) -> ArrayFile:
-        return ArrayFile(member.open(), member.size, f"{path}[{name!r}]", seekable=False)
+        return ArrayFile(member.open(), member.size, f"{path}[{name!r}]")
 
     with stream or open_untrusted(path) as file:
         try:

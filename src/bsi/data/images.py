@@ -40,9 +40,6 @@ HUB_SURVEYED = 256  # images of each part that are decoded to choose size and ch
 Resampling = Literal["lanczos", "bicubic", "bilinear", "box"]
 
 
-# ---- Decoding --------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _decoding(name: str) -> Iterator[None]:
     """A decoder given damaged data may raise anything."""
@@ -102,9 +99,6 @@ def pixels(
     method = Image.Resampling[resampling.upper()]
     array = np.asarray(image.resize((size, size), method, box=(left, top, left + side, top + side)))
     return np.ascontiguousarray(array.transpose(2, 0, 1) if channels == 3 else array[None])
-
-
-# ---- What the sources share ------------------------------------------------------------------------------------------
 
 
 class Images(NamedTuple):

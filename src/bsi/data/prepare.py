@@ -47,9 +47,6 @@ def rows_for_testing(first: int, count: int, fraction: float) -> Bool[np.ndarray
     return uniforms(SPLIT_SEED, first, count) < fraction
 
 
-# ---- What a source describes -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Block:
     """The rows made from the next items of the input, and the reason for each item that could not be read."""
@@ -135,9 +132,6 @@ class Source(Protocol):
     summary: ClassVar[str]
 
     def plan(self) -> Plan: ...
-
-
-# ---- Writing ---------------------------------------------------------------------------------------------------------
 
 
 def prepare(plan: Plan, folder: Path) -> Dataset:

@@ -5,12 +5,11 @@ pixels, channel by channel. Every file is compared with its known SHA-256 before
 
 Downsampled ImageNet (Chrabaszcz, Loshchilov and Hutter, 2017) at 32 or 64 pixels: `train_data_batch_1.npz` ..
 `train_data_batch_10.npz` and `val_data.npz` hold `data`, (N, 3 size^2) bytes channel by channel, and `labels` from 1 to
-1000, stored here as 0 to 999. The files may be in a folder, unpacked or in the zip archives in which they are
-distributed (one for 32 pixels, two for 64, and one for validation).
+1000, stored here as 0 to 999, in a folder, unpacked or in the zip archives in which they are distributed.
 
 MNIST (LeCun, Cortes and Burges, 1998): four idx files, packed with gzip or not.
 
-Files are streamed. Pickled versions are never read, because loading a pickle can run code.
+Pickled versions are never read, because loading a pickle can run code.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ BATCHES = (*(f"train_data_batch_{i}.npz" for i in range(1, 11)), "val_data.npz")
 IDX = [f"{stem}-{kind}" for stem in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 IDX_FILES = {f"{name}-ubyte{end}": name for name in IDX for end in ("", ".gz")}
 IDX_FILES |= {file.replace("-idx", ".idx"): name for file, name in IDX_FILES.items()}  # the other published spelling
-PICKLES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz", "train_data_batch_1")
 MAX_BYTES, MAX_IMAGENET_BYTES = 1 << 30, 64 << 30  # unpacked
 PIECE = 1 << 20
 
@@ -71,9 +69,8 @@ def _images(
 def _require(path: Path, found: Collection[str], names: Iterable[str], instead: str) -> None:
     """Raise if a file is missing."""
     if missing := [name for name in names if name not in found]:
-        pickled = any(name in found for name in PICKLES)
-        hint = "It holds the version made of pickles, which are never loaded. " if pickled else ""
-        raise DataError(f"{path} holds no {', '.join(missing[:3])}. {hint}Give {instead}.")
+        hint = "Versions made of pickles, which are never loaded, do not help"
+        raise DataError(f"{path} holds no {', '.join(missing[:3])}. {hint}: give {instead}.")
 
 
 def _read(file: Any, size: int) -> bytes:
@@ -96,22 +93,18 @@ class Cifar10:
         else:
             path = folder if folder.is_dir() else download(CIFAR10, archive, CIFAR10_SHA256, "give it with --from")
         parts = []
-        with members(path, {*CIFAR10_FILES, *PICKLES}, MAX_BYTES) as found:
+        with members(path, CIFAR10_FILES, MAX_BYTES) as found:
             _require(path, found, CIFAR10_FILES, f"the binary version ({CIFAR10}), packed or unpacked")
             for name, expected in CIFAR10_FILES.items():
                 with found[name].open() as file:
                     raw = _read(file, MAX_BYTES)
-                if (sha256 := digest([raw])) != expected:
-                    why = f"{name} is damaged: expected sha256 {expected}, found {sha256}"
-                    raise DataError(f"{path}: {why}. Download it again.")
+                if (found_hash := digest([raw])) != expected:
+                    raise DataError(f"{path}: {name} is damaged: expected sha256 {expected}, found {found_hash}.")
                 records = np.frombuffer(raw, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
                 images = records[:, 1:].reshape(-1, 3, 32, 32)
                 parts.append(array_part(images, records[:, 0], name == "test_batch.bin"))
         plan = _images("cifar10", CIFAR10, (3, 32, 32), fingerprint(CIFAR10_FILES), parts)
         return replace(plan, classes=CIFAR10_CLASSES)
-
-
-# ---- Downsampled ImageNet --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -161,7 +154,7 @@ def _batches(path: Path) -> Iterator[dict[str, Member]]:
     with ExitStack() as stack:
         found: dict[str, Member] = {}
         for place in [path, *sorted(path.glob("*.zip"))] if os.path.isdir(path) else [path]:
-            found = stack.enter_context(members(place, (*BATCHES, *PICKLES), MAX_IMAGENET_BYTES)) | found
+            found = stack.enter_context(members(place, BATCHES, MAX_IMAGENET_BYTES)) | found
         _require(path, found, BATCHES, f"the npz version from {IMAGENET}")
         yield found
 
@@ -171,9 +164,6 @@ def _arrays(batch: Member) -> Iterator[dict[str, Callable[[], ArrayFile]]]:
     with open_arrays(Path(batch.name), batch.open()) as arrays:
         _require(Path(batch.name), arrays, ("data", "labels"), f"the npz version from {IMAGENET}")
         yield arrays
-
-
-# ---- MNIST -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,9 +206,6 @@ def _idx(path: Path, given: Member, name: str) -> UInt8[np.ndarray, "..."]:
             return np.frombuffer(raw, np.uint8).reshape(shape)
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: {name} is damaged: {error}. Download it again.") from error
-
-
-# ---- Binary images ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Text and sound, cut into samples of a fixed length.
 
-Text is characters or the bytes of UTF-8, as symbols. The files are read one after another, in sorted order. The last
-part of each file is for testing, as is usual for character models; the parts for training make one stream and the parts
-for testing another, and each stream is cut into samples. What is left at the end of a stream is not used.
+Text is characters or the bytes of UTF-8, as symbols. The last part of each file is for testing, as is usual for
+character models; the parts for training make one stream, in sorted order of the files, and the parts for testing
+another, and each stream is cut into samples. What is left at the end of a stream is not used.
 
 Sound comes from 16-bit WAV files of one rate and number of channels. A sample is (channels, length); its integers are
 bin indices 0 .. 65535, the sound's -32768 .. 32767 shifted. The split is by file, by the hash of its path. Files are
@@ -43,9 +43,6 @@ def _check(length: int, test_fraction: float) -> None:
     if length < 1:
         raise UsageError(f"length must be at least 1, got {length}.")
     check_fraction(test_fraction)
-
-
-# ---- Text ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -159,9 +156,6 @@ class _TextFile:
                 if "\0" in text:
                     raise DataError(f"{self.path} is binary: it holds zero bytes. Give text, or --vocabulary bytes.")
                 yield np.frombuffer(text.encode("utf-32-le"), "<u4")
-
-
-# ---- Sound -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

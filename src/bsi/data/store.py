@@ -192,9 +192,6 @@ class Dataset:
                 raise DataError(f"{path} is damaged: expected sha256 {record.sha256}, found {found}. {AGAIN}")
 
 
-# ---- Opening ---------------------------------------------------------------------------------------------------------
-
-
 def prepared(root: Path | None = None) -> list[Path]:
     """The folders of the prepared datasets in `root`, by default the data folder. Unfinished ones are not listed."""
     return sorted(manifest.parent for manifest in (root or data_folder()).glob(f"[!.]*/{MANIFEST}"))

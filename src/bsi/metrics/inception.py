@@ -10,8 +10,8 @@ all in float32, in this order, as in TensorFlow's kernel. Another resize (half-p
 changes the FID by up to whole points, so values are comparable only with the same resize.
 
 Weights are safetensors with the key names of pytorch-fid (`Mixed_5b.branch1x1.conv.weight`, `...bn.running_mean`), by
-path or from the data folder; if they are not there, the file that pytorch-fid published is downloaded and converted.
-Each batch norm (eps = 0.001) is folded into its convolution, in float64:
+default its published ones, which are downloaded and converted. Each batch norm (eps = 0.001) is folded into its
+convolution, in float64:
 
     weight' = weight * gamma / sqrt(var + eps),    bias' = beta - mean * gamma / sqrt(var + eps)
 """
@@ -24,7 +24,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,14 +40,12 @@ from bsi.metrics.quality import OTHER_NAME, PUBLISHED_HASH, QualityWarning, requ
 
 NAME = "inception-2015-12-05"
 SIZE = 299
-BATCH_NORM_EPS = 0.001
-
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
+# The precision of products in convolutions: float32; TF32, which rounds float32 inputs to 11 bits; or float16 weights
+# and activations, with the same 11 bits. Sums, the resize, the last pool and the features are float32 in each.
 Precision = Literal["float32", "tf32", "float16"]
-"""The precision of products in convolutions: float32; TF32, which rounds float32 inputs to 11 bits; or float16 weights
-and activations, with the same 11 bits. Sums, the resize, the last pool and the features are float32 in each."""
 
 
 class Inception:
@@ -74,18 +72,17 @@ class Inception:
         self.precision: Precision = precision or ("tf32" if cuda else "float32")
         if self.precision == "tf32" and not cuda:
             raise UsageError(f"precision 'tf32' needs an NVIDIA GPU, got device {self.device}. Use 'float32'.")
-        published = read_weights(weights or cached_weights())
-        self.hash = weights_hash(published)
+        tensors = read_weights(weights or cached_weights())
+        self.hash = weights_hash(tensors)
         self.name = NAME if self.hash == PUBLISHED_HASH else OTHER_NAME
         if self.hash != PUBLISHED_HASH:
             found = f"not the published weights of {NAME} (expected {PUBLISHED_HASH[:16]}, found {self.hash[:16]})"
             warnings.warn(f'{found}: distances are called "fd-{self.name}", not FID', QualityWarning, stacklevel=2)
-        self.dtype = {"float32": torch.float32, "tf32": torch.float32, "float16": torch.float16}[self.precision]
-        network = Network().eval().requires_grad_(False)
-        network.load_state_dict(folded(published))
-        for conv in network.modules():
-            if isinstance(conv, Conv):
-                conv.weight.data = conv.weight.contiguous(memory_format=torch.channels_last)
+        self.dtype = torch.float16 if self.precision == "float16" else torch.float32
+        network = Network().requires_grad_(False)
+        network.load_state_dict(tensors, strict=False)  # they lack the numbers of training batches
+        for conv in [module for module in network.modules() if isinstance(module, Conv)]:
+            conv.fold()
         self._network = network.to(self.device, self.dtype)
 
     @torch.no_grad()
@@ -158,14 +155,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def expected_shapes() -> dict[str, tuple[int, ...]]:
     """Names and shapes of the published tensors: five for each convolution."""
     with torch.device("meta"):
-        network = Network()
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, conv in network.named_modules():
-        if isinstance(conv, Conv):
-            shapes[f"{name}.conv.weight"] = tuple(conv.weight.shape)
-            for part in ("weight", "bias", "running_mean", "running_var"):
-                shapes[f"{name}.bn.{part}"] = (conv.out_channels,)
-    return shapes
+        state = Network().state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
 
 
 def weights_hash(weights: Mapping[str, Tensor]) -> str:
@@ -177,34 +168,31 @@ def weights_hash(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def folded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The network's own state: convolutions with their batch norms folded in."""
-    state = {}
-    for name in (key.removesuffix(".conv.weight") for key in weights if key.endswith(".conv.weight")):
-        gamma, beta, mean, var = (
-            weights[f"{name}.bn.{part}"].double() for part in ("weight", "bias", "running_mean", "running_var")
-        )
-        scale = gamma / (var + BATCH_NORM_EPS).sqrt()
-        state[f"{name}.weight"] = (weights[f"{name}.conv.weight"].double() * scale.view(-1, 1, 1, 1)).float()
-        state[f"{name}.bias"] = (beta - mean * scale).float()
-    return state
+class Conv(nn.Module):
+    """A convolution, its batch norm, which is folded into it before use, and a ReLU.
 
-
-# ---- The network -----------------------------------------------------------------------------------------------------
-
-
-class Conv(nn.Conv2d):
-    """A convolution with its folded batch norm, and a ReLU. At stride 1 it keeps the size unless `valid`."""
+    At stride 1 it keeps the size unless `valid`.
+    """
 
     def __init__(
         self, ins: int, outs: int, kernel: int | tuple[int, int] = 1, stride: int = 1, valid: bool = False
     ) -> None:
+        super().__init__()
         height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
         padding = (0, 0) if valid or stride > 1 else (height // 2, width // 2)
-        super().__init__(ins, outs, (height, width), stride, padding)
+        self.conv = nn.Conv2d(ins, outs, (height, width), stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(outs, eps=0.001)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.relu(super().forward(input), inplace=True)
+    def fold(self) -> None:
+        weight, bn = self.conv.weight.double(), cast(Any, self.bn.double())
+        scale = bn.weight / (bn.running_var + bn.eps).sqrt()
+        weight = (weight * scale.view(-1, 1, 1, 1)).float().contiguous(memory_format=torch.channels_last)
+        self.conv.weight = nn.Parameter(weight, requires_grad=False)
+        self.conv.bias = nn.Parameter((bn.bias - bn.running_mean * scale).float(), requires_grad=False)
+        del self.bn
+
+    def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n d i j"]:
+        return F.relu(self.conv(x), inplace=True)
 
 
 AVERAGE = nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
@@ -268,7 +256,7 @@ class Network(nn.Sequential):
 
     Inception of 2015-12-05 without its last layer, as in the TensorFlow graph that published FIDs are computed with. It
     differs from the usual Inception v3 in two places: average pools do not count the padding, and the last block uses a
-    maximum instead. Modules are named as in pytorch-fid. There are no batch norms.
+    maximum instead. Modules are named as in pytorch-fid.
     """
 
     def __init__(self) -> None:

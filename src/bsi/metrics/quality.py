@@ -75,9 +75,6 @@ class Extractor(Protocol):
     def __call__(self, images: UInt8[Tensor, "n 3 h w"]) -> Float[Tensor, "n dim"]: ...
 
 
-# ---- Images ----------------------------------------------------------------------------------------------------------
-
-
 def require_images(images: Tensor, name: str = "images") -> UInt8[Tensor, "n 3 h w"]:
     """`images`, if they are 8-bit color images. Floats that are truncated are half a step too dark: the FID changes."""
     if images.dtype != torch.uint8:
@@ -120,9 +117,6 @@ def array_batches(
             piece = images[start : start + size]
             colors = np.broadcast_to(piece, (len(piece), 3, *piece.shape[2:]))
             yield require_images(torch.from_numpy(colors.copy()), name)
-
-
-# ---- Features --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,9 +171,6 @@ def collect(images: Iterable[Tensor], extractor: Extractor, keep: bool = False) 
             moments = moments + Moments.of(features)
             kept += [features.float()] if keep else []
     return Features(moments, torch.cat(kept) if keep else None)
-
-
-# ---- Records ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ SECTIONS = {
         "bsi.sampler", "bsi.sampling", "bsi.solvers", "bsi.grids",
         "bsi.conditioning", "bsi.flow", "bsi.rng", "bsi.brownian",
     ],
-    "Exact predictors and other formulations": ["bsi.adapters", "bsi.oracle", "bsi.noising", "bsi.interpolant"],
+    "Exact predictors and other formulations": ["bsi.adapters", "bsi.oracle", "bsi.formulations"],
     "Trainer": ["bsi.recipe", "bsi.training.train", "bsi.runtime.export"],
     "Recipes": ["bsi.recipes"],
     "Backbones": ["bsi.backbones"],

@@ -15,12 +15,11 @@ from bsi.backbones import build
 from bsi.denoiser import Denoiser
 from bsi.elbo import finite_measurement_loss, measurement_loss, reconstruction_loss
 from bsi.errors import BsiError, DataError, NonFinite, UsageError
+from bsi.formulations import euler_maruyama_step, noising
 from bsi.gaussian import Belief
 from bsi.grids import GRIDS, check_grid, named_grid, paper_grid
-from bsi.interpolant import euler_maruyama_step
 from bsi.levels import ExpectedError, Fitted, LogUniform, Uniform, low_discrepancy
 from bsi.likelihood import categorical_normal, discretized_normal, normal
-from bsi.noising import noising
 from bsi.objective import training_loss
 from bsi.oracle import Mixture
 from bsi.sampling import sample

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bsi.formulations import euler_maruyama_step, posterior_noise_level
 from bsi.grids import edm_grid, geometric_grid, paper_grid
-from bsi.interpolant import euler_maruyama_step, posterior_noise_level
 from bsi.methods import BFN, BSI, VDM, Method
 from bsi.oracle import Mixture
 from bsi.sampling import sample

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bsi.bound import Integral
-from bsi.control_variate import Basis, Interpolation, Valuewise, Wiener, fit_control, fit_proposal, knots
+from bsi.control_variate import Basis, Valuewise, Wiener, fit_control, fit_proposal, knots
 from bsi.gaussian import squared_norm
+from bsi.levels import Interpolation
 from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
 from bsi.values import CONTINUOUS, Bins

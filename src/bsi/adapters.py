@@ -20,16 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.gaussian import over
+from bsi.gaussian import Data, PerSample, over
 from bsi.grids import EDM_SIGMA
 from bsi.methods.base import Method, Predictor, level_at, rho_at
-
-Data = Float[Tensor, "batch *data"]
-PerSample = Float[Tensor, " batch"]
 
 GaussianDenoiser = Callable[[Data, PerSample], Data]  # D(z, sigma), EDM's interface
 # eps(x_t, alpha_bar). alpha_bar is float64, because 1 - alpha_bar loses most of its digits in float32 at low noise.
@@ -46,10 +41,10 @@ def from_denoiser(method: Method, denoiser: GaussianDenoiser, sigma_max: float =
     def predictor(latent: Data, level: PerSample) -> Data:
         encoder = method.encoder(level)
         known = encoder.signal * sigma_max > encoder.noise
-        sigma = torch.where(known, encoder.noise / torch.where(known, encoder.signal, 1.0), sigma_max)
+        signal, noise = torch.where(known, encoder.signal, 1.0), torch.where(encoder.noise > 0, encoder.noise, 1.0)
+        sigma = torch.where(known, encoder.noise / signal, sigma_max)
         # z = psi / signal, or sigma_max w if its noise exceeds sigma_max, with w = psi / noise (0 if both are 0)
-        noisy = sigma_max / torch.where(encoder.noise > 0, encoder.noise, 1.0)
-        scale = torch.where(known, 1 / torch.where(known, encoder.signal, 1.0), noisy)
+        scale = torch.where(known, 1 / signal, sigma_max / noise)
         return denoiser(over(scale, latent) * latent, sigma.to(latent.dtype))
 
     return predictor
@@ -63,10 +58,8 @@ def as_denoiser(method: Method, predict: Predictor) -> GaussianDenoiser:
         level = level_at(method, 1 / sigma.double())
         if not bool(((level >= low * (1 - 1e-6)) & (level <= high * (1 + 1e-6))).all()):
             most, least = (1 / rho_at(method, torch.tensor([low, high], dtype=torch.float64))).tolist()
-            raise UsageError(
-                f"sigma must be in the model's range, {least:.3g} to {most:.3g}: got {float(sigma.min()):.3g} to "
-                f"{float(sigma.max()):.3g}"
-            )
+            got = f"got {float(sigma.min()):.3g} to {float(sigma.max()):.3g}"
+            raise UsageError(f"sigma must be in the model's range, {least:.3g} to {most:.3g}: {got}")
         level = level.clamp(low, high)
         return predict(over(method.encoder(level).signal, z) * z, level)
 

@@ -41,12 +41,12 @@ import torch
 from jaxtyping import Float, Float64, Int, Int64, Shaped
 from torch import Tensor
 
-from bsi.control_variate import Basis, Control, Interpolation, fit_control, fit_proposal
+from bsi.control_variate import Basis, Control, fit_control, fit_proposal
 from bsi.elbo import Elbo, Estimator, Replicates, reconstruction_loss
 from bsi.errors import NonFinite
 from bsi.gaussian import Data, PerSample, squared_norm
 from bsi.grids import paper_grid
-from bsi.levels import ExpectedError, Fitted, Proposal
+from bsi.levels import ExpectedError, Fitted, Interpolation, Proposal
 from bsi.methods.base import Method, Predictor
 from bsi.progress import shown
 from bsi.rng import standard_normal, uniform

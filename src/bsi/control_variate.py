@@ -37,7 +37,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from bsi.levels import Fitted, LogUniform
+from bsi.levels import Fitted, Interpolation, LogUniform
 from bsi.methods.base import Method
 from bsi.values import Bins, DataKind
 
@@ -65,28 +65,6 @@ def knots(levels: LogUniform, count: int = KNOTS) -> Float64[Tensor, " {count}"]
     return torch.linspace(math.log(levels.low), math.log(levels.high), count, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class Interpolation:
-    """Linear interpolation between knots: the knot to the left of each u, and how far u lies towards the next."""
-
-    left: Places
-    fraction: PerSample
-
-    @classmethod
-    def of(cls, at: Knots, u: PerSample) -> Interpolation:
-        left = (torch.searchsorted(at, u.contiguous(), right=True) - 1).clamp(0, len(at) - 2)
-        return cls(left, ((u - at[left]) / (at[left + 1] - at[left])).clamp(0, 1))
-
-    def at(self, value: Knots) -> PerSample:
-        """Values at the knots, interpolated."""
-        return value[self.left] * (1 - self.fraction) + value[self.left + 1] * self.fraction
-
-    def scatter(self, value: PerSample, count: int) -> Knots:
-        """The adjoint of `at`: each value is distributed to its two knots and summed there."""
-        sums = value.new_zeros(count).index_add(0, self.left, value * (1 - self.fraction))
-        return sums.index_add(0, self.left + 1, value * self.fraction)
-
-
 # Reference denoisers. `expected(x)` is E_eps g at each knot for the error that the reference makes, and
 # `deviations(x, eps, left)` is g - E_eps g at the knots left and left + 1.
 
@@ -105,7 +83,8 @@ class Wiener:
     def fit(cls, method: Method, levels: Knots, x: Data) -> Wiener:
         mean = x.double().mean(0)
         offset = x.double() - mean
-        axes = tuple(torch.linalg.eigh(_covariance(offset, axis))[1] for axis in range(1, x.ndim))
+        along = (offset.movedim(axis, -1).flatten(0, -2) for axis in range(1, x.ndim))
+        axes = tuple(torch.linalg.eigh(rows.T @ rows / len(rows))[1] for rows in along)
         variance = _rotate(offset, axes).square().mean(0)
         variance = torch.clamp(variance, min=MIN_VARIANCE * float(variance.mean()) + 1e-30)
         encoder = method.encoder(levels)
@@ -144,12 +123,6 @@ class Wiener:
         squares = tuple(axis.square() for axis in self.axes)
         diagonal = _rotate(precision.view(1, *x.shape[1:]), squares, side=1)
         return x.double() - (gained / diagonal).view_as(x)
-
-
-def _covariance(offset: Float64[Tensor, "batch *data"], axis: int) -> Float64[Tensor, "d d"]:
-    """The covariance along one axis, pooled over the others."""
-    rows = offset.movedim(axis, -1).flatten(0, -2)
-    return rows.T @ rows / len(rows)
 
 
 def _rotate(x: Float64[Tensor, "batch *data"], axes: tuple[Tensor, ...], side: int = 0) -> Float64[Tensor, "batch n"]:

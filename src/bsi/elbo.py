@@ -32,7 +32,7 @@ from jaxtyping import Float, Float64, Int, Integer
 from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.gaussian import squared_norm
+from bsi.gaussian import Data, PerSample, squared_norm
 from bsi.grids import check_grid
 from bsi.levels import Proposal
 from bsi.likelihood import categorical_normal, discretized_normal, normal
@@ -43,9 +43,6 @@ from bsi.values import DataKind, Standardize, Symbols
 Proposals = Literal["loguniform", "exact", "fitted"]
 
 RESOLVED = 2.0  # standard errors above 0 from which a variance counts as known
-
-Data = Float[Tensor, "batch *data"]
-PerSample = Float[Tensor, " batch"]
 
 
 def _predicted(

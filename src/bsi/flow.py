@@ -31,13 +31,10 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from bsi.errors import NonFinite, UsageError
-from bsi.gaussian import over
+from bsi.gaussian import Data, PerSample, over
 from bsi.methods.base import Method, Predictor, level_at, rho_at
 from bsi.rng import standard_normal
 from bsi.values import Bins
-
-Data = Float[Tensor, "batch *data"]
-PerSample = Float[Tensor, " batch"]
 
 # (x_hat, v, which of the samples they are) -> tr(d x_hat / d v), or an estimate of it, for each sample.
 Divergence = Callable[[Data, Data, Int[Tensor, " batch"]], PerSample]

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from bsi.errors import UsageError
+from bsi.gaussian import over
 
 Shaped = Float[Tensor, "*shape"]
 Points = Float[Tensor, " points"]
@@ -38,6 +39,29 @@ class Proposal(Protocol):
     def high(self) -> float: ...
     def icdf(self, t: Shaped) -> Shaped: ...
     def density(self, level: Shaped) -> Shaped: ...
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """Linear interpolation between knots: the knot to the left of each point, and how far it lies towards the next."""
+
+    left: Int[Tensor, " points"]
+    fraction: Points
+
+    @classmethod
+    def of(cls, knots: Float[Tensor, " knots"], place: Points) -> Interpolation:
+        left = (torch.searchsorted(knots, place.contiguous(), right=True) - 1).clamp(0, len(knots) - 2)
+        return cls(left, ((place - knots[left]) / (knots[left + 1] - knots[left])).clamp(0, 1))
+
+    def at(self, value: Float[Tensor, "knots *data"]) -> Float[Tensor, "points *data"]:
+        """Values at the knots, interpolated."""
+        fraction = over(self.fraction, value)
+        return value[self.left] * (1 - fraction) + value[self.left + 1] * fraction
+
+    def scatter(self, value: Float[Tensor, "points *data"], count: int) -> Float[Tensor, "{count} *data"]:
+        """The adjoint of `at`: each value is distributed to its two knots and summed there."""
+        fraction, sums = over(self.fraction, value), value.new_zeros(count, *value.shape[1:])
+        return sums.index_add(0, self.left, value * (1 - fraction)).index_add(0, self.left + 1, value * fraction)
 
 
 def low_discrepancy(count: int, delta: Float[Tensor, ""] | float) -> Float[Tensor, " {count}"]:

@@ -20,12 +20,10 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.gaussian import squared_norm, sum_over_data
+from bsi.gaussian import Data, PerSample, squared_norm, sum_over_data
 from bsi.values import Bins
 
-Data = Float[Tensor, "batch *data"]
 Index = Integer[Tensor, "batch *data"]
-PerSample = Float[Tensor, " batch"]
 
 # Gauss-Legendre nodes and weights on [-1, 1]: ten points integrate exp(-m u - u^2 / 2) over |m u| <= 1/2 to rounding.
 _NODES = (0.14887433898163122, 0.4333953941292472, 0.6794095682990244, 0.8650633666889845, 0.9739065285171717)

@@ -19,12 +19,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bsi.errors import UsageError
-from bsi.gaussian import Encoder
+from bsi.gaussian import Data, Encoder
 from bsi.methods.base import Method, Predictor
 from bsi.symbols import SymbolPredictor, evidence
 from bsi.values import Symbols
 
-Data = Float[Tensor, "batch *data"]
 PerComponent = Float[Tensor, "batch components n"]
 
 

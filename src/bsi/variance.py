@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from bsi.errors import UsageError
 from bsi.gaussian import Data, PerSample, sum_over_data
-from bsi.levels import low_discrepancy
+from bsi.levels import Interpolation, low_discrepancy
 from bsi.methods.base import Method, Predictor
 from bsi.rng import standard_normal
 from bsi.sampler import VarianceKind
@@ -144,11 +144,12 @@ class Variance:
     def of_level(self, level: PerSample) -> Coordinates:
         """The variance without the correction."""
         logs = self.values.clamp(min=SMALLEST).log().to(level.device)
-        place = torch.log(level.double() / self.low) / math.log(self.high / self.low) * (len(logs) - 1)
-        place = place.clamp(0, len(logs) - 1)
-        left = place.floor().long().clamp(max=len(logs) - 2)
-        along = (place - left)[:, None]
-        return torch.exp(logs[left] * (1 - along) + logs[left + 1] * along)[:, self.groups.to(level.device)]
+        place = torch.log(level.double() / self.low) / math.log(self.high / self.low)
+        return Interpolation.of(_knots(len(logs), level.device), place).at(logs).exp()[:, self.groups.to(level.device)]
+
+
+def _knots(count: int, device: torch.device) -> Float64[Tensor, " {count}"]:
+    return torch.linspace(0, 1, count, dtype=torch.float64, device=device)
 
 
 class Correction(nn.Module):
@@ -212,17 +213,13 @@ def fit_variance(
     """
     groups = groups.to(x.device)
     sizes = torch.bincount(groups).double()
-    sums = torch.zeros(KNOTS, len(sizes), dtype=torch.float64, device=x.device)
-    counts = torch.zeros(KNOTS, 1, dtype=torch.float64, device=x.device)
+    sums, counts = sizes.new_zeros(KNOTS, len(sizes)), sizes.new_zeros(KNOTS, 1)
     for ids, t, x_hat in _predictions(method, predict, x, seed, batch_size):
         squared = basis.coordinates((x[ids] - x_hat).double()).square()
-        of_group = torch.zeros(len(ids), len(sizes), dtype=torch.float64, device=x.device)
-        of_group.index_add_(1, groups, squared)
-        place = t * (KNOTS - 1)
-        left = place.floor().long().clamp(max=KNOTS - 2)
-        for knot, share in ((left, left + 1 - place), (left + 1, place - left)):
-            sums.index_add_(0, knot, share[:, None] * of_group / sizes)
-            counts.index_add_(0, knot, share[:, None])
+        of_group = squared.new_zeros(len(ids), len(sizes)).index_add(1, groups, squared)
+        between = Interpolation.of(_knots(KNOTS, x.device), t)
+        sums += between.scatter(of_group / sizes, KNOTS)
+        counts += between.scatter(torch.ones_like(t)[:, None], KNOTS)
     average = (sums * sizes).sum(1, keepdim=True) / (sizes.sum() * counts.clamp(min=1e-9))
     prior = PRIOR / sizes  # a large group needs less of the prior
     fitted = (sums + prior * average) / (counts + prior)

@@ -180,9 +180,10 @@ def quiet(words: list[str]) -> str:
     return f"exit code {code} without a message" if silent else ""
 
 
-def snapshot(root: Path, working: Path) -> set[Path]:
-    """Everything below `root` except the folder that the command works in."""
-    return {path for path in root.rglob("*") if not path.is_relative_to(working)}
+def snapshot(root: Path, working: Path) -> set[tuple[Path, bytes]]:
+    """Everything below `root` with its content, except the folder that the command works in."""
+    outside = [path for path in root.rglob("*") if not path.is_relative_to(working)]
+    return {(path, path.read_bytes() if path.is_file() else b"") for path in outside}
 
 
 def prepared(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -23,6 +23,7 @@ from bsi.recipe import Evaluation, Every, Samples
 from bsi.report import write_report
 from bsi.report.charts import Axis, Point, Series, chart, label, log_ticks, nice_ticks
 from bsi.report.contents import bits_by_level
+from bsi.runtime.export import export
 from bsi.sampler import Sampler
 from bsi.training.train import train
 
@@ -352,6 +353,24 @@ def test_files_outside_the_run_are_not_embedded(copy, tmp_path):
     (copy / "journal.jsonl").unlink()
     (copy / "journal.jsonl").symlink_to(outside / "journal.jsonl")
     assert "1.235" not in files_only(copy)
+
+
+def test_nothing_is_written_through_links_that_lead_out_of_a_run(copy, tmp_path, capsys):
+    """Row 57: by a report, an export or training; an evaluation is printed with a warning."""
+    outside, exported = tmp_path / "outside", export(copy)
+    outside.mkdir()
+    exported.unlink()
+    for link in ("report.html", exported.name, "lock.json", "checkpoints/latest.txt"):
+        (copy / link).symlink_to(outside / "file")
+    shutil.rmtree(copy / "evaluations")
+    (copy / "evaluations").symlink_to(outside)
+    for write in (write_report, export, lambda run: bsi.train(bsi.recipes.digits(), out=run, device="cpu")):
+        with pytest.raises(UsageError, match="outside of the run folder"):
+            write(copy)
+    assert main(["eval", str(copy), "--bpd", "--limit", "2", "--device", "cpu"]) == 0
+    assert "warning" in capsys.readouterr().err
+    assert not list(outside.iterdir())
+    write_report(copy, outside / "report.html", ask_model=False)  # where the user wants
 
 
 # Charts

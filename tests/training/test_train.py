@@ -632,7 +632,9 @@ bsi.train(recipe, out=sys.argv[1], device="cpu", sinks=[sink])
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 75), ("SIGHUP", 75), ("SIGTERM", 75), ("none", 0)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGINT", 75), ("SIGHUP", 75), ("SIGXCPU", 75), ("SIGQUIT", 75), ("none", 0)]
+)
 @pytest.mark.slow
 def test_a_script_is_stopped_without_a_traceback_though_its_log_is_full(name: str, code: int, tmp_path: Path) -> None:
     """Row 51: with stderr on a full disk, and with one that can be read."""

@@ -35,6 +35,7 @@ from bsi.progress import log
 from bsi.rng import subset
 from bsi.runtime.distributed import FailedTogether, World
 from bsi.runtime.export import Trained, model_of, read_trained
+from bsi.runtime.run_folder import check_inside
 from bsi.values import DataKind
 from bsi.variance import Variance
 
@@ -210,6 +211,7 @@ def store(run: Run, what: str, record: Mapping[str, Any]) -> None:
     if not run.path.is_dir():
         return
     folder = run.path / "evaluations"
+    check_inside(run.path, folder)
     make_folder(folder)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{what}-{fingerprint(record)[:8]}.json"
     with atomic(folder / name) as temporary:

@@ -25,6 +25,7 @@ from bsi.recipe import flat, to_plain
 from bsi.report.charts import Axis, Point, Role, Series, chart
 from bsi.report.contents import Measured, Run, measure, number
 from bsi.runtime.distributed import pick_device
+from bsi.runtime.run_folder import check_inside
 
 TERMS = ("reconstruction", "measurement", "prior")
 BOUND_COLUMNS = ("bits_per_dim", "monte_carlo_error", "data_error", "split", "images", "finite_k", "proposal", "step")
@@ -50,6 +51,8 @@ def write_report(
     """
     found = Run(Path(run))
     target = found.path / "report.html" if out is None else Path(out)
+    if out is None:
+        check_inside(found.path, target)
     check_writable(target, "--out")
     if ask_model:
         known = any(record.get("step") == found.step for record in found.bounds)

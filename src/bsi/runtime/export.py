@@ -49,7 +49,7 @@ from bsi.progress import log
 from bsi.recipe import Recipe, check_name, from_plain, to_plain
 from bsi.runtime import checkpoint
 from bsi.runtime.ema import reconstruct
-from bsi.runtime.run_folder import RunFolder
+from bsi.runtime.run_folder import RunFolder, check_inside
 from bsi.values import Bins, DataKind, check_classes
 
 EXPORT_FORMAT = 1
@@ -383,6 +383,8 @@ def export(
         kind = f"-{sigma_rel:g}"
     folder = Path(run) if Path(run).is_dir() else Path()
     target = Path(out or folder / f"{trained.recipe.name}-{trained.step}{kind}.safetensors")
+    if out is None and Path(run).is_dir():
+        check_inside(folder, target)
     check_writable(target, "--out")
     return write_export(target, trained)
 

@@ -91,6 +91,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make the run folder {self.path}: {error.strerror}. Use another --out.") from error
+        for parent, folders, files in os.walk(self.path):
+            check_inside(self.path, *(Path(parent, name) for name in (*folders, *files)))
         try:
             yield
         finally:
@@ -158,6 +160,19 @@ class RunFolder:
     def read_status(self) -> Mapping[str, Any]:
         """The status, or an empty dictionary if it cannot be read."""
         return _read_table(self.path / "status.json")
+
+
+def check_inside(run: Path, *paths: Path) -> None:
+    """Raise if a link in a run folder leads out of it: a folder from elsewhere must not choose where files are written.
+
+    The folder itself may be a link.
+    """
+    for path in filter(os.path.islink, paths):
+        if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run)):
+            raise UsageError(
+                f"{path} is a link to {os.path.realpath(path)}, outside of the run folder, and is not written to. "
+                f"Replace it by the file or folder itself."
+            )
 
 
 def _read_table(path: Path) -> dict[str, Any]:

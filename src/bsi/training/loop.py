@@ -5,9 +5,9 @@ order after a step is journal, stored averages, evaluation and samples, checkpoi
 written after the other actions of its step. A checkpoint that is written early, because of a signal or an error,
 records whether an evaluation is still pending.
 
-SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1 (Slurm's warning) set a flag, which is read between steps and between the
-batches of an evaluation. All ranks then save the same step and exit with code 75; a second Ctrl-C exits at once. After
-any other error the last complete step is saved before the error is raised.
+SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 (Slurm's warning) and a few others set a flag, which is read between steps and
+between the batches of an evaluation. All ranks then save the same step and exit with code 75; a second Ctrl-C exits at
+once. After any other error the last complete step is saved before the error is raised.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ from bsi.values import Standardize
 # Steps between two readings of the device's counters. A CPU never runs ahead of the host.
 READ_EVERY = {"cpu": 1, "cuda": 10}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# Handled unless the program has a handler of its own: Ctrl-\, limits of time, and warnings of other batch systems.
+RARE_SIGNALS = (signal.SIGQUIT, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM)
 STDERR = 2
 LEFT_AT_ONCE = 130  # the exit code that shells report for a process ended by Ctrl-C
 
@@ -323,8 +325,9 @@ def listening() -> Iterator[StopFlag]:
     """Handle the signals while the block runs, except ignored ones (nohup). Does nothing outside the main thread."""
     flag = StopFlag()
     main = threading.current_thread() is threading.main_thread()
-    wanted = [number for number in SIGNALS if main and signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, flag) for number in wanted}
+    wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    wanted += [number for number in RARE_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    before = {number: signal.signal(number, flag) for number in wanted} if main else {}
     try:
         yield flag
     finally:

@@ -27,9 +27,6 @@ DIGITS = bsi.recipes.digits()
 UNIT = 2 * math.log(2)  # nats per bit per dimension of two
 
 
-# Estimates
-
-
 def test_an_estimate_shows_two_digits_of_its_error():
     shown = {
         "3.4481 ± 0.0051": Estimate(3.44812, 0.0051),
@@ -62,17 +59,19 @@ def test_the_error_of_a_median_is_that_of_normal_images():
 
 def stored(tmp_path, jobs, nats, sizes=(1, 1)) -> Results:
     """Bounds of four images in two replicates, n = 2."""
-    store = Results(tmp_path, SMOKE)
+    store, none = Results(tmp_path, SMOKE), np.zeros(4)
     for job, values in zip(jobs, nats, strict=True):
         arrays = {
             "measurement": np.array(values, dtype=np.float64),
             "measurement_sizes": np.array(sizes),
+            "prior": none,
+        }
+        arrays |= {
             "reconstruction": np.zeros((2, 4)),
             "reconstruction_sizes": np.array([1, 1]),
-            "block": np.zeros(4, dtype=np.int64),
-            "prior": np.zeros(4),
+            "block": none.astype(int),
         }
-        store.write(job, Result({"dimensions": 2, "bits_per_dim": 1.0, "monte_carlo_error": 0.0}, arrays))
+        store.write(job, Result({"dimensions": 2}, arrays))
     return store
 
 
@@ -106,9 +105,6 @@ def test_differences_of_distances_are_paired_by_seed(tmp_path):
             results.write(measure.quality(SMOKE, network), value)
     found = results.distance_difference(a, b)
     assert (found.value, found.error, found.size) == pytest.approx((-3.0, 0.1, 0.28))
-
-
-# Claims
 
 
 @pytest.mark.parametrize(
@@ -196,9 +192,6 @@ def test_tables_are_the_same_as_records_and_as_markdown():
     assert outcome.markdown(rows) == "| \\|name\\| | value |\n| --- | --- |\n| b\\|c | – |\n| a | 1.00 ± 0.10 |"
 
 
-# Jobs and scales
-
-
 def test_jobs_are_named_by_what_decides_their_results():
     same = replace(DIGITS, name="other", every=replace(DIGITS.every, journal=7), keep=replace(DIGITS.keep, last=9))
     assert network_name(same) == network_name(DIGITS)
@@ -279,9 +272,6 @@ def test_published_values_of_other_authors_are_in_the_table(tmp_path):
         {"method": "VDM", "paper's bits/dim": "2.65"},
         {"method": "BSI", "bits/dim": Estimate(2.641, 0.001), "paper's bits/dim": "2.64"},
     ]
-
-
-# Formulas
 
 
 def test_two_proposals_are_judged_on_the_same_resampled_images():

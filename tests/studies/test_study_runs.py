@@ -122,9 +122,6 @@ def test_jobs_are_planned_once_seed_by_seed_and_networks_before_their_measuremen
     assert seeds == sorted(seeds)
 
 
-# Time limits and damage
-
-
 class Passing(Results):
     """A store whose time passes with a number of checks."""
 
@@ -200,9 +197,6 @@ def test_a_missing_matplotlib_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match="pip install"):
         run([STUDIES["illustration"]], Results(folder, TINY), device="cpu")
-
-
-# The page of results
 
 
 def test_published_pages_are_made_from_the_results_and_leave_out_smoke(folder, tmp_path):

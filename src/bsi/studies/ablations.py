@@ -40,9 +40,7 @@ from bsi.studies.scale import Scale
 def intermediate_is_best(values: Sequence[float], difference: Callable[[float, float], Estimate]) -> Verdict:
     """Held if a value in between is better than both ends, not held if one end is better than all in between.
 
-    Args:
-        values: From the lowest to the highest.
-        difference: The quantity at one value less that at another; lower is better.
+    `difference(a, b)` is the quantity at a less that at b, and lower is better.
     """
     ends, between = (values[0], values[-1]), values[1:-1]
     if any(all(difference(value, end).lower for end in ends) for value in between):
@@ -82,11 +80,9 @@ def initial_precision(scale: Scale) -> Steps:
 
 
 def advantage(differences: Mapping[str, Sequence[Estimate]]) -> Claim:
-    """The claim that no training has a consistent advantage.
+    """The claim that no training has a consistent advantage: one at every k', refuted by a disadvantage at one k'.
 
-    Args:
-        differences: For each trained k and quantity, the difference to training on L_M^inf at every k'. An advantage
-            is consistent if it is there at every k', and refuted by a disadvantage at one k'.
+    The differences are those to training on L_M^inf at every k', for each trained k and quantity.
     """
     better = [name for name, gaps in differences.items() if all(gap.lower for gap in gaps)]
     worse = [name for name, gaps in differences.items() if any(gap.higher for gap in gaps)]

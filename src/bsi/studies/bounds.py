@@ -38,12 +38,8 @@ FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # alpha_R / alpha_M
 def converges(gaps: Sequence[Estimate], steps: Sequence[Estimate], total: Estimate) -> Claim:
     """The claim that L_M^k falls to its limit from above.
 
-    It is held if the first gap is positive and the gap falls in total, and not held if any gap is negative or rises.
-
-    Args:
-        gaps: L_M^k - L_M^inf for each k.
-        steps: The differences from each k to the next, known more precisely than from the gaps.
-        total: The difference from the first k to the last.
+    It is held if the first of the gaps L_M^k - L_M^inf is positive and they fall in total, and not held if any gap is
+    negative or rises. The differences from each k to the next, and in total, are known more precisely than the gaps.
     """
     above, below = sum(gap.higher for gap in gaps), sum(gap.lower for gap in gaps)
     rising, falls = sum(step.higher for step in steps), gaps[0].higher and total.lower

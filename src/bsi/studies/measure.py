@@ -216,9 +216,6 @@ class Quality(Job):
         return Result(values, {"images": drawn[:SHOWN]})
 
 
-# The measurements of a scale
-
-
 def paper_sampler(steps: int) -> Sampler:
     return Sampler(steps, "posterior", "paper")
 
@@ -240,9 +237,6 @@ def quality(scale: Scale, network: Recipe, sampler: Sampler = OURS) -> Quality:
 def bound_and_quality(scale: Scale, networks: Iterable[Recipe], samplers: Mapping[str, Sampler]) -> list[Job]:
     """The bound of each network, and the quality of its samples by each sampler."""
     return [job for n in networks for job in (bound(scale, n), *(quality(scale, n, s) for s in samplers.values()))]
-
-
-# The names of networks and jobs
 
 
 def network_name(recipe: Recipe) -> str:
@@ -289,9 +283,6 @@ def describe(recipe: Recipe) -> str:
     words += [recipe.parametrization] if recipe.parametrization is not None else []
     words += [f"{name}={value}" for name, value in objective.items() if value != vars(Objective())[name]]
     return f"{' '.join(words)}, seed {recipe.seed}"
-
-
-# Results and their store
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,6 @@ Row = dict[str, Any]  # the cells of a table by column: text, numbers, estimates
 Verdict = Literal["held", "not held", "undecided"]
 
 
-# Estimates
-
-
 @dataclass(frozen=True)
 class Estimate:
     """A value and its standard error; 0 where the value is exact. Of a difference also the smallest practical size."""
@@ -113,9 +110,6 @@ def _error_of_mean(values: Float64[np.ndarray, " n"]) -> float:
     return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-# Claims
-
-
 @dataclass(frozen=True)
 class Claim:
     """A statement of the paper (or a question of ours), the verdict, and the numbers behind it."""
@@ -146,20 +140,13 @@ def all_less(statement: str, differences: Iterable[Estimate]) -> Claim:
 
 def equal(statement: str, differences: Mapping[str, Estimate], tolerance: float) -> Claim:
     """The claim that all differences are smaller than `tolerance`."""
-    verdicts: list[Verdict] = []
-    for gap in differences.values():
-        value, margin = abs(gap.value), STANDARD_ERRORS * gap.error
-        not_held = value - margin > tolerance
-        verdicts.append("held" if value + margin < tolerance else "not held" if not_held else "undecided")
+    verdicts = [verdict(Estimate(abs(gap.value) - tolerance, gap.error)) for gap in differences.values()]
     shown = ", ".join(f"{name} {gap}" for name, gap in differences.items())
     return Claim(statement, _all(verdicts), f"{shown}; equal means less than {tolerance:g} apart")
 
 
 def _all(verdicts: Sequence[Verdict]) -> Verdict:
     return "not held" if "not held" in verdicts else "undecided" if "undecided" in verdicts else "held"
-
-
-# Results
 
 
 @dataclass(frozen=True)
@@ -218,9 +205,6 @@ class Results(Store):
         """The claim that the Fréchet distance of a is below that of b."""
         gap = self.distance_difference(a, b, sampler)
         return less(statement, self.distance(a, sampler), self.distance(b, sampler), gap)
-
-
-# Studies
 
 
 @dataclass(frozen=True)
@@ -286,9 +270,6 @@ def study(paper: str, shows: str) -> Callable[[Callable[[Scale], Steps]], Study]
         return STUDIES.setdefault(name, Study(name, paper, shows, steps))
 
     return register
-
-
-# Tables and figures
 
 
 def table(head: str, columns: Iterable[Any], found: Mapping[str, Sequence[Estimate]], column: str = "{}") -> list[Row]:

@@ -126,9 +126,6 @@ def train_command(recipe: Recipe, store: Store) -> str:
     return " ".join([*words, "--out", str(store.network(recipe))])
 
 
-# Running
-
-
 def run(
     studies: Sequence[Study], results: Results, minutes: float | None = None, device: str | None = None
 ) -> list[Path]:
@@ -220,9 +217,6 @@ def _commit() -> str:
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
     return os.environ.get("BSI_COMMIT", "unknown")
-
-
-# The outcome, and the page of results
 
 
 def write_outcome(study: Study, results: Results, about: Mapping[str, Any]) -> Path:

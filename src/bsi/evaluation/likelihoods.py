@@ -72,9 +72,8 @@ def audit(run: Run, split: Split, limit: int, steps: int, kind: str, draws: int,
     rows: list[Likelihood] = []
 
     def bound(name: str, k: int | None, variance: Variance | None = None) -> Elbo:
-        found = estimate(
-            replace(subject, variance=variance), Estimator(MEASURE, RECON, finite_k=k, seed=seed), progress=True
-        )
+        estimator = Estimator(MEASURE, RECON, finite_k=k, seed=seed)
+        found = estimate(replace(subject, variance=variance), estimator, progress=True)
         rows.append(Likelihood(f"bound, {name}", float(found), found.monte_carlo_error, len(found.nats)))
         return found
 
@@ -95,15 +94,10 @@ def audit(run: Run, split: Split, limit: int, steps: int, kind: str, draws: int,
         "likelihoods": [asdict(row) for row in rows],
         "order": [{**asdict(each), "holds": each.holds} for each in order],
         "ordered": all(each.holds for each in order),
-        "samples": subject.count,
         "data_error": infinite.data_error if math.isfinite(infinite.data_error) else None,
-        "steps": steps,
-        "variance": kind,
-        "draws": draws,
-        "seed": seed,
-        **split.record(),
-        **run.record(),
-    }
+        "samples": subject.count, "steps": steps, "variance": kind, "draws": draws, "seed": seed,
+        **split.record(), **run.record(),
+    }  # fmt: skip
 
 
 def _coded(
@@ -129,14 +123,14 @@ def _coded(
 def _flow(model: Model, data: Tensor, draws: int, seed: int, n: int) -> Likelihood:
     """The flow's likelihood, from two independent replicates."""
     probes = 1 if draws == 1 else None
-    bits = [
-        -model.log_likelihood(data, probes=probes, draws=draws, tolerance=TOLERANCE, seed=each, progress=True)
-        / (n * math.log(2))
+    nats = [
+        model.log_likelihood(data, probes=probes, draws=draws, tolerance=TOLERANCE, seed=each, progress=True)
         for each in (2 * seed, 2 * seed + 1)
     ]
+    bits = -torch.stack(nats) / (n * math.log(2))
     error = float((bits[0] - bits[1]).square().sum().sqrt()) / (2 * len(data))
     name = "flow" if draws == 1 else f"flow, {draws} importance-weighted draws"
-    return Likelihood(name, float(torch.cat(bits).mean()), error, len(data))
+    return Likelihood(name, float(bits.mean()), error, len(data))
 
 
 @dataclass(frozen=True)
@@ -166,13 +160,12 @@ def rate_distortion(model: EvaluatedModel, steps: int, batch_size: int = 256, se
             level = grid[i].expand(len(ids)).to(model.device)
             eps = noise(seed, ids, "measure", i, model.shape, x.dtype)
             x_hat = predict(model.method.encoder(level).encode(x, eps), level)
-            errors[i] += squared_norm(x - x_hat).double().sum().cpu()
-            if i == steps:
-                continue
-            if model.variance is None:
-                rates[i + 1] += 0.5 * gained[i] * squared_norm(x - x_hat).double().sum().cpu()
-            else:
+            squared = squared_norm(x - x_hat).double()
+            errors[i] += squared.sum().cpu()
+            if i < steps:
                 step = gained[i].expand(len(ids)).to(model.device)
-                rates[i + 1] += transition_kl(model.variance, x, x_hat, level, step).sum().cpu()
+                variance = model.variance
+                nats = 0.5 * step * squared if variance is None else transition_kl(variance, x, x_hat, level, step)
+                rates[i + 1] += nats.sum().cpu()
     bits = torch.cumsum(rates, 0) / (model.count * n * math.log(2))
     return RateDistortion(tuple(bits.tolist()), tuple((errors / (model.count * n)).tolist()))

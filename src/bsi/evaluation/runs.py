@@ -36,7 +36,6 @@ from bsi.rng import subset
 from bsi.runtime.distributed import FailedTogether, World
 from bsi.runtime.export import Trained, model_of, read_trained
 from bsi.runtime.run_folder import check_inside
-from bsi.values import DataKind
 from bsi.variance import Variance
 
 FITTED = 4096  # training samples that a variance is fitted to
@@ -129,17 +128,13 @@ def open_split(run: Run, split: str, other: str | None = None) -> Split:
         )
     if dataset.shape != run.model.shape:
         raise DataError(f"{name} models data of shape {run.model.shape}, got {dataset.name!r} of shape {dataset.shape}")
-    if _compared(dataset.kind) != _compared(run.model.kind):
+    kinds = (run.model.kind, dataset.kind)
+    if len({(type(kind), getattr(kind, "count", None), getattr(kind, "names", None)) for kind in kinds}) > 1:
         raise DataError(
             f"{name} models {run.model.kind!s:.200}, got {dataset.name!r} with {dataset.kind!s:.200}. Evaluate it on "
             f"data of the same kind."
         )
     return Split(dataset, split)
-
-
-def _compared(kind: DataKind) -> tuple[object, ...]:
-    """What data of this kind must have in common to be evaluated by one model."""
-    return type(kind), getattr(kind, "count", None), getattr(kind, "names", None)
 
 
 def evaluated(run: Run, split: Split, limit: int | None = None) -> EvaluatedModel:
@@ -172,7 +167,7 @@ def bound_record(run: Run, split: Split, elbo: Elbo) -> dict[str, Any]:
     """Bound, terms and errors in bits per dimension, how they were estimated, of what, and the same by baselines."""
     test = split.rows[subset(len(split.rows), len(elbo.nats))]
     compared = baselines(split.dataset.train, test, split.dataset.kind)
-    return {**elbo.record(), **_effort(elbo), **split.record(), **run.record(), "baselines": compared}
+    return {**elbo.record(), **_effort(elbo, split), **run.record(), "baselines": compared}
 
 
 def difference_record(a: Run, b: Run, split: Split, first: Elbo, second: Elbo) -> dict[str, Any]:
@@ -180,30 +175,21 @@ def difference_record(a: Run, b: Run, split: Split, first: Elbo, second: Elbo) -
     found = first - second
     record = found.record()
     errors = ("monte_carlo_error", "degrees_of_freedom", "data_error", "data_resolved", "binned")
+    unpaired = math.hypot(first.monte_carlo_error, second.monte_carlo_error)
     return {
-        "difference": record["bits_per_dim"],
-        **{name: record[name] for name in errors},
-        "unpaired_error": math.hypot(first.monte_carlo_error, second.monte_carlo_error),
-        **_effort(found),
-        **split.record(),
-        "a": a.record(),
-        "b": b.record(),
-    }
+        "difference": record["bits_per_dim"], **{name: record[name] for name in errors}, "unpaired_error": unpaired,
+        **_effort(found, split), "a": a.record(), "b": b.record(),
+    }  # fmt: skip
 
 
-def _effort(elbo: Elbo) -> dict[str, Any]:
+def _effort(elbo: Elbo, split: Split) -> dict[str, Any]:
     """What was evaluated and how."""
     assert elbo.estimator is not None
     settings = asdict(elbo.estimator)
     del settings["batch_size"]
-    return {
-        "images": len(elbo.nats),
-        "evaluations": elbo.evaluations,
-        "pilot_evaluations": elbo.pilot_evaluations,
-        "rounds": elbo.rounds,
-        **settings,
-        "control": elbo.estimator.proposal == "fitted" and elbo.estimator.control,
-    }
+    control = elbo.estimator.proposal == "fitted" and elbo.estimator.control
+    counts = {name: getattr(elbo, name) for name in ("evaluations", "pilot_evaluations", "rounds")}
+    return {"images": len(elbo.nats), **counts, **settings, "control": control, **split.record()}
 
 
 def store(run: Run, what: str, record: Mapping[str, Any]) -> None:

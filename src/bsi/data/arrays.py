@@ -44,7 +44,7 @@ class Arrays:
         path = self.path.expanduser()
         if self.bins and self.symbols is not None:
             raise UsageError("--bins are for numbers and --symbols for integers without an order: leave one out.")
-        kind: Kind = Bins(*self.bins) if self.bins else None if self.symbols is None else Symbols(self.symbols)
+        kind: Kind = Bins(*self.bins) if self.bins else Symbols(self.symbols) if self.symbols is not None else None
         with ExitStack() as stack:
             arrays = _opened(path, stack)
             data, shape = (
@@ -52,8 +52,17 @@ class Arrays:
                 arrays["train"].shape[1:],
             )
             for split, array in data.items():
-                _check(array, shape, kind)
                 _labels(arrays, split)
+                if array.shape[1:] != shape:
+                    shapes = f"{array.shape[1:]}, train of {shape}"
+                    raise DataError(f"{array.name} has samples of shape {shapes}. Give both one shape.")
+                if not array.row_bytes:
+                    raise DataError(f"{array.name} has shape {array.shape}: its samples are empty.")
+                if kind is None and array.dtype.kind != "f":
+                    fix = "Give --bins LOW HIGH COUNT (8-bit images: -1 1 256), --symbols COUNT, or convert it to float"
+                    raise UsageError(f"{array.name} holds {array.dtype}. {fix}.")
+                if isinstance(kind, Symbols) and array.dtype.kind == "f":
+                    raise UsageError(f"{array.name} holds {array.dtype}, and symbols are integers. Use .astype(int).")
         if isinstance(kind, Symbols):
             kind.latent_shape(shape)  # raises for samples that are too large when they are embedded
         return Plan(
@@ -106,18 +115,6 @@ def _names(path: Path, names: Collection[str]) -> dict[str, str]:
     if "test" in known and ("train_labels" in known) != ("test_labels" in known):
         raise DataError(f"{path} has labels for one split only: give both train_labels and test_labels, or neither.")
     return {**known, **({"train_labels": labels[0]} if labels else {})}
-
-
-def _check(array: ArrayFile, shape: tuple[int, ...], kind: Kind) -> None:
-    if array.shape[1:] != shape:
-        raise DataError(f"{array.name} has samples of shape {array.shape[1:]}, train of {shape}. Give both one shape.")
-    if not array.row_bytes:
-        raise DataError(f"{array.name} has shape {array.shape}: its samples are empty.")
-    if kind is None and array.dtype.kind != "f":
-        fix = "Give --bins LOW HIGH COUNT (8-bit images: -1 1 256), --symbols COUNT, or convert it to float"
-        raise UsageError(f"{array.name} holds {array.dtype}. {fix}.")
-    if isinstance(kind, Symbols) and array.dtype.kind == "f":
-        raise UsageError(f"{array.name} holds {array.dtype}, and symbols are integers. Convert them with .astype(int).")
 
 
 def _labels(arrays: Mapping[str, ArrayFile], split: str) -> Integer[np.ndarray, " count"] | None:

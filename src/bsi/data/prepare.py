@@ -84,24 +84,18 @@ def array_part(
 
 @dataclass(frozen=True)
 class Plan:
-    """A description of the data that a source will write. See `Manifest` for the fields that they share.
-
-    Attributes:
-        kind: What stored integers are; None for continuous data, stored as float32.
-        parts: The input, in order.
-        skip: How many unreadable items may be skipped.
-    """
+    """A description of the data that a source will write. See `Manifest` for the fields that they share."""
 
     name: str
     source: str
     shape: tuple[int, ...]
-    kind: Bins | Symbols | None
+    kind: Bins | Symbols | None  # None for continuous data, stored as float32
     options: Mapping[str, Any]
     input: str
-    parts: Sequence[Part]
+    parts: Sequence[Part]  # in order
     label_dtype: np.dtype | None = None
     classes: tuple[str, ...] = ()
-    skip: int = 0
+    skip: int = 0  # how many unreadable items may be skipped
     notes: tuple[str, ...] = ()
 
     @property

@@ -50,31 +50,20 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a dataset.
-
-    Attributes:
-        counts: Number of samples of each split.
-        shape, dtype: Of one sample.
-        kind: What the stored numbers are.
-        options: The options of the source.
-        input: A hash or name of the files that the dataset was made from.
-        skipped: The input files that could not be read, with the reason.
-        notes: What was assumed because it was not given.
-        classes: Names of the labels 0, 1, ...; empty if there are no labels or they have no names.
-    """
+    """The description of a dataset."""
 
     name: str
     source: str
-    counts: Mapping[str, int]
-    shape: tuple[int, ...]
+    counts: Mapping[str, int]  # of the samples of each split
+    shape: tuple[int, ...]  # of a sample
     dtype: str
-    kind: DataKind
+    kind: DataKind  # what the stored numbers are
     files: Mapping[str, FileRecord]
-    options: Mapping[str, Any]
-    input: str
-    skipped: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    options: Mapping[str, Any]  # of the source
+    input: str  # a hash or name of the files that the dataset was made from
+    skipped: tuple[str, ...] = ()  # the input files that could not be read, with the reason
+    classes: tuple[str, ...] = ()  # names of the labels 0, 1, ...; empty if there are none
+    notes: tuple[str, ...] = ()  # what was assumed because it was not given
 
     @property
     def version(self) -> str:
@@ -253,11 +242,10 @@ def _find(name_or_path: str | Path) -> Path:
 
 def _open(folder: Path) -> Dataset:
     manifest = Manifest.read(folder / MANIFEST)
-    arrays = {name: _map(folder / name, manifest) for name in manifest.files}
-    labels = None
-    if "train_labels.npy" in arrays and "test_labels.npy" in arrays:
-        labels = Labels(arrays["train_labels.npy"], arrays["test_labels.npy"], manifest.classes)
-    return Dataset(manifest, arrays["train.npy"], arrays["test.npy"], labels, folder)
+    arrays = {name.removesuffix(".npy"): _map(folder / name, manifest) for name in manifest.files}
+    labelled = "train_labels" in arrays and "test_labels" in arrays
+    labels = Labels(arrays["train_labels"], arrays["test_labels"], manifest.classes) if labelled else None
+    return Dataset(manifest, arrays["train"], arrays["test"], labels, folder)
 
 
 def _map(path: Path, manifest: Manifest) -> Shaped[np.ndarray, "..."]:

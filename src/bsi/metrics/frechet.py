@@ -12,17 +12,16 @@ Moments are kept as (n, mean, scatter about the mean) in float64 and added by th
 which, unlike sums of squares, loses no digits when the mean is large. Any split into batches and ranks gives the same
 value.
 
-The standard error is that of having drawn these samples and not others. For fixed moments m_2, S_2 of the real data
-the distance is a smooth function of the samples' m_1 and S_1, and so, to first order in 1 / n, an average over the
-samples of their influence (the delta method), whose variance over n is that of the distance:
+The standard error is that of having drawn these samples and not others. For fixed moments of the real data the
+distance is, to first order in 1 / n, an average over the samples of their influence (the delta method), whose variance
+over n is that of the distance:
 
     psi(x) = 2 (m_1 - m_2) . (x - m_1) + (x - m_1)^T G (x - m_1) - tr (G S_1),
     G      = I - S_2^1/2 (S_2^1/2 S_1 S_2^1/2)^-1/2 S_2^1/2.
 
-If the second order matters, for samples that can hardly be distinguished from the real ones or for no more samples than
-features, the error is too large by up to about sqrt 2, as that of a jackknife is: the moments in a sample's psi include
-that sample. The error does not include the bias of a finite number of samples, which is of second order: compare
-distances at equal numbers.
+For samples that can hardly be distinguished from the real ones, or no more samples than features, the second order
+matters, and the error is too large by up to about sqrt 2, as that of a jackknife is. The error does not include the
+bias of a finite number of samples, which is of second order: compare distances at equal numbers.
 """
 
 from __future__ import annotations
@@ -104,17 +103,13 @@ def frechet_distance(a: Moments, b: Moments) -> float:
     if len(a.mean) != len(b.mean):
         raise DataError(f"features must have one dimension, got {len(a.mean)} and {len(b.mean)}. Use one extractor.")
     m_1, S_1, m_2, S_2 = a.mean, a.covariance, b.mean, b.covariance
-    distance = (m_1 - m_2).square().sum() + S_1.trace() + S_2.trace() - 2 * trace_sqrt(S_1, S_2)
-    return max(0.0, distance.item())  # for equal sets, rounding errors may be negative
-
-
-def trace_sqrt(a: Float64[Tensor, "dim dim"], b: Float64[Tensor, "dim dim"]) -> Float64[Tensor, ""]:
-    """tr (a b)^(1/2) for positive semidefinite a and b."""
-    values, vectors = torch.linalg.eigh(a)
+    values, vectors = torch.linalg.eigh(S_1)
     present = _positive(values)
     factor = vectors[:, present] * values[present].sqrt()
-    product = factor.T @ b @ factor
-    return torch.linalg.eigvalsh((product + product.T) / 2).clamp(min=0).sqrt().sum()
+    product = factor.T @ S_2 @ factor
+    trace_sqrt = torch.linalg.eigvalsh((product + product.T) / 2).clamp(min=0).sqrt().sum()
+    distance = (m_1 - m_2).square().sum() + S_1.trace() + S_2.trace() - 2 * trace_sqrt
+    return max(0.0, distance.item())  # for equal sets, rounding errors may be negative
 
 
 def _positive(values: Float64[Tensor, " dim"]) -> Bool[Tensor, " dim"]:

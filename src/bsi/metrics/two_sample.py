@@ -5,11 +5,10 @@ k(x, y) = (x . y / dim + 1)^3, the unbiased estimate over m samples of each set 
 
     MMD^2 = 1/(m (m - 1)) sum_{i != j} [k(x_i, x_j) + k(y_i, y_j)] - 2/m^2 sum_{i, j} k(x_i, y_j).
 
-Both sets are cut into disjoint blocks of m samples, each block gives one estimate, and the value is their mean. The
-blocks are independent, so their spread over sqrt(blocks) is the standard error of the mean; that of the usual
-overlapping subsets is not. The blocks are drawn at random with a fixed seed: images are often sorted by class or
-folder, and a block of neighbors would be a block of one class. KID is unbiased, may be negative, and needs fewer
-samples than FID.
+Both sets are cut into disjoint blocks of m samples, and the value is the mean of their estimates. The blocks are
+independent, so their spread over sqrt(blocks) is its standard error; that of the usual overlapping subsets is not. They
+are drawn at random with a fixed seed: images are often sorted by class, and a block of neighbors would be a block of
+one class. KID is unbiased, may be negative, and needs fewer samples than FID.
 
 **Precision and recall** (Kynkaanniemi et al., 2019) measure how much of each set is on the other's manifold: the union
 of balls around its samples, each with the distance to its k-th nearest neighbor as radius. Precision is the part of the
@@ -27,8 +26,7 @@ from torch import Tensor
 
 from bsi.errors import DataError, NonFinite
 
-ROWS, COLUMNS = 1024, 8192
-"""Distances are computed in tiles of this size, 64 MiB in float64, whatever the number of samples."""
+ROWS, COLUMNS = 1024, 8192  # of the tiles in which distances are computed: 64 MiB in float64
 
 
 @dataclass(frozen=True)
@@ -52,16 +50,13 @@ def kernel_distance(a: Float[Tensor, "n dim"], b: Float[Tensor, "m dim"], block_
     size = min(block_size, smaller)
     blocks = smaller // size
     generator = torch.Generator().manual_seed(0)  # each set has its own order
-    pairs = zip(*(_shuffled(each, generator)[: blocks * size].split(size) for each in (a, b)), strict=True)
-    estimates = torch.stack([_mmd2(x.double(), y.double()) for x, y in pairs])
+    orders = (torch.randperm(len(each), generator=generator)[: blocks * size].to(each.device) for each in (a, b))
+    x, y = (each[order].double().split(size) for each, order in zip((a, b), orders, strict=True))
+    estimates = torch.stack([_mmd2(*pair) for pair in zip(x, y, strict=True)])
     if not estimates.isfinite().all():
         raise NonFinite("the features hold NaN or infinity. Check the extractor's weights.")
     error = estimates.std().item() / blocks**0.5 if blocks > 1 else None
     return Kid(estimates.mean().item(), error, blocks, size)
-
-
-def _shuffled(x: Float[Tensor, "n dim"], generator: torch.Generator) -> Float[Tensor, "n dim"]:
-    return x[torch.randperm(len(x), generator=generator).to(x.device)]
 
 
 def _mmd2(x: Float64[Tensor, "m dim"], y: Float64[Tensor, "m dim"]) -> Float64[Tensor, ""]:

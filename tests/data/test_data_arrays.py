@@ -138,9 +138,7 @@ def test_archives_that_leave_the_split_unclear_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 7])
-def test_the_text_of_a_dataset_is_the_text_of_the_file(
-    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_text_of_a_dataset_is_the_text_of_the_file(chunk, tmp_path, monkeypatch):
     monkeypatch.setattr("bsi.data.sequences.CHUNK", chunk)  # 7 bytes: characters are cut in two
     (tmp_path / "corpus.txt").write_text(CORPUS, "utf-8")
     dataset = prepare(Text(tmp_path / "corpus.txt", length=16, test_fraction=0.25).plan(), tmp_path / "out")
@@ -190,9 +188,7 @@ def test_the_memory_does_not_depend_on_the_size_of_the_text(tmp_path: Path) -> N
         (b"abc" * 100, {"length": 10**8}, "shorter samples"),
     ],
 )
-def test_what_is_no_text_is_an_error_before_anything_is_written(
-    content: bytes, options: dict[str, object], why: str, tmp_path: Path
-) -> None:
+def test_what_is_no_text_is_an_error_before_anything_is_written(content, options, why, tmp_path):
     (tmp_path / "x.txt").write_bytes(content)
     with pytest.raises((DataError, UsageError), match=why):
         Text(tmp_path / "x.txt", **options).plan()

@@ -170,9 +170,7 @@ def bad_archives(folder: Path, files: dict[str, bytes]) -> Iterator[tuple[str, P
         yield why, path
 
 
-def test_row_25_malicious_archives_are_refused_and_nothing_is_written_outside(
-    files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_row_25_malicious_archives_are_refused_and_nothing_is_written_outside(files, tmp_path):
     inside = tmp_path / "a" / "b"
     inside.mkdir(parents=True)
     archives = list(bad_archives(inside, files))
@@ -266,9 +264,7 @@ def test_streamed_rows_are_those_of_numpy(shape: list[int], dtype: str, start: i
         assert np.array_equal(np.concatenate([array[:0], *file.blocks(start, block)]), array[start:])
 
 
-def test_row_26_object_arrays_and_headers_that_claim_a_terabyte_are_refused_before_memory_is_taken(
-    tmp_path: Path,
-) -> None:
+def test_row_26_object_arrays_and_headers_that_claim_a_terabyte_are_refused_before_memory_is_taken(tmp_path):
     canary = tmp_path / "canary"
     objects = np.array([Canary(canary)], object)
     np.savez(tmp_path / "objects.npz", train=objects)
@@ -308,9 +304,7 @@ def test_row_26_object_arrays_and_headers_that_claim_a_terabyte_are_refused_befo
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_a_damaged_archive_is_an_error_every_time(
-    save: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_archive_is_an_error_every_time(save, tmp_path, monkeypatch):
     """One flipped bit late in an array of several blocks: nor does a second run resume after what it read before."""
     monkeypatch.setattr("bsi.data.prepare.SYNC_EVERY_S", 0.0)
     path = tmp_path / "x.npz"

@@ -307,9 +307,7 @@ def test_parts_of_a_hub_dataset_are_kept(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("feature", [ClassLabel(("cat", "dog", "owl")), Value("int64")], ids=repr)
-def test_a_hub_datasets_labels_are_kept_and_its_classes_keep_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feature: ClassLabel | Value
-) -> None:
+def test_a_hub_datasets_labels_are_kept_and_its_classes_keep_their_names(tmp_path, monkeypatch, feature):
     rows = table(300)
     rows[7] = {"image": None, "label": 1}
     hub(monkeypatch, feature, train=rows)
@@ -323,9 +321,7 @@ def test_a_hub_datasets_labels_are_kept_and_its_classes_keep_their_names(
 
 
 @pytest.mark.parametrize("marked", [-1, None, 2])
-def test_a_hub_datasets_labels_are_left_out_where_rows_have_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: int | None
-) -> None:
+def test_a_hub_datasets_labels_are_left_out_where_rows_have_none(tmp_path, monkeypatch, marked):
     hidden = Table({**row, "label": marked} for row in table(2))
     hub(monkeypatch, ClassLabel(("cat", "dog")), train=table(4, classes=2), test=hidden)
     dataset = prepare(HuggingFace("someone/cats", size=8).plan(), tmp_path / "out")

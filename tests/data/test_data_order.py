@@ -90,9 +90,7 @@ def test_impossible_positions_are_refused(n: int, start: int, count: int) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(batch=st.integers(1, 600), world=st.integers(1, 9), accumulation=st.integers(1, 5), most=st.integers(1, 70))
-def test_a_batch_is_accepted_exactly_when_every_rank_and_piece_gets_whole_shards(
-    batch: int, world: int, accumulation: int, most: int
-) -> None:
+def test_a_batch_is_accepted_exactly_when_every_rank_and_piece_gets_whole_shards(batch, world, accumulation, most):
     recipe = replace(digits(), batch=batch, accumulation=accumulation, virtual_shards=most)
     shards = recipe.shards
     assert batch % shards == 0
@@ -145,9 +143,7 @@ def test_batches_fetched_ahead_come_in_order(images: np.ndarray) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_set_that_fits_stays_on_the_device_and_gives_the_same_batches(
-    images: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_that_fits_stays_on_the_device_and_gives_the_same_batches(images, monkeypatch):
     ids = sample_ids(0, 50, 0, 32)
     expected = as_source(images).take(ids)
     resident = as_source(images, "cuda")

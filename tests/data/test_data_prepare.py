@@ -90,9 +90,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
-def test_row_21_a_struck_preparation_leaves_no_half_dataset_and_goes_on(
-    name: str, whole: Dataset, tmp_path: Path
-) -> None:
+def test_row_21_a_struck_preparation_leaves_no_half_dataset_and_goes_on(name, whole, tmp_path):
     target = tmp_path / "noise"
     first = struck(target, 3, name)
     assert first.returncode in (-getattr(signal, name), 130), first.stderr
@@ -114,9 +112,7 @@ def test_row_21_a_struck_preparation_leaves_no_half_dataset_and_goes_on(
 
 
 @pytest.mark.parametrize("point", ["header_bytes", "digest_file", "rename"])
-def test_row_21_a_preparation_killed_while_it_finishes_leaves_no_half_dataset(
-    point: str, whole: Dataset, tmp_path: Path
-) -> None:
+def test_row_21_a_preparation_killed_while_it_finishes_leaves_no_half_dataset(point, whole, tmp_path):
     target = tmp_path / "noise"
     assert struck(target, -1, "SIGKILL", point).returncode == -signal.SIGKILL
     assert not target.exists()
@@ -183,9 +179,7 @@ def test_a_second_preparation_at_the_same_time_is_refused(tmp_path: Path) -> Non
     assert len(prepare(plan(parts=parts_of(blocks)), target).train) == 80
 
 
-def test_the_same_command_again_opens_what_is_there_and_other_options_are_refused(
-    whole: Dataset, tmp_path: Path
-) -> None:
+def test_the_same_command_again_opens_what_is_there_and_other_options_are_refused(whole, tmp_path):
     assert prepare(plan(), whole.folder).version == whole.version
     with pytest.raises(UsageError, match=r"from other files, or before they changed and .*size: 4 there, 8 requested"):
         prepare(plan(options={"size": 8}, input="other seeds"), whole.folder)
@@ -263,9 +257,7 @@ def test_a_manifest_that_was_changed_is_refused(whole: Dataset, tmp_path: Path) 
         assert open_dataset(folder).labels.names == tuple(classes.get("classes", ()))
 
 
-def test_a_dataset_has_the_name_of_its_folder_and_is_found_by_its_content(
-    whole: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_has_the_name_of_its_folder_and_is_found_by_its_content(whole, tmp_path, monkeypatch):
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     prepare(plan("photos"), tmp_path / "photos28")
     assert [open_dataset(folder).name for folder in prepared()] == ["photos28"]
@@ -312,9 +304,7 @@ def test_the_digits_are_the_published_ones() -> None:
     assert dataset.version == "5455a655c9a5007260fd929f8f10e56609880969a5a300011e23573c843331ef"
 
 
-def test_a_bare_name_means_the_data_folder_whatever_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bare_name_means_the_data_folder_whatever_the_working_directory(tmp_path, monkeypatch):
     for folder, count in (("root", 3), ("here", 4)):
         np.save(tmp_path / "x.npy", np.arange(float(count)))
         prepare(Arrays(tmp_path / "x.npy", test_fraction=0.0).plan(), tmp_path / folder / "x")

@@ -24,9 +24,7 @@ ranges = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(bins=ranges, data=st.data(), fraction=st.floats(0, 1))
-def test_an_index_survives_the_round_trip_and_a_value_has_the_nearest_one(
-    bins: Bins, data: st.DataObject, fraction: float
-) -> None:
+def test_an_index_survives_the_round_trip_and_a_value_has_the_nearest_one(bins, data, fraction):
     index = np.array(data.draw(st.lists(st.integers(0, bins.count - 1), max_size=20)), dtype=bins.dtype)
     assert np.array_equal(bins.indices(bins.values(index)), index)
     value = np.array([bins.low + fraction * (bins.high - bins.low)])

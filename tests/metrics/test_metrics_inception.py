@@ -140,9 +140,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     return file.read_bytes()
 
 
-def test_weights_that_are_not_there_are_fetched_once_however_many_ask(
-    published: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_not_there_are_fetched_once_however_many_ask(published, monkeypatch):
     fetched = []
     monkeypatch.setattr(inception, "download", lambda *args: fetched.append(args) or download(*args))
     with ThreadPoolExecutor(3) as ranks:

@@ -39,12 +39,6 @@ SHOWN = 20  # characters in a note
 MIDDLE = 2**15  # the bin index of silence
 
 
-def _check(length: int, test_fraction: float) -> None:
-    if length < 1:
-        raise UsageError(f"length must be at least 1, got {length}.")
-    check_fraction(test_fraction)
-
-
 @dataclass(frozen=True)
 class Text:
     """The text of a file, or of the .txt files below a folder, as samples of `length` symbols."""
@@ -59,17 +53,18 @@ class Text:
     def plan(self) -> Plan:
         _check(self.length, self.test_fraction)
         path, chars = self.path.expanduser(), self.vocabulary == "chars"
-        names = walk(path, (".txt",)) if os.path.isdir(path) else [""]
-        files = [_TextFile.at(path / name if name else path, chars, self.test_fraction) for name in names]
+        files = {"": path}
+        if os.path.isdir(path):
+            files = {name: path / name for name in walk(path, (".txt",))}
         # Everything is read once, for the number of symbols and the code points that occur.
-        counts = dict.fromkeys(SPLITS, 0)
-        seen = {split: np.zeros(UNICODE, bool) for split in SPLITS}
+        counts, seen = dict.fromkeys(SPLITS, 0), {split: np.zeros(UNICODE, bool) for split in SPLITS}
         contents = hashlib.sha256()
-        for file in files:
-            name = "" if file.path == path else os.path.relpath(file.path, path)
-            contents.update(f"{name}\0{file.size}\n".encode("utf-8", "surrogateescape"))
+        for name, file in files.items():
+            with open_untrusted(file) as opened:
+                size = os.fstat(opened.fileno()).st_size
+            contents.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
             for split in SPLITS:
-                for codes in file.read(split):
+                for codes in self._read(file, split):
                     counts[split] += len(codes)
                     seen[split][codes] = True
                     contents.update(codes.tobytes())
@@ -85,27 +80,24 @@ class Text:
             raise DataError(f"{path} holds only {counts['train']} symbols for training. Choose a smaller --length.")
         new = [repr(chr(code)) for code in np.flatnonzero(seen["test"] & ~seen["train"]).tolist()]
         listed = ", ".join(new[:SHOWN]) + (f" and {len(new) - SHOWN} more" if len(new) > SHOWN else "")
+        last = f"the last {self.test_fraction:g} of each file is for testing"
         return Plan(
             name=path.resolve().stem if path.is_file() else path.resolve().name,
             source=f"the text of {path.resolve().name!r}",
             shape=(self.length,),
             kind=symbols,
-            options={
-                "length": self.length,
-                "vocabulary": self.vocabulary,
-                "split": f"the last {self.test_fraction:g} of each file is for testing",
-            },
+            options={"length": self.length, "vocabulary": self.vocabulary, "split": last},
             input=contents.hexdigest(),
-            parts=[Part(count, partial(self._blocks, files, symbols, split)) for split, count in samples.items()],
+            parts=[Part(n, partial(self._blocks, [*files.values()], symbols, split)) for split, n in samples.items()],
             notes=(f"unknown in training, they occur in the test set only: {listed}",) if new else (),
         )
 
-    def _blocks(self, files: list[_TextFile], symbols: Symbols, split: str, start: int) -> Iterator[Block]:
+    def _blocks(self, files: list[Path], symbols: Symbols, split: str, start: int) -> Iterator[Block]:
         code = np.zeros(UNICODE, symbols.dtype)  # the symbol of each code point or byte
         code[[ord(name) for name in symbols.names] or range(256)] = np.arange(symbols.count)
         unused = start * self.length  # symbols of samples that were prepared before an interruption
         rest = np.zeros(0, symbols.dtype)
-        for codes in itertools.chain.from_iterable(file.read(split) for file in files):
+        for codes in itertools.chain.from_iterable(self._read(file, split) for file in files):
             rest = np.concatenate([rest, code[codes[unused:]]])
             unused = max(0, unused - len(codes))
             usable = len(rest) // self.length * self.length
@@ -113,48 +105,33 @@ class Text:
                 yield Block(rest[:usable].reshape(-1, self.length), split == "test")
             rest = rest[usable:]
 
-
-@dataclass(frozen=True)
-class _TextFile:
-    """A file, whose bytes from `cut` on are for testing."""
-
-    path: Path
-    chars: bool
-    cut: int
-    size: int
-
-    @classmethod
-    def at(cls, path: Path, chars: bool, test_fraction: float) -> _TextFile:
+    def _read(self, path: Path, split: str) -> Iterator[UInt[np.ndarray, " symbols"]]:
+        """The code points or bytes of one split of a file, in chunks."""
+        chars, decoder = self.vocabulary == "chars", codecs.getincrementaldecoder("utf-8")()
         with open_untrusted(path) as file:
             size = os.fstat(file.fileno()).st_size
-            cut = size - round(test_fraction * size)
+            cut = size - round(self.test_fraction * size)
             file.seek(cut)
             while chars and (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:  # inside a character
                 cut += 1
-        return cls(path, chars, cut, size)
-
-    def read(self, split: str) -> Iterator[UInt[np.ndarray, " symbols"]]:
-        """The code points or bytes of one split, in chunks."""
-        first, end = (0, self.cut) if split == "train" else (self.cut, self.size)
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        with open_untrusted(self.path) as file:
+            first, end = (0, cut) if split == "train" else (cut, size)
             file.seek(first)
             while first < end:
                 data = file.read(min(CHUNK, end - first))
                 if not data:
-                    raise DataError(f"{self.path} was changed while it was read. Run the same command again.")
+                    raise DataError(f"{path} was changed while it was read. Run the same command again.")
                 first += len(data)
-                if not self.chars:
+                if not chars:
                     yield np.frombuffer(data, np.uint8)
                     continue
                 try:
                     text = decoder.decode(data, final=first == end)
                 except UnicodeDecodeError as error:
-                    at, byte = first - len(error.object) + error.start, error.object[error.start]
-                    found = f"is not text in UTF-8: byte {at} is {byte:#04x}"
-                    raise DataError(f"{self.path} {found}. Convert it, or use --vocabulary bytes.") from error
+                    at, byte = first - len(error.object) + error.start, error.object[error.start : error.start + 1]
+                    found = f"is not text in UTF-8: byte {at} is 0x{byte.hex()}"
+                    raise DataError(f"{path} {found}. Convert it, or use --vocabulary bytes.") from error
                 if "\0" in text:
-                    raise DataError(f"{self.path} is binary: it holds zero bytes. Give text, or --vocabulary bytes.")
+                    raise DataError(f"{path} is binary: it holds zero bytes. Give text, or --vocabulary bytes.")
                 yield np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
@@ -210,6 +187,12 @@ class Wav:
                 sound = np.frombuffer(raw, "<i2").reshape(-1, self.length, channels).transpose(0, 2, 1)
                 rows = (sound.astype(np.int32) + MIDDLE).astype("<u2")
                 yield Block(rows, for_testing(name, self.test_fraction))
+
+
+def _check(length: int, test_fraction: float) -> None:
+    if length < 1:
+        raise UsageError(f"length must be at least 1, got {length}.")
+    check_fraction(test_fraction)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from bsi.levels import LogUniform
 from bsi.methods import BSI
 from bsi.recipe import Objective
 from bsi.studies import comparison, measure, outcome, runner
-from bsi.studies.ablations import FACTORS, advantage, intermediate_is_best, parameters
+from bsi.studies.ablations import FACTORS, advantage, parameters
 from bsi.studies.bounds import converges, estimate, proposals, relative_spread, resampled
 from bsi.studies.measure import Bound, Result, Training, network_name
 from bsi.studies.outcome import STUDIES, Estimate, Results
@@ -175,15 +175,6 @@ def test_an_advantage_is_refuted_for_each_quantity_alone(distances, bits, verdic
     found = {"FID": distances, "bits/dim": bits}
     gaps = {name: [Estimate(value, 0.1, 0.0) for value in values] for name, values in found.items()}
     assert advantage(gaps).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("distances", "verdict"),
-    [((5.0, 1.0, 4.0), "held"), ((5.0, 3.9, 4.0), "undecided"), ((1.0, 4.0, 5.0), "not held")],
-)
-def test_an_intermediate_value_is_best_or_not_beyond_two_standard_errors(distances, verdict):
-    found = dict(enumerate(distances))
-    assert intermediate_is_best([0.0, 1.0, 2.0], lambda a, b: Estimate(found[a] - found[b], 0.1, 0.0)) == verdict
 
 
 def test_tables_are_the_same_as_records_and_as_markdown():

@@ -36,7 +36,7 @@ TINY = replace(
     ks=(2, 16),
     profile_levels=17,
     profile_images=8,
-    lambda_0=(1e-2, 1.0),
+    lambda_0=(1e-4, 1e-2, 1.0),
     trained_k=(4,),
     parameter_steps=(2, 4),
 )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -109,16 +110,15 @@ class Run:
             if step is not None and path is not None:
                 named[int(step)] = path
         steps = sorted(named)
-        for i in sorted(
-            {round(i * (len(steps) - 1) / (MAX_PICTURES - 1)) for i in range(MAX_PICTURES)} if steps else ()
-        ):
+        places = np.linspace(0, len(steps) - 1, min(MAX_PICTURES, len(steps))).round().astype(int)
+        for step in (steps[place] for place in places):
             try:
-                with open_untrusted(named[steps[i]], PICTURE_BYTES) as file:
+                with open_untrusted(named[step], PICTURE_BYTES) as file:
                     data = file.read()
             except DataError:
                 continue
             if data.startswith(PNG):
-                found[steps[i]] = data
+                found[step] = data
         return found
 
     def _checkpoint(self) -> tuple[list[tuple[str, int, str]], str]:

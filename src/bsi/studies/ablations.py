@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,17 +37,6 @@ from bsi.studies.outcome import Claim, Estimate, Outcome, Row, Steps, Verdict, s
 from bsi.studies.scale import Scale
 
 
-def intermediate_is_best(values: Sequence[float], difference: Callable[[float, float], Estimate]) -> Verdict:
-    """Held if a value in between is better than both ends, not held if one end is better than all in between.
-
-    `difference(a, b)` is the quantity at a less that at b, and lower is better.
-    """
-    ends, between = (values[0], values[-1]), values[1:-1]
-    if any(all(difference(value, end).lower for end in ends) for value in between):
-        return "held"
-    return "not held" if any(all(difference(end, value).lower for value in between) for end in ends) else "undecided"
-
-
 @study('Figure "lambda0"', "bits/dim and FID against lambda_0 and steps")
 def initial_precision(scale: Scale) -> Steps:
     values = scale.lambda_0
@@ -56,20 +45,18 @@ def initial_precision(scale: Scale) -> Steps:
     results = yield bound_and_quality(scale, itertools.chain(*trained.values()), samplers)
 
     rows = [{"lambda_0": value, **results.row(networks, samplers)} for value, networks in trained.items()]
-    few, *_, many = samplers.values()
-    low, high = values[0], values[-1]
-
-    def gap(a: float, b: float) -> Estimate:
-        return results.distance_difference(trained[a], trained[b], few)
-
+    (few, *_, many), (low, *between, high) = samplers.values(), values
+    best = min(between, key=lambda value: results.distance(trained[value], few).value)
     falling = [results.bits_difference(trained[a], trained[b]) for a, b in itertools.pairwise(values)]
     larger = f"With many steps ({many.steps}) larger lambda_0 sample better: {high:g} against {low:g}"
-    intermediate = f"With few steps ({few.steps}) an intermediate lambda_0 samples best"
-    shown = ", ".join(f"{results.distance(networks, few)} at {value:g}" for value, networks in trained.items())
+    intermediate = (
+        f"With few steps ({few.steps}) an intermediate lambda_0, {best:g}, samples better than {low:g} and {high:g}"
+    )
+    to_ends = [results.distance_difference(trained[best], trained[end], few) for end in (low, high)]
     claims = [
         outcome.all_less("Likelihood improves with falling lambda_0, at each step of it", falling),
         results.less_distance(larger, trained[high], trained[low], many),
-        Claim(intermediate, intermediate_is_best(values, gap), shown),
+        outcome.all_less(intermediate, to_ends),
     ]
     figure, (left, right) = outcome.panels(2)
     x, bits = r"$\lambda_0$", {"BSI": [row["bits/dim"] for row in rows]}

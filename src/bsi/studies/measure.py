@@ -49,7 +49,7 @@ from bsi.io import atomic, canonical_json, write_json
 from bsi.methods import BSI
 from bsi.metrics import Extractor, Inception, collect, frechet_distance, frechet_error, metric_name, reference
 from bsi.model import Model
-from bsi.recipe import Objective, Recipe, changes, flat, from_plain, to_plain
+from bsi.recipe import Objective, Recipe, changes, from_plain, to_plain
 from bsi.rng import standard_normal
 from bsi.runtime.distributed import Place, World
 from bsi.sampler import Sampler, VarianceKind
@@ -81,7 +81,7 @@ class Job:
 
     def title(self) -> str:
         """The job in a few words."""
-        settings = ", ".join(f"{name} {value}" for name, value in flat(self.settings()).items() if value is not None)
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings().items() if value is not None)
         return f"{self.kind} of {describe(self.network)}: {settings}"
 
     def measure(self, model: Model, store: Store) -> Result:
@@ -184,6 +184,12 @@ class Quality(Job):
     sampler: Sampler
     references: tuple[str, ...] = ("test",)
     seed: int = 0
+
+    def title(self) -> str:
+        how = self.sampler
+        variance = "" if how.variance == "none" else f", variance {how.variance}"
+        drawn = f"{self.num} samples, {how.steps} steps of {how.solver} on {how.grid}{variance}"
+        return f"{self.metric} of {describe(self.network)}: {drawn}"
 
     def measure(self, model: Model, store: Store) -> Result:
         """The distance to each part of the dataset, with the error from drawing these samples.

@@ -30,16 +30,9 @@ ALONE = World(Place(), torch.device("cpu"))
 
 
 def trained(out: Path, seed: int) -> Path:
-    recipe = replace(
-        bsi.recipes.digits(),
-        backbone=MLPConfig(width=16, depth=1),
-        steps=2,
-        batch=32,
-        seed=seed,
-        every=Every(journal=2, evaluate=0, sample=0, checkpoint=2),
-    )
-    bsi.train(recipe, out=out, device="cpu")
-    return out
+    every = Every(journal=2, evaluate=0, sample=0, checkpoint=2)
+    recipe = replace(bsi.recipes.digits(), backbone=MLPConfig(16, 1), steps=2, batch=32, seed=seed, every=every)
+    return bsi.train(recipe, out=out, device="cpu").path
 
 
 @pytest.fixture(scope="module")
@@ -233,13 +226,16 @@ def test_a_distance_between_enlarged_images_says_what_it_is_worth(tmp_path, monk
         resize = "nearest-299"
 
     run = open_run(Path("digits"), ALONE)
-    split = open_split(run, "test")
     with pytest.warns(QualityWarning, match="8 x 8 pixels are enlarged"):
-        found = measure_quality(run.model, split, Sampler(steps=2), 8, Enlarged(), ALONE)
-    assert found is not None
+        found = quality(run, Sampler(steps=2), 8, Enlarged())
     assert "--bpd" in found.cautions[-1]
     monkeypatch.setattr("bsi.evaluation.samples.SMALL", 8)
-    measure_quality(run.model, split, Sampler(steps=2), 8, Enlarged(), ALONE)  # of the smallest size, without a word
+    quality(run, Sampler(steps=2), 8, Enlarged())  # of the smallest size, without a word
+
+
+def quality(run, sampler, num, extractor=None, **options):
+    """The distance of samples to the test images."""
+    return measure_quality(run.model, open_split(run, "test"), sampler, num, extractor or Averages(), ALONE, **options)
 
 
 class Averages:
@@ -254,10 +250,8 @@ class Averages:
 
 def test_sample_quality_names_all_that_it_depends_on(runs, tmp_path, monkeypatch):
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
-    run = open_run(runs[0], ALONE)
-    split, how = open_split(run, "test"), Sampler(steps=3)
-    found = measure_quality(run.model, split, how, 20, Averages(), ALONE, seed=5, batch=8)
-    assert found is not None
+    run, how = open_run(runs[0], ALONE), Sampler(steps=3)
+    found = quality(run, how, 20, seed=5, batch=8)
     record = quality_record(run, how, 5, None, found)
     assert (record["metric"], record["n"], record["reference_n"]) == ("fd-averages", 20, 299)
     assert (record["reference_split"], record["resize"], record["extractor_hash"]) == ("test", "none", "0" * 64)
@@ -266,9 +260,7 @@ def test_sample_quality_names_all_that_it_depends_on(runs, tmp_path, monkeypatch
     assert (record["precision"], record["extractor_precision"]) == (run.precision, "float32")
     other = quality_record(replace(run, precision="bfloat16"), how, 5, None, replace(found, precision="tf32"))
     assert (other["precision"], other["extractor_precision"]) == ("bfloat16", "tf32")
-    again = measure_quality(run.model, split, how, 20, Averages(), ALONE, seed=5, batch=20)
-    assert again is not None
-    assert again.value == pytest.approx(found.value, rel=1e-3)
+    assert quality(run, how, 20, seed=5, batch=20).value == pytest.approx(found.value, rel=1e-3)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
@@ -281,8 +273,6 @@ def test_the_record_counts_the_evaluations_of_guidance_too(guidance, tmp_path, m
     network.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     how = Sampler(steps=3, guidance=guidance)
     found = measure_quality(labeled, open_split(run, "test"), how, 20, Averages(), ALONE, label=range(10), batch=8)
-    assert found is not None
-    assert found.generation is not None
     assert sum(seen) == 20 * found.generation.evaluations
     assert found.generation.evaluations == (4 if guidance == 1 else 8)
 
@@ -314,14 +304,6 @@ def test_several_guidances_are_measured_one_after_the_other(tmp_path, monkeypatc
     assert ": 30 samples (" in capsys.readouterr().out, "without labels"
 
 
-def test_a_reference_without_images_is_refused_before_samples_are_drawn(runs):
-    run = open_run(runs[0], ALONE)
-    split = open_split(run, "test")
-    empty = replace(split, dataset=replace(split.dataset, test=split.dataset.test[:1]))
-    with pytest.raises(DataError, match="has 1 in its test split"):
-        measure_quality(run.model, empty, Sampler(steps=2), 8, Averages(), ALONE)
-
-
 def test_ranks_draw_the_samples_of_one_in_turns(runs):
     model, how = open_run(runs[0], ALONE).model, Sampler(steps=2)
 
@@ -335,25 +317,28 @@ def test_ranks_draw_the_samples_of_one_in_turns(runs):
     assert (images(0, 1).int() - together.int()).abs().float().mean() < 0.1  # a pixel may round into the next bin
 
 
-def test_too_few_samples_are_refused_and_few_are_warned_of(runs, tmp_path, monkeypatch):
+def test_too_few_images_are_refused_and_few_are_warned_of(runs, tmp_path, monkeypatch):
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     run = open_run(runs[0], ALONE)
     split = open_split(run, "test")
+    empty = replace(split, dataset=replace(split.dataset, test=split.dataset.test[:1]))
+    with pytest.raises(DataError, match="has 1 in its test split"):
+        measure_quality(run.model, empty, Sampler(steps=2), 8, Averages(), ALONE)
     with pytest.raises(DataError, match="at least 2"):
-        measure_quality(run.model, split, Sampler(steps=2), 1, Averages(), ALONE)
+        quality(run, Sampler(steps=2), 1)
     with pytest.warns(QualityWarning, match="singular"):
-        measure_quality(run.model, split, Sampler(steps=2), 3, Averages(), ALONE)
+        quality(run, Sampler(steps=2), 3)
 
 
 def test_weights_of_another_shape_name_the_network_that_they_belong_to(tmp_path):
-    recipe = replace(bsi.recipes.digits(), backbone=MLPConfig(width=16, depth=1), steps=1)
+    recipe = replace(bsi.recipes.digits(), backbone=MLPConfig(16, 1), steps=1)
     with pytest.raises(UsageError, match=r"those of another network, DiTConfig\(width=64"):
         bsi.train(recipe, out=tmp_path / "run", init_from="digits", device="cpu")
 
 
 def test_a_distance_of_what_is_no_image_is_refused_before_weights_are_fetched(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("bsi.metrics.Inception", lambda *args: pytest.fail("fetched"))
-    recipe = replace(bsi.recipes.arrays(), backbone=MLPConfig(width=16, depth=1), steps=1, batch=64)
+    recipe = replace(bsi.recipes.arrays(), backbone=MLPConfig(16, 1), steps=1, batch=64)
     run = bsi.train(recipe, data=torch.randn(64, 2), out=tmp_path / "run", device="cpu").path
     assert main(["eval", str(run), "--fid", "--device", "cpu"]) == 2
     assert "only binned images" in capsys.readouterr().err

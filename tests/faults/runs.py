@@ -16,24 +16,12 @@ LIMIT_S = 240.0  # longer than anything here takes on a busy machine
 LAUNCH = Path(__file__).with_name("launch.py")
 
 # A tiny DiT with dropout on the digits: 24 steps of 16 samples, a checkpoint every 8, an evaluation every 12.
-TINY = [
-    *(
-        "digits",
-        "--steps",
-        "24",
-        "--batch",
-        "16",
-        "--virtual-shards",
-        "8",
-        "--ema.start",
-        "4",
-        "--optimizer.warmup",
-        "4",
-    ),
-    *("--backbone.width", "16", "--backbone.depth", "1", "--backbone.heads", "2", "--backbone.dropout", "0.1"),
-    *("--every.journal", "4", "--every.evaluate", "12", "--every.sample", "0", "--every.checkpoint", "8"),
-    *("--evaluation.images", "64", "--evaluation.batch", "16"),
-]
+TINY = (
+    "digits --steps 24 --batch 16 --virtual-shards 8 --ema.start 4 --optimizer.warmup 4 "
+    "--backbone.width 16 --backbone.depth 1 --backbone.heads 2 --backbone.dropout 0.1 "
+    "--every.journal 4 --every.evaluate 12 --every.sample 0 --every.checkpoint 8 "
+    "--evaluation.images 64 --evaluation.batch 16"
+).split()
 
 
 @dataclass

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,25 @@ def snapshot(step: int) -> Snapshot:
     return Snapshot(step, tensors, {"recipe": {}, "note": "ü"})
 
 
-def steps(root: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in root.glob("step-*"))
+def rewrite_manifest(folder: Path, **files: dict[str, object]) -> None:
+    """Change the manifest's table of files, with hashes that fit."""
+    table = {"format": 1, "files": json.loads((folder / "manifest.json").read_text())["files"] | files}
+    text = checkpoint.canonical_json({**table, "sha256": checkpoint.fingerprint(table)})
+    (folder / "manifest.json").write_text(text)
+
+
+def found(root: Path, warn: Callable[[str], object] = pytest.fail) -> checkpoint.Checkpoint:
+    """The checkpoint to resume from, by default without a warning."""
+    there = checkpoint.find(root, warn)
+    assert there is not None
+    return there
 
 
 def test_what_was_saved_is_found_and_read(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, snapshot(7), Keep())
-    found = checkpoint.find(tmp_path, pytest.fail)
-    assert found is not None
-    assert (found.step, found.state["note"]) == (7, "ü")
-    assert torch.equal(checkpoint.read_tensors(found, "ema")["a"], torch.full((3,), 7.0))
+    there = found(tmp_path)
+    assert (there.step, there.state["note"]) == (7, "ü")
+    assert torch.equal(checkpoint.read_tensors(there, "ema")["a"], torch.full((3,), 7.0))
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
@@ -49,7 +59,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_silently_begin_anew(tmp_path:
 def test_the_last_few_stay_and_milestones_for_good(tmp_path: Path) -> None:
     for step in range(1, 11):
         checkpoint.save(tmp_path, snapshot(step), Keep(last=2, every=4))
-    assert steps(tmp_path) == [4, 8, 9, 10]
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == [4, 8, 9, 10]
     assert not list(tmp_path.glob(".*"))
 
 
@@ -58,14 +68,10 @@ def test_pruning_after_a_fallback_leaves_the_newer_damaged_ones_to_be_replaced(t
         checkpoint.save(tmp_path, snapshot(step), Keep(last=3))
     (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"")
     warnings: list[str] = []
-    found = checkpoint.find(tmp_path, warnings.append)
-    assert found is not None
-    assert found.step == 2
+    assert found(tmp_path, warnings.append).step == 2
     assert "DAMAGED" in warnings[0]
     checkpoint.save(tmp_path, snapshot(3), Keep(last=3))
-    again = checkpoint.find(tmp_path, pytest.fail)
-    assert again is not None
-    assert again.step == 3
+    assert found(tmp_path).step == 3
 
 
 def test_where_no_checkpoint_is_whole_nothing_is_fallen_back_to_and_the_way_on_is_told(tmp_path: Path) -> None:
@@ -96,20 +102,15 @@ def test_a_latest_that_names_nothing_is_reported_and_the_newest_whole_one_taken(
         checkpoint.save(tmp_path, snapshot(step), Keep())
     (tmp_path / "latest").write_text(content)
     warnings: list[str] = []
-    found = checkpoint.find(tmp_path, warnings.append)
-    assert found is not None
-    assert found.step == 2
+    assert found(tmp_path, warnings.append).step == 2
     assert "does not name one" in warnings[0]
 
 
 def test_a_file_that_the_manifest_names_outside_its_folder_is_refused(tmp_path: Path) -> None:
     folder = checkpoint.save(tmp_path, snapshot(1), Keep())
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["../latest"] = manifest["files"]["state.json"]
-    table = {"format": manifest["format"], "files": manifest["files"]}
-    manifest["sha256"] = checkpoint.fingerprint(table)
-    (folder / "manifest.json").write_text(checkpoint.canonical_json(manifest))
-    with pytest.raises(CorruptCheckpoint):
+    sha256 = checkpoint.digest_file(tmp_path / "latest")
+    rewrite_manifest(folder, **{"../latest": {"bytes": 14, "sha256": sha256}})
+    with pytest.raises(CorruptCheckpoint, match="another folder"):
         checkpoint.verify(folder)
 
 
@@ -154,9 +155,7 @@ def test_a_disk_that_fills_while_tensors_are_written_is_told_as_one(tmp_path: Pa
     """By the system itself, through the library that writes them: it has errors of its own."""
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["BsiError 1 True", "BsiError 1 False"]
-    found = checkpoint.find(tmp_path / "checkpoints", pytest.fail)
-    assert found is not None
-    assert found.step == 1
+    assert found(tmp_path / "checkpoints").step == 1
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-00000001"]
     assert list((tmp_path / "averages").iterdir()) == []
 
@@ -168,14 +167,10 @@ def test_a_save_in_the_background_keeps_the_state_of_its_step(tmp_path: Path, mo
     monkeypatch.setattr(checkpoint, "write_files", lambda *args: (go.wait(60), write(*args)))
     saver = Saver(tmp_path, Keep(), lambda: None)
     saver.save(snapshot(2))
-    found = checkpoint.find(tmp_path, pytest.fail)
-    assert found is not None
-    assert found.step == 1
+    assert found(tmp_path).step == 1
     go.set()
     saver.wait()
-    found = checkpoint.find(tmp_path, pytest.fail)
-    assert found is not None
-    assert found.step == 2
+    assert found(tmp_path).step == 2
     saver.close()
 
 
@@ -191,10 +186,10 @@ def test_a_reader_next_to_a_run_that_keeps_one_checkpoint_finds_no_damage(tmp_pa
 
     thread = threading.Thread(target=train)
     thread.start()
-    found = 0
-    while not done.is_set() or found < 10:
-        assert checkpoint.find(tmp_path, pytest.fail) is not None
-        found += 1
+    times = 0
+    while not done.is_set() or times < 10:
+        assert found(tmp_path)
+        times += 1
     thread.join()
 
 
@@ -212,14 +207,11 @@ def test_damage_of_any_kind_is_a_damaged_checkpoint(tmp_path: Path, name: str, k
     else:
         path.write_text("[" * 100_000 if kind == "deep" else "1e999")
     if name == "state.json" and path.is_file():
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-        files["state.json"] = {"bytes": path.stat().st_size, "sha256": checkpoint.digest_file(path)}
-        table = {"format": 1, "files": files}
-        text = checkpoint.canonical_json({**table, "sha256": checkpoint.fingerprint(table)})
-        (folder / "manifest.json").write_text(text)
+        record = {"bytes": path.stat().st_size, "sha256": checkpoint.digest_file(path)}
+        rewrite_manifest(folder, **{"state.json": record})
     if name == "latest":
         warnings: list[str] = []
-        assert checkpoint.find(tmp_path, warnings.append) is not None
+        assert found(tmp_path, warnings.append)
         assert "latest" in warnings[0]
     else:
         with pytest.raises(CorruptCheckpoint):

@@ -54,14 +54,9 @@ class Run:
 
     def record(self) -> dict[str, Any]:
         return {
-            "run": self.path.name,
-            "recipe": self.trained.recipe.name,
-            "step": self.trained.step,
-            "ema": self.trained.ema,
-            "weights_sha256": self.weights,
-            "precision": self.precision,
-            "bsi": __version__,
-        }
+            "run": self.path.name, "recipe": self.trained.recipe.name, "step": self.trained.step,
+            "ema": self.trained.ema, "weights_sha256": self.weights, "precision": self.precision, "bsi": __version__,
+        }  # fmt: skip
 
 
 def open_run(path: Path, world: World, ema: bool = True, step: int | None = None, precision: Precision = "auto") -> Run:

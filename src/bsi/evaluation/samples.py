@@ -158,16 +158,9 @@ class SampleFile:
 
 
 def draw_into(
-    file: SampleFile,
-    missing: list[range],
-    model: Model,
-    sampler: Sampler,
-    seed: int,
-    label: Label,
-    batch_size: int,
-    world: World,
-    before_part: Callable[[range], None] = lambda ids: None,
-) -> Shaped[np.ndarray, "num ..."] | None:
+    file: SampleFile, missing: list[range], model: Model, sampler: Sampler, seed: int, label: Label, batch_size: int,
+    world: World, before_part: Callable[[range], None] = lambda ids: None,
+) -> Shaped[np.ndarray, "num ..."] | None:  # fmt: skip
     """Draw the missing parts. Every rank calls it; the first rank gets all samples, the others None."""
     mine, done, each = missing[world.rank :: world.size], file.num - sum(map(len, missing)), sampler.steps + 1
     total, stream = done + sum(map(len, mine)), None if world.first else io.StringIO()
@@ -227,19 +220,9 @@ def _counted(batches: Iterator[Tensor], what: str, count: int, show: bool) -> It
 
 @torch.no_grad()
 def measure_quality(
-    model: Model,
-    split: Split,
-    sampler: Sampler,
-    num: int,
-    extractor: Extractor,
-    world: World,
-    seed: int = 0,
-    label: Label = None,
-    batch: int = 256,
-    kid: bool = False,
-    precision_and_recall: bool = False,
-    show: bool = False,
-) -> SampleQuality | None:
+    model: Model, split: Split, sampler: Sampler, num: int, extractor: Extractor, world: World, seed: int = 0,
+    label: Label = None, batch: int = 256, kid: bool = False, precision_and_recall: bool = False, show: bool = False,
+) -> SampleQuality | None:  # fmt: skip
     """Draw `num` samples and compare them with the split. Every rank calls it; the first gets the result."""
     bins, dataset = check_images(model), split.dataset
     sampler = model.named(sampler)

@@ -180,15 +180,11 @@ class Trained:
     def about(self) -> dict[str, Any]:
         """The JSON in the metadata of an export, which `read` reads."""
         return {
-            "format": EXPORT_FORMAT,
-            "bsi": __version__,
+            "format": EXPORT_FORMAT, "bsi": __version__,
             "recipe" if isinstance(self.recipe, Recipe) else "model": to_plain(self.recipe),
-            "data": to_plain(self.data),
-            "network": self.network,
-            "step": self.step,
-            "ema": self.ema,
-            "sigma_rel": self.sigma_rel,
-        }
+            "data": to_plain(self.data), "network": self.network,
+            "step": self.step, "ema": self.ema, "sigma_rel": self.sigma_rel,
+        }  # fmt: skip
 
 
 def class_name(network: nn.Module) -> str:
@@ -360,12 +356,9 @@ def _read_export(path: Path, step: int | None) -> Trained:
 
 
 def export(
-    run: str | Path,
-    out: str | Path | None = None,
-    ema: bool = True,
-    step: int | None = None,
+    run: str | Path, out: str | Path | None = None, ema: bool = True, step: int | None = None,
     sigma_rel: float | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write a model as one file.
 
     Args:

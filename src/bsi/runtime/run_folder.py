@@ -111,28 +111,19 @@ class RunFolder:
         words = [Path(sys.argv[0]).name, *sys.argv[1:]]
         if len(home) > 1:
             words = [re.sub(rf"(?<![^=]){re.escape(home)}(?=/|$)", "~", word) for word in words]
-        gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+        cuda = world.device.type == "cuda"
         environment = {
-            "bsi": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "system": platform.system(),
-            "machine": platform.machine(),
-            "device": gpu or "cpu",
-            "ranks": world.size,
-            "threads": torch.get_num_threads(),
+            "bsi": __version__, "python": platform.python_version(), "torch": torch.__version__,
+            "cuda": torch.version.cuda, "system": platform.system(), "machine": platform.machine(),
+            "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
+            "ranks": world.size, "threads": torch.get_num_threads(),
             "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        }
+        }  # fmt: skip
         content = {
-            "format": FORMAT,
-            "recipe": to_plain(record.recipe),
+            "format": FORMAT, "recipe": to_plain(record.recipe),
             "changed": [] if named is None else [str(change) for change in changes(named, record.recipe)],
-            "network": record.network,
-            "data_version": data_version,
-            "command": words,
-            "environment": environment,
-        }
+            "network": record.network, "data_version": data_version, "command": words, "environment": environment,
+        }  # fmt: skip
         self.write("run.json", content)
 
     def read_record(self) -> RunRecord | None:

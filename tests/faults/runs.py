@@ -21,7 +21,7 @@ TINY = (
     "--backbone.width 16 --backbone.depth 1 --backbone.heads 2 --backbone.dropout 0.1 "
     "--every.journal 4 --every.evaluate 12 --every.sample 0 --every.checkpoint 8 "
     "--evaluation.images 64 --evaluation.batch 16"
-).split()
+)
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Entry:
     slurm: bool = False
 
     def plain(self) -> dict[str, Any]:
-        words = [*TINY, "--out", str(self.out), *self.words]
+        words = [*TINY.split(), "--out", str(self.out), *self.words]
         optional = {name: str(path) for name, path in (("log", self.log), ("copy", self.copy)) if path is not None}
         plain = {"out": str(self.out), "words": words, "faults": self.faults, "ranks": self.ranks, "slurm": self.slurm}
         return {**plain, **optional}

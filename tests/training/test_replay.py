@@ -23,7 +23,7 @@ from bsi.backbones.acceleration import compile_like, compile_regions
 from bsi.backbones.layers import Backbone
 from bsi.data.batches import as_source
 from bsi.recipe import Ema, Objective, Optimizer, Recipe
-from bsi.runtime.distributed import Place, Watchdog, World, watching
+from bsi.runtime.distributed import Place, Watchdog, World
 from bsi.training.replay import PLAIN_STEPS
 from bsi.training.step import Engine, replayable
 from bsi.training.stream import Batch, Stream
@@ -92,7 +92,7 @@ def assert_same(a: Engine, b: Engine) -> None:
 
 @pytest.fixture
 def watchdog() -> Iterator[Watchdog]:
-    with watching(Place(), 600.0) as watchdog:
+    with Watchdog(Place(), 600.0) as watchdog:
         yield watchdog
 
 

@@ -20,7 +20,7 @@ from bsi.data.batches import as_source
 from bsi.objective import training_loss
 from bsi.recipe import Ema, Optimizer, Recipe
 from bsi.rng import derive
-from bsi.runtime.distributed import Place, Watchdog, World, watching
+from bsi.runtime.distributed import Place, Watchdog, World
 from bsi.runtime.ema import exponent
 from bsi.training.step import Engine, tree_sum
 from bsi.training.stream import Batch, Piece, Stream, piece_ids, piece_levels, pieces
@@ -66,7 +66,7 @@ def stream_of(recipe: Recipe, start: int = 0) -> Stream:
 
 @pytest.fixture
 def watchdog():
-    with watching(Place(), 600.0) as watchdog:
+    with Watchdog(Place(), 600.0) as watchdog:
         yield watchdog
 
 

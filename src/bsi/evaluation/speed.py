@@ -30,7 +30,7 @@ from bsi.methods import METHODS
 from bsi.model import Model
 from bsi.recipe import Data, Optimizer, Recipe
 from bsi.rng import SeededNoise
-from bsi.runtime.distributed import Place, World, watching
+from bsi.runtime.distributed import Place, Watchdog, World
 from bsi.runtime.export import build_model
 from bsi.sampling import evaluations, sample
 from bsi.training.dataset import open_training_data
@@ -199,7 +199,7 @@ def _training(case: Case, stack: contextlib.ExitStack) -> tuple[Engine, Stream, 
     _accelerate(model.to(case.device).train().denoiser.backbone, case)
     engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device), case.record)
     stream = stack.enter_context(contextlib.closing(Stream(recipe, data.train, data.spec.latent_shape, world, 0)))
-    watchdog = stack.enter_context(watching(world.place, limit_s=600.0))
+    watchdog = stack.enter_context(Watchdog(world.place, limit_s=600.0))
     return engine, stream, lambda: engine.step(stream, watchdog)
 
 

@@ -263,7 +263,7 @@ def meet(place: Place, timeout_s: float) -> tuple[Store, str]:
 
 
 class Watchdog:
-    """Ends a run in which a rank hangs, and names the rank.
+    """Ends a run in which a rank hangs, and names the rank. Works in a `with` block; without a token, for this rank.
 
     The loop calls `at` with the step and its phase. A thread publishes both in the ranks' store, over its own
     connection. If this rank has made no progress for `limit_s`, the thread compares all ranks: those furthest behind
@@ -271,22 +271,25 @@ class Watchdog:
     a thread that is stuck in a collective cannot be interrupted.
     """
 
-    def __init__(self, place: Place, limit_s: float, token: str) -> None:
+    def __init__(self, place: Place, limit_s: float, token: str = "") -> None:
         self.place, self.limit_s, self.token = place, limit_s, token
         self.where: tuple[int, Phase] = (0, "start")
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._since = math.inf  # the rendezvous has its own time limit: time counts from the first call of `at`
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bsi-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
         self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        self._thread.join()
 
     def at(self, step: int, phase: Phase) -> None:
         """Record progress. The cost is that of an assignment."""
         self.where, self._since = (step, phase), time.monotonic()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
 
     def _watch(self) -> None:
         store = connect(self.place, self.token, timeout_s=10.0) if self.token else None
@@ -332,13 +335,3 @@ def verdict(me: int, places: dict[int, tuple[int, Phase]], size: int, limit_s: f
     named += [f"rank {rank} never reported" for rank in range(size) if rank not in places]
     rest = f"; waiting for it: {', '.join(waiting[:8])}" if waiting else ""
     return f"bsi train: no progress for {limit_s:.0f} s on rank {me}: {', '.join(named[:8])}{rest}"
-
-
-@contextmanager
-def watching(place: Place, limit_s: float, token: str = "") -> Iterator[Watchdog]:
-    """Run a watchdog while the block runs. Without a token it reports only this rank."""
-    watchdog = Watchdog(place, limit_s, token)
-    try:
-        yield watchdog
-    finally:
-        watchdog.stop()

@@ -32,7 +32,7 @@ from bsi.recipe import Ema, Every, Objective, Optimizer, Recipe, Samples, to_pla
 from bsi.rng import derive
 from bsi.runtime import run_folder
 from bsi.runtime.checkpoint import Saver
-from bsi.runtime.distributed import World, find_place, join, watching
+from bsi.runtime.distributed import Watchdog, World, find_place, join
 from bsi.runtime.export import build_model, class_name, config_of, load, read_trained, set_weights
 from bsi.runtime.out_of_memory import check_host, enough_to_train
 from bsi.runtime.run_folder import RunFolder, RunRecord, Sink, State
@@ -142,7 +142,7 @@ def train(
             if world.first:
                 enter(folder.made())
                 folder = replace(folder, check=enter(hold(folder.path, log)).check)
-        watchdog = enter(watching(world.place, hang_after_s, world.token))
+        watchdog = enter(Watchdog(world.place, hang_after_s, world.token))
         log_once: Callable[[str], None] = log if world.first else lambda line: None
 
         # ---- The data, and the checkpoint to resume from ----

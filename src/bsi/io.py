@@ -21,7 +21,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -193,10 +193,9 @@ def check_writable(path: Path, option: str) -> None:
 def make_folder(folder: Path, option: str | None = None) -> None:
     """Make a folder if it does not exist, and raise if it cannot be written to."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a file: the next line raises NotADirectoryError
+            folder.mkdir(parents=True, exist_ok=True)
         _try(folder)
-    except FileExistsError as error:  # a file
-        raise cannot_write(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), option) from error
     except OSError as error:
         raise cannot_write(folder, error, option) from error
 
@@ -211,10 +210,7 @@ def _try(folder: Path) -> None:
 
 
 def open_untrusted(path: Path | str, limit: int | None = None) -> BufferedReader:
-    """Open an untrusted file, or raise a DataError.
-
-    Only a regular file of at most `limit` bytes is accepted: a folder, pipe or device could block.
-    """
+    """Open a regular file of at most `limit` bytes; anything else is a DataError: a pipe or device could block."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
@@ -259,36 +255,30 @@ def read_json(path: Path | str, limit: int = MAX_JSON_BYTES) -> Any:
         return parse_json(file.read(limit + 1), path)
 
 
-# ---- Hashes ----------------------------------------------------------------------------------------------------------
+# ---- Hashes: SHA-256 in hexadecimal digits ---------------------------------------------------------------------------
 
 
-def digest(chunks: Iterable[bytes]) -> str:
-    """SHA-256 of a sequence of bytes."""
-    sha = hashlib.sha256()
-    for chunk in chunks:
-        sha.update(chunk)
-    return sha.hexdigest()
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def digest_file(path: Path) -> str:
-    """SHA-256 of a file's content."""
     with open_untrusted(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(content: Any) -> str:
-    """SHA-256 of JSON-serializable content."""
-    return digest([json.dumps(content, sort_keys=True, separators=(",", ":")).encode()])
+    """The digest of JSON-serializable content."""
+    return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 # ---- Downloads -------------------------------------------------------------------------------------------------------
 
 
 def download(url: str, to: Path, sha256: str, instead: str, timeout_s: float = 30.0) -> Path:
-    """Download a file once; it must have the pinned SHA-256.
+    """Download a file once; it must have the pinned SHA-256. `instead` is what to do with a file from elsewhere.
 
-    The file appears only when it is complete. An interrupted download is stored next to it and resumes. `instead` is
-    what to do with a file fetched by other means, for the error message.
+    The file appears only when it is complete. An interrupted download is stored next to it and resumes.
     """
     import urllib.request
     from http.client import HTTPException

@@ -98,7 +98,7 @@ class Cifar10:
             for name, expected in CIFAR10_FILES.items():
                 with found[name].open() as file:
                     raw = _read(file, MAX_BYTES)
-                if (found_hash := digest([raw])) != expected:
+                if (found_hash := digest(raw)) != expected:
                     raise DataError(f"{path}: {name} is damaged: expected sha256 {expected}, found {found_hash}.")
                 records = np.frombuffer(raw, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
                 images = records[:, 1:].reshape(-1, 3, 32, 32)
@@ -184,7 +184,7 @@ class Mnist:
             if rows.shape[1:] != train.shape[1:] or labels.shape != rows.shape[:1]:
                 shapes = f"images of shape {rows.shape} and labels of shape {labels.shape}"
                 raise DataError(f"{path} holds {shapes}. Download them again.")
-        content = fingerprint([digest([array.tobytes()]) for array in (train, test, train_labels, test_labels)])
+        content = fingerprint([digest(array.tobytes()) for array in (train, test, train_labels, test_labels)])
         parts = [array_part(train[:, None], train_labels, False), array_part(test[:, None], test_labels, True)]
         return _images("mnist", "MNIST (LeCun, Cortes and Burges, 1998)", (1, *train.shape[1:]), content, parts)
 

@@ -291,7 +291,7 @@ def reference(
     key = {"dataset": dataset, "version": version, "split": split, "extractor": extractor.name}
     key |= {"extractor_hash": extractor.hash, "resize": extractor.resize, "precision": extractor.precision}
     readable = re.sub(r"[^A-Za-z0-9]+", "-", f"{dataset}-{split}").strip("-")[:80]
-    stem = f"{readable}-{digest([json.dumps(key, sort_keys=True).encode()])[:16]}"
+    stem = f"{readable}-{digest(json.dumps(key, sort_keys=True).encode())[:16]}"
     path = (folder or data_folder() / "references") / f"{stem}.json"
     features = _stored(path, key, extractor.device)
     if features is None or (keep and features.vectors is None):
@@ -302,7 +302,7 @@ def reference(
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path.with_suffix(".safetensors"), data)
-            write_json(path, {"format": FORMAT, "key": key, "n": features.n, "sha256": digest([data])})
+            write_json(path, {"format": FORMAT, "key": key, "n": features.n, "sha256": digest(data)})
         except OSError as error:
             warnings.warn(f"the reference of {dataset} {split} is not stored: {error}", QualityWarning, stacklevel=2)
     return Reference(dataset, split, version, features if keep else Features(features.moments))
@@ -316,7 +316,7 @@ def _stored(path: Path, key: dict[str, str], device: torch.device) -> Features |
         record = read_json(path)
         with open_untrusted(path.with_suffix(".safetensors")) as file:
             data = file.read()
-        if (record["format"], record["key"], record["sha256"]) != (FORMAT, key, digest([data])):
+        if (record["format"], record["key"], record["sha256"]) != (FORMAT, key, digest(data)):
             raise ValueError(f"{path} describes another file")
         stored = {name: tensor.to(device) for name, tensor in load(data).items()}
         return Features(Moments(record["n"], stored["mean"], stored["scatter"]), stored.get("vectors"))

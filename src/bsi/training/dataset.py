@@ -157,8 +157,8 @@ def _version(data: object, source: BatchSource, labels: Labels | None) -> str:
     else:
         length, content = [len(source)], _some(source, SPOT_CHECK).cpu().numpy()
     content = np.ascontiguousarray(content)
-    version = fingerprint([*length, str(content.dtype), list(content.shape), digest([content.tobytes()])])
-    return version if labels is None else fingerprint([version, digest([labels.tobytes()])])
+    version = fingerprint([*length, str(content.dtype), list(content.shape), digest(content.tobytes())])
+    return version if labels is None else fingerprint([version, digest(labels.tobytes())])
 
 
 def _some(source: BatchSource, count: int) -> Tensor:

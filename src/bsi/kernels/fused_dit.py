@@ -7,13 +7,9 @@ norm that follows (dit_kernels.py). A half-block is then one of
     gated_layer_norm -> product with GELU -> product
 
 Outside its products and its attention, a block makes 8 passes over the stream forward, and 12 (norms and gates) + 12
-(GELU) + 6 (stacking the gradients of q, k and v) backward. The same kernels compute the sums for biases and
-modulations. GELU's forward is an epilogue of its product (cublaslt.py).
-
-Weights may be float32: they are rounded when they are used, and their gradients are computed in float32.
-
-The lean form stores neither h nor GELU's output for the backward pass and recomputes them from the stored tensors by
-pointwise operations. No product or attention is recomputed.
+(GELU) + 6 (stacking the gradients of q, k and v) backward. GELU's forward is an epilogue of its product (cublaslt.py).
+Weights may be float32: they are rounded when they are used, and their gradients are computed in float32. The lean form
+stores neither h nor GELU's output for the backward pass, and recomputes them by pointwise operations.
 
 With 8-bit products (experimental), weights and activations are e4m3 and gradients e5m2. Each matrix has one scale, a
 power of two, which depends on the current step alone:
@@ -98,6 +94,9 @@ def _activation(rows: Rows, scale: float, eight: Weights8 | None) -> Matrix:
 # output, a tensor to store, and the input of the second product, which may be recomputed instead of stored. `backward`
 # returns the gradients of the first product, of its bias and of the second weight.
 
+Forward = tuple[Rows, Tensor | None, Rows | None]
+Backward = tuple[Matrix, PerChannel, Rows]
+
 
 @dataclass(frozen=True)
 class _Attention:
@@ -105,9 +104,7 @@ class _Attention:
     heads: int
     tokens: int
 
-    def forward(
-        self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, keep: bool
-    ) -> tuple[Rows, Tensor | None, Rows | None]:
+    def forward(self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, keep: bool) -> Forward:
         qkv = product(h, first, Epilogue.BIAS, bias)
         width = qkv.shape[1] // 3
         parts = qkv.view(-1, self.tokens, 3, self.heads, width // self.heads).transpose(1, 3).unbind(2)
@@ -124,7 +121,7 @@ class _Attention:
 
     def backward(
         self, ctx: Any, dout: Matrix, largest: Any, second: Matrix, inverse: Tensor | None, rows8: Rows | None
-    ) -> tuple[Matrix, PerChannel, Rows]:
+    ) -> Backward:
         if ctx.attention is None:
             fix = "For Jacobians (retain_graph=True), do not accelerate the network."
             raise RuntimeError(f"a fused DiT has one backward pass for each forward pass, got a second one. {fix}")
@@ -142,9 +139,7 @@ class _Attention:
 class _Mlp:
     eight: Weights8 | None
 
-    def forward(
-        self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, keep: bool
-    ) -> tuple[Rows, Tensor | None, Rows | None]:
+    def forward(self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, keep: bool) -> Forward:
         before = torch.empty(len(h.rows), len(first.rows), dtype=bias.dtype, device=bias.device) if keep else None
         epilogue = Epilogue.GELU_AUX_BIAS if keep else Epilogue.GELU_BIAS
         if self.eight is None:
@@ -155,7 +150,7 @@ class _Mlp:
 
     def backward(
         self, ctx: Any, dout: Matrix, largest: Any, second: Matrix, before: Rows, kept: Rows | None
-    ) -> tuple[Matrix, PerChannel, Rows]:
+    ) -> Backward:
         dhidden = input_gradient(dout, second)
         hidden = torch.empty_like(before) if kept is None else kept
         bound = None if self.eight is None else largest * self.eight.bound

@@ -190,7 +190,7 @@ def test_what_cannot_be_trained_is_refused(build) -> None:
 
 
 def test_a_near_name_is_suggested() -> None:
-    with pytest.raises(UsageError, match="Did you mean 'cifar10-unet'"):
+    with pytest.raises(UsageError, match="did you mean 'cifar10-unet'"):
         named_recipe("cifar-unet")
 
 

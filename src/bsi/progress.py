@@ -45,7 +45,8 @@ def _stderr() -> Stream:
 def _write(stream: Stream, text: str) -> None:
     """Write and flush `text`; a stream that cannot be written is silenced from then on."""
     try:
-        stream.write(text)
+        encoding = stream.encoding or "utf-8"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except (OSError, ValueError):  # ValueError: the stream is closed
         with contextlib.suppress(OSError, ValueError):

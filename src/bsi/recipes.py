@@ -16,14 +16,13 @@ take minutes: starting points for your own data, not tuned for anything.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bsi.backbones.config import DIT_SIZES, DiTConfig, MLPConfig, UNetConfig
-from bsi.errors import UsageError
+from bsi.errors import unknown
 from bsi.methods import BFN, BSI, METHODS, VDM, Method
 from bsi.recipe import Data, Ema, Evaluation, Every, Keep, Objective, Optimizer, Recipe, Samples
 from bsi.sampler import Sampler
@@ -386,9 +385,7 @@ class Evidence:
 def named_recipe(name: str, method: str = "bsi") -> Recipe:
     """The recipe of that name, for one of the methods."""
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise UsageError(f"unknown recipe {name!r}. {hint}Known: {', '.join(RECIPES)}.")
+        raise unknown("recipe", name, RECIPES)
     return RECIPES[name](method)
 
 

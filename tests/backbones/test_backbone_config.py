@@ -77,7 +77,7 @@ def test_the_papers_networks_have_the_papers_sizes() -> None:
     ],
 )
 def test_an_unknown_name_suggests_the_nearest(typo: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=f"Did you mean '{meant}"):
+    with pytest.raises(UsageError, match=f"did you mean '{meant}"):
         resolve(typo)
 
 

@@ -16,10 +16,9 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Literal
 
-from bsi.errors import UsageError
+from bsi.errors import UsageError, unknown
 
 PRECISION_DIM = 32  # section "Architecture": t becomes a 32-dimensional precision embedding
 
@@ -181,9 +180,7 @@ def resolve(name: str) -> BackboneConfig:
         return UNetConfig(width=int(match[1]), levels=int(match[3]), coarser=coarser)
     if match := re.fullmatch(r"mlp-(\d{1,9})x(\d{1,9})", lowered):
         return MLPConfig(width=int(match[1]), depth=int(match[2]))
-    nearest = get_close_matches(lowered[:99], KNOWN_NAMES, n=1, cutoff=0.0)[0]
-    known = f"{', '.join(KNOWN_NAMES)}; other widths, levels, depths and patches are possible"
-    raise UsageError(f"unknown backbone {name[:99]!r}. Did you mean {nearest!r}? Known: {known}.")
+    raise unknown("backbone", lowered[:99], KNOWN_NAMES)
 
 
 def fourier_exponents(bins_count: int | None) -> range:

@@ -9,9 +9,9 @@ W is a virtual Brownian tree: between two informations a < b where it is known, 
 
 with an eps that is keyed by the position in the tree. Nodes halve the interval [2^-16, 2^32] in ln Lambda, thirteen
 times; inside a leaf, a last bridge with the leaf's own eps gives the value. So W(Lambda) is a sum of 16 Normals with
-weights that depend on Lambda alone, whatever was evaluated before: nothing is stored, and any sample's path can be
-evaluated anywhere. Its law is exact on every grid with at most one point in each leaf, whose length in ln Lambda is
-`RESOLUTION` = 0.004: about 4500 geometric steps of BSI. Shorter steps raise an error.
+weights that depend on Lambda alone: nothing is stored, and any path can be evaluated anywhere. Its law is exact on
+grids with at most one point in each leaf, whose length in ln Lambda is `RESOLUTION` = 0.004: about 4500 geometric steps
+of BSI. Shorter steps raise an error.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ def check_resolved(steps: Iterable[Sequence[float]]) -> None:
     for start, end in steps:
         if start > 0 and expansion(start).leaf == expansion(end).leaf:
             raise UsageError(
-                f"a Brownian path resolves steps of {RESOLUTION:.2g} in ln Lambda for Lambda from {LOW:.2g} to "
-                f"{HIGH:.2g}, got a step from {start:g} to {end:g}. Take fewer steps, or independent noise "
-                f"(--noise independent; SeededNoise)."
+                f"a Brownian path resolves steps of {RESOLUTION:.2g} in ln Lambda, got one from {start:g} to {end:g}. "
+                f"Take fewer steps, or independent noise (--noise independent; SeededNoise)."
             )
 
 

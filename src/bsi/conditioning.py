@@ -53,10 +53,8 @@ def start_of(method: Method, precision: float) -> float:
     level = float(level_at(method, torch.tensor(precision, dtype=torch.float64).sqrt()))
     if not low < level < high:  # also rejects NaN, the square root of a negative precision
         first, last = rho_at(method, torch.tensor([low, high], dtype=torch.float64)).square().tolist()
-        raise UsageError(
-            f"a measurement's precision, 1 / noise^2, must lie in the model's range, {first:.3g} to {last:.3g}: "
-            f"got {precision:g}"
-        )
+        limits = f"in the model's range, {first:.3g} to {last:.3g}"
+        raise UsageError(f"a measurement's precision, 1 / noise^2, must lie {limits}: got {precision:g}")
     return level
 
 
@@ -257,4 +255,4 @@ def _variance(rest: Measured, back: Data, precision: float) -> PerSample:
 
 
 def _unit(rows: Float[Tensor, "batch m"]) -> Float[Tensor, "batch m"]:
-    return rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    return torch.nn.functional.normalize(rows, dim=1, eps=torch.finfo(rows.dtype).tiny)

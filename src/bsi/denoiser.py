@@ -151,10 +151,8 @@ class Denoiser(nn.Module):
         with nullcontext() if half is None else torch.autocast(scaled.device.type, half):
             output = self.backbone(*arguments)
         if output.shape != scaled.shape:
-            raise UsageError(
-                f"the backbone must return the shape of its input, got {tuple(output.shape)} for an input of "
-                f"{tuple(scaled.shape)}. Its forward(input, t) predicts one value per input value."
-            )
+            got = f"{tuple(output.shape)} for an input of {tuple(scaled.shape)}"
+            raise UsageError(f"the backbone must return the shape of its input, one value per value: got {got}")
         return output.to(scaled.dtype)
 
     def logits(self, latent: Data, level: PerSample, cond: Condition | None = None, known: Data | None = None) -> Data:
@@ -194,9 +192,7 @@ def _check_backbone(backbone: object) -> None:
         name = backbone.__name__
         raise UsageError(f"a network must be an object, not its class: got {name}. Pass {name}(...).")
     if not callable(backbone):
-        raise UsageError(
-            f"a network must be a torch module, got {backbone!r}. bsi.backbones.build(name, shape) makes one."
-        )
+        raise UsageError(f"a network must be a torch module, got {backbone!r}. Use bsi.backbones.build(name, shape).")
     try:
         takes = inspect.signature(backbone.forward if isinstance(backbone, nn.Module) else backbone)
     except (TypeError, ValueError):  # not written in Python

@@ -50,16 +50,12 @@ def _predicted(
 ) -> Tensor:
     """The prediction from psi ~ q(psi | x, level) for the given noise eps."""
     if x.shape != eps.shape or level.shape != x.shape[:1]:
-        raise UsageError(
-            f"data and noise need one shape, and one level per sample: got data {tuple(x.shape)}, noise "
-            f"{tuple(eps.shape)}, levels {tuple(level.shape)}"
-        )
+        got = f"data {tuple(x.shape)}, noise {tuple(eps.shape)}, levels {tuple(level.shape)}"
+        raise UsageError(f"data and noise need one shape, and one level per sample: got {got}")
     x_hat = predict(method.encoder(level).encode(x, eps), level)
     if x_hat.shape != x.shape:
-        raise UsageError(
-            f"a prediction has the data's shape: got {tuple(x_hat.shape)} for data of {tuple(x.shape)}. A predictor "
-            f"maps (latent, level) to an estimate of x."
-        )
+        got = f"{tuple(x_hat.shape)} for data of {tuple(x.shape)}"
+        raise UsageError(f"a prediction, the predictor's estimate of x, has the data's shape: got {got}")
     return x_hat
 
 
@@ -69,19 +65,19 @@ def measurement_loss(
     """Corollary "Importance Sampling": an estimate of L_M^inf at level = F^-1(t), F the proposal's CDF."""
     proposal = method.levels if proposal is None else proposal
     if not torch.compiler.is_compiling():
-        _check_support(method, proposal)
+        _check_range(method, proposal.low, proposal.high)
     level = proposal.icdf(t)
     error = squared_norm(x - _predicted(method, predict, x, level, eps))
     return 0.5 * error / proposal.density(level).to(error.dtype)
 
 
-def _check_support(method: Method, proposal: Proposal) -> None:
-    for ours, theirs in ((proposal.low, method.levels.low), (proposal.high, method.levels.high)):
-        if not math.isclose(ours, theirs, rel_tol=1e-9):
-            raise UsageError(
-                f"a proposal covers exactly the method's levels, or the estimate is biased: got {proposal.low} to "
-                f"{proposal.high}, expected {method.levels.low} to {method.levels.high}"
-            )
+def _check_range(method: Method, low: float, high: float) -> None:
+    levels = method.levels
+    if not (math.isclose(low, levels.low, rel_tol=1e-9) and math.isclose(high, levels.high, rel_tol=1e-9)):
+        raise UsageError(
+            f"a proposal or schedule covers exactly the method's levels, or the bound is biased: got {low} to {high}, "
+            f"expected {levels.low} to {levels.high}"
+        )
 
 
 def finite_measurement_loss(
@@ -90,19 +86,10 @@ def finite_measurement_loss(
     """Theorem "ELBO": an estimate of L_M^k for the k steps of any grid, at the step i ~ U(0, k-1) of each sample."""
     # A compiled graph cannot read the values of the grid, and reading them from a GPU would synchronize.
     if not torch.compiler.is_compiling() and grid.device.type == "cpu":
-        _check_schedule(method, grid)
+        _check_range(method, method.levels.low, float(check_grid(method, grid)[-1]))
     alpha = torch.diff(method.gain(grid))
     error = squared_norm(x - _predicted(method, predict, x, grid.double()[i], eps))
     return 0.5 * len(alpha) * alpha[i].to(error.dtype) * error
-
-
-def _check_schedule(method: Method, grid: Float[Tensor, " levels"]) -> None:
-    last = float(check_grid(method, grid)[-1])
-    if not math.isclose(last, method.levels.high, rel_tol=1e-9):
-        raise UsageError(
-            f"the schedule of a bound ends where the reconstruction starts: got a last level of {last}, expected "
-            f"{method.levels.high}. A method with another last level has another bound."
-        )
 
 
 def reconstruction_loss(method: Method, predict: Predictor, x: Data, eps: Data, kind: DataKind) -> PerSample:
@@ -188,6 +175,7 @@ class Replicates:
 
     @property
     def sum_variance(self) -> float:
+        """Monte Carlo variance of the sum over the samples."""
         return float(self.block_variance.sum())
 
     @property
@@ -294,23 +282,21 @@ class Elbo:
 
     @property
     def _between_error(self) -> float:
-        """Standard error of `between`, which is an average over the samples."""
+        """`RESOLVED` standard errors of `between`, which is an average over the samples."""
         each = (self.nats - self.nats.mean()).square() - self.sample_variance
-        return float(each.std()) / math.sqrt(len(each))
+        return RESOLVED * float(each.std()) / math.sqrt(len(each))
 
     @property
     def data_resolved(self) -> bool:
         """Whether the samples differ by so much more than their Monte Carlo noise that `data_error` is known."""
-        return len(self.nats) > 1 and self.between >= RESOLVED * self._between_error
+        return len(self.nats) > 1 and self.between >= self._between_error
 
     @property
     def data_error(self) -> float:
-        """Standard error of `bits_per_dim` because of the choice of samples, without the Monte Carlo part; an upper
-        limit unless `data_resolved`.
-        """
+        """Standard error of `bits_per_dim` from the choice of samples alone; an upper limit unless `data_resolved`."""
         if len(self.nats) < 2:
             return math.nan
-        most = min(max(0.0, self.between) + RESOLVED * self._between_error, float(self.nats.var()))
+        most = min(max(0.0, self.between) + self._between_error, float(self.nats.var()))
         variance = self.between if self.data_resolved else most
         return math.sqrt(variance / len(self.nats)) / (self.n * math.log(2))
 
@@ -318,10 +304,8 @@ class Elbo:
         """The bound of one model less that of another, whose common noise cancels: see `bsi.bound.estimate_pair`."""
         mine, theirs = ((each.estimator, each.n, len(each.prior), each.rounds) for each in (self, other))
         if mine != theirs:
-            raise UsageError(
-                f"a paired difference needs the same estimator (without target_error) on the same samples: got "
-                f"{self.estimator} on {len(self.prior)} samples and {other.estimator} on {len(other.prior)}"
-            )
+            got = f"{self.estimator} on {len(self.prior)} samples and {other.estimator} on {len(other.prior)}"
+            raise UsageError(f"a paired difference needs the same estimator, without target_error, and samples: {got}")
         return replace(
             self,
             measurements=self.measurements - other.measurements,

@@ -16,8 +16,7 @@ likelihood does not depend on its batch.
 
 Data that is stored in bins is dequantized by noise that the last level could have added: a Normal of deviation sigma_M,
 truncated to the bin. Then -ln P(x) <= E[ln q(z | x) - ln p(z)], variational dequantization (Ho et al., 2019) with the
-truncated Normal of Zheng et al. (2023). This is the flow's likelihood. The ELBO bounds the likelihood of another model,
-the stochastic one: report the two separately.
+truncated Normal of Zheng et al. (2023). The ELBO bounds the likelihood of another model, the stochastic one.
 """
 
 from __future__ import annotations

@@ -103,9 +103,8 @@ class Belief:
         """Lemma "Posterior Update": the belief after the measurement y ~ N(x, 1 / alpha)."""
         _check_precision("a measurement", alpha)
         if y.shape != self.mean.shape:
-            raise UsageError(
-                f"a measurement has the belief's shape: got {tuple(y.shape)} for a mean of {tuple(self.mean.shape)}"
-            )
+            got = f"{tuple(y.shape)} for a mean of {tuple(self.mean.shape)}"
+            raise UsageError(f"a measurement has the belief's shape: got {got}")
         precision = self.precision + alpha
         mean = over(self.precision / precision, y) * self.mean + over(alpha / precision, y) * y
         return Belief(mean, precision)

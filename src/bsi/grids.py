@@ -43,12 +43,9 @@ def check_grid(method: Method, grid: Levels | Sequence[float], from_prior: bool 
     if from_prior and abs(float(levels[0]) - low) <= ROUNDING * low:
         levels = torch.cat([levels.new_tensor([low]), levels[1:]])
     levels = levels.clamp(low, high)
-    rises = torch.diff(levels) > 0
-    if not bool(rises.all()):
-        i = int((~rises).nonzero()[0])
-        raise UsageError(
-            f"a grid's levels must rise strictly: level {i + 1} is {float(levels[i + 1]):g}, after {float(levels[i]):g}"
-        )
+    if not bool((rises := torch.diff(levels) > 0).all()):
+        before, after = levels[(i := int((~rises).nonzero()[0])) : i + 2].tolist()
+        raise UsageError(f"a grid's levels must rise strictly: level {i + 1} is {after:g}, after {before:g}")
     if from_prior and float(levels[0]) != low:
         raise UsageError(f"a grid starts at the prior's level, {low:g}: got {float(levels[0]):g}")
     return levels

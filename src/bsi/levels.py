@@ -1,7 +1,7 @@
 """Distributions over the noise levels at which a loss or a bound is evaluated.
 
-The measurement loss is an integral over the level (lambda for BSI and BFN, the signal-to-noise ratio for VDM),
-estimated by importance sampling from a proposal p (Corollary "Importance Sampling"):
+The measurement loss is an integral over the level, estimated by importance sampling from a proposal p (Corollary
+"Importance Sampling"):
 
     L_M = 1/2 E_{level ~ p} [ |x - x_hat|^2 / p(level) ]
 
@@ -170,11 +170,8 @@ class Fitted(_Range):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.weights or not all(0 < w < math.inf for w in self.weights):
-            raise UsageError(
-                f"a fitted proposal needs positive finite weights (a level of density 0 is never seen, and the "
-                f"estimate would be biased): got {self.weights}"
-            )
+        if not self.weights or not all(0 < w < math.inf for w in self.weights):  # density 0: the estimate is biased
+            raise UsageError(f"a fitted proposal needs positive finite weights: got {self.weights}")
         heights = torch.tensor(self.weights * 2 if len(self.weights) == 1 else self.weights, dtype=torch.float64)
         below = torch.nn.functional.pad(torch.cumsum(0.5 * (heights[1:] + heights[:-1]), 0), (1, 0))
         self._hold(heights / below[-1], below / below[-1])

@@ -42,10 +42,8 @@ class Mixture:
     def __post_init__(self) -> None:
         weights, means, variances = (tuple(each.shape) for each in (self.weights, self.means, self.variances))
         if weights != means[:1] or variances != means:
-            raise UsageError(
-                f"a mixture has one weight, one mean and one row of variances per component: got weights {weights}, "
-                f"means {means}, variances {variances}"
-            )
+            got = f"weights {weights}, means {means}, variances {variances}"
+            raise UsageError(f"a mixture has one weight, one mean and one row of variances per component: got {got}")
         if bool((self.weights <= 0).any()) or bool((self.variances < 0).any()):
             raise UsageError("a mixture needs positive weights and non-negative variances")
 
@@ -81,8 +79,7 @@ class Mixture:
 
     def posterior_mean(self, encoder: Encoder, psi: Data) -> Data:
         """E[x | psi]; the prior mean where psi has no information."""
-        signal = encoder.signal.to(psi.dtype).expand(len(psi))[:, None, None]
-        noise = encoder.noise.to(psi.dtype).expand(len(psi))[:, None, None]
+        signal, noise = (v.to(psi.dtype).expand(len(psi))[:, None, None] for v in (encoder.signal, encoder.noise))
         noise = torch.where(noise == 0, torch.ones_like(noise), noise)
         offsets = self._along(psi.reshape(len(psi), 1, -1) - signal * self.means)
         spread = signal.square() * self.variances + noise.square()

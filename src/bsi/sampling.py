@@ -108,19 +108,14 @@ def _steps(
 def _rows(method: Method, grid: Levels, table: Table) -> Float[Tensor, "steps 4"]:
     """The rows of a table. Raises if one is missing or not finite: some solvers do not support some methods."""
     columns = (table.latent, table.x_hat, table.previous, table.eps)
-    lengths = {len(column) for column in columns}
-    if lengths != {len(grid) - 1}:
-        raise UsageError(
-            f"a solver's table has a row for each of the {len(grid) - 1} steps: got {sorted(lengths)} rows"
-        )
+    lengths = sorted({len(column) for column in columns})
+    if lengths != [len(grid) - 1]:
+        raise UsageError(f"a solver's table has a row for each of the {len(grid) - 1} steps: got {lengths} rows")
     rows = torch.stack(columns, dim=1)
-    wrong = (~torch.isfinite(rows)).any(1).nonzero()[:, 0].tolist()
-    if wrong:
+    if wrong := (~torch.isfinite(rows)).any(1).nonzero()[:, 0].tolist():
         start, end = grid[wrong[0] : wrong[0] + 2].tolist()
-        raise UsageError(
-            f"this solver cannot take a step of {type(method).__name__} from level {start:g} to {end:g}: its "
-            f"coefficients are {rows[wrong[0]].tolist()}"
-        )
+        step = f"a step of {type(method).__name__} from level {start:g} to {end:g}"
+        raise UsageError(f"this solver cannot take {step}: its coefficients are {rows[wrong[0]].tolist()}")
     return rows
 
 

@@ -1,7 +1,6 @@
-"""Steps of the generative process, in information coordinates, for BSI, BFN and VDM alike.
+"""Steps of the generative process ds = x_hat dLambda + dW (methods/base.py), for BSI, BFN and VDM alike.
 
-With alpha the precision gained, Lambda = alpha + c and s the information, generation is ds = x_hat dLambda + dW. With
-w = s / sqrt(Lambda) = psi / noise and rho = signal / noise, the same marginals follow from the probability flow
+With w = s / sqrt(Lambda) = psi / noise and rho = signal / noise, the same marginals follow from the probability flow
 dw = x_hat d rho, and from
 
     dw = [-zeta w + (1 + zeta) rho x_hat] d ln rho + sqrt(2 zeta) dW                          for any churn zeta >= 0.

@@ -11,9 +11,7 @@ and its KL divergence from the posterior q(s' | s, x) = N(s + D x, D) is, for ea
 
 It is minimal for v = E (x - x_hat)^2, where it is 1/2 ln(1 + D v) on average instead of 1/2 D v. Any v that depends on
 s and the level alone gives a valid bound; v = 0 is the paper's; for k -> infinity all of them agree. Because the noise
-of s is white, v may be diagonal in any orthonormal basis of the data. A `Variance` is diagonal in a fixed
-`OrthonormalBasis` and a function of the level, fitted to the errors of predictions on training data. A `Correction`, a
-small network, lets it depend on the prediction too.
+of s is white, v may be diagonal in any orthonormal basis of the data.
 """
 
 from __future__ import annotations
@@ -165,13 +163,8 @@ class Correction(nn.Module):
             raise UsageError(f"a learned variance is for data with at most four axes, got {shape}. Use 'level'.")
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
         self.shape = shape if len(shape) > 1 else (*shape, 1)
-        self.layers = nn.Sequential(
-            conv(2 * shape[0], WIDTH, 3, padding=1),
-            nn.SiLU(),
-            conv(WIDTH, WIDTH, 3, padding=1),
-            nn.SiLU(),
-            conv(WIDTH, shape[0], 3, padding=1),
-        )
+        first, second = conv(2 * shape[0], WIDTH, 3, padding=1), conv(WIDTH, WIDTH, 3, padding=1)
+        self.layers = nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), conv(WIDTH, shape[0], 3, padding=1))
         for parameter in self.layers[-1].parameters():
             nn.init.zeros_(parameter)
 
@@ -205,11 +198,9 @@ def fit_variance(
     seed: int = 0,
     batch_size: int = 256,
 ) -> Variance:
-    """Fit v to the errors of predictions on training samples: a weighted average around each of `KNOTS` levels.
+    """Fit the v of each group of coordinates to errors on training samples: a weighted average around each knot.
 
-    Args:
-        x: Training samples, as values. Test samples would make the bound too good.
-        groups: The group of each coordinate; one variance is fitted to each group.
+    Test samples would make the bound too good.
     """
     groups = groups.to(x.device)
     sizes = torch.bincount(groups).double()
@@ -244,10 +235,7 @@ def _predictions(
 def _corrected(
     variance: Variance, method: Method, predict: Predictor, x: Samples, seed: int, batch_size: int
 ) -> Variance:
-    """A variance of each value with a `Correction`, which is trained on the KL divergence of steps of a chain.
-
-    The divergence is lowest at v = E (x - x_hat)^2 for steps of any length.
-    """
+    """A variance of each value with a `Correction`, which is trained on the KL divergence of steps of a chain."""
     with torch.no_grad():
         found = list(_predictions(method, predict, x, seed + 1, batch_size))
     ids, t, x_hat = (torch.cat(parts) for parts in zip(*found, strict=True))

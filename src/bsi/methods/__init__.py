@@ -1,9 +1,7 @@
 """The methods: one row of the paper's table "Central structures" per file, and their registry. Imports no torch.
 
-A recipe, a run folder and an export name a method by its key in `METHODS` and hold its fields. To add a method, write a
-frozen dataclass with the attributes of `Method`, and register it:
-
-    bsi.methods.register("mine", Mine)
+Recipes, run folders and exports hold a method by its key in `METHODS` and its fields. A new method is a frozen
+dataclass with the attributes of `Method`, and a call of `register`.
 """
 
 import math
@@ -37,11 +35,7 @@ PAPERS_RATIO = 1e-3 / (2 / 255)  # noise of the last level / width of a bin, for
 
 
 def register(name: str, method: type) -> None:
-    """Register a method under a name, so that recipes, run folders and exports can store it.
-
-    Raises:
-        UsageError: if the name is taken by another class.
-    """
+    """Register a method under a name, so that recipes, run folders and exports can store it."""
     if METHODS.setdefault(name, method) is not method:
         raise UsageError(f"the method name {name!r} is taken by {METHODS[name].__name__}. Choose another name.")
 

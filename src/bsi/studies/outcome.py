@@ -280,16 +280,12 @@ def table(head: str, columns: Iterable[Any], found: Mapping[str, Sequence[Estima
 
 def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows of a table for JSON, with the columns of the longest; an estimate becomes its value and its error."""
-    found = []
-    for row in rows:
-        record: dict[str, Any] = {}
-        for column in max(rows, key=len):
-            cell = row.get(column)
-            record[column] = cell.value if isinstance(cell, Estimate) else cell
-            if isinstance(cell, Estimate):
-                record[f"{column} error"] = cell.error
-        found.append(record)
-    return found
+
+    def plain(column: str, cell: Any) -> dict[str, Any]:
+        return {column: cell.value, f"{column} error": cell.error} if isinstance(cell, Estimate) else {column: cell}
+
+    columns = max(rows, key=len)
+    return [{k: v for column in columns for k, v in plain(column, row.get(column)).items()} for row in rows]
 
 
 def markdown(rows: Sequence[Row]) -> str:

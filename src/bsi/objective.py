@@ -24,8 +24,10 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from bsi.consistency import consistency_loss
 from bsi.elbo import finite_measurement_loss, measurement_loss
 from bsi.gaussian import Data, PerSample
+from bsi.grids import paper_grid
 from bsi.levels import Fitted, Proposal
 from bsi.methods.base import Method, Predictor
 
@@ -91,3 +93,50 @@ def finite_training_loss(
 ) -> PerSample:
     """2 L_M^k / n per sample, for training on the bound of k steps (Figure "train finite k")."""
     return 2 / x[0].numel() * finite_measurement_loss(method, predict, x, grid, i, eps)
+
+
+class Loss:
+    """The loss of a batch in training, with its tables on the device: L_M^inf, L_M^k, or that of consistency tuning."""
+
+    def __init__(
+        self,
+        method: Method,
+        device: torch.device,
+        weight: str = "elbo",
+        bias: float = 2.0,
+        expected: bool = False,
+        finite_k: int | None = None,
+        consistency: bool = False,
+    ) -> None:
+        weights = {"sigmoid": sigmoid_weight(method, bias), "edm": edm_weight(method)}
+        self.method, self.weight, self.consistency = method, weights.get(weight), consistency
+        self.levels: Proposal = expected_levels(method, self.weight).to(device) if expected else method.levels
+        self.grid = None if finite_k is None else paper_grid(method, finite_k).to(device)
+        self.gap = torch.zeros((), device=device)  # of consistency tuning, set by the trainer
+        self.terms = 1 if self.weight is None else 2  # the length of `sums`
+
+    def __call__(self, predict: Predictor, x: Data, t: PerSample, eps: Data) -> PerSample:
+        """The loss of each sample at t, which is in [0, 1) and stratified over the batch."""
+        if self.consistency:
+            return consistency_loss(self.method, predict, x, t, eps, self.gap)
+        if self.grid is None:
+            return training_loss(self.method, predict, x, t, eps, self.weight, self.levels)
+        return finite_training_loss(self.method, predict, x, self.grid, _measurement(self.grid, t), eps)
+
+    def level(self, t: PerSample) -> PerSample:
+        """The level of each t of a batch."""
+        return self.levels.icdf(t) if self.grid is None else self.grid[_measurement(self.grid, t)]
+
+    def sums(self, losses: PerSample, t: PerSample) -> Float[Tensor, " terms"]:
+        """The sum of a batch's losses; if the loss is weighted, also the sum of the losses without the weight."""
+        losses = losses.detach()
+        if self.weight is None:
+            return losses.sum().reshape(1)
+        weight = self.weight(self.level(t)).clamp(min=1e-300)  # EDM's is zero at level 0
+        return torch.stack([losses.sum(), (losses / weight).sum().to(losses.dtype)])
+
+
+def _measurement(grid: Float[Tensor, " levels"], t: PerSample) -> Integer[Tensor, " batch"]:
+    """The index of a measurement on the grid for each t."""
+    k = len(grid) - 1
+    return (t * k).long().clamp(max=k - 1)

@@ -25,8 +25,7 @@ from bsi.data.batches import as_source
 from bsi.recipe import Ema, Objective, Optimizer, Recipe
 from bsi.runtime.distributed import Place, Watchdog, World
 from bsi.training.replay import PLAIN_STEPS
-from bsi.training.step import Engine, replayable
-from bsi.training.stream import Batch, Stream
+from bsi.training.step import Engine, Stream, replayable
 
 DIT = DiTConfig(width=64, depth=2, heads=1, patch=2, dropout=0.1)
 RECIPE = replace(
@@ -161,11 +160,13 @@ def test_all_that_differs_between_two_steps_is_in_the_held_batch_and_the_scalars
 ) -> None:
     """The same step function on the same memory gives the same as ordinary steps, and changes nothing but contents."""
     (plain, stream), (held, again) = parts(recipe, "cpu"), parts(recipe, "cpu")
-    place: list[Batch] = []
+    place: list[torch.Tensor] = []
 
-    def step(function: Callable[[Batch], None], batch: Batch) -> None:
-        place[0].copy_(batch) if place else place.append(batch.clone())
-        function(place[0])
+    def step(function: Callable[[list[torch.Tensor]], None], inputs: list[torch.Tensor]) -> None:
+        place.extend(tensor.clone() for tensor in inputs[len(place) :])
+        for held, tensor in zip(place, inputs, strict=True):
+            held.copy_(tensor)
+        function(place)
 
     held._replay = step  # type: ignore[assignment]
     pointers = {name: t.data_ptr() for group in held.state().values() for name, t in group.items()}

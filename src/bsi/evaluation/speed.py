@@ -35,8 +35,7 @@ from bsi.runtime.export import build_model
 from bsi.sampling import evaluations, sample
 from bsi.training.dataset import open_training_data
 from bsi.training.replay import PLAIN_STEPS
-from bsi.training.step import Engine
-from bsi.training.stream import Stream
+from bsi.training.step import Engine, Stream
 from bsi.values import Bins
 
 Work = Literal["train", "sample", "elbo"]

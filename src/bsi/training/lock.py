@@ -37,21 +37,16 @@ NO_ID = "none"  # the --rdzv-id of all torchrun jobs without one
 
 @dataclass(frozen=True)
 class Owner:
-    """The holder of a lock.
-
-    `started` distinguishes a process from a later one with the same PID, and `system` (the boot and the PID namespace)
-    from one in another container or after a reboot of the host. `requeues` is the number of times that Slurm requeued
-    the job; `group` is torchrun's name for its ranks.
-    """
+    """The holder of a lock."""
 
     host: str
     pid: int
-    started: str
+    started: str  # distinguishes the process from a later one with the same PID
     job: str
     token: str
-    requeues: int = 0
-    group: str = ""
-    system: str = ""
+    requeues: int = 0  # the number of times that Slurm requeued the job
+    group: str = ""  # torchrun's name for its ranks
+    system: str = ""  # the boot and the PID namespace: those of another container, or after a reboot, differ
 
     @classmethod
     def me(cls) -> Owner:
@@ -143,16 +138,12 @@ def hold(folder: Path, warn: Callable[[str], None], owner: Owner | None = None) 
 
 
 def acquire(lock: Lock, warn: Callable[[str], None]) -> None:
-    """Write the lock, if there is none or it may be replaced.
-
-    flock serializes jobs that find the same expired lock. On a file system without it, two jobs may both take the lock;
-    the check before each write then stops one of them.
-    """
+    """Write the lock, if there is none or it may be replaced."""
     folder = lock.path.parent
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
-            with suppress(OSError):
+            with suppress(OSError):  # without flock, two jobs may take an expired lock: `check` then stops one of them
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if (holder := _read(lock.path)) is not None:
                 with suppress(FileNotFoundError):  # it was just released

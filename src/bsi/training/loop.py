@@ -40,10 +40,9 @@ from bsi.rng import derive, subset
 from bsi.runtime.checkpoint import Saver, Snapshot
 from bsi.runtime.distributed import FailedTogether, Watchdog, World
 from bsi.runtime.ema import store_averages
-from bsi.runtime.run_folder import RunFolder, Sink, Value
+from bsi.runtime.run_folder import RunFolder, Sink
 from bsi.training.dataset import TrainingData
-from bsi.training.step import Engine
-from bsi.training.stream import Piece, Stream, piece_ids, piece_levels
+from bsi.training.step import Engine, Piece, Stream, piece_ids, piece_levels
 from bsi.values import Standardize
 
 # Steps between two readings of the device's counters. A CPU never runs ahead of the host.
@@ -77,12 +76,7 @@ class Loop:
     """Whether the evaluation and the samples of the current step are pending."""
 
     def run(self) -> None:
-        """Train to the last step.
-
-        Raises:
-            Preempted: A signal asked to stop. The state is saved.
-            NonFinite: A loss or gradient was not finite. The state before it is saved.
-        """
+        """Train to the last step. Raises Preempted after a signal, and NonFinite after a loss that is not finite."""
         self.recipe, self.world = self.engine.recipe, self.engine.world
         try:
             self._train()
@@ -129,34 +123,29 @@ class Loop:
             lap_began += time.perf_counter() - steps_ended  # the rate is that of the steps alone
         self._finish_saves()
 
-    # ---- Actions after a step ----
-
-    def _record(self, event: str, **values: Value) -> None:
+    def _record(self, event: str, values: Mapping[str, Any]) -> None:
         """Pass a record of the current step to the sinks, on the first rank."""
         step = self.engine.steps_done
         self.watchdog.at(step, "journal")
-        if self.world.first:
-            record = {"event": event, "step": step, **values, "time": time.time()}
-            for sink in self.sinks:
-                sink(record)
+        for sink in self.sinks if self.world.first else ():
+            sink({"event": event, "step": step, **values, "time": time.time()})
 
     def _journal(self, rate: float) -> None:
         """Record the steps since the last record, and show them next to the progress."""
         means, step, k = self.engine.means(), self.engine.steps_done, self.recipe.objective.finite_k
         kind, lr, age_s = self.data.spec.kind, self.recipe.rate(step - 1), self.saver.age_s
         bits = kind.channels * means.measured / 2 / math.log(2)  # 2 L_M / n in nats: L_M in bits per dimension
-        bound = {"bits_per_dim" if k is None else "bits_per_dim_finite_k": bits}
-        self._record(
-            "train", loss=means.loss, **bound, lr=lr, grad_norm=means.grad_norm, images_per_s=rate,
-            checkpoint_age_s=age_s,
-        )  # fmt: skip
+        self._record("train", {
+            "loss": means.loss, "bits_per_dim" if k is None else "bits_per_dim_finite_k": bits, "lr": lr,
+            "grad_norm": means.grad_norm, "images_per_s": rate, "checkpoint_age_s": age_s,
+        })  # fmt: skip
         # For discrete data the loss is most of the bound; for continuous data the two are not comparable.
         what = "measurement term" if isinstance(kind, Standardize) else "loss"
         rounds = "" if k is None else f" in {k} rounds"
         each = "images" if len(self.data.spec.shape) == 3 else "samples"
-        note = f"{what} {bits:.3f} bits/{kind.element}{rounds} · {rate:.4g} {each}/s · lr {lr:.1e}"
         saved = self.saver.has_saved and step < self.recipe.steps
-        self.progress.note = f"{note} · saved {readable_seconds(age_s)} ago" if saved else note
+        age = f" · saved {readable_seconds(age_s)} ago" if saved else ""
+        self.progress.note = f"{what} {bits:.3f} bits/{kind.element}{rounds} · {rate:.4g} {each}/s · lr {lr:.1e}{age}"
 
     def _observe(self) -> None:
         """Evaluate and draw samples if they are due."""
@@ -170,14 +159,7 @@ class Loop:
                 if self.world.any(bool(self.stop)):  # a signal; any other error occurs again in the resumed run
                     raise self._preempted() from None
                 raise
-            unit = found.n * math.log(2)
-            self._record(
-                "evaluate", bits_per_dim=found.bits_per_dim, error=found.monte_carlo_error,
-                data_error=found.data_error, data_resolved=found.data_resolved,
-                reconstruction=float(found.reconstruction.mean()) / unit,
-                measurement=float(found.measurement.mean()) / unit, prior=float(found.prior.mean()) / unit,
-                change_of_units=found.log_determinant / math.log(2),
-            )  # fmt: skip
+            self._record("evaluate", {**found.record(), "error": found.monte_carlo_error})
             if self.world.first:
                 progress.log(f"step {step}: test {found}")
                 if step == recipe.steps and (text := _baselines(self.data, self.data.test, found)):
@@ -186,10 +168,8 @@ class Loop:
         if "sample" in due and self.world.first:
             self.folder.check()
             path = draw_samples(model, recipe, self.folder.path / "samples" / f"step-{step:08d}")
-            self._record("sample", file=f"samples/{path.name}")
+            self._record("sample", {"file": f"samples/{path.name}"})
         self.pending = False
-
-    # ---- Saving ----
 
     def _save(self) -> None:
         """Pass the state to the saver, on the first rank."""

@@ -22,20 +22,20 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from bsi.devices import available
-from bsi.training.stream import Batch
 
 PLAIN_STEPS = 3
 LARGEST_SHARE = 0.4  # largest fraction of the available memory that a recorded step may take
 
 
 class Replay:
-    """Calls `step(batch)` for batches of one shape. The step may also use tensors that are changed in place."""
+    """Calls `step(inputs)` for inputs of the same shapes. It may also use tensors that are changed in place."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._held: Batch | None = None
+        self._held: list[Tensor] | None = None
         self._plain_steps, self._failed = 0, False
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -44,19 +44,19 @@ class Replay:
         """Whether a step has been recorded and is replayed from now on."""
         return self._graph is not None
 
-    def __call__(self, step: Callable[[Batch], None], batch: Batch) -> None:
-        """One step on a batch; `step` must be the same in every call."""
+    def __call__(self, step: Callable[[list[Tensor]], None], inputs: list[Tensor]) -> None:
+        """One step on these inputs; `step` must do the same in every call."""
         if not self._failed:
             if self._held is None:
-                self._held = batch.clone()
-            else:
-                self._held.copy_(batch)
+                self._held = [tensor.clone() for tensor in inputs]
+            for held, tensor in zip(self._held, inputs, strict=True):
+                held.copy_(tensor)
             if self._plain_steps == PLAIN_STEPS and self._graph is None and self._small():
                 self._record(step, self._held)
         if self._graph is not None:
             self._graph.replay()
         elif self._held is None:  # recording has failed
-            step(batch)
+            step(inputs)
         else:
             here = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(here)
@@ -68,7 +68,7 @@ class Replay:
     def _small(self) -> bool:
         return torch.cuda.max_memory_allocated(self._device) < LARGEST_SHARE * available(self._device)
 
-    def _record(self, step: Callable[[Batch], None], held: Batch) -> None:
+    def _record(self, step: Callable[[list[Tensor]], None], held: list[Tensor]) -> None:
         """Record all kernels of a step, without running them. Other threads may use the device (to fetch data)."""
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         here, collects = torch.cuda.current_stream(self._device), gc.isenabled()

@@ -1,11 +1,10 @@
 """Resuming: find the checkpoint of a run folder, compare it with the current recipe, and load it into the engine.
 
-The same command in the same folder resumes. A setting that has changed must be safe or allowed by name. Safe settings
-cannot change the result (intervals, number of kept checkpoints, workers) or change it only by rounding (accumulation,
-recomputation). Others need `--allow`, as in `--allow optimizer.lr`. Settings that determine which tensors exist or what
-they are trained for (the network, the labels, the kind of optimizer, the objective's weight, the averages) need a new
-run; `--init-from` copies the weights. The number of steps is part of the recipe: a run with a constant schedule can be
-extended, one with a cosine schedule cannot, since all its learning rates depend on the number of steps.
+A setting that has changed must be safe or allowed by name. Safe settings cannot change the result (intervals, workers)
+or change it only by rounding (accumulation, recomputation). Others need `--allow`, as in `--allow optimizer.lr`.
+Settings that determine which tensors exist or what they are trained for (the network, the labels, the kind of
+optimizer, the objective's weight, the averages) need a new run; `--init-from` copies the weights. A run with a constant
+schedule can be extended; one with a cosine schedule cannot, since all its learning rates depend on the number of steps.
 
 The first rank reads and prints; all ranks raise together.
 """

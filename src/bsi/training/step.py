@@ -1,47 +1,58 @@
-"""One training step: gradients of the global batch, then an update that happens only if everything is finite.
+"""One training step: a batch, its gradients, then an update that happens only if everything is finite.
 
-    loss      (1/b) sum_i 2 L_M(x_i) / n over the global batch, with the weights of the recipe's objective
-    gradient  DDP's sum over ranks and pieces; in the audit mode a sum over virtual shards in a fixed order
-    update    AdamW or Muon (optimizers.py) with the norm of the gradient clipped, then the averages of the weights
+Training reads one stream of samples, a function of the seed: there is no state to save. Step s takes the positions
+s b .. (s + 1) b - 1, where b is the global batch:
 
-A flag on the device decides whether a step counts: it is set as long as all losses and gradient norms have been finite,
-on all ranks alike, since both are sums over ranks. The host reads it some steps later, so that no step waits for it. A
-step changes its state in place, and all values that differ between steps are in tensors, so that on a single GPU it can
-be recorded once and replayed (replay.py).
+    sample            sample_ids(seed, position)
+    mirror image      coins(seed, position)
+    label hidden      uniforms(seed', position) < p                 if labels are learned
+    noise eps         philox(seed, position)
+    level             t_i = (i / b + delta(seed, step)) mod 1       stratified over the global batch
+    dropout           generator(seed, step, first virtual shard)    seeded when a piece is read
 
-In the audit mode the gradient has the same bits for any number of ranks. Floating-point sums depend on their order, so
-each virtual shard is computed separately, with its own dropout, and the gradients are added in a binary tree over shard
-numbers: ((g_0 + g_1) + (g_2 + g_3)) + ... A rank holds a power of two of consecutive shards, which is a subtree; the
-ranks exchange the sums of their subtrees and all add the rest of the tree in the same order.
+    loss              (1/b) sum_i 2 L_M(x_i) / n over the global batch, with the weights of the recipe's objective
+    gradient          DDP's sum over ranks and pieces; in the audit mode a sum over virtual shards in a fixed order
+    update            AdamW or Muon (optimizers.py) with the gradient's norm clipped, then the averages of the weights
+
+The global batch is divided into virtual shards. A rank takes consecutive shards and computes them in `accumulation`
+pieces. Everything is the same for any number of ranks, except for rounding and dropout, which is the same if ranks x
+accumulation is. In the audit mode the gradient has the same bits for any number of ranks: each shard is computed
+separately, and the gradients are added in a binary tree, ((g_0 + g_1) + (g_2 + g_3)) + ... A rank holds a power of two
+of consecutive shards, which is a subtree.
+
+A step counts as long as all losses and gradient norms have been finite, on all ranks alike, since both are sums over
+ranks. The host reads this flag some steps later, so that no step waits for it. A step changes its state in place, and
+all values that differ between steps are in tensors: on a single GPU it is recorded once and replayed (replay.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bsi.backbones.layers import Backbone
-from bsi.consistency import consistency_loss, gap_at
+from bsi.consistency import gap_at
+from bsi.data.batches import BatchSource, ahead, flip
 from bsi.errors import UsageError
-from bsi.grids import paper_grid
-from bsi.levels import Proposal
-from bsi.methods.base import Method, Predictor
+from bsi.levels import low_discrepancy
+from bsi.methods.base import Predictor
 from bsi.model import Model
-from bsi.objective import edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
-from bsi.recipe import Objective, Recipe
+from bsi.objective import Loss
+from bsi.recipe import Recipe
+from bsi.rng import derive, sample_ids, seed_words, standard_normal, uniforms
 from bsi.runtime.distributed import Watchdog, World
 from bsi.runtime.ema import EmaModel, PowerAverages, Profile
 from bsi.runtime.export import differences
 from bsi.training.optimizers import Optimizers
 from bsi.training.replay import Replay
-from bsi.training.stream import Batch, Stream
 
 PerSample = Float[Tensor, " batch"]
 Vector = Float[Tensor, " n"]
@@ -49,6 +60,120 @@ Vector = Float[Tensor, " n"]
 # The loss scale in float16, as in torch.amp.GradScaler: halved if a gradient overflows, doubled after good steps.
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 MOST_LABELS = 3072  # for larger batches the gradient of torch's embedding sorts the labels and synchronizes
+
+
+# ---- The batch -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive virtual shards of one step's global batch, from `shard` on."""
+
+    step: int
+    shard: int
+    offset: int
+    count: int
+
+
+def shards_of(rank: int, world: int, shards: int) -> range:
+    """The virtual shards of a rank: consecutive, and the same number for each rank."""
+    each = shards // world
+    return range(rank * each, (rank + 1) * each)
+
+
+def pieces(recipe: Recipe, step: int, rank: int, world: int) -> list[Piece]:
+    """The pieces that a rank computes in a step, each in one forward and backward pass."""
+    shards = shards_of(rank, world, recipe.shards)
+    each = 1 if recipe.audit else len(shards) // recipe.accumulation
+    samples = recipe.batch // recipe.shards
+    return [Piece(step, s, s * samples, each * samples) for s in range(shards.start, shards.stop, each)]
+
+
+def piece_ids(recipe: Recipe, n: int, piece: Piece) -> Int64[np.ndarray, " count"]:
+    """The samples of a piece, out of n."""
+    return sample_ids(recipe.seed, n, piece.step * recipe.batch + piece.offset, piece.count)
+
+
+def piece_levels(recipe: Recipe, piece: Piece) -> Float[Tensor, " count"]:
+    """t for the samples of a piece, stratified over the global batch."""
+    delta = derive(recipe.seed, "levels", piece.step) / 2**63
+    return low_discrepancy(recipe.batch, delta)[piece.offset : piece.offset + piece.count]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The data, levels and noise of a piece, on the device."""
+
+    data: Tensor
+    t: Float[Tensor, " batch"]
+    eps: Float[Tensor, "batch *data"]
+    cond: Int64[Tensor, " batch"] | None = None
+    """Labels; the number of classes stands for a hidden label."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.data, self.t, self.eps, self.cond) if tensor is not None]
+
+
+class Stream:
+    """A rank's batches from step `start` on. The data of the next batches is fetched in the background."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: BatchSource,
+        shape: tuple[int, ...],
+        world: World,
+        start: int,
+        labels: Int64[np.ndarray, " count"] | None = None,
+        classes: int = 0,
+    ) -> None:
+        self.recipe, self.source, self.shape, self.world = recipe, source, shape, world
+        self.labels, self._classes = labels, classes
+        self._noise_seed = seed_words(derive(recipe.seed, "noise"), world.device)
+        ids = (self._ids(piece) for step in range(start, recipe.steps) for piece in self._pieces(step))
+        self._data = ahead(source, ids)
+
+    def step(self, step: int) -> Iterator[Batch]:
+        """The batches of a step. Steps must be read in order, and each batch computed before the next is read."""
+        for piece in self._pieces(step):
+            yield self._batch(piece, next(self._data))
+
+    def first(self, step: int) -> Batch:
+        """The first batch of a step, without advancing the stream."""
+        piece = self._pieces(step)[0]
+        return self._batch(piece, self.source.take(self._ids(piece)))
+
+    def close(self) -> None:
+        """Stop fetching."""
+        if isinstance(self._data, Generator):
+            self._data.close()
+
+    def _pieces(self, step: int) -> list[Piece]:
+        return pieces(self.recipe, step, self.world.rank, self.world.size)
+
+    def _ids(self, piece: Piece) -> Int64[np.ndarray, " count"]:
+        return piece_ids(self.recipe, len(self.source), piece)
+
+    def _batch(self, piece: Piece, data: Tensor) -> Batch:
+        """A piece with its levels, noise and labels; also seeds torch's generator, which draws its dropout masks."""
+        recipe, device = self.recipe, self.world.device
+        start = piece.step * recipe.batch + piece.offset
+        if recipe.data.flips:
+            data = flip(data, recipe.seed, start)
+        t = piece_levels(recipe, piece).to(device, non_blocking=True)
+        positions = torch.arange(start, start + piece.count, device=device)
+        eps = standard_normal(self._noise_seed, positions, 0, self.shape)
+        cond = None
+        if self.labels is not None:
+            hidden = uniforms(derive(recipe.seed, "unlabelled"), start, piece.count) < recipe.data.unlabeled
+            seen = np.where(hidden, self._classes, self.labels[self._ids(piece)])
+            cond = torch.from_numpy(seen).to(device, non_blocking=True)
+        torch.manual_seed(derive(recipe.seed, "dropout", piece.step, piece.shard))
+        return Batch(data, t, eps, cond)
+
+
+# ---- The step --------------------------------------------------------------------------------------------------------
 
 
 class Engine:
@@ -62,14 +187,16 @@ class Engine:
         self.powers = PowerAverages(model.denoiser.backbone, recipe.ema.powers)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = Optimizers(model.denoiser.backbone, recipe.optimizer)
-        self.loss = Loss(recipe.objective, model.method, world.device)
-        self.steps_done = 0
-        self.updating = False  # True during an update, when the state is incomplete
+        loss = recipe.objective
+        self.loss = Loss(
+            model.method, world.device, loss.weight, loss.bias, loss.expected_levels, loss.finite_k, loss.consistency
+        )
+        self.steps_done, self.updating = 0, False  # the state is incomplete during an update
         self._network: nn.Module = model.denoiser
         record = record and world.device.type == "cuda" and replayable(recipe, model, world)
         self._replay = Replay(world.device) if record else None
-        # Values of the next step, on the device: a recorded step would repeat values passed from the host. The EMA and
-        # each power-function average have the weight of the new parameters.
+        # Values of the next step, on the device: a recorded step would repeat values passed from the host. The averages
+        # have the weight of the new parameters.
         self.this_step = torch.zeros((), dtype=torch.int64, device=world.device)
         self.lr, self.ema_weight, *self.power_weights = torch.zeros(2 + len(recipe.ema.powers), device=world.device)
         # The counters: the first step that was not finite; the loss scale and the good steps since it changed; sums of
@@ -78,8 +205,6 @@ class Engine:
         self.scale = torch.full((), FIRST_SCALE if half == torch.float16 else 1.0, device=world.device)
         self.scale_age = torch.zeros_like(self.this_step)
         self.sums = torch.zeros(2 + self.loss.terms, dtype=torch.float64, device=world.device)
-
-    # ---- A step, from the batch to the update ----
 
     def step(self, stream: Stream, watchdog: Watchdog) -> None:
         """One step. On a GPU it returns before the device has finished."""
@@ -94,7 +219,7 @@ class Engine:
             self.loss.gap.fill_(gap_at(step / self.recipe.steps))
         batches = self._watched(stream.step(step), watchdog)
         if self._replay is not None:
-            self._replay(lambda batch: self._train([batch]), next(batches))
+            self._replay(lambda tensors: self._train([Batch(*tensors)]), next(batches).tensors)
         else:
             self._train(batches)
         self.steps_done += 1
@@ -149,8 +274,7 @@ class Engine:
 
     @torch.no_grad()
     def _update(self, losses: Float[Tensor, " terms"]) -> None:
-        self.updating = True
-        loss = losses[0]
+        self.updating, loss = True, losses[0]
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(grads, foreach=True) / self.scale
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -164,7 +288,7 @@ class Engine:
         self.optimizer.step(self.lr, scale, counts)
         self.ema.update(counts * self.ema_weight)
         self.powers.update(counts, self.power_weights)
-        seen = torch.cat([losses[:1], norm.reshape(1), torch.ones_like(losses[:1]), losses[1:]]).double()
+        seen = torch.stack([loss, norm, torch.ones_like(loss), *losses[1:]]).double()
         self.sums += torch.where(counts, seen, 0.0)
         if self.half == torch.float16:
             age = torch.where(finite, self.scale_age + 1, 0)
@@ -172,8 +296,6 @@ class Engine:
             self.scale.mul_(torch.where(finite, torch.where(grown, 2.0, 1.0), 0.5))
             self.scale_age.copy_(torch.where(grown, 0, age))
         self.updating = False
-
-    # ---- Values read by the host ----
 
     def first_fault(self) -> int | None:
         """The first step whose loss or gradient was not finite, if there was one. Waits for the device."""
@@ -189,8 +311,6 @@ class Engine:
     def recorded(self) -> bool:
         """Whether steps are replayed by now."""
         return self._replay is not None and self._replay.recorded
-
-    # ---- The state ----
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The tensors that the next step depends on, by file and name."""
@@ -229,8 +349,6 @@ class Engine:
         for tensor in (step, *(t for group in self.state().values() for t in group.values())):
             self.world.broadcast(tensor)
         self.steps_done = int(step)
-
-    # ---- DDP ----
 
     def begin(self, stream: Stream) -> None:
         """Let DDP sum the gradients, from weights that are the same on all ranks.
@@ -291,44 +409,3 @@ class Means:
     loss: float
     grad_norm: float
     measured: float
-
-
-class Loss:
-    """The loss of a recipe's objective, see bsi.objective, with its tables on the device."""
-
-    def __init__(self, objective: Objective, method: Method, device: torch.device) -> None:
-        weights = {"sigmoid": sigmoid_weight(method, objective.bias), "edm": edm_weight(method)}
-        self.method, self.weight, k = method, weights.get(objective.weight), objective.finite_k
-        self.terms = 1 if self.weight is None else 2  # the length of `sums`
-        self.grid = None if k is None else paper_grid(method, k).to(device)
-        self.consistency, self.gap = objective.consistency, torch.zeros((), device=device)
-        self.levels: Proposal = method.levels
-        if objective.expected_levels:
-            self.levels = expected_levels(method, self.weight).to(device)
-
-    def __call__(
-        self, predict: Predictor, x: Float[Tensor, "batch *data"], t: PerSample, eps: Float[Tensor, "batch *data"]
-    ) -> PerSample:
-        if self.consistency:
-            return consistency_loss(self.method, predict, x, t, eps, self.gap)
-        if self.grid is None:
-            return training_loss(self.method, predict, x, t, eps, self.weight, self.levels)
-        return finite_training_loss(self.method, predict, x, self.grid, self._measurement(self.grid, t), eps)
-
-    def level(self, t: PerSample) -> PerSample:
-        """The level of each t of a batch."""
-        return self.levels.icdf(t) if self.grid is None else self.grid[self._measurement(self.grid, t)]
-
-    def sums(self, losses: PerSample, t: PerSample) -> Float[Tensor, " terms"]:
-        """The sum of a batch's losses; if the loss is weighted, also the sum of the losses without the weight."""
-        losses = losses.detach()
-        if self.weight is None:
-            return losses.sum().reshape(1)
-        weight = self.weight(self.level(t)).clamp(min=1e-300)  # EDM's is zero at level 0
-        return torch.stack([losses.sum(), (losses / weight).sum().to(losses.dtype)])
-
-    @staticmethod
-    def _measurement(grid: Float[Tensor, " levels"], t: PerSample) -> Int64[Tensor, " batch"]:
-        """The index of a measurement on the grid for each t in [0, 1); it is stratified over the batch like t."""
-        k = len(grid) - 1
-        return (t * k).long().clamp(max=k - 1)

@@ -42,8 +42,7 @@ from bsi.training.dataset import open_training_data
 from bsi.training.lock import hold
 from bsi.training.loop import Loop, listening, log
 from bsi.training.resume import find_checkpoint, restore, together
-from bsi.training.step import Engine
-from bsi.training.stream import Stream
+from bsi.training.step import Engine, Stream
 from bsi.values import DataKind, Symbols
 
 LONGEST_S = 1e8  # three years: the longest wait for another rank
@@ -244,9 +243,7 @@ def distill(
 
 @contextmanager
 def _numerics(recipe: Recipe, world: World) -> Iterator[None]:
-    """The threads of the recipe; in the audit mode, one thread and deterministic kernels. Restored at the end, like the
-    caller's random number generators, since training seeds torch's.
-    """
+    """The recipe's threads and kernels while the block runs; then the caller's, with its random number generators."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1 if recipe.audit else recipe.threads or threads)
     if recipe.audit:
@@ -289,10 +286,7 @@ def _fastest(model: Model, recipe: Recipe, half: torch.dtype | None) -> Model:
 
 
 def _check_threads(engine: Engine, log: Callable[[str], None]) -> None:
-    """Log a message if one thread is much faster than all threads: the machine is busy, or the network is small.
-
-    The number of threads is not changed here, since sums would be rounded differently when the run is resumed.
-    """
+    """Log a message if one thread is much faster than all threads: the machine is busy, or the network is small."""
     recipe, network, threads = engine.recipe, engine.model.denoiser.backbone, torch.get_num_threads()
     chosen = recipe.threads is not None or recipe.audit or engine.world.device.type != "cpu"
     if chosen or threads == 1 or not isinstance(network, Backbone):
@@ -317,8 +311,7 @@ def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
     write("running")
     try:
         yield
-    except BaseException as error:
-        # If the lock is lost, this raises the lock's error, which takes precedence.
+    except BaseException as error:  # if the lock is lost, `write` raises the lock's error, which takes precedence
         write("preempted" if isinstance(error, Preempted) else "failed", str(error) or type(error).__name__)
         raise
     write("finished")
@@ -326,10 +319,7 @@ def _status(folder: RunFolder, engine: Engine, world: World) -> Iterator[None]:
 
 @contextmanager
 def _python_names() -> Iterator[None]:
-    """In errors for callers in Python, name arguments and settings (`steps=9`) in place of options (`--steps 9`).
-
-    A Ctrl-C does not end an interactive session.
-    """
+    """For callers in Python, errors name `steps=9` in place of `--steps 9`, and Ctrl-C does not end a session."""
 
     def named(option: re.Match[str]) -> str:
         return option[1].replace("-", "_") + (f"={option[2]}" if option[2] else "")

@@ -53,10 +53,7 @@ def chains(base: Path) -> Chains:
             out("impatient", fault("step", "signal SIGINT self", 9), fault("save:write", "ctrl-c and wait", 10)),
             out("impatient"),
         ],
-        "behind": [
-            out("behind", fault("save:write", "kill two steps later", 16), copy="behind-killed"),
-            out("behind"),
-        ],
+        "behind": [out("behind", fault("save:write", "kill two steps later", 16), copy="behind-killed"), out("behind")],
         "full": [
             out("full", fault("save:space", "none left", 16), copy="full-before"),
             out("full", fault("save:half", "no space", 16), copy="full-within"),

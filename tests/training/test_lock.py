@@ -151,8 +151,7 @@ def test_a_job_that_came_back_is_told_from_another_step_of_it(
 
 
 @pytest.mark.parametrize(
-    ("job", "asks"),
-    [("8", {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}), ("17", {"TORCHELASTIC_RUN_ID": "17"})],
+    ("job", "asks"), [("8", {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}), ("17", {"TORCHELASTIC_RUN_ID": "17"})]
 )
 def test_a_lock_of_an_earlier_version_is_read(
     tmp_path: Path, as_job: Callable[[dict[str, str]], Owner], job: str, asks: dict[str, str]

@@ -179,7 +179,7 @@ def test_levels_are_the_papers_for_the_elbo_and_expected_for_other_weights_unles
 def test_a_weighted_finite_bound_is_refused():
     for match, given in (
         ("finite_k=4", {"finite_k": 4, "weight": "edm"}),
-        ("levels=expected with finite_k=4", {"finite_k": 4, "levels": "expected"}),
+        ("levels=expected, finite_k=4", {"finite_k": 4, "levels": "expected"}),
         ("at least 1, got 0", {"finite_k": 0}),
     ):
         with pytest.raises(UsageError, match=match):

@@ -14,9 +14,9 @@ from browser import browser, needs_chromium, state
 from bsi import BSI, recipes, train
 from bsi.app.workbench import Request, Workbench, open_workbench
 from bsi.backbones import MLPConfig
+from bsi.data.arrays import Text
 from bsi.data.prepare import Plan, prepare
 from bsi.data.published import Binary
-from bsi.data.sequences import Text
 from bsi.errors import UsageError
 from bsi.recipe import Data
 from bsi.sampler import Sampler

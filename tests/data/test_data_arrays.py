@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bsi.data.arrays import Arrays
+from bsi.data.arrays import Arrays, Text, Wav
 from bsi.data.images import Folder
 from bsi.data.prepare import Plan, prepare
 from bsi.data.published import Binary, ImageNet32, Mnist
-from bsi.data.sequences import Text, Wav
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
 from bsi.values import Standardize, Symbols
@@ -139,7 +138,7 @@ def test_archives_that_leave_the_split_unclear_are_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("chunk", [1 << 20, 7])
 def test_the_text_of_a_dataset_is_the_text_of_the_file(chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr("bsi.data.sequences.CHUNK", chunk)  # 7 bytes: characters are cut in two
+    monkeypatch.setattr("bsi.data.arrays.CHUNK", chunk)  # 7 bytes: characters are cut in two
     (tmp_path / "corpus.txt").write_text(CORPUS, "utf-8")
     dataset = prepare(Text(tmp_path / "corpus.txt", length=16, test_fraction=0.25).plan(), tmp_path / "out")
     assert isinstance(dataset.kind, Symbols)
@@ -282,7 +281,7 @@ def plan_of(source: str, folder: Path) -> Plan:
 )
 def test_a_source_can_be_read_from_any_item_on(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted preparation reads only the rest: the same rows, labels and split."""
-    monkeypatch.setattr("bsi.data.sequences.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("bsi.data.arrays.BLOCK_BYTES", 1000)
     plan = plan_of(source, tmp_path)
 
     def read(start: int) -> list[np.ndarray]:

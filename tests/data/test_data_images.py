@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bsi.data.arrays import Wav, write_wav
 from bsi.data.files import for_testing, walk
 from bsi.data.images import Folder, HuggingFace, open_image, pixels
 from bsi.data.prepare import prepare
-from bsi.data.sequences import Wav, write_wav
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
 from inputs import noise, save_wav

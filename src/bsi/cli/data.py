@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from bsi.cli.options import Json, answer
-from bsi.data import arrays, images, published, sequences, store
+from bsi.data import arrays, images, published, store
 from bsi.data.prepare import prepare
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder
@@ -34,9 +34,9 @@ SOURCES: dict[str, tuple[type[Source], str]] = {
     "mnist": (published.Mnist, "bsi train folder-mini --data.name NAME"),
     "folder": (images.Folder, "bsi train folder --data.name NAME, or folder-mini on a CPU"),
     "binary": (published.Binary, "bsi train binary-digits --data.name NAME"),
-    "text": (sequences.Text, "bsi train text-mini --data.name NAME"),
+    "text": (arrays.Text, "bsi train text-mini --data.name NAME"),
     "arrays": (arrays.Arrays, "bsi train arrays --data.name NAME"),
-    "wav": (sequences.Wav, "bsi train audio-mini --data.name NAME, or --backbone dit-s/4 on a GPU"),
+    "wav": (arrays.Wav, "bsi train audio-mini --data.name NAME, or --backbone dit-s/4 on a GPU"),
     "huggingface": (images.HuggingFace, "bsi train folder --data.name NAME, or folder-mini on a CPU"),
 }
 

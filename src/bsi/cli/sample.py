@@ -163,7 +163,7 @@ def form_of(model: Model) -> str:
 
 def _write_sound(out: Path, samples: np.ndarray, rate: int) -> None:
     """All samples one after another, with a short silence between them."""
-    from bsi.data.sequences import write_wav
+    from bsi.data.arrays import write_wav
 
     silence = np.full((*samples.shape[:2], samples.shape[2] // 8), 32768, samples.dtype)
     write_wav(out, np.concatenate(list(np.concatenate([samples, silence], axis=2)), axis=1), rate, "--out")

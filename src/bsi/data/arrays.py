@@ -1,31 +1,51 @@
-"""Arrays of any shape from a `.npy` or `.npz` file: the source for data that is not images.
+"""Arrays, text and sound: the sources of data that is not images.
 
-With bins, integers are bin indices, and floats are values that are stored as the index of the nearest bin. With a
-number of symbols, integers are symbols. Otherwise the data is continuous and stored as float32 in its own units. An
-archive with arrays named `train` and `test` keeps these splits; a single array is split by a hash of the row's number.
-Labels are arrays named `train_labels` and `test_labels`; those of a single array can also be named `labels` or `y`.
+`.npy` or `.npz` files hold arrays of any shape. With bins, integers are bin indices, and floats are values that are
+stored as the index of the nearest bin. With a number of symbols, integers are symbols. Otherwise the data is continuous
+and stored as float32 in its own units. An archive with arrays named `train` and `test` keeps these splits; a single
+array is split by a hash of the row's number. Labels are arrays named `train_labels` and `test_labels`; those of a
+single array can also be named `labels` or `y`.
+
+Text is characters or the bytes of UTF-8, as symbols. The last part of each file is for testing, as is usual for
+character models; the parts for training make one stream, in sorted order of the files, and the parts for testing
+another, and each stream is cut into samples. What is left at the end of a stream is not used.
+
+Sound comes from 16-bit WAV files of one rate and number of channels. A sample is (channels, length); its integers are
+bin indices 0 .. 65535, the sound's -32768 .. 32767 shifted. The split is by file, by the hash of its path.
+
+Files are read in chunks: the memory does not depend on their size.
 """
 
 from __future__ import annotations
 
+import codecs
+import hashlib
+import itertools
+import os
+import wave
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Integer, Shaped
+from jaxtyping import Integer, Shaped, UInt
 
-from bsi.data.files import ArrayFile, open_arrays
+from bsi.data.files import BLOCK_BYTES, ArrayFile, for_testing, open_arrays, walk
 from bsi.data.prepare import MAX_CLASSES, Block, Part, Plan, check_fraction, rows_for_testing
+from bsi.data.store import SPLITS
 from bsi.errors import DataError, UsageError
-from bsi.io import digest_file
+from bsi.io import atomic, digest_file, open_untrusted
 from bsi.values import Bins, Symbols
 
 Kind = Bins | Symbols | None
 LABELS = ("labels", "y")  # names of the labels of a single array
+CHUNK = 1 << 20  # bytes of text
+UNICODE = 0x110000
+SHOWN = 20  # characters in a note
+MIDDLE = 2**15  # the bin index of silence
 
 
 @dataclass(frozen=True)
@@ -144,3 +164,191 @@ def _stored(
     if rows.dtype.kind == "f" and isinstance(kind, Bins):
         return kind.indices(rows)
     return rows.astype(kind.dtype if kind else "<f4")
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text of a file, or of the .txt files below a folder, as samples of `length` symbols."""
+
+    summary: ClassVar[str] = "text of a file or of a folder's .txt files; --length, --vocabulary, --test-fraction"
+
+    path: Path
+    length: int = 256
+    vocabulary: Literal["chars", "bytes"] = "chars"
+    test_fraction: float = 0.1
+
+    def plan(self) -> Plan:
+        _check(self.length, self.test_fraction)
+        path, chars = self.path.expanduser(), self.vocabulary == "chars"
+        files = {"": path}
+        if os.path.isdir(path):
+            files = {name: path / name for name in walk(path, (".txt",))}
+        # Everything is read once, for the number of symbols and the code points that occur.
+        counts, seen = dict.fromkeys(SPLITS, 0), {split: np.zeros(UNICODE, bool) for split in SPLITS}
+        contents = hashlib.sha256()
+        for name, file in files.items():
+            with open_untrusted(file) as opened:
+                size = os.fstat(opened.fileno()).st_size
+            contents.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
+            for split in SPLITS:
+                for codes in self._read(file, split):
+                    counts[split] += len(codes)
+                    seen[split][codes] = True
+                    contents.update(codes.tobytes())
+        if not counts["train"]:
+            raise DataError(f"{path} holds no text. Give a text file, or a folder of .txt files, with --from.")
+        used = np.flatnonzero(seen["train"] | seen["test"]).tolist()
+        if len(used) < 2 and chars:
+            raise DataError(f"{path} holds one character only, {chr(used[0])!r}, and no information. Give other text.")
+        symbols = Symbols(len(used), tuple(map(chr, used))) if chars else Symbols.bytes()
+        symbols.latent_shape((self.length,))  # raises for samples that are too large when they are embedded
+        samples = {split: count // self.length for split, count in counts.items()}
+        if not samples["train"]:
+            raise DataError(f"{path} holds only {counts['train']} symbols for training. Choose a smaller --length.")
+        new = [repr(chr(code)) for code in np.flatnonzero(seen["test"] & ~seen["train"]).tolist()]
+        listed = ", ".join(new[:SHOWN]) + (f" and {len(new) - SHOWN} more" if len(new) > SHOWN else "")
+        last = f"the last {self.test_fraction:g} of each file is for testing"
+        return Plan(
+            name=path.resolve().stem if path.is_file() else path.resolve().name,
+            source=f"the text of {path.resolve().name!r}",
+            shape=(self.length,),
+            kind=symbols,
+            options={"length": self.length, "vocabulary": self.vocabulary, "split": last},
+            input=contents.hexdigest(),
+            parts=[Part(n, partial(self._blocks, [*files.values()], symbols, split)) for split, n in samples.items()],
+            notes=(f"unknown in training, they occur in the test set only: {listed}",) if new else (),
+        )
+
+    def _blocks(self, files: list[Path], symbols: Symbols, split: str, start: int) -> Iterator[Block]:
+        code = np.zeros(UNICODE, symbols.dtype)  # the symbol of each code point or byte
+        code[[ord(name) for name in symbols.names] or range(256)] = np.arange(symbols.count)
+        unused = start * self.length  # symbols of samples that were prepared before an interruption
+        rest = np.zeros(0, symbols.dtype)
+        for codes in itertools.chain.from_iterable(self._read(file, split) for file in files):
+            rest = np.concatenate([rest, code[codes[unused:]]])
+            unused = max(0, unused - len(codes))
+            usable = len(rest) // self.length * self.length
+            if usable:
+                yield Block(rest[:usable].reshape(-1, self.length), split == "test")
+            rest = rest[usable:]
+
+    def _read(self, path: Path, split: str) -> Iterator[UInt[np.ndarray, " symbols"]]:
+        """The code points or bytes of one split of a file, in chunks."""
+        chars, decoder = self.vocabulary == "chars", codecs.getincrementaldecoder("utf-8")()
+        with open_untrusted(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            cut = size - round(self.test_fraction * size)
+            file.seek(cut)
+            while chars and (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:  # inside a character
+                cut += 1
+            first, end = (0, cut) if split == "train" else (cut, size)
+            file.seek(first)
+            while first < end:
+                data = file.read(min(CHUNK, end - first))
+                if not data:
+                    raise DataError(f"{path} was changed while it was read. Run the same command again.")
+                first += len(data)
+                if not chars:
+                    yield np.frombuffer(data, np.uint8)
+                    continue
+                try:
+                    text = decoder.decode(data, final=first == end)
+                except UnicodeDecodeError as error:
+                    at, byte = first - len(error.object) + error.start, error.object[error.start : error.start + 1]
+                    found = f"is not text in UTF-8: byte {at} is 0x{byte.hex()}"
+                    raise DataError(f"{path} {found}. Convert it, or use --vocabulary bytes.") from error
+                if "\0" in text:
+                    raise DataError(f"{path} is binary: it holds zero bytes. Give text, or --vocabulary bytes.")
+                yield np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+@dataclass(frozen=True)
+class Wav:
+    """Every WAV file below `path`, in pieces of `length` samples."""
+
+    summary: ClassVar[str] = "a folder of 16-bit WAV files as pieces of fixed length; --length, --test-fraction"
+
+    path: Path
+    length: int = 16384
+    test_fraction: float = 0.1
+
+    def plan(self) -> Plan:
+        _check(self.length, self.test_fraction)
+        path = self.path.expanduser()
+        counts, listing = dict[str, int](), hashlib.sha256()
+        form = where = ""
+        for name in walk(path, (".wav",)):
+            with _open_wav(path / name) as file:
+                rate, channels, frames = file.getframerate(), file.getnchannels(), file.getnframes()
+            found = f"{channels} channels at {rate} Hz"
+            form, where = form or found, where or name
+            if found != form:
+                raise DataError(f"{path / name} has {found}, expected {form} as {where}. Convert them to one format.")
+            counts[name] = frames // self.length
+            listing.update(f"{name}\0{frames}\n".encode("utf-8", "surrogateescape"))
+        if not counts:
+            raise DataError(f"{path} holds no WAV file. Give the folder with --from.")
+        if not any(counts.values()):
+            raise DataError(f"{path} holds no WAV file of at least {self.length} samples. Choose a smaller --length.")
+        split = f"a file is for testing if sha256(relative path) < {self.test_fraction}"
+        return Plan(
+            name=path.resolve().name,
+            source=f"the WAV files of a folder {path.resolve().name!r}",
+            shape=(channels, self.length),
+            kind=Bins.int16(),
+            options={"length": self.length, "rate": rate, "split": split},
+            input=listing.hexdigest(),
+            parts=[Part(count, partial(self._blocks, path / name, name)) for name, count in counts.items()],
+        )
+
+    def _blocks(self, path: Path, name: str, start: int) -> Iterator[Block]:
+        with _open_wav(path) as file:
+            channels, count = file.getnchannels(), file.getnframes() // self.length
+            each = max(1, BLOCK_BYTES // (2 * channels * self.length))
+            file.setpos(start * self.length)
+            for first in range(start, count, each):
+                frames = min(each, count - first) * self.length
+                raw = file.readframes(frames)
+                if len(raw) != 2 * channels * frames:
+                    raise DataError(f"{path} is truncated: it has fewer samples than its header says.")
+                sound = np.frombuffer(raw, "<i2").reshape(-1, self.length, channels).transpose(0, 2, 1)
+                rows = (sound.astype(np.int32) + MIDDLE).astype("<u2")
+                yield Block(rows, for_testing(name, self.test_fraction))
+
+
+def _check(length: int, test_fraction: float) -> None:
+    if length < 1:
+        raise UsageError(f"length must be at least 1, got {length}.")
+    check_fraction(test_fraction)
+
+
+@contextmanager
+def _open_wav(path: Path) -> Iterator[wave.Wave_read]:
+    with open_untrusted(path) as raw:
+        try:
+            file = wave.open(raw)  # noqa: SIM115  closing it would close only `raw`
+        except (wave.Error, EOFError, OSError) as error:
+            raise DataError(f"{path} is not a PCM WAV file: {error}. Convert it first.") from error
+        if file.getsampwidth() != 2 or file.getframerate() < 1:
+            found = f"{8 * file.getsampwidth()} bits per sample at {file.getframerate()} Hz"
+            raise DataError(f"{path} has {found}, expected 16 bits. Convert it first.")
+        yield file
+
+
+def write_wav(path: Path, index: Integer[np.ndarray, "channels length"], rate: int, option: str | None = None) -> None:
+    """Write one sample of bin indices 0 .. 65535 as a 16-bit WAV file.
+
+    Args:
+        index: Channels and time; the indices that `Wav` stores and a model with `Bins.int16()` draws.
+        rate: Samples per second: `options["rate"]` in the manifest of the dataset.
+        option: The command-line option that names another place, for the error message.
+    """
+    low, high = index.min(initial=0), index.max(initial=0)
+    if index.ndim != 2 or low < 0 or high > 65535:
+        raise DataError(f"sound is (channels, length) of 0 to 65535, got shape {index.shape} of {low} to {high}.")
+    sound = (index.astype(np.int32) - MIDDLE).astype("<i2")
+    with atomic(path, option) as temporary, wave.open(str(temporary), "wb") as file:
+        file.setnchannels(len(index))
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(sound.T.tobytes())

@@ -340,12 +340,9 @@ DIT, UNET = DiTConfig(width=32, depth=1, heads=2), UNetConfig(width=8, levels=1)
 
 
 def simulate(
-    monkeypatch: pytest.MonkeyPatch,
-    generation: tuple[int, int],
-    triton: bool = True,
-    platform: str = "linux",
+    monkeypatch: pytest.MonkeyPatch, generation: tuple[int, int], triton: bool = True, platform: str = "linux",
     cuda: str | None = "13.0",
-) -> None:
+) -> None:  # fmt: skip
     find = importlib.util.find_spec
     found = find("math") if triton else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "triton" else find(name))

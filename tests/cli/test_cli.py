@@ -489,7 +489,7 @@ def test_the_demo_leaves_samples_a_report_and_numbers(capsys):
     ],
 )
 def test_a_missing_extra_is_one_message_with_the_command_that_installs_it(package, words, extra, monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("bsi.app")]:
+    for name in [name for name in sys.modules if name.startswith(("bsi.app", f"{package}."))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     assert call(words) == 2

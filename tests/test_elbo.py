@@ -18,14 +18,7 @@ from hypothesis import strategies as st
 from brute_force import mean_and_variance, source
 from bsi.bound import Design, EvaluatedModel, estimate, noise
 from bsi.denoiser import Denoiser
-from bsi.elbo import (
-    Elbo,
-    Estimator,
-    Replicates,
-    finite_measurement_loss,
-    measurement_loss,
-    reconstruction_loss,
-)
+from bsi.elbo import Elbo, Estimator, Replicates, finite_measurement_loss, measurement_loss, reconstruction_loss
 from bsi.errors import UsageError
 from bsi.grids import paper_grid
 from bsi.levels import ExpectedError, Fitted, LogUniform, Uniform

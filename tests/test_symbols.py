@@ -23,11 +23,7 @@ from bsi.symbols import SymbolPredictor, drawn, expected, log_posterior, log_pro
 
 K, N = 3, 4
 LAST = 20.0
-METHODS = [
-    bsi.BSI(lambda_0=1e-3, alpha_M=LAST),
-    bsi.BFN(sigma_1=(1 + LAST) ** -0.5),
-    bsi.VDM(nu_min=1e-3, nu_max=LAST),
-]
+METHODS = [bsi.BSI(lambda_0=1e-3, alpha_M=LAST), bsi.BFN(sigma_1=(1 + LAST) ** -0.5), bsi.VDM(nu_min=1e-3, nu_max=LAST)]
 
 
 def normals(seed: int, *shape: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ def normals(seed: int, *shape: int) -> Tensor:
 
 SCALES = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)  # variances of the data along its axes
 AXES = torch.linalg.qr(normals(0, 3, 3))[0]
-BASIS = OrthonormalBasis((3,), (AXES.T,))
+BASIS = OrthonormalBasis((3,), (AXES.T,), torch.arange(3))
 GAUSSIAN = Mixture.gaussian(torch.zeros(3, dtype=torch.float64), AXES @ torch.diag(SCALES) @ AXES.T)
 
 
@@ -44,7 +44,7 @@ def exact_variance(method: Method, knots: int = 400) -> Variance:
     level = torch.logspace(math.log10(low), math.log10(high), knots, dtype=torch.float64)
     gain = method.gain(level).clamp(min=0)
     known = gain.square() / (gain + method.c).clamp(min=1e-300)
-    return Variance(BASIS, low, high, 1 / (1 / SCALES + known[:, None]), torch.arange(3))
+    return Variance(BASIS, low, high, 1 / (1 / SCALES + known[:, None]))
 
 
 def basis_of(name: str, x: Tensor) -> OrthonormalBasis:
@@ -78,7 +78,7 @@ def test_pca_diagonalizes_the_covariance() -> None:
 def test_the_divergence_is_that_of_the_two_gaussians(scale: float) -> None:
     s, x, x_hat = normals(0, 3, 6, 3).unbind()
     d, v = torch.logspace(-2, 2, 6, dtype=torch.float64), scale * torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64)
-    variance = Variance(BASIS, 1e-3, 1e9, v.expand(2, 3), torch.arange(3))
+    variance = Variance(BASIS, 1e-3, 1e9, v.expand(2, 3))
     found = transition_kl(variance, x, x_hat, torch.ones(6, dtype=torch.float64), d)
     for i in range(6):
         noise = d[i] * torch.eye(3, dtype=torch.float64)
@@ -105,9 +105,10 @@ def test_the_best_variance_costs_half_the_logarithm(method: Method) -> None:
 def test_a_fit_finds_the_variance_of_a_gaussian(method: Method) -> None:
     x, predict = normals(2, 8000, 3) * SCALES.sqrt() @ AXES.T, GAUSSIAN.predictor(method)
     level = torch.logspace(math.log10(method.levels.low) + 0.2, math.log10(method.levels.high) - 0.2, 9)
-    fitted = fit_variance(method, predict, x, BASIS, torch.arange(3)).of_level(level)
+    fitted = fit_variance(method, predict, x, BASIS).of_level(level)
     assert torch.allclose(fitted, exact_variance(method).of_level(level), rtol=0.2)
-    average = fit_variance(method, predict, x, BASIS, torch.zeros(3, dtype=torch.long)).of_level(level)
+    together = replace(BASIS, groups=torch.zeros(3, dtype=torch.long))
+    average = fit_variance(method, predict, x, together).of_level(level)
     assert torch.allclose(average, fitted.mean(1, keepdim=True).expand(9, 3), rtol=0.2)
 
 

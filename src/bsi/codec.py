@@ -204,7 +204,7 @@ class _Chain:
         path = Path.of(method, self.levels)
         self.scale, self.information = path.scale.numpy(), path.information.numpy()
         self.alpha = method.gain(self.levels).numpy()
-        self.basis = basis_of("pixels", model.shape)[0] if variance is None else variance.basis
+        self.basis = basis_of("pixels", model.shape) if variance is None else variance.basis
         self.n = math.prod(model.shape)
         self.variance = None if variance is None else variance.of_level(self.levels[:-1]).numpy()
         gained = np.diff(self.information, prepend=-math.inf)  # no step leads to the prior
@@ -479,9 +479,9 @@ def read_variance(stored: dict[str, Any] | None, model: Model) -> Variance | Non
         values = torch.exp(LOG_STEP * torch.from_numpy(logs.copy()).double()).reshape(stored["knots"], -1)
         if stored["kind"] == "dct":
             colors = torch.tensor(stored["colors"], dtype=torch.float64).reshape(shape[0], shape[0])
-        basis, groups = basis_of(stored["kind"], shape, colors)
-        if len(values[0]) != int(groups.max()) + 1 or len(values) < 2:
+        basis = basis_of(stored["kind"], shape, colors)
+        if len(values[0]) != int(basis.groups.max()) + 1 or len(values) < 2:
             raise ValueError(f"{tuple(values.shape)} variances for data of shape {shape}")
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DataError(f"the variance in the compressed file cannot be read ({error!r:.80}).") from error
-    return Variance(basis, levels.low, levels.high, values, groups)
+    return Variance(basis, levels.low, levels.high, values)

@@ -121,12 +121,10 @@ def measured(
         got = f"got precision={precision}, iterations={iterations}"  # one shows no asymmetry of a Jacobian
         raise UsageError(f"a measurement has a positive precision and needs at least two iterations, {got}")
 
+    @torch.inference_mode(False)  # derivatives are needed, also under the caller's inference mode
+    @torch.no_grad()
     def predictor(latent: Data, level: PerSample) -> Data:
-        # derivatives are needed, also under the caller's no_grad or inference mode
-        with torch.inference_mode(False), torch.no_grad():
-            return corrected(*_informed(method, latent.clone(), level.clone()))
-
-    def corrected(latent: Data, level: PerSample) -> Data:
+        latent, level = _informed(method, latent.clone(), level.clone())
         encoder = method.encoder(level)
         scale = over(encoder.noise.square() / encoder.signal, latent)
         with torch.enable_grad():

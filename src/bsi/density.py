@@ -334,10 +334,7 @@ class Density(nn.Module):
         return self.variances.get(kind)
 
     def on(
-        self,
-        data: Array | Samples,
-        cond: Condition | None = None,
-        ids: Sequence[int] | np.ndarray | None = None,
+        self, data: Array | Samples, cond: Condition | None = None, ids: Sequence[int] | np.ndarray | None = None
     ) -> EvaluatedModel:
         """The argument of `bsi.bound.estimate`: this model, in evaluation mode, on samples, by default on all."""
         self.check_denoiser()

@@ -210,11 +210,7 @@ _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1
 
 
 def _integrate(
-    slope: Callable[[PerSample, Data], tuple[Data, PerSample]],
-    begin: Data,
-    start: float,
-    stop: float,
-    tolerance: float,
+    slope: Callable[[PerSample, Data], tuple[Data, PerSample]], begin: Data, start: float, stop: float, tolerance: float
 ) -> tuple[Data, PerSample, int]:
     """Integrate v and the trace from `start` down to `stop`, with adaptive steps for each sample.
 

@@ -49,11 +49,12 @@ Coordinates = Float[Tensor, "batch coordinates"]
 class OrthonormalBasis:
     """An orthonormal basis: data viewed in `shape`, with an orthonormal matrix (rows are basis vectors) for each axis.
 
-    An axis whose matrix is None stays as it is.
+    An axis whose matrix is None stays as it is. Coordinates of one of the `groups` share their variance.
     """
 
     shape: tuple[int, ...]
     matrices: tuple[Float[Tensor, "_ _"] | None, ...]
+    groups: Int[Tensor, " coordinates"]
 
     def coordinates(self, x: Data) -> Coordinates:
         return self._apply(x.reshape(-1, *self.shape), transpose=False).flatten(1)
@@ -70,21 +71,18 @@ class OrthonormalBasis:
         return x
 
 
-def basis_of(
-    kind: str, shape: tuple[int, ...], axes: Float[Tensor, "_ _"] | None = None
-) -> tuple[OrthonormalBasis, Int[Tensor, " coordinates"]]:
-    """The basis of a kind of variance, and the group of each coordinate; `axes` are those of `principal_axes`."""
-    n = math.prod(shape)
-    pixels = OrthonormalBasis(shape, (None,) * len(shape))
+def basis_of(kind: str, shape: tuple[int, ...], axes: Float[Tensor, "_ _"] | None = None) -> OrthonormalBasis:
+    """The basis of a kind of variance; `axes` are the `_principal_axes`."""
+    each = torch.arange(math.prod(shape))
     match kind:
         case "level":
-            return pixels, torch.zeros(n, dtype=torch.long)
+            return OrthonormalBasis(shape, (None,) * len(shape), torch.zeros_like(each))
         case "pixels" | "learned":
-            return pixels, torch.arange(n)
+            return OrthonormalBasis(shape, (None,) * len(shape), each)
         case "dct":
-            return OrthonormalBasis(shape, (axes, *map(_cosines, shape[1:]))), _frequency_bands(shape)
+            return OrthonormalBasis(shape, (axes, *map(_cosines, shape[1:])), _frequency_bands(shape))
         case "pca":
-            return OrthonormalBasis((n,), (axes,)), torch.arange(n)
+            return OrthonormalBasis((len(each),), (axes,), each)
         case _:
             raise UsageError(f"a variance is one of {', '.join(get_args(VarianceKind)[1:])}, got {kind!r}.")
 
@@ -123,15 +121,13 @@ def _frequency_bands(shape: tuple[int, ...]) -> Int[Tensor, " coordinates"]:
 class Variance:
     """v(level), diagonal in a basis: ln v is linear between equally spaced points of ln(level).
 
-    Coordinates of one group share their variance: `values` has a column for each group, `groups` the group of each
-    coordinate. With a `correction` the variance is a function of the prediction too.
+    `values` has a column for each group of coordinates. With a `correction` v is a function of the prediction too.
     """
 
     basis: OrthonormalBasis
     low: float
     high: float
     values: Float[Tensor, "knots groups"]
-    groups: Int[Tensor, " coordinates"]
     correction: Correction | None = None
 
     def at(self, level: PerSample, x_hat: Data) -> Coordinates:
@@ -143,7 +139,8 @@ class Variance:
         """The variance without the correction."""
         logs = self.values.clamp(min=SMALLEST).log().to(level.device)
         place = torch.log(level.double() / self.low) / math.log(self.high / self.low)
-        return Interpolation.of(_knots(len(logs), level.device), place).at(logs).exp()[:, self.groups.to(level.device)]
+        of_groups = Interpolation.of(_knots(len(logs), level.device), place).at(logs).exp()
+        return of_groups[:, self.basis.groups.to(level.device)]
 
 
 def _knots(count: int, device: torch.device) -> Float64[Tensor, " {count}"]:
@@ -190,19 +187,13 @@ def widened(variance: Variance, eps: Data, x_hat: Data, level: Float[Tensor, ""]
 
 @torch.no_grad()
 def fit_variance(
-    method: Method,
-    predict: Predictor,
-    x: Samples,
-    basis: OrthonormalBasis,
-    groups: Int[Tensor, " coordinates"],
-    seed: int = 0,
-    batch_size: int = 256,
+    method: Method, predict: Predictor, x: Samples, basis: OrthonormalBasis, seed: int = 0, batch_size: int = 256
 ) -> Variance:
     """Fit the v of each group of coordinates to errors on training samples: a weighted average around each knot.
 
     Test samples would make the bound too good.
     """
-    groups = groups.to(x.device)
+    groups = basis.groups.to(x.device)
     sizes = torch.bincount(groups).double()
     sums, counts = sizes.new_zeros(KNOTS, len(sizes)), sizes.new_zeros(KNOTS, 1)
     for ids, t, x_hat in _predictions(method, predict, x, seed, batch_size):
@@ -214,7 +205,7 @@ def fit_variance(
     average = (sums * sizes).sum(1, keepdim=True) / (sizes.sum() * counts.clamp(min=1e-9))
     prior = PRIOR / sizes  # a large group needs less of the prior
     fitted = (sums + prior * average) / (counts + prior)
-    return Variance(basis, method.levels.low, method.levels.high, fitted, groups.cpu())
+    return Variance(basis, method.levels.low, method.levels.high, fitted)
 
 
 def _predictions(
@@ -268,6 +259,6 @@ def named_variance(
             space, frequency bands for each principal color), `pca` (the principal axes of the training samples) or
             `learned` (as `pixels`, with a small network that knows the prediction).
     """
-    basis, groups = basis_of(name, tuple(x.shape[1:]), _principal_axes(name, x))
-    fitted = fit_variance(method, predict, x, basis, groups, seed, batch_size)
+    basis = basis_of(name, tuple(x.shape[1:]), _principal_axes(name, x))
+    fitted = fit_variance(method, predict, x, basis, seed, batch_size)
     return fitted if name != "learned" else _corrected(fitted, method, predict, x, seed, batch_size)

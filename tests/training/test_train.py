@@ -502,7 +502,7 @@ def test_continuous_data_is_standardized_and_keeps_its_units(tmp_path: Path) -> 
         (torch.zeros(10, 1, 4, 4, dtype=torch.int64), None, UsageError, "needs a kind"),
         (torch.full((10, 1, 4, 4), float("nan")), None, DataError, "NaN or infinity in 10 of 10 samples"),
         (torch.zeros(10, 1, 4, 4), None, DataError, "constant"),
-        ([1, 2, 3], None, UsageError, "not a set of samples"),
+        ([1, 2, 3], None, UsageError, "cannot take samples"),
         (torch.zeros(0, 1, 4, 4, dtype=torch.uint8), None, DataError, "at least one"),
         (IMAGES, IMAGES[..., :2], UsageError, "like training samples"),
         (IMAGES / 255, IMAGES, UsageError, "like training samples"),

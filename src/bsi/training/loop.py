@@ -127,8 +127,9 @@ class Loop:
         """Pass a record of the current step to the sinks, on the first rank."""
         step = self.engine.steps_done
         self.watchdog.at(step, "journal")
+        record = {"event": event, "step": step, **values, "time": time.time()}
         for sink in self.sinks if self.world.first else ():
-            sink({"event": event, "step": step, **values, "time": time.time()})
+            sink(record)
 
     def _journal(self, rate: float) -> None:
         """Record the steps since the last record, and show them next to the progress."""

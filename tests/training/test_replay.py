@@ -125,7 +125,7 @@ class Reading(TorchFunctionMode):
 
 @pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
 def test_a_step_asks_nothing_of_the_host(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bsi.elbo.check_grid", lambda method, grid: [method.levels.high])  # which a GPU is not asked for
+    monkeypatch.setattr("bsi.elbo.check_grid", lambda method, grid: [method.levels.high])  # not on a GPU
     engine, stream = parts(recipe, "cpu")
     (batch,) = stream.step(0)
     for name in GENERATORS:  # which may not be read while a step is recorded
